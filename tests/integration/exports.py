@@ -1,0 +1,121 @@
+"""Small random MoE models, quantized and exported by nvidia-modelopt itself.
+
+``python -m tests.integration.exports qwen3-moe DIRECTORY`` writes ``DIRECTORY/nvfp4`` and, with ``--original``, the
+unquantized model as ``DIRECTORY/original``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def qwen3_moe(**overrides: Any) -> Any:
+    """Qwen3-MoE with SwiGLU experts off the kernel's tile, bf16."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **{
+            "vocab_size": 256,
+            "hidden_size": 512,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 320,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            **overrides,
+        }
+    )
+    return _named(Qwen3MoeForCausalLM, config)
+
+
+def nemotron_h(**overrides: Any) -> Any:
+    """Nemotron-H with squared-ReLU experts, bf16."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        **{
+            "vocab_size": 256,
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "layers_block_type": ["attention", "moe", "moe"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 320,
+            "moe_shared_expert_intermediate_size": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 64,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            **overrides,
+        }
+    )
+    return _named(NemotronHForCausalLM, config)
+
+
+def _named(model_class: Any, config: Any) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    model = model_class(config).to(torch.bfloat16).eval()
+    model.config.architectures = [model_class.__name__]  # the exporter reads it
+    return model
+
+
+MODELS = {"qwen3-moe": qwen3_moe, "nemotron-h": nemotron_h}
+
+
+def export(model: Any, directory: Path, original: bool = False, exclude: tuple[str, ...] = (), **export_arguments: Any) -> Path:
+    """Calibrate on random tokens, quantize with ``NVFP4_DEFAULT_CFG`` and write ``directory/nvfp4``; returns that path.
+
+    ``exclude``: wildcard names of quantizers to switch off.
+    """
+    import copy
+
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # modelopt is not tested with this transformers; its exports are what we test
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export import export_hf_checkpoint
+
+        if original:
+            model.save_pretrained(directory / "original")
+            model.config.dtype = model.dtype  # saving turned it into a string, which the exporter cannot read
+        config = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG)
+        for pattern in exclude:
+            config["quant_cfg"].append({"quantizer_name": pattern, "enable": False})
+        tokens = torch.randint(0, model.config.vocab_size, (8, 128), generator=torch.Generator().manual_seed(0))
+        mtq.quantize(model, config, forward_loop=lambda m: m(tokens))
+        export_hf_checkpoint(model, export_dir=directory / "nvfp4", **export_arguments)
+    return directory / "nvfp4"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", choices=sorted(MODELS))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--original", action="store_true", help="also write the unquantized model")
+    arguments = parser.parse_args()
+    for name in ("nvfp4", "original"):
+        shutil.rmtree(arguments.directory / name, ignore_errors=True)
+    path = export(MODELS[arguments.model](), arguments.directory, arguments.original)
+    print(f"exported {arguments.model} to {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

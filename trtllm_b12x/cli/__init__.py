@@ -1,0 +1,19 @@
+"""Command line: ``trtllm-b12x`` and ``python -m trtllm_b12x``."""
+
+from __future__ import annotations
+
+import click
+
+from trtllm_b12x import __version__
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="trtllm-b12x")
+def main() -> None:
+    """FlashInfer's b12x NVFP4 MoE kernels inside TensorRT-LLM, on SM120 and SM121."""
+
+
+# Below the group: commands import what they need only when they run, so that --help stays quick.
+from .verify import verify  # noqa: E402
+
+main.add_command(verify)

@@ -1,0 +1,174 @@
+"""``FlashInferNvfp4Sm12xFusedMoE``: the host's CUTLASS layer, with decode on b12x."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from . import host as _host
+from . import kernels
+from .crossover import crossover
+from .decision import Deployment, Problem, Verdict, decide
+from .quantization import NVFP4Sm12xFusedMoEMethod
+
+host = _host.load()
+logger = logging.getLogger("trtllm_b12x")
+
+
+class _CountsAsCutlass(type):
+    """Makes the class equal to the host's own wherever the host compares classes exactly.
+
+    The host asks ``moe_cls == CutlassFusedMoE``, ``moe_cls in (...)`` and ``backend.__class__ == CutlassFusedMoE`` to build,
+    wrap and feed a backend; a plain subclass fails all three (TensorRT-LLM 1.2 and 1.3, ``create_moe.py`` and
+    ``configurable_moe.py``).  Equality and hash agree, identity stays: never key a dict, set or cache by this class.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return other is host.CutlassFusedMoE or other is cls
+
+    def __hash__(cls) -> int:
+        return hash(host.CutlassFusedMoE)
+
+
+class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutlass):  # type: ignore[name-defined]
+    """NVFP4 MoE on SM120/SM121: calls of fewer tokens than the crossover run on b12x, all others as the parent has them.
+
+    Whether b12x serves the layer at all is decided in :meth:`create_weights`, when its final quantization is known;
+    where it does not, the instance behaves as its parent to the letter.  ``verdict`` says why.
+    """
+
+    verdict: Verdict | None = None
+    kernel: kernels.Kernel | None = None
+    """Set once weights are loaded, if b12x serves the layer."""
+
+    # ---- load --------------------------------------------------------------------------------------------------------
+
+    def _get_quant_method(self) -> Any:
+        self._kernel_class = kernels.kernel_class()
+        self.verdict = self._judge()
+        if self.verdict.served:
+            return NVFP4Sm12xFusedMoEMethod(self._kernel_class.features.tile)
+        logger.info("MoE layer %s stays on %s", self.layer_idx, self.verdict)
+        return super()._get_quant_method()
+
+    def post_load_weights(self) -> None:
+        super().post_load_weights()
+        if not isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod):
+            return
+        self.verdict = self._judge()  # AWQ scales show only now
+        if not self.verdict.served:
+            logger.info("MoE layer %s stays on %s", self.layer_idx, self.verdict)
+            self.kernel = None
+            return
+        if self.kernel is None:
+            self._crossover = crossover()
+            kernel = self._kernel_class()
+            kernel.plan(self._geometry(), self._crossover - 1, self.w2_weight.device)
+            self.kernel = kernel
+        self.kernel.bind(self.quant_method.kernel_weights(self))
+
+    def _judge(self) -> Verdict:
+        algo = self.quant_config.quant_algo if self.quant_config is not None else None
+        problem = Problem(
+            quant_algo="none" if algo is None else str(getattr(algo, "value", algo)),
+            group_size=getattr(self.quant_config, "group_size", None),
+            activation_dtype=None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            activation=self._activation_name(),
+            activation_constants=any(c is not None for c in (self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit)),
+            pre_quant_scale=getattr(self, "fc31_act_scale", None) is not None,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size_per_partition,
+            num_experts=self.num_experts,
+            top_k=self.routing_method.experts_per_token,
+            bias=bool(self.bias),
+            apply_router_weight_on_input=self.apply_router_weight_on_input,
+        )
+        deployment = Deployment(tp_size=self.tp_size, ep_size=self.ep_size, load_balancer=self.layer_load_balancer is not None)
+        return decide(problem, deployment, kernels.environment(self._kernel_class.features))
+
+    def _activation_name(self) -> str:
+        return str(host.ActivationType(self.activation_type).name)
+
+    def _geometry(self) -> kernels.Geometry:
+        return kernels.Geometry(
+            num_experts=self.expert_size_per_partition,
+            top_k=self.routing_method.experts_per_token,
+            hidden_size=self.hidden_size,
+            intermediate_size=2 * self.w2_weight.data.view(torch.uint8).shape[2],
+            activation=self._activation_name(),
+        )
+
+    # ---- call --------------------------------------------------------------------------------------------------------
+
+    def _in_range(self, x: Any) -> bool:
+        """Not quantized yet, and few enough tokens for the kernel."""
+        return (
+            self.kernel is not None
+            and isinstance(x, torch.Tensor)
+            and x.dtype is torch.bfloat16
+            and 0 < x.shape[0] < self._crossover
+        )
+
+    def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
+        """As the parent, except that what b12x will serve passes through: it quantizes by itself.
+
+        Before communication (``post_quant_comm``) the form of the tokens must not depend on this rank's count: always
+        the host's quantization, hence CUTLASS.
+        """
+        if not post_quant_comm and self._in_range(x):
+            return x, None
+        return super().quantize_input(x, post_quant_comm=post_quant_comm, **kwargs)
+
+    def run_moe(
+        self,
+        x: Any,
+        token_selected_experts: torch.Tensor,
+        token_final_scales: torch.Tensor | None,
+        x_sf: torch.Tensor | None = None,
+        is_sf_swizzled: bool = True,
+        output_dtype: torch.dtype | None = None,
+        moe_output: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Experts on ``x (T, H)``, ids ``(T, k)`` and scales ``(T, k)`` float32; ``(T, H)`` in ``output_dtype``.
+
+        bf16 within the kernel's range means b12x; bf16 beyond it is quantized here, with the scale layout of this
+        call, for CUTLASS; anything quantized is CUTLASS's.  ``moe_output`` is written and returned if given.
+        """
+        if self._in_range(x) and x_sf is None and token_final_scales is not None:
+            return self._run_kernel(x, token_selected_experts, token_final_scales, output_dtype, moe_output)
+        if self.kernel is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
+            output_dtype = output_dtype or x.dtype
+            x, x_sf = super().quantize_input(x, post_quant_comm=not is_sf_swizzled)
+        return super().run_moe(
+            x,
+            token_selected_experts,
+            token_final_scales,
+            x_sf=x_sf,
+            is_sf_swizzled=is_sf_swizzled,
+            output_dtype=output_dtype,
+            moe_output=moe_output,
+            **kwargs,
+        )
+
+    def _run_kernel(
+        self,
+        x: torch.Tensor,
+        token_selected_experts: torch.Tensor,
+        token_final_scales: torch.Tensor,
+        output_dtype: torch.dtype | None,
+        moe_output: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert self.kernel is not None
+        ids = token_selected_experts
+        if self.ep_size > 1:
+            # Global ids; this rank returns the partial sum of its own experts, the host reduces.
+            local = ids - self.slot_start
+            ids = torch.where((local >= 0) & (local < self.expert_size_per_partition), local, -1)
+        direct = moe_output if moe_output is not None and moe_output.dtype is torch.bfloat16 else None
+        result = self.kernel.run(x, ids, token_final_scales, out=direct)
+        if moe_output is None:
+            return result if output_dtype in (None, torch.bfloat16) else result.to(output_dtype)
+        return moe_output if direct is not None else moe_output.copy_(result)

@@ -1,0 +1,43 @@
+"""A host for machines without TensorRT-LLM: its MoE classes, call sequences and layouts in torch.
+
+It exists so that the very code that runs inside TensorRT-LLM can be run, verified and debugged anywhere.  It covers what
+an NVFP4 (or unquantized) CUTLASS layer does on one rank; multi-rank communication, load balancing and LoRA are absent.
+"""
+
+from . import create_moe
+from .config import (
+    ActivationType,
+    AuxStreamType,
+    Fp4QuantizedTensor,
+    Mapping,
+    ModelConfig,
+    MoEWeightLoadingMode,
+    QuantAlgo,
+    QuantConfig,
+)
+from .fused_moe_cutlass import CutlassFusedMoE
+from .ops import block_scale_interleave, block_scale_interleave_reverse, fp4_quantize
+from .quantization import NVFP4CutlassFusedMoEMethod, TensorParallelMode, load_weight_shard
+from .routing import BaseMoeRoutingMethod, DeepSeekV3MoeRoutingMethod, RenormalizeMoeRoutingMethod
+
+__all__ = [
+    "ActivationType",
+    "AuxStreamType",
+    "BaseMoeRoutingMethod",
+    "CutlassFusedMoE",
+    "DeepSeekV3MoeRoutingMethod",
+    "Fp4QuantizedTensor",
+    "Mapping",
+    "MoEWeightLoadingMode",
+    "ModelConfig",
+    "NVFP4CutlassFusedMoEMethod",
+    "QuantAlgo",
+    "QuantConfig",
+    "RenormalizeMoeRoutingMethod",
+    "TensorParallelMode",
+    "block_scale_interleave",
+    "block_scale_interleave_reverse",
+    "create_moe",
+    "fp4_quantize",
+    "load_weight_shard",
+]

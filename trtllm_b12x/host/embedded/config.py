@@ -1,0 +1,153 @@
+"""Configuration records of the embedded host, by the names TensorRT-LLM gives them.
+
+Sources (names and defaults): ``tensorrt_llm/quantization/mode.py``, ``models/modeling_utils.py``, ``mapping.py``,
+``_torch/model_config.py`` and ``_torch/utils.py`` of TensorRT-LLM 1.2; only what an MoE layer reads is here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any
+
+import torch
+
+
+class QuantAlgo(str, Enum):
+    NVFP4 = "NVFP4"
+    NVFP4_AWQ = "NVFP4_AWQ"
+    W4A16_NVFP4 = "W4A16_NVFP4"
+    FP8 = "FP8"
+    FP8_BLOCK_SCALES = "FP8_BLOCK_SCALES"
+    W4A16_AWQ = "W4A16_AWQ"
+    MIXED_PRECISION = "MIXED_PRECISION"
+
+
+@dataclass(frozen=True)
+class QuantMode:
+    """The predicates of the host's ``QuantMode`` that the MoE code asks."""
+
+    quant_algo: QuantAlgo | None = None
+
+    def has_nvfp4(self) -> bool:
+        return self.quant_algo is QuantAlgo.NVFP4
+
+    def has_any_quant(self, exclude_kv_cache: bool = False) -> bool:
+        del exclude_kv_cache  # the embedded host has no KV cache
+        return self.quant_algo is not None
+
+
+@dataclass
+class QuantConfig:
+    quant_algo: QuantAlgo | None = None
+    kv_cache_quant_algo: QuantAlgo | None = None
+    group_size: int | None = 128
+    exclude_modules: list[str] | None = None
+
+    @property
+    def quant_mode(self) -> QuantMode:
+        return QuantMode(self.quant_algo)
+
+    @property
+    def layer_quant_mode(self) -> QuantMode:
+        return QuantMode(self.quant_algo)
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Ranks.  ``tp_size`` is the size of the group; MoE splits it into ``moe_tp_size * moe_ep_size``."""
+
+    world_size: int = 1
+    rank: int = 0
+    tp_size: int = 1
+    moe_tp_size: int = 1
+    moe_ep_size: int = 1
+    enable_attention_dp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.moe_tp_size * self.moe_ep_size != self.tp_size:
+            raise ValueError(
+                f"moe_tp_size ({self.moe_tp_size}) * moe_ep_size ({self.moe_ep_size}) must equal tp_size ({self.tp_size})"
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is outside world_size {self.world_size}")
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def moe_tp_rank(self) -> int:
+        return self.tp_rank // self.moe_ep_size
+
+    @property
+    def moe_ep_rank(self) -> int:
+        return self.tp_rank % self.moe_ep_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.tp_size if self.enable_attention_dp else 1
+
+
+@dataclass
+class ModelConfig:
+    pretrained_config: Any = None
+    mapping: Mapping = field(default_factory=Mapping)
+    quant_config: QuantConfig = field(default_factory=QuantConfig)
+    quant_config_dict: dict[str, QuantConfig] | None = None
+    moe_backend: str = "CUTLASS"
+    max_num_tokens: int = 8192
+    moe_max_num_tokens: int = 0
+    """0 means max_num_tokens * dp_size (the host writes None for it)."""
+    skip_create_weights_in_init: bool = False
+    lora_config: Any = None
+    moe_load_balancer: Any = None
+    moe_disable_finalize_fusion: bool = False
+    use_cuda_graph: bool = False
+    extra_attrs: dict[str, Any] = field(default_factory=dict)
+    _frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.moe_max_num_tokens:
+            self.moe_max_num_tokens = self.max_num_tokens * self.mapping.dp_size
+
+
+class ActivationType(IntEnum):
+    """``tensorrt_llm/_torch/utils.py``; kept in step with the C++ enum there."""
+
+    InvalidType = 0
+    Identity = 1
+    Gelu = 2
+    Relu = 3
+    Silu = 4
+    Swiglu = 5
+    Geglu = 6
+    SwigluBias = 7
+    Relu2 = 8
+
+
+def is_gated_activation(activation_type: ActivationType) -> bool:
+    return activation_type in (ActivationType.Swiglu, ActivationType.SwigluBias, ActivationType.Geglu)
+
+
+class AuxStreamType(Enum):
+    MoeShared = 2
+    MoeChunkingOverlap = 3
+
+
+class MoEWeightLoadingMode(Enum):
+    VANILLA = 0
+    FUSED_GATE_UP_PROJ = 1
+
+
+@dataclass
+class Fp4QuantizedTensor:
+    """An activation that arrives quantized: FP4 bytes ``[T, H/2]`` and their E4M3 scales."""
+
+    fp4_tensor: torch.Tensor
+    scaling_factor: torch.Tensor
+    is_sf_swizzled: bool = True
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.fp4_tensor.shape

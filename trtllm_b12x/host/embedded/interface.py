@@ -1,0 +1,108 @@
+"""``MoE``, the module interface of ``fused_moe/interface.py``: sizes, ranks, slots, and ``forward``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import ActivationType, Fp4QuantizedTensor, ModelConfig, MoEWeightLoadingMode, is_gated_activation
+from .routing import BaseMoeRoutingMethod
+
+
+class MoE(nn.Module):
+    """Mixture-of-experts layer of one rank.
+
+    ``intermediate_size`` is the model's; ``intermediate_size_per_partition`` this rank's.  Experts
+    ``slot_start <= id < slot_end`` live here.  ``load_balancer`` and cluster parallelism are not embedded.
+    """
+
+    def __init__(
+        self,
+        *,
+        routing_method: BaseMoeRoutingMethod,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype | None = None,
+        reduce_results: bool = False,
+        model_config: ModelConfig,
+        aux_stream_dict: dict[Any, Any] | None = None,
+        weight_loading_mode: MoEWeightLoadingMode = MoEWeightLoadingMode.VANILLA,
+        bias: bool = False,
+        swiglu_alpha: torch.Tensor | None = None,
+        swiglu_beta: torch.Tensor | None = None,
+        swiglu_limit: torch.Tensor | None = None,
+        layer_idx: int | None = None,
+        activation_type: ActivationType = ActivationType.Swiglu,
+        init_load_balancer: bool = True,
+    ) -> None:
+        super().__init__()
+        del init_load_balancer
+        self.routing_method = routing_method
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.weight_loading_mode = weight_loading_mode
+        self.bias = bias
+        self.dtype = dtype
+        self.reduce_results = reduce_results
+        self.swiglu_alpha = swiglu_alpha
+        self.swiglu_beta = swiglu_beta
+        self.swiglu_limit = swiglu_limit
+        self.layer_idx = layer_idx
+        self.layer_idx_str = str(layer_idx) if layer_idx is not None else None
+        self.activation_type = int(activation_type)
+        self.is_gated_activation = is_gated_activation(activation_type)
+        self.intermediate_size_expand_ratio = 2 if self.is_gated_activation else 1
+        self.aux_stream_dict = aux_stream_dict
+        self.quant_config = model_config.quant_config  # the model may replace it later, per layer
+        self.moe_backend = model_config.moe_backend
+        self.mapping = mapping = model_config.mapping
+        self.rank = mapping.rank
+        self.tp_rank, self.tp_size = mapping.moe_tp_rank, mapping.moe_tp_size
+        self.ep_rank, self.ep_size = mapping.moe_ep_rank, mapping.moe_ep_size
+        self.use_dp = mapping.enable_attention_dp
+        self.parallel_rank, self.parallel_size = mapping.tp_rank, mapping.tp_size
+        self.intermediate_size_per_partition = intermediate_size // self.tp_size
+        self.layer_load_balancer = None
+        self.repeat_idx, self.repeat_count = 0, 1
+        if num_experts % self.ep_size:
+            raise ValueError(f"{num_experts} experts cannot be spread over {self.ep_size} expert-parallel ranks")
+        self.expert_size_per_partition = num_experts // self.ep_size
+        self.num_slots = num_experts
+        self.slot_start = self.ep_rank * self.expert_size_per_partition
+        self.slot_end = self.slot_start + self.expert_size_per_partition
+        self.initial_global_assignments = list(range(num_experts))
+        self.initial_local_expert_ids = self.initial_global_assignments[self.slot_start : self.slot_end]
+        self._weights_created = False
+
+    def _supports_load_balancer(self) -> bool:
+        return False
+
+    def create_weights(self) -> None:
+        raise NotImplementedError
+
+    def load_weights(self, weights: list[Any], allow_partial_loading: bool = False) -> None:
+        raise NotImplementedError
+
+    def post_load_weights(self) -> None:
+        pass
+
+    @property
+    def has_any_quant(self) -> bool:
+        assert self._weights_created
+        return self.quant_config is not None and self.quant_config.layer_quant_mode.has_any_quant(exclude_kv_cache=True)
+
+    @property
+    def has_nvfp4(self) -> bool:
+        assert self._weights_created
+        return self.quant_config is not None and self.quant_config.layer_quant_mode.has_nvfp4()
+
+    def forward_impl(self, x: torch.Tensor | Fp4QuantizedTensor, router_logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor | Fp4QuantizedTensor, router_logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """``x [T, H]`` and ``router_logits [T, E]`` to ``[T, H]``."""
+        return self.forward_impl(x, router_logits, **kwargs)

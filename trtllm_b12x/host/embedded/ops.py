@@ -1,0 +1,186 @@
+"""The operators that TensorRT-LLM registers as ``torch.ops.trtllm.*``, in torch: any device, the same layouts and rounding.
+
+Sources: ``cpp/tensorrt_llm/kernels/quantization.cuh`` (``cvt_warp_fp16_to_fp4`` and the 128x4 scale layout),
+``cpp/tensorrt_llm/thop/fp4Op.cpp``, ``moeOp.cpp`` (shape checks) and ``kernels/cutlass_kernels/moe_gemm/moe_kernels.cu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trtllm_b12x.nvfp4 import BLOCK_SIZE, E2M1_MAX, dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
+
+from .config import ActivationType, is_gated_activation
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def fp4_quantize(
+    x: torch.Tensor,
+    global_scale: torch.Tensor,
+    sf_vec_size: int = BLOCK_SIZE,
+    sf_use_ue8m0: bool = False,
+    is_sf_swizzled_layout: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize activations to NVFP4.
+
+    Args:
+        x: ``[T, H]``, fp16 or bf16 (or float32, which the host does not accept), H a multiple of 16.
+        global_scale: one float32, the reciprocal kind: 448 * 6 / amax.
+
+    Returns:
+        FP4 bytes ``[T, H/2]`` (uint8) and a flat uint8 tensor of E4M3 block scales: ``T * H/16`` of them row by row, or
+        padded to 128 rows and 4 columns in the 128x4 layout.
+    """
+    if sf_vec_size != BLOCK_SIZE or sf_use_ue8m0:
+        raise ValueError(f"the embedded host quantizes to NVFP4 only, not sf_vec_size={sf_vec_size}, ue8m0={sf_use_ue8m0}")
+    blocks = x.float().unflatten(-1, (-1, BLOCK_SIZE))
+    scale = global_scale.float()
+    # The kernel multiplies by reciprocals, in this order; a division rounds some scales the other way.
+    block_scale = round_to_e4m3(scale * (blocks.abs().amax(-1) * (1.0 / torch.tensor(E2M1_MAX))))
+    stored = block_scale.float()
+    inverse = torch.where(stored > 0, 1.0 / (stored * (1.0 / scale)), torch.zeros_like(stored))
+    codes = round_to_e2m1(blocks * inverse.unsqueeze(-1)).flatten(-2)
+    if is_sf_swizzled_layout:
+        return pack_fp4(codes), block_scale_interleave(block_scale.view(torch.uint8)).flatten()
+    return pack_fp4(codes), block_scale.view(torch.uint8).flatten()
+
+
+def block_scale_interleave(block_scales: torch.Tensor) -> torch.Tensor:
+    """Row-major block scales to the 128x4 layout.
+
+    Args:
+        block_scales: ``[M, K]`` or ``[E, M, K]``, uint8 (E4M3 bytes).
+
+    Returns:
+        Flat uint8 tensor of ``E * round_up(M, 128) * round_up(K, 4)`` bytes.  Byte ``(m, k)`` of a group goes to
+        ``((m // 128 * (K / 4) + k // 4) * 32 + m % 32) * 16 + (m % 128) // 32 * 4 + k % 4``; padding is zero.
+    """
+    scales = block_scales if block_scales.dim() == 3 else block_scales.unsqueeze(0)
+    groups, rows, columns = scales.shape
+    padded = scales.new_zeros(groups, _round_up(rows, 128), _round_up(columns, 4))
+    padded[:, :rows, :columns] = scales
+    tiles = padded.view(groups, padded.shape[1] // 128, 4, 32, padded.shape[2] // 4, 4)
+    return tiles.permute(0, 1, 4, 3, 2, 5).flatten()
+
+
+def block_scale_interleave_reverse(block_scales: torch.Tensor) -> torch.Tensor:
+    """The 128x4 layout back to row-major: ``[M, K]`` or ``[E, M, K]`` uint8, M % 128 == 0, K % 4 == 0, same shape out."""
+    scales = block_scales if block_scales.dim() == 3 else block_scales.unsqueeze(0)
+    groups, rows, columns = scales.shape
+    tiles = scales.reshape(groups, rows // 128, columns // 4, 32, 4, 4)
+    return tiles.permute(0, 1, 4, 3, 2, 5).reshape(block_scales.shape)
+
+
+def fused_moe(
+    x: torch.Tensor,
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor | None,
+    fc1_expert_weights: torch.Tensor,
+    fc2_expert_weights: torch.Tensor,
+    output_dtype: torch.dtype,
+    quant_scales: Sequence[torch.Tensor],
+    input_sf: torch.Tensor | None,
+    swizzled_input_sf: bool,
+    ep_size: int,
+    ep_rank: int,
+    activation_type: ActivationType,
+    out_tensor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The CUTLASS grouped GEMM path, NVFP4 (``quant_scales`` of six) or unquantized (empty).
+
+    Gate and up are split at half of FC1's rows, whatever those rows hold (``moeOp.cpp``): padding below ``[w3; w1]`` moves
+    the split.  bf16 rounding after each GEMM and after the activation, float32 sum over the routes, as the unfused
+    finalize has it.
+
+    Args:
+        x: NVFP4: FP4 bytes ``[T, H/2]`` with ``input_sf`` (flat or ``[T, H/16]`` uint8); unquantized: ``[T, H]``.
+        token_selected_experts: ``[T, k]`` integers, global ids; ids of other ranks and out of range are skipped.
+        token_final_scales: ``[T, k]`` float32, or None for ones.
+        fc1_expert_weights: NVFP4 ``[E, R, H/16]`` int64, unquantized ``[E, R, H]``; rows ``[w3; w1]``, or w1 alone.
+        fc2_expert_weights: NVFP4 ``[E, H, I/16]`` int64, unquantized ``[E, H, I]``.
+
+    Returns:
+        ``[T, H]`` in ``output_dtype``; ``out_tensor`` itself if given.
+
+    Raises:
+        ValueError: the shapes contradict each other, in the cases where the C++ op checks.
+    """
+    nvfp4 = len(quant_scales) > 0
+    gated = is_gated_activation(activation_type)
+    num_local = fc1_expert_weights.shape[0]
+    inter_size = fc2_expert_weights.shape[2] * (16 if nvfp4 else 1)
+    if fc1_expert_weights.shape[1] != inter_size * (2 if gated else 1):
+        raise ValueError(
+            f"fc1_expert_weights has {fc1_expert_weights.shape[1]} rows, fc2_expert_weights an inner size of {inter_size}: "
+            f"{'2 x' if gated else ''} inter_size expected"
+        )
+    tokens = token_selected_experts.shape[0]
+    hidden = fc2_expert_weights.shape[1]
+    weights_dtype = torch.bfloat16 if nvfp4 else x.dtype
+    if nvfp4:
+        _, block1, alpha1, act2, block2, alpha2 = quant_scales
+        sf1 = _expert_scales(block1, fc1_expert_weights.shape[1], hidden)
+        sf2 = _expert_scales(block2, hidden, inter_size)
+        assert input_sf is not None
+        x_codes = _dequantize_activations(x, input_sf, swizzled_input_sf, hidden)
+    else:
+        x_codes = x.float()
+    result = torch.zeros(tokens, hidden, dtype=torch.float32, device=x.device)
+    for local in range(num_local):
+        token, slot = (token_selected_experts == local + ep_rank * num_local).nonzero(as_tuple=True)
+        if token.numel() == 0:
+            continue
+        if nvfp4:
+            w1 = dequantize(fc1_expert_weights[local].view(torch.uint8), sf1[local])
+            w2 = dequantize(fc2_expert_weights[local].view(torch.uint8), sf2[local])
+            fc1_scale, fc2_scale = alpha1[local], alpha2[local]
+        else:
+            w1, w2 = fc1_expert_weights[local].float(), fc2_expert_weights[local].float()
+            fc1_scale = fc2_scale = torch.ones((), device=x.device)
+        inner = ((x_codes[token] @ w1.T) * fc1_scale).to(weights_dtype).float()
+        inner = _activate(inner, activation_type).to(weights_dtype).float()
+        if nvfp4:
+            global_scale = act2[local] if act2.dim() else act2
+            packed, sf = fp4_quantize(inner, global_scale, is_sf_swizzled_layout=False)
+            inner = dequantize(packed, sf.view(torch.float8_e4m3fn).view(inner.shape[0], -1))
+        partial = ((inner @ w2.T) * fc2_scale).to(weights_dtype).float()
+        if token_final_scales is not None:
+            partial = partial * token_final_scales[token, slot].float().unsqueeze(-1)
+        result.index_add_(0, token, partial)
+    if out_tensor is None:
+        return result.to(output_dtype)
+    out_tensor[:tokens].copy_(result)
+    return out_tensor
+
+
+def _activate(fc1_output: torch.Tensor, activation_type: ActivationType) -> torch.Tensor:
+    if activation_type == ActivationType.Swiglu:
+        up, gate = fc1_output.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+    if activation_type == ActivationType.Relu2:
+        return torch.relu(fc1_output) ** 2
+    raise ValueError(f"the embedded host computes Swiglu and Relu2, not {ActivationType(activation_type).name}")
+
+
+def _expert_scales(block_scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """int32 interleaved block scales ``[E, ...]`` to row-major E4M3 ``[E, rows, columns/16]``."""
+    groups = block_scales.shape[0]
+    padded = (_round_up(rows, 128), _round_up(columns // BLOCK_SIZE, 4))
+    plain = block_scale_interleave_reverse(block_scales.view(torch.uint8).reshape(groups, *padded))
+    return plain[:, :rows, : columns // BLOCK_SIZE].view(torch.float8_e4m3fn)
+
+
+def _dequantize_activations(x: torch.Tensor, sf: torch.Tensor, swizzled: bool, hidden: int) -> torch.Tensor:
+    """FP4 bytes and block scales of activations to float32 ``[T, H]``, without the global scale (that is in alpha)."""
+    tokens, columns = x.shape[0], hidden // BLOCK_SIZE
+    if swizzled:
+        padded = (_round_up(tokens, 128), _round_up(columns, 4))
+        plain = block_scale_interleave_reverse(sf.view(torch.uint8).reshape(padded))[:tokens, :columns]
+    else:
+        plain = sf.view(torch.uint8).reshape(tokens, columns)
+    return dequantize(x.view(torch.uint8), plain.contiguous().view(torch.float8_e4m3fn))

@@ -1,0 +1,269 @@
+"""Weight creation and loading, as ``fused_moe/quantization.py`` of TensorRT-LLM does it for CUTLASS.
+
+Hook names, their order, shapes and dtypes follow 1.2 and 1.3 (``FusedMoEMethodBase`` -> ``NVFP4FusedMoEMethod`` ->
+``NVFP4CutlassFusedMoEMethod``), with the row padding of 1.3 and, for ReLU2, the w1-only form of later hosts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .config import MoEWeightLoadingMode
+from .ops import block_scale_interleave
+
+FUSED_MOE_NVFP4_WEIGHT_DTYPE = torch.int64
+FUSED_MOE_NVFP4_WEIGHT_BLOCK_SCALE_DTYPE = torch.int32
+NVFP4_ROW_ALIGNMENT = 128
+
+
+class TensorParallelMode(str, Enum):
+    COLUMN = "column"
+    ROW = "row"
+
+
+class FusedMoEQuantScalesNVFP4(NamedTuple):
+    fc1_act_global: torch.Tensor
+    fc1_weight_block: torch.Tensor
+    fc1_global: torch.Tensor
+    fc2_act_global: torch.Tensor
+    fc2_weight_block: torch.Tensor
+    fc2_global: torch.Tensor
+
+
+def load_weight_shard(
+    weight: torch.Tensor,
+    tensor_parallel_size: int = 1,
+    tensor_parallel_rank: int = 0,
+    tensor_parallel_mode: TensorParallelMode | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """This rank's slice of ``weight`` (rows for COLUMN, columns for ROW), as ``modules/linear.py`` cuts it."""
+    if tensor_parallel_mode is None or tensor_parallel_size <= 1:
+        return weight.to(device)
+    dim = 1 if tensor_parallel_mode is TensorParallelMode.ROW else 0
+    width = math.ceil(weight.shape[dim] / tensor_parallel_size)
+    start = tensor_parallel_rank * width
+    return weight.narrow(dim, start, min(width, weight.shape[dim] - start)).to(device)
+
+
+class FusedMoEMethodBase:
+    def create_weights(
+        self,
+        module: Any,
+        weight_dtype: torch.dtype,
+        w3_w1_weight_shape: tuple[int, int, int],
+        w2_weight_shape: tuple[int, int, int],
+    ) -> None:
+        for name, shape in (("w3_w1_weight", w3_w1_weight_shape), ("w2_weight", w2_weight_shape)):
+            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=weight_dtype), requires_grad=False))
+        if module.bias:
+            raise NotImplementedError("the embedded host has no expert bias")
+        module.w3_w1_bias = module.w2_bias = None
+        module.rebuild_tensor_metadata = {}
+
+    def load_weights(self, module: Any, weights: Mapping[str, torch.Tensor], weight_loading_mode: MoEWeightLoadingMode) -> None:
+        if weight_loading_mode is not MoEWeightLoadingMode.VANILLA:
+            raise NotImplementedError(f"the embedded host loads per-expert tensors, not {weight_loading_mode}")
+        for slot, expert in enumerate(module.initial_local_expert_ids):
+            self.load_expert_w3_w1_weight(
+                module,
+                weights[f"{expert}.w1.weight"],
+                weights[f"{expert}.w3.weight"] if module.is_gated_activation else None,
+                module.w3_w1_weight.data[slot],
+            )
+            self.load_expert_w2_weight(module, weights[f"{expert}.w2.weight"], module.w2_weight.data[slot])
+        self.load_quant_scales(module, weights)
+
+    def post_load_weights(self, module: Any) -> None:
+        self.setup_quant_scales(module)
+
+    def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    def setup_quant_scales(self, module: Any) -> None:
+        module.quant_scales = ()
+
+    def load_expert_w3_w1_weight(
+        self, module: Any, w1_weight: torch.Tensor, w3_weight: torch.Tensor | None, dst_w3_w1_weight: torch.Tensor
+    ) -> None:
+        halves = [
+            load_weight_shard(w, module.tp_size, module.tp_rank, TensorParallelMode.COLUMN, dst_w3_w1_weight.device)
+            for w in (w3_weight, w1_weight)
+            if w is not None
+        ]
+        _copy_padded(torch.cat(halves), dst_w3_w1_weight)
+
+    def load_expert_w2_weight(self, module: Any, w2_weight: torch.Tensor, dst_w2_weight: torch.Tensor) -> None:
+        shard = load_weight_shard(w2_weight, module.tp_size, module.tp_rank, TensorParallelMode.ROW, dst_w2_weight.device)
+        _copy_padded(shard, dst_w2_weight)
+
+
+def _copy_padded(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copy bytes into the upper left corner of a 2-D ``destination`` of any dtype, zero elsewhere."""
+    target = destination.view(torch.uint8)
+    data = source.contiguous().view(torch.uint8)
+    if target.shape != data.shape:
+        target.zero_()
+    target[: data.shape[0], : data.shape[1]].copy_(data)
+
+
+class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
+    def create_weights(self, module: Any) -> None:  # type: ignore[override]
+        size = module.intermediate_size_per_partition
+        experts, hidden = module.expert_size_per_partition, module.hidden_size
+        super().create_weights(
+            module,
+            module.dtype,
+            (experts, size * module.intermediate_size_expand_ratio, hidden),
+            (experts, hidden, size),
+        )
+        self.setup_quant_scales(module)
+
+
+class NVFP4FusedMoEMethod(FusedMoEMethodBase):
+    """FP4 payload, 128x4-interleaved block scales, reciprocal input scales, alphas.
+
+    With E local experts, I this rank's intermediate size, r = 2 if gated else 1 and R = round_up(r * I, 128):
+
+    ==========================  =========================  =======================================================
+    ``w3_w1_weight``            ``(E, R, H/16)`` int64     16 FP4 each; rows [w3; w1], zero rows at the bottom
+    ``w2_weight``               ``(E, H, R/r/16)`` int64   zero columns at the end
+    ``w3_w1_weight_scale``      ``(E, R, H/64)`` int32     four E4M3 each, interleaved per expert
+    ``w2_weight_scale``         ``(E, H, R/r/64)`` int32   the same
+    ``fc31/fc2_input_scale``    ``()`` float32             1 / max of ``input_scale`` over all experts of the model
+    ``fc31/fc2_alpha``          ``(E,)`` float32           ``weight_scale_2 / fcX_input_scale``
+    ==========================  =========================  =======================================================
+    """
+
+    def create_weights(  # type: ignore[override]
+        self,
+        module: Any,
+        weight_dtype: torch.dtype,
+        weight_vec_size: int,
+        block_scales_dtype: torch.dtype,
+        block_scales_vec_size: int,
+        scaling_vector_size: int = 16,
+    ) -> None:
+        module.scaling_vector_size = scaling_vector_size
+        experts, hidden = module.expert_size_per_partition, module.hidden_size
+        ratio = module.intermediate_size_expand_ratio
+        rows = -(-module.intermediate_size_per_partition * ratio // NVFP4_ROW_ALIGNMENT) * NVFP4_ROW_ALIGNMENT
+        inner = rows // ratio
+        scales = scaling_vector_size * block_scales_vec_size
+        parameters = {
+            "w3_w1_weight_scale": torch.ones(experts, rows, hidden // scales, dtype=block_scales_dtype),
+            "w2_weight_scale": torch.ones(experts, hidden, inner // scales, dtype=block_scales_dtype),
+            "fc31_input_scale": torch.tensor(1.0, dtype=torch.float32),
+            "fc2_input_scale": torch.tensor(1.0, dtype=torch.float32),
+            "fc31_alpha": torch.ones(experts, dtype=torch.float32),
+            "fc2_alpha": torch.ones(experts, dtype=torch.float32),
+        }
+        for name, tensor in parameters.items():
+            module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        super().create_weights(
+            module, weight_dtype, (experts, rows, hidden // weight_vec_size), (experts, hidden, inner // weight_vec_size)
+        )
+        self.setup_quant_scales(module)
+
+    def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        halves = ("w1", "w3") if module.is_gated_activation else ("w1",)
+        every = range(module.num_experts)
+        # Over all experts, not only the local ones: every rank quantizes the same tokens alike.
+        fc31 = torch.stack([weights[f"{e}.{w}.input_scale"].reshape(()) for e in every for w in halves])
+        fc2 = torch.stack([weights[f"{e}.w2.input_scale"].reshape(()) for e in every])
+        module.fc31_input_scale.data.copy_(fc31.float().max().reciprocal())
+        module.fc2_input_scale.data.copy_(fc2.float().max().reciprocal())
+        self.load_all_fp4_weight_scales_and_alphas(
+            module,
+            weights,
+            module.initial_local_expert_ids,
+            module.w3_w1_weight_scale.data,
+            module.w2_weight_scale.data,
+            module.fc31_alpha.data,
+            module.fc2_alpha.data,
+        )
+
+    def load_all_fp4_weight_scales_and_alphas(
+        self,
+        module: Any,
+        weights: Mapping[str, torch.Tensor],
+        load_expert_ids: list[int],
+        dst_w3_w1_weight_scale: torch.Tensor,
+        dst_w2_weight_scale: torch.Tensor,
+        dst_fc31_alpha: torch.Tensor,
+        dst_fc2_alpha: torch.Tensor,
+    ) -> None:
+        for slot, expert in enumerate(load_expert_ids):
+            gated = module.is_gated_activation
+            w3_weight_scale = weights[f"{expert}.w3.weight_scale"] if gated else None
+            self.load_expert_w3_w1_weight_scale_nvfp4(
+                module, weights[f"{expert}.w1.weight_scale"], w3_weight_scale, dst_w3_w1_weight_scale[slot]
+            )
+            self.load_expert_w2_weight_scale_nvfp4(module, weights[f"{expert}.w2.weight_scale"], dst_w2_weight_scale[slot])
+            # The host takes the larger of the two and leaves the block scales as they are.
+            scale_2 = weights[f"{expert}.w1.weight_scale_2"].reshape(()).float()
+            if gated:
+                scale_2 = torch.maximum(scale_2, weights[f"{expert}.w3.weight_scale_2"].reshape(()).float())
+            dst_fc31_alpha[slot].copy_(1.0 / (module.fc31_input_scale.data * (1.0 / scale_2.to(dst_fc31_alpha.device))))
+            fc2_scale_2 = weights[f"{expert}.w2.weight_scale_2"].reshape(()).float().to(dst_fc2_alpha.device)
+            dst_fc2_alpha[slot].copy_(1.0 / (module.fc2_input_scale.data * (1.0 / fc2_scale_2)))
+
+    def setup_quant_scales(self, module: Any) -> None:
+        module.quant_scales = FusedMoEQuantScalesNVFP4(
+            fc1_act_global=module.fc31_input_scale,
+            fc1_weight_block=module.w3_w1_weight_scale,
+            fc1_global=module.fc31_alpha,
+            fc2_act_global=module.fc2_input_scale,
+            fc2_weight_block=module.w2_weight_scale,
+            fc2_global=module.fc2_alpha,
+        )
+
+    def load_expert_w3_w1_weight_scale_nvfp4(
+        self,
+        module: Any,
+        w1_weight_scale: torch.Tensor,
+        w3_weight_scale: torch.Tensor | None,
+        dst_w3_w1_weight_scale: torch.Tensor,
+    ) -> None:
+        raise NotImplementedError
+
+    def load_expert_w2_weight_scale_nvfp4(
+        self, module: Any, w2_weight_scale: torch.Tensor, dst_w2_weight_scale: torch.Tensor
+    ) -> None:
+        raise NotImplementedError
+
+
+class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
+    weight_dtype = FUSED_MOE_NVFP4_WEIGHT_DTYPE
+    block_scales_dtype = FUSED_MOE_NVFP4_WEIGHT_BLOCK_SCALE_DTYPE
+
+    def create_weights(self, module: Any) -> None:  # type: ignore[override]
+        super().create_weights(module, self.weight_dtype, 16, self.block_scales_dtype, 4)
+
+    def load_expert_w3_w1_weight_scale_nvfp4(
+        self,
+        module: Any,
+        w1_weight_scale: torch.Tensor,
+        w3_weight_scale: torch.Tensor | None,
+        dst_w3_w1_weight_scale: torch.Tensor,
+    ) -> None:
+        # The same rows as the weights', so the same copy; then the interleave.
+        self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
+        _interleave(dst_w3_w1_weight_scale)
+
+    def load_expert_w2_weight_scale_nvfp4(
+        self, module: Any, w2_weight_scale: torch.Tensor, dst_w2_weight_scale: torch.Tensor
+    ) -> None:
+        self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
+        _interleave(dst_w2_weight_scale)
+
+
+def _interleave(block_scales: torch.Tensor) -> None:
+    interleaved = block_scale_interleave(block_scales.view(torch.uint8))
+    block_scales.copy_(interleaved.view(block_scales.dtype).reshape(block_scales.shape))

@@ -1,0 +1,144 @@
+"""b12x in torch: FlashInfer's argument contract and the rounding points of its kernels, on the CPU and any GPU.
+
+It takes the very tensors FlashInfer would get and reads them the way the kernels do, so that a wrong layout shows as a
+wrong number.  Rounding follows the static kernel (the deterministic one), FlashInfer 0.7.2.post1, files below
+``flashinfer/fused_moe/cute_dsl/blackwell_sm12x`` unless named:
+
+==========================================================  =========================================================
+point                                                       source
+==========================================================  =========================================================
+block scale and value of an activation, SwiGLU              ``cute_dsl/fp4_common.py:2655-2674`` (reciprocals)
+block scale and value of an activation, ReLU2               ``cute_dsl/fp4_common.py:2629-2651`` (divisions)
+alpha of FC1 in float32, before the activation              ``moe_static_kernel.py:2239``; fold: ``moe_dispatch.py:3488``
+activation in float32, its result to bf16, then quantized   ``moe_static_kernel.py:2260``, ``:599-622``
+FC2 partial sums of 256 columns to bf16, without alpha      ``moe_static_kernel.py:2326``, ``:2412-2428``
+router weight times ``w2_alpha`` to bf16, product to bf16   ``moe_static_kernel.py:167-173``
+sum over routes and partial sums in float32, one bf16       ``moe_static_kernel.py:2760-2800``
+==========================================================  =========================================================
+
+Not reproduced: the last bit of ``rcp.approx`` and ``ex2.approx``, and the order of float32 sums inside a GEMM.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtllm_b12x.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
+
+from . import Geometry, Kernel, KernelFeatures, KernelWeights
+from .layout import plain_scales
+
+_PARTIAL_COLUMNS = 256
+"""Columns of FC2's inner dimension that the static kernel accumulates before it rounds."""
+
+
+class ReferenceKernel(Kernel):
+    """The kernel of machines without an SM12x GPU, and the yardstick of those with one."""
+
+    features = KernelFeatures(
+        name="reference",
+        activations=frozenset({"Swiglu", "Relu2"}),
+        tile=256,  # what FlashInfer 0.7.x pads to below the static cut-over (moe_dispatch.py:3542)
+        hidden_size_multiple=128,
+        negative_ids=True,
+        graph_safe=False,  # it asks the host which experts have tokens
+        deterministic=True,
+    )
+
+    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """Remember the sizes.
+
+        Raises:
+            ValueError: an activation or a size that no b12x kernel takes.
+        """
+        if geometry.activation not in self.features.activations:
+            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(self.features.activations))}")
+        if geometry.hidden_size % self.features.hidden_size_multiple or geometry.intermediate_size % self.features.tile:
+            raise ValueError(
+                f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size} must be multiples of "
+                f"{self.features.hidden_size_multiple} and {self.features.tile}"
+            )
+        self.geometry, self.capacity, self.device = geometry, capacity, device
+        self.gated = geometry.activation == "Swiglu"
+
+    def bind(self, weights: KernelWeights) -> None:
+        """Check the argument contract and keep the tensors.
+
+        Raises:
+            ValueError: a tensor has the wrong shape or dtype; the message names it.
+        """
+        g = self.geometry
+        rows = (2 if self.gated else 1) * g.intermediate_size
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "w1_weight": ((g.num_experts, rows, g.hidden_size // 2), torch.uint8),
+            "w1_weight_sf": ((32, 4, rows // 128, 4, g.hidden_size // 64, g.num_experts), torch.float8_e4m3fn),
+            "w1_alpha": ((g.num_experts,), torch.float32),
+            "w2_weight": ((g.num_experts, g.hidden_size, g.intermediate_size // 2), torch.uint8),
+            "w2_weight_sf": (
+                (32, 4, g.hidden_size // 128, 4, g.intermediate_size // 64, g.num_experts),
+                torch.float8_e4m3fn,
+            ),
+            "w2_alpha": ((g.num_experts,), torch.float32),
+            "fc2_input_scale": ((g.num_experts,), torch.float32),
+            "input_global_scale": ((g.num_experts,), torch.float32),
+        }
+        for name, tensor in weights.tensors().items():
+            shape, dtype = expected[name]
+            scalar = name in ("fc2_input_scale", "input_global_scale") and tensor.shape == (1,)
+            if tensor.dtype != dtype or (tensor.shape != shape and not scalar):
+                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
+        self.weights = weights
+
+    def run(
+        self,
+        x: torch.Tensor,
+        token_selected_experts: torch.Tensor,
+        token_final_scales: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if x.shape[0] > self.capacity:
+            raise ValueError(f"num_tokens ({x.shape[0]}) exceeds the planned capacity ({self.capacity})")
+        w, size = self.weights, self.geometry.intermediate_size
+        scales1, scales2 = plain_scales(w.w1_weight_sf), plain_scales(w.w2_weight_sf)
+        folded_alpha = w.w1_alpha * w.input_global_scale
+        result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in token_selected_experts.unique().tolist():
+            if expert < 0:
+                continue
+            token, slot = (token_selected_experts == expert).nonzero(as_tuple=True)
+            x_codes = self._quantized(x[token], _of_expert(w.input_global_scale, expert))
+            fc1 = (x_codes @ dequantize(w.w1_weight[expert], scales1[expert]).T) * folded_alpha[expert]
+            if self.gated:
+                up, gate = fc1[:, :size], fc1[:, size:]
+                inner = gate * torch.sigmoid(gate) * up
+            else:
+                inner = torch.relu(fc1) ** 2
+            inner_codes = self._quantized(inner.to(torch.bfloat16), _of_expert(w.fc2_input_scale, expert))
+            w2 = dequantize(w.w2_weight[expert], scales2[expert])
+            factor = (token_final_scales[token, slot].float() * w.w2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
+            for first in range(0, size, _PARTIAL_COLUMNS):
+                columns = slice(first, first + _PARTIAL_COLUMNS)
+                partial = (inner_codes[:, columns] @ w2[:, columns].T).to(torch.bfloat16) * factor
+                result.index_add_(0, token, partial.float())
+        if out is None:
+            return result.to(torch.bfloat16)
+        return out.copy_(result)
+
+    def _quantized(self, values: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+        """bf16 ``(n, K)`` to what its NVFP4 form stands for, in float32 and without ``divisor``."""
+        blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
+        amax = blocks.abs().amax(-1, keepdim=True)
+        if self.gated:
+            reciprocal = divisor.reciprocal()
+            block_scale = round_to_e4m3(reciprocal * (amax * (1.0 / torch.tensor(E2M1_MAX)))).float()
+            inverse = block_scale.reciprocal() * reciprocal
+        else:
+            block_scale = round_to_e4m3(amax / (E2M1_MAX * divisor)).float()
+            inverse = (block_scale * divisor).reciprocal()
+        usable = (block_scale > 0) & (divisor != 0)
+        codes = round_to_e2m1(torch.where(usable, blocks * inverse, torch.zeros_like(blocks)))
+        return (decode_e2m1(codes) * block_scale).flatten(-2)
+
+
+def _of_expert(scale: torch.Tensor, expert: int) -> torch.Tensor:
+    return scale[expert] if scale.numel() > 1 else scale.reshape(())

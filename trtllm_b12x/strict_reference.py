@@ -1,0 +1,245 @@
+"""The judge: an NVFP4 MoE layer in float32, from the checkpoint's own tensors.
+
+It shares no code with :mod:`trtllm_b12x.kernels`, :mod:`trtllm_b12x.host` or :mod:`trtllm_b12x.nvfp4`; formats are
+computed here from their definitions.  Its rounding points are a parameter (:class:`Arithmetic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Arithmetic(Enum):
+    """Where the reference rounds."""
+
+    NONE = "none"
+    """float32 throughout, NVFP4 where NVFP4 is prescribed, scales by division."""
+
+    KERNEL = "kernel"
+    """The points that all b12x kernels share (FlashInfer 0.7.2.post1, below ``flashinfer/``):
+
+    * scalars as the host stores them: input scales as float32 reciprocals (``NVFP4FusedMoEMethod.load_quant_scales``);
+    * block scales and values by reciprocals for SwiGLU (``cute_dsl/fp4_common.py:2655-2674``), by divisions for ReLU2
+      (``:2629-2651``);
+    * the activation's result in bf16 before it is quantized (``moe_static_kernel.py:2260``, ``moe_micro_kernel.py:1943``,
+      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``);
+    * the output in bf16.
+
+    What differs between the kernels (how FC2's partial sums are rounded and added) is not here: it is the tolerance.
+    """
+
+    UNQUANTIZED = "unquantized"
+    """NVFP4 weights, activations in float32: what quantizing activations costs is measured against this."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the layer: ``x (T, H)`` bf16, ids ``(T, k)`` integer, weights ``(T, k)`` float32, as the router gave them."""
+
+    x: torch.Tensor
+    token_selected_experts: torch.Tensor
+    token_final_scales: torch.Tensor
+
+
+def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 ``(rows, K/2)`` to float32 ``(rows, K)``: 1 sign, 2 exponent (bias 1), 1 mantissa bit; low nibble first."""
+    nibbles = torch.stack((packed.remainder(16), packed.div(16, rounding_mode="floor")), dim=-1).flatten(-2).float()
+    sign = torch.where(nibbles >= 8, -1.0, 1.0)
+    exponent = (nibbles % 8 / 2).floor()
+    mantissa = nibbles % 2
+    normal = (1 + mantissa / 2) * torch.exp2(exponent - 1)
+    return sign * torch.where(exponent == 0, mantissa / 2, normal)
+
+
+def dequantize_weight(weight: torch.Tensor, weight_scale: torch.Tensor, weight_scale_2: torch.Tensor) -> torch.Tensor:
+    """Checkpoint tensors to float32 ``(rows, K)``: FP4 value times block scale times ``weight_scale_2``."""
+    scale = weight_scale.to(torch.float32) * weight_scale_2.to(torch.float32).reshape(())
+    return decode_fp4(weight) * scale.repeat_interleave(16, dim=1)
+
+
+def fake_quantize(values: torch.Tensor, global_scale: torch.Tensor, arithmetic: Arithmetic, gated: bool) -> torch.Tensor:
+    """NVFP4 quantization and back: ``(n, K)`` float32, blocks of 16, divisor-type ``global_scale``."""
+    blocks = values.view(values.shape[0], -1, 16)
+    amax = blocks.abs().max(dim=-1, keepdim=True).values
+    if arithmetic is Arithmetic.KERNEL and gated:
+        inverse_global = torch.ones_like(global_scale) / global_scale
+        sixth = torch.ones_like(amax) / 6
+        block_scale = _nearest_e4m3(inverse_global * (amax * sixth))
+        scaled = blocks * ((torch.ones_like(amax) / block_scale) * inverse_global)
+    elif arithmetic is Arithmetic.KERNEL:
+        block_scale = _nearest_e4m3(amax / (6 * global_scale))
+        scaled = blocks * (torch.ones_like(amax) / (block_scale * global_scale))
+    else:
+        block_scale = _nearest_e4m3(amax.double() / 6 / global_scale.double())
+        scaled = blocks / (block_scale * global_scale)
+    scaled = torch.where(block_scale == 0, torch.zeros_like(scaled), scaled)
+    return (_nearest_e2m1(scaled) * (block_scale * global_scale)).view(values.shape)
+
+
+def _nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Nearest E4M3 value (4 significant bits, smallest step 2**-9, largest value 448), ties to even, as float32."""
+    step = _e4m3_step(values)
+    return (torch.round(values.double() / step) * step).clamp(max=448).float()
+
+
+def _e4m3_step(values: torch.Tensor) -> torch.Tensor:
+    """Distance of neighboring E4M3 values around non-negative ``values``, float64."""
+    _, exponent = torch.frexp(values.double())
+    return torch.exp2((exponent - 4).clamp(min=-9).double())
+
+
+def _nearest_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, saturating; sign kept."""
+    magnitude = values.abs().clamp(max=6)
+    step = _e2m1_step(magnitude)
+    return torch.copysign(torch.round(magnitude / step) * step, values)
+
+
+def _e2m1_step(magnitude: torch.Tensor) -> torch.Tensor:
+    """Distance of neighboring E2M1 values around ``magnitude`` (0 to 6)."""
+    _, exponent = torch.frexp(magnitude)
+    return torch.exp2((exponent - 2).clamp(min=-1).to(magnitude.dtype))
+
+
+def move_off_ties(x: torch.Tensor, global_scale: float) -> torch.Tensor:
+    """Move the bf16 values of ``x (n, K)`` that sit on a rounding tie of their NVFP4 form by one bf16 step.
+
+    Activations and the calibrated amax (``6 * 448 * global_scale``) are both bf16, so exact ties of block scales and of
+    codes are common, and there two correct implementations may round apart: reciprocals against divisions.
+    """
+    blocks = x.view(x.shape[0], -1, 16)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    wanted = amax.double() / (6 * global_scale)
+    blocks = _next_bf16(blocks, _near_half(wanted / _e4m3_step(wanted)) & (blocks.abs() == amax))
+    wanted = blocks.abs().amax(-1, keepdim=True).double() / (6 * global_scale)
+    codes = blocks.abs().double() / (_nearest_e4m3(wanted).double().clamp(min=2**-9) * global_scale)
+    codes = codes.clamp(max=6)
+    return _next_bf16(blocks, _near_half(codes / _e2m1_step(codes))).view(x.shape)
+
+
+def _near_half(steps: torch.Tensor) -> torch.Tensor:
+    return (steps.frac() - 0.5).abs() < 1e-3
+
+
+def _next_bf16(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """The bf16 value next farther from zero, where asked for."""
+    return (values.view(torch.int16) + where.to(torch.int16)).view(torch.bfloat16)
+
+
+def outputs(
+    weights: Mapping[str, torch.Tensor],
+    num_experts: int,
+    gated: bool,
+    calls: Sequence[Call],
+    arithmetics: Sequence[Arithmetic],
+    device: torch.device | str = "cpu",
+    on_expert: Callable[[], None] = lambda: None,
+) -> list[list[torch.Tensor]]:
+    """Outputs of one layer.
+
+    Args:
+        weights: the checkpoint's tensors, ``"{expert}.w1.weight"`` and so on: w1 is the gate (or the only FC1 half), w3
+            up, w2 down.  Without ``weight_scale`` they are taken as plain weights and activations stay unquantized.
+        gated: SwiGLU if true, else squared ReLU.
+        calls: ids are global, negative ids unrouted.
+        arithmetics: one output for each.
+        on_expert: called after each expert.
+
+    Returns:
+        ``result[call][arithmetic]``, float32 ``(T, H)``.
+    """
+    names = ("w1", "w3", "w2") if gated else ("w1", "w2")
+    quantized = "0.w1.weight_scale" in weights
+    if quantized:
+        fc1_scale, fc2_scale = (_input_scale(weights, num_experts, halves).to(device) for halves in (names[:-1], ("w2",)))
+    results = [[torch.zeros(call.x.shape, dtype=torch.float32, device=device) for _ in arithmetics] for call in calls]
+    for expert in range(num_experts):
+        matrices: dict[str, torch.Tensor] | None = None
+        for call, accumulators in zip(calls, results, strict=True):
+            token, slot = torch.nonzero(call.token_selected_experts.to(device) == expert, as_tuple=True)
+            if token.numel() == 0:
+                continue
+            if matrices is None:
+                matrices = {name: _matrix(weights, expert, name, quantized).to(device) for name in names}
+            x = call.x.to(device).float()[token]
+            route_weight = call.token_final_scales.to(device).float()[token, slot].unsqueeze(1)
+            for arithmetic, accumulator in zip(arithmetics, accumulators, strict=True):
+                exact = arithmetic is Arithmetic.UNQUANTIZED or not quantized
+                as_stored = arithmetic is Arithmetic.KERNEL
+                rows = x if exact else fake_quantize(x, _stored(fc1_scale, as_stored), arithmetic, gated)
+                hidden = rows @ matrices["w1"].T
+                if gated:
+                    hidden = hidden / (1 + torch.exp(-hidden)) * (rows @ matrices["w3"].T)
+                else:
+                    hidden = hidden.clamp(min=0).square()
+                if arithmetic is Arithmetic.KERNEL:
+                    hidden = hidden.to(torch.bfloat16).float()
+                if not exact:
+                    hidden = fake_quantize(hidden, _stored(fc2_scale, as_stored), arithmetic, gated)
+                accumulator.index_add_(0, token, route_weight * (hidden @ matrices["w2"].T))
+        on_expert()
+    for accumulators in results:
+        for position, arithmetic in enumerate(arithmetics):
+            if arithmetic is Arithmetic.KERNEL:
+                accumulators[position] = accumulators[position].to(torch.bfloat16).float()
+    return results
+
+
+def baked_weight_error(
+    weights: Mapping[str, torch.Tensor], num_experts: int, projections: Sequence[str], device: torch.device | str = "cpu"
+) -> float:
+    """Relative L2 change of the layer's weights if ``weight_scale_2`` were multiplied into the E4M3 block scales.
+
+    That is how peers feed a kernel interface without a separate weight scale (vLLM PR 48536, SGLang PR 32119).
+    """
+    difference = reference = 0.0
+    for expert in range(num_experts):
+        for name in projections:
+            prefix = f"{expert}.{name}."
+            values = decode_fp4(weights[prefix + "weight"].to(device)).view(-1, 16).square().sum(1).double()
+            exact = weights[prefix + "weight_scale"].to(device).float() * weights[prefix + "weight_scale_2"].to(device).reshape(
+                ()
+            )
+            exact = exact.flatten()
+            error = (_nearest_e4m3(exact) - exact).double()
+            difference += float((values * error.square()).sum())
+            reference += float((values * exact.double().square()).sum())
+    return (difference / reference) ** 0.5 if reference else 0.0
+
+
+def weight_error(
+    weights: Mapping[str, torch.Tensor],
+    original: Mapping[str, torch.Tensor],
+    num_experts: int,
+    projections: Sequence[str],
+    device: torch.device | str = "cpu",
+) -> float:
+    """Relative L2 distance of the NVFP4 weights from the ``original`` ones (keys ``"{expert}.w1.weight"``)."""
+    difference = reference = 0.0
+    for expert in range(num_experts):
+        for name in projections:
+            plain = original[f"{expert}.{name}.weight"].to(device).float()
+            difference += float((_matrix(weights, expert, name, True).to(device) - plain).double().square().sum())
+            reference += float(plain.double().square().sum())
+    return (difference / reference) ** 0.5 if reference else 0.0
+
+
+def _matrix(weights: Mapping[str, torch.Tensor], expert: int, name: str, quantized: bool) -> torch.Tensor:
+    prefix = f"{expert}.{name}."
+    if not quantized:
+        return weights[prefix + "weight"].float()
+    return dequantize_weight(weights[prefix + "weight"], weights[prefix + "weight_scale"], weights[prefix + "weight_scale_2"])
+
+
+def _input_scale(weights: Mapping[str, torch.Tensor], num_experts: int, names: Sequence[str]) -> torch.Tensor:
+    """The layer's scale: the largest of all experts', so that a token is quantized once for all of them."""
+    scales = [weights[f"{expert}.{name}.input_scale"].float().reshape(()) for expert in range(num_experts) for name in names]
+    return torch.stack(scales).max()
+
+
+def _stored(scale: torch.Tensor, as_reciprocal: bool) -> torch.Tensor:
+    return 1 / (1 / scale) if as_reciprocal else scale
