@@ -106,10 +106,11 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
         if not module.is_gated_activation:
             return
         for slot, expert in enumerate(module.initial_local_expert_ids):
-            gate, up = (weights[f"{expert}.{w}.weight_scale_2"][...].reshape(()).float() for w in ("w1", "w3"))
-            module.b12x_up_to_gate[slot].fill_(float(up / gate) if up != gate else 1.0)
-            if up != gate:
-                module.fc31_alpha.data[slot].copy_(gate / module.fc31_input_scale.data.to(gate.device))
+            gate, up = (float(weights[f"{expert}.{w}.weight_scale_2"][...].reshape(())) for w in ("w1", "w3"))
+            zero = 0.0 in (gate, up)  # then so is the product
+            module.b12x_up_to_gate[slot] = 1.0 if gate == up or zero else up / gate
+            if gate != up:
+                module.fc31_alpha.data[slot] = 0.0 if zero else gate / module.fc31_input_scale.data
 
     def setup_quant_scales(self, module: Any) -> None:
         super().setup_quant_scales(module)

@@ -26,7 +26,8 @@ class Arithmetic(Enum):
     * block scales and values by reciprocals for SwiGLU (``cute_dsl/fp4_common.py:2655-2674``), by divisions for ReLU2
       (``:2629-2651``);
     * the activation's result in bf16 before it is quantized (``moe_static_kernel.py:2260``, ``moe_micro_kernel.py:1943``,
-      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``);
+      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``), in units of up's ``weight_scale_2`` over
+      gate's, which the kernels have no place for (:mod:`trtllm_b12x.quantization`);
     * the output in bf16.
 
     What differs between the kernels (how FC2's partial sums are rounded and added) is not here: it is the tolerance.
@@ -177,7 +178,8 @@ def outputs(
                 else:
                     hidden = hidden.clamp(min=0).square()
                 if arithmetic is Arithmetic.KERNEL:
-                    hidden = hidden.to(torch.bfloat16).float()
+                    unit = _up_to_gate(weights, expert).to(device) if gated and quantized else 1.0
+                    hidden = (hidden / unit).to(torch.bfloat16).float() * unit
                 if not exact:
                     hidden = fake_quantize(hidden, _stored(fc2_scale, as_stored), arithmetic, gated)
                 accumulator.index_add_(0, token, route_weight * (hidden @ matrices["w2"].T))
@@ -233,6 +235,11 @@ def _matrix(weights: Mapping[str, torch.Tensor], expert: int, name: str, quantiz
     if not quantized:
         return weights[prefix + "weight"].float()
     return dequantize_weight(weights[prefix + "weight"], weights[prefix + "weight_scale"], weights[prefix + "weight_scale_2"])
+
+
+def _up_to_gate(weights: Mapping[str, torch.Tensor], expert: int) -> torch.Tensor:
+    up, gate = (weights[f"{expert}.{name}.weight_scale_2"].float().reshape(()) for name in ("w3", "w1"))
+    return up / gate if bool(up != gate) else torch.ones(())
 
 
 def _input_scale(weights: Mapping[str, torch.Tensor], num_experts: int, names: Sequence[str]) -> torch.Tensor:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -256,15 +255,16 @@ def _write_json(
             for report in reports
         ],
     }
-    text = json.dumps(content, indent=2, allow_nan=False, default=str)
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    text = json.dumps(content, indent=2, allow_nan=False, default=str) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a pipe or a device is written to, not replaced
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _case_json(case: Any) -> dict[str, Any]:

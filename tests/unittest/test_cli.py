@@ -1,0 +1,160 @@
+"""``trtllm-b12x verify`` as a user meets it: exit status, messages, table, JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from tests.checkpoints import random_experts, write_checkpoint
+from tests.unittest.test_checkpoint import BROKEN, E0, edit_tensors
+from trtllm_b12x import __version__
+from trtllm_b12x.cli import main
+from trtllm_b12x.strict_reference import dequantize_weight
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", [random_experts(3, 128, 64), random_experts(3, 128, 64, seed=1)], top_k=2)
+
+
+def test_pass(directory: Path, tmp_path: Path) -> None:
+    result = run("verify", directory, "--require-b12x", "--json", tmp_path / "report.json")
+    assert result.exit_code == 0, result.output
+    last = result.output.strip().splitlines()[-1]
+    assert re.match(
+        r"PASS: 2 of 2 MoE layers on b12x, worst relative L2 0\.00\d+ \(bound 0\.005\), extra bytes 0 \(padding \d+\), baked",
+        last,
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["passed"] is True
+    assert report["trtllm_b12x"] == __version__
+    for layer in report["layers"]:
+        assert layer["served_by"] == "b12x"
+        assert layer["bits_exact"] is True
+        assert layer["bytes"]["extra_payload"] == layer["bytes"]["extra_scales"] == 0
+        # To the byte: both halves and w2's columns go from 64 to the tile of 256, payload half a byte, scale a sixteenth.
+        assert layer["bytes"]["padding"] == 3 * 3 * (256 - 64) * 128 * 9 // 16
+        assert layer["bytes"]["scalars"] <= 16 * 3
+        assert 0.02 < layer["baked_weight_error"] < 0.2
+        paths = {case["tokens"]: case["path"] for case in layer["cases"]}
+        assert paths == {1: "b12x", 8: "b12x", 63: "b12x", 64: "cutlass", 200: "cutlass"}
+        assert all(case["experts"] == 3 for case in layer["cases"])
+        assert any(case["amplitude"] == 4.0 and case["path"] == "b12x" for case in layer["cases"])
+
+
+def test_layers_tokens_and_seed(directory: Path, tmp_path: Path) -> None:
+    reports = []
+    for seed in (0, 0, 1):
+        result = run("verify", directory, "--layers", "1", "--tokens", "2,70-71", "--seed", seed, "--json", tmp_path / "r.json")
+        assert result.exit_code == 0, result.output
+        reports.append(json.loads((tmp_path / "r.json").read_text())["layers"])
+    assert [layer["index"] for layer in reports[0]] == [1]
+    assert [case["tokens"] for case in reports[0][0]["cases"]] == [2, 70, 71, 2]
+    assert reports[0] == reports[1] != reports[2]
+
+
+def test_a_damaged_layer_fails(directory: Path) -> None:
+    """Experts whose w2 scales were lost in an edit: no reference agrees with what the kernel was told."""
+    import trtllm_b12x.quantization as quantization
+
+    original = quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4
+    try:
+        quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4 = lambda *a: None  # type: ignore[method-assign]
+        result = run("verify", directory)
+    finally:
+        quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4 = original  # type: ignore[method-assign]
+    assert result.exit_code == 1
+    assert "FAIL the kernel's FP4 codes or block scales differ" in result.output
+    assert result.output.strip().splitlines()[-1].startswith("FAIL: 2 of 2")
+
+
+def test_layers_that_cutlass_serves(directory: Path) -> None:
+    plain = {}
+    for e in range(3):
+        for p in ("gate_proj", "up_proj", "down_proj"):
+            prefix = f"model.layers.1.mlp.experts.{e}.{p}."
+            shape = (128, 64) if p == "down_proj" else (64, 128)
+            plain[prefix + "weight"] = torch.randn(shape).bfloat16()
+    edit_tensors(directory, **plain)
+    section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.1.*"]}
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    result = run("verify", directory)
+    assert result.exit_code == 0, result.output
+    assert "model.layers.1.mlp: QUANTIZATION: the experts are not quantized" in result.output
+    assert "PASS: 1 of 2 MoE layers on b12x" in result.output
+    result = run("verify", directory, "--require-b12x")
+    assert result.exit_code == 1
+    assert "model.layers.1.mlp: FAIL served by CUTLASS: QUANTIZATION" in result.output
+
+
+def test_original(directory: Path, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = random_experts(3, 128, 64)
+    plain = {}
+    for key in (k.removesuffix(".weight") for k in experts if k.endswith(".weight")):
+        exact = dequantize_weight(*(experts[f"{key}.{kind}"] for kind in ("weight", "weight_scale", "weight_scale_2")))
+        noise = torch.randn(exact.shape, generator=generator)
+        plain[f"{key}.weight"] = exact + 0.1 * noise * exact.norm() / noise.norm()
+    write_checkpoint(tmp_path / "plain", [plain], top_k=2, quantization={"quant_algo": None})
+    result = run("verify", directory, "--layers", "0", "--original", tmp_path / "plain", "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    (layer,) = json.loads((tmp_path / "r.json").read_text())["layers"]
+    assert layer["weight_error"] == pytest.approx(0.1, rel=0.02)
+    assert all(case["original_error"] > case["error"] for case in layer["cases"])
+    result = run("verify", directory, "--original", tmp_path / "plain")
+    assert result.exit_code == 2
+    assert "has no layer like model.layers.1.mlp" in result.output
+
+
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
+def test_unusable_input(directory: Path, damage: tuple[Any, str]) -> None:
+    damage[0](directory)
+    result = run("verify", directory)
+    assert result.exit_code == 2
+    (line,) = result.output.strip().splitlines()
+    assert line.startswith(f"error: {directory}")
+    assert re.search(damage[1], line)
+
+
+def test_a_scale_that_is_no_number(directory: Path) -> None:
+    edit_tensors(directory, **{E0 + "down_proj.weight_scale_2": torch.tensor(float("nan"))})
+    result = run("verify", directory)
+    assert result.exit_code == 2
+    assert "model.safetensors: model.layers.0.mlp.experts.0.down_proj.weight_scale_2 is nan" in result.output
+
+
+def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        (("--layers", "7"), "--layers 7: no MoE layer; there are 0, 1"),
+        (("--layers", "x"), "'x' is not a list of numbers"),
+        (("--tokens", "0"), "numbers from 1 up"),
+        (("--device", "quantum"), "--device quantum: not usable here"),
+        (("--json", tmp_path / "no" / "r.json"), "its folder does not exist"),
+        (("--original", tmp_path / "none"), "no such directory"),
+    ):
+        result = run("verify", directory, *arguments)
+        assert result.exit_code == 2, result.output
+        assert message in result.output
+    assert "no such directory" in run("verify", tmp_path / "none").output
+
+
+def test_json_that_cannot_be_written(directory: Path) -> None:
+    result = run("verify", directory, "--tokens", "1", "--json", "/dev/full")
+    assert result.exit_code == 2
+    assert "error: /dev/full: cannot be written" in result.output
+
+
+def test_help_and_version() -> None:
+    assert "verify" in run("--help").output
+    assert "Exit status" in run("verify", "--help").output
+    assert __version__ in run("--version").output

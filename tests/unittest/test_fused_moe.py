@@ -1,0 +1,213 @@
+"""Which path serves a call, and that both give the right numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layers
+from tests.checkpoints import random_experts
+from trtllm_b12x import verification
+from trtllm_b12x.crossover import crossover
+from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+
+host = layers.host
+
+
+@pytest.fixture
+def layer() -> tuple[Any, dict[str, torch.Tensor]]:
+    tensors = random_experts(6, 128, 160)
+    return layers.load(layers.create(6, 128, 160, top_k=3), tensors), tensors
+
+
+def test_the_class_counts_as_the_hosts_wherever_classes_are_compared() -> None:
+    ours, cutlass = FlashInferNvfp4Sm12xFusedMoE, host.CutlassFusedMoE
+    assert ours == cutlass
+    assert cutlass == ours
+    assert ours in (cutlass,)
+    assert ours in [object, cutlass]
+    assert hash(ours) == hash(cutlass)
+    assert ours is not cutlass
+    assert ours != host.create_moe.ConfigurableMoE
+    assert issubclass(ours, cutlass)
+    assert not issubclass(cutlass, ours)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7, 63, 64, 130])
+def test_both_sides_of_the_crossover(tokens: int, gated: bool) -> None:
+    tensors = random_experts(6, 128, 160, gated)
+    module = layers.load(layers.create(6, 128, 160, top_k=3, gated=gated), tensors)
+    assert type(module.backend) is FlashInferNvfp4Sm12xFusedMoE
+    x, logits = layers.inputs(module, tokens, tensors)
+    with verification._kernel_calls(module.backend) as count:
+        result = module(x, logits)
+    assert count() == (1 if tokens < crossover() else 0)
+    none, kernel = layers.errors(module, x, logits, result, tensors)
+    assert none < 0.05
+    if tokens < crossover():
+        assert kernel < 0.005
+
+
+def test_alternating_prefill_and_decode(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    module, tensors = layer
+    for seed, tokens in enumerate((1, 100, 2, 64, 63)):
+        x, logits = layers.inputs(module, tokens, tensors, seed)
+        assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
+
+
+def test_the_scheduler_may_see_other_token_counts_in_quantize_input_and_run_moe(
+    layer: tuple[Any, dict[str, torch.Tensor]],
+) -> None:
+    module, tensors = layer
+    backend = module.backend
+    x, logits = layers.inputs(module, 80, tensors)
+    ids, scales = module.routing_method.apply(logits)
+    small, _ = backend.quantize_input(x[:40], post_quant_comm=False)
+    assert small.dtype is torch.bfloat16
+    for swizzled in (True, False):
+        grown = backend.run_moe(x, ids, scales, None, is_sf_swizzled=swizzled, output_dtype=torch.bfloat16)
+        assert layers.errors(module, x, logits, grown, tensors)[0] < 0.05
+    packed, sf = backend.quantize_input(x, post_quant_comm=False)
+    assert packed.dtype is torch.uint8
+    with verification._kernel_calls(backend) as count:
+        backend.run_moe(packed[:4], ids[:4], scales[:4], sf, output_dtype=torch.bfloat16)
+    assert count() == 0  # already quantized: CUTLASS
+
+
+def test_before_communication_the_form_never_depends_on_the_count(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    backend = layer[0].backend
+    for tokens in (1, 63, 64):
+        packed, sf = backend.quantize_input(torch.randn(tokens, 128).bfloat16())
+        assert packed.dtype is torch.uint8
+        assert sf.shape == (tokens, 8)
+
+
+def test_moe_output_is_written_and_returned(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    module, tensors = layer
+    for tokens in (4, 70):
+        x, logits = layers.inputs(module, tokens, tensors)
+        ids, scales = module.routing_method.apply(logits)
+        quantized, sf = module.backend.quantize_input(x, post_quant_comm=False)
+        for dtype in (torch.bfloat16, torch.float32):
+            buffer = torch.full((tokens, 128), float("nan"), dtype=dtype)
+            result = module.backend.run_moe(quantized, ids, scales, sf, output_dtype=dtype, moe_output=buffer)
+            assert result is buffer
+            assert layers.errors(module, x, logits, buffer, tensors)[0] < 0.05
+
+
+def test_output_dtype_is_honored_and_outputs_are_never_shared(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    module, tensors = layer
+    x, logits = layers.inputs(module, 3, tensors)
+    ids, scales = module.routing_method.apply(logits)
+    results = [
+        module.backend.run_moe(x, ids, scales, output_dtype=d) for d in (None, torch.bfloat16, torch.float32, torch.float16)
+    ]
+    assert [r.dtype for r in results] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16]
+    assert len({r.data_ptr() for r in results}) == 4
+    assert torch.equal(results[0], results[1])
+
+
+def test_quantized_input_and_no_tokens_are_served_as_the_host_serves_them(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    module, tensors = layer
+    x, logits = layers.inputs(module, 5, tensors)
+    packed, sf = host.fp4_quantize(x, module.backend.fc31_input_scale)
+    result = module(host.Fp4QuantizedTensor(packed, sf), logits, output_dtype=torch.bfloat16)
+    assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
+    empty = module(x[:0], logits[:0])
+    assert empty.shape == (0, 128)
+    assert empty.dtype is torch.bfloat16
+
+
+def test_chunks_are_concatenated_right() -> None:
+    tensors = random_experts(6, 128, 160)
+    module = layers.load(layers.create(6, 128, 160, top_k=3, max_num_tokens=200, moe_max_num_tokens=50), tensors)
+    x, logits = layers.inputs(module, 120, tensors)
+    with verification._kernel_calls(module.backend) as count:
+        result = module(x, logits)
+    assert count() == 3
+    none, kernel = layers.errors(module, x, logits, result, tensors)
+    assert none < 0.05
+    assert kernel < 0.005
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2), (1, 3)])
+@pytest.mark.parametrize("tokens", [2, 63, 64])
+def test_partial_sums_of_the_ranks_add_up(tp: int, ep: int, tokens: int) -> None:
+    tensors = random_experts(6, 128, 320)
+    total: Any = 0
+    for rank in range(tp * ep):
+        mapping = {"world_size": tp * ep, "rank": rank, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
+        module = layers.load(layers.create(6, 128, 320, top_k=3, mapping=mapping), tensors)
+        assert module.backend.kernel is not None
+        x, logits = layers.inputs(module, tokens, tensors)
+        total = total + module(x, logits).float()
+    none, kernel = layers.errors(module, x, logits, total, tensors)
+    assert none < 0.05
+    if tokens < crossover() and tp == 1:
+        assert kernel < 0.006  # one bf16 rounding per rank
+
+
+REFUSED: list[tuple[dict[str, Any], RejectReason]] = [
+    ({"dtype": torch.float16}, RejectReason.ACTIVATION_DTYPE),
+    ({"swiglu_limit": torch.ones(4)}, RejectReason.ACTIVATION_CONSTANTS),
+    ({"quant_config": host.QuantConfig()}, RejectReason.QUANTIZATION),
+    ({"quant_config": host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=32)}, RejectReason.GROUP_SIZE),
+    ({"top_k": 1, "apply_router_weight_on_input": True}, RejectReason.ROUTER_WEIGHT_ON_INPUT),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), REFUSED, ids=lambda v: getattr(v, "name", None))
+def test_what_is_refused_behaves_as_the_host_to_the_bit(arguments: dict[str, Any], reason: RejectReason) -> None:
+    arguments = {"num_experts": 4, "hidden_size": 128, "intermediate_size": 128, **arguments}
+    tensors = random_experts(4, arguments["hidden_size"], 128)
+    if reason is RejectReason.QUANTIZATION:
+        plain = {k: torch.randn(128, 128).bfloat16() for k in tensors if k.endswith(".weight")}
+        tensors = plain
+    # The class is bound before the layer's own configuration is known, as with per-layer quantization.
+    backend = FlashInferNvfp4Sm12xFusedMoE(**_backend_arguments(arguments))
+    parent = host.CutlassFusedMoE(**_backend_arguments(arguments))
+    for module in (backend, parent):
+        module.load_weights([tensors])
+        module.post_load_weights()
+    assert backend.verdict is not None
+    assert backend.verdict.reasons == (reason,)
+    assert backend.kernel is None
+    assert [(n, p.shape, p.dtype) for n, p in backend.named_parameters()] == [
+        (n, p.shape, p.dtype) for n, p in parent.named_parameters()
+    ]
+    x = torch.randn(3, arguments["hidden_size"]).to(arguments.get("dtype", torch.bfloat16))
+    ids = torch.randint(0, 4, (3, arguments.get("top_k", 2)), dtype=torch.int32)
+    scales = torch.rand(ids.shape)
+    results = []
+    for module in (backend, parent):
+        quantized, sf = module.quantize_input(x, post_quant_comm=False)
+        results.append(module.run_moe(quantized, ids, scales, sf, output_dtype=x.dtype))
+    assert torch.equal(*results)
+
+
+def _backend_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    rest = dict(arguments)
+    quant_config = rest.pop("quant_config", host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16))
+    routing = host.RenormalizeMoeRoutingMethod(rest.pop("top_k", 2))
+    return {
+        "dtype": torch.bfloat16,
+        "routing_method": routing,
+        "model_config": host.ModelConfig(quant_config=quant_config),
+        **rest,
+    }
+
+
+def test_awq_scales_that_show_up_with_the_weights_leave_the_layer_to_cutlass(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    module, tensors = layer
+    backend = module.backend
+    backend.fc31_act_scale = torch.ones(1, 128, dtype=torch.bfloat16)
+    backend.post_load_weights()
+    assert backend.verdict.reasons == (RejectReason.PRE_QUANT_SCALE,)
+    x, logits = layers.inputs(module, 4, tensors)
+    with verification._kernel_calls(backend) as count:
+        assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
+    assert count() == 0

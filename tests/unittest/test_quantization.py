@@ -1,0 +1,117 @@
+"""Parameters on the kernel's tile, storage shared with the kernel, the exact scale map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layers
+from tests.checkpoints import random_experts
+from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
+
+SIZES = [(128, 256), (160, 256), (256, 256), (320, 512)]
+
+
+def built(size: int, gated: bool, experts: int = 3, **arguments: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    tensors = random_experts(experts, 128, size, gated, **arguments)
+    return layers.load(layers.create(experts, 128, size, gated=gated), tensors).backend, tensors
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("size", "tile"), SIZES)
+def test_parameters_are_created_on_the_tile(size: int, tile: int, gated: bool) -> None:
+    backend, tensors = built(size, gated)
+    halves = 2 if gated else 1
+    assert backend.w3_w1_weight.shape == (3, halves * tile, 8)
+    assert backend.w2_weight.shape == (3, 128, tile // 16)
+    assert backend.w3_w1_weight_scale.shape == (3, halves * tile, 2)
+    assert backend.w2_weight_scale.shape == (3, 128, tile // 64)
+    assert backend.intermediate_size_per_partition == size
+    rows = backend.w3_w1_weight.data.view(torch.uint8)[2]
+    if gated:
+        assert torch.equal(rows[:size], tensors["2.w3.weight"])
+    assert torch.equal(rows[(halves - 1) * tile :][:size], tensors["2.w1.weight"])
+    assert int((rows != 0).any(1).sum()) == halves * size
+    columns = backend.w2_weight.data.view(torch.uint8)[2]
+    assert torch.equal(columns[:, : size // 2], tensors["2.w2.weight"])
+    assert not columns[:, size // 2 :].any()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_kernel_reads_the_host_storage_and_nothing_else(gated: bool) -> None:
+    backend, _ = built(160, gated)
+    weights = backend.kernel.weights
+    own = {
+        "w1_weight": backend.w3_w1_weight,
+        "w1_weight_sf": backend.w3_w1_weight_scale,
+        "w2_weight": backend.w2_weight,
+        "w2_weight_sf": backend.w2_weight_scale,
+        "w2_alpha": backend.fc2_alpha,
+    }
+    for name, parameter in own.items():
+        view = getattr(weights, name)
+        assert view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr(), name
+    scalars = sum(b.numel() * b.element_size() for b in backend.buffers())
+    assert scalars <= 16 * backend.num_experts
+
+
+def test_exact_scale_map() -> None:
+    backend, tensors = built(160, gated=True)
+    weights = backend.kernel.weights
+    fc1 = max(float(tensors[f"{e}.w1.input_scale"]) for e in range(3))
+    fc2 = max(float(tensors[f"{e}.w2.input_scale"]) for e in range(3))
+    assert weights.input_global_scale.item() == pytest.approx(fc1, rel=2e-7)
+    for e in range(3):
+        assert weights.w1_alpha[e].item() == pytest.approx(float(tensors[f"{e}.w1.weight_scale_2"]), rel=5e-7)
+        assert weights.fc2_input_scale[e].item() == pytest.approx(fc2, rel=2e-7)
+        assert weights.w2_alpha[e].item() == pytest.approx(float(tensors[f"{e}.w2.weight_scale_2"]) * fc2, rel=5e-7)
+        scales = plain_scales(weights.w1_weight_sf)[e].view(torch.uint8)
+        assert torch.equal(scales[:160], tensors[f"{e}.w3.weight_scale"].view(torch.uint8))
+        assert torch.equal(scales[256 : 256 + 160], tensors[f"{e}.w1.weight_scale"].view(torch.uint8))
+
+
+@pytest.mark.parametrize("ratio", [0.125, 1.7, 0.0])
+@pytest.mark.parametrize("tokens", [5, 64])
+def test_gate_and_up_may_carry_different_weight_scales(ratio: float, tokens: int) -> None:
+    tensors = random_experts(3, 128, 160, up_to_gate=ratio)
+    module = layers.load(layers.create(3, 128, 160), tensors)
+    x, logits = layers.inputs(module, tokens, tensors)
+    if not ratio:
+        assert not module(x, logits).any()
+        return
+    none, kernel = layers.errors(module, x, logits, module(x, logits), tensors)
+    assert none < 0.05
+    if tokens < 64:
+        assert kernel < 0.005
+    # The host's own way, the larger scale for both halves, is not even close.
+    plain = layers.load(layers.create(3, 128, 128, promote=False), cut := random_experts(3, 128, 128, up_to_gate=ratio))
+    x, logits = layers.inputs(plain, tokens, cut)
+    assert layers.errors(plain, x, logits, plain(x, logits), cut)[0] > 0.3
+
+
+def test_reload_keeps_every_storage() -> None:
+    backend, _ = built(160, gated=True)
+    before = {name: t.data_ptr() for name, t in backend.kernel.weights.tensors().items()}
+    other = random_experts(3, 128, 160, seed=9, up_to_gate=2.0)
+    layers.load(backend, other)
+    assert {name: t.data_ptr() for name, t in backend.kernel.weights.tensors().items()} == before
+    assert backend.kernel.weights.w1_alpha[0].item() == pytest.approx(float(other["0.w1.weight_scale_2"]), rel=5e-7)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tensor_parallel_shards_land_on_their_own_tile(rank: int) -> None:
+    tensors = random_experts(2, 128, 320)
+    mapping = {"world_size": 2, "rank": rank, "tp_size": 2, "moe_tp_size": 2}
+    backend = layers.load(layers.create(2, 128, 320, mapping=mapping), tensors).backend
+    rows = backend.w3_w1_weight.data.view(torch.uint8)[1]
+    mine = slice(160 * rank, 160 * rank + 160)
+    assert torch.equal(rows[:160], tensors["1.w3.weight"][mine])
+    assert torch.equal(rows[256:416], tensors["1.w1.weight"][mine])
+    assert torch.equal(backend.w2_weight.data.view(torch.uint8)[1, :, :80], tensors["1.w2.weight"][:, 80 * rank : 80 * rank + 80])
+
+
+def test_scale_view_refuses_what_does_not_fill_tiles() -> None:
+    with pytest.raises(ValueError, match="120 x 128"):
+        mma_scale_view(torch.zeros(120 * 8, dtype=torch.uint8), 120, 128)

@@ -1,0 +1,101 @@
+"""The torch kernel's argument contract and its numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layers
+from tests.checkpoints import random_experts
+from trtllm_b12x.kernels import Geometry, KernelWeights
+from trtllm_b12x.kernels.reference import ReferenceKernel
+
+
+def bound(gated: bool = True, experts: int = 4, size: int = 320) -> tuple[Any, ReferenceKernel, dict[str, torch.Tensor]]:
+    tensors = random_experts(experts, 128, size, gated)
+    module = layers.load(layers.create(experts, 128, size, top_k=3, gated=gated), tensors)
+    return module, module.backend.kernel, tensors
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 33, 63])
+def test_against_the_strict_reference(tokens: int, gated: bool) -> None:
+    module, kernel, tensors = bound(gated)
+    x, logits = layers.inputs(module, tokens, tensors, seed=tokens)
+    result = kernel.run(x, *module.routing_method.apply(logits))
+    assert result.dtype is torch.bfloat16
+    none, same = layers.errors(module, x, logits, result, tensors)
+    assert same < 0.005
+    assert none < 0.05
+
+
+def test_reruns_are_bit_identical_and_out_is_written() -> None:
+    module, kernel, tensors = bound()
+    x, logits = layers.inputs(module, 9, tensors)
+    ids, scales = module.routing_method.apply(logits)
+    first = kernel.run(x, ids, scales)
+    out = torch.full_like(first, float("nan"))
+    assert kernel.run(x, ids.long(), scales, out=out) is out
+    assert torch.equal(first, out)
+
+
+def test_negative_ids_are_unrouted() -> None:
+    module, kernel, tensors = bound()
+    x, logits = layers.inputs(module, 6, tensors)
+    ids, scales = module.routing_method.apply(logits)
+    dropped = ids.clone()
+    dropped[:, 1] = -1
+    dropped[5] = -1
+    zeroed = scales.clone()
+    zeroed[:, 1] = 0
+    result = kernel.run(x, dropped, scales)
+    assert torch.equal(result[:5], kernel.run(x, ids, zeroed)[:5])
+    assert not result[5].any()
+
+
+def test_one_element_scales_mean_the_same_for_every_expert() -> None:
+    module, kernel, tensors = bound()
+    x, logits = layers.inputs(module, 5, tensors)
+    routed = module.routing_method.apply(logits)
+    first = kernel.run(x, *routed)
+    weights = kernel.weights
+    assert weights.input_global_scale.shape == (1,)
+    kernel.bind(dataclasses.replace(weights, input_global_scale=weights.input_global_scale.expand(4).contiguous()))
+    assert torch.equal(kernel.run(x, *routed), first)
+
+
+def test_scales_of_its_own_for_each_expert() -> None:
+    module, kernel, tensors = bound()
+    scale = float(kernel.weights.input_global_scale)
+    per_expert = scale * torch.tensor([1.0, 1.5, 1.25, 1.75])
+    kernel.bind(dataclasses.replace(kernel.weights, input_global_scale=per_expert))
+    x, _ = layers.inputs(module, 1, tensors)
+    outputs = [kernel.run(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3)).float() for e in range(4)]
+    kernel.bind(dataclasses.replace(kernel.weights, input_global_scale=torch.full((4,), scale)))
+    shared = [kernel.run(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3)).float() for e in range(4)]
+    close = [float((a - b).norm() / b.norm()) for a, b in zip(outputs, shared, strict=True)]
+    assert close[0] == 0
+    assert all(0 < c < 0.4 for c in close[1:])  # the same input, quantized otherwise
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(KernelWeights)])
+def test_every_tensor_is_checked(name: str) -> None:
+    _, kernel, _ = bound()
+    tensor = getattr(kernel.weights, name)
+    with pytest.raises(ValueError, match=name):
+        kernel.bind(dataclasses.replace(kernel.weights, **{name: tensor[:-1] if tensor.shape[0] > 1 else tensor.double()}))
+
+
+def test_plan_and_run_refuse_what_no_kernel_takes() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(ValueError, match="Gelu"):
+        ReferenceKernel().plan(Geometry(4, 2, 128, 256, "Gelu"), 8, cpu)
+    with pytest.raises(ValueError, match="multiples of 128 and 256"):
+        ReferenceKernel().plan(Geometry(4, 2, 128, 128, "Swiglu"), 8, cpu)
+    module, kernel, tensors = bound()
+    x, logits = layers.inputs(module, 64, tensors)
+    with pytest.raises(ValueError, match=r"64.*63"):
+        kernel.run(x, *module.routing_method.apply(logits))

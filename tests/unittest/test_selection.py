@@ -1,0 +1,83 @@
+"""Promotion on the embedded host, and what happens there to a plain subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import trtllm_b12x
+from trtllm_b12x import host as _host
+from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+
+host = _host.load()
+create_moe = host.create_moe
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    trtllm_b12x.uninstall()
+    original = create_moe.get_moe_cls
+    yield
+    trtllm_b12x.uninstall()
+    assert create_moe.get_moe_cls is original
+
+
+def config(algo: Any = host.QuantAlgo.NVFP4, **arguments: Any) -> Any:
+    return host.ModelConfig(quant_config=host.QuantConfig(quant_algo=algo, group_size=16), **arguments)
+
+
+@pytest.mark.parametrize("backend", ["CUTLASS", "cutlass", "AUTO"])
+def test_nvfp4_is_promoted_and_nothing_else(backend: str) -> None:
+    trtllm_b12x.install()
+    assert create_moe.get_moe_cls(config(moe_backend=backend)) is FlashInferNvfp4Sm12xFusedMoE
+    assert create_moe.get_moe_cls(config(host.QuantAlgo.FP8, moe_backend=backend)) is host.CutlassFusedMoE
+    assert create_moe.get_moe_cls(config(None, moe_backend=backend)) is host.CutlassFusedMoE
+    override = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4)
+    assert create_moe.get_moe_cls(config(None, moe_backend=backend), override) is FlashInferNvfp4Sm12xFusedMoE
+    mixed = config(host.QuantAlgo.MIXED_PRECISION, moe_backend=backend)
+    assert create_moe.get_moe_cls(mixed) is FlashInferNvfp4Sm12xFusedMoE
+
+
+def test_install_is_idempotent_and_errors_are_the_hosts() -> None:
+    trtllm_b12x.install()
+    patched = create_moe.get_moe_cls
+    trtllm_b12x.install()
+    assert create_moe.get_moe_cls is patched
+    with pytest.raises(ValueError, match="Unsupported moe backend: TRITON"):
+        create_moe.get_moe_cls(config(moe_backend="TRITON"))
+
+
+def test_a_name_bound_early_answers_as_the_host_after_uninstall() -> None:
+    trtllm_b12x.install()
+    bound = create_moe.get_moe_cls
+    trtllm_b12x.uninstall()
+    assert bound(config()) is host.CutlassFusedMoE
+
+
+class Naive(host.CutlassFusedMoE):  # type: ignore[name-defined]
+    pass
+
+
+def test_a_plain_subclass_is_refused_and_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: Naive)
+    with pytest.raises(ValueError, match="Unsupported moe backend"):
+        create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
+
+
+def test_ours_is_built_wrapped_and_gets_the_keyword_arguments() -> None:
+    trtllm_b12x.install()
+    module = create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
+    assert type(module) is create_moe.ConfigurableMoE
+    assert type(module.backend) is FlashInferNvfp4Sm12xFusedMoE
+    assert module._get_backend_kwargs(torch.bfloat16)["output_dtype"] is torch.bfloat16
+
+
+def test_the_package_imports_without_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, trtllm_b12x, trtllm_b12x.cli; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
