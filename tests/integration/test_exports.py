@@ -1,0 +1,70 @@
+"""Real exports of nvidia-modelopt, end to end through the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.integration.exports import export, nemotron_h, qwen3_moe
+from trtllm_b12x.cli import main
+
+
+def verify(checkpoint: Path, tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
+    file = tmp_path / "report.json"
+    result = CliRunner().invoke(main, ["verify", str(checkpoint), "--json", str(file), *arguments])
+    assert result.exit_code == status, result.output
+    report: dict[str, Any] = json.loads(file.read_text())
+    return {**report, "last_line": result.output.strip().splitlines()[-1]}
+
+
+def padding(layer: dict[str, Any], gated: bool) -> int:
+    tile = -(-layer["intermediate_size"] // 256) * 256
+    matrices = layer["num_experts"] * (3 if gated else 2)
+    return matrices * (tile - layer["intermediate_size"]) * layer["hidden_size"] * 9 // 16
+
+
+@pytest.mark.parametrize("size", [128, 160, 320, 1856])
+@pytest.mark.parametrize("name", ["qwen3-moe", "nemotron-h"])
+def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) -> None:
+    gated = name == "qwen3-moe"
+    make = qwen3_moe if gated else nemotron_h
+    small = {"hidden_size": 256, ("num_experts" if gated else "n_routed_experts"): 8}
+    checkpoint = export(make(**small, moe_intermediate_size=size), tmp_path)
+    report = verify(checkpoint, tmp_path, "--require-b12x")
+    assert len(report["layers"]) == 2
+    for layer in report["layers"]:
+        assert layer["activation"] == ("Swiglu" if gated else "Relu2")
+        assert layer["intermediate_size"] == size
+        assert layer["bits_exact"] is True
+        assert layer["bytes"]["extra_payload"] == layer["bytes"]["extra_scales"] == 0
+        assert layer["bytes"]["padding"] == padding(layer, gated)
+        assert layer["bytes"]["scalars"] <= 16 * layer["num_experts"]
+        assert 0.05 < layer["baked_weight_error"] < 0.15  # 8 % for random weights of this size
+        assert {case["path"] for case in layer["cases"]} == {"b12x", "cutlass"}
+        assert all(case["experts"] == 8 for case in layer["cases"])
+
+
+def test_shards_exclusions_and_the_original(tmp_path: Path) -> None:
+    model = qwen3_moe(hidden_size=256, num_experts=8, moe_intermediate_size=128, num_hidden_layers=3)
+    checkpoint = export(model, tmp_path, original=True, exclude=("*layers.1.mlp.experts*",), max_shard_size="400KB")
+    assert len(list(checkpoint.glob("*.safetensors"))) > 2
+    report = verify(checkpoint, tmp_path, "--original", str(tmp_path / "original"))
+    assert [layer["served_by"] for layer in report["layers"]] == ["b12x", "cutlass", "b12x"]
+    assert report["layers"][1]["quant_algo"] == "none"
+    assert report["last_line"].startswith("PASS: 2 of 3 MoE layers on b12x")
+    for layer in report["layers"][::2]:
+        assert 0.08 < layer["weight_error"] < 0.11
+        assert all(case["original_error"] < 0.3 for case in layer["cases"] if case["amplitude"] < 1)
+    verify(checkpoint, tmp_path, "--require-b12x", status=1)
+
+
+def test_as_a_module(tmp_path: Path) -> None:
+    result = subprocess.run([sys.executable, "-m", "trtllm_b12x", "verify", tmp_path], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == f"error: {tmp_path}/config.json: missing; give the folder that export_hf_checkpoint wrote\n"

@@ -1,0 +1,119 @@
+"""Installing the package into a TensorRT-LLM environment changes no other package."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PINS = sorted((Path(__file__).parent / "host_pins").glob("*.txt"))
+
+BROUGHT_BY_THE_HOST = {
+    # Unpinned there; brought by TensorRT-LLM's own requirements (click), nvidia-modelopt 0.37 (rich, safetensors, tqdm) and
+    # transformers 4.57 (safetensors, tqdm).  Old versions on purpose.
+    "click": "8.1.0",
+    "rich": "13.0.0",
+    "safetensors": "0.4.3",
+    "tqdm": "4.66.0",
+    "pydantic": "2.9.1",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(directory),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True)
+    (path,) = directory.glob("*.whl")
+    return path
+
+
+def environment(directory: Path, pins: Path) -> Path:
+    """An environment that has, as far as pip can see, what a host of this generation has; returns its interpreter."""
+    venv.create(directory, with_pip=False, symlinks=True)
+    python = directory / "bin" / "python"
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip())
+    exact = re.findall(r"^([\w.-]+)[=~]=([\w.]+)$", pins.read_text(), re.MULTILINE)
+    torch = "2.12.0" if "torch>=2.12" in pins.read_text() else "2.9.0"
+    installed = {"torch": torch, **BROUGHT_BY_THE_HOST, **dict(exact)}
+    for name, version in installed.items():
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "INSTALLER").write_text("pip\n")
+    return python
+
+
+def dry_run(python: Path, wheel: Path, pins: Path, *, extra: str = "", index: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--dry-run", "--quiet", "--report", "-"]
+    command += ["-c", str(pins), f"{wheel}{extra}", *([] if index else ["--no-index"])]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PIP_NO_INPUT": "1"})
+
+
+@pytest.mark.parametrize("pins", PINS, ids=lambda path: path.stem)
+def test_nothing_else_changes(wheel: Path, pins: Path, tmp_path: Path) -> None:
+    result = dry_run(environment(tmp_path / "host", pins), wheel, pins)
+    assert result.returncode == 0, result.stderr
+    assert [item["metadata"]["name"] for item in json.loads(result.stdout)["install"]] == ["trtllm-b12x"]
+
+
+def test_the_extra_never_moves_a_pin_silently(wheel: Path, tmp_path: Path) -> None:
+    pins = next(path for path in PINS if path.stem == "trtllm-1.2")
+    result = dry_run(environment(tmp_path / "host", pins), wheel, pins, extra="[kernels]", index=True)
+    assert result.returncode != 0
+    assert "flashinfer-python" in result.stderr
+    assert "conflict" in result.stderr.lower()
+
+
+def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = message_from_string(archive.read(next(n for n in names if n.endswith("METADATA"))).decode())
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"trtllm_b12x", next(t for t in tops if t.endswith(".dist-info"))}
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    requirements = metadata.get_all("Requires-Dist") or []
+    kernels = dict(re.match(r"([\w-]+)(.*?);", r).groups() for r in requirements if "extra ==" in r)  # type: ignore[union-attr,misc]
+    assert set(kernels) == {"flashinfer-python", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13"}
+    assert kernels["nvidia-cutlass-dsl"].strip() == kernels["nvidia-cutlass-dsl-libs-cu13"].strip()
+    # Without a bound, no version that a host has can be wrong.
+    assert {r for r in requirements if "extra ==" not in r} == {"click", "rich", "safetensors", "torch"}
+    assert metadata.get_all("Provides-Extra") == ["kernels"]
+
+
+def test_the_demo_refuses_an_environment_with_tensorrt_llm(tmp_path: Path) -> None:
+    package = tmp_path / "path" / "tensorrt_llm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    result = subprocess.run(
+        ["make", "demo", f"PYTHON={sys.executable}", f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0
+    assert "make demo is for machines without it" in result.stderr
+    assert not (tmp_path / "venv").exists()
