@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import host as _host
-from . import kernels
+from . import kernels, settings
 from .crossover import crossover
 from .decision import Deployment, Problem, Verdict, decide
 from .quantization import NVFP4Sm12xFusedMoEMethod
@@ -42,6 +42,13 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
     verdict: Verdict | None = None
     kernel: kernels.Kernel | None = None
     """Set once weights are loaded, if b12x serves the layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
+        self._lora = getattr(kwargs.get("model_config"), "lora_config", None) is not None
+        # Fixed here and alike on every rank: what is sent to other ranks must not depend on anything of a call.
+        self._gather_bf16 = settings.GATHER_BF16()
+        super().__init__(*args, **kwargs)
 
     # ---- load --------------------------------------------------------------------------------------------------------
 
@@ -85,7 +92,12 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
             bias=bool(self.bias),
             apply_router_weight_on_input=self.apply_router_weight_on_input,
         )
-        deployment = Deployment(tp_size=self.tp_size, ep_size=self.ep_size, load_balancer=self.layer_load_balancer is not None)
+        deployment = Deployment(
+            tp_size=self.tp_size,
+            ep_size=self.ep_size,
+            load_balancer=self.layer_load_balancer is not None,
+            lora=self._lora,
+        )
         return decide(problem, deployment, kernels.environment(self._kernel_class.features))
 
     def _activation_name(self) -> str:
@@ -115,9 +127,12 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
         """As the parent, except that what b12x will serve passes through: it quantizes by itself.
 
         Before communication (``post_quant_comm``) the form of the tokens must not depend on this rank's count: always
-        the host's quantization, hence CUTLASS.
+        the host's quantization, hence CUTLASS, or always bf16 where that was chosen (``TRTLLM_B12X_GATHER_BF16``).
         """
-        if not post_quant_comm and self._in_range(x):
+        if post_quant_comm:
+            if self._gather_bf16 and self.kernel is not None and isinstance(x, torch.Tensor):
+                return x, None
+        elif self._in_range(x):
             return x, None
         return super().quantize_input(x, post_quant_comm=post_quant_comm, **kwargs)
 
@@ -135,9 +150,13 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
         """Experts on ``x (T, H)``, ids ``(T, k)`` and scales ``(T, k)`` float32; ``(T, H)`` in ``output_dtype``.
 
         bf16 within the kernel's range means b12x; bf16 beyond it is quantized here, with the scale layout of this
-        call, for CUTLASS; anything quantized is CUTLASS's.  ``moe_output`` is written and returned if given.
+        call, for CUTLASS; anything quantized is CUTLASS's.  So is what only CUTLASS does: LoRA, unfinalized output, and ids
+        from an all-to-all, which may hold a padding id.  ``moe_output`` is written and returned if given.
         """
-        if self._in_range(x) and x_sf is None and token_final_scales is not None:
+        cutlass_only = (
+            not kwargs.get("do_finalize", True) or kwargs.get("lora_params") is not None or kwargs.get("enable_alltoall")
+        )
+        if self._in_range(x) and x_sf is None and token_final_scales is not None and not cutlass_only:
             return self._run_kernel(x, token_selected_experts, token_final_scales, output_dtype, moe_output)
         if self.kernel is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
             output_dtype = output_dtype or x.dtype

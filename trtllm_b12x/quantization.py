@@ -23,9 +23,9 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
     ``w2_weight_scale (E, H, T/64)`` int32.  The host's CUTLASS operator takes the sizes from the tensors
     (``moeOp.cpp``), so it accepts them as they are.
 
-    What the kernel needs beyond views of these is per-expert scalars, kept in buffers of the module for its whole life
-    and rewritten in place: ``b12x_w1_alpha (E,)``, ``b12x_input_global_scale (1,)``, ``b12x_fc2_input_scale (E,)``,
-    float32, 8 bytes per expert and 4 per layer.
+    What the kernel needs beyond views of these is the input scales as divisors, kept in buffers of the module for its
+    whole life and rewritten in place: ``b12x_input_global_scale (1,)`` and ``b12x_fc2_input_scale (E,)``, float32; with
+    ``b12x_up_to_gate (E,)``, which is ours alone, 8 bytes per expert and 4 per layer.
     """
 
     def __init__(self, tile: int) -> None:
@@ -40,7 +40,6 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
         finally:
             module.intermediate_size_per_partition = logical
         scalars = {
-            "b12x_w1_alpha": module.expert_size_per_partition,
             "b12x_input_global_scale": 1,
             "b12x_fc2_input_scale": module.expert_size_per_partition,
             # Ratio of up's to gate's weight_scale_2; not a kernel argument.
@@ -124,13 +123,12 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
         self.update_scalars(module)
 
     def update_scalars(self, module: Any) -> None:
-        """Exact scale map from the host's parameters, in place.
+        """Input scales from the host's parameters, in place.
 
-        FlashInfer divides activations by ``input_global_scale`` and ``fc2_input_scale`` (the checkpoint's
-        ``input_scale``), the host multiplies by their reciprocals; the host's alphas are ``weight_scale_2 * input_scale``,
-        of which FlashInfer wants FC1's without the input scale.
+        FlashInfer divides activations by them (the checkpoint's ``input_scale``), the host multiplies by their
+        reciprocals.  The host's alphas, ``weight_scale_2 * input_scale``, are the kernels' own.  A refit that copies over
+        parameters without the host's hooks is followed in everything but calibrated input scales: those need this.
         """
-        module.b12x_w1_alpha.copy_(module.fc31_alpha.data * module.fc31_input_scale.data)
         module.b12x_input_global_scale.copy_(module.fc31_input_scale.data.reciprocal())
         module.b12x_fc2_input_scale.copy_(module.fc2_input_scale.data.reciprocal() / module.b12x_up_to_gate)
 
@@ -141,7 +139,7 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
         return KernelWeights(
             w1_weight=w1,
             w1_weight_sf=mma_scale_view(module.w3_w1_weight_scale.data, rows=w1.shape[1], columns=2 * w1.shape[2]),
-            w1_alpha=module.b12x_w1_alpha,
+            folded_w1_alpha=module.fc31_alpha.data,
             w2_weight=w2,
             w2_weight_sf=mma_scale_view(module.w2_weight_scale.data, rows=w2.shape[1], columns=2 * w2.shape[2]),
             w2_alpha=module.fc2_alpha.data,

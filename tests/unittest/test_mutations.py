@@ -28,21 +28,20 @@ def verified(tmp_path: Path, gated: bool = True) -> LayerReport:
 
 def inverted_scale_map(patch: pytest.MonkeyPatch) -> None:
     def update(self: Any, module: Any) -> None:
-        module.b12x_w1_alpha.copy_(module.fc31_alpha / module.fc31_input_scale)
         module.b12x_input_global_scale.copy_(module.fc31_input_scale)
         module.b12x_fc2_input_scale.copy_(module.fc2_input_scale)
 
     patch.setattr(Method, "update_scalars", update)
 
 
-def alpha_without_input_scale_taken_out(patch: pytest.MonkeyPatch) -> None:
-    original = Method.update_scalars
+def alpha_without_the_input_scale(patch: pytest.MonkeyPatch) -> None:
+    original = Method.kernel_weights
 
-    def update(self: Any, module: Any) -> None:
-        original(self, module)
-        module.b12x_w1_alpha.copy_(module.fc31_alpha)
+    def kernel_weights(self: Any, module: Any) -> Any:
+        weights = original(self, module)
+        return dataclasses.replace(weights, folded_w1_alpha=weights.w1_alpha)
 
-    patch.setattr(Method, "update_scalars", update)
+    patch.setattr(Method, "kernel_weights", kernel_weights)
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
@@ -92,7 +91,7 @@ def baked_block_scales(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(
             weights,
             w1_weight_sf=baked(weights.w1_weight_sf, weights.w1_alpha),
-            w1_alpha=torch.ones_like(weights.w1_alpha),
+            folded_w1_alpha=weights.input_global_scale.expand(weights.w1_alpha.shape).contiguous(),
             w2_weight_sf=baked(weights.w2_weight_sf, weights.w2_alpha / fc2_scale),
             w2_alpha=fc2_scale.clone(),
         )
@@ -103,7 +102,7 @@ def baked_block_scales(patch: pytest.MonkeyPatch) -> None:
 GATED_ONLY = [gate_and_up_swapped, split_at_the_padded_half]
 MUTATIONS = [
     inverted_scale_map,
-    alpha_without_input_scale_taken_out,
+    alpha_without_the_input_scale,
     interleave_skipped,
     scales_shifted_by_one_row,
     baked_block_scales,

@@ -48,6 +48,7 @@ def test_the_kernel_reads_the_host_storage_and_nothing_else(gated: bool) -> None
         "w1_weight_sf": backend.w3_w1_weight_scale,
         "w2_weight": backend.w2_weight,
         "w2_weight_sf": backend.w2_weight_scale,
+        "folded_w1_alpha": backend.fc31_alpha,
         "w2_alpha": backend.fc2_alpha,
     }
     for name, parameter in own.items():

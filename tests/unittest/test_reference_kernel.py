@@ -71,10 +71,11 @@ def test_scales_of_its_own_for_each_expert() -> None:
     module, kernel, tensors = bound()
     scale = float(kernel.weights.input_global_scale)
     per_expert = scale * torch.tensor([1.0, 1.5, 1.25, 1.75])
-    kernel.bind(dataclasses.replace(kernel.weights, input_global_scale=per_expert))
+    scale_2 = kernel.weights.w1_alpha
+    kernel.bind(dataclasses.replace(kernel.weights, input_global_scale=per_expert, folded_w1_alpha=scale_2 * per_expert))
     x, _ = layers.inputs(module, 1, tensors)
     outputs = [kernel.run(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3)).float() for e in range(4)]
-    kernel.bind(dataclasses.replace(kernel.weights, input_global_scale=torch.full((4,), scale)))
+    kernel.bind(dataclasses.replace(kernel.weights, input_global_scale=torch.full((4,), scale), folded_w1_alpha=scale_2 * scale))
     shared = [kernel.run(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3)).float() for e in range(4)]
     close = [float((a - b).norm() / b.norm()) for a, b in zip(outputs, shared, strict=True)]
     assert close[0] == 0

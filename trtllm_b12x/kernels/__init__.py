@@ -44,8 +44,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class KernelWeights:
-    """What FlashInfer's ``B12xMoEWrapper.run`` takes besides the call's own tensors, by its names (0.7.2, b12x_moe.py).
+    """What FlashInfer's kernels take besides the call's own tensors, by the names of ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py).
 
+    The wrapper's ``w1_alpha`` and ``input_global_scale`` reach the kernels as their product (``_folded_w1_alpha``), which is the
+    host's own ``fc31_alpha``; so that tensor is what a kernel binds, and weights that are copied over it are followed at once.
     E local experts, H hidden size, T intermediate size on the tile, r = 2 if gated (rows [up; gate]) else 1.
     """
 
@@ -53,8 +55,8 @@ class KernelWeights:
     """``(E, r*T, H/2)`` uint8, two FP4 per byte."""
     w1_weight_sf: torch.Tensor
     """``(32, 4, r*T/128, 4, H/64, E)`` float8_e4m3fn."""
-    w1_alpha: torch.Tensor
-    """``(E,)`` float32: FC1's ``weight_scale_2``."""
+    folded_w1_alpha: torch.Tensor
+    """``(E,)`` float32: FC1's ``weight_scale_2`` times its input scale."""
     w2_weight: torch.Tensor
     """``(E, H, T/2)`` uint8."""
     w2_weight_sf: torch.Tensor
@@ -65,6 +67,11 @@ class KernelWeights:
     """``(E,)`` or ``(1,)`` float32: the divisor of FC2's input (ModelOpt's ``input_scale``)."""
     input_global_scale: torch.Tensor
     """``(E,)`` or ``(1,)`` float32: the divisor of FC1's input."""
+
+    @property
+    def w1_alpha(self) -> torch.Tensor:
+        """``(E,)`` float32, new: FC1's ``weight_scale_2``, for FlashInfer's public entry points, which fold by themselves."""
+        return self.folded_w1_alpha / self.input_global_scale
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

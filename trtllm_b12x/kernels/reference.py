@@ -72,7 +72,7 @@ class ReferenceKernel(Kernel):
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "w1_weight": ((g.num_experts, rows, g.hidden_size // 2), torch.uint8),
             "w1_weight_sf": ((32, 4, rows // 128, 4, g.hidden_size // 64, g.num_experts), torch.float8_e4m3fn),
-            "w1_alpha": ((g.num_experts,), torch.float32),
+            "folded_w1_alpha": ((g.num_experts,), torch.float32),
             "w2_weight": ((g.num_experts, g.hidden_size, g.intermediate_size // 2), torch.uint8),
             "w2_weight_sf": (
                 (32, 4, g.hidden_size // 128, 4, g.intermediate_size // 64, g.num_experts),
@@ -100,14 +100,13 @@ class ReferenceKernel(Kernel):
             raise ValueError(f"num_tokens ({x.shape[0]}) exceeds the planned capacity ({self.capacity})")
         w, size = self.weights, self.geometry.intermediate_size
         scales1, scales2 = plain_scales(w.w1_weight_sf), plain_scales(w.w2_weight_sf)
-        folded_alpha = w.w1_alpha * w.input_global_scale
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in token_selected_experts.unique().tolist():
             if expert < 0:
                 continue
             token, slot = (token_selected_experts == expert).nonzero(as_tuple=True)
             x_codes = self._quantized(x[token], _of_expert(w.input_global_scale, expert))
-            fc1 = (x_codes @ dequantize(w.w1_weight[expert], scales1[expert]).T) * folded_alpha[expert]
+            fc1 = (x_codes @ dequantize(w.w1_weight[expert], scales1[expert]).T) * w.folded_w1_alpha[expert]
             if self.gated:
                 up, gate = fc1[:, :size], fc1[:, size:]
                 inner = gate * torch.sigmoid(gate) * up

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .communication import AllGatherReduceScatter, all_reduce
 from .config import AuxStreamType, Fp4QuantizedTensor, ModelConfig, QuantConfig
 from .fused_moe_cutlass import CutlassFusedMoE
 from .interface import MoE
@@ -16,7 +17,7 @@ class ConfigurableMoE(MoE):
     """The wrapper a model holds; ``backend`` is the module that owns the weights.
 
     Without communication between ranks (``comm`` is None) every rank sees all tokens with global ids and returns its
-    partial sum.
+    partial sum, or the ranks' sum with ``reduce_results``.  With attention-DP each rank brings tokens of its own.
     """
 
     def __init__(
@@ -32,10 +33,6 @@ class ConfigurableMoE(MoE):
         layer_idx: int | None = None,
         **arguments: Any,
     ) -> None:
-        if model_config.mapping.enable_attention_dp and model_config.mapping.tp_size > 1:
-            raise NotImplementedError("the embedded host has no communication between attention-DP ranks")
-        if arguments.get("reduce_results") and model_config.mapping.tp_size > 1:
-            raise NotImplementedError("the embedded host has no all-reduce: pass reduce_results=False and sum the ranks' outputs")
         sizes: dict[str, Any] = {
             "routing_method": routing_method,
             "num_experts": num_experts,
@@ -48,7 +45,8 @@ class ConfigurableMoE(MoE):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         if apply_router_weight_on_input and routing_method.top_k != 1:
             raise AssertionError("apply_router_weight_on_input only supports top-1 routing")
-        self.comm = None
+        attention_dp = self.use_dp and self.parallel_size > 1
+        self.comm = AllGatherReduceScatter(self.parallel_rank) if attention_dp else None
 
         # In the function, as the host does: a rebound module attribute is honored.
         from .create_moe import create_moe_backend, get_moe_cls
@@ -109,15 +107,20 @@ class ConfigurableMoE(MoE):
         *,
         do_finalize: bool = True,
         output_dtype: torch.dtype | None = None,
+        all_rank_num_tokens: list[int] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        """``all_rank_num_tokens``: rows of every rank, with attention-DP; ``do_finalize`` is the TRTLLM backend's alone."""
         if isinstance(x, Fp4QuantizedTensor):
             assert output_dtype is not None
         else:
             output_dtype = x.dtype
-        num_chunks = -(-x.shape[0] // self.moe_max_num_tokens)
+        rows = x.shape[0] if all_rank_num_tokens is None else sum(all_rank_num_tokens)
+        num_chunks = -(-rows // self.moe_max_num_tokens)
         if num_chunks <= 1:
-            return self._forward_chunk(x, router_logits, output_dtype)
+            return self._forward_chunk(x, router_logits, output_dtype, all_rank_num_tokens)
+        if self.comm is not None:
+            raise NotImplementedError("the embedded host does not cut attention-DP batches: raise moe_max_num_tokens")
         assert isinstance(x, torch.Tensor), "chunks are cut from an unquantized tensor"
         quotient, remainder = divmod(x.shape[0], num_chunks)
         sizes = [quotient + 1] * remainder + [quotient] * (num_chunks - remainder)
@@ -135,7 +138,11 @@ class ConfigurableMoE(MoE):
         return torch.cat(outputs)
 
     def _forward_chunk(
-        self, x: torch.Tensor | Fp4QuantizedTensor, router_logits: torch.Tensor, output_dtype: torch.dtype
+        self,
+        x: torch.Tensor | Fp4QuantizedTensor,
+        router_logits: torch.Tensor,
+        output_dtype: torch.dtype,
+        all_rank_num_tokens: list[int] | None = None,
     ) -> torch.Tensor:
         assert self.backend._supports_load_balancer(), "only backends that leave routing to the wrapper are embedded"
         token_selected_experts, token_final_scales = self.routing_method.apply(router_logits)
@@ -145,17 +152,32 @@ class ConfigurableMoE(MoE):
         if self.apply_router_weight_on_input:
             assert isinstance(x, torch.Tensor)
             x, scales = x * token_final_scales.to(x.dtype), None
-        x, x_sf = self.backend.quantize_input(x, post_quant_comm=False)
-        return self.backend.run_moe(
+        if self.comm is None:
+            x, x_sf = self.backend.quantize_input(x, post_quant_comm=False)
+        else:
+            assert all_rank_num_tokens is not None
+            x, x_sf = self.backend.quantize_input(x)
+            x, x_sf, token_selected_experts, scales = self.comm.dispatch(
+                x, x_sf, token_selected_experts, scales, all_rank_num_tokens
+            )
+        output: torch.Tensor = self.backend.run_moe(
             x=x,
             token_selected_experts=token_selected_experts,
             token_final_scales=scales,
             x_sf=x_sf,
             **self._get_backend_kwargs(output_dtype),
         )
+        if self.comm is not None:
+            return self.comm.combine(output)
+        return all_reduce(output) if self.reduce_results and self.parallel_size > 1 else output
 
     def _get_backend_kwargs(self, output_dtype: torch.dtype) -> dict[str, Any]:
         # Exact, as in the host: a plain subclass gets nothing.
         if self.backend.__class__ == CutlassFusedMoE:
-            return {"is_sf_swizzled": True, "output_dtype": output_dtype, "enable_alltoall": False, "moe_output": None}
+            return {
+                "is_sf_swizzled": self.comm is None,
+                "output_dtype": output_dtype,
+                "enable_alltoall": False,
+                "moe_output": None,
+            }
         return {}

@@ -15,7 +15,7 @@ class MoE(nn.Module):
     """Mixture-of-experts layer of one rank.
 
     ``intermediate_size`` is the model's; ``intermediate_size_per_partition`` this rank's.  Experts
-    ``slot_start <= id < slot_end`` live here.  ``load_balancer`` and cluster parallelism are not embedded.
+    ``slot_start <= id < slot_end`` live here.  Load balancing and cluster parallelism are not embedded.
     """
 
     def __init__(

@@ -1,0 +1,54 @@
+"""Between ranks, over ``torch.distributed``: all-reduce, and the gather of attention-DP.
+
+Source: ``fused_moe/communication/allgather_reducescatter.py``: tokens of all ranks are gathered in rank order, every rank
+computes its experts on all of them, the sums come back by reduce-scatter.  Post-quantization dispatch is supported.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class AllGatherReduceScatter:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._sizes: list[int] = []
+
+    def supports_post_quant_dispatch(self) -> bool:
+        return True
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        hidden_states_sf: torch.Tensor | None,
+        token_selected_slots: torch.Tensor,
+        token_final_scales: torch.Tensor | None,
+        all_rank_num_tokens: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """Every rank's rows, in rank order; None stays None."""
+        self._sizes = all_rank_num_tokens
+        return (
+            self._gather(hidden_states),
+            None if hidden_states_sf is None else self._gather(hidden_states_sf),
+            self._gather(token_selected_slots),
+            None if token_final_scales is None else self._gather(token_final_scales),
+        )
+
+    def combine(self, final_hidden_states: torch.Tensor) -> torch.Tensor:
+        """The ranks' sum, of which this rank keeps its own rows."""
+        return all_reduce(final_hidden_states).split(self._sizes)[self.rank]
+
+    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
+        padded = rows.new_zeros(max(self._sizes), *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        parts = [torch.empty_like(padded) for _ in self._sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, self._sizes, strict=True)])
+
+
+def all_reduce(values: torch.Tensor) -> torch.Tensor:
+    """Sum over the ranks, added in float32."""
+    total = values.float()
+    dist.all_reduce(total)
+    return total.to(values.dtype)
