@@ -157,6 +157,7 @@ class ConfigurableMoE(MoE):
         else:
             assert all_rank_num_tokens is not None
             x, x_sf = self.backend.quantize_input(x)
+            assert isinstance(x, torch.Tensor)
             x, x_sf, token_selected_experts, scales = self.comm.dispatch(
                 x, x_sf, token_selected_experts, scales, all_rank_num_tokens
             )
@@ -174,10 +175,6 @@ class ConfigurableMoE(MoE):
     def _get_backend_kwargs(self, output_dtype: torch.dtype) -> dict[str, Any]:
         # Exact, as in the host: a plain subclass gets nothing.
         if self.backend.__class__ == CutlassFusedMoE:
-            return {
-                "is_sf_swizzled": self.comm is None,
-                "output_dtype": output_dtype,
-                "enable_alltoall": False,
-                "moe_output": None,
-            }
+            swizzled = self.comm is None
+            return {"is_sf_swizzled": swizzled, "output_dtype": output_dtype, "enable_alltoall": False, "moe_output": None}
         return {}
