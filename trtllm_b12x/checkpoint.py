@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -26,9 +26,15 @@ class CheckpointError(ValueError):
 
 _EXPERT_TENSOR = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\."
-    r"(?P<kind>weight|weight_scale|weight_scale_2|input_scale|pre_quant_scale)"
+    r"(?P<kind>weight|weight_scale|weight_scale_2|input_scale|pre_quant_scale|bias)"
 )
-"""Per-expert naming: Qwen3-MoE ``model.layers.N.mlp``, Nemotron-H ``backbone.layers.N.mixer``, and their like."""
+"""One tensor per expert: Qwen3-MoE ``model.layers.N.mlp``, Nemotron-H ``backbone.layers.N.mixer``, Mixtral's w1, w2, w3."""
+
+_STACKED_TENSOR = re.compile(
+    r"(?P<layer>.+)\.experts\.(?P<projection>gate_up_proj|down_proj)"
+    r"(?P<kind>|_weight_scale|_weight_scale_2|_input_scale|_pre_quant_scale|_bias)"
+)
+"""All experts in one tensor, the inner dimension first and gate before up: Llama 4 as nvidia-modelopt 0.47 writes it."""
 
 _ACTIVATIONS = {(True, "silu"): "Swiglu", (False, "relu2"): "Relu2"}
 """(has a gate, ``hidden_act``) to the host's ``ActivationType`` name."""
@@ -56,41 +62,78 @@ class MoELayer:
     group_size: int | None
     projections: Mapping[str, str]
     """Host's name (w1 gate or only, w3 up, w2 down) to the checkpoint's (``gate_proj`` ...)."""
+    stacked: bool
+    """All experts share one tensor per projection."""
+    bias: bool
+    pre_quant_scale: bool
+    """AWQ."""
+    apply_router_weight_on_input: bool
 
 
 class LayerWeights(Mapping[str, torch.Tensor]):
-    """The tensors of one layer by the host's names, ``"{expert}.w1.weight_scale"``; each is read when asked for."""
+    """The tensors of one layer by the host's names, ``"{expert}.w1.weight_scale"``; each is read when asked for.
+
+    Raises:
+        CheckpointError: on reading, where a scale is no scale: not finite, or negative.
+    """
 
     def __init__(self, checkpoint: Checkpoint, layer: MoELayer) -> None:
         self._checkpoint, self._layer = checkpoint, layer
-        kinds = _NVFP4_DTYPES if layer.quant_algo == "NVFP4" else ("weight",)
-        self._names = {
-            f"{expert}.{host}.{kind}": f"{layer.name}.experts.{expert}.{own}.{kind}"
-            for expert in range(layer.num_experts)
-            for host, own in layer.projections.items()
-            for kind in kinds
-        }
+        self._kinds = tuple(_NVFP4_DTYPES) if layer.quant_algo == "NVFP4" else ("weight",)
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        tensor = self._checkpoint.tensor(self._names[key])
-        if tensor.dim() == 0 and not bool(tensor.isfinite() & (tensor >= 0)):
+        name, tensor = self._read(key)
+        kind = key.rpartition(".")[2]
+        if kind == "weight_scale":
+            # 0x7F is E4M3's NaN; the kernels read the scale without its sign.
+            bad = bool((tensor.view(torch.uint8) >= 0x7F).any())
+            found = "holds NaN or a negative value"
+        else:
+            bad = kind in ("weight_scale_2", "input_scale") and not bool(tensor.isfinite().all() & (tensor >= 0).all())
+            found = f"is {tensor.flatten()[0].item()}" if bad else ""
+        if bad:
             raise CheckpointError(
-                f"{self._checkpoint.file_of(self._names[key])}: {self._names[key]} is {tensor.item()}, a scale must be finite "
-                "and not negative; calibrate and export the model again"
+                f"{self._checkpoint.file_of(name)}: {name} {found}, a scale must be finite and not negative; "
+                "calibrate and export the model again"
             )
         return tensor
 
+    def _read(self, key: str) -> tuple[str, torch.Tensor]:
+        """Name in the checkpoint and tensor, in the host's orientation: ``(rows, K)``."""
+        expert, projection, kind = key.split(".")
+        own = self._layer.projections[projection]
+        if kind not in self._kinds or not 0 <= int(expert) < self._layer.num_experts:
+            raise KeyError(key)
+        if not self._layer.stacked:
+            name = f"{self._layer.name}.experts.{expert}.{own}.{kind}"
+            return name, self._checkpoint.tensor(name)
+        name = _stacked_name(self._layer.name, own, kind)
+        if kind in ("weight_scale_2", "input_scale"):
+            return name, self._checkpoint.tensor(name)
+        both = self._checkpoint.tensor(name, int(expert))
+        if projection == "w2":
+            return name, both.T.contiguous()
+        half = self._layer.intermediate_size
+        columns = both[:, :half] if projection == "w1" else both[:, half:]
+        return name, columns.T.contiguous()
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        experts, projections = range(self._layer.num_experts), self._layer.projections
+        return (f"{e}.{p}.{kind}" for e in experts for p in projections for kind in self._kinds)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return self._layer.num_experts * len(self._layer.projections) * len(self._kinds)
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
-        """Bytes of FP4 payload and block scales (or of plain weights) in the checkpoint."""
-        kinds = (".weight", ".weight_scale")
-        return sum(self._checkpoint.nbytes_of(name) for key, name in self._names.items() if key.endswith(kinds))
+        """Bytes of FP4 payload and block scales in the checkpoint (or of plain weights)."""
+        layer = self._layer
+        elements = layer.num_experts * len(layer.projections) * layer.hidden_size * layer.intermediate_size
+        return elements * 9 // 16 if layer.quant_algo == "NVFP4" else elements * 2
+
+
+def _stacked_name(layer: str, projection: str, kind: str) -> str:
+    return f"{layer}.experts.{projection}" + ("" if kind == "weight" else f"_{kind}")
 
 
 class Checkpoint:
@@ -122,11 +165,12 @@ class Checkpoint:
         except KeyError:
             raise CheckpointError(f"{self.directory}: tensor {name} is missing; copy or export the checkpoint again") from None
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The named tensor on the CPU, backed by the file."""
+    def tensor(self, name: str, index: int | None = None) -> torch.Tensor:
+        """The named tensor on the CPU, backed by the file; only entry ``index`` of its first dimension if given."""
         path = self.file_of(name)
         try:
-            return self._open(path.name).get_tensor(name)
+            file = self._open(path.name)
+            return file.get_tensor(name) if index is None else file.get_slice(name)[index]
         except SafetensorError as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}); copy or export the file again") from error
 
@@ -138,13 +182,6 @@ class Checkpoint:
         except SafetensorError as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}); copy or export the file again") from error
         return entry.get_dtype(), entry.get_shape()
-
-    def nbytes_of(self, name: str) -> int:
-        dtype, shape = self.header(name)
-        size = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}[dtype]
-        for extent in shape:
-            size *= extent
-        return size
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -191,18 +228,22 @@ class Checkpoint:
         Raises:
             CheckpointError: no layer at all, or one whose tensors are incomplete or contradict the configuration.
         """
-        experts: dict[str, dict[int, set[str]]] = {}
+        found: dict[str, _Found] = {}
         for name in self._file_of_tensor:
-            match = _EXPERT_TENSOR.fullmatch(name)
+            match = _EXPERT_TENSOR.fullmatch(name) or _STACKED_TENSOR.fullmatch(name)
             if match:
-                by_expert = experts.setdefault(match["layer"], {})
-                by_expert.setdefault(int(match["expert"]), set()).add(match["projection"])
-        if not experts:
+                groups = match.groupdict()
+                layer = found.setdefault(groups["layer"], _Found())
+                layer.kinds.add(groups["kind"].removeprefix("_"))
+                layer.stacked |= "expert" not in groups
+                layer.experts.setdefault(int(groups.get("expert", 0)), set()).add(groups["projection"])
+        if not found:
             raise CheckpointError(
-                f"{self.directory}: no MoE layers (no tensors named *.experts.N.*_proj.weight); "
-                "verify takes mixture-of-experts checkpoints with per-expert tensors"
+                f"{self.directory}: no MoE layers (no tensors named *.experts.N.*_proj.weight or *.experts.gate_up_proj); "
+                "verify takes mixture-of-experts checkpoints"
             )
-        return sorted((self._layer(name, found) for name, found in experts.items()), key=lambda layer: (layer.index, layer.name))
+        layers = (self._layer(name, tensors) for name, tensors in found.items())
+        return sorted(layers, key=lambda layer: (layer.index, layer.name))
 
     def weights(self, layer: MoELayer) -> LayerWeights:
         return LayerWeights(self, layer)
@@ -212,65 +253,89 @@ class Checkpoint:
         name = f"{layer.name}.gate.e_score_correction_bias"
         return self.tensor(name) if name in self._file_of_tensor else None
 
-    def _layer(self, name: str, found: dict[int, set[str]]) -> MoELayer:
-        expected = self._setting("num_experts", "num_local_experts", "n_routed_experts")
-        num_experts = expected if expected is not None else len(found)
-        missing = sorted(set(range(num_experts)) - set(found)) or sorted(set(found) - set(range(num_experts)))
-        if missing:
-            raise CheckpointError(
-                f"{self.directory}: {name} has tensors of {len(found)} experts where {num_experts} are expected "
-                f"(expert {missing[0]} is odd); copy or export the checkpoint again"
-            )
-        projections = _host_names(found[0])
-        if projections is None:
-            raise CheckpointError(
-                f"{self.directory}: {name}.experts.0 has the projections {', '.join(sorted(found[0]))}; expected "
-                "gate_proj, up_proj, down_proj, or up_proj and down_proj"
-            )
+    def _layer(self, name: str, found: _Found) -> MoELayer:
         top_k = self._setting("num_experts_per_tok", "num_experts_per_token")
         if top_k is None:
             raise CheckpointError(f"{self.directory / 'config.json'}: num_experts_per_tok is missing; restore it")
-        gated = "w3" in projections
-        word = next((self._config[k] for k in ("mlp_hidden_act", "hidden_act") if isinstance(self._config.get(k), str)), "silu")
         algo, group_size = self._quantization.of_experts(name)
-        w1 = f"{name}.experts.0.{projections['w1']}.weight"
-        rows, columns = self._matrix(w1)
+        packed = 2 if algo == "NVFP4" else 1
+        projections = _host_names(found.experts.get(0, set()))
+        if projections is None:
+            raise CheckpointError(
+                f"{self.directory}: {name}.experts has the projections {', '.join(sorted(found.experts.get(0, set())))} for "
+                "expert 0; expected gate_proj, up_proj, down_proj, or up_proj and down_proj; copy or export the checkpoint again"
+            )
+        if found.stacked:
+            weight = _stacked_name(name, projections["w1"], "weight")
+            num_experts, inner, rows = self._shape(weight, 3)
+            rows //= 2
+        else:
+            expected = self._setting("num_experts", "num_local_experts", "n_routed_experts")
+            num_experts = expected if expected is not None else len(found.experts)
+            odd = sorted(set(range(num_experts)) ^ set(found.experts))
+            if odd:
+                raise CheckpointError(
+                    f"{self.directory}: {name} has tensors of {len(found.experts)} experts where {num_experts} are expected "
+                    f"(expert {odd[0]} is odd); copy or export the checkpoint again"
+                )
+            weight = f"{name}.experts.0.{projections['w1']}.weight"
+            rows, inner = self._shape(weight, 2)
+        if not (num_experts and rows and inner and top_k <= num_experts):
+            raise CheckpointError(
+                f"{self.file_of(weight)}: {weight} leaves {num_experts} experts of {rows} x {inner * packed} with "
+                f"top_k {top_k}; copy or export the checkpoint again"
+            )
+        gated = "w3" in projections
+        words = (self._config.get(key) for key in ("mlp_hidden_act", "hidden_act", "hidden_activation"))
+        word = next((word for word in words if isinstance(word, str)), "silu")
         layer = MoELayer(
             name=name,
             index=int(next(iter(re.findall(r"\.(\d+)\.", f".{name}.")[-1:]), 0)),
             num_experts=num_experts,
             top_k=top_k,
-            hidden_size=columns * (2 if algo == "NVFP4" else 1),
+            hidden_size=inner * packed,
             intermediate_size=rows,
             gated=gated,
             activation=_ACTIVATIONS.get((gated, word), word),
             quant_algo=algo,
             group_size=group_size,
             projections=projections,
+            stacked=found.stacked,
+            bias="bias" in found.kinds,
+            pre_quant_scale="pre_quant_scale" in found.kinds,
+            apply_router_weight_on_input=str(self._config.get("model_type", "")).startswith("llama4"),
         )
         self._check(layer)
         return layer
 
     def _check(self, layer: MoELayer) -> None:
         """Dtype and shape of every expert tensor, from the headers alone."""
-        h, i = layer.hidden_size, layer.intermediate_size
-        for expert in range(layer.num_experts):
-            for host_name, own in layer.projections.items():
-                rows, columns = (h, i) if host_name == "w2" else (i, h)
-                prefix = f"{layer.name}.experts.{expert}.{own}"
-                if layer.quant_algo != "NVFP4":
-                    self._expect(f"{prefix}.weight", _PLAIN_DTYPES if layer.quant_algo == "none" else None, [rows, columns])
-                    continue
-                if layer.group_size == 16:
-                    self._expect(f"{prefix}.weight", ("U8",), [rows, columns // 2])
-                    self._expect(f"{prefix}.weight_scale", ("F8_E4M3",), [rows, columns // 16])
-                for kind in ("weight_scale_2", "input_scale"):
-                    self._expect(f"{prefix}.{kind}", ("F32",), [])
-
-    def _expect(self, name: str, dtypes: tuple[str, ...] | None, shape: list[int]) -> None:
-        dtype, found = self.header(name)
-        if dtypes is None:
+        if layer.quant_algo not in ("NVFP4", "none") or layer.group_size not in (None, 16):
             return
+        h, i = layer.hidden_size, layer.intermediate_size
+        for host_name, own in layer.projections.items():
+            rows, columns = (h, i) if host_name == "w2" else (i, h)
+            shapes: dict[str, list[int]] = {"weight": [rows, columns]}
+            dtypes: dict[str, tuple[str, ...]] = {"weight": _PLAIN_DTYPES}
+            if layer.quant_algo == "NVFP4":
+                shapes = {
+                    "weight": [rows, columns // 2],
+                    "weight_scale": [rows, columns // 16],
+                    "weight_scale_2": [],
+                    "input_scale": [],
+                }
+                dtypes = {kind: (dtype,) for kind, dtype in _NVFP4_DTYPES.items()}
+            for kind, shape in shapes.items():
+                if not layer.stacked:
+                    for expert in range(layer.num_experts):
+                        self._expect(f"{layer.name}.experts.{expert}.{own}.{kind}", dtypes[kind], shape)
+                elif host_name != "w3":  # w1's and w3's are one tensor
+                    if shape:
+                        shape = [layer.num_experts, shape[1], shape[0] * (2 if host_name == "w1" else 1)]
+                    self._expect(_stacked_name(layer.name, own, kind), dtypes[kind], shape)
+
+    def _expect(self, name: str, dtypes: tuple[str, ...], shape: list[int]) -> None:
+        dtype, found = self.header(name)
         if found == [1] and shape == []:
             found = []
         if dtype not in dtypes or found != shape:
@@ -279,13 +344,13 @@ class Checkpoint:
                 "export the checkpoint again, or exclude the layer in hf_quant_config.json if it is not quantized"
             )
 
-    def _matrix(self, name: str) -> tuple[int, int]:
+    def _shape(self, name: str, dimensions: int) -> list[int]:
         _, shape = self.header(name)
-        if len(shape) != 2:
+        if len(shape) != dimensions:
             raise CheckpointError(
-                f"{self.file_of(name)}: {name} has shape {shape}, expected a matrix; export the checkpoint again"
+                f"{self.file_of(name)}: {name} has shape {shape}, expected {dimensions} dimensions; export the checkpoint again"
             )
-        return shape[0], shape[1]
+        return shape
 
     def _setting(self, *names: str) -> int | None:
         for name in names:
@@ -295,11 +360,22 @@ class Checkpoint:
         return None
 
 
+@dataclass
+class _Found:
+    """What the names alone tell of a layer: projections by expert, kinds of tensors."""
+
+    experts: dict[int, set[str]] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    stacked: bool = False
+
+
 def _host_names(projections: set[str]) -> dict[str, str] | None:
     """Host's name to the checkpoint's; None where the set is no MLP."""
     for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
         if projections == {gate, up, down}:
             return {"w1": gate, "w3": up, "w2": down}
+    if projections == {"gate_up_proj", "down_proj"}:
+        return {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
     if projections == {"up_proj", "down_proj"}:
         return {"w1": "up_proj", "w2": "down_proj"}
     return None

@@ -177,11 +177,12 @@ def outputs(
                     hidden = hidden / (1 + torch.exp(-hidden)) * (rows @ matrices["w3"].T)
                 else:
                     hidden = hidden.clamp(min=0).square()
-                if arithmetic is Arithmetic.KERNEL:
-                    unit = _up_to_gate(weights, expert).to(device) if gated and quantized else 1.0
-                    hidden = (hidden / unit).to(torch.bfloat16).float() * unit
+                unit = 1.0
+                if as_stored:
+                    unit = _up_to_gate(weights, expert) if gated and quantized else 1.0
+                    hidden = (hidden / unit).to(torch.bfloat16).float()
                 if not exact:
-                    hidden = fake_quantize(hidden, _stored(fc2_scale, as_stored), arithmetic, gated)
+                    hidden = fake_quantize(hidden, _stored(fc2_scale, as_stored) / unit, arithmetic, gated) * unit
                 accumulator.index_add_(0, token, route_weight * (hidden @ matrices["w2"].T))
         on_expert()
     for accumulators in results:
@@ -237,9 +238,9 @@ def _matrix(weights: Mapping[str, torch.Tensor], expert: int, name: str, quantiz
     return dequantize_weight(weights[prefix + "weight"], weights[prefix + "weight_scale"], weights[prefix + "weight_scale_2"])
 
 
-def _up_to_gate(weights: Mapping[str, torch.Tensor], expert: int) -> torch.Tensor:
-    up, gate = (weights[f"{expert}.{name}.weight_scale_2"].float().reshape(()) for name in ("w3", "w1"))
-    return up / gate if bool(up != gate) else torch.ones(())
+def _up_to_gate(weights: Mapping[str, torch.Tensor], expert: int) -> float:
+    up, gate = (float(weights[f"{expert}.{name}.weight_scale_2"].reshape(())) for name in ("w3", "w1"))
+    return 1.0 if 0.0 in (up, gate) else float(torch.tensor(up / gate))
 
 
 def _input_scale(weights: Mapping[str, torch.Tensor], num_experts: int, names: Sequence[str]) -> torch.Tensor:

@@ -13,13 +13,16 @@ import torch
 from . import host as _host
 from . import selection, strict_reference
 from .checkpoint import Checkpoint, CheckpointError, MoELayer
-from .decision import Problem, decide
+from .decision import Deployment, Problem, Verdict, decide
 from .kernels import environment, kernel_class
 from .kernels.layout import plain_scales
 from .strict_reference import Arithmetic, Call
 
 MAX_CALLS = 16
-"""Calls of one token count at most; as many as it takes to reach every expert, so that small counts are no single draw."""
+"""Calls of one token count at most, of as many as it takes to reach every expert and :data:`MIN_TOKENS`."""
+
+MIN_TOKENS = 64
+"""Over fewer, one code that rounds the other way can show: 0.07 was seen for 5 tokens where 64 give 0.03."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,25 @@ class LayerReport:
         return not self.failures and not any(case.failures for case in self.cases)
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Tensor- and expert-parallel ranks, simulated one after the other; their outputs are summed in float32."""
+
+    tp: int = 1
+    ep: int = 1
+
+    def mappings(self) -> Iterator[Any]:
+        for rank in range(self.tp * self.ep):
+            size = self.tp * self.ep
+            yield _host.load().Mapping(world_size=size, rank=rank, tp_size=size, moe_tp_size=self.tp, moe_ep_size=self.ep)
+
+
 def verify_layer(
     checkpoint: Checkpoint,
     layer: MoELayer,
     cases: Sequence[Case],
     *,
+    ranks: Ranks | None = None,
     seed: int = 0,
     device: str = "cpu",
     require_b12x: bool = False,
@@ -123,9 +140,16 @@ def verify_layer(
 ) -> LayerReport:
     """Measure one layer.  Peak host memory is under two layers' bytes.
 
+    A layer that the decision refuses is reported with its reasons and not run: the host's own class serves it.
+
     Raises:
-        CheckpointError: a tensor is unusable.
+        CheckpointError: a tensor is unusable, or the ranks do not divide the layer.
     """
+    ranks = ranks or Ranks()
+    for size, parts, what in ((layer.intermediate_size, ranks.tp, "tp"), (layer.num_experts, ranks.ep, "ep")):
+        if size % parts:
+            raise CheckpointError(f"--{what} {parts}: {layer.name} has {size} to divide; choose a divisor")
+    verdict = judge(layer, ranks)
     report = LayerReport(
         name=layer.name,
         index=layer.index,
@@ -135,67 +159,118 @@ def verify_layer(
         top_k=layer.top_k,
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
-        served_by="cutlass",
-        reasons=[],
+        served_by="b12x" if verdict.served else "cutlass",
+        reasons=list(map(str, verdict.rejections)),
     )
-    module = build_layer(checkpoint, layer, device, report)
-    if module is not None:
-        weights = checkpoint.weights(layer)
-        if report.served_by == "b12x":
-            report.bytes = _bytes(module.backend, weights.nbytes)
-            report.bits_exact = _bits_exact(module.backend, weights, layer)
-            if not report.bits_exact:
-                report.failures.append("the kernel's FP4 codes or block scales differ from the checkpoint's")
-            if report.bytes.extra_payload or report.bytes.extra_scales:
-                report.failures.append("payload or block scales exist twice")
-        projections = tuple(layer.projections)
-        report.baked_weight_error = strict_reference.baked_weight_error(weights, layer.num_experts, projections, device)
-        _measure(checkpoint, layer, module, cases, seed, device, original, report, on_expert)
-        bounds = tolerances or Tolerances()
-        for case in report.cases:
-            case.failures.extend(_failures(case, bounds))
-    if require_b12x and report.served_by != "b12x":
-        report.failures.append("served by CUTLASS: " + "; ".join(report.reasons))
+    if not verdict.served:
+        if require_b12x:
+            report.failures.append("served by CUTLASS: " + "; ".join(report.reasons))
+        return report
+    weights = checkpoint.weights(layer)
+    routing, batches = _draw(checkpoint, layer, cases, seed, device)
+    outputs: list[Any] = [0.0] * len(batches)
+    paths: list[set[str]] = [set() for _ in batches]
+    report.bytes = BytesReport(weights.nbytes, -weights.nbytes, 0, 0, 0)
+    report.bits_exact = True
+    for mapping in ranks.mappings():
+        module = _build(layer, routing, mapping, device)
+        module.load_weights([weights])
+        module.post_load_weights()
+        if module.backend.kernel is None:
+            report.served_by = "cutlass"
+            report.failures.append(f"rank {mapping.rank} left b12x: {module.backend.verdict}")
+        else:
+            _count_bytes(module.backend, report.bytes)
+            report.bits_exact &= _bits_exact(module.backend, weights, layer)
+        for index, batch in enumerate(batches):
+            with _kernel_calls(module.backend) as count:
+                outputs[index] = outputs[index] + module(batch.call.x, batch.logits).float()
+            paths[index].add("b12x" if count() else "cutlass")
+        del module
+    if not report.bits_exact:
+        report.failures.append("the kernel's FP4 codes or block scales differ from the checkpoint's")
+    if report.bytes.extra_payload or report.bytes.extra_scales:
+        report.failures.append("payload or block scales exist twice")
+    projections = tuple(layer.projections)
+    report.baked_weight_error = strict_reference.baked_weight_error(weights, layer.num_experts, projections, device)
+    _measure(weights, layer, cases, batches, outputs, paths, device, original, report, on_expert)
+    bounds = tolerances or Tolerances()
+    for case in report.cases:
+        case.failures.extend(_failures(case, bounds))
     return report
 
 
-def build_layer(checkpoint: Checkpoint, layer: MoELayer, device: str, report: LayerReport) -> Any:
-    """The layer as the host builds and loads it with ``moe_backend: CUTLASS``; None where the host has no such layer.
+def judge(layer: MoELayer, ranks: Ranks) -> Verdict:
+    """The verdict that the layer will get on every rank, from what the checkpoint alone tells."""
+    problem = Problem(
+        quant_algo=layer.quant_algo,
+        group_size=layer.group_size,
+        activation_dtype="bfloat16",
+        activation=layer.activation,
+        pre_quant_scale=layer.pre_quant_scale,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size // ranks.tp,
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        bias=layer.bias,
+        apply_router_weight_on_input=layer.apply_router_weight_on_input,
+    )
+    return decide(problem, Deployment(ranks.tp, ranks.ep), environment(kernel_class().features))
 
-    Fills ``served_by`` and ``reasons`` of the report.
-    """
+
+def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:
+    """The layer as the host builds it with ``moe_backend: CUTLASS``, without weights."""
     host = _host.load()
-    if layer.quant_algo != "NVFP4" or layer.activation not in host.ActivationType.__members__:
-        problem = Problem(quant_algo=layer.quant_algo, group_size=layer.group_size, activation=layer.activation)
-        verdict = decide(problem, environment=environment(kernel_class().features))
-        report.reasons = list(map(str, verdict.rejections))
-        return None
     selection.install()
     quant_config = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=layer.group_size)
+    with torch.device(device):
+        return host.create_moe.create_moe(
+            routing,
+            layer.num_experts,
+            layer.hidden_size,
+            layer.intermediate_size,
+            dtype=torch.bfloat16,
+            model_config=host.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
+            layer_idx=layer.index,
+            activation_type=host.ActivationType[layer.activation],
+        )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One call: the case it belongs to, router logits ``(T, E)``, and what the router makes of them."""
+
+    case: int
+    logits: torch.Tensor
+    call: Call
+
+
+def _draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: int, device: str) -> tuple[Any, list[_Batch]]:
+    """The layer's routing method and every call of every case."""
+    host = _host.load()
     bias = checkpoint.router_bias(layer)
     routing = (
         host.RenormalizeMoeRoutingMethod(layer.top_k)
         if bias is None
         else host.DeepSeekV3MoeRoutingMethod(layer.top_k, bias.to(device))
     )
-    with torch.device(device):
-        module = host.create_moe.create_moe(
-            routing,
-            layer.num_experts,
-            layer.hidden_size,
-            layer.intermediate_size,
-            dtype=torch.bfloat16,
-            model_config=host.ModelConfig(quant_config=quant_config, moe_backend="CUTLASS"),
-            layer_idx=layer.index,
-            activation_type=host.ActivationType[layer.activation],
+    weights = checkpoint.weights(layer)
+    fc1 = [name for name in layer.projections if name != "w2"]
+    input_scale = max(float(weights[f"{e}.{w}.input_scale"]) for e in range(layer.num_experts) for w in fc1)
+    if not input_scale:
+        raise CheckpointError(
+            f"{checkpoint.directory}: every input_scale of {layer.name} is 0; calibrate and export the model again"
         )
-    module.load_weights([checkpoint.weights(layer)])
-    module.post_load_weights()
-    kernel = getattr(module.backend, "kernel", None)
-    report.served_by = "cutlass" if kernel is None else "b12x"
-    judged = getattr(module.backend, "verdict", None)
-    report.reasons = [] if judged is None else list(map(str, judged.rejections))
-    return module
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer.index)
+    batches = []
+    for position, case in enumerate(cases):
+        reached = case.tokens * _experts_in_turn(layer.top_k)
+        calls = max(-(-layer.num_experts // reached), -(-MIN_TOKENS // case.tokens))
+        for index in range(min(MAX_CALLS, calls)):
+            x = draw_activations(case.tokens, layer.hidden_size, input_scale, case.amplitude, generator).to(device)
+            logits = draw_router_logits(case.tokens, layer.num_experts, layer.top_k, index * reached, generator).to(device)
+            batches.append(_Batch(position, logits, Call(x, *routing.apply(logits))))
+    return routing, batches
 
 
 def draw_activations(
@@ -223,65 +298,50 @@ def _experts_in_turn(top_k: int) -> int:
 
 
 def _measure(
-    checkpoint: Checkpoint,
+    weights: Any,
     layer: MoELayer,
-    module: Any,
     cases: Sequence[Case],
-    seed: int,
+    batches: Sequence[_Batch],
+    outputs: Sequence[torch.Tensor],
+    paths: Sequence[set[str]],
     device: str,
     original: Checkpoint | None,
     report: LayerReport,
     on_expert: Callable[[], None],
 ) -> None:
-    weights = checkpoint.weights(layer)
-    fc1 = [name for name in layer.projections if name != "w2"]
-    input_scale = max(float(weights[f"{e}.{w}.input_scale"]) for e in range(layer.num_experts) for w in fc1)
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer.index)
-    calls: list[Call] = []
-    ours: list[torch.Tensor] = []
-    owner: list[int] = []
-    for position, case in enumerate(cases):
-        reached = case.tokens * _experts_in_turn(layer.top_k)
-        number = min(MAX_CALLS, -(-layer.num_experts // reached))
-        paths = set()
-        experts: set[int] = set()
-        for index in range(number):
-            x = draw_activations(case.tokens, layer.hidden_size, input_scale, case.amplitude, generator).to(device)
-            logits = draw_router_logits(case.tokens, layer.num_experts, layer.top_k, index * reached, generator).to(device)
-            with _kernel_calls(module.backend) as count:
-                ours.append(module(x, logits).float())
-            paths.add("b12x" if count() else "cutlass")
-            ids, scales = module.routing_method.apply(logits)
-            experts.update(ids.unique().tolist())
-            calls.append(Call(x, ids, scales))
-            owner.append(position)
-        report.cases.append(CaseReport(case.tokens, case.amplitude, number, len(experts), "+".join(sorted(paths)), 0.0, 0.0, 0.0))
-    sizes = (layer.num_experts, layer.gated, calls)
+    sizes = (layer.num_experts, layer.gated, [batch.call for batch in batches])
     arithmetics = (Arithmetic.NONE, Arithmetic.KERNEL, Arithmetic.UNQUANTIZED)
     strict = strict_reference.outputs(weights, *sizes, arithmetics, device, on_expert)
     plain = None
     if original is not None:
         match = next((other for other in original.layers if other.name == layer.name), None)
-        if match is None or match.projections != layer.projections:
+        if match is None or (match.quant_algo, match.gated) != ("none", layer.gated):
             raise CheckpointError(
-                f"{original.directory}: has no layer like {layer.name}; give the unquantized model of this checkpoint"
+                f"{original.directory}: has no unquantized layer {layer.name}; give the unquantized model of this checkpoint"
             )
         plain_weights = original.weights(match)
         plain = strict_reference.outputs(plain_weights, *sizes, (Arithmetic.UNQUANTIZED,), device)
-        report.weight_error = strict_reference.weight_error(
-            weights, plain_weights, layer.num_experts, tuple(layer.projections), device
-        )
-    for position, case_report in enumerate(report.cases):
-        mine = [i for i, own in enumerate(owner) if own == position]
-        result = torch.cat([ours[i] for i in mine])
+        projections = tuple(layer.projections)
+        report.weight_error = strict_reference.weight_error(weights, plain_weights, layer.num_experts, projections, device)
+    for position, case in enumerate(cases):
+        mine = [index for index, batch in enumerate(batches) if batch.case == position]
+        result = torch.cat([outputs[i] for i in mine])
         none, kernel, unquantized = (torch.cat([strict[i][a] for i in mine]) for a in range(3))
-        case_report.rel_l2_none = relative_l2(result, none)
-        case_report.error = relative_l2(result, unquantized)
-        case_report.reference_error = relative_l2(none, unquantized)
-        if case_report.path == "b12x":
-            case_report.rel_l2_kernel = relative_l2(result, kernel)
-        if plain is not None:
-            case_report.original_error = relative_l2(result, torch.cat([plain[i][0] for i in mine]))
+        path = "+".join(sorted(set().union(*(paths[i] for i in mine))))
+        report.cases.append(
+            CaseReport(
+                tokens=case.tokens,
+                amplitude=case.amplitude,
+                calls=len(mine),
+                experts=len(set().union(*(batches[i].call.token_selected_experts.unique().tolist() for i in mine))),
+                path=path,
+                rel_l2_none=relative_l2(result, none),
+                error=relative_l2(result, unquantized),
+                reference_error=relative_l2(none, unquantized),
+                rel_l2_kernel=relative_l2(result, kernel) if path == "b12x" else None,
+                original_error=None if plain is None else relative_l2(result, torch.cat([plain[i][0] for i in mine])),
+            )
+        )
 
 
 def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
@@ -326,25 +386,19 @@ def _kernel_calls(backend: Any) -> Iterator[Callable[[], int]]:
         del kernel.run
 
 
-def _bytes(backend: Any, checkpoint_bytes: int) -> BytesReport:
-    def nbytes(tensor: torch.Tensor) -> int:
-        return tensor.numel() * tensor.element_size()
-
+def _count_bytes(backend: Any, total: BytesReport) -> None:
+    """Add one rank's bytes."""
     own = {p.untyped_storage().data_ptr() for p in backend.parameters()}
-    kernel_weights = backend.kernel.weights.tensors()
-    stored = sum(nbytes(getattr(backend, n)) for n in ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale"))
+    weights = backend.kernel.weights.tensors()
 
     def extra(*names: str) -> int:
-        foreign = (kernel_weights[n] for n in names)
-        return sum(nbytes(t) for t in foreign if t.untyped_storage().data_ptr() not in own)
+        return sum(weights[n].nbytes for n in names if weights[n].untyped_storage().data_ptr() not in own)
 
-    return BytesReport(
-        checkpoint=checkpoint_bytes,
-        padding=stored - checkpoint_bytes,
-        extra_payload=extra("w1_weight", "w2_weight"),
-        extra_scales=extra("w1_weight_sf", "w2_weight_sf"),
-        scalars=sum(nbytes(b) for b in backend.buffers()),
-    )
+    parameters = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
+    total.padding += sum(getattr(backend, name).nbytes for name in parameters)
+    total.extra_payload += extra("w1_weight", "w2_weight")
+    total.extra_scales += extra("w1_weight_sf", "w2_weight_sf")
+    total.scalars += sum(buffer.nbytes for buffer in backend.buffers())
 
 
 def _bits_exact(backend: Any, weights: Any, layer: MoELayer) -> bool:
@@ -352,15 +406,18 @@ def _bits_exact(backend: Any, weights: Any, layer: MoELayer) -> bool:
     tensors = backend.kernel.weights
     scales1, scales2 = (plain_scales(sf).view(torch.uint8) for sf in (tensors.w1_weight_sf, tensors.w2_weight_sf))
     halves = ("w3", "w1") if layer.gated else ("w1",)
+    size = layer.intermediate_size // backend.tp_size
+    first = size * backend.tp_rank
     for slot, expert in enumerate(backend.initial_local_expert_ids):
-        for fc1, fc2, kind in (
-            (tensors.w1_weight[slot], tensors.w2_weight[slot], "weight"),
-            (scales1[slot], scales2[slot], "weight_scale"),
+        for fc1, fc2, kind, per_column in (
+            (tensors.w1_weight[slot], tensors.w2_weight[slot], "weight", 2),
+            (scales1[slot], scales2[slot], "weight_scale", 16),
         ):
             for half, rows in zip(halves, fc1.chunk(len(halves)), strict=True):
-                if not _holds(rows, weights[f"{expert}.{half}.{kind}"]):
+                if not _holds(rows, weights[f"{expert}.{half}.{kind}"][first : first + size]):
                     return False
-            if not _holds(fc2, weights[f"{expert}.w2.{kind}"]):
+            columns = slice(first // per_column, (first + size) // per_column)
+            if not _holds(fc2, weights[f"{expert}.w2.{kind}"][:, columns]):
                 return False
     return True
 
@@ -370,7 +427,7 @@ def _holds(padded: torch.Tensor, plain: torch.Tensor) -> bool:
     rows, columns = plain.shape
     corner = padded[:rows, :columns]
     return (
-        bool(torch.equal(corner, plain.view(torch.uint8).to(padded.device)))
+        bool(torch.equal(corner, plain.contiguous().view(torch.uint8).to(padded.device)))
         and not bool(padded[rows:].any())
         and not bool(padded[:, columns:].any())
     )

@@ -113,7 +113,7 @@ def test_original(directory: Path, tmp_path: Path) -> None:
     assert all(case["original_error"] > case["error"] for case in layer["cases"])
     result = run("verify", directory, "--original", tmp_path / "plain")
     assert result.exit_code == 2
-    assert "has no layer like model.layers.1.mlp" in result.output
+    assert "has no unquantized layer model.layers.1.mlp" in result.output
 
 
 @pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)

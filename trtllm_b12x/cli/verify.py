@@ -58,6 +58,8 @@ def _default_tokens() -> list[int]:
     help=f"Token counts.  [default: {','.join(map(str, _default_tokens()))}; b12x serves fewer than {crossover()}]",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the activations and the routing.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks to simulate.")
+@click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Expert-parallel ranks to simulate.")
 @click.option("--original", type=click.Path(path_type=Path), help="The unquantized model: adds true weight and output error.")
 @click.option("--require-b12x", is_flag=True, help="A layer that CUTLASS serves fails.")
 @click.option("--device", help="cpu, cuda, cuda:1, ...  [default: cuda where there is one]")
@@ -68,6 +70,8 @@ def verify(
     checkpoint: Path,
     layers: list[int] | None,
     tokens: list[int] | None,
+    tp: int,
+    ep: int,
     seed: int,
     original: Path | None,
     require_b12x: bool,
@@ -84,7 +88,7 @@ def verify(
     """
     from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
     from trtllm_b12x.host import UnsupportedHostError
-    from trtllm_b12x.verification import Case, Tolerances, verify_layer
+    from trtllm_b12x.verification import Case, Ranks, Tolerances, verify_layer
 
     try:
         if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -103,6 +107,7 @@ def verify(
                         source,
                         layer,
                         cases,
+                        ranks=Ranks(tp, ep),
                         seed=seed,
                         device=device,
                         require_b12x=require_b12x,
@@ -117,7 +122,9 @@ def verify(
     passed = all(report.passed for report in reports)
     if json_file is not None:
         try:
-            _write_json(json_file, checkpoint, device, seed, reports, Tolerances(), passed)
+            _write_json(
+                json_file, {"checkpoint": checkpoint, "device": device, "tp": tp, "ep": ep, "seed": seed}, reports, passed
+            )
         except OSError as error:
             click.echo(f"error: {json_file}: cannot be written ({error.strerror}); free space or choose another file", err=True)
             ctx.exit(2)
@@ -235,20 +242,17 @@ def _summary(reports: list[LayerReport], bounds: Any, passed: bool) -> str:
     return f"{'PASS' if passed else 'FAIL'}: " + ", ".join(parts)
 
 
-def _write_json(
-    path: Path, checkpoint: Path, device: str, seed: int, reports: list[LayerReport], bounds: Any, passed: bool
-) -> None:
+def _write_json(path: Path, call: dict[str, Any], reports: list[LayerReport], passed: bool) -> None:
     """Whole or not at all: written beside ``path``, then renamed."""
     from trtllm_b12x.kernels import kernel_class
+    from trtllm_b12x.verification import Tolerances
 
     content = {
         "trtllm_b12x": __version__,
-        "checkpoint": str(checkpoint),
-        "device": device,
-        "seed": seed,
+        **call,
         "kernel": kernel_class().features.name,
         "crossover": crossover(),
-        "tolerances": dataclasses.asdict(bounds),
+        "tolerances": dataclasses.asdict(Tolerances()),
         "passed": passed,
         "layers": [
             {**dataclasses.asdict(report), "passed": report.passed, "cases": [_case_json(case) for case in report.cases]}

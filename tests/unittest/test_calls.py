@@ -1,0 +1,116 @@
+"""Calls as hosts make them beyond prefill and decode: what only CUTLASS does goes there, the rest is right on b12x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layers
+from tests.checkpoints import random_experts
+from trtllm_b12x import verification
+
+host = layers.host
+
+
+@pytest.fixture
+def layer() -> tuple[Any, dict[str, torch.Tensor]]:
+    tensors = random_experts(6, 128, 160)
+    return layers.load(layers.create(6, 128, 160, top_k=3), tensors), tensors
+
+
+@pytest.mark.parametrize("arguments", [{"do_finalize": False}, {"lora_params": {"module": 1}}, {"enable_alltoall": True}])
+def test_what_only_cutlass_does(
+    layer: tuple[Any, dict[str, torch.Tensor]], arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent gets quantized input in the layout of the call, and every argument."""
+    module, tensors = layer
+    seen: dict[str, Any] = {}
+    run_moe = host.CutlassFusedMoE.run_moe
+
+    def spy(self: Any, x: Any, ids: Any, scales: Any, **kwargs: Any) -> torch.Tensor:
+        seen.update(kwargs, x=x)
+        for name in ("do_finalize", "lora_params"):  # not embedded
+            kwargs.pop(name, None)
+        result: torch.Tensor = run_moe(self, x, ids, scales, **kwargs)
+        return result
+
+    monkeypatch.setattr(host.CutlassFusedMoE, "run_moe", spy)
+    x, logits = layers.inputs(module, 5, tensors)
+    ids, scales = module.routing_method.apply(logits)
+    ids[4, 0] = 6 if "enable_alltoall" in arguments else ids[4, 0]  # the host's padding id: num_slots
+    passed, sf = module.backend.quantize_input(x, post_quant_comm=False)
+    with verification._kernel_calls(module.backend) as count:
+        result = module.backend.run_moe(passed, ids, scales, sf, output_dtype=torch.bfloat16, **arguments)
+    assert count() == 0
+    assert seen["x"].dtype is torch.uint8
+    assert seen["x_sf"] is not None
+    assert arguments.items() <= seen.items()
+    assert layers.errors(module, x[:4], logits[:4], result[:4], tensors)[0] < 0.05
+
+
+def test_scales_given_with_the_input(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    """Quantized elsewhere, linear scales, as after a gather."""
+    module, tensors = layer
+    x, logits = layers.inputs(module, 6, tensors)
+    packed, sf = host.fp4_quantize(x, module.backend.fc31_input_scale, 16, False, False)
+    ids, scales = module.routing_method.apply(logits)
+    with verification._kernel_calls(module.backend) as count:
+        result = module.backend.run_moe(packed, ids, scales, sf.view(6, -1), is_sf_swizzled=False, output_dtype=torch.bfloat16)
+    assert count() == 0
+    assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_either_width(layer: tuple[Any, dict[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    module, tensors = layer
+    x, logits = layers.inputs(module, 5, tensors)
+    ids, scales = module.routing_method.apply(logits)
+    assert layers.errors(module, x, logits, module.backend.run_moe(x, ids.to(dtype), scales), tensors)[1] < 0.005
+
+
+def test_multi_token_prediction_multiplies_the_tokens(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    """Draft tokens arrive as rows: 16 requests x (1 + 3) is prefill to us, 15 x 4 is decode; both are right."""
+    module, tensors = layer
+    for requests, expected in ((15, 1), (16, 0)):
+        x, logits = layers.inputs(module, requests * 4, tensors)
+        with verification._kernel_calls(module.backend) as count:
+            result = module(x, logits)
+        assert count() == expected
+        assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
+
+
+def test_latent_experts_have_a_hidden_size_of_their_own() -> None:
+    """The model's hidden size appears nowhere: the layer is what it was constructed with."""
+    tensors = random_experts(6, 256, 160, gated=False)
+    module = layers.load(layers.create(6, 256, 160, top_k=3, gated=False), tensors)
+    module.backend.unpadded_hidden_size = 1024
+    x, logits = layers.inputs(module, 9, tensors)
+    assert layers.errors(module, x, logits, module(x, logits), tensors)[1] < 0.005
+
+
+def test_load_balancer_and_lora_are_refused() -> None:
+    from trtllm_b12x.decision import RejectReason
+    from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+
+    arguments: dict[str, Any] = {
+        "routing_method": host.RenormalizeMoeRoutingMethod(2),
+        "num_experts": 4,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "dtype": torch.bfloat16,
+    }
+    quant_config = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16)
+    lora = FlashInferNvfp4Sm12xFusedMoE(
+        **arguments, model_config=host.ModelConfig(quant_config=quant_config, lora_config={"rank": 8})
+    )
+    assert lora.verdict is not None
+    assert lora.verdict.reasons == (RejectReason.LORA,)
+    config = host.ModelConfig(quant_config=quant_config, skip_create_weights_in_init=True)
+    balanced = FlashInferNvfp4Sm12xFusedMoE(**arguments, model_config=config)
+    balanced.layer_load_balancer = object()  # set by the wrapper between construction and create_weights
+    balanced.create_weights()
+    assert balanced.verdict is not None
+    assert balanced.verdict.reasons == (RejectReason.LOAD_BALANCER,)
+    assert type(balanced.quant_method) is host.NVFP4CutlassFusedMoEMethod

@@ -1,0 +1,156 @@
+"""What real checkpoints bring: mixtures of algorithms, odd scales, stacked experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import quantize_weight, random_experts, write_checkpoint
+from trtllm_b12x.checkpoint import Checkpoint
+from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.verification import Case, LayerReport, Ranks, judge, verify_layer
+
+CASES = [Case(1), Case(8), Case(63), Case(64)]
+
+
+def verified(directory: Path) -> LayerReport:
+    checkpoint = Checkpoint(directory)
+    return verify_layer(checkpoint, checkpoint.layers[0], CASES)
+
+
+def test_experts_with_very_different_scales(tmp_path: Path) -> None:
+    tensors = random_experts(4, 128, 160)
+    for name, tensor in tensors.items():
+        if name.endswith("weight_scale_2"):
+            tensors[name] = tensor * 10.0 ** (2 * int(name[0]) - 3)
+    report = verified(write_checkpoint(tmp_path, [tensors], top_k=2))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("zeros", [{1}, {0, 1, 2, 3}])
+def test_experts_of_zeros(tmp_path: Path, zeros: set[int]) -> None:
+    """nvidia-modelopt writes scales of zero for them, ours are then zero too."""
+    tensors = random_experts(4, 128, 160)
+    for name, tensor in tensors.items():
+        if int(name[0]) in zeros and not name.endswith("input_scale"):
+            tensors[name] = torch.zeros_like(tensor)
+    report = verified(write_checkpoint(tmp_path, [tensors], top_k=2))
+    assert report.passed, report
+
+
+def test_an_expert_that_calibration_never_reached(tmp_path: Path) -> None:
+    tensors = {
+        k: t * 0 if k.startswith("2.") and k.endswith("input_scale") else t for k, t in random_experts(4, 128, 160).items()
+    }
+    assert verified(write_checkpoint(tmp_path, [tensors], top_k=2)).passed
+
+
+def test_gate_and_up_with_scales_of_their_own(tmp_path: Path) -> None:
+    report = verified(write_checkpoint(tmp_path, [random_experts(4, 128, 160, up_to_gate=3.0)], top_k=2))
+    assert report.passed, report
+    assert report.bits_exact
+
+
+def reasons(directory: Path) -> list[tuple[RejectReason, ...]]:
+    return [judge(layer, Ranks()).reasons for layer in Checkpoint(directory).layers]
+
+
+def test_group_size_32(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, quantization={"group_size": 32})
+    assert reasons(tmp_path) == [(RejectReason.GROUP_SIZE,)]
+
+
+def test_other_algorithms_among_nvfp4_layers(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.mlp.experts.0.gate_proj" for i in range(3)]
+    entries = {names[0]: {"quant_algo": "NVFP4", "group_size": 16}, names[1]: {"quant_algo": "FP8"}}
+    section = {"quant_algo": "MIXED_PRECISION", "group_size": None, "quantized_layers": entries}
+    write_checkpoint(tmp_path, [random_experts(2, 128, 64, seed=i) for i in range(3)], top_k=1, quantization=section)
+    plain = {
+        k: torch.zeros(*((128, 64) if "down" in k else (64, 128)))
+        for k in load_file(tmp_path / "model.safetensors")
+        if "layers.2" in k and k.endswith(".weight")
+    }
+    save_file({**load_file(tmp_path / "model.safetensors"), **plain}, tmp_path / "model.safetensors")
+    assert [found[:1] for found in reasons(tmp_path)] == [(), (RejectReason.QUANTIZATION,), (RejectReason.QUANTIZATION,)]
+    assert [layer.quant_algo for layer in Checkpoint(tmp_path).layers] == ["NVFP4", "FP8", "none"]
+    assert verified(tmp_path).passed
+
+
+def test_awq(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1)
+    file = tmp_path / "model.safetensors"
+    scales = {f"model.layers.0.mlp.experts.{e}.up_proj.pre_quant_scale": torch.ones(128) for e in range(2)}
+    save_file({**load_file(file), **scales}, file)
+    assert reasons(tmp_path) == [(RejectReason.PRE_QUANT_SCALE,)]
+
+
+def test_bias_activation_and_router_weight(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, config={"hidden_act": "gelu", "model_type": "llama4_text"})
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.mlp.experts.0.up_proj.bias": torch.ones(64)}, file)
+    assert reasons(tmp_path) == [(RejectReason.ACTIVATION, RejectReason.BIAS, RejectReason.ROUTER_WEIGHT_ON_INPUT)]
+
+
+def test_hidden_and_intermediate_sizes(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "h", [random_experts(2, 192, 64)], top_k=1)
+    assert reasons(tmp_path / "h") == [(RejectReason.HIDDEN_SIZE,)]
+    write_checkpoint(tmp_path / "i", [random_experts(2, 128, 48)], top_k=1)
+    (layer,) = Checkpoint(tmp_path / "i").layers
+    assert judge(layer, Ranks(tp=1)).served
+    assert judge(layer, Ranks(tp=2)).reasons == (RejectReason.INTERMEDIATE_SIZE,)
+
+
+def write_stacked(directory: Path, experts: int, hidden: int, size: int) -> dict[str, torch.Tensor]:
+    """As nvidia-modelopt writes Llama 4: one tensor for all experts, inner dimension first, one scale of each kind."""
+    generator = torch.Generator().manual_seed(0)
+    fc1, fc2 = (torch.randn(experts, *shape, generator=generator) * 0.05 for shape in ((2 * size, hidden), (hidden, size)))
+    tensors, by_expert = {}, {}
+    for name, weight in (("gate_up_proj", fc1), ("down_proj", fc2)):
+        shared = float(weight.abs().max()) / 2688
+        parts = [quantize_weight(w, shared) for w in weight]
+        prefix = f"model.layers.0.feed_forward.experts.{name}"
+        tensors[prefix] = torch.stack([p["weight"].T for p in parts]).contiguous()
+        stacked = torch.stack([p["weight_scale"].view(torch.uint8).T for p in parts]).contiguous()
+        tensors[f"{prefix}_weight_scale"] = stacked.view(torch.float8_e4m3fn)
+        tensors[f"{prefix}_weight_scale_2"] = torch.tensor(shared)
+        tensors[f"{prefix}_input_scale"] = torch.tensor((4.0 if name == "gate_up_proj" else 6.0) / 2688)
+        for e, part in enumerate(parts):
+            by_expert[f"{e}.{name}"] = part["weight"]
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"num_experts_per_tok": 2, "hidden_act": "silu"}))
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+    return by_expert
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    parts = write_stacked(tmp_path, 4, 128, 96)
+    checkpoint = Checkpoint(tmp_path)
+    (layer,) = checkpoint.layers
+    assert (layer.stacked, layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.gated) == (True, 4, 128, 96, True)
+    weights = checkpoint.weights(layer)
+    assert torch.equal(weights["3.w1.weight"], parts["3.gate_up_proj"][:96])
+    assert torch.equal(weights["3.w3.weight"], parts["3.gate_up_proj"][96:])
+    assert torch.equal(weights["3.w2.weight"], parts["3.down_proj"])
+    report = verify_layer(checkpoint, layer, CASES)
+    assert report.passed, report
+    assert report.bits_exact
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "gate_up_proj_weight_scale", "down_proj_weight_scale"])
+def test_stacked_experts_of_the_wrong_shape(tmp_path: Path, name: str) -> None:
+    from trtllm_b12x.checkpoint import CheckpointError
+
+    write_stacked(tmp_path, 4, 128, 96)
+    file = tmp_path / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file)
+    key = f"model.layers.0.feed_forward.experts.{name}"
+    tensors[key] = tensors[key][:, :-1].contiguous()
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match="expected"):
+        _ = Checkpoint(tmp_path).layers
