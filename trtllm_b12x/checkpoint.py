@@ -280,7 +280,7 @@ class Checkpoint:
                 )
             weight = f"{name}.experts.0.{projections['w1']}.weight"
             rows, inner = self._shape(weight, 2)
-        if not (num_experts and rows and inner and top_k <= num_experts):
+        if not (num_experts > 0 and rows and inner and 0 < top_k <= num_experts):
             raise CheckpointError(
                 f"{self.file_of(weight)}: {weight} leaves {num_experts} experts of {rows} x {inner * packed} with "
                 f"top_k {top_k}; copy or export the checkpoint again"
@@ -353,11 +353,8 @@ class Checkpoint:
         return shape
 
     def _setting(self, *names: str) -> int | None:
-        for name in names:
-            value = self._config.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-        return None
+        values = (_typed(self.directory / "config.json", self._config, name, int) for name in names)
+        return next((value for value in values if value is not None), None)
 
 
 @dataclass
@@ -367,6 +364,19 @@ class _Found:
     experts: dict[int, set[str]] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
     stacked: bool = False
+
+
+def _typed(path: Path, section: Mapping[str, Any], key: str, kind: type) -> Any:
+    """``section[key]``, which must be of this kind if it is there; None if it is not."""
+    value = section.get(key)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise CheckpointError(
+            f"{path}: {key} is {json.dumps(value)[:80]}, not {_KINDS[kind]}; copy or export the checkpoint again"
+        )
+    return value
+
+
+_KINDS = {int: "a number", str: "a string", list: "a list", dict: "an object"}
 
 
 def _host_names(projections: set[str]) -> dict[str, str] | None:
@@ -392,20 +402,24 @@ class _Quantization:
 
     @classmethod
     def from_files(cls, checkpoint: Checkpoint) -> _Quantization:
-        if (checkpoint.directory / "hf_quant_config.json").exists():
-            section = checkpoint._json("hf_quant_config.json").get("quantization")
-            if not isinstance(section, dict):
-                path = checkpoint.directory / "hf_quant_config.json"
+        path = checkpoint.directory / "hf_quant_config.json"
+        if path.exists():
+            section = _typed(path, checkpoint._json(path.name), "quantization", dict)
+            if section is None:
                 raise CheckpointError(f"{path}: has no quantization section; export the checkpoint again")
-            excluded, group_size = section.get("exclude_modules"), section.get("group_size")
+            excluded, group_size = _typed(path, section, "exclude_modules", list), _typed(path, section, "group_size", int)
         else:
-            section = checkpoint._config.get("quantization_config") or {}
-            excluded = section.get("ignore")
-            groups = (section.get("config_groups") or {}).values()
-            group_size = next((group.get("weights", {}).get("group_size") for group in groups), None)
+            path = checkpoint.directory / "config.json"
+            section = _typed(path, checkpoint._config, "quantization_config", dict) or {}
+            excluded = _typed(path, section, "ignore", list)
+            groups = (_typed(path, section, "config_groups", dict) or {}).values()
+            weights = [_typed(path, group, "weights", dict) or {} for group in groups if isinstance(group, dict)]
+            group_size = next((_typed(path, entry, "group_size", int) for entry in weights), None)
         # nvidia-modelopt 0.47 with transformers 5.23 appends "\0" and a sentinel to names it renames back.
         patterns = tuple(str(pattern).split("\0")[0].rstrip(".") for pattern in excluded or ())
-        return cls(section.get("quant_algo"), group_size, patterns, section.get("quantized_layers") or {})
+        layers = _typed(path, section, "quantized_layers", dict) or {}
+        per_layer = {name: _typed(path, layers, name, dict) or {} for name in layers}
+        return cls(_typed(path, section, "quant_algo", str), group_size, patterns, per_layer)
 
     def of_experts(self, layer: str) -> tuple[str, int | None]:
         """Algorithm (``none`` if not quantized) and group size of the layer's experts."""

@@ -67,6 +67,34 @@ def nemotron_h(**overrides: Any) -> Any:
     return _named(NemotronHForCausalLM, config)
 
 
+def llama4(**overrides: Any) -> Any:
+    """Llama 4: one routed expert per token, exported with all experts stacked in one tensor."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    return _named(
+        Llama4ForCausalLM, Llama4TextConfig(**_SMALL, **overrides, intermediate_size_mlp=128, interleave_moe_layer_step=1)
+    )
+
+
+def mixtral(**overrides: Any) -> Any:
+    """Mixtral: experts named w1, w2 and w3."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return _named(MixtralForCausalLM, MixtralConfig(**_SMALL, **overrides))
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_local_experts": 4,
+}
+
+
 def _named(model_class: Any, config: Any) -> Any:
     import torch
 
@@ -76,7 +104,7 @@ def _named(model_class: Any, config: Any) -> Any:
     return model
 
 
-MODELS = {"qwen3-moe": qwen3_moe, "nemotron-h": nemotron_h}
+MODELS = {"llama4": llama4, "mixtral": mixtral, "nemotron-h": nemotron_h, "qwen3-moe": qwen3_moe}
 
 
 def export(model: Any, directory: Path, original: bool = False, exclude: tuple[str, ...] = (), **export_arguments: Any) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.integration.exports import export, nemotron_h, qwen3_moe
+from tests.integration.exports import export, llama4, mixtral, nemotron_h, qwen3_moe
 from trtllm_b12x.cli import main
 
 
@@ -62,6 +62,31 @@ def test_shards_exclusions_and_the_original(tmp_path: Path) -> None:
         assert 0.08 < layer["weight_error"] < 0.11
         assert all(case["original_error"] < 0.3 for case in layer["cases"] if case["amplitude"] < 1)
     verify(checkpoint, tmp_path, "--require-b12x", status=1)
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)])
+def test_ranks(ranks: tuple[int, int], tmp_path: Path) -> None:
+    checkpoint = export(qwen3_moe(hidden_size=256, num_experts=8, moe_intermediate_size=192), tmp_path)
+    report = verify(checkpoint, tmp_path, "--require-b12x", "--tp", str(ranks[0]), "--ep", str(ranks[1]))
+    assert (report["tp"], report["ep"]) == ranks
+    assert all(layer["bits_exact"] for layer in report["layers"])
+
+
+def test_mixtral(tmp_path: Path) -> None:
+    report = verify(export(mixtral(num_experts_per_tok=2), tmp_path), tmp_path, "--require-b12x")
+    assert report["layers"][0]["name"] == "model.layers.0.block_sparse_moe"
+
+
+def test_llama4(tmp_path: Path) -> None:
+    """CUTLASS serves it for its router; its stacked tensors are right all the same, as any other model's would be."""
+    checkpoint = export(llama4(num_experts_per_tok=1), tmp_path)
+    report = verify(checkpoint, tmp_path)
+    assert report["last_line"].startswith("PASS: 0 of 2 MoE layers on b12x")
+    assert "ROUTER_WEIGHT_ON_INPUT" in report["layers"][0]["reasons"][0]
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "model_type": "another"}))
+    report = verify(checkpoint, tmp_path, "--require-b12x")
+    assert [layer["bits_exact"] for layer in report["layers"]] == [True, True]
 
 
 def test_as_a_module(tmp_path: Path) -> None:

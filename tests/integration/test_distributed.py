@@ -1,0 +1,86 @@
+"""Real processes over gloo: reduced ranks, and attention-DP with uneven token counts in both forms."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD = 2
+TIMEOUT_S = 180
+
+
+def run_ranks(job: Callable[[int], None], directory: Path) -> None:
+    """``job(rank)`` in :data:`WORLD` processes of one group; an exception in any, or a hang, fails."""
+    context = mp.spawn(_rank, args=(job, str(directory / "store")), nprocs=WORLD, join=False)
+    assert context is not None
+    try:
+        until = time.monotonic() + TIMEOUT_S
+        while not context.join(timeout=max(0.0, until - time.monotonic())):
+            assert time.monotonic() < until, "the ranks hang"
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def _rank(rank: int, job: Callable[[int], None], store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    job(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _layer(rank: int, tp: int, ep: int, **arguments: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    from tests import layers
+    from tests.checkpoints import random_experts
+
+    tensors = random_experts(4, 128, 320)
+    attention_dp = arguments.pop("attention_dp", False)
+    mapping = {"world_size": WORLD, "rank": rank, "tp_size": WORLD, "moe_tp_size": tp, "moe_ep_size": ep}
+    module = layers.create(4, 128, 320, mapping={**mapping, "enable_attention_dp": attention_dp}, **arguments)
+    return layers.load(module, tensors), tensors
+
+
+def reduced(rank: int) -> None:
+    from tests import layers
+
+    for tp, ep in ((2, 1), (1, 2)):
+        module, tensors = _layer(rank, tp, ep, reduce_results=True)
+        for tokens in (40, 70):
+            x, logits = layers.inputs(module, tokens, tensors)
+            none, kernel = layers.errors(module, x, logits, module(x, logits), tensors)
+            assert none < 0.05, (tp, ep, tokens, none)
+            assert tokens >= 64 or kernel < 0.006, (tp, ep, tokens, kernel)  # one bf16 rounding more, of the sum
+
+
+def attention_dp(rank: int) -> None:
+    from tests import layers
+    from trtllm_b12x.verification import _kernel_calls
+
+    for gather_bf16 in (False, True):
+        os.environ["TRTLLM_B12X_GATHER_BF16"] = str(int(gather_bf16))
+        for tp, ep in ((2, 1), (1, 2)):
+            module, tensors = _layer(rank, tp, ep, attention_dp=True)
+            for counts in ([3, 100], [40, 20], [1, 62], [100, 3]):
+                x, logits = layers.inputs(module, counts[rank], tensors, seed=rank)
+                with _kernel_calls(module.backend) as count:
+                    result = module(x, logits, all_rank_num_tokens=counts)
+                assert result.shape == x.shape
+                on_kernel = gather_bf16 and sum(counts) < 64
+                assert count() == int(on_kernel), (gather_bf16, counts)
+                none, kernel = layers.errors(module, x, logits, result, tensors)
+                assert none < (0.05 if counts[rank] >= 20 else 0.15), (gather_bf16, tp, ep, counts, none)
+                assert not on_kernel or counts[rank] < 20 or kernel < 0.006, (tp, ep, counts, kernel)
+
+
+@pytest.mark.parametrize("job", [reduced, attention_dp])
+def test_ranks(job: Callable[[int], None], tmp_path: Path) -> None:
+    run_ranks(job, tmp_path)

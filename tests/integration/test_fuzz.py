@@ -1,0 +1,161 @@
+"""A thousand damaged checkpoints: one clear line, a failed number, or a sound pass; never a traceback, never a wrong pass."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from tests.checkpoints import random_experts, write_checkpoint
+from trtllm_b12x.cli import main
+
+EXPERTS, HIDDEN, SIZE = 2, 128, 16
+
+
+@cache
+def sound_files() -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as directory:
+        experts = random_experts(EXPERTS, HIDDEN, SIZE)
+        write_checkpoint(Path(directory), [experts], top_k=2, config={"num_experts": EXPERTS})
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> tuple[str, Any]:
+    kind = draw(st.sampled_from(["header", "entry", "data", "truncate", "scalar", "json", "json value"]))
+    if kind == "header" or kind == "data":
+        return kind, draw(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8))
+    if kind == "truncate":
+        return kind, draw(st.floats(0, 1, exclude_max=True))
+    if kind == "entry":
+        change = draw(st.sampled_from(["drop", "rename", "dtype", "shape", "offsets"]))
+        return kind, (
+            draw(st.integers(0, 10_000)),
+            change,
+            draw(st.integers(-2, 300)),
+            draw(st.sampled_from(["F32", "BF16", "U8", "F8_E4M3", "I64", "F9"])),
+        )
+    if kind == "scalar":
+        value = draw(st.one_of(st.floats(width=32), st.sampled_from([0.0, 1e-38, 1e30, -1.0, float("nan"), float("inf")])))
+        return kind, (draw(st.integers(0, 10_000)), value)
+    file = draw(st.sampled_from(["config.json", "hf_quant_config.json"]))
+    if kind == "json":
+        return kind, (file, draw(st.floats(0, 1, exclude_max=True)), draw(st.integers(0, 255)))
+    content: Any = draw(
+        st.sampled_from([None, 0, 1, -1, 2, 3, 17, "", "NVFP4", "FP8", [], {}, True, 1.5, ["model.layers.0.mlp*"]])
+    )
+    key = draw(
+        st.sampled_from(
+            ["num_experts_per_tok", "num_experts", "hidden_act", "quant_algo", "group_size", "exclude_modules", "quantization"]
+        )
+    )
+    return kind, (key, content)
+
+
+def apply(files: dict[str, bytes], damage: tuple[str, Any]) -> dict[str, bytes]:
+    kind, what = damage
+    files = dict(files)
+    blob = files["model.safetensors"]
+    (length,) = struct.unpack("<Q", blob[:8])
+    header, data = blob[8 : 8 + length], bytearray(blob[8 + length :])
+    entries = json.loads(header)
+    names = sorted(name for name in entries if name != "__metadata__")
+    if kind == "header" or kind == "data":
+        changed = bytearray(blob)
+        first, size = (0, 8 + length) if kind == "header" else (8 + length, len(data))
+        for position, byte in what:
+            changed[first + int(position * size)] = byte
+        blob = bytes(changed)
+    elif kind == "truncate":
+        blob = blob[: int(what * len(blob))]
+    elif kind == "scalar":
+        scalars = [name for name in names if not entries[name]["shape"]]
+        start = entries[scalars[what[0] % len(scalars)]]["data_offsets"][0]
+        data[start : start + 4] = struct.pack("<f", what[1])
+        blob = blob[: 8 + length] + bytes(data)
+    elif kind == "entry":
+        number, change, amount, dtype = what
+        name = names[number % len(names)]
+        if change == "drop":
+            del entries[name]
+        elif change == "rename":
+            entries[name.replace(".0.", f".{amount}.")] = entries.pop(name)
+        elif change == "dtype":
+            entries[name]["dtype"] = dtype
+        elif change == "shape":
+            entries[name]["shape"] = [*entries[name]["shape"][:-1], amount]
+        else:
+            entries[name]["data_offsets"][0] += amount
+        text = json.dumps(entries).encode()
+        blob = struct.pack("<Q", len(text)) + text + bytes(data)
+    elif kind == "json":
+        file, position, byte = what
+        edited = bytearray(files[file])
+        edited[int(position * len(edited))] = byte
+        files[file] = bytes(edited)
+    else:
+        key, value = what
+        for file in ("config.json", "hf_quant_config.json"):
+            content = json.loads(files[file])
+            inner = content.get("quantization", content)
+            (content if key in content else inner)[key] = value
+            files[file] = json.dumps(content).encode()
+    files["model.safetensors"] = blob
+    return files
+
+
+def sound(files: dict[str, bytes]) -> bool:
+    """What a pass claims, checked without the package: every tensor of every expert is there, whole, and a scale is a scale."""
+    tensors = load(files["model.safetensors"])
+    shapes = {"weight": 2, "weight_scale": 16}
+    for expert in range(EXPERTS):
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            rows, columns = (HIDDEN, SIZE) if projection == "down_proj" else (SIZE, HIDDEN)
+            for kind in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+                tensor = tensors[f"model.layers.0.mlp.experts.{expert}.{projection}.{kind}"]
+                if kind in shapes and tensor.shape != (rows, columns // shapes[kind]):
+                    return False
+                values = tensor.float()
+                if not bool(values.isfinite().all()) or bool((values < 0).any()):
+                    return False
+    return True
+
+
+# The same thousand in every run (derandomize): a failure in CI is a failure everywhere.
+@settings(
+    max_examples=1000, deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(damage=damages())
+def test_no_damage_passes_unseen(tmp_path: Path, damage: tuple[str, Any]) -> None:
+    torch.set_num_threads(1)
+    damaged = apply(sound_files(), damage)
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+    report = tmp_path / "report.out"
+    report.unlink(missing_ok=True)
+    result = CliRunner().invoke(main, ["verify", str(tmp_path), "--tokens", "1,64", "--require-b12x", "--json", str(report)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    if result.exit_code == 2:
+        (line,) = result.output.splitlines()
+        assert line.startswith(f"error: {tmp_path}")
+        return
+    layers = json.loads(report.read_text())["layers"]
+    assert len(layers) == 1
+    if result.exit_code == 0:
+        assert sound(damaged)
+        assert layers[0]["served_by"] == "b12x"
+        assert layers[0]["bits_exact"] is True
+        assert layers[0]["num_experts"] == EXPERTS
+        assert all(isinstance(case[key], float) for case in layers[0]["cases"] for key in ("rel_l2_none", "error"))
+    else:
+        assert result.exit_code == 1
+        assert layers[0]["failures"] or any(case["failures"] for case in layers[0]["cases"])
