@@ -144,6 +144,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
         x_sf: torch.Tensor | None = None,
         is_sf_swizzled: bool = True,
         output_dtype: torch.dtype | None = None,
+        tuner_num_tokens: int | None = None,
+        tuner_top_k: int | None = None,
         moe_output: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -168,6 +170,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
             x_sf=x_sf,
             is_sf_swizzled=is_sf_swizzled,
             output_dtype=output_dtype,
+            tuner_num_tokens=tuner_num_tokens,
+            tuner_top_k=tuner_top_k,
             moe_output=moe_output,
             **kwargs,
         )

@@ -177,33 +177,38 @@ def _print(reports: list[LayerReport], bounds: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
-    table.title = f"relative L2 (worst case); bounds: kernel {bounds.kernel:g}, float32 {bounds.none:g}, ratio {bounds.ratio:g}"
-    for title in ("layer", "served by"):
-        table.add_column(title, no_wrap=True)
-    for title in ("E/k/H/I", "b12x\nkernel", "b12x\nfloat32", "b12x\nratio", "cutlass\nfloat32", "cutlass\nratio"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for title in ("padding", "extra\nbytes", "baked\nscales", ""):
-        table.add_column(title, justify="right", no_wrap=True)
-    for report in reports:
-        decode = [case for case in report.cases if case.path == "b12x"]
-        prefill = [case for case in report.cases if case.path != "b12x"]
-        size = report.bytes
-        table.add_row(
-            report.name,
-            report.served_by,
-            f"{report.num_experts}/{report.top_k}/{report.hidden_size}/{report.intermediate_size}",
-            _worst(decode, "rel_l2_kernel"),
-            _worst(decode, "rel_l2_none"),
-            _worst(decode, "ratio"),
-            _worst(prefill, "rel_l2_none"),
-            _worst(prefill, "ratio"),
-            "-" if size is None else f"{size.padding:,}",
-            "-" if size is None else f"{size.extra_payload + size.extra_scales:,}",
-            _percent(report.baked_weight_error),
-            "ok" if report.passed else "FAIL",
-        )
     console = Console(width=None if sys.stdout.isatty() else 160)
+    wide = console.width >= 130
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
+    table.title = f"relative L2 (worst case); bounds: kernel {bounds.kernel:g}, float32 {bounds.none:g}, ratio {bounds.ratio:g}"
+    columns: dict[str, Callable[[LayerReport], str]] = {
+        "layer": lambda report: report.name,
+        "served by": lambda report: report.served_by,
+        "E/k/H/I": lambda r: f"{r.num_experts}/{r.top_k}/{r.hidden_size}/{r.intermediate_size}",
+        "b12x\nkernel": lambda report: _worst(_cases(report, "b12x"), "rel_l2_kernel"),
+        "b12x\nfloat32": lambda report: _worst(_cases(report, "b12x"), "rel_l2_none"),
+        "b12x\nratio": lambda report: _worst(_cases(report, "b12x"), "ratio"),
+        "cutlass\nfloat32": lambda report: _worst(_cases(report, "cutlass"), "rel_l2_none"),
+        "cutlass\nratio": lambda report: _worst(_cases(report, "cutlass"), "ratio"),
+        "padding": lambda report: f"{report.bytes.padding:,}" if report.bytes else "-",
+        "extra\nbytes": lambda r: f"{r.bytes.extra_payload + r.bytes.extra_scales:,}" if r.bytes else "-",
+        "baked\nscales": lambda report: _percent(report.baked_weight_error),
+        "": lambda report: "ok" if report.passed else "FAIL",
+    }
+    if not wide:  # the JSON has them all
+        for title in ("E/k/H/I", "padding", "baked\nscales"):
+            del columns[title]
+    for title in columns:
+        longest = max(len(line) for line in title.split("\n"))
+        shrinks = title == "layer"
+        table.add_column(
+            title,
+            justify="left" if title in ("layer", "served by") else "right",
+            no_wrap=True,
+            min_width=0 if shrinks else longest,
+        )
+    for report in reports:
+        table.add_row(*(cell(report) for cell in columns.values()))
     console.print(table)
     for report in reports:
         for reason in report.reasons:
@@ -216,6 +221,10 @@ def _print(reports: list[LayerReport], bounds: Any) -> None:
         if report.weight_error is not None:
             worst = _worst([case for case in report.cases if case.amplitude <= 1], "original_error")
             click.echo(f"{report.name}: against the unquantized model: weights {_percent(report.weight_error)}, outputs {worst}")
+
+
+def _cases(report: LayerReport, path: str) -> list[Any]:
+    return [case for case in report.cases if case.path == path]
 
 
 def _worst(cases: list[Any], name: str) -> str:
