@@ -172,6 +172,24 @@ def test_scales_that_are_no_scales(directory: Path, value: float) -> None:
         _ = checkpoint.weights(checkpoint.layers[0])["0.w3.input_scale"]
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF, 0x80 | 0x38])
+def test_block_scales_that_are_no_scales(directory: Path, code: int) -> None:
+    """E4M3's NaN, and a negative scale: the kernels read it without its sign."""
+    scales = torch.full((64, 8), 0x38, dtype=torch.uint8)
+    scales[63, 7] = code
+    edit_tensors(directory, **{E0 + "up_proj.weight_scale": scales.view(torch.float8_e4m3fn)})
+    checkpoint = Checkpoint(directory)
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_scale holds NaN or a negative value"):
+        _ = checkpoint.weights(checkpoint.layers[0])["0.w3.weight_scale"]
+
+
+def test_a_file_that_cannot_be_read(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be opened"):
+        _ = Checkpoint(directory).layers
+
+
 def test_index_that_names_what_is_not_there(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, shards=2)
     index = tmp_path / "model.safetensors.index.json"

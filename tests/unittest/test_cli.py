@@ -126,6 +126,21 @@ def test_unusable_input(directory: Path, damage: tuple[Any, str]) -> None:
     assert re.search(damage[1], line)
 
 
+@pytest.mark.parametrize(("algo", "words"), [(None, "not quantized"), ("FP8", "FP8")])
+def test_not_nvfp4(directory: Path, algo: str | None, words: str) -> None:
+    plain = {}
+    for e in range(3):
+        for p in ("gate_proj", "up_proj", "down_proj"):
+            for layer in range(2):
+                shape = (128, 64) if p == "down_proj" else (64, 128)
+                plain[f"model.layers.{layer}.mlp.experts.{e}.{p}.weight"] = torch.randn(shape).bfloat16()
+    edit_tensors(directory, **plain)
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algo}}))
+    result = run("verify", directory)
+    assert result.exit_code == 2
+    assert f"{directory}: not an NVFP4 checkpoint, its experts are {words}" in result.output
+
+
 def test_a_scale_that_is_no_number(directory: Path) -> None:
     edit_tensors(directory, **{E0 + "down_proj.weight_scale_2": torch.tensor(float("nan"))})
     result = run("verify", directory)

@@ -75,6 +75,14 @@ def test_ours_is_built_wrapped_and_gets_the_keyword_arguments() -> None:
     assert module._get_backend_kwargs(torch.bfloat16)["output_dtype"] is torch.bfloat16
 
 
+def test_a_pipeline_rank_without_moe_layers_builds_nothing() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, trtllm_b12x; trtllm_b12x.install(); sys.exit('trtllm_b12x.fused_moe' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_the_package_imports_without_torch() -> None:
     import subprocess
     import sys

@@ -96,6 +96,12 @@ def verify(
         device = _device(device)
         source = Checkpoint(checkpoint)
         chosen = _chosen(source, layers)
+        if not any(layer.quant_algo == "NVFP4" for layer in chosen):
+            algorithms = ", ".join(sorted({"not quantized" if c.quant_algo == "none" else c.quant_algo for c in chosen}))
+            raise CheckpointError(
+                f"{checkpoint}: not an NVFP4 checkpoint, its experts are {algorithms}; "
+                "quantize it with nvidia-modelopt's NVFP4_DEFAULT_CFG"
+            )
         plain = None if original is None else Checkpoint(original)
         counts = tokens or _default_tokens()
         cases = [Case(count) for count in counts] + [Case(max(c for c in counts if c < crossover() or c == counts[0]), 4.0)]
@@ -178,7 +184,6 @@ def _print(reports: list[LayerReport], bounds: Any) -> None:
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    wide = console.width >= 130
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
     table.title = f"relative L2 (worst case); bounds: kernel {bounds.kernel:g}, float32 {bounds.none:g}, ratio {bounds.ratio:g}"
     columns: dict[str, Callable[[LayerReport], str]] = {
@@ -195,9 +200,10 @@ def _print(reports: list[LayerReport], bounds: Any) -> None:
         "baked\nscales": lambda report: _percent(report.baked_weight_error),
         "": lambda report: "ok" if report.passed else "FAIL",
     }
-    if not wide:  # the JSON has them all
-        for title in ("E/k/H/I", "padding", "baked\nscales"):
-            del columns[title]
+    # What a narrow terminal leaves out is in the JSON.
+    for width, titles in ((130, ("E/k/H/I", "padding", "baked\nscales")), (100, ("b12x\nratio", "cutlass\nratio"))):
+        if console.width < width:
+            columns = {title: cell for title, cell in columns.items() if title not in titles}
     for title in columns:
         longest = max(len(line) for line in title.split("\n"))
         shrinks = title == "layer"
