@@ -4,14 +4,17 @@ VENV ?= .venv
 DEMO ?= .demo
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
 	$(BIN)/trtllm-b12x verify $(DEMO)/nvfp4 --original $(DEMO)/original --require-b12x
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST)
+
+bench: $(VENV)/.demo
+	$(BIN)/python benchmarks/overhead.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .decision import Verdict
+
 __version__ = "0.1.0"
 
 
@@ -10,6 +15,22 @@ def install() -> None:
     from . import selection
 
     selection.install()
+
+
+def explain(model_config: object, override_quant_config: object = None) -> Verdict:
+    """The verdict on a host's ``ModelConfig``, as the CUTLASS backend will get it in this process.
+
+    Args:
+        model_config: as ``get_moe_cls`` takes it; quantization is read from it.
+        override_quant_config: of one layer, where it differs.
+
+    Returns:
+        A :class:`trtllm_b12x.decision.Verdict`; printing it gives every reason with its remedy.
+    """
+    from . import environment, selection
+    from .decision import decide
+
+    return decide(selection.problem_of(model_config, override_quant_config), environment=environment.probe())
 
 
 def uninstall() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from . import host as _host
 from . import kernels, settings
 from .crossover import crossover
 from .decision import Deployment, Problem, Verdict, decide
+from .log import announce
 from .quantization import NVFP4Sm12xFusedMoEMethod
 
 host = _host.load()
-logger = logging.getLogger("trtllm_b12x")
 
 
 class _CountsAsCutlass(type):
@@ -45,7 +44,9 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
-        self._lora = getattr(kwargs.get("model_config"), "lora_config", None) is not None
+        config = kwargs.get("model_config")
+        self._lora = getattr(config, "lora_config", None) is not None
+        self._cuda_graphs = bool(getattr(config, "use_cuda_graph", False))
         # Fixed here and alike on every rank: what is sent to other ranks must not depend on anything of a call.
         self._gather_bf16 = settings.GATHER_BF16()
         super().__init__(*args, **kwargs)
@@ -57,7 +58,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
         self.verdict = self._judge()
         if self.verdict.served:
             return NVFP4Sm12xFusedMoEMethod(self._kernel_class.features.tile)
-        logger.info("MoE layer %s stays on %s", self.layer_idx, self.verdict)
+        announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
         return super()._get_quant_method()
 
     def post_load_weights(self) -> None:
@@ -66,7 +67,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
             return
         self.verdict = self._judge()  # AWQ scales show only now
         if not self.verdict.served:
-            logger.info("MoE layer %s stays on %s", self.layer_idx, self.verdict)
+            announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
             self.kernel = None
             return
         if self.kernel is None:
@@ -92,11 +93,14 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
             bias=bool(self.bias),
             apply_router_weight_on_input=self.apply_router_weight_on_input,
         )
+        balancer = self.layer_load_balancer
         deployment = Deployment(
             tp_size=self.tp_size,
             ep_size=self.ep_size,
-            load_balancer=self.layer_load_balancer is not None,
+            attention_dp=self.use_dp and self.parallel_size > 1,
+            load_balancer="none" if balancer is None else "dynamic" if self._using_dynamic_load_balancer() else "static",
             lora=self._lora,
+            cuda_graphs=self._cuda_graphs,
         )
         return decide(problem, deployment, kernels.environment(self._kernel_class.features))
 

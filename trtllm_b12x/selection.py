@@ -6,6 +6,7 @@ import functools
 import threading
 from typing import Any
 
+from . import environment, log, settings
 from . import host as _host
 from .decision import Problem, decide
 
@@ -16,6 +17,8 @@ _active = False
 def install() -> None:
     """Patch the host of this process.  Idempotent, thread-safe.
 
+    Nothing is patched with ``TRTLLM_B12X=0``.
+
     Patch: ``create_moe.get_moe_cls``.  Why: the host builds and wraps whatever class it returns, and has no registry for
     the CUTLASS name.  How: rebound as a module attribute, which ``create_moe`` looks up globally and ``ConfigurableMoE``
     imports at call time.  It can go when the host offers an entry point for backends.
@@ -24,7 +27,11 @@ def install() -> None:
         UnsupportedHostError: the host has no adapter.
     """
     global _active
+    if settings.ENABLED() == "0":
+        return
     with _lock:
+        if not _active:
+            log.configure()
         _active = True
         module = _host.load().create_moe
         if not hasattr(module.get_moe_cls, "_trtllm_b12x_original"):
@@ -40,11 +47,18 @@ def uninstall() -> None:
         module.get_moe_cls = getattr(module.get_moe_cls, "_trtllm_b12x_original", module.get_moe_cls)
 
 
+_NO_SM12X_KERNEL = ("TRTLLMGenFusedMoE", "CuteDslFusedMoE")
+"""Host classes whose NVFP4 kernels are for SM100 alone; named on SM12x they fail at run time (TensorRT-LLM PR 11997)."""
+
+
 def _promoting(get_moe_cls: Any) -> Any:
     @functools.wraps(get_moe_cls)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         moe_cls = get_moe_cls(*args, **kwargs)
-        if not _active or moe_cls is not _host.load().CutlassFusedMoE or not decide(_problem(*args, **kwargs)).served:
+        if not _active or not (moe_cls is _host.load().CutlassFusedMoE or _has_no_kernel_here(moe_cls)):
+            return moe_cls
+        verdict = decide(problem_of(*args, **kwargs))
+        if not verdict.served:
             return moe_cls
         # Imported at the first promotion: the host's package is complete by then.
         from .fused_moe import FlashInferNvfp4Sm12xFusedMoE
@@ -55,7 +69,11 @@ def _promoting(get_moe_cls: Any) -> Any:
     return wrapper
 
 
-def _problem(model_config: Any, override_quant_config: Any = None, **_: Any) -> Problem:
+def _has_no_kernel_here(moe_cls: type) -> bool:
+    return moe_cls.__name__ in _NO_SM12X_KERNEL and not settings.KEEP_BACKEND() and environment.probe().sm in (120, 121)
+
+
+def problem_of(model_config: Any, override_quant_config: Any = None, **_: Any) -> Problem:
     """What is known when only a class is asked for: the quantization, unless it is settled layer by layer."""
     quant_config = override_quant_config or model_config.quant_config
     algo = quant_config.quant_algo if quant_config is not None else None

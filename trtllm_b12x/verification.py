@@ -202,7 +202,12 @@ def verify_layer(
 
 def judge(layer: MoELayer, ranks: Ranks) -> Verdict:
     """The verdict that the layer will get on every rank, from what the checkpoint alone tells."""
-    problem = Problem(
+    return decide(problem_of(layer, ranks), Deployment(ranks.tp, ranks.ep), environment(kernel_class().features))
+
+
+def problem_of(layer: MoELayer, ranks: Ranks) -> Problem:
+    """What one rank has to compute of the layer."""
+    return Problem(
         quant_algo=layer.quant_algo,
         group_size=layer.group_size,
         activation_dtype="bfloat16",
@@ -215,7 +220,6 @@ def judge(layer: MoELayer, ranks: Ranks) -> Verdict:
         bias=layer.bias,
         apply_router_weight_on_input=layer.apply_router_weight_on_input,
     )
-    return decide(problem, Deployment(ranks.tp, ranks.ep), environment(kernel_class().features))
 
 
 def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:

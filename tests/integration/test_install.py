@@ -19,8 +19,9 @@ PINS = sorted((Path(__file__).parent / "host_pins").glob("*.txt"))
 
 BROUGHT_BY_THE_HOST = {
     # Unpinned there; brought by TensorRT-LLM's own requirements (click), nvidia-modelopt 0.37 (rich, safetensors, tqdm) and
-    # transformers 4.57 (safetensors, tqdm).  Old versions on purpose.
+    # transformers 4.57 (filelock, safetensors, tqdm).  Old versions on purpose.
     "click": "8.1.0",
+    "filelock": "3.12.0",
     "rich": "13.0.0",
     "safetensors": "0.4.3",
     "tqdm": "4.66.0",
@@ -99,7 +100,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert set(kernels) == {"flashinfer-python", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13"}
     assert kernels["nvidia-cutlass-dsl"].strip() == kernels["nvidia-cutlass-dsl-libs-cu13"].strip()
     # Without a bound, no version that a host has can be wrong.
-    assert {r for r in requirements if "extra ==" not in r} == {"click", "rich", "safetensors", "torch"}
+    assert {r for r in requirements if "extra ==" not in r} == {"click", "filelock", "rich", "safetensors", "torch"}
     assert metadata.get_all("Provides-Extra") == ["kernels"]
 
 

@@ -109,8 +109,20 @@ def test_load_balancer_and_lora_are_refused() -> None:
     assert lora.verdict.reasons == (RejectReason.LORA,)
     config = host.ModelConfig(quant_config=quant_config, skip_create_weights_in_init=True)
     balanced = FlashInferNvfp4Sm12xFusedMoE(**arguments, model_config=config)
-    balanced.layer_load_balancer = object()  # set by the wrapper between construction and create_weights
+    # Set by the wrapper between construction and create_weights.
+    balanced.layer_load_balancer = type("Balancer", (), {"is_dynamic_routing": lambda self: True})()
     balanced.create_weights()
     assert balanced.verdict is not None
     assert balanced.verdict.reasons == (RejectReason.LOAD_BALANCER,)
     assert type(balanced.quant_method) is host.NVFP4CutlassFusedMoEMethod
+    graphs = FlashInferNvfp4Sm12xFusedMoE(
+        **arguments, model_config=host.ModelConfig(quant_config=quant_config, use_cuda_graph=True)
+    )
+    assert graphs.verdict is not None
+    assert graphs.verdict.reasons == (RejectReason.CUDA_GRAPHS,)  # the torch kernel asks the host
+    mapping = host.Mapping(world_size=2, tp_size=2, moe_tp_size=2, enable_attention_dp=True)
+    gathered = FlashInferNvfp4Sm12xFusedMoE(
+        **arguments, model_config=host.ModelConfig(quant_config=quant_config, mapping=mapping)
+    )
+    assert gathered.verdict is not None
+    assert gathered.verdict.reasons == (RejectReason.ATTENTION_DP,)

@@ -67,6 +67,27 @@ def test_a_plain_subclass_is_refused_and_not_wrapped(monkeypatch: pytest.MonkeyP
         create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
 
 
+@pytest.mark.parametrize(
+    ("sm", "keep", "promoted"), [(120, "0", True), (121, "0", True), (120, "1", False), (100, "0", False), (0, "0", False)]
+)
+@pytest.mark.parametrize("name", ["TRTLLMGenFusedMoE", "CuteDslFusedMoE", "DeepGemmFusedMoE"])
+def test_named_backends_without_a_kernel_on_this_card(
+    monkeypatch: pytest.MonkeyPatch, name: str, sm: int, keep: str, promoted: bool
+) -> None:
+    from trtllm_b12x import environment
+    from trtllm_b12x.decision import Environment
+
+    named = type(name, (host.CutlassFusedMoE,), {})
+    monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: named)
+    monkeypatch.setattr(environment, "probe", lambda: Environment(sm=sm))
+    monkeypatch.setenv("TRTLLM_B12X_KEEP_BACKEND", keep)
+    trtllm_b12x.install()
+    expected = FlashInferNvfp4Sm12xFusedMoE if promoted and name != "DeepGemmFusedMoE" else named
+    assert create_moe.get_moe_cls(config()) is expected
+    assert create_moe.get_moe_cls(config(host.QuantAlgo.FP8)) is named
+    trtllm_b12x.uninstall()
+
+
 def test_ours_is_built_wrapped_and_gets_the_keyword_arguments() -> None:
     trtllm_b12x.install()
     module = create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())

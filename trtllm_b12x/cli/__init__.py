@@ -14,6 +14,8 @@ def main() -> None:
 
 
 # Below the group: commands import what they need only when they run, so that --help stays quick.
+from .doctor import doctor  # noqa: E402
 from .verify import verify  # noqa: E402
 
+main.add_command(doctor)
 main.add_command(verify)

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from trtllm_b12x import settings
 from trtllm_b12x.decision import Environment
 
 
@@ -114,10 +115,13 @@ class Kernel(ABC):
 def environment(features: KernelFeatures) -> Environment:
     """A kernel's features as the facts that :func:`trtllm_b12x.decision.decide` reads."""
     return Environment(
+        enabled=settings.ENABLED() != "0",
         kernel=features.name,
         activations=features.activations,
         hidden_size_multiple=features.hidden_size_multiple,
         expert_parallel=features.negative_ids,
+        graph_safe=features.graph_safe,
+        gather_bf16=settings.GATHER_BF16(),
     )
 
 

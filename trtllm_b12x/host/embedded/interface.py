@@ -66,7 +66,7 @@ class MoE(nn.Module):
         self.use_dp = mapping.enable_attention_dp
         self.parallel_rank, self.parallel_size = mapping.tp_rank, mapping.tp_size
         self.intermediate_size_per_partition = intermediate_size // self.tp_size
-        self.layer_load_balancer = None
+        self.layer_load_balancer: Any = None
         self.repeat_idx, self.repeat_count = 0, 1
         if num_experts % self.ep_size:
             raise ValueError(f"{num_experts} experts cannot be spread over {self.ep_size} expert-parallel ranks")
@@ -80,6 +80,9 @@ class MoE(nn.Module):
 
     def _supports_load_balancer(self) -> bool:
         return False
+
+    def _using_dynamic_load_balancer(self) -> bool:
+        return self.layer_load_balancer is not None and bool(self.layer_load_balancer.is_dynamic_routing())
 
     def create_weights(self) -> None:
         raise NotImplementedError

@@ -1,0 +1,33 @@
+"""Settings: one table, warnings for what is none, never an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtllm_b12x import settings
+
+
+@pytest.mark.parametrize("switch", settings.SWITCHES, ids=lambda s: s.name)
+def test_every_value_and_the_default(switch: settings.Switch[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert switch.name.startswith("TRTLLM_B12X")
+    monkeypatch.delenv(switch.name, raising=False)
+    assert switch() == switch.values[switch.default]
+    for text, value in switch.values.items():
+        monkeypatch.setenv(switch.name, f" {text} ")
+        assert switch() == value
+    monkeypatch.setenv(switch.name, "nonsense")
+    assert switch() == switch.values[switch.default]
+    assert settings.complaints() == [f"{switch.name}=nonsense is none of {', '.join(switch.values)}; {switch.default} is used"]
+
+
+def test_unknown_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_B12X_GATHERBF16", "1")
+    monkeypatch.setenv("TRTLLM_B12XY", "not ours")
+    (complaint,) = settings.complaints()
+    assert complaint.startswith("TRTLLM_B12X_GATHERBF16 is no setting of trtllm_b12x; there are TRTLLM_B12X, ")
+
+
+def test_the_readme_holds_the_table() -> None:
+    assert settings.table() in (Path(__file__).parents[2] / "README.md").read_text()

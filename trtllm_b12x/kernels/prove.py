@@ -1,0 +1,133 @@
+"""Compile FlashInfer's real micro kernel for a card that need not be here, and look at what came out.
+
+``python -m trtllm_b12x.kernels.prove sm_120a`` prints one JSON line.  It is a process of its own because the CuTe DSL may
+kill it, and because FlashInfer has to be answered for a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TARGETS = {"sm_120a": 188, "sm_121a": 48}
+"""Target to the SM count of its largest card (RTX PRO 6000, GB10)."""
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the compile showed."""
+
+    target: str
+    compiled: bool
+    error: str = ""
+    """First telling line: the assembler's words, or the exception's."""
+    block_scaled_mma: int = 0
+    """``kind::mxf4nvf4`` instructions in the PTX."""
+    seconds: float = 0.0
+
+
+def prove(target: str) -> Proof:
+    """Run this module in a subprocess; a crash or a hang is an answer too."""
+    command = [sys.executable, "-m", "trtllm_b12x.kernels.prove", target]
+    environment = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return Proof(target, False, f"no result within {TIMEOUT_S} s")
+    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    if lines:
+        return Proof(**json.loads(lines[-1]))
+    words = [line for line in result.stderr.splitlines() if line.strip()]
+    return Proof(target, False, words[-1] if words else f"the process died with status {result.returncode}")
+
+
+def _compile(target: str, directory: Path) -> Proof:
+    os.environ.update(
+        CUTE_DSL_ARCH=target,
+        CUTE_DSL_KEEP_PTX="1",
+        CUTE_DSL_DUMP_DIR=str(directory),
+        FLASHINFER_CUTE_DSL_DISABLE_CACHE="1",
+        CUTE_DSL_DISABLE_FILE_CACHING="1",
+    )
+    started = time.monotonic()
+    captured = directory / "output"
+    error = ""
+    # The assembler writes to the process's own streams, past Python's.
+    with captured.open("wb") as stream:
+        saved = os.dup(1), os.dup(2)
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+        try:
+            _micro_kernel(target)
+        except Exception as exception:
+            error = f"{type(exception).__name__}: {exception}"
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(saved[0], 1)
+            os.dup2(saved[1], 2)
+    ptx = "\n".join(path.read_text(errors="replace") for path in directory.glob("*.ptx"))
+    found = len(re.findall(r"kind::mxf4nvf4\b", ptx))
+    if error:
+        error = _telling_line(error + "\n" + captured.read_text(errors="replace"))
+    elif not found:
+        error = "the PTX holds no kind::mxf4nvf4 instruction"
+    return Proof(target, not error, error, found, round(time.monotonic() - started, 1))
+
+
+def _micro_kernel(target: str) -> Any:
+    """FlashInfer's own compile function, 0.6.17 to 0.7.2: 16 experts, top 4, 512 x 256, 2 tokens, SwiGLU."""
+    import torch
+
+    _answer_for_the_gpu(torch, target)
+    from flashinfer.fused_moe.cute_dsl.blackwell_sm12x import moe_dispatch
+
+    count = TARGETS[target]
+    for name in ("get_num_sm", "get_max_active_clusters"):
+        setattr(moe_dispatch, name, lambda *arguments: count)
+    return moe_dispatch._get_micro_kernel(16, 16, m=2, k=512, n=256, num_topk=4, max_rows=8)
+
+
+def _answer_for_the_gpu(torch: Any, target: str) -> None:
+    """FlashInfer 0.6.17 asks for a GPU while it is imported (gdn_kernels) and while it builds a launch."""
+    major, minor = int(target[3:5]), int(target[5])
+
+    class Properties:
+        name = target
+        multi_processor_count = TARGETS[target]
+        total_memory = 96 << 30
+
+    Properties.major, Properties.minor = major, minor  # type: ignore[attr-defined]
+    if torch.cuda.is_available():
+        return
+    torch.cuda.get_device_properties = lambda *arguments: Properties
+    torch.cuda.get_device_capability = lambda *arguments: (major, minor)
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.current_stream = lambda *arguments: type("Stream", (), {"cuda_stream": 0})()
+
+
+def _telling_line(text: str) -> str:
+    """The assembler's first complaint if there is one, else the exception's first line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "ptxas" in line]
+    return (telling or lines)[0][:300]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        print(json.dumps(asdict(_compile(sys.argv[1], Path(directory)))))
+
+
+if __name__ == "__main__":
+    main()

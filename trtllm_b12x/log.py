@@ -1,0 +1,45 @@
+"""What the log says of a decision: one line per process and reason, a warning where the user can mend it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from . import settings
+from .decision import RejectReason, Verdict
+
+logger = logging.getLogger("trtllm_b12x")
+_said: set[RejectReason] = set()
+_lock = threading.Lock()
+
+
+def announce(verdict: Verdict, subject: str, rank: int = 0) -> None:
+    """Log each rejection whose reason this process has not logged yet.
+
+    A warning on rank 0 where something can be done, with the commands; information elsewhere, and where the card, the
+    model or the deployment is simply another one.
+    """
+    for rejection in verdict.rejections:
+        with _lock:
+            if rejection.reason in _said:
+                continue
+            _said.add(rejection.reason)
+        level = logging.WARNING if rejection.reason.mendable and rank == 0 else logging.INFO
+        logger.log(level, "rank %d: %s stays on CUTLASS: %s", rank, subject, rejection)
+
+
+def configure() -> None:
+    """Level from ``TRTLLM_B12X_LOG``, a handler where nobody else set one, and a warning for each setting that is none."""
+    logger.setLevel(settings.LOG())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[trtllm_b12x] [%(levelname)s] %(message)s"))
+        logger.addHandler(handler)
+    for complaint in settings.complaints():
+        logger.warning(complaint)
+
+
+def forget() -> None:
+    """Start over, as a new process would."""
+    with _lock:
+        _said.clear()
