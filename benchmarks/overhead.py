@@ -22,7 +22,18 @@ def main() -> None:
     nothing, ours, click = seconds("pass"), seconds("import trtllm_b12x"), seconds("import click")
     print(f"import trtllm_b12x: {1e3 * (ours - nothing):6.1f} ms beyond an empty interpreter")
     print(f"import click:       {1e3 * (click - nothing):6.1f} ms, for comparison")
-    problem = Problem("NVFP4", 16, "bfloat16", "Swiglu", False, False, 2048, 768, 128, 8, False, False)
+    problem = Problem(
+        quant_algo="NVFP4",
+        group_size=16,
+        activation_dtype="bfloat16",
+        activation="Swiglu",
+        activation_constants=False,
+        hidden_size=2048,
+        intermediate_size=768,
+        num_experts=128,
+        top_k=8,
+        bias=False,
+    )
     environment = Environment(
         enabled=True,
         host="none",

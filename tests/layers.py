@@ -27,10 +27,12 @@ def create(
     quant_config: Any = None,
     max_num_tokens: int = 8192,
     moe_max_num_tokens: int = 0,
+    pretrained_config: Any = None,
     **arguments: Any,
 ) -> Any:
     """A ``ConfigurableMoE`` without weights, its backend promoted or not."""
     config = host.ModelConfig(
+        pretrained_config=pretrained_config,
         quant_config=quant_config or host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16),
         mapping=host.Mapping(**(mapping or {})),
         max_num_tokens=max_num_tokens,

@@ -24,13 +24,19 @@ def explain(model_config: object, override_quant_config: object = None) -> Verdi
         model_config: as ``get_moe_cls`` takes it; quantization is read from it.
         override_quant_config: of one layer, where it differs.
 
+    Raises:
+        TypeError: ``model_config`` is something else.
+
     Returns:
         A :class:`trtllm_b12x.decision.Verdict`; printing it gives every reason with its remedy.
     """
     from . import environment, selection
     from .decision import decide
 
-    return decide(selection.problem_of(model_config, override_quant_config), environment=environment.probe())
+    problem = selection.problem_of(model_config, override_quant_config)
+    if problem is None:
+        raise TypeError(f"{type(model_config).__name__} is no ModelConfig of the host: it has no quant_config")
+    return decide(problem, environment=environment.probe())
 
 
 def uninstall() -> None:

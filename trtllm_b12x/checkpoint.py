@@ -39,8 +39,10 @@ _STACKED_TENSOR = re.compile(
 _ACTIVATIONS = {(True, "silu"): "Swiglu", (False, "relu2"): "Relu2"}
 """(has a gate, ``hidden_act``) to the host's ``ActivationType`` name."""
 
+_SWIGLU_CONSTANTS = ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "swiglu_beta")
+"""Keys of config.json that change SwiGLU (gpt-oss, DeepSeek-V4)."""
+
 _NVFP4_DTYPES = {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}
-_PLAIN_DTYPES = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class MoELayer:
     """Host's name (w1 gate or only, w3 up, w2 down) to the checkpoint's (``gate_proj`` ...)."""
     stacked: bool
     """All experts share one tensor per projection."""
+    inner_first: bool
+    """Stacked with the inner dimension before the rows; else the other way, as transformers keeps newer models."""
+    activation_constants: bool
+    """The configuration has SwiGLU limits or factors."""
     bias: bool
     pre_quant_scale: bool
     """AWQ."""
@@ -110,12 +116,13 @@ class LayerWeights(Mapping[str, torch.Tensor]):
         name = _stacked_name(self._layer.name, own, kind)
         if kind in ("weight_scale_2", "input_scale"):
             return name, self._checkpoint.tensor(name)
-        both = self._checkpoint.tensor(name, int(expert))
-        if projection == "w2":
-            return name, both.T.contiguous()
-        half = self._layer.intermediate_size
-        columns = both[:, :half] if projection == "w1" else both[:, half:]
-        return name, columns.T.contiguous()
+        matrix = self._checkpoint.tensor(name, int(expert))
+        if self._layer.inner_first:
+            matrix = matrix.T
+        if projection != "w2":
+            half = self._layer.intermediate_size
+            matrix = matrix[:half] if projection == "w1" else matrix[half:]
+        return name, matrix.contiguous()
 
     def __iter__(self) -> Iterator[str]:
         experts, projections = range(self._layer.num_experts), self._layer.projections
@@ -196,7 +203,7 @@ class Checkpoint:
         index = self.directory / "model.safetensors.index.json"
         if index.exists():
             weight_map = self._json(index.name).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
+            if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
                 raise CheckpointError(f"{index}: has no weight_map; export the checkpoint again")
             for file in sorted(set(weight_map.values())):
                 if not (self.directory / file).is_file():
@@ -223,7 +230,7 @@ class Checkpoint:
 
     @cached_property
     def layers(self) -> list[MoELayer]:
-        """Every MoE layer, in the model's order.
+        """Every MoE layer, by index and then by name (multi-token-prediction layers have indices of their own).
 
         Raises:
             CheckpointError: no layer at all, or one whose tensors are incomplete or contradict the configuration.
@@ -248,11 +255,6 @@ class Checkpoint:
     def weights(self, layer: MoELayer) -> LayerWeights:
         return LayerWeights(self, layer)
 
-    def router_bias(self, layer: MoELayer) -> torch.Tensor | None:
-        """``e_score_correction_bias (E,)`` of a sigmoid router, if the layer has one."""
-        name = f"{layer.name}.gate.e_score_correction_bias"
-        return self.tensor(name) if name in self._file_of_tensor else None
-
     def _layer(self, name: str, found: _Found) -> MoELayer:
         top_k = self._setting("num_experts_per_tok", "num_experts_per_token")
         if top_k is None:
@@ -267,7 +269,9 @@ class Checkpoint:
             )
         if found.stacked:
             weight = _stacked_name(name, projections["w1"], "weight")
-            num_experts, inner, rows = self._shape(weight, 3)
+            num_experts, *matrix = self._shape(weight, 3)
+            inner_first = algo == "NVFP4" or matrix[0] == self._setting("hidden_size")
+            inner, rows = matrix if inner_first else reversed(matrix)
             rows //= 2
         else:
             expected = self._setting("num_experts", "num_local_experts", "n_routed_experts")
@@ -280,6 +284,7 @@ class Checkpoint:
                 )
             weight = f"{name}.experts.0.{projections['w1']}.weight"
             rows, inner = self._shape(weight, 2)
+            inner_first = False
         if not (num_experts > 0 and rows and inner and 0 < top_k <= num_experts):
             raise CheckpointError(
                 f"{self.file_of(weight)}: {weight} leaves {num_experts} experts of {rows} x {inner * packed} with "
@@ -301,6 +306,8 @@ class Checkpoint:
             group_size=group_size,
             projections=projections,
             stacked=found.stacked,
+            inner_first=inner_first,
+            activation_constants=any(self._config.get(key) is not None for key in _SWIGLU_CONSTANTS),
             bias="bias" in found.kinds,
             pre_quant_scale="pre_quant_scale" in found.kinds,
             apply_router_weight_on_input=str(self._config.get("model_type", "")).startswith("llama4"),
@@ -309,38 +316,34 @@ class Checkpoint:
         return layer
 
     def _check(self, layer: MoELayer) -> None:
-        """Dtype and shape of every expert tensor, from the headers alone."""
-        if layer.quant_algo not in ("NVFP4", "none") or layer.group_size not in (None, 16):
+        """Dtype and shape of every expert tensor of an NVFP4 layer, from the headers alone."""
+        if layer.quant_algo != "NVFP4" or layer.group_size not in (None, 16):
             return
         h, i = layer.hidden_size, layer.intermediate_size
         for host_name, own in layer.projections.items():
             rows, columns = (h, i) if host_name == "w2" else (i, h)
-            shapes: dict[str, list[int]] = {"weight": [rows, columns]}
-            dtypes: dict[str, tuple[str, ...]] = {"weight": _PLAIN_DTYPES}
-            if layer.quant_algo == "NVFP4":
-                shapes = {
-                    "weight": [rows, columns // 2],
-                    "weight_scale": [rows, columns // 16],
-                    "weight_scale_2": [],
-                    "input_scale": [],
-                }
-                dtypes = {kind: (dtype,) for kind, dtype in _NVFP4_DTYPES.items()}
+            shapes = {
+                "weight": [rows, columns // 2],
+                "weight_scale": [rows, columns // 16],
+                "weight_scale_2": [],
+                "input_scale": [],
+            }
             for kind, shape in shapes.items():
                 if not layer.stacked:
                     for expert in range(layer.num_experts):
-                        self._expect(f"{layer.name}.experts.{expert}.{own}.{kind}", dtypes[kind], shape)
+                        self._expect(f"{layer.name}.experts.{expert}.{own}.{kind}", _NVFP4_DTYPES[kind], shape)
                 elif host_name != "w3":  # w1's and w3's are one tensor
                     if shape:
                         shape = [layer.num_experts, shape[1], shape[0] * (2 if host_name == "w1" else 1)]
-                    self._expect(_stacked_name(layer.name, own, kind), dtypes[kind], shape)
+                    self._expect(_stacked_name(layer.name, own, kind), _NVFP4_DTYPES[kind], shape)
 
-    def _expect(self, name: str, dtypes: tuple[str, ...], shape: list[int]) -> None:
+    def _expect(self, name: str, expected_dtype: str, shape: list[int]) -> None:
         dtype, found = self.header(name)
         if found == [1] and shape == []:
             found = []
-        if dtype not in dtypes or found != shape:
+        if (dtype, found) != (expected_dtype, shape):
             raise CheckpointError(
-                f"{self.file_of(name)}: {name} is {dtype} {found}, expected {' or '.join(dtypes)} {shape}; "
+                f"{self.file_of(name)}: {name} is {dtype} {found}, expected {expected_dtype} {shape}; "
                 "export the checkpoint again, or exclude the layer in hf_quant_config.json if it is not quantized"
             )
 
@@ -364,6 +367,15 @@ class _Found:
     experts: dict[int, set[str]] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
     stacked: bool = False
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if not pattern.startswith("re:"):
+        return fnmatchcase(name, pattern)
+    try:
+        return re.fullmatch(pattern[3:], name) is not None
+    except re.error:
+        return False
 
 
 def _typed(path: Path, section: Mapping[str, Any], key: str, kind: type) -> Any:
@@ -418,13 +430,18 @@ class _Quantization:
         # nvidia-modelopt 0.47 with transformers 5.23 appends "\0" and a sentinel to names it renames back.
         patterns = tuple(str(pattern).split("\0")[0].rstrip(".") for pattern in excluded or ())
         layers = _typed(path, section, "quantized_layers", dict) or {}
-        per_layer = {name: _typed(path, layers, name, dict) or {} for name in layers}
+        per_layer = {}
+        for name in layers:
+            entry = _typed(path, layers, name, dict) or {}
+            per_layer[name] = {key: _typed(path, entry, key, kind) for key, kind in (("quant_algo", str), ("group_size", int))}
         return cls(_typed(path, section, "quant_algo", str), group_size, patterns, per_layer)
 
     def of_experts(self, layer: str) -> tuple[str, int | None]:
         """Algorithm (``none`` if not quantized) and group size of the layer's experts."""
-        names = (layer, f"{layer}.experts", f"{layer}.experts.0", f"{layer}.experts.0.down_proj")
-        if self.algo is None or any(fnmatchcase(name, pattern) for pattern in self.exclude for name in names):
+        # As the host does: a pattern may name the projection or any module around it, as a wildcard or after "re:".
+        parts = f"{layer}.experts.0.down_proj".split(".")
+        names = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        if self.algo is None or any(_matches(name, pattern) for pattern in self.exclude for name in names):
             return "none", None
         if self.algo != "MIXED_PRECISION":
             return self.algo, self.group_size or (16 if self.algo == "NVFP4" else None)

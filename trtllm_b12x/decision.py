@@ -24,6 +24,8 @@ class Problem:
     activation_constants: bool | None = None
     """SwiGLU alpha, beta or limit are given."""
     pre_quant_scale: bool | None = None
+    dynamic_quantization: bool | None = None
+    """The host recomputes the activations' scale at every call (``force_dynamic_quantization``)."""
     hidden_size: int | None = None
     intermediate_size: int | None = None
     """Per rank, before any padding."""
@@ -91,6 +93,8 @@ class Environment:
     """The kernel takes the activation's global scale by itself (``input_global_scale``)."""
     expert_parallel: bool | None = None
     graph_safe: bool | None = None
+    plan_error: str | None = None
+    """First line of what planning the kernel raised."""
     gather_bf16: bool = False
     """``TRTLLM_B12X_GATHER_BF16``: attention-DP ranks gather tokens that are not quantized."""
 
@@ -110,6 +114,7 @@ class RejectReason(Enum):
     QUANTIZATION = "quantize the experts with nvidia-modelopt's NVFP4_DEFAULT_CFG, or leave the layer to CUTLASS"
     GROUP_SIZE = "export the checkpoint with NVFP4's group size of 16"
     PRE_QUANT_SCALE = "export without AWQ pre-quantization scales (NVFP4_DEFAULT_CFG)"
+    DYNAMIC_QUANTIZATION = "leave force_dynamic_quantization off"
     ACTIVATION_DTYPE = "run the model in bfloat16 (dtype: bfloat16)"
     ACTIVATION = "nothing to do: CUTLASS serves this activation"
     ACTIVATION_CONSTANTS = "nothing to do: CUTLASS serves SwiGLU with alpha, beta or limit"
@@ -122,6 +127,7 @@ class RejectReason(Enum):
     ALLTOALL = "nothing to do: CUTLASS serves layers behind an all-to-all"
     LOAD_BALANCER = "remove moe_config.load_balancer"
     LORA = "nothing to do: CUTLASS serves LoRA"
+    KERNEL_PLAN_FAILED = "run trtllm-b12x doctor --compile, and report the line if it passes"
     CUDA_GRAPHS = "nothing to do: CUTLASS serves captured graphs where the kernel cannot be captured"
 
     @property
@@ -289,6 +295,10 @@ def _pre_quant_scale(p: Problem, d: Deployment, e: Environment) -> _Finding:
     return "the experts carry AWQ pre-quantization scales" if p.pre_quant_scale else None
 
 
+def _dynamic_quantization(p: Problem, d: Deployment, e: Environment) -> _Finding:
+    return "the host rewrites alphas and input scales at every call" if p.dynamic_quantization else None
+
+
 def _activation_dtype(p: Problem, d: Deployment, e: Environment) -> _Finding:
     if p.activation_dtype in (None, "bfloat16"):
         return None
@@ -371,6 +381,7 @@ _RULES: dict[RejectReason, _Rule] = {
     RejectReason.QUANTIZATION: _quantization,
     RejectReason.GROUP_SIZE: _group_size,
     RejectReason.PRE_QUANT_SCALE: _pre_quant_scale,
+    RejectReason.DYNAMIC_QUANTIZATION: _dynamic_quantization,
     RejectReason.ACTIVATION_DTYPE: _activation_dtype,
     RejectReason.ACTIVATION: _activation,
     RejectReason.ACTIVATION_CONSTANTS: _activation_constants,
@@ -383,6 +394,7 @@ _RULES: dict[RejectReason, _Rule] = {
     RejectReason.ALLTOALL: _alltoall,
     RejectReason.LOAD_BALANCER: _load_balancer,
     RejectReason.LORA: _lora,
+    RejectReason.KERNEL_PLAN_FAILED: lambda p, d, e: e.plan_error,
     RejectReason.CUDA_GRAPHS: _cuda_graphs,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
         config = kwargs.get("model_config")
         self._lora = getattr(config, "lora_config", None) is not None
+        self._dynamic_quantization = bool(getattr(config, "force_dynamic_quantization", False))
         self._cuda_graphs = bool(getattr(config, "use_cuda_graph", False))
         # Fixed here and alike on every rank: what is sent to other ranks must not depend on anything of a call.
         self._gather_bf16 = settings.GATHER_BF16()
@@ -66,18 +68,24 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
         if not isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod):
             return
         self.verdict = self._judge()  # AWQ scales show only now
-        if not self.verdict.served:
-            announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
-            self.kernel = None
-            return
-        if self.kernel is None:
-            self._crossover = crossover()
-            kernel = self._kernel_class()
-            kernel.plan(self._geometry(), self._crossover - 1, self.w2_weight.device)
-            self.kernel = kernel
-        self.kernel.bind(self.quant_method.kernel_weights(self))
+        if self.verdict.served:
+            try:
+                if self.kernel is None:
+                    self._crossover = crossover()
+                    kernel = self._kernel_class()
+                    kernel.plan(self._geometry(), self._crossover - 1, self.w2_weight.device)
+                    kernel.bind(self.quant_method.kernel_weights(self))
+                    self.kernel = kernel
+                else:
+                    self.kernel.bind(self.quant_method.kernel_weights(self))
+                return
+            except Exception as error:
+                # The parameters serve CUTLASS as they are: the layer is slower, the server lives.
+                self.verdict = self._judge(plan_error=f"{type(error).__name__}: {error}".splitlines()[0])
+        self.kernel = None
+        announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
 
-    def _judge(self) -> Verdict:
+    def _judge(self, plan_error: str | None = None) -> Verdict:
         algo = self.quant_config.quant_algo if self.quant_config is not None else None
         problem = Problem(
             quant_algo="none" if algo is None else str(getattr(algo, "value", algo)),
@@ -90,6 +98,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
             intermediate_size=self.intermediate_size_per_partition,
             num_experts=self.num_experts,
             top_k=self.routing_method.experts_per_token,
+            dynamic_quantization=self._dynamic_quantization,
             bias=bool(self.bias),
             apply_router_weight_on_input=self.apply_router_weight_on_input,
         )
@@ -102,7 +111,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
             lora=self._lora,
             cuda_graphs=self._cuda_graphs,
         )
-        return decide(problem, deployment, kernels.environment(self._kernel_class.features))
+        environment = replace(kernels.environment(self._kernel_class.features), plan_error=plan_error)
+        return decide(problem, deployment, environment)
 
     def _activation_name(self) -> str:
         return str(host.ActivationType(self.activation_type).name)
@@ -134,7 +144,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
         the host's quantization, hence CUTLASS, or always bf16 where that was chosen (``TRTLLM_B12X_GATHER_BF16``).
         """
         if post_quant_comm:
-            if self._gather_bf16 and self.kernel is not None and isinstance(x, torch.Tensor):
+            # By the method, not the kernel: a rank whose kernel could not be planned must send what the others send.
+            if self._gather_bf16 and isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod) and isinstance(x, torch.Tensor):
                 return x, None
         elif self._in_range(x):
             return x, None
@@ -164,7 +175,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
         )
         if self._in_range(x) and x_sf is None and token_final_scales is not None and not cutlass_only:
             return self._run_kernel(x, token_selected_experts, token_final_scales, output_dtype, moe_output)
-        if self.kernel is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
+        ours = isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod)
+        if ours and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
             output_dtype = output_dtype or x.dtype
             x, x_sf = super().quantize_input(x, post_quant_comm=not is_sf_swizzled)
         return super().run_moe(
@@ -189,11 +201,10 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
         moe_output: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.kernel is not None
-        ids = token_selected_experts
-        if self.ep_size > 1:
-            # Global ids; this rank returns the partial sum of its own experts, the host reduces.
-            local = ids - self.slot_start
-            ids = torch.where((local >= 0) & (local < self.expert_size_per_partition), local, -1)
+        # Ids are global, and may be a padding id beyond the last expert: what is not this rank's is unrouted.  The rank
+        # returns the partial sum of its own experts, the host reduces.
+        local = token_selected_experts - self.slot_start
+        ids = torch.where((local >= 0) & (local < self.expert_size_per_partition), local, -1)
         direct = moe_output if moe_output is not None and moe_output.dtype is torch.bfloat16 else None
         result = self.kernel.run(x, ids, token_final_scales, out=direct)
         if moe_output is None:

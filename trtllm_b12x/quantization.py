@@ -24,13 +24,19 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
     (``moeOp.cpp``), so it accepts them as they are.
 
     What the kernel needs beyond views of these is the input scales as divisors, kept in buffers of the module for its
-    whole life and rewritten in place: ``b12x_input_global_scale (1,)`` and ``b12x_fc2_input_scale (E,)``, float32; with
-    ``b12x_up_to_gate (E,)``, which is ours alone, 8 bytes per expert and 4 per layer.
+    whole life and rewritten in place: ``b12x_input_global_scale (1,)`` and ``b12x_fc2_input_scale (E,)``, float32.
+
+    One parameter is ours: ``b12x_up_to_gate (E,)`` float32, up's ``weight_scale_2`` over gate's, nearly always 1.  The host
+    keeps the larger of the two for both halves.  FC1 has one alpha per expert, but up enters SwiGLU linearly: gate's
+    scale goes into ``fc31_alpha``, and the ratio u into the quantization of the product, which comes out smaller by u and
+    is divided by a scale smaller by u.  Codes and ``fc2_alpha`` stay what they were, for b12x and for CUTLASS
+    (``b12x_fc2_act_global (E,)``, read only then).
     """
 
     def __init__(self, tile: int) -> None:
         super().__init__()
         self.tile = tile
+        self._gate_and_up: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def create_weights(self, module: Any) -> None:
         logical = module.intermediate_size_per_partition
@@ -39,28 +45,28 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
             super().create_weights(module)
         finally:
             module.intermediate_size_per_partition = logical
-        scalars = {
-            "b12x_input_global_scale": 1,
-            "b12x_fc2_input_scale": module.expert_size_per_partition,
-            # Ratio of up's to gate's weight_scale_2; not a kernel argument.
-            "b12x_up_to_gate": module.expert_size_per_partition,
-        }
-        for name, size in scalars.items():
+        experts = module.expert_size_per_partition
+        ratio = torch.nn.Parameter(torch.ones(experts, dtype=torch.float32), requires_grad=False)
+        module.register_parameter("b12x_up_to_gate", ratio)
+        buffers = {"b12x_input_global_scale": 1, "b12x_fc2_input_scale": experts, "b12x_fc2_act_global": experts}
+        for name, size in buffers.items():
             module.register_buffer(name, torch.ones(size, dtype=torch.float32), persistent=False)
 
     # ---- loading, one expert at a time -------------------------------------------------------------------------------
 
     def load_expert_w3_w1_weight(
-        self, module: Any, w1_weight: torch.Tensor, w3_weight: torch.Tensor | None, dst_w3_w1_weight: torch.Tensor
+        self, module: Any, w1_weight: torch.Tensor | None, w3_weight: torch.Tensor | None, dst_w3_w1_weight: torch.Tensor
     ) -> None:
-        """Rows of this rank, each half at the start of its own tile-aligned half of ``dst (r*T, H/16)`` int64."""
-        destination = dst_w3_w1_weight.view(torch.uint8)
-        destination.zero_()
-        halves = [half for half in (w3_weight, w1_weight) if half is not None]
-        for index, half in enumerate(halves):
-            shard = self._shard(module, half, host.TensorParallelMode.COLUMN, destination.device)
-            start = index * destination.shape[0] // len(halves)
-            destination[start : start + shard.shape[0]].copy_(shard)
+        """Rows of this rank, each half at the start of its own tile-aligned half of ``dst (r*T, H/16)`` int64.
+
+        Without a gate there is w1 alone, whatever comes as w3: hosts pass None or a tensor without rows.
+        """
+        halves = (w3_weight, w1_weight) if module.is_gated_activation else (w1_weight,)
+        for half, destination in zip(halves, dst_w3_w1_weight.view(torch.uint8).chunk(len(halves)), strict=True):
+            if half is not None:
+                shard = self._shard(module, half, host.TensorParallelMode.COLUMN, destination.device)
+                destination.zero_()
+                destination[: shard.shape[0]].copy_(shard)
 
     def load_expert_w2_weight(self, module: Any, w2_weight: torch.Tensor, dst_w2_weight: torch.Tensor) -> None:
         """Columns of this rank at the start of ``dst (H, T/16)`` int64."""
@@ -95,42 +101,47 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
     # ---- scalars -----------------------------------------------------------------------------------------------------
 
     def load_quant_scales(self, module: Any, weights: Any) -> None:
-        """The host's scales, exact also where w1 and w3 carry different ``weight_scale_2``.
-
-        The host keeps the larger of the two for both halves.  FC1 has one alpha per expert, but up enters SwiGLU
-        linearly: gate's scale goes into ``fc31_alpha``, and the ratio u = up / gate into the quantization of the
-        product, which is smaller by u and is divided by a scale smaller by u.  Codes and ``fc2_alpha`` stay the same.
-        """
         super().load_quant_scales(module, weights)
-        if not module.is_gated_activation:
-            return
-        for slot, expert in enumerate(module.initial_local_expert_ids):
-            gate, up = (float(weights[f"{expert}.{w}.weight_scale_2"][...].reshape(())) for w in ("w1", "w3"))
-            zero = 0.0 in (gate, up)  # then so is the product
-            module.b12x_up_to_gate[slot] = 1.0 if gate == up or zero else up / gate
-            if gate != up:
-                module.fc31_alpha.data[slot] = 0.0 if zero else gate / module.fc31_input_scale.data
+        # Other loading modes have one scale for both halves.
+        if module.is_gated_activation and module.weight_loading_mode is host.MoEWeightLoadingMode.VANILLA:
+            self._gate_and_up = (self._scale_2(module, weights, "w1"), self._scale_2(module, weights, "w3"))
+
+    @staticmethod
+    def _scale_2(module: Any, weights: Any, name: str) -> torch.Tensor:
+        """``weight_scale_2`` of this rank's experts, ``(E,)`` float32."""
+        local = module.initial_local_expert_ids
+        return torch.stack([weights[f"{e}.{name}.weight_scale_2"][...].reshape(()).float() for e in local])
+
+    def post_load_weights(self, module: Any) -> None:
+        """After the host's own: later generations compute their alphas between :meth:`load_quant_scales` and here."""
+        if self._gate_and_up is not None:
+            gate, up = (scale.to(module.fc31_alpha.device) for scale in self._gate_and_up)
+            self._gate_and_up = None
+            zero = (gate == 0) | (up == 0)  # then so is the product
+            ones = torch.ones_like(gate)
+            module.b12x_up_to_gate.data.copy_(torch.where((gate == up) | zero, ones, up / gate.where(gate != 0, ones)))
+            exact = torch.where(zero, torch.zeros_like(gate), gate / module.fc31_input_scale.data)
+            module.fc31_alpha.data.copy_(torch.where(gate == up, module.fc31_alpha.data, exact))
+        super().post_load_weights(module)
+        self.update_scalars(module)
 
     def setup_quant_scales(self, module: Any) -> None:
         super().setup_quant_scales(module)
         ratio = getattr(module, "b12x_up_to_gate", None)  # the host calls this in create_weights too
-        if ratio is not None and bool((ratio != 1).any()):
-            per_expert = module.fc2_input_scale.data * ratio
-            module.quant_scales = module.quant_scales._replace(fc2_act_global=per_expert)
-
-    def post_load_weights(self, module: Any) -> None:
-        super().post_load_weights(module)
-        self.update_scalars(module)
+        if ratio is not None and bool((ratio.data != 1).any()):
+            module.b12x_fc2_act_global.copy_(module.fc2_input_scale.data * ratio.data)
+            module.quant_scales = module.quant_scales._replace(fc2_act_global=module.b12x_fc2_act_global)
 
     def update_scalars(self, module: Any) -> None:
         """Input scales from the host's parameters, in place.
 
         FlashInfer divides activations by them (the checkpoint's ``input_scale``), the host multiplies by their
         reciprocals.  The host's alphas, ``weight_scale_2 * input_scale``, are the kernels' own.  A refit that copies over
-        parameters without the host's hooks is followed in everything but calibrated input scales: those need this.
+        parameters without the host's hooks is followed in weights, block scales and alphas; calibrated input scales and
+        ``b12x_up_to_gate`` take effect at :meth:`post_load_weights`.
         """
         module.b12x_input_global_scale.copy_(module.fc31_input_scale.data.reciprocal())
-        module.b12x_fc2_input_scale.copy_(module.fc2_input_scale.data.reciprocal() / module.b12x_up_to_gate)
+        module.b12x_fc2_input_scale.copy_(module.fc2_input_scale.data.reciprocal() / module.b12x_up_to_gate.data)
 
     def kernel_weights(self, module: Any) -> KernelWeights:
         """The kernel's arguments as views of the module's storage; keep the returned object alive with the module."""

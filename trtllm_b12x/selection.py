@@ -57,8 +57,8 @@ def _promoting(get_moe_cls: Any) -> Any:
         moe_cls = get_moe_cls(*args, **kwargs)
         if not _active or not (moe_cls is _host.load().CutlassFusedMoE or _has_no_kernel_here(moe_cls)):
             return moe_cls
-        verdict = decide(problem_of(*args, **kwargs))
-        if not verdict.served:
+        problem = problem_of(*args, **kwargs)
+        if problem is None or not decide(problem).served:
             return moe_cls
         # Imported at the first promotion: the host's package is complete by then.
         from .fused_moe import FlashInferNvfp4Sm12xFusedMoE
@@ -73,9 +73,17 @@ def _has_no_kernel_here(moe_cls: type) -> bool:
     return moe_cls.__name__ in _NO_SM12X_KERNEL and not settings.KEEP_BACKEND() and environment.probe().sm in (120, 121)
 
 
-def problem_of(model_config: Any, override_quant_config: Any = None, **_: Any) -> Problem:
-    """What is known when only a class is asked for: the quantization, unless it is settled layer by layer."""
-    quant_config = override_quant_config or model_config.quant_config
-    algo = quant_config.quant_algo if quant_config is not None else None
+def problem_of(*args: Any, **kwargs: Any) -> Problem | None:
+    """What is known when only a class is asked for: the quantization, unless it is settled layer by layer.
+
+    Takes the arguments of ``get_moe_cls``, which grew over the generations; None where they are none that we know.
+    """
+    model_config = args[0] if args else kwargs.get("model_config")
+    override = args[1] if len(args) > 1 else kwargs.get("override_quant_config")
+    try:
+        quant_config = override if override is not None else model_config.quant_config  # type: ignore[union-attr]
+        algo = None if quant_config is None else quant_config.quant_algo
+    except AttributeError:
+        return None
     name = "none" if algo is None else str(getattr(algo, "value", algo))
     return Problem(quant_algo=None if name == "MIXED_PRECISION" else name)

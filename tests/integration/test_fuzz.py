@@ -13,12 +13,24 @@ import torch
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load
+from safetensors.torch import load, load_file
 
 from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x.cli import main
 
-EXPERTS, HIDDEN, SIZE = 2, 128, 16
+EXPERTS, HIDDEN, SIZE = 3, 128, 16
+KEYS = {
+    "num_experts_per_tok": "config.json",
+    "num_experts": "config.json",
+    "hidden_act": "config.json",
+    "swiglu_limit": "config.json",
+    "quantization": "hf_quant_config.json",
+    "quant_algo": "hf_quant_config.json",
+    "group_size": "hf_quant_config.json",
+    "exclude_modules": "hf_quant_config.json",
+    "quantized_layers": "hf_quant_config.json",
+    "weight_map": "model.safetensors.index.json",
+}
 
 
 @cache
@@ -26,6 +38,9 @@ def sound_files() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as directory:
         experts = random_experts(EXPERTS, HIDDEN, SIZE)
         write_checkpoint(Path(directory), [experts], top_k=2, config={"num_experts": EXPERTS})
+        names = list(load_file(Path(directory) / "model.safetensors"))
+        index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+        (Path(directory) / "model.safetensors.index.json").write_text(json.dumps(index))
         return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
@@ -47,17 +62,34 @@ def damages(draw: st.DrawFn) -> tuple[str, Any]:
     if kind == "scalar":
         value = draw(st.one_of(st.floats(width=32), st.sampled_from([0.0, 1e-38, 1e30, -1.0, float("nan"), float("inf")])))
         return kind, (draw(st.integers(0, 10_000)), value)
-    file = draw(st.sampled_from(["config.json", "hf_quant_config.json"]))
+    file = draw(st.sampled_from(["config.json", "hf_quant_config.json", "model.safetensors.index.json"]))
     if kind == "json":
         return kind, (file, draw(st.floats(0, 1, exclude_max=True)), draw(st.integers(0, 255)))
     content: Any = draw(
-        st.sampled_from([None, 0, 1, -1, 2, 3, 17, "", "NVFP4", "FP8", [], {}, True, 1.5, ["model.layers.0.mlp*"]])
-    )
-    key = draw(
         st.sampled_from(
-            ["num_experts_per_tok", "num_experts", "hidden_act", "quant_algo", "group_size", "exclude_modules", "quantization"]
+            [
+                None,
+                0,
+                1,
+                -1,
+                2,
+                3,
+                17,
+                "",
+                "NVFP4",
+                "FP8",
+                "MIXED_PRECISION",
+                [],
+                {},
+                {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}},
+                {"x": 5},
+                True,
+                1.5,
+                ["model.layers.0.mlp*"],
+            ]
         )
     )
+    key = draw(st.sampled_from(sorted(KEYS)))
     return kind, (key, content)
 
 
@@ -104,11 +136,9 @@ def apply(files: dict[str, bytes], damage: tuple[str, Any]) -> dict[str, bytes]:
         files[file] = bytes(edited)
     else:
         key, value = what
-        for file in ("config.json", "hf_quant_config.json"):
-            content = json.loads(files[file])
-            inner = content.get("quantization", content)
-            (content if key in content else inner)[key] = value
-            files[file] = json.dumps(content).encode()
+        content = json.loads(files[KEYS[key]])
+        (content if key in content else content.get("quantization", content))[key] = value
+        files[KEYS[key]] = json.dumps(content).encode()
     files["model.safetensors"] = blob
     return files
 

@@ -39,7 +39,7 @@ def test_what_only_cutlass_does(
     monkeypatch.setattr(host.CutlassFusedMoE, "run_moe", spy)
     x, logits = layers.inputs(module, 5, tensors)
     ids, scales = module.routing_method.apply(logits)
-    ids[4, 0] = 6 if "enable_alltoall" in arguments else ids[4, 0]  # the host's padding id: num_slots
+    ids[4, 0] = 6  # the host's padding id: num_slots
     passed, sf = module.backend.quantize_input(x, post_quant_comm=False)
     with verification._kernel_calls(module.backend) as count:
         result = module.backend.run_moe(passed, ids, scales, sf, output_dtype=torch.bfloat16, **arguments)
@@ -70,6 +70,17 @@ def test_ids_of_either_width(layer: tuple[Any, dict[str, torch.Tensor]], dtype: 
     assert layers.errors(module, x, logits, module.backend.run_moe(x, ids.to(dtype), scales), tensors)[1] < 0.005
 
 
+@pytest.mark.parametrize("padding", [6, 100, -1])
+def test_padding_ids_are_unrouted(layer: tuple[Any, dict[str, torch.Tensor]], padding: int) -> None:
+    module, tensors = layer
+    x, logits = layers.inputs(module, 40, tensors)
+    ids, scales = module.routing_method.apply(logits)
+    ids[::3, 1] = padding
+    without = torch.where(ids == padding, torch.zeros_like(scales), scales)
+    valid = torch.where(ids == padding, torch.zeros_like(ids), ids)
+    assert torch.equal(module.backend.run_moe(x, ids, scales), module.backend.run_moe(x, valid, without))
+
+
 def test_multi_token_prediction_multiplies_the_tokens(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
     """Draft tokens arrive as rows: 16 requests x (1 + 3) is prefill to us, 15 x 4 is decode; both are right."""
     module, tensors = layer
@@ -82,11 +93,37 @@ def test_multi_token_prediction_multiplies_the_tokens(layer: tuple[Any, dict[str
 
 
 def test_latent_experts_have_a_hidden_size_of_their_own() -> None:
-    """The model's hidden size appears nowhere: the layer is what it was constructed with."""
+    """The model says 1024, the layer was constructed with 256: the layer's counts."""
     tensors = random_experts(6, 256, 160, gated=False)
-    module = layers.load(layers.create(6, 256, 160, top_k=3, gated=False), tensors)
-    module.backend.unpadded_hidden_size = 1024
-    x, logits = layers.inputs(module, 9, tensors)
+    module = layers.create(6, 256, 160, top_k=3, gated=False, pretrained_config=type("Config", (), {"hidden_size": 1024}))
+    layers.load(module, tensors)
+    assert module.model_config.pretrained_config.hidden_size == 1024
+    assert module.backend.kernel.geometry.hidden_size == 256
+    x, logits = layers.inputs(module, 40, tensors)
+    assert layers.errors(module, x, logits, module(x, logits), tensors)[1] < 0.005
+
+
+def test_a_kernel_that_cannot_be_planned_leaves_the_layer_to_cutlass(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtllm_b12x.decision import RejectReason
+    from trtllm_b12x.kernels.reference import ReferenceKernel
+
+    def plan(self: Any, *arguments: Any) -> None:
+        raise RuntimeError("ptxas failed\nwith a long story")
+
+    monkeypatch.setattr(ReferenceKernel, "plan", plan)
+    tensors = random_experts(6, 128, 160)
+    module = layers.load(layers.create(6, 128, 160, top_k=3), tensors)
+    assert module.backend.verdict.reasons == (RejectReason.KERNEL_PLAN_FAILED,)
+    assert module.backend.verdict.rejections[0].detail == "RuntimeError: ptxas failed"
+    x, logits = layers.inputs(module, 40, tensors)
+    assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
+
+
+def test_a_pipeline_rank_is_no_tensor_parallel_rank() -> None:
+    """Rank 1 of two pipeline stages holds its layer whole."""
+    tensors = random_experts(6, 128, 160)
+    module = layers.load(layers.create(6, 128, 160, top_k=3, mapping={"world_size": 2, "rank": 1}), tensors)
+    x, logits = layers.inputs(module, 40, tensors)
     assert layers.errors(module, x, logits, module(x, logits), tensors)[1] < 0.005
 
 
@@ -107,6 +144,11 @@ def test_load_balancer_and_lora_are_refused() -> None:
     )
     assert lora.verdict is not None
     assert lora.verdict.reasons == (RejectReason.LORA,)
+    dynamic = host.ModelConfig(quant_config=quant_config)
+    dynamic.force_dynamic_quantization = True
+    rewritten = FlashInferNvfp4Sm12xFusedMoE(**arguments, model_config=dynamic)
+    assert rewritten.verdict is not None
+    assert rewritten.verdict.reasons == (RejectReason.DYNAMIC_QUANTIZATION,)
     config = host.ModelConfig(quant_config=quant_config, skip_create_weights_in_init=True)
     balanced = FlashInferNvfp4Sm12xFusedMoE(**arguments, model_config=config)
     # Set by the wrapper between construction and create_weights.

@@ -79,7 +79,15 @@ def test_quantization_config_inside_config_json(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["model.layers.1.mlp*", "model.layers.1.mlp.experts*", "*.1.mlp.experts", "model.layers.1.mlp.\0sentinel"]
+    "pattern",
+    [
+        "model.layers.1.mlp*",
+        "model.layers.1.mlp.experts*",
+        "*.1.mlp.experts",
+        "model.layers.1.mlp.\0sentinel",
+        "model.layers.1",
+        r"re:.*layers\.1\.mlp.*",
+    ],
 )
 def test_excluded_layers_are_plain(directory: Path, pattern: str) -> None:
     plain = {
@@ -129,6 +137,16 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "no top_k": (lambda d: (d / "config.json").write_text("{}"), "num_experts_per_tok is missing"),
     "wrong expert count": (lambda d: edit_json(d / "config.json", num_experts=4), "expert 3 is odd"),
     "no quantization section": (lambda d: (d / "hf_quant_config.json").write_text("{}"), "no quantization section"),
+    "odd layer entry": (
+        lambda d: edit_json(
+            d / "hf_quant_config.json",
+            quantization={
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"model.layers.0.mlp.experts.0.w": {"quant_algo": ["x"]}},
+            },
+        ),
+        "quant_algo is .* not a string",
+    ),
     "no safetensors": (lambda d: (d / "model.safetensors").unlink(), "holds no \\*.safetensors"),
     "truncated": (lambda d: os.truncate(d / "model.safetensors", 20_000), "model.safetensors: cannot be opened"),
     "no header": (lambda d: (d / "model.safetensors").write_bytes(b"x" * 100), "model.safetensors: cannot be opened"),
@@ -206,6 +224,10 @@ def test_index_that_names_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"named by model\.safetensors\.index\.json but missing"):
         Checkpoint(tmp_path)
+    for wrong in (5, None, ["x"]):
+        edit_json(index, weight_map={name: wrong})
+        with pytest.raises(CheckpointError, match="has no weight_map"):
+            Checkpoint(tmp_path)
     edit_json(index, weight_map={})
     with pytest.raises(CheckpointError, match="has no weight_map"):
         Checkpoint(tmp_path)

@@ -96,6 +96,35 @@ def test_bias_activation_and_router_weight(tmp_path: Path) -> None:
     assert reasons(tmp_path) == [(RejectReason.ACTIVATION, RejectReason.BIAS, RejectReason.ROUTER_WEIGHT_ON_INPUT)]
 
 
+def test_swiglu_constants(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, config={"swiglu_limit": 7.0})
+    assert reasons(tmp_path) == [(RejectReason.ACTIVATION_CONSTANTS,)]
+
+
+def test_plain_layers_of_any_form_beside_nvfp4_ones(tmp_path: Path) -> None:
+    """Multi-token-prediction layers as Qwen3.5 keeps them: stacked, rows first, excluded by their outermost name."""
+    write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, exclude=("mtp",), config={"hidden_size": 128})
+    file = tmp_path / "model.safetensors"
+    prefix = "mtp.layers.0.mlp.experts."
+    plain = {prefix + "gate_up_proj": torch.randn(2, 192, 128), prefix + "down_proj": torch.randn(2, 128, 96)}
+    save_file({**load_file(file), **plain}, file)
+    nvfp4, mtp = sorted(Checkpoint(tmp_path).layers, key=lambda layer: layer.quant_algo)
+    assert (mtp.quant_algo, mtp.hidden_size, mtp.intermediate_size, mtp.inner_first) == ("none", 128, 96, False)
+    weights = Checkpoint(tmp_path).weights(mtp)
+    assert torch.equal(weights["1.w3.weight"], plain[prefix + "gate_up_proj"][1, 96:])
+    assert torch.equal(weights["1.w2.weight"], plain[prefix + "down_proj"][1])
+    assert verify_layer(Checkpoint(tmp_path), nvfp4, CASES).passed
+
+
+def test_gate_and_up_calibrated_apart_are_refused_as_by_the_host(tmp_path: Path) -> None:
+    from trtllm_b12x.checkpoint import CheckpointError
+
+    tensors = random_experts(2, 128, 64)
+    tensors["1.w3.input_scale"] = tensors["1.w3.input_scale"] * 2
+    with pytest.raises(CheckpointError, match="gate and up differ in input_scale"):
+        verified(write_checkpoint(tmp_path, [tensors], top_k=1))
+
+
 def test_hidden_and_intermediate_sizes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "h", [random_experts(2, 192, 64)], top_k=1)
     assert reasons(tmp_path / "h") == [(RejectReason.HIDDEN_SIZE,)]

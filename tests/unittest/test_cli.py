@@ -49,7 +49,7 @@ def test_pass(directory: Path, tmp_path: Path) -> None:
         paths = {case["tokens"]: case["path"] for case in layer["cases"]}
         assert paths == {1: "b12x", 8: "b12x", 63: "b12x", 64: "cutlass", 200: "cutlass"}
         assert all(case["experts"] == 3 for case in layer["cases"])
-        assert any(case["amplitude"] == 4.0 and case["path"] == "b12x" for case in layer["cases"])
+        assert any(case["outliers"] == 4.0 and case["path"] == "b12x" for case in layer["cases"])
 
 
 def test_layers_tokens_and_seed(directory: Path, tmp_path: Path) -> None:
@@ -76,6 +76,40 @@ def test_a_damaged_layer_fails(directory: Path) -> None:
     assert result.exit_code == 1
     assert "FAIL the kernel's FP4 codes or block scales differ" in result.output
     assert result.output.strip().splitlines()[-1].startswith("FAIL: 2 of 2")
+
+
+def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+
+    result = run("verify", directory, "--require-b12x", "--tokens", "64,100")
+    assert result.exit_code == 1
+    assert "b12x was not run: add a smaller count to --tokens" in result.output
+    monkeypatch.setattr(FlashInferNvfp4Sm12xFusedMoE, "_in_range", lambda self, x: False)
+    result = run("verify", directory)
+    assert result.exit_code == 1
+    assert "served by cutlass, not by b12x" in result.output
+
+
+@pytest.mark.parametrize("name", ["fc31_alpha", "fc2_alpha", "fc2_input_scale", "fc31_input_scale"])
+def test_a_wrong_scale_of_one_small_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Expert 2 is 300 times larger and drowns expert 0 in any error over the whole output."""
+    import trtllm_b12x.quantization as quantization
+
+    tensors = random_experts(3, 128, 64)
+    for kind in ("w1", "w3"):
+        tensors[f"2.{kind}.weight_scale_2"] = tensors[f"2.{kind}.weight_scale_2"] * 300
+    write_checkpoint(tmp_path, [tensors], top_k=2)
+    original = quantization.NVFP4Sm12xFusedMoEMethod.post_load_weights
+
+    def damaged(self: Any, module: Any) -> None:
+        original(self, module)
+        getattr(module, name).data.view(-1)[0] *= 1.5
+        self.update_scalars(module)
+
+    monkeypatch.setattr(quantization.NVFP4Sm12xFusedMoEMethod, "post_load_weights", damaged)
+    result = run("verify", tmp_path)
+    assert result.exit_code == 1
+    assert "differ from the checkpoint's scales" in result.output
 
 
 def test_layers_that_cutlass_serves(directory: Path) -> None:
@@ -113,7 +147,27 @@ def test_original(directory: Path, tmp_path: Path) -> None:
     assert all(case["original_error"] > case["error"] for case in layer["cases"])
     result = run("verify", directory, "--original", tmp_path / "plain")
     assert result.exit_code == 2
-    assert "has no unquantized layer model.layers.1.mlp" in result.output
+    assert "has no unquantized layer model.layers.1.mlp of the same sizes" in result.output
+    for change in (
+        {k: v for k, v in plain.items() if not k.startswith("2.")},
+        {k: v[:, :64].contiguous() for k, v in plain.items()},
+    ):
+        write_checkpoint(tmp_path / "other", [change], top_k=2, quantization={"quant_algo": None})
+        result = run("verify", directory, "--layers", "0", "--original", tmp_path / "other")
+        assert result.exit_code == 2
+        assert "has no unquantized layer" in result.output
+    plain["1.w1.weight"][0, 0] = torch.nan
+    write_checkpoint(tmp_path / "plain", [plain], top_k=2, quantization={"quant_algo": None})
+    result = run("verify", directory, "--layers", "0", "--original", tmp_path / "plain", "--json", tmp_path / "r.json")
+    assert result.exit_code == 2
+    assert "holds weights that are not finite" in result.output
+
+
+def test_numbers_that_json_has_no_word_for(directory: Path, tmp_path: Path) -> None:
+    edit_tensors(directory, **{E0 + "down_proj.weight_scale_2": torch.tensor(3e38)})
+    result = run("verify", directory, "--json", tmp_path / "r.json")
+    assert result.exit_code == 1, result.output
+    assert json.loads((tmp_path / "r.json").read_text())["passed"] is False
 
 
 @pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)

@@ -36,6 +36,8 @@ CASES = [
     (RejectReason.QUANTIZATION, Problem(quant_algo="none"), Deployment(), KERNEL),
     (RejectReason.GROUP_SIZE, Problem(quant_algo="NVFP4", group_size=32), Deployment(), KERNEL),
     (RejectReason.PRE_QUANT_SCALE, Problem(pre_quant_scale=True), Deployment(), KERNEL),
+    (RejectReason.DYNAMIC_QUANTIZATION, Problem(dynamic_quantization=True), Deployment(), KERNEL),
+    (RejectReason.KERNEL_PLAN_FAILED, Problem(), Deployment(), Environment(plan_error="ptxas failed")),
     (RejectReason.ACTIVATION_DTYPE, Problem(activation_dtype="float16"), Deployment(), KERNEL),
     (RejectReason.ACTIVATION, Problem(activation="Geglu"), Deployment(), KERNEL),
     (RejectReason.ACTIVATION_CONSTANTS, Problem(activation_constants=True), Deployment(), KERNEL),

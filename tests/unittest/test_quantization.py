@@ -54,7 +54,8 @@ def test_the_kernel_reads_the_host_storage_and_nothing_else(gated: bool) -> None
     for name, parameter in own.items():
         view = getattr(weights, name)
         assert view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr(), name
-    scalars = sum(b.numel() * b.element_size() for b in backend.buffers())
+    named = (*backend.named_parameters(), *backend.named_buffers())
+    scalars = sum(tensor.nbytes for name, tensor in named if name.startswith("b12x_"))
     assert scalars <= 16 * backend.num_experts
 
 
@@ -90,6 +91,30 @@ def test_gate_and_up_may_carry_different_weight_scales(ratio: float, tokens: int
     plain = layers.load(layers.create(3, 128, 128, promote=False), cut := random_experts(3, 128, 128, up_to_gate=ratio))
     x, logits = layers.inputs(plain, tokens, cut)
     assert layers.errors(plain, x, logits, plain(x, logits), cut)[0] > 0.3
+
+
+def test_alphas_that_the_host_computes_after_loading_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1.3 on, load_quant_scales only stages: the larger scale lands in fc31_alpha between it and post_load_weights."""
+    tensors = random_experts(3, 128, 160, up_to_gate=3.0)
+    module = layers.create(3, 128, 160)
+    module.load_weights([tensors])
+    larger = torch.stack([tensors[f"{e}.w3.weight_scale_2"] for e in range(3)])
+    module.backend.fc31_alpha.data.copy_(larger / module.backend.fc31_input_scale.data)
+    module.post_load_weights()
+    for tokens in (40, 70):
+        x, logits = layers.inputs(module, tokens, tensors)
+        assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
+
+
+def test_one_half_at_a_time() -> None:
+    """Partial loads pass the other half as None: it stays where it is."""
+    backend, tensors = built(160, gated=True)
+    other = random_experts(3, 128, 160, seed=5)
+    rows = backend.w3_w1_weight.data[1]
+    backend.quant_method.load_expert_w3_w1_weight(backend, None, other["1.w3.weight"], rows)
+    view = rows.view(torch.uint8)
+    assert torch.equal(view[:160], other["1.w3.weight"])
+    assert torch.equal(view[256:416], tensors["1.w1.weight"])
 
 
 def test_reload_keeps_every_storage() -> None:

@@ -58,6 +58,18 @@ def test_the_hosts_reload_hooks(gated: bool, ratio: float) -> None:
     assert_serves(module, first)
 
 
+def test_ratios_of_gate_and_up_copied_over_are_followed_at_the_hook() -> None:
+    first, second = random_experts(4, 128, 160), random_experts(4, 128, 160, seed=1, up_to_gate=3.0)
+    for tensors, others in ((first, second), (second, first)):
+        module, other = (layers.load(layers.create(4, 128, 160), t) for t in (tensors, others))
+        before = storages(module.backend)
+        for name, parameter in other.backend.named_parameters():
+            getattr(module.backend, name).data.copy_(parameter.data)
+        module.backend.post_load_weights()
+        assert storages(module.backend) == before
+        assert_serves(module, others)
+
+
 def test_calibration_copied_over_is_followed_at_the_hook() -> None:
     first, second = random_experts(4, 128, 160), random_experts(4, 128, 160, seed=1)
     for name in second:

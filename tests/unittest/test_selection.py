@@ -50,6 +50,16 @@ def test_install_is_idempotent_and_errors_are_the_hosts() -> None:
         create_moe.get_moe_cls(config(moe_backend="TRITON"))
 
 
+def test_arguments_that_the_function_may_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: host.CutlassFusedMoE)
+    trtllm_b12x.install()
+    assert create_moe.get_moe_cls(config(), None, 3) is FlashInferNvfp4Sm12xFusedMoE
+    assert create_moe.get_moe_cls(config(), layer_idx=3, more=1) is FlashInferNvfp4Sm12xFusedMoE
+    assert create_moe.get_moe_cls(cfg=config()) is host.CutlassFusedMoE
+    assert create_moe.get_moe_cls(object()) is host.CutlassFusedMoE
+    trtllm_b12x.uninstall()
+
+
 def test_a_name_bound_early_answers_as_the_host_after_uninstall() -> None:
     trtllm_b12x.install()
     bound = create_moe.get_moe_cls

@@ -81,7 +81,7 @@ def verify(
     """Check the MoE layers of an NVFP4 CHECKPOINT (a folder that nvidia-modelopt exported).
 
     Each layer is loaded as TensorRT-LLM loads it, run through b12x (few tokens) and CUTLASS (many), and compared with a
-    float32 reference that reads the checkpoint on its own.  One further case has activations four times as large as
+    float32 reference that reads the checkpoint on its own.  One further case has outliers four times as large as
     calibrated.
 
     Exit status: 0 passed, 1 a number is out of tolerance, 2 the input cannot be used.
@@ -123,6 +123,11 @@ def verify(
                 )
     except (CheckpointError, UnsupportedHostError) as error:
         click.echo(f"error: {error}", err=True)
+        ctx.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+            raise
+        click.echo(f"error: {device}: out of memory; choose --device cpu or smaller --tokens", err=True)
         ctx.exit(2)
     _print(reports, Tolerances())
     passed = all(report.passed for report in reports)
@@ -223,9 +228,9 @@ def _print(reports: list[LayerReport], bounds: Any) -> None:
             click.echo(f"{report.name}: FAIL {failure}")
         for case in report.cases:
             for failure in case.failures:
-                click.echo(f"{report.name}: FAIL {case.tokens} tokens x {case.amplitude:g} on {case.path}: {failure}")
+                click.echo(f"{report.name}: FAIL {case.tokens} tokens, outliers x {case.outliers:g}, on {case.path}: {failure}")
         if report.weight_error is not None:
-            worst = _worst([case for case in report.cases if case.amplitude <= 1], "original_error")
+            worst = _worst([case for case in report.cases if case.outliers <= 1], "original_error")
             click.echo(f"{report.name}: against the unquantized model: weights {_percent(report.weight_error)}, outputs {worst}")
 
 
@@ -248,7 +253,7 @@ def _summary(reports: list[LayerReport], bounds: Any, passed: bool) -> str:
     extra = sum(report.bytes.extra_payload + report.bytes.extra_scales for report in served if report.bytes)
     padding = sum(report.bytes.padding for report in served if report.bytes)
     baked = [report.baked_weight_error for report in reports if report.baked_weight_error is not None]
-    parts = [f"{len(served)} of {len(reports)} MoE layers on b12x"]
+    parts = [f"{len(served)} of {len(reports)} MoE layers on b12x"] + ([] if served else ["nothing was compared"])
     if errors:
         parts.append(f"worst relative L2 {max(errors):.4f} (bound {bounds.kernel:g})")
     parts.append(f"extra bytes {extra} (padding {padding})")
@@ -274,7 +279,7 @@ def _write_json(path: Path, call: dict[str, Any], reports: list[LayerReport], pa
             for report in reports
         ],
     }
-    text = json.dumps(content, indent=2, allow_nan=False, default=str) + "\n"
+    text = json.dumps(_finite(content), indent=2, allow_nan=False, default=str) + "\n"
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")  # a pipe or a device is written to, not replaced
         return
@@ -287,5 +292,13 @@ def _write_json(path: Path, call: dict[str, Any], reports: list[LayerReport], pa
 
 
 def _case_json(case: Any) -> dict[str, Any]:
-    values = {**dataclasses.asdict(case), "ratio": case.ratio}
-    return {k: (str(v) if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
+    return {**dataclasses.asdict(case), "ratio": case.ratio}
+
+
+def _finite(value: Any) -> Any:
+    """Floats that JSON has no word for as strings, ``inf`` and ``nan``."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -29,7 +29,6 @@ class KernelFeatures:
     negative_ids: bool
     """A negative expert id is an unrouted slot, hence expert parallelism."""
     graph_safe: bool
-    deterministic: bool
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ class ReferenceKernel(Kernel):
         hidden_size_multiple=128,
         negative_ids=True,
         graph_safe=False,  # it asks the host which experts have tokens
-        deterministic=True,
     )
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:

@@ -18,14 +18,13 @@ from .config import (
 from .fused_moe_cutlass import CutlassFusedMoE
 from .ops import block_scale_interleave, block_scale_interleave_reverse, fp4_quantize
 from .quantization import NVFP4CutlassFusedMoEMethod, TensorParallelMode, load_weight_shard
-from .routing import BaseMoeRoutingMethod, DeepSeekV3MoeRoutingMethod, RenormalizeMoeRoutingMethod
+from .routing import BaseMoeRoutingMethod, RenormalizeMoeRoutingMethod
 
 __all__ = [
     "ActivationType",
     "AuxStreamType",
     "BaseMoeRoutingMethod",
     "CutlassFusedMoE",
-    "DeepSeekV3MoeRoutingMethod",
     "Fp4QuantizedTensor",
     "Mapping",
     "MoEWeightLoadingMode",

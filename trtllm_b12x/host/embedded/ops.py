@@ -154,8 +154,11 @@ def fused_moe(
         result.index_add_(0, token, partial)
     if out_tensor is None:
         return result.to(output_dtype)
-    out_tensor[:tokens].copy_(result)
-    return out_tensor
+    if out_tensor.shape != result.shape or out_tensor.dtype != output_dtype:
+        raise ValueError(
+            f"out_tensor is {tuple(out_tensor.shape)} {out_tensor.dtype}, expected {tuple(result.shape)} {output_dtype}"
+        )
+    return out_tensor.copy_(result)
 
 
 def _activate(fc1_output: torch.Tensor, activation_type: ActivationType) -> torch.Tensor:

@@ -74,7 +74,7 @@ class FusedMoEMethodBase:
             self.load_expert_w3_w1_weight(
                 module,
                 weights[f"{expert}.w1.weight"],
-                weights[f"{expert}.w3.weight"] if module.is_gated_activation else None,
+                _up(module, weights, expert, "weight"),
                 module.w3_w1_weight.data[slot],
             )
             self.load_expert_w2_weight(module, weights[f"{expert}.w2.weight"], module.w2_weight.data[slot])
@@ -90,18 +90,24 @@ class FusedMoEMethodBase:
         module.quant_scales = ()
 
     def load_expert_w3_w1_weight(
-        self, module: Any, w1_weight: torch.Tensor, w3_weight: torch.Tensor | None, dst_w3_w1_weight: torch.Tensor
+        self, module: Any, w1_weight: torch.Tensor, w3_weight: torch.Tensor, dst_w3_w1_weight: torch.Tensor
     ) -> None:
         halves = [
             load_weight_shard(w, module.tp_size, module.tp_rank, TensorParallelMode.COLUMN, dst_w3_w1_weight.device)
             for w in (w3_weight, w1_weight)
-            if w is not None
         ]
         _copy_padded(torch.cat(halves), dst_w3_w1_weight)
 
     def load_expert_w2_weight(self, module: Any, w2_weight: torch.Tensor, dst_w2_weight: torch.Tensor) -> None:
         shard = load_weight_shard(w2_weight, module.tp_size, module.tp_rank, TensorParallelMode.ROW, dst_w2_weight.device)
         _copy_padded(shard, dst_w2_weight)
+
+
+def _up(module: Any, weights: Mapping[str, torch.Tensor], expert: int, kind: str) -> torch.Tensor:
+    """w3, or for experts without a gate what the host's Nemotron-H weight mapper makes of it: w1 without its rows."""
+    if module.is_gated_activation:
+        return weights[f"{expert}.w3.{kind}"]
+    return weights[f"{expert}.w1.{kind}"][:0]
 
 
 def _copy_padded(source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -176,6 +182,8 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         every = range(module.num_experts)
         # Over all experts, not only the local ones: every rank quantizes the same tokens alike.
         fc31 = torch.stack([weights[f"{e}.{w}.input_scale"].reshape(()) for e in every for w in halves])
+        pairs = fc31.view(-1, len(halves))
+        assert torch.allclose(pairs, pairs[:, :1]), "w1_input_scale != w3_input_scale"
         fc2 = torch.stack([weights[f"{e}.w2.input_scale"].reshape(()) for e in every])
         module.fc31_input_scale.data.copy_(fc31.float().max().reciprocal())
         module.fc2_input_scale.data.copy_(fc2.float().max().reciprocal())
@@ -201,7 +209,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
     ) -> None:
         for slot, expert in enumerate(load_expert_ids):
             gated = module.is_gated_activation
-            w3_weight_scale = weights[f"{expert}.w3.weight_scale"] if gated else None
+            w3_weight_scale = _up(module, weights, expert, "weight_scale")
             self.load_expert_w3_w1_weight_scale_nvfp4(
                 module, weights[f"{expert}.w1.weight_scale"], w3_weight_scale, dst_w3_w1_weight_scale[slot]
             )
@@ -228,7 +236,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         self,
         module: Any,
         w1_weight_scale: torch.Tensor,
-        w3_weight_scale: torch.Tensor | None,
+        w3_weight_scale: torch.Tensor,
         dst_w3_w1_weight_scale: torch.Tensor,
     ) -> None:
         raise NotImplementedError
@@ -250,7 +258,7 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
         self,
         module: Any,
         w1_weight_scale: torch.Tensor,
-        w3_weight_scale: torch.Tensor | None,
+        w3_weight_scale: torch.Tensor,
         dst_w3_w1_weight_scale: torch.Tensor,
     ) -> None:
         # The same rows as the weights', so the same copy; then the interleave.

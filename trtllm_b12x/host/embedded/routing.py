@@ -28,18 +28,3 @@ class RenormalizeMoeRoutingMethod(BaseMoeRoutingMethod):
     def apply(self, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = router_logits.float().topk(self.top_k, dim=-1)
         return ids.to(torch.int32), values.softmax(-1)
-
-
-class DeepSeekV3MoeRoutingMethod(BaseMoeRoutingMethod):
-    """Sigmoid, bias for the choice only, weights renormalized and scaled (Nemotron-H, DeepSeek-V3 with one group)."""
-
-    def __init__(self, top_k: int, e_score_correction_bias: torch.Tensor, routed_scaling_factor: float = 1.0) -> None:
-        super().__init__(top_k)
-        self.e_score_correction_bias = e_score_correction_bias
-        self.routed_scaling_factor = routed_scaling_factor
-
-    def apply(self, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = router_logits.float().sigmoid()
-        ids = (scores + self.e_score_correction_bias.float()).topk(self.top_k, dim=-1).indices
-        chosen = scores.gather(-1, ids)
-        return ids.to(torch.int32), chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor
