@@ -156,6 +156,8 @@ class Verdict:
     """Served if nothing speaks against it."""
 
     rejections: tuple[Rejection, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What a setting let pass, and what it costs."""
 
     @property
     def served(self) -> bool:
@@ -250,14 +252,19 @@ def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment) -> _Finding:
     if e.exact_scales is not False or e.flashinfer in (None, "none"):
         return None
     assert e.flashinfer is not None
-    baked = e.allow_baked_scales and version_tuple(e.flashinfer) >= (0, 6, 9)
-    if baked:
+    if _baked_scales(e):
         return None
     wanted = _flashinfer_for(e)
     pinned = (
         "" if e.host in (None, "none") else "; TensorRT-LLM pins it and uses it for attention and sampling: this moves the pin"
     )
     return f"flashinfer-python {e.flashinfer} has no exact weight scales{pinned}", (f'pip install "{wanted}"',)
+
+
+def _baked_scales(e: Environment) -> bool:
+    """b12x exists from 0.6.9, without a place for the weight scale before 0.6.17."""
+    admitted = e.allow_baked_scales and e.exact_scales is False and e.flashinfer not in (None, "none")
+    return admitted and version_tuple(e.flashinfer or "") >= (0, 6, 9)
 
 
 def _flashinfer_for(e: Environment) -> str:
@@ -411,4 +418,7 @@ def decide(problem: Problem, deployment: Deployment | None = None, environment: 
             elif finding is not None:
                 yield Rejection(reason, *finding)
 
-    return Verdict(tuple(rejections()))
+    warnings = []
+    if _baked_scales(facts[2]):
+        warnings.append(f"flashinfer-python {facts[2].flashinfer} rounds every block scale once more: weights move by about 8 %")
+    return Verdict(tuple(rejections()), tuple(warnings))

@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -69,7 +70,10 @@ def probe(always_look: bool = False) -> Environment:
     if not always_look and not decide(Problem(), environment=facts).served:
         return facts
     payload = inspect_payload()
-    return replace(facts, payload_cuda=payload.cuda, payload_fault=payload.fault, payload_detail=payload.detail)
+    facts = replace(facts, payload_cuda=payload.cuda, payload_fault=payload.fault, payload_detail=payload.detail)
+    if facts.force and facts.sm in (120, 121) and payload.cuda is not None and payload.cuda < (13, 0):
+        facts = replace(facts, compile_proved=_proved(f"sm_{facts.sm}a"))
+    return facts
 
 
 # ---- GPU and toolkit ---------------------------------------------------------------------------------------------------
@@ -260,24 +264,35 @@ def _look_in_subprocess() -> dict[str, Any]:
 
 
 def _look_cached(wheels: dict[str, importlib.metadata.Distribution]) -> dict[str, Any]:
-    """One look per node and state of the installation: the file is shared by all ranks, under a lock."""
+    look: dict[str, Any] = _once_per_installation(wheels, "payload", _look_in_subprocess)
+    return look
+
+
+def _proved(target: str) -> bool:
+    """``TRTLLM_B12X=force``: does the payload that is there compile the micro kernel?"""
+    from .kernels.prove import prove
+
+    return bool(_once_per_installation(_dsl_wheels(), f"compile {target}", lambda: prove(target).compiled))
+
+
+def _once_per_installation(wheels: dict[str, importlib.metadata.Distribution], question: str, answer: Callable[[], Any]) -> Any:
+    """One answer per node and state of the installation: the file is shared by all ranks, under a lock."""
     from filelock import FileLock, Timeout
 
-    key = _installation_key(wheels)
+    key = f"{question} {_installation_key(wheels)}"
     file = cache_directory() / "payload.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock", timeout=2 * PROBE_TIMEOUT_S):
+        with FileLock(f"{file}.lock", timeout=600):
             known = _read_json(file)
             if key not in known:
-                known = {**dict(list(known.items())[-15:]), key: _look_in_subprocess()}
+                known = {**dict(list(known.items())[-15:]), key: answer()}
                 temporary = file.with_suffix(f".{os.getpid()}")
                 temporary.write_text(json.dumps(known), encoding="utf-8")
                 temporary.replace(file)
-            look: dict[str, Any] = known[key]
-            return look
+            return known[key]
     except (OSError, Timeout):  # a read-only home costs a look per process, nothing else
-        return _look_in_subprocess()
+        return answer()
 
 
 def cache_directory() -> Path:

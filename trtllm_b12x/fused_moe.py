@@ -58,9 +58,9 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
     def _get_quant_method(self) -> Any:
         self._kernel_class = kernels.kernel_class()
         self.verdict = self._judge()
+        announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
         if self.verdict.served:
             return NVFP4Sm12xFusedMoEMethod(self._kernel_class.features.tile)
-        announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
         return super()._get_quant_method()
 
     def post_load_weights(self) -> None:

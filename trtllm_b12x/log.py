@@ -9,7 +9,7 @@ from . import settings
 from .decision import RejectReason, Verdict
 
 logger = logging.getLogger("trtllm_b12x")
-_said: set[RejectReason] = set()
+_said: set[RejectReason | str] = set()
 _lock = threading.Lock()
 
 
@@ -19,13 +19,21 @@ def announce(verdict: Verdict, subject: str, rank: int = 0) -> None:
     A warning on rank 0 where something can be done, with the commands; information elsewhere, and where the card, the
     model or the deployment is simply another one.
     """
+    for warning in verdict.warnings:
+        if _first_time(warning):
+            logger.warning("rank %d: %s: %s", rank, subject, warning)
     for rejection in verdict.rejections:
-        with _lock:
-            if rejection.reason in _said:
-                continue
-            _said.add(rejection.reason)
+        if not _first_time(rejection.reason):
+            continue
         level = logging.WARNING if rejection.reason.mendable and rank == 0 else logging.INFO
         logger.log(level, "rank %d: %s stays on CUTLASS: %s", rank, subject, rejection)
+
+
+def _first_time(what: RejectReason | str) -> bool:
+    with _lock:
+        new = what not in _said
+        _said.add(what)
+        return new
 
 
 def configure() -> None:

@@ -113,7 +113,9 @@ def test_force_needs_a_proof() -> None:
 def test_baked_scales_are_admitted_by_name_only(version: str, served: bool) -> None:
     old = Environment(flashinfer=version, exact_scales=False, dsl="4.8.1", payload_cuda=(13, 0))
     assert not decide(Problem(), environment=old).served
-    assert decide(Problem(), environment=replace(old, allow_baked_scales=True)).served == served
+    verdict = decide(Problem(), environment=replace(old, allow_baked_scales=True))
+    assert verdict.served == served
+    assert [("8 %" in warning) for warning in verdict.warnings] == [True] * served
 
 
 def test_remedies_fit_what_is_installed() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import filelock
 import pytest
+import torch
 
 from trtllm_b12x import environment
 from trtllm_b12x.decision import PayloadFault
@@ -249,6 +250,35 @@ def test_where_it_is_imported_it_is_read(site: Path) -> None:
     running = process(site, "import cutlass" + REPORT.replace("found =", "environment._look_cached = None; found ="))
     assert json.loads(running.communicate(timeout=120)[0])[1] == [12, 9]
     assert imports(site) == 1
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_force_asks_for_a_proof_once(site: Path, compiles: bool) -> None:
+    """The payload says 12.9: only a compile of the micro kernel outweighs that, and only if the user asked for it."""
+    program(home(site) / "bin", "nvidia-smi", "0, GPU-a, 12.1")
+    package = site / "flashinfer" / "fused_moe" / "cute_dsl"
+    package.mkdir(parents=True)
+    (site / "flashinfer" / "__init__.py").touch()
+    (package / "b12x_moe.py").write_text(WRAPPER)
+    distribution(site, "flashinfer-python", "0.6.17", [])
+    code = f"""
+from trtllm_b12x import environment as e
+from trtllm_b12x.kernels import prove
+def proof(target):
+    open({str(home(site) / "proofs")!r}, 'a').write(target + ' ')
+    return prove.Proof(target, {compiles})
+prove.prove = proof
+e.toolkit_cuda = lambda: (13, 0)
+facts = e.probe()
+print(facts.force, facts.compile_proved, e.decide(e.Problem(), environment=facts).served)
+"""
+    (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
+    inputs = {"PATH": f"{home(site) / 'bin'}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0"}
+    for _ in range(2):
+        running = process(site, code, TRTLLM_B12X="force", **inputs)
+        assert running.communicate(timeout=120)[0].split() == ["True", str(compiles), str(compiles)]
+    assert (home(site) / "proofs").read_text() == "sm_121a "
+    assert process(site, code, **inputs).communicate(timeout=120)[0].split() == ["False", "None", "False"]
 
 
 def test_another_card_starts_without_a_look(site: Path) -> None:

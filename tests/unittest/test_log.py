@@ -39,6 +39,15 @@ def test_levels(caplog: pytest.LogCaptureFixture) -> None:
     assert "pip install nvidia-cutlass-dsl==" in warning.getMessage()
 
 
+def test_what_a_setting_let_pass(caplog: pytest.LogCaptureFixture) -> None:
+    verdict = decide(Problem(), environment=Environment(flashinfer="0.6.16", exact_scales=False, allow_baked_scales=True))
+    for layer in range(3):
+        log.announce(verdict, f"MoE layer {layer}")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "MoE layer 0: flashinfer-python 0.6.16 rounds every block scale once more" in record.getMessage()
+
+
 def test_other_ranks_only_inform(caplog: pytest.LogCaptureFixture) -> None:
     log.announce(MENDABLE, "MoE layer 3", rank=1)
     assert [record.levelno for record in caplog.records] == [logging.INFO]

@@ -95,7 +95,13 @@ def _verdict_json(name: str, verdict: Verdict) -> dict[str, Any]:
         {"reason": r.reason.name, "detail": r.detail, "remedy": r.remedy, "commands": list(r.commands)}
         for r in verdict.rejections
     ]
-    return {"layers": name, "served": verdict.served, "class": _class_name(verdict), "rejections": rejections}
+    return {
+        "layers": name,
+        "served": verdict.served,
+        "class": _class_name(verdict),
+        "rejections": rejections,
+        "warnings": verdict.warnings,
+    }
 
 
 def _plain(value: object) -> Any:
@@ -135,7 +141,7 @@ def _screen(
         facts.append(("compile", words))
     for name, value in facts:
         click.echo(textwrap.fill(value, 80, initial_indent=f"{name:<14}", subsequent_indent=" " * 14))
-    for complaint in complaints:
+    for complaint in [*complaints, *dict.fromkeys(w for _, verdict in verdicts for w in verdict.warnings)]:
         click.echo(textwrap.fill(complaint, 80, initial_indent=f"{'setting':<14}", subsequent_indent=" " * 14))
     click.echo()
     for name, verdict in verdicts:

@@ -81,7 +81,7 @@ def verify(
     """Check the MoE layers of an NVFP4 CHECKPOINT (a folder that nvidia-modelopt exported).
 
     Each layer is loaded as TensorRT-LLM loads it, run through b12x (few tokens) and CUTLASS (many), and compared with a
-    float32 reference that reads the checkpoint on its own.  One further case has outliers four times as large as
+    float32 reference that dequantizes the checkpoint's own tensors.  One further case has outliers four times as large as
     calibrated.
 
     Exit status: 0 passed, 1 a number is out of tolerance, 2 the input cannot be used.
