@@ -38,6 +38,7 @@ _DSL_WHEELS = (
     "nvidia-cutlass-dsl-libs-cu12",
     "nvidia-cutlass-dsl-libs-cu13",
 )
+_DRIVER_DEVICE = Path("/dev/nvidiactl")
 _MPI_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "MPI_", "MPICH_", "MV2_", "HYDRA_", "SLURM_", "I_MPI_")
 
 
@@ -82,11 +83,11 @@ def probe(always_look: bool = False) -> Environment:
 def gpu_sm() -> int | None:
     """major * 10 + minor of the first GPU that CUDA_VISIBLE_DEVICES leaves; 0 without one, None if it cannot be told.
 
-    From NVML, hence nvidia-smi: no CUDA context.
+    From NVML, hence nvidia-smi: no CUDA context.  A container may have the driver without nvidia-smi: unknown then.
     """
     smi = shutil.which("nvidia-smi")
     if smi is None:
-        return 0
+        return None if _DRIVER_DEVICE.exists() else 0
     command = [smi, "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

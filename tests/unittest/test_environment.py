@@ -68,7 +68,10 @@ def test_no_usable_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: st
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environment.gpu_sm() == 0
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(environment, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
     assert environment.gpu_sm() == 0
+    (tmp_path / "nvidiactl").touch()
+    assert environment.gpu_sm() is None
 
 
 def test_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
