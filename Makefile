@@ -18,7 +18,7 @@ test-wheels: $(VENV)/.test
 	$(BIN)/python -m pytest tests/integration/test_payload.py
 
 bench: $(VENV)/.demo
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python -m benchmarks.overhead
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

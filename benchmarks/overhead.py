@@ -7,6 +7,7 @@ import subprocess
 import sys
 import timeit
 
+from tests.facts import GOOD
 from trtllm_b12x.decision import Deployment, Environment, Problem, decide
 
 REPEATS = 15
@@ -34,22 +35,8 @@ def main() -> None:
         top_k=8,
         bias=False,
     )
-    environment = Environment(
-        enabled=True,
-        host="none",
-        sm=120,
-        toolkit_cuda=(13, 0),
-        dsl="4.8.1",
-        payload_cuda=(13, 4),
-        flashinfer="0.7.2.post1",
-        kernel="b12x",
-        activations=frozenset({"Swiglu", "Relu2"}),
-        hidden_size_multiple=128,
-        exact_scales=True,
-        expert_parallel=True,
-    )
     for name, facts in (
-        ("yes", environment),
+        ("yes", GOOD),
         ("no, four reasons", Environment(enabled=False, sm=90, dsl="none", flashinfer="none")),
     ):
         number = 20_000

@@ -97,10 +97,11 @@ def gpu_sm() -> int | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         first = visible.split(",")[0].strip()
-        chosen = [gpu for gpu in gpus if first and (gpu[0] == first or gpu[1].startswith(first))]
-        same = len({gpu[2] for gpu in gpus}) == 1
-        if first.isdigit() and chosen and not same and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-            return None  # CUDA numbers by speed, nvidia-smi by bus
+        slice_of_any = first.startswith("MIG-")  # the query lists whole GPUs, not their MIG instances
+        chosen = [gpu for gpu in gpus if first and (slice_of_any or gpu[0] == first or gpu[1].startswith(first))]
+        by_number = first.isdigit() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"  # by speed; nvidia-smi's: by bus
+        if chosen and (slice_of_any or by_number) and len({gpu[2] for gpu in gpus}) > 1:
+            return None
         gpus = chosen
     if not gpus or not re.fullmatch(r"\d+\.\d+", gpus[0][2]):
         return 0
@@ -237,7 +238,7 @@ def _look_here() -> dict[str, Any]:
 _LOOK = """
 import json
 from cutlass.base_dsl.version_info import CUDA_VERSION
-print("\\n" + json.dumps([CUDA_VERSION.major, CUDA_VERSION.minor]))
+print("\\n" + json.dumps({"cuda": [CUDA_VERSION.major, CUDA_VERSION.minor]}), flush=True)
 """
 
 
@@ -261,7 +262,10 @@ def _look_in_subprocess() -> dict[str, Any]:
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         return {"cuda": None, "error": lines[-1] if lines else f"exit status {result.returncode}", "crashed": False}
-    return {"cuda": json.loads(result.stdout.splitlines()[-1]), "error": "", "crashed": False}
+    answers = [line for line in result.stdout.splitlines() if line.startswith('{"cuda"')]
+    if not answers:
+        return {"cuda": None, "error": "the process ended without an answer", "crashed": True}
+    return {**json.loads(answers[-1]), "error": "", "crashed": False}
 
 
 def _look_cached(wheels: dict[str, importlib.metadata.Distribution]) -> dict[str, Any]:

@@ -12,24 +12,11 @@ from click.testing import CliRunner, Result
 
 import trtllm_b12x
 from tests.checkpoints import random_experts, write_checkpoint
+from tests.facts import GOOD
 from trtllm_b12x import environment
 from trtllm_b12x.cli import main
 from trtllm_b12x.decision import Environment, PayloadFault, RejectReason
 
-GOOD = Environment(
-    enabled=True,
-    host="none",
-    sm=120,
-    toolkit_cuda=(13, 0),
-    dsl="4.8.1",
-    payload_cuda=(13, 4),
-    flashinfer="0.7.2.post1",
-    kernel="b12x",
-    activations=frozenset({"Swiglu", "Relu2"}),
-    hidden_size_multiple=128,
-    exact_scales=True,
-    expert_parallel=True,
-)
 FIELD = dataclasses.replace(
     GOOD, dsl="4.5.0", payload_cuda=(12, 9), payload_fault=PayloadFault.SHADOWED, flashinfer="0.6.16", exact_scales=False
 )

@@ -40,6 +40,7 @@ SMI = "0, GPU-aaaa, 12.0\n1, GPU-bbbb, 12.1\n2, GPU-cccc, 9.0"
         ("2", "PCI_BUS_ID", 90),
         ("1", None, None),  # CUDA may number them otherwise
         ("7", "PCI_BUS_ID", 0),
+        ("MIG-aaaa", None, None),  # an instance of one of them
     ],
 )
 def test_first_visible_gpu(
@@ -54,10 +55,11 @@ def test_first_visible_gpu(
     assert environment.gpu_sm() == expected
 
 
-def test_equal_gpus_need_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("visible", ["1", "MIG-aaaa"])
+def test_equal_gpus_need_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     program(tmp_path / "bin", "nvidia-smi", "0, GPU-a, 12.0\n1, GPU-b, 12.0")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert environment.gpu_sm() == 120
 
 
@@ -221,6 +223,7 @@ def test_a_damaged_or_unwritable_cache_costs_a_look_and_nothing_else(site: Path)
         ("raise SystemExit(3)", PayloadFault.IMPORT, "status 3"),
         ("import os; os.kill(os.getpid(), 11)", PayloadFault.CRASH, "SIGSEGV"),
         ("import os; os.abort()", PayloadFault.CRASH, "SIGABRT"),
+        ("import os; os._exit(0)", PayloadFault.CRASH, "without an answer"),
     ],
 )
 def test_an_import_that_fails_or_kills(site: Path, statement: str, fault: PayloadFault, words: str) -> None:
@@ -242,6 +245,11 @@ def test_shadowed_unknown_and_driver(site: Path) -> None:
     program(home(site) / "bin", "nvidia-smi", "CUDA Version: 12.8 ")
     found = payload(site, PATH=f"{home(site) / 'bin'}:/usr/bin:/bin")
     assert (found["fault"], found["detail"]) == ("DRIVER", "the driver supports CUDA 12.8")
+
+
+def test_what_the_dsl_prints_is_no_answer(site: Path) -> None:
+    (site / "cutlass/__init__.py").write_text("import atexit; print('[1, 2]'); atexit.register(print, '[3, 4]')")
+    assert payload(site)["cuda"] == [12, 9]
 
 
 def test_the_look_has_no_mpi_rank_and_no_promotion(site: Path) -> None:

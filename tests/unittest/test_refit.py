@@ -25,6 +25,11 @@ def assert_serves(module: Any, tensors: dict[str, torch.Tensor]) -> None:
             assert kernel < 0.005
 
 
+def copy_over(module: Any, other: Any) -> None:
+    for name, parameter in other.backend.named_parameters():
+        getattr(module.backend, name).data.copy_(parameter.data)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_weights_copied_over_the_parameters_need_no_hook(gated: bool) -> None:
     """Same calibration, other weights, block scales and alphas: what reinforcement learning does between steps."""
@@ -33,8 +38,7 @@ def test_weights_copied_over_the_parameters_need_no_hook(gated: bool) -> None:
     other = layers.load(layers.create(4, 128, 160, gated=gated), second)
     assert_serves(module, first)
     before = storages(module.backend)
-    for name, parameter in other.backend.named_parameters():
-        getattr(module.backend, name).data.copy_(parameter.data)
+    copy_over(module, other)
     assert storages(module.backend) == before
     assert_serves(module, second)
 
@@ -63,8 +67,7 @@ def test_ratios_of_gate_and_up_copied_over_are_followed_at_the_hook() -> None:
     for tensors, others in ((first, second), (second, first)):
         module, other = (layers.load(layers.create(4, 128, 160), t) for t in (tensors, others))
         before = storages(module.backend)
-        for name, parameter in other.backend.named_parameters():
-            getattr(module.backend, name).data.copy_(parameter.data)
+        copy_over(module, other)
         module.backend.post_load_weights()
         assert storages(module.backend) == before
         assert_serves(module, others)
@@ -78,8 +81,7 @@ def test_calibration_copied_over_is_followed_at_the_hook() -> None:
     module = layers.load(layers.create(4, 128, 160), first)
     other = layers.load(layers.create(4, 128, 160), second)
     before = storages(module.backend)
-    for name, parameter in other.backend.named_parameters():
-        getattr(module.backend, name).data.copy_(parameter.data)
+    copy_over(module, other)
     module.backend.post_load_weights()
     assert storages(module.backend) == before
     assert_serves(module, second)

@@ -1,0 +1,20 @@
+"""The facts of a machine where nothing stands against b12x."""
+
+from __future__ import annotations
+
+from trtllm_b12x.decision import Environment
+
+GOOD = Environment(
+    enabled=True,
+    host="none",
+    sm=120,
+    toolkit_cuda=(13, 0),
+    dsl="4.8.1",
+    payload_cuda=(13, 4),
+    flashinfer="0.7.2.post1",
+    kernel="b12x",
+    activations=frozenset({"Swiglu", "Relu2"}),
+    hidden_size_multiple=128,
+    exact_scales=True,
+    expert_parallel=True,
+)
