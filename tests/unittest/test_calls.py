@@ -111,11 +111,15 @@ def test_a_kernel_that_cannot_be_planned_leaves_the_layer_to_cutlass(monkeypatch
         raise RuntimeError("ptxas failed\nwith a long story")
 
     monkeypatch.setattr(ReferenceKernel, "plan", plan)
+    monkeypatch.setenv("TRTLLM_B12X_GATHER_BF16", "1")
     tensors = random_experts(6, 128, 160)
     module = layers.load(layers.create(6, 128, 160, top_k=3), tensors)
     assert module.backend.verdict.reasons == (RejectReason.KERNEL_PLAN_FAILED,)
     assert module.backend.verdict.rejections[0].detail == "RuntimeError: ptxas failed"
     x, logits = layers.inputs(module, 40, tensors)
+    sent, scales = module.backend.quantize_input(x)
+    assert sent is x  # what is gathered has the form of the other ranks'
+    assert scales is None
     assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
 
 

@@ -21,7 +21,7 @@ _USUAL = tuple(
 _TARGETS = {"sm_120a": 120, "sm_121a": 121}
 
 
-@click.command()
+@click.command(short_help="Is b12x active here, and if not, why?")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen.")
 @click.option("--compile", "compile_", is_flag=True, help="Prove the CuTe DSL: compile FlashInfer's micro kernel (seconds).")
 @click.option("--target", type=click.Choice(sorted(_TARGETS)), help="Judge for this card instead of the one that is here.")

@@ -49,7 +49,7 @@ def _default_tokens() -> list[int]:
     return sorted({1, 8, crossover() - 1, crossover(), 200})
 
 
-@click.command()
+@click.command(short_help="Check the MoE layers of an NVFP4 checkpoint.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--layers", type=_Numbers(0), help="Layer indices, for instance 0,4-7.  [default: every MoE layer]")
 @click.option(
