@@ -12,7 +12,7 @@ demo: $(VENV)/.demo
 	$(BIN)/trtllm-b12x verify $(DEMO)/nvfp4 --original $(DEMO)/original --require-b12x
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --ignore tests/integration/test_payload.py
+	$(BIN)/python -m pytest -n 2 --ignore tests/integration/test_payload.py
 
 test-wheels: $(VENV)/.test
 	$(BIN)/python -m pytest tests/integration/test_payload.py

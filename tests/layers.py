@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
 import torch
 
 import trtllm_b12x
+from tests.hosts import names
 from trtllm_b12x import host as _host
 from trtllm_b12x import strict_reference
 from trtllm_b12x.strict_reference import Arithmetic, Call
 
 host = _host.load()
+if host.generation != "embedded":  # a double of TensorRT-LLM is on the path: the host's records come from it
+    names.extend(host)
 
 
 def create(
@@ -47,14 +52,54 @@ def create(
             intermediate_size,
             dtype=dtype,
             model_config=config,
-            activation_type=host.ActivationType.Swiglu if gated else host.ActivationType.Relu2,
+            **activation(gated),
             **arguments,
         )
     finally:
         trtllm_b12x.uninstall()
 
 
+def activation(gated: bool) -> dict[str, Any]:
+    """The argument of ``create_moe`` that says it, by what the host's takes."""
+    kind = host.ActivationType.Swiglu if gated else host.ActivationType.Relu2
+    if "activation_type" in inspect.signature(host.create_moe.create_moe).parameters or host.generation == "embedded":
+        return {"activation_type": kind}
+    payloads = importlib.import_module(f"{host.create_moe.__package__}.activation")
+    return {"activation": payloads.SwigluActivation() if gated else payloads.SimpleActivation(kind)}
+
+
+def run_moe(
+    backend: Any,
+    x: Any,
+    ids: torch.Tensor,
+    scales: torch.Tensor,
+    x_sf: torch.Tensor | None = None,
+    *,
+    is_sf_swizzled: bool = True,
+    output_dtype: torch.dtype | None = None,
+    moe_output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``backend.run_moe`` in the form of this host's generation."""
+    if host.has_get_moe_cls:
+        result: torch.Tensor = backend.run_moe(
+            x, ids, scales, x_sf, is_sf_swizzled=is_sf_swizzled, output_dtype=output_dtype, moe_output=moe_output
+        )
+        return result
+    records = importlib.import_module(f"{host.create_moe.__package__}.impl_contract")
+    plan = records.MoECommPlan(
+        input_sf_swizzled=is_sf_swizzled, enable_alltoall=False, moe_output=moe_output, payload_in_workspace=False
+    )
+    context = records.MoERunContext(
+        token_selected_experts=ids, token_final_scales=scales, x=x, x_sf=x_sf, output_dtype=output_dtype, comm_plan=plan
+    )
+    return backend.run_moe(context, workspace=None)
+
+
 def load(module: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if not module.is_gated_activation:  # as the host's mapper of Nemotron-H has it: no rows, and w1's scalars
+        w1 = {name: tensor for name, tensor in tensors.items() if ".w1." in name}
+        up = {name.replace(".w1.", ".w3."): tensor[:0] if tensor.dim() == 2 else tensor for name, tensor in w1.items()}
+        tensors = {**tensors, **up}
     module.load_weights([tensors])
     module.post_load_weights()
     return module

@@ -1,11 +1,9 @@
 """FlashInfer's b12x NVFP4 mixture-of-experts kernels inside TensorRT-LLM's CUTLASS backend, on SM120 and SM121."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # not from typing: every Python process of the environment runs this module
 if TYPE_CHECKING:
     from .decision import Verdict
+    from .registry import Status
 
 __version__ = "0.1.0"
 
@@ -17,7 +15,7 @@ def install() -> None:
     selection.install()
 
 
-def explain(model_config: object, override_quant_config: object = None) -> Verdict:
+def explain(model_config: object, override_quant_config: object = None) -> "Verdict":
     """The verdict on a host's ``ModelConfig``, as the CUTLASS backend will get it in this process.
 
     Args:
@@ -44,3 +42,10 @@ def uninstall() -> None:
     from . import selection
 
     selection.uninstall()
+
+
+def status() -> "Status":
+    """What became of this process's MoE layers: a :class:`trtllm_b12x.registry.Status`, for people and for tests."""
+    from . import registry
+
+    return registry.status()

@@ -27,8 +27,8 @@ class Problem:
     dynamic_quantization: bool | None = None
     """The host recomputes the activations' scale at every call (``force_dynamic_quantization``)."""
     hidden_size: int | None = None
-    intermediate_size: int | None = None
-    """Per rank, before any padding."""
+    intermediate_size: float | None = None
+    """Per rank, before any padding; a fraction where the ranks do not divide the layer's."""
     num_experts: int | None = None
     top_k: int | None = None
     bias: bool | None = None
@@ -73,7 +73,9 @@ class Environment:
     """FlashInfer's micro kernel was compiled and assembled with this payload."""
     allow_baked_scales: bool = False
     host: str | None = None
-    """``none``: TensorRT-LLM is not installed; ``unsupported``: no adapter for it."""
+    """``none``: TensorRT-LLM is not installed; its generation; ``installed``: nobody looked; ``unsupported``: no adapter fits."""
+    host_detail: str = ""
+    """What differs from the nearest generation."""
     sm: int | None = None
     """major * 10 + minor of the first visible GPU; 0 where there is none."""
     toolkit_cuda: tuple[int, int] | None = None
@@ -87,6 +89,7 @@ class Environment:
     """Wheels or the first line of the error."""
     flashinfer: str | None = None
     kernel: str | None = None
+    """``none``: this version cannot drive the kernels on a GPU."""
     activations: frozenset[str] | None = None
     hidden_size_multiple: int | None = None
     exact_scales: bool | None = None
@@ -104,6 +107,7 @@ class RejectReason(Enum):
 
     DISABLED = "unset TRTLLM_B12X"
     HOST = "install a newer trtllm-b12x"
+    KERNEL_DRIVER = "install a trtllm-b12x that drives FlashInfer's kernels; CUTLASS serves until then"
     SM = "nothing to do: b12x kernels exist for SM120 and SM121 only"
     TOOLKIT = "install a CUDA toolkit 13 (nvcc) and let CUDA_HOME name it"
     DSL_MISSING = "install the CuTe DSL with its CUDA 13 payload"
@@ -194,7 +198,13 @@ def _disabled(p: Problem, d: Deployment, e: Environment) -> _Finding:
 
 
 def _host(p: Problem, d: Deployment, e: Environment) -> _Finding:
-    return "this version of trtllm-b12x has no adapter for the installed TensorRT-LLM" if e.host == "unsupported" else None
+    if e.host != "unsupported":
+        return None
+    return e.host_detail or "this version of trtllm-b12x has no adapter for the installed TensorRT-LLM"
+
+
+def _driver(p: Problem, d: Deployment, e: Environment) -> _Finding:
+    return "this version of trtllm-b12x has no driver for FlashInfer's kernels on a GPU" if e.kernel == "none" else None
 
 
 def _sm(p: Problem, d: Deployment, e: Environment) -> _Finding:
@@ -332,7 +342,7 @@ def _intermediate_size(p: Problem, d: Deployment, e: Environment) -> _Finding:
     # A block scale covers 16 columns of w2; a rank that starts inside a block has no scale of its own.
     if p.intermediate_size is None or p.intermediate_size % 16 == 0:
         return None
-    return f"intermediate size {p.intermediate_size} per rank is no multiple of 16"
+    return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 16"
 
 
 def _bias(p: Problem, d: Deployment, e: Environment) -> _Finding:
@@ -378,6 +388,7 @@ def _lora(p: Problem, d: Deployment, e: Environment) -> _Finding:
 _RULES: dict[RejectReason, _Rule] = {
     RejectReason.DISABLED: _disabled,
     RejectReason.HOST: _host,
+    RejectReason.KERNEL_DRIVER: _driver,
     RejectReason.SM: _sm,
     RejectReason.TOOLKIT: _toolkit,
     RejectReason.DSL_MISSING: _dsl_missing,

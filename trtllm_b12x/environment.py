@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from . import settings
+from . import host, settings
 from .decision import Environment, PayloadFault, Problem, decide, version_tuple
 
 PROBE_TIMEOUT_S = 120
@@ -49,6 +49,8 @@ def probe(always_look: bool = False) -> Environment:
     The CuTe DSL's payload is looked at only where every static fact says yes (or with ``always_look``): on another card a server
     starts without it.
     """
+    state, detail = host.state()
+    sm = gpu_sm()
     flashinfer = inspect_flashinfer()
     installed = flashinfer.version != "none"
     dsl = _dsl_wheels().get("nvidia-cutlass-dsl")
@@ -56,12 +58,14 @@ def probe(always_look: bool = False) -> Environment:
         enabled=settings.ENABLED() != "0",
         force=settings.ENABLED() == "force",
         allow_baked_scales=settings.ALLOW_BAKED_SCALES(),
-        host="none" if importlib.util.find_spec("tensorrt_llm") is None else "unsupported",
-        sm=gpu_sm(),
+        host=state,
+        host_detail=detail,
+        sm=sm,
         toolkit_cuda=toolkit_cuda(),
         dsl="none" if dsl is None else dsl.version,
         flashinfer=flashinfer.version,
-        kernel="b12x" if flashinfer.b12x else None,
+        # This version has a driver for the torch kernel alone, which a GPU's owner would not thank us for.
+        kernel="none" if host.installed() and sm != 0 and torch_sees_a_gpu() else "b12x" if flashinfer.b12x else None,
         activations=frozenset({"Swiglu", "Relu2"}) if flashinfer.b12x else None,
         hidden_size_multiple=128,
         exact_scales=flashinfer.exact_scales if installed else None,
@@ -107,6 +111,13 @@ def gpu_sm() -> int | None:
         return 0
     major, minor = gpus[0][2].split(".")
     return int(major) * 10 + int(minor)
+
+
+def torch_sees_a_gpu() -> bool:
+    """A CUDA build of torch with a device; no context is made."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def driver_cuda() -> tuple[int, int] | None:

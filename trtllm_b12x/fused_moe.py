@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import host as _host
-from . import kernels, settings
+from . import kernels, registry, settings
 from .crossover import crossover
 from .decision import Deployment, Problem, Verdict, decide
 from .log import announce
@@ -17,31 +17,19 @@ from .quantization import NVFP4Sm12xFusedMoEMethod
 host = _host.load()
 
 
-class _CountsAsCutlass(type):
-    """Makes the class equal to the host's own wherever the host compares classes exactly.
-
-    The host asks ``moe_cls == CutlassFusedMoE``, ``moe_cls in (...)`` and ``backend.__class__ == CutlassFusedMoE`` to build,
-    wrap and feed a backend; a plain subclass fails all three (TensorRT-LLM 1.2 and 1.3, ``create_moe.py`` and
-    ``configurable_moe.py``).  Equality and hash agree, identity stays: never key a dict, set or cache by this class.
-    """
-
-    def __eq__(cls, other: object) -> bool:
-        return other is host.CutlassFusedMoE or other is cls
-
-    def __hash__(cls) -> int:
-        return hash(host.CutlassFusedMoE)
-
-
-class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutlass):  # type: ignore[name-defined]
+class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: ignore[name-defined]
     """NVFP4 MoE on SM120/SM121: calls of fewer tokens than the crossover run on b12x, all others as the parent has them.
 
     Whether b12x serves the layer at all is decided in :meth:`create_weights`, when its final quantization is known;
     where it does not, the instance behaves as its parent to the letter.  ``verdict`` says why.
     """
 
-    verdict: Verdict | None = None
+    verdict: Verdict
+    """The latest, from ``create_weights`` on."""
     kernel: kernels.Kernel | None = None
     """Set once weights are loaded, if b12x serves the layer."""
+    crossover: int = 0
+    """First token count that takes CUTLASS."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
@@ -57,45 +45,54 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
 
     def _get_quant_method(self) -> Any:
         self._kernel_class = kernels.kernel_class()
-        self.verdict = self._judge()
-        announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
+        self._judge_and_record()
         if self.verdict.served:
             return NVFP4Sm12xFusedMoEMethod(self._kernel_class.features.tile)
         return super()._get_quant_method()
 
-    def post_load_weights(self) -> None:
-        super().post_load_weights()
-        if not isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod):
+    def _weights_are_ready(self) -> None:
+        """Called at the end of every load and refit, by the hook that this host's generation ends with."""
+        if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
             return
-        self.verdict = self._judge()  # AWQ scales show only now
+        if not isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod):
+            registry.record(self, self.verdict, ready=True)
+            return
+        self._judge_and_record()  # AWQ scales show only now
         if self.verdict.served:
             try:
+                weights = self.quant_method.kernel_weights(self)
                 if self.kernel is None:
-                    self._crossover = crossover()
+                    self.crossover = crossover()
                     kernel = self._kernel_class()
-                    kernel.plan(self._geometry(), self._crossover - 1, self.w2_weight.device)
-                    kernel.bind(self.quant_method.kernel_weights(self))
+                    kernel.plan(self._geometry(), self.crossover - 1, self.w2_weight.device)
+                    kernel.bind(weights)
                     self.kernel = kernel
                 else:
-                    self.kernel.bind(self.quant_method.kernel_weights(self))
-                return
+                    self.kernel.bind(weights)
             except Exception as error:
                 # The parameters serve CUTLASS as they are: the layer is slower, the server lives.
-                self.verdict = self._judge(plan_error=f"{type(error).__name__}: {error}".splitlines()[0])
-        self.kernel = None
+                self._judge_and_record(plan_error=f"{type(error).__name__}: {error}".splitlines()[0])
+        if not self.verdict.served:
+            self.kernel = None
+        registry.record(self, self.verdict, ready=True)
+
+    def _judge_and_record(self, plan_error: str | None = None) -> None:
+        self.verdict = self._judge(plan_error)
         announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
+        registry.record(self, self.verdict, ready=False)
 
     def _judge(self, plan_error: str | None = None) -> Verdict:
         algo = self.quant_config.quant_algo if self.quant_config is not None else None
+        divided = self.intermediate_size % self.tp_size == 0  # else the host's shards differ in size
         problem = Problem(
             quant_algo="none" if algo is None else str(getattr(algo, "value", algo)),
             group_size=getattr(self.quant_config, "group_size", None),
             activation_dtype=None if self.dtype is None else str(self.dtype).removeprefix("torch."),
             activation=self._activation_name(),
-            activation_constants=any(c is not None for c in (self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit)),
+            activation_constants=host.activation_constants(lambda name: getattr(self, name, None)),
             pre_quant_scale=getattr(self, "fc31_act_scale", None) is not None,
             hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size_per_partition,
+            intermediate_size=self.intermediate_size_per_partition if divided else self.intermediate_size / self.tp_size,
             num_experts=self.num_experts,
             top_k=self.routing_method.experts_per_token,
             dynamic_quantization=self._dynamic_quantization,
@@ -111,11 +108,10 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
             lora=self._lora,
             cuda_graphs=self._cuda_graphs,
         )
-        environment = replace(kernels.environment(self._kernel_class.features), plan_error=plan_error)
-        return decide(problem, deployment, environment)
+        return decide(problem, deployment, replace(kernels.environment(), plan_error=plan_error))
 
     def _activation_name(self) -> str:
-        return str(host.ActivationType(self.activation_type).name)
+        return str(host.activation_name(lambda name: getattr(self, name, None)))
 
     def _geometry(self) -> kernels.Geometry:
         return kernels.Geometry(
@@ -134,7 +130,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
             self.kernel is not None
             and isinstance(x, torch.Tensor)
             and x.dtype is torch.bfloat16
-            and 0 < x.shape[0] < self._crossover
+            and 0 < x.shape[0] < self.crossover
+            and not host.is_tuning()  # CUTLASS's tactics for few tokens are found as without us
         )
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
@@ -151,46 +148,32 @@ class FlashInferNvfp4Sm12xFusedMoE(host.CutlassFusedMoE, metaclass=_CountsAsCutl
             return x, None
         return super().quantize_input(x, post_quant_comm=post_quant_comm, **kwargs)
 
-    def run_moe(
+    def _serve(
         self,
         x: Any,
-        token_selected_experts: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        token_selected_experts: torch.Tensor | None,
         token_final_scales: torch.Tensor | None,
-        x_sf: torch.Tensor | None = None,
-        is_sf_swizzled: bool = True,
-        output_dtype: torch.dtype | None = None,
-        tuner_num_tokens: int | None = None,
-        tuner_top_k: int | None = None,
-        moe_output: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Experts on ``x (T, H)``, ids ``(T, k)`` and scales ``(T, k)`` float32; ``(T, H)`` in ``output_dtype``.
+        output_dtype: torch.dtype | None,
+        moe_output: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The kernel's answer, or None where the call is CUTLASS's.
 
-        bf16 within the kernel's range means b12x; bf16 beyond it is quantized here, with the scale layout of this
-        call, for CUTLASS; anything quantized is CUTLASS's.  So is what only CUTLASS does: LoRA, unfinalized output, and ids
-        from an all-to-all, which may hold a padding id.  ``moe_output`` is written and returned if given.
+        bf16 within the kernel's range means b12x, anything quantized is CUTLASS's.  So is what only CUTLASS does, which the
+        forms of a call (:mod:`trtllm_b12x.host.calls`) sort out before: LoRA, unfinalized output, and ids from an
+        all-to-all, which may hold a padding id.  ``moe_output`` is written and returned if given.
         """
-        cutlass_only = (
-            not kwargs.get("do_finalize", True) or kwargs.get("lora_params") is not None or kwargs.get("enable_alltoall")
-        )
-        if self._in_range(x) and x_sf is None and token_final_scales is not None and not cutlass_only:
-            return self._run_kernel(x, token_selected_experts, token_final_scales, output_dtype, moe_output)
+        if not self._in_range(x) or x_sf is not None or token_selected_experts is None or token_final_scales is None:
+            return None
+        return self._run_kernel(x, token_selected_experts, token_final_scales, output_dtype, moe_output)
+
+    def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
+        """bf16 that :meth:`quantize_input` passed through and the kernel does not serve, with the scale layout of this call."""
         ours = isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod)
         if ours and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
-            output_dtype = output_dtype or x.dtype
-            x, x_sf = super().quantize_input(x, post_quant_comm=not is_sf_swizzled)
-        return super().run_moe(
-            x,
-            token_selected_experts,
-            token_final_scales,
-            x_sf=x_sf,
-            is_sf_swizzled=is_sf_swizzled,
-            output_dtype=output_dtype,
-            tuner_num_tokens=tuner_num_tokens,
-            tuner_top_k=tuner_top_k,
-            moe_output=moe_output,
-            **kwargs,
-        )
+            quantized: tuple[Any, torch.Tensor | None] = super().quantize_input(x, post_quant_comm=not swizzled)
+            return quantized
+        return x, x_sf
 
     def _run_kernel(
         self,

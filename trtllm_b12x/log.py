@@ -16,16 +16,17 @@ _lock = threading.Lock()
 def announce(verdict: Verdict, subject: str, rank: int = 0) -> None:
     """Log each rejection whose reason this process has not logged yet.
 
-    A warning on rank 0 where something can be done, with the commands; information elsewhere, and where the card, the
-    model or the deployment is simply another one.
+    A warning on rank 0 where something can be done, with the commands.  For debugging only, elsewhere, and where the card, the
+    model or the deployment is simply another one: then what else could be mended would not help either.
     """
+    hopeless = not all(rejection.reason.mendable for rejection in verdict.rejections)
     for warning in verdict.warnings:
         if _first_time(warning):
             logger.warning("rank %d: %s: %s", rank, subject, warning)
     for rejection in verdict.rejections:
         if not _first_time(rejection.reason):
             continue
-        level = logging.WARNING if rejection.reason.mendable and rank == 0 else logging.INFO
+        level = logging.DEBUG if hopeless or rank else logging.WARNING
         logger.log(level, "rank %d: %s stays on CUTLASS: %s", rank, subject, rejection)
 
 

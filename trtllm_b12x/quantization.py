@@ -13,7 +13,7 @@ from .kernels.layout import mma_scale_view
 host = _host.load()
 
 
-class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore[name-defined]
+class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  # type: ignore[name-defined]
     """One set of tensors for CUTLASS and b12x.
 
     The parameters are the host's own (names, dtypes, meaning, 128x4-interleaved scales).  Only their intermediate
@@ -36,7 +36,8 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
     def __init__(self, tile: int) -> None:
         super().__init__()
         self.tile = tile
-        self._gate_and_up: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._gate_and_up: dict[int, tuple[float, float]] = {}
+        self._ratios_are_set = False
 
     def create_weights(self, module: Any) -> None:
         logical = module.intermediate_size_per_partition
@@ -54,12 +55,21 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
 
     # ---- loading, one expert at a time -------------------------------------------------------------------------------
 
+    # The host looks at the names of these arguments (``inspect.getfullargspec``) before it passes the last two.
+
     def load_expert_w3_w1_weight(
-        self, module: Any, w1_weight: torch.Tensor | None, w3_weight: torch.Tensor | None, dst_w3_w1_weight: torch.Tensor
+        self,
+        module: Any,
+        w1_weight: torch.Tensor | None,
+        w3_weight: torch.Tensor | None,
+        dst_w3_w1_weight: torch.Tensor,
+        allow_partial_loading: bool = False,
+        expert_idx: int = -1,
     ) -> None:
         """Rows of this rank, each half at the start of its own tile-aligned half of ``dst (r*T, H/16)`` int64.
 
-        Without a gate there is w1 alone, whatever comes as w3: hosts pass None or a tensor without rows.
+        Without a gate there is w1 alone, whatever comes as w3: hosts pass None or a tensor without rows.  A half that is None
+        stays what it was (partial loading).
         """
         halves = (w3_weight, w1_weight) if module.is_gated_activation else (w1_weight,)
         for half, destination in zip(halves, dst_w3_w1_weight.view(torch.uint8).chunk(len(halves)), strict=True):
@@ -68,8 +78,16 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
                 destination.zero_()
                 destination[: shard.shape[0]].copy_(shard)
 
-    def load_expert_w2_weight(self, module: Any, w2_weight: torch.Tensor, dst_w2_weight: torch.Tensor) -> None:
+    def load_expert_w2_weight(
+        self,
+        module: Any,
+        w2_weight: torch.Tensor | None,
+        dst_w2_weight: torch.Tensor,
+        allow_partial_loading: bool = False,
+    ) -> None:
         """Columns of this rank at the start of ``dst (H, T/16)`` int64."""
+        if w2_weight is None:
+            return
         destination = dst_w2_weight.view(torch.uint8)
         destination.zero_()
         shard = self._shard(module, w2_weight, host.TensorParallelMode.ROW, destination.device)
@@ -78,19 +96,30 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
     def load_expert_w3_w1_weight_scale_nvfp4(
         self,
         module: Any,
-        w1_weight_scale: torch.Tensor,
+        w1_weight_scale: torch.Tensor | None,
         w3_weight_scale: torch.Tensor | None,
         dst_w3_w1_weight_scale: torch.Tensor,
+        expert_idx: int = -1,
     ) -> None:
-        # Scales have the weights' rows: placed alike, then interleaved.
-        self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
-        _interleave(dst_w3_w1_weight_scale)
+        """Scales have the weights' rows, so they are placed alike, then interleaved.
+
+        The 128x4 layout permutes bytes within 128 rows, and each half is a multiple of that: a half is written by itself.
+        """
+        halves = (w3_weight_scale, w1_weight_scale) if module.is_gated_activation else (w1_weight_scale,)
+        destinations = dst_w3_w1_weight_scale.view(torch.uint8).chunk(len(halves))
+        for half, destination in zip(halves, destinations, strict=True):
+            if half is not None:
+                shard = self._shard(module, half, host.TensorParallelMode.COLUMN, destination.device)
+                destination.zero_()
+                destination[: shard.shape[0]].copy_(shard)
+                _interleave(destination)
 
     def load_expert_w2_weight_scale_nvfp4(
-        self, module: Any, w2_weight_scale: torch.Tensor, dst_w2_weight_scale: torch.Tensor
+        self, module: Any, w2_weight_scale: torch.Tensor | None, dst_w2_weight_scale: torch.Tensor
     ) -> None:
-        self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
-        _interleave(dst_w2_weight_scale)
+        if w2_weight_scale is not None:
+            self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
+            _interleave(dst_w2_weight_scale)
 
     @staticmethod
     def _shard(module: Any, tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
@@ -100,35 +129,32 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
 
     # ---- scalars -----------------------------------------------------------------------------------------------------
 
-    def load_quant_scales(self, module: Any, weights: Any) -> None:
-        super().load_quant_scales(module, weights)
-        # Other loading modes have one scale for both halves.
-        if module.is_gated_activation and module.weight_loading_mode is host.MoEWeightLoadingMode.VANILLA:
-            self._gate_and_up = (self._scale_2(module, weights, "w1"), self._scale_2(module, weights, "w3"))
+    def remember(self, module: Any, slot: int, gate: torch.Tensor, up: torch.Tensor) -> None:
+        """``weight_scale_2`` of one local expert as the checkpoint has them; the host keeps the larger of the two."""
+        self._gate_and_up[slot] = (float(gate.reshape(())), float(up.reshape(())))  # no reference to the loader's buffers
 
-    @staticmethod
-    def _scale_2(module: Any, weights: Any, name: str) -> torch.Tensor:
-        """``weight_scale_2`` of this rank's experts, ``(E,)`` float32."""
-        local = module.initial_local_expert_ids
-        return torch.stack([weights[f"{e}.{name}.weight_scale_2"][...].reshape(()).float() for e in local])
+    def before_quant_scales(self, module: Any) -> None:
+        """gate's scale into FC1's alpha, once the host has made its alphas, and up's over gate's into ``b12x_up_to_gate``."""
+        loaded, self._gate_and_up = self._gate_and_up, {}
+        if module.b12x_up_to_gate.is_meta:
+            return
+        if not self._ratios_are_set:  # what a model built on meta tensors gets is not even zeros
+            module.b12x_up_to_gate.data.fill_(1)
+            self._ratios_are_set = True
+        for slot, (gate, up) in loaded.items():
+            zero = gate == 0 or up == 0  # then so is the product
+            module.b12x_up_to_gate.data[slot] = 1.0 if gate == up or zero else up / gate
+            if gate != up:
+                module.fc31_alpha.data[slot] = 0.0 if zero else gate / module.fc31_input_scale.data
 
-    def post_load_weights(self, module: Any) -> None:
-        """After the host's own: later generations compute their alphas between :meth:`load_quant_scales` and here."""
-        if self._gate_and_up is not None:
-            gate, up = (scale.to(module.fc31_alpha.device) for scale in self._gate_and_up)
-            self._gate_and_up = None
-            zero = (gate == 0) | (up == 0)  # then so is the product
-            ones = torch.ones_like(gate)
-            module.b12x_up_to_gate.data.copy_(torch.where((gate == up) | zero, ones, up / gate.where(gate != 0, ones)))
-            exact = torch.where(zero, torch.zeros_like(gate), gate / module.fc31_input_scale.data)
-            module.fc31_alpha.data.copy_(torch.where(gate == up, module.fc31_alpha.data, exact))
-        super().post_load_weights(module)
-        self.update_scalars(module)
+    def after_quant_scales(self, module: Any) -> None:
+        if not module.b12x_up_to_gate.is_meta:
+            self.update_scalars(module)
 
     def setup_quant_scales(self, module: Any) -> None:
         super().setup_quant_scales(module)
         ratio = getattr(module, "b12x_up_to_gate", None)  # the host calls this in create_weights too
-        if ratio is not None and bool((ratio.data != 1).any()):
+        if ratio is not None and not ratio.is_meta and self._ratios_are_set and bool((ratio.data != 1).any()):
             module.b12x_fc2_act_global.copy_(module.fc2_input_scale.data * ratio.data)
             module.quant_scales = module.quant_scales._replace(fc2_act_global=module.b12x_fc2_act_global)
 
@@ -142,6 +168,19 @@ class NVFP4Sm12xFusedMoEMethod(host.NVFP4CutlassFusedMoEMethod):  # type: ignore
         """
         module.b12x_input_global_scale.copy_(module.fc31_input_scale.data.reciprocal())
         module.b12x_fc2_input_scale.copy_(module.fc2_input_scale.data.reciprocal() / module.b12x_up_to_gate.data)
+
+    def padding_bytes(self, module: Any) -> int:
+        """Zeros in payload and block scales that fill the tile, on this rank."""
+        logical = module.intermediate_size_per_partition
+        tile = -(-logical // self.tile) * self.tile
+        names = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
+        total = sum(getattr(module, name).data.nbytes for name in names)
+        return total * (tile - logical) // tile
+
+    def scalar_bytes(self, module: Any) -> int:
+        """What this method adds to the host's parameters."""
+        names = ("b12x_up_to_gate", "b12x_input_global_scale", "b12x_fc2_input_scale", "b12x_fc2_act_global")
+        return sum(int(getattr(module, name).nbytes) for name in names)
 
     def kernel_weights(self, module: Any) -> KernelWeights:
         """The kernel's arguments as views of the module's storage; keep the returned object alive with the module."""

@@ -1,30 +1,52 @@
-"""Promotion: ``get_moe_cls`` answers with our class where the host would answer with ``CutlassFusedMoE``."""
+"""Promotion: what is rebound in the host, why, and until when.
+
+Everything here is a module attribute that the host looks up when it builds a layer; a name that somebody bound before asks
+the same switch, so that ``uninstall`` reaches it too.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
-from . import environment, log, settings
+from . import bootstrap, environment, log, registry, settings
 from . import host as _host
-from .decision import Problem, decide
+from .decision import Deployment, Environment, Problem, RejectReason, Verdict, decide
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _active = False
+_refused = ""
+"""Why the host of this process is left alone, once that is known."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One rebound name of the host."""
+
+    owner: Any
+    """Module or class."""
+    name: str
+    original: Any
+
+    def __str__(self) -> str:
+        module = getattr(self.owner, "__module__", "")
+        return f"{module}{'.' if module else ''}{self.owner.__name__}.{self.name}"
+
+
+_patches: list[Patch] = []
 
 
 def install() -> None:
-    """Patch the host of this process.  Idempotent, thread-safe.
+    """Promote in this process, before or after the host is imported.  Idempotent, thread-safe.
 
-    Nothing is patched with ``TRTLLM_B12X=0``.
-
-    Patch: ``create_moe.get_moe_cls``.  Why: the host builds and wraps whatever class it returns, and has no registry for
-    the CUTLASS name.  How: rebound as a module attribute, which ``create_moe`` looks up globally and ``ConfigurableMoE``
-    imports at call time.  It can go when the host offers an entry point for backends.
-
-    Raises:
-        UnsupportedHostError: the host has no adapter.
+    Nothing is patched with ``TRTLLM_B12X=0``, and TensorRT-LLM is not imported by this.  Without it the embedded host is patched.
     """
     global _active
     if settings.ENABLED() == "0":
@@ -33,44 +55,223 @@ def install() -> None:
         if not _active:
             log.configure()
         _active = True
-        module = _host.load().create_moe
-        if not hasattr(module.get_moe_cls, "_trtllm_b12x_original"):
-            module.get_moe_cls = _promoting(module.get_moe_cls)
+        if not _host.installed():
+            patch(_host.load().create_moe)
+            return
+        bootstrap.start()
+        for name in bootstrap.WATCHED & set(sys.modules):
+            module = sys.modules[name]
+            # One that is being imported right now is patched by its loader when it is complete.
+            if not getattr(module.__spec__, "_initializing", False):
+                patch(module)
 
 
 def uninstall() -> None:
-    """Give the host its function back; names that others bound meanwhile ask the switch and answer as the host."""
+    """Give the host its names back; names that others bound meanwhile ask the switch and answer as the host.
+
+    Layers that were built stay what they are.
+    """
     global _active
     with _lock:
         _active = False
-        module = _host.load().create_moe
-        module.get_moe_cls = getattr(module.get_moe_cls, "_trtllm_b12x_original", module.get_moe_cls)
+        bootstrap.stop()
+        for entry in reversed(_patches):
+            if getattr(vars(entry.owner).get(entry.name), "_trtllm_b12x", False):
+                setattr(entry.owner, entry.name, entry.original)
+        _patches.clear()
 
+
+def patch(module: ModuleType) -> None:
+    """Rebind the names of one of the host's modules (:data:`trtllm_b12x.bootstrap.WATCHED`), all of them or none.
+
+    ``create_moe.get_moe_cls`` (generations A and B).  Why: the host builds and wraps whatever class it returns, and has no
+    registry for the CUTLASS name.  How: rebound as a module attribute, which ``create_moe`` looks up globally and
+    ``ConfigurableMoE`` imports at call time.  It can go when the host offers an entry point for backends; upstream decided
+    against promoting CUTLASS (PR 13773).
+
+    ``create_moe.create_moe_backend`` (every generation).  Why: only here are a layer's activation, bias and router weight known;
+    it refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``).  How: as
+    above; inside the call, its name for the CUTLASS class is ours.  It can go with the other.
+
+    ``AutoTuner._find_nearest_profile``.  Why: it indexes shapes by specs of inputs that are not there and dies with IndexError
+    at warm-up on SM121 (issue 12230).  How: only where a call with such a spec raises, specs out of range are left out.  It can
+    go with the last supported host from before PR 12310 (18 March 2026).
+
+    Raises:
+        ValueError: the module lacks what is rebound.
+    """
+    global _active
+    if settings.ENABLED() == "0":
+        return
+    with _lock:
+        _active = True
+        if module.__name__.rpartition(".")[2] == "autotuner":
+            _patch_autotuner(module)
+            return
+        backend = getattr(module, "create_moe_backend", None)
+        if not callable(backend) or "moe_cls" not in inspect.signature(backend).parameters:
+            raise ValueError("it has no create_moe_backend(moe_cls, ...)")
+        if not hasattr(module, "CutlassFusedMoE"):
+            raise ValueError("it does not name CutlassFusedMoE")
+        wrappers: dict[str, Callable[[Any], Any]] = {"create_moe_backend": _building}
+        if hasattr(module, "get_moe_cls"):
+            wrappers["get_moe_cls"] = _promoting
+        for name, wrapper in wrappers.items():
+            _rebind(module, name, wrapper)
+
+
+def _rebind(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    original = vars(owner)[name]
+    if getattr(original, "_trtllm_b12x", False):
+        return
+    replacement = wrapper(original)
+    replacement._trtllm_b12x = True
+    setattr(owner, name, replacement)
+    _patches.append(Patch(owner, name, original))
+
+
+def active() -> bool:
+    """Promotion is on."""
+    return _active
+
+
+def patched() -> tuple[str, ...]:
+    """Names of the host that are rebound in this process."""
+    return tuple(map(str, _patches))
+
+
+def _adapter() -> Any:
+    """The host's adapter while promotion is on; None leaves the host alone."""
+    global _refused
+    if not _active or _refused:
+        return None
+    with _lock:
+        try:
+            return _host.load()
+        except _host.UnsupportedHostError as error:
+            _refused = str(error)
+            log.logger.warning("%s; the host's own classes run (trtllm-b12x doctor shows what differs)", error)
+            return None
+
+
+def _facts() -> Environment:
+    from . import kernels  # torch is there by now
+
+    return kernels.environment()
+
+
+def _our_class() -> Any:
+    # Imported at the first promotion: at the time of the import hook the host's package is half-initialized.
+    with _lock:
+        from .fused_moe import FlashInferNvfp4Sm12xFusedMoE
+
+        return FlashInferNvfp4Sm12xFusedMoE
+
+
+# ---- which class ---------------------------------------------------------------------------------------------------------
 
 _NO_SM12X_KERNEL = ("TRTLLMGenFusedMoE", "CuteDslFusedMoE")
 """Host classes whose NVFP4 kernels are for SM100 alone; named on SM12x they fail at run time (TensorRT-LLM PR 11997)."""
+
+_HOSTS_B12X = "CuteDslB12xFusedMoE"
+"""The host's own b12x (PR 13773): compiles with whatever CuTe DSL payload is there, dies with a wrong one (issue 15853)."""
+
+_PAYLOAD = (RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.TOOLKIT)
 
 
 def _promoting(get_moe_cls: Any) -> Any:
     @functools.wraps(get_moe_cls)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         moe_cls = get_moe_cls(*args, **kwargs)
-        if not _active or not (moe_cls is _host.load().CutlassFusedMoE or _has_no_kernel_here(moe_cls)):
+        host = _adapter()
+        if host is None:
+            return moe_cls
+        moe_cls = _without_broken_b12x(moe_cls, host)
+        if moe_cls is not host.CutlassFusedMoE and not _has_no_kernel_here(moe_cls):
             return moe_cls
         problem = problem_of(*args, **kwargs)
-        if problem is None or not decide(problem).served:
+        if problem is None:
             return moe_cls
-        # Imported at the first promotion: the host's package is complete by then.
-        from .fused_moe import FlashInferNvfp4Sm12xFusedMoE
+        verdict = decide(problem, environment=_facts())
+        if verdict.served:
+            return _our_class()
+        log.announce(verdict, f"moe_backend {getattr(_model_config(args, kwargs), 'moe_backend', '')}".strip())
+        return moe_cls
 
-        return FlashInferNvfp4Sm12xFusedMoE
-
-    wrapper._trtllm_b12x_original = get_moe_cls  # type: ignore[attr-defined]
     return wrapper
+
+
+def _building(create_moe_backend: Any) -> Any:
+    signature = inspect.signature(create_moe_backend)
+
+    @functools.wraps(create_moe_backend)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        host = _adapter()
+        if host is None:
+            return create_moe_backend(*args, **kwargs)
+        try:
+            call = signature.bind(*args, **kwargs)
+        except TypeError:
+            return create_moe_backend(*args, **kwargs)  # the host's own error
+        asked = call.arguments["moe_cls"]
+        moe_cls = _without_broken_b12x(asked, host)
+        promoted_before = "trtllm_b12x.fused_moe" in sys.modules and asked is _our_class()
+        verdict = None
+        # Where get_moe_cls exists it has said yes or no already; elsewhere the host's answer is CutlassFusedMoE.
+        if promoted_before or (moe_cls is host.CutlassFusedMoE and not host.has_get_moe_cls):
+            verdict = decide(*_layer_facts(host, call.arguments, quantization=not promoted_before), environment=_facts())
+            if not verdict.served:
+                log.announce(verdict, "MoE layer")
+                moe_cls = host.CutlassFusedMoE
+            else:
+                moe_cls = _our_class()
+        call.arguments["moe_cls"] = moe_cls
+        if verdict is not None and verdict.served:
+            with _known_as_cutlass(host, moe_cls):
+                return create_moe_backend(*call.args, **call.kwargs)
+        module = create_moe_backend(*call.args, **call.kwargs)
+        if verdict is not None:
+            registry.record(module, verdict, ready=True)
+        return module
+
+    return wrapper
+
+
+@contextmanager
+def _known_as_cutlass(host: Any, ours: type) -> Iterator[None]:
+    """Inside ``create_moe_backend``, its name for the CUTLASS class is ours.
+
+    Every generation tests the class there against that name, with ``==``, ``in`` or ``is``, and refuses what it does not know.
+    """
+    with _lock:
+        host.create_moe.CutlassFusedMoE = ours
+        try:
+            yield
+        finally:
+            host.create_moe.CutlassFusedMoE = host.CutlassFusedMoE
 
 
 def _has_no_kernel_here(moe_cls: type) -> bool:
     return moe_cls.__name__ in _NO_SM12X_KERNEL and not settings.KEEP_BACKEND() and environment.probe().sm in (120, 121)
+
+
+def _without_broken_b12x(moe_cls: Any, host: Any) -> Any:
+    """CUTLASS in place of the host's own b12x class where the payload gate says that its kernels will not compile."""
+    if getattr(moe_cls, "__name__", "") != _HOSTS_B12X or settings.KEEP_BACKEND():
+        return moe_cls
+    payload = environment.probe()
+    rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)
+    if not rejections:
+        return moe_cls
+    log.announce(Verdict(rejections), f"moe_backend CUTEDSL ({_HOSTS_B12X})")
+    return host.CutlassFusedMoE
+
+
+# ---- what is known when --------------------------------------------------------------------------------------------------
+
+
+def _model_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("model_config")
 
 
 def problem_of(*args: Any, **kwargs: Any) -> Problem | None:
@@ -78,12 +279,74 @@ def problem_of(*args: Any, **kwargs: Any) -> Problem | None:
 
     Takes the arguments of ``get_moe_cls``, which grew over the generations; None where they are none that we know.
     """
-    model_config = args[0] if args else kwargs.get("model_config")
+    model_config = _model_config(args, kwargs)
     override = args[1] if len(args) > 1 else kwargs.get("override_quant_config")
     try:
-        quant_config = override if override is not None else model_config.quant_config  # type: ignore[union-attr]
+        quant_config = override if override is not None else model_config.quant_config
         algo = None if quant_config is None else quant_config.quant_algo
     except AttributeError:
         return None
     name = "none" if algo is None else str(getattr(algo, "value", algo))
     return Problem(quant_algo=None if name == "MIXED_PRECISION" else name)
+
+
+def _layer_facts(host: Any, arguments: dict[str, Any], quantization: bool) -> tuple[Problem, Deployment]:
+    """What ``create_moe_backend`` is told.  The quantization may still change per layer: judged only where it is all there is."""
+    model_config = arguments.get("model_config")
+    known = problem_of(model_config) if quantization else None
+    dtype = arguments.get("dtype")
+    problem = replace(
+        known or Problem(),
+        activation=host.activation_name(arguments.get),
+        activation_constants=host.activation_constants(arguments.get),
+        activation_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        bias=bool(arguments.get("bias")),
+        apply_router_weight_on_input=bool(arguments.get("apply_router_weight_on_input")),
+        dynamic_quantization=bool(getattr(model_config, "force_dynamic_quantization", False)),
+        hidden_size=arguments.get("hidden_size"),
+    )
+    balancer = getattr(model_config, "moe_load_balancer", None)
+    deployment = Deployment(
+        lora=getattr(model_config, "lora_config", None) is not None,
+        # The host's own test for the one that moves weights while it serves.
+        load_balancer=None if balancer is None else "dynamic" if getattr(balancer, "layer_updates_per_iter", 0) else "static",
+    )
+    return problem, deployment
+
+
+# ---- the host's autotuner ------------------------------------------------------------------------------------------------
+
+
+def _patch_autotuner(module: Any) -> None:
+    tuner = module.AutoTuner
+    if isinstance(vars(tuner).get("_find_nearest_profile"), classmethod) and _index_error(module):
+        _rebind(tuner, "_find_nearest_profile", _guarding)
+
+
+def _index_error(module: Any) -> bool:
+    """Does a spec of an input that is not there raise?"""
+    spec = module.DynamicTensorSpec(input_idx=1, dim_idx=0)
+    try:
+        module.AutoTuner._find_nearest_profile(((1,),), (spec,), ())
+    except IndexError:
+        return True
+    except Exception:  # another signature: not the code that the guard is for
+        return False
+    return False
+
+
+def _guarding(original: Any) -> Any:
+    """``_find_nearest_profile`` without the specs that have no input."""
+    find = original.__func__
+
+    @functools.wraps(find)
+    def guarded(cls: Any, shapes: Any, dynamic_tensor_specs: Any, constraint_specs: Any, *args: Any, **kwargs: Any) -> Any:
+        def there(spec: Any) -> bool:
+            return bool(spec.input_idx < len(shapes) and spec.dim_idx < len(shapes[spec.input_idx]))
+
+        if _active:
+            dynamic_tensor_specs = tuple(filter(there, dynamic_tensor_specs))
+            constraint_specs = tuple(filter(there, constraint_specs))
+        return find(cls, shapes, dynamic_tensor_specs, constraint_specs, *args, **kwargs)
+
+    return classmethod(guarded)

@@ -53,7 +53,7 @@ KEEP_BACKEND = Switch(
 LOG = Switch(
     f"{_PREFIX}_LOG",
     {level: level for level in ("DEBUG", "INFO", "WARNING", "ERROR")},
-    "WARNING",
+    "INFO",
     "level of the logger trtllm_b12x",
 )
 

@@ -15,7 +15,7 @@ from . import selection, strict_reference
 from .checkpoint import Checkpoint, CheckpointError, MoELayer
 from .crossover import crossover
 from .decision import Deployment, Problem, Verdict, decide
-from .kernels import environment, kernel_class
+from .kernels import environment
 from .kernels.layout import plain_scales
 from .strict_reference import Arithmetic, Call
 
@@ -221,7 +221,7 @@ def _judge_coverage(report: LayerReport, batches: Sequence[_Batch], require_b12x
 
 def judge(layer: MoELayer, ranks: Ranks) -> Verdict:
     """The verdict that the layer will get on every rank, from what the checkpoint alone tells."""
-    return decide(problem_of(layer, ranks), Deployment(ranks.tp, ranks.ep), environment(kernel_class().features))
+    return decide(problem_of(layer, ranks), Deployment(ranks.tp, ranks.ep), environment())
 
 
 def problem_of(layer: MoELayer, ranks: Ranks) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,14 +11,15 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x import verification
+from trtllm_b12x.host.embedded import fp4_quantize
 
 host = layers.host
 
 
 @pytest.fixture
 def layer() -> tuple[Any, dict[str, torch.Tensor]]:
-    tensors = random_experts(6, 128, 160)
-    return layers.load(layers.create(6, 128, 160, top_k=3), tensors), tensors
+    tensors = random_experts(6, 128, 192)
+    return layers.load(layers.create(6, 128, 192, top_k=3), tensors), tensors
 
 
 @pytest.mark.parametrize("arguments", [{"do_finalize": False}, {"lora_params": {"module": 1}}, {"enable_alltoall": True}])
@@ -31,8 +33,8 @@ def test_what_only_cutlass_does(
 
     def spy(self: Any, x: Any, ids: Any, scales: Any, **kwargs: Any) -> torch.Tensor:
         seen.update(kwargs, x=x)
-        for name in ("do_finalize", "lora_params"):  # not embedded
-            kwargs.pop(name, None)
+        for name in set(kwargs) - set(inspect.signature(run_moe).parameters):  # another generation's
+            kwargs.pop(name)
         result: torch.Tensor = run_moe(self, x, ids, scales, **kwargs)
         return result
 
@@ -54,7 +56,7 @@ def test_scales_given_with_the_input(layer: tuple[Any, dict[str, torch.Tensor]])
     """Quantized elsewhere, linear scales, as after a gather."""
     module, tensors = layer
     x, logits = layers.inputs(module, 6, tensors)
-    packed, sf = host.fp4_quantize(x, module.backend.fc31_input_scale, 16, False, False)
+    packed, sf = fp4_quantize(x, module.backend.fc31_input_scale, 16, False, False)
     ids, scales = module.routing_method.apply(logits)
     with verification._kernel_calls(module.backend) as count:
         result = module.backend.run_moe(packed, ids, scales, sf.view(6, -1), is_sf_swizzled=False, output_dtype=torch.bfloat16)
@@ -94,8 +96,8 @@ def test_multi_token_prediction_multiplies_the_tokens(layer: tuple[Any, dict[str
 
 def test_latent_experts_have_a_hidden_size_of_their_own() -> None:
     """The model says 1024, the layer was constructed with 256: the layer's counts."""
-    tensors = random_experts(6, 256, 160, gated=False)
-    module = layers.create(6, 256, 160, top_k=3, gated=False, pretrained_config=type("Config", (), {"hidden_size": 1024}))
+    tensors = random_experts(6, 256, 192, gated=False)
+    module = layers.create(6, 256, 192, top_k=3, gated=False, pretrained_config=type("Config", (), {"hidden_size": 1024}))
     layers.load(module, tensors)
     assert module.model_config.pretrained_config.hidden_size == 1024
     assert module.backend.kernel.geometry.hidden_size == 256
@@ -112,8 +114,8 @@ def test_a_kernel_that_cannot_be_planned_leaves_the_layer_to_cutlass(monkeypatch
 
     monkeypatch.setattr(ReferenceKernel, "plan", plan)
     monkeypatch.setenv("TRTLLM_B12X_GATHER_BF16", "1")
-    tensors = random_experts(6, 128, 160)
-    module = layers.load(layers.create(6, 128, 160, top_k=3), tensors)
+    tensors = random_experts(6, 128, 192)
+    module = layers.load(layers.create(6, 128, 192, top_k=3), tensors)
     assert module.backend.verdict.reasons == (RejectReason.KERNEL_PLAN_FAILED,)
     assert module.backend.verdict.rejections[0].detail == "RuntimeError: ptxas failed"
     x, logits = layers.inputs(module, 40, tensors)
@@ -125,8 +127,8 @@ def test_a_kernel_that_cannot_be_planned_leaves_the_layer_to_cutlass(monkeypatch
 
 def test_a_pipeline_rank_is_no_tensor_parallel_rank() -> None:
     """Rank 1 of two pipeline stages holds its layer whole."""
-    tensors = random_experts(6, 128, 160)
-    module = layers.load(layers.create(6, 128, 160, top_k=3, mapping={"world_size": 2, "rank": 1}), tensors)
+    tensors = random_experts(6, 128, 192)
+    module = layers.load(layers.create(6, 128, 192, top_k=3, mapping={"world_size": 2, "rank": 1}), tensors)
     x, logits = layers.inputs(module, 40, tensors)
     assert layers.errors(module, x, logits, module(x, logits), tensors)[1] < 0.005
 

@@ -18,6 +18,7 @@ SHAPE = Problem(num_experts=512, top_k=10, hidden_size=2560, intermediate_size=6
 CASES = [
     (RejectReason.DISABLED, Problem(), Deployment(), Environment(enabled=False)),
     (RejectReason.HOST, Problem(), Deployment(), Environment(host="unsupported")),
+    (RejectReason.KERNEL_DRIVER, Problem(), Deployment(), Environment(kernel="none")),
     (RejectReason.SM, Problem(), Deployment(), Environment(sm=90)),
     (RejectReason.SM, Problem(), Deployment(), Environment(sm=0)),
     (RejectReason.TOOLKIT, Problem(), Deployment(), Environment(toolkit_cuda=(12, 9))),

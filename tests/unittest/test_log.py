@@ -34,7 +34,7 @@ def test_levels(caplog: pytest.LogCaptureFixture) -> None:
     log.announce(MENDABLE, "MoE layer 3")
     log.announce(ANOTHER_CARD, "MoE layer 3")
     warning, information = caplog.records
-    assert (warning.levelno, information.levelno) == (logging.WARNING, logging.INFO)
+    assert (warning.levelno, information.levelno) == (logging.WARNING, logging.DEBUG)
     assert "rank 0: MoE layer 3 stays on CUTLASS: DSL_MISSING" in warning.getMessage()
     assert "pip install nvidia-cutlass-dsl==" in warning.getMessage()
 
@@ -48,9 +48,15 @@ def test_what_a_setting_let_pass(caplog: pytest.LogCaptureFixture) -> None:
     assert "MoE layer 0: flashinfer-python 0.6.16 rounds every block scale once more" in record.getMessage()
 
 
-def test_other_ranks_only_inform(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_would_not_help_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    log.announce(decide(Problem(), environment=Environment(sm=90, dsl="none", flashinfer="none")), "MoE layer 0")
+    assert {record.levelno for record in caplog.records} == {logging.DEBUG}
+    assert len(caplog.records) == 3
+
+
+def test_other_ranks_do_not_repeat_it(caplog: pytest.LogCaptureFixture) -> None:
     log.announce(MENDABLE, "MoE layer 3", rank=1)
-    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
     assert "rank 1" in caplog.records[0].getMessage()
 
 

@@ -11,7 +11,7 @@ from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
 
-SIZES = [(128, 256), (160, 256), (256, 256), (320, 512)]
+SIZES = [(128, 256), (192, 256), (256, 256), (320, 512)]
 
 
 def built(size: int, gated: bool, experts: int = 3, **arguments: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -41,7 +41,7 @@ def test_parameters_are_created_on_the_tile(size: int, tile: int, gated: bool) -
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_kernel_reads_the_host_storage_and_nothing_else(gated: bool) -> None:
-    backend, _ = built(160, gated)
+    backend, _ = built(192, gated)
     weights = backend.kernel.weights
     own = {
         "w1_weight": backend.w3_w1_weight,
@@ -60,7 +60,7 @@ def test_the_kernel_reads_the_host_storage_and_nothing_else(gated: bool) -> None
 
 
 def test_exact_scale_map() -> None:
-    backend, tensors = built(160, gated=True)
+    backend, tensors = built(192, gated=True)
     weights = backend.kernel.weights
     fc1 = max(float(tensors[f"{e}.w1.input_scale"]) for e in range(3))
     fc2 = max(float(tensors[f"{e}.w2.input_scale"]) for e in range(3))
@@ -70,15 +70,15 @@ def test_exact_scale_map() -> None:
         assert weights.fc2_input_scale[e].item() == pytest.approx(fc2, rel=2e-7)
         assert weights.w2_alpha[e].item() == pytest.approx(float(tensors[f"{e}.w2.weight_scale_2"]) * fc2, rel=5e-7)
         scales = plain_scales(weights.w1_weight_sf)[e].view(torch.uint8)
-        assert torch.equal(scales[:160], tensors[f"{e}.w3.weight_scale"].view(torch.uint8))
-        assert torch.equal(scales[256 : 256 + 160], tensors[f"{e}.w1.weight_scale"].view(torch.uint8))
+        assert torch.equal(scales[:192], tensors[f"{e}.w3.weight_scale"].view(torch.uint8))
+        assert torch.equal(scales[256 : 256 + 192], tensors[f"{e}.w1.weight_scale"].view(torch.uint8))
 
 
 @pytest.mark.parametrize("ratio", [0.125, 1.7, 0.0])
 @pytest.mark.parametrize("tokens", [5, 64])
 def test_gate_and_up_may_carry_different_weight_scales(ratio: float, tokens: int) -> None:
-    tensors = random_experts(3, 128, 160, up_to_gate=ratio)
-    module = layers.load(layers.create(3, 128, 160), tensors)
+    tensors = random_experts(3, 128, 192, up_to_gate=ratio)
+    module = layers.load(layers.create(3, 128, 192), tensors)
     x, logits = layers.inputs(module, tokens, tensors)
     if not ratio:
         assert not module(x, logits).any()
@@ -95,8 +95,8 @@ def test_gate_and_up_may_carry_different_weight_scales(ratio: float, tokens: int
 
 def test_alphas_that_the_host_computes_after_loading_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 1.3 on, load_quant_scales only stages: the larger scale lands in fc31_alpha between it and post_load_weights."""
-    tensors = random_experts(3, 128, 160, up_to_gate=3.0)
-    module = layers.create(3, 128, 160)
+    tensors = random_experts(3, 128, 192, up_to_gate=3.0)
+    module = layers.create(3, 128, 192)
     module.load_weights([tensors])
     larger = torch.stack([tensors[f"{e}.w3.weight_scale_2"] for e in range(3)])
     module.backend.fc31_alpha.data.copy_(larger / module.backend.fc31_input_scale.data)
@@ -108,19 +108,19 @@ def test_alphas_that_the_host_computes_after_loading_the_scales(monkeypatch: pyt
 
 def test_one_half_at_a_time() -> None:
     """Partial loads pass the other half as None: it stays where it is."""
-    backend, tensors = built(160, gated=True)
-    other = random_experts(3, 128, 160, seed=5)
+    backend, tensors = built(192, gated=True)
+    other = random_experts(3, 128, 192, seed=5)
     rows = backend.w3_w1_weight.data[1]
     backend.quant_method.load_expert_w3_w1_weight(backend, None, other["1.w3.weight"], rows)
     view = rows.view(torch.uint8)
-    assert torch.equal(view[:160], other["1.w3.weight"])
-    assert torch.equal(view[256:416], tensors["1.w1.weight"])
+    assert torch.equal(view[:192], other["1.w3.weight"])
+    assert torch.equal(view[256:448], tensors["1.w1.weight"])
 
 
 def test_reload_keeps_every_storage() -> None:
-    backend, _ = built(160, gated=True)
+    backend, _ = built(192, gated=True)
     before = {name: t.data_ptr() for name, t in backend.kernel.weights.tensors().items()}
-    other = random_experts(3, 128, 160, seed=9, up_to_gate=2.0)
+    other = random_experts(3, 128, 192, seed=9, up_to_gate=2.0)
     layers.load(backend, other)
     assert {name: t.data_ptr() for name, t in backend.kernel.weights.tensors().items()} == before
     assert backend.kernel.weights.w1_alpha[0].item() == pytest.approx(float(other["0.w1.weight_scale_2"]), rel=5e-7)
@@ -128,14 +128,14 @@ def test_reload_keeps_every_storage() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_tensor_parallel_shards_land_on_their_own_tile(rank: int) -> None:
-    tensors = random_experts(2, 128, 320)
+    tensors = random_experts(2, 128, 384)
     mapping = {"world_size": 2, "rank": rank, "tp_size": 2, "moe_tp_size": 2}
-    backend = layers.load(layers.create(2, 128, 320, mapping=mapping), tensors).backend
+    backend = layers.load(layers.create(2, 128, 384, mapping=mapping), tensors).backend
     rows = backend.w3_w1_weight.data.view(torch.uint8)[1]
-    mine = slice(160 * rank, 160 * rank + 160)
-    assert torch.equal(rows[:160], tensors["1.w3.weight"][mine])
-    assert torch.equal(rows[256:416], tensors["1.w1.weight"][mine])
-    assert torch.equal(backend.w2_weight.data.view(torch.uint8)[1, :, :80], tensors["1.w2.weight"][:, 80 * rank : 80 * rank + 80])
+    mine = slice(192 * rank, 192 * rank + 192)
+    assert torch.equal(rows[:192], tensors["1.w3.weight"][mine])
+    assert torch.equal(rows[256:448], tensors["1.w1.weight"][mine])
+    assert torch.equal(backend.w2_weight.data.view(torch.uint8)[1, :, :96], tensors["1.w2.weight"][:, 96 * rank : 96 * rank + 96])
 
 
 def test_scale_view_refuses_what_does_not_fill_tiles() -> None:

@@ -29,6 +29,7 @@ def config(algo: Any = host.QuantAlgo.NVFP4, **arguments: Any) -> Any:
     return host.ModelConfig(quant_config=host.QuantConfig(quant_algo=algo, group_size=16), **arguments)
 
 
+@pytest.mark.embedded
 @pytest.mark.parametrize("backend", ["CUTLASS", "cutlass", "AUTO"])
 def test_nvfp4_is_promoted_and_nothing_else(backend: str) -> None:
     trtllm_b12x.install()

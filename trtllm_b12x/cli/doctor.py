@@ -36,6 +36,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     from trtllm_b12x.checkpoint import CheckpointError
     from trtllm_b12x.environment import driver_cuda, probe
 
+    _look_at_host()
     environment = probe(always_look=True)
     if target is not None:
         # Another machine's card; its toolkit is unknown where this one has none.
@@ -69,6 +70,19 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     else:
         _screen(environment, target, driver_cuda(), complaints, proof, verdicts, active)
     ctx.exit(0 if active else 1)
+
+
+def _look_at_host() -> None:
+    """Import TensorRT-LLM, if it is there, for the comparison with what is known of it; what it prints is not our output."""
+    import contextlib
+    import sys
+
+    from trtllm_b12x import host
+
+    if host.installed():
+        click.echo("importing TensorRT-LLM, which takes a while ...", err=True)
+        with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(host.UnsupportedHostError):
+            host.load()
 
 
 def _problems(checkpoint: Path) -> tuple[Problem, ...]:
@@ -157,12 +171,30 @@ def _screen(
         else:
             click.echo(textwrap.fill(rejection.remedy, 80, initial_indent="   -> ", subsequent_indent="      "))
     click.echo()
+    hook = _hook(e)
+    if hook:
+        click.echo(textwrap.fill(hook, 80) + "\n")
     if not active:
         click.echo("b12x will NOT serve decode here: the host's own CUTLASS class runs")
     elif e.host == "none":
         click.echo("b12x WOULD serve decode here, inside TensorRT-LLM")
     else:
         click.echo("b12x WILL serve decode here")
+
+
+def _hook(e: Environment) -> str:
+    """Why the worker processes would not be reached, empty if they will be."""
+    import sys
+
+    from trtllm_b12x import bootstrap
+
+    if e.host == "none" or any(isinstance(finder, bootstrap.Finder) for finder in sys.meta_path):
+        return ""
+    return (
+        "trtllm_b12x.pth was not run by this interpreter (python -S, or an installation with pip --target): worker processes "
+        "will not be promoted. Install the package into site-packages, or pass --custom_module_dirs with a folder whose "
+        "__init__.py calls trtllm_b12x.install()"
+    )
 
 
 def _features(e: Environment) -> str:

@@ -1,32 +1,56 @@
 """The door to TensorRT-LLM: the only package that imports it.
 
-:func:`load` returns the module of names the rest of the package builds on (``CutlassFusedMoE``, ``create_moe``,
-``NVFP4CutlassFusedMoEMethod``, ``Fp4QuantizedTensor``, ...), under the names the host gives them.
+:func:`load` returns the names the rest of the package builds on (``CutlassFusedMoE``, ``create_moe``,
+``NVFP4CutlassFusedMoEMethod``, ...), under the names the host gives them, and what differs between its generations.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import cache
-from types import ModuleType
+from types import SimpleNamespace
+
+_embedded = False
 
 
 class UnsupportedHostError(RuntimeError):
-    """TensorRT-LLM is installed, but this version of the package has no adapter for it."""
+    """TensorRT-LLM is installed, but what the package relies on is not all there."""
+
+
+def installed() -> bool:
+    """``tensorrt_llm`` can be imported, and nobody chose the embedded host."""
+    return not _embedded and ("tensorrt_llm" in sys.modules or importlib.util.find_spec("tensorrt_llm") is not None)
+
+
+def use_embedded() -> None:
+    """Take the embedded host also where TensorRT-LLM is installed: for command-line tools, before anything is loaded."""
+    global _embedded
+    _embedded = True
 
 
 @cache
-def load() -> ModuleType:
-    """The host of this process: the embedded one where ``tensorrt_llm`` cannot be imported.
+def load() -> SimpleNamespace:
+    """The host of this process: TensorRT-LLM where it is installed, else the embedded one.
 
     Raises:
-        UnsupportedHostError: ``tensorrt_llm`` is there; adapters for it are not part of this version.
+        UnsupportedHostError: no adapter fits what is there; the message says what differs from the nearest.
     """
-    if importlib.util.find_spec("tensorrt_llm") is not None:
-        raise UnsupportedHostError(
-            "tensorrt_llm is installed here, and this version of trtllm_b12x has no adapter for it yet: "
-            "use an environment without tensorrt_llm to run the embedded host"
-        )
-    from . import embedded
+    from . import adapters
 
-    return embedded
+    return adapters.tensorrt_llm() if installed() else adapters.embedded()
+
+
+def state() -> tuple[str, str]:
+    """``none``, a generation, ``unsupported`` with what differs, or ``installed`` where nobody has looked yet.
+
+    Looking imports TensorRT-LLM; that is left to :func:`load`.
+    """
+    if not installed():
+        return "none", ""
+    if "tensorrt_llm" not in sys.modules:
+        return "installed", ""
+    try:
+        return str(load().generation), ""
+    except UnsupportedHostError as error:
+        return "unsupported", str(error)

@@ -7,13 +7,14 @@ A kernel has three moments: :meth:`Kernel.plan` may allocate and compile, :meth:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
 
-from trtllm_b12x import settings
+from trtllm_b12x import host, settings
 from trtllm_b12x.decision import Environment
+from trtllm_b12x.environment import probe
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,22 @@ class Kernel(ABC):
         """
 
 
-def environment(features: KernelFeatures) -> Environment:
-    """A kernel's features as the facts that :func:`trtllm_b12x.decision.decide` reads."""
-    return Environment(
+def environment() -> Environment:
+    """What :func:`trtllm_b12x.decision.decide` is to know of this process: the machine, inside TensorRT-LLM, and its kernel.
+
+    The embedded host runs the torch kernel on any machine, so there the machine says nothing.
+    """
+    features = kernel_class().features
+    machine = probe() if host.installed() else Environment()
+    return replace(
+        machine,
         enabled=settings.ENABLED() != "0",
-        kernel=features.name,
+        gather_bf16=settings.GATHER_BF16(),
+        kernel=features.name if machine.kernel != "none" else "none",
         activations=features.activations,
         hidden_size_multiple=features.hidden_size_multiple,
         expert_parallel=features.negative_ids,
         graph_safe=features.graph_safe,
-        gather_bf16=settings.GATHER_BF16(),
     )
 
 

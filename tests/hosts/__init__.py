@@ -1,0 +1,1 @@
+"""Doubles of TensorRT-LLM, one per generation, and the facts that they are held to."""

@@ -1,0 +1,12 @@
+from typing import Any
+
+from trtllm_b12x.host.embedded.communication import AllGatherReduceScatter, all_reduce
+
+__all__ = ["AllGatherReduceScatter", "CommunicationFactory", "all_reduce"]
+
+
+class CommunicationFactory:
+    @staticmethod
+    def create_strategy(model_config: Any, **kwargs: Any) -> AllGatherReduceScatter | None:
+        mapping = model_config.mapping
+        return AllGatherReduceScatter(mapping.tp_rank) if mapping.enable_attention_dp and mapping.tp_size > 1 else None

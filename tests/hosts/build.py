@@ -1,0 +1,95 @@
+"""Compose a double of one generation: ``python -m tests.hosts.build A FOLDER`` writes ``FOLDER/tensorrt_llm``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from .extract import OLD_PACKAGE, PACKAGES
+
+HERE = Path(__file__).parent
+LAYERS = {
+    "A0": ("a",),
+    "A": ("a",),
+    "B": ("a", "b", "c1/quantization.py"),
+    "C1": ("c1",),
+    "C2": ("c1", "c2"),
+}
+"""Generation to the folders and files its MoE package is made of; later ones replace earlier ones."""
+
+DIFFERENCES = {
+    # Early 1.2: a layer forwards by itself unless asked otherwise, and run_moe knows no enable_alltoall.
+    "A0": {
+        "create_moe": [
+            ('get("ENABLE_CONFIGURABLE_MOE", "1")', 'get("ENABLE_CONFIGURABLE_MOE", "0")'),
+            (
+                'logger.warning("%s is not supported by ConfigurableMoE", moe_cls.__name__)',
+                'raise ValueError(f"ENABLE_CONFIGURABLE_MOE is set but backend {moe_cls.__name__} is not supported")',
+            ),
+        ],
+        "configurable_moe": [('            kwargs["enable_alltoall"] = self.enable_alltoall\n', "")],
+        "fused_moe_cutlass": [
+            ("        enable_alltoall: bool | None = None,\n", ""),
+            ("            enable_alltoall=bool(enable_alltoall),\n", ""),
+        ],
+    },
+    # Late 1.3: partial loading, a parameter for LoRA, and a hook.
+    "B": {
+        "fused_moe_cutlass": [
+            (
+                "        enable_alltoall: bool | None = None,\n    )",
+                "        enable_alltoall: bool | None = None,\n        lora_params: Any = None,\n    )",
+            ),
+            (
+                "        if not isinstance(self.quant_method, UnquantizedFusedMoEMethod):\n"
+                '            assert not allow_partial_loading, "Partial loading is not supported for quantized MoE now"\n'
+                "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode)\n",
+                "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode, allow_partial_loading)\n",
+            ),
+        ],
+        "quantization": [
+            ("        load_expert_ids: list[int] | None = None,\n    ) -> None:", "    ) -> None:"),
+            (
+                "            module.initial_local_expert_ids,\n        )\n        del module.tmp_weight_scale_2",
+                "        )\n        del module.tmp_weight_scale_2",
+            ),
+        ],
+        "interface": [
+            (
+                "    def pre_reload_weights(self)",
+                "    def validate_configurable_moe(self, moe: Any) -> None:\n        pass\n\n    def pre_reload_weights(self)",
+            ),
+        ],
+    },
+}
+"""What is too little for a file of its own: module to what is replaced in it."""
+
+
+def build(generation: str, folder: Path) -> Path:
+    """The double's tree in ``folder``, to be put on ``PYTHONPATH``; returns the folder."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(HERE / "common", folder, ignore=ignore, dirs_exist_ok=True)
+    package = folder / PACKAGES.get(generation, OLD_PACKAGE)
+    for layer in LAYERS[generation]:
+        source = HERE / layer
+        if source.is_dir():
+            shutil.copytree(source, package, ignore=ignore, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, package)
+    for module, replacements in DIFFERENCES.get(generation, {}).items():
+        path = package / f"{module}.py"
+        text = path.read_text(encoding="utf-8")
+        for old, new in replacements:
+            if old not in text:
+                raise ValueError(f"{path} does not hold {old!r}: DIFFERENCES is out of step with the folder it changes")
+            text = text.replace(old, new)
+        path.write_text(text, encoding="utf-8")
+    for parent in package.relative_to(folder).parents:
+        if parent != Path():
+            (folder / parent / "__init__.py").touch()
+    return folder
+
+
+if __name__ == "__main__":
+    build(sys.argv[1], Path(sys.argv[2]))

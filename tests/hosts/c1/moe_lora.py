@@ -1,0 +1,6 @@
+from typing import Any
+
+
+def has_moe_lora_targets(lora_config: Any) -> bool:
+    """``_torch.peft.lora.validation``: does the adapter reach routed experts?"""
+    return any(name.startswith("moe_") for name in getattr(lora_config, "lora_target_modules", None) or ())

@@ -1,0 +1,21 @@
+"""``ModelConfig``: frozen after construction but for ``quant_config`` and ``extra_attrs``, as the host's."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensorrt_llm.mapping import Mapping
+from trtllm_b12x.host.embedded import config
+
+from .utils import get_model_extra_attrs
+
+
+@dataclass
+class ModelConfig(config.ModelConfig):
+    mapping: Any = field(default_factory=Mapping)
+    extra_attrs: dict[str, Any] = field(default_factory=get_model_extra_attrs)
+    force_dynamic_quantization: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_frozen", False) and name not in ("_frozen", "extra_attrs", "quant_config"):
+            raise AttributeError(f"Cannot modify ModelConfig.'{name}' - instance is frozen")
+        super().__setattr__(name, value)

@@ -1,0 +1,9 @@
+from dataclasses import dataclass
+
+from trtllm_b12x.host.embedded import config
+
+
+@dataclass(frozen=True)
+class Mapping(config.Mapping):
+    moe_cluster_rank: int = 0
+    moe_cluster_size: int = 1

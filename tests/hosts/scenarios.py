@@ -1,0 +1,276 @@
+"""What is done in a process of its own with a double of TensorRT-LLM on the path: ``python -m tests.hosts.scenarios NAME ...``.
+
+Each prints one JSON object, the last line, for ``tests/integration/test_hosts.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def model_config(backend: str = "CUTLASS", algo: str | None = "NVFP4", **arguments: Any) -> Any:
+    from tensorrt_llm._torch.model_config import ModelConfig
+    from tensorrt_llm.models.modeling_utils import QuantAlgo, QuantConfig
+
+    quant_config = QuantConfig(quant_algo=None if algo is None else QuantAlgo(algo), group_size=16)
+    return ModelConfig(quant_config=quant_config, moe_backend=backend, **arguments)
+
+
+def build_and_run(config: Any = None) -> dict[str, Any]:
+    """A model through the file that bound ``create_moe`` early, by the host's own loader, and one decode call."""
+    import torch
+    from tensorrt_llm._torch.models.modeling_double import Model
+    from tensorrt_llm._torch.pyexecutor import model_loader
+
+    import trtllm_b12x
+    from tests.checkpoints import random_experts
+
+    lines: list[str] = []
+    logger = logging.getLogger("trtllm_b12x")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    config = config or model_config(skip_create_weights_in_init=True)
+    tensors = random_experts(4, 128, 192)
+    model = model_loader.load(lambda: Model(config, 3, excluded=(2,)), {f"layer{i}": tensors for i in (0, 1)})
+    layers = [getattr(model, f"layer{i}") for i in range(3)]
+    backends = [getattr(layer, "backend", layer) for layer in layers]
+    x, logits = torch.ones(3, 128, dtype=torch.bfloat16), torch.randn(3, 4)
+    output = layers[0](x, logits)
+    status = trtllm_b12x.status()
+    return {
+        "wrappers": [type(layer).__name__ for layer in layers],
+        "backends": [type(backend).__name__ for backend in backends],
+        "methods": [type(backend.quant_method).__name__ for backend in backends],
+        "kernels": [getattr(backend, "kernel", None) is not None for backend in backends],
+        "finite": bool(output.isfinite().all()),
+        "generation": status.generation,
+        "promoted": status.promoted,
+        "layers": status.layers,
+        "patches": list(status.patches),
+        "log": lines,
+    }
+
+
+def before_import() -> dict[str, Any]:
+    import trtllm_b12x
+
+    trtllm_b12x.install()
+    assert "tensorrt_llm" not in sys.modules
+    return build_and_run()
+
+
+def after_import() -> dict[str, Any]:
+
+    import trtllm_b12x
+
+    trtllm_b12x.install()
+    trtllm_b12x.install()
+    return build_and_run()
+
+
+def by_itself() -> dict[str, Any]:
+    """Nothing of ours is called: only what the interpreter's start has done."""
+    return build_and_run()
+
+
+def mpi_worker() -> dict[str, Any]:
+    """In a worker that TensorRT-LLM's session would spawn: only variables of its own names arrive, and its ``sys.path``."""
+    from mpi4py.futures import MPIPoolExecutor
+
+    variables = {name: value for name, value in os.environ.items() if name.startswith(("TRTLLM", "TLLM"))}
+    with MPIPoolExecutor(max_workers=1, path=sys.path, env=variables) as pool:
+        result: dict[str, Any] = pool.submit(build_and_run).result()
+    return result
+
+
+def spawned() -> dict[str, Any]:
+    import multiprocessing
+
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(build_and_run)
+
+
+def ray_worker() -> dict[str, Any]:
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": dict(os.environ)})
+    try:
+        result: dict[str, Any] = ray.get(ray.remote(build_and_run).remote())
+        return {**result, "ray": ray.__version__}
+    finally:
+        ray.shutdown()
+
+
+def custom_module_dirs(directory: str) -> dict[str, Any]:
+    """What ``--custom_module_dirs`` does in the parent: the folder's parent on the path, the folder imported by name."""
+    folder = Path(directory)
+    sys.path.insert(0, str(folder.parent))
+    importlib.import_module(folder.name)
+    return build_and_run()
+
+
+def naive() -> dict[str, Any]:
+    """What happens here to a plain subclass, and that ours is none; each order of asking in a process of its own."""
+    import torch
+
+    from tests import layers
+    from trtllm_b12x import host as _host
+    from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+
+    host = _host.load()
+
+    class Naive(host.CutlassFusedMoE):  # type: ignore[name-defined]
+        pass
+
+    result: dict[str, Any] = {}
+    arguments = {"dtype": torch.bfloat16, "model_config": model_config(skip_create_weights_in_init=True)}
+    more = {} if host.has_get_moe_cls else {"init_load_balancer": False}
+    try:
+        host.create_moe.create_moe_backend(Naive, host.RenormalizeMoeRoutingMethod(2), 4, 128, 192, **arguments, **more)
+        result["naive"] = "built"
+    except ValueError as error:
+        result["naive"] = str(error).split(":")[0]
+    plain = layers.create(4, 128, 192, promote=False).backend
+    ours = layers.create(4, 128, 192).backend
+    questions = [
+        (ours, host.CutlassFusedMoE, True),
+        (plain, FlashInferNvfp4Sm12xFusedMoE, False),
+        (ours, FlashInferNvfp4Sm12xFusedMoE, True),
+        (plain, host.CutlassFusedMoE, True),
+    ]
+    if sys.argv[-1] == "reversed":
+        questions.reverse()
+    result["isinstance"] = all(isinstance(instance, cls) is answer for instance, cls, answer in questions * 2)
+    result["classes"] = [type(plain) is host.CutlassFusedMoE, type(ours) is FlashInferNvfp4Sm12xFusedMoE]
+    return result
+
+
+def table() -> dict[str, Any]:
+    """Backend x quantization x SM: the host alone, and with us."""
+    import torch
+
+    import trtllm_b12x
+    from tests import layers
+    from trtllm_b12x import environment
+    from trtllm_b12x import host as _host
+
+    host = _host.load()
+    activation = layers.activation(True)
+
+    def answer(backend: str, algo: str | None) -> str:
+        try:
+            layer = host.create_moe.create_moe(
+                host.RenormalizeMoeRoutingMethod(2),
+                4,
+                128,
+                192,
+                dtype=torch.bfloat16,
+                model_config=model_config(backend, algo, skip_create_weights_in_init=True),
+                **activation,
+            )
+            if hasattr(layer, "create_weights") and not hasattr(layer, "backend"):
+                layer.create_weights()  # later hosts bind here
+        except (ValueError, AssertionError) as error:
+            return type(error).__name__
+        return type(getattr(layer, "backend", layer)).__name__
+
+    rows = []
+    for payload in ("13", "12"):
+        for sm in (90, 100, 120, 121):
+            os.environ["FAKE_COMPUTE_CAP"] = f"{sm // 10}.{sm % 10}"
+            os.environ["DOUBLE_SM"] = str(sm)
+            environment.probe.cache_clear()
+            if payload == "12":  # found for real in tests/integration/test_payload.py
+                environment.inspect_payload = lambda: environment.Payload("4.8.1", (12, 9))
+            for backend in ("CUTLASS", "TRTLLM", "CUTEDSL", "VANILLA", "DEEPGEMM"):
+                for algo in ("NVFP4", "FP8", None):
+                    trtllm_b12x.uninstall()
+                    alone = answer(backend, algo)
+                    trtllm_b12x.install()
+                    rows.append((payload, sm, backend, algo, alone, answer(backend, algo)))
+    return {"rows": rows, "has_get_moe_cls": host.has_get_moe_cls}
+
+
+def numbers(expected: str) -> dict[str, Any]:
+    """Sequences of calls, compared bit by bit with what the embedded host made of them."""
+    import torch
+
+    from tests import sequences
+
+    wrong = []
+    for name, tensor in torch.load(expected).items():
+        result = sequences.SEQUENCES[name]()
+        if not torch.equal(result, tensor):
+            wrong.append(f"{name}: {float((result.float() - tensor.float()).norm() / tensor.float().norm()):.2g}")
+    return {"wrong": wrong}
+
+
+def compiled() -> dict[str, Any]:
+    """A layer under ``torch.compile``, where a graph break is an error."""
+    import torch
+    from tensorrt_llm._torch import utils
+
+    from tests import layers
+    from tests.checkpoints import random_experts
+
+    tensors = random_experts(4, 128, 192)
+    module = layers.load(layers.create(4, 128, 192, layer_idx=0), tensors)
+    x, logits = layers.inputs(module, 5, tensors)
+    eager = module(x, logits)
+    utils.set_torch_compiling(True)
+    result = torch.compile(lambda a, b: module(a, b) * 1, fullgraph=True, backend="eager")(x, logits)
+    return {"equal": bool(torch.equal(result, eager)), "kernel": module.backend.kernel is not None}
+
+
+def tuning() -> dict[str, Any]:
+    """The autotuner's spec without an input, and what a tuned call reaches."""
+    import torch
+    from tensorrt_llm._torch import autotuner
+
+    import trtllm_b12x
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from trtllm_b12x.verification import _kernel_calls
+
+    def profile() -> str:
+        specs = (autotuner.DynamicTensorSpec(0, 0, (), lambda n: n // 2), autotuner.DynamicTensorSpec(3, 0))
+        constraints = (autotuner.ConstraintSpec(1, 0, lambda shapes: 1), autotuner.ConstraintSpec(2, 5, lambda shapes: 1))
+        try:
+            shapes = (torch.Size([8, 2]), torch.Size([4]), torch.Size([3]))
+            return str(autotuner.AutoTuner._find_nearest_profile(shapes, specs, constraints))
+        except IndexError:
+            return "IndexError"
+
+    trtllm_b12x.uninstall()
+    alone = profile()
+    trtllm_b12x.install()
+    guarded = profile()
+    tensors = random_experts(4, 128, 192)
+    module = layers.load(layers.create(4, 128, 192), tensors)
+    x, logits = layers.inputs(module, 5, tensors)
+    counts = []
+    for tune in (True, False):
+        with autotuner.autotune(tune), _kernel_calls(module.backend) as count:
+            module(x, logits)
+        counts.append(count())
+    return {"alone": alone, "guarded": guarded, "kernel_calls": counts}
+
+
+def main() -> None:
+    scenario: Callable[..., dict[str, Any]] = globals()[sys.argv[1]]
+    arguments = [argument for argument in sys.argv[2:] if argument != "reversed"]
+    print("\n" + json.dumps(scenario(*arguments)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""Promotion inside doubles of TensorRT-LLM, generation by generation, in processes of their own.
+
+The doubles keep to the facts extracted from the public source (``tests/unittest/test_host_facts.py``).  The machine they run on
+has an SM120 card and CUDA 13 as far as ``nvidia-smi`` and ``nvcc`` say; FlashInfer and the CuTe DSL are the real ones.  The
+package is the wheel, installed in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.build import build
+from trtllm_b12x.host.contract import GENERATIONS
+
+ROOT = Path(__file__).parents[2]
+OURS, HOSTS = "FlashInferNvfp4Sm12xFusedMoE", "CutlassFusedMoE"
+SUITE = [
+    "tests/unittest/test_fused_moe.py",
+    "tests/unittest/test_quantization.py",
+    "tests/unittest/test_refit.py",
+    "tests/integration/test_distributed.py",
+]
+KEYWORD_SUITE = [*SUITE, "tests/unittest/test_calls.py"]  # which calls run_moe by keywords
+
+SMI = """#!/bin/sh
+case "$*" in
+  *compute_cap*) echo "0, GPU-aaaa, ${FAKE_COMPUTE_CAP:-12.0}" ;;
+  *) echo "| NVIDIA-SMI 580.95.05   Driver Version: 580.95.05   CUDA Version: 13.0 |" ;;
+esac
+"""
+NVCC = '#!/bin/sh\necho "Cuda compilation tools, release 13.0, V13.0.48"\n'
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hosts")
+
+
+@pytest.fixture(scope="session")
+def python(base: Path) -> Path:
+    """An environment with the wheel of a clean copy of the sources, and everything else by reference; returns its interpreter."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.splitlines()):
+        if (ROOT / name).is_file():
+            (base / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, base / "clone" / name)
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(base / "wheel"), str(base / "clone")], check=True
+    )
+    (wheel,) = (base / "wheel").glob("*.whl")
+    venv.create(base / "venv", with_pip=False, symlinks=True)
+    interpreter = base / "venv" / "bin" / "python"
+    subprocess.run([*pip, "--python", str(interpreter), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    # What is installed here, by reference: the folder, and the hooks of the CuTe DSL's wheels, but none of ours.
+    parent = Path(sysconfig.get_path("purelib"))
+    (site(interpreter) / "zz_parent.pth").write_text(f"{parent}\n")
+    for hook in parent.glob("nvidia*.pth"):
+        shutil.copy(hook, site(interpreter) / f"zzz_{hook.name}")
+    (base / "sources").mkdir()
+    shutil.copytree(ROOT / "tests", base / "sources" / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    return interpreter
+
+
+@pytest.fixture
+def own_python(python: Path, tmp_path: Path) -> Path:
+    """An environment of the test's own, to be broken."""
+    shutil.copytree(python.parents[1], tmp_path / "venv", symlinks=True)
+    return tmp_path / "venv" / "bin" / "python"
+
+
+def site(interpreter: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.run([interpreter, "-c", code], check=True, capture_output=True, text=True).stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def machine(base: Path) -> dict[str, str]:
+    """Variables of a machine that has the card, without a host yet."""
+    programs = base / "machine" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in (("nvidia-smi", SMI), ("nvcc", NVCC)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRTLLM", "CUDA", "PYTHON"))}
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    found = {"CUDA_HOME": str(base / "machine"), "LD_LIBRARY_PATH": f"{sys.prefix}/lib"}  # of the MPI wheel
+    return {**kept, **found, "PATH": path, "XDG_CACHE_HOME": str(base / "cache")}
+
+
+@pytest.fixture(scope="session", params=GENERATIONS)
+def double(request: pytest.FixtureRequest, base: Path, machine: dict[str, str]) -> dict[str, str]:
+    """Variables of a machine that has the card and this generation's double."""
+    folder = build(request.param, base / "doubles" / request.param)
+    return {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}", "GENERATION": request.param}
+
+
+def scenario(python: Path, variables: dict[str, str], name: str, *arguments: str, **more: str) -> dict[str, Any]:
+    command = [str(python), "-m", "tests.hosts.scenarios", name, *arguments]
+    directory = Path(variables["XDG_CACHE_HOME"]).parent  # not the checkout: it would be imported
+    result = subprocess.run(command, env={**variables, **more}, cwd=directory, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return {**answer, "stderr": result.stderr}
+
+
+TIMINGS = ["before_import", "after_import", "by_itself", "spawned", "mpi_worker"]
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("verdict", ["yes", "no"])
+def test_a_model_is_promoted_or_not(python: Path, double: dict[str, str], verdict: str, timing: str) -> None:
+    result = scenario(python, double, timing, FAKE_COMPUTE_CAP="12.1" if verdict == "yes" else "9.0", DOUBLE_SM="121")
+    assert result["generation"] == double["GENERATION"]
+    assert result["finite"]
+    wrapped = "ConfigurableMoE" if double["GENERATION"] != "A0" else None
+    if verdict == "no":
+        assert result["backends"] == [HOSTS] * 3
+        assert result["wrappers"] == [wrapped or HOSTS] * 3
+        assert not result["log"]
+        assert result["promoted"] == 0
+        return
+    # The third lost its quantization after it was built: ours by name, the host's to the letter.  C2 binds late enough to know.
+    assert result["backends"] == [OURS, OURS, HOSTS if double["GENERATION"] == "C2" else OURS]
+    assert result["wrappers"] == [wrapped or OURS] * 3
+    assert result["methods"] == ["NVFP4Sm12xFusedMoEMethod"] * 2 + ["UnquantizedFusedMoEMethod"]
+    assert result["kernels"] == [True, True, False]
+    assert (result["promoted"], result["layers"]) == (2, 3)
+    assert [line for line in result["log"] if "MoE layers on b12x" in line] == [
+        "rank 0: 2 of 3 MoE layers on b12x, decode below 64 tokens"
+    ]
+    expected = {"create_moe.create_moe_backend", "AutoTuner._find_nearest_profile"}
+    if not double["GENERATION"].startswith("C"):
+        expected.add("create_moe.get_moe_cls")
+    assert {".".join(name.split(".")[-2:]) for name in result["patches"]} == expected
+
+
+def test_ray(python: Path, base: Path, machine: dict[str, str]) -> None:
+    folder = build("B", base / "doubles" / "B")
+    result = scenario(python, {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}, "ray_worker")
+    assert result["backends"] == [OURS] * 3
+
+
+def test_custom_module_dirs(own_python: Path, base: Path, machine: dict[str, str], tmp_path: Path) -> None:
+    """Also where no ``.pth`` is read."""
+    folder = build("A", base / "doubles" / "A")
+    switch = tmp_path / "b12x_switch"
+    switch.mkdir()
+    (switch / "__init__.py").write_text("import trtllm_b12x\n\ntrtllm_b12x.install()\n")
+    variables = {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}
+    (site(own_python) / "trtllm_b12x.pth").unlink()
+    assert scenario(own_python, variables, "by_itself")["backends"] == [HOSTS] * 3
+    assert scenario(own_python, variables, "custom_module_dirs", str(switch))["backends"] == [OURS] * 3
+
+
+@pytest.mark.parametrize("order", ["", "reversed"])
+def test_what_happens_to_a_plain_subclass(python: Path, double: dict[str, str], order: str) -> None:
+    result = scenario(python, double, "naive", *([order] if order else []), ENABLE_CONFIGURABLE_MOE="1")
+    assert result["naive"] == "Unsupported moe backend"
+    assert result["isinstance"]
+    assert result["classes"] == [True, True]
+
+
+def test_every_backend_quantization_and_card(python: Path, double: dict[str, str]) -> None:
+    result = scenario(python, double, "table", ENABLE_CONFIGURABLE_MOE="1")
+    assert len(result["rows"]) == 2 * 4 * 5 * 3
+    without_kernel = ("TRTLLMGenFusedMoE", "CuteDslFusedMoE") if result["has_get_moe_cls"] else ()
+    for payload, sm, backend, algo, alone, promoted in result["rows"]:
+        expected = alone
+        if alone == "CuteDslB12xFusedMoE" and payload == "12":
+            expected = HOSTS  # its kernels would not compile
+        elif algo == "NVFP4" and sm in (120, 121) and payload == "13" and alone in (HOSTS, *without_kernel):
+            expected = OURS
+        assert promoted == expected, (payload, sm, backend, algo, alone)
+
+
+def test_the_numbers_are_the_embedded_hosts(python: Path, double: dict[str, str], tmp_path: Path) -> None:
+    import torch
+
+    from tests.sequences import SEQUENCES
+
+    file = tmp_path / "expected.pt"
+    torch.save({name: make() for name, make in SEQUENCES.items()}, file)
+    assert scenario(python, double, "numbers", str(file), ENABLE_CONFIGURABLE_MOE="1")["wrong"] == []
+
+
+def test_the_embedded_hosts_own_tests_hold(python: Path, double: dict[str, str]) -> None:
+    files = SUITE if double["GENERATION"].startswith("C") else KEYWORD_SUITE
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", "."]
+    result = subprocess.run(
+        [*command, "-m", "not embedded" if files is KEYWORD_SUITE else "not embedded and not keywords", *files],
+        env={**double, "ENABLE_CONFIGURABLE_MOE": "1"},
+        cwd=double["PYTHONPATH"].split(":")[1],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "skipped" not in result.stdout.splitlines()[-1]
+
+
+def test_compile_finds_no_graph_break(python: Path, double: dict[str, str]) -> None:
+    result = scenario(python, double, "compiled", ENABLE_CONFIGURABLE_MOE="1")
+    assert result["equal"]
+    assert result["kernel"]
+
+
+def test_the_autotuner(python: Path, double: dict[str, str]) -> None:
+    result = scenario(python, double, "tuning", ENABLE_CONFIGURABLE_MOE="1")
+    assert result["alone"] == "IndexError"
+    assert result["guarded"] == "((4, 2), (-1,), (3,))"
+    assert result["kernel_calls"] == [0, 1]  # while it tunes, CUTLASS sees the small counts
+
+
+# ---- what must not be there, and what must not matter --------------------------------------------------------------------
+
+
+def test_a_host_of_another_shape_is_left_alone(python: Path, base: Path, machine: dict[str, str]) -> None:
+    folder = build("B", base / "doubles" / "odd")
+    package = folder / "tensorrt_llm/_torch/modules/fused_moe"
+    quantization = (package / "quantization.py").read_text()
+    (package / "quantization.py").write_text(quantization.replace("_reconcile_and_compute_alphas", "_reconcile"))
+    cutlass = (package / "fused_moe_cutlass.py").read_text()
+    (package / "fused_moe_cutlass.py").write_text(
+        cutlass.replace("output_dtype: torch.dtype | None = None,", "out_dtype: torch.dtype | None = None,").replace(
+            "            output_dtype or x.dtype,", "            out_dtype or x.dtype,"
+        )
+    )
+    variables = {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}
+    doctor = subprocess.run([python, "-m", "trtllm_b12x", "doctor"], env=variables, capture_output=True, text=True)
+    assert doctor.returncode == 1
+    words = " ".join(doctor.stdout.split())
+    assert "HOST: no adapter fits TensorRT-LLM double" in words
+    assert "CutlassFusedMoE.run_moe: no parameter output_dtype" in words
+    code = (
+        "import importlib; c = importlib.import_module('tensorrt_llm._torch.modules.fused_moe.create_moe');"
+        "from tests.hosts.scenarios import model_config; print(c.get_moe_cls(model_config()).__name__)"
+    )
+    result = subprocess.run([python, "-c", code], env=variables, capture_output=True, text=True)
+    assert result.stdout.split() == [HOSTS]
+    assert result.stderr.count("no adapter fits") == 1
+
+
+def test_the_interpreters_start(python: Path, machine: dict[str, str]) -> None:
+    """Under a millisecond, the standard library only, and nothing that the interpreter has not imported anyway."""
+
+    def modules(**more: str) -> dict[str, int]:
+        command = [str(python), "-X", "importtime", "-c", "pass"]
+        errors = subprocess.run(command, env={**machine, **more}, capture_output=True, text=True, check=True).stderr
+        rows = [line.removeprefix("import time:").split("|") for line in errors.splitlines() if "|" in line]
+        return {row[2].strip(): int(row[1]) for row in rows if row[1].strip().isdigit()}
+
+    modules()  # byte code
+    runs = [modules() for _ in range(7)]
+    assert set(runs[0]) - set(modules(TRTLLM_B12X="0")) == {"trtllm_b12x", "trtllm_b12x.bootstrap"}
+    assert min(run["trtllm_b12x.bootstrap"] for run in runs) < 1000  # microseconds, with all that it imports
+
+
+@pytest.mark.parametrize("how", ["syntax", "missing", "raising", "unreadable", "cache"])
+def test_a_broken_plugin_breaks_nothing(own_python: Path, base: Path, machine: dict[str, str], tmp_path: Path, how: str) -> None:
+    python = own_python
+    folder = build("A", base / "doubles" / "A")
+    variables = {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}
+    package = site(python) / "trtllm_b12x"
+    bootstrap, selection = package / "bootstrap.py", package / "selection.py"
+    prefix: list[str] = []
+    if how == "syntax":
+        bootstrap.write_text("def (:\n")
+    elif how == "missing":
+        bootstrap.unlink()
+    elif how == "raising":
+        text = selection.read_text()
+        selection.write_text(text.replace("def patch(module: ModuleType) -> None:", "def patch(module):\n    1 / 0"))
+    elif how == "unreadable":
+        bootstrap.chmod(0)
+        if os.geteuid() == 0:  # root reads everything, unless told not to
+            prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
+    else:
+        (tmp_path / "file").touch()
+        variables["XDG_CACHE_HOME"] = str(tmp_path / "file")
+    for cached in package.glob("__pycache__/bootstrap*"):
+        cached.unlink()
+    start = subprocess.run([*prefix, python, "-c", "print('alive')"], env=variables, capture_output=True, text=True)
+    assert (start.returncode, start.stdout, start.stderr) == (0, "alive\n", "")
+    code = (
+        "import importlib; c = importlib.import_module('tensorrt_llm._torch.modules.fused_moe.create_moe');"
+        "from tests.hosts.scenarios import model_config; print(c.get_moe_cls(model_config()).__name__)"
+    )
+    result = subprocess.run([*prefix, python, "-c", code], env=variables, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [OURS if how == "cache" else HOSTS]
+    assert ("is left alone: ZeroDivisionError" in result.stderr) == (how == "raising")
+
+
+def test_nothing_is_left_after_uninstalling(own_python: Path, base: Path, machine: dict[str, str]) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--python", str(own_python)]
+    subprocess.run([*pip, "uninstall", "-y", "trtllm-b12x"], check=True)
+    assert [path.name for path in site(own_python).iterdir() if "b12x" in path.name] == []
+    folder = build("A", base / "doubles" / "A")
+    code = (
+        "import sys, importlib; c = importlib.import_module('tensorrt_llm._torch.modules.fused_moe.create_moe');"
+        "print(hasattr(c.get_moe_cls, '_trtllm_b12x'), [type(f).__name__ for f in sys.meta_path].count('Finder'))"
+    )
+    # The double's own records are the embedded host's: the package is there as plain files, as no user has it.
+    variables = {**machine, "PYTHONPATH": f"{folder}:{base / 'clone'}"}
+    result = subprocess.run([own_python, "-c", code], env=variables, capture_output=True, text=True)
+    assert result.stdout.split() == ["False", "0"], result.stderr

@@ -1,0 +1,88 @@
+"""Doubles keep to the facts of the public source, and what the package relies on is checked against the same facts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.build import build
+from tests.hosts.extract import extract
+from trtllm_b12x.host import contract
+
+KINDS = ("functions", "bases", "attributes", "comparisons")
+
+
+def differences(folder: Path, generation: str) -> list[str]:
+    """What the double in ``folder`` says otherwise than the public source."""
+    double, host = extract(folder, generation), contract.facts()[generation]
+    return [
+        f"{kind} {name}: {double[kind].get(name)}, the host has {host[kind].get(name)}"
+        for kind in KINDS
+        for name in sorted({*double[kind], *host[kind]})
+        if double[kind].get(name) != host[kind].get(name)
+    ]
+
+
+@pytest.mark.parametrize("generation", contract.GENERATIONS)
+def test_the_double_keeps_to_the_facts(tmp_path: Path, generation: str) -> None:
+    assert differences(build(generation, tmp_path), generation) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("create_moe", "moe_cls in (CutlassFusedMoE, MarlinFusedMoE)", "issubclass(moe_cls, CutlassFusedMoE)"),
+        ("fused_moe_cutlass", "workspace: ", "scratch: "),
+        ("fused_moe_cutlass", "post_quant_comm: bool = True", "post_quant_comm: bool = False"),
+        ("fused_moe_cutlass", "class CutlassFusedMoE(MoEImplBase)", "class CutlassFusedMoE(MoEWeightOwnerMixin)"),
+        ("quantization", "    weight_dtype = ", "    dtype_of_weights = "),
+    ],
+)
+def test_a_difference_is_found(tmp_path: Path, module: str, old: str, new: str) -> None:
+    folder = build("C1", tmp_path)
+    file = folder / "tensorrt_llm/_torch/modules/fused_moe" / f"{module}.py"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    assert differences(folder, "C1") != []
+
+
+def test_every_generation_has_its_sources() -> None:
+    assert tuple(contract.facts()) == contract.GENERATIONS
+    for generation, facts in contract.facts().items():
+        assert set(facts["functions"]) == set(contract.relied_on(generation))
+        for module in ("create_moe", "fused_moe_cutlass", "quantization"):
+            assert module in facts["sources"], generation
+
+
+def exact(x: Any, y: Any, *, scale: float = 1.0, **kwargs: Any) -> None: ...
+
+
+def more(x: Any, y: Any, z: int = 0, *, scale: float = 2.0, other: int = 1) -> None: ...
+
+
+def less(x: Any, *, scale: float = 1.0) -> None: ...
+
+
+def required(x: Any, y: Any, z: int, *, scale: float) -> None: ...
+
+
+def swapped(y: Any, x: Any, *, scale: float = 1.0) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (exact, []),
+        (more, []),
+        (less, ["no parameter y"]),
+        (required, ["parameter scale has no default", "new parameter z without a default"]),
+        (swapped, ["its parameters are (y, x), not (x, y, ...)"]),
+    ],
+)
+def test_what_a_host_may_change(function: Callable[..., None], found: list[str]) -> None:
+    recorded = ["x", "y", "*", "scale=1.0", "**kwargs"]
+    assert list(contract._lacking(recorded, list(inspect.signature(function).parameters.values()))) == found

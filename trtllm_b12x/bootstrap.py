@@ -1,0 +1,95 @@
+"""What ``trtllm_b12x.pth`` starts in every Python process: wait for TensorRT-LLM's MoE package, then rebind its names.
+
+Standard library only, no import (not even ``__future__``) that the interpreter has not made already, under a millisecond, and
+nothing here ever raises.  TensorRT-LLM builds the model in spawned MPI or Ray workers, which run no code of the user's: this is
+how they are reached.
+"""
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+WATCHED = frozenset(
+    f"tensorrt_llm._torch.{name}" for name in ("modules.fused_moe.create_moe", "moe.fused_moe.create_moe", "autotuner")
+)
+"""Modules whose names :mod:`trtllm_b12x.selection` rebinds; which of them exist depends on the host's generation."""
+
+failure = ""
+"""First line of what kept the hook from patching a host in this process."""
+
+
+class _Loader:
+    """The module's own loader, with a look at the module after its first execution and after every reload."""
+
+    def __init__(self, original: "Any") -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> "Any":
+        if name == "_original":  # a copy or an unpickled one, before __init__
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
+        module: ModuleType | None = self._original.create_module(spec)
+        return module
+
+    def exec_module(self, module: "ModuleType") -> None:
+        self._original.exec_module(module)
+        patch(module)
+
+
+class Finder:
+    """Answers for :data:`WATCHED` names alone, by asking the finders behind it.
+
+    It stays on ``sys.meta_path``: a reload asks the finders anew, and would otherwise give the host its plain functions back.
+    Any other import costs one look into a frozenset.
+    """
+
+    def __init__(self) -> None:
+        self._asking: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        if name not in WATCHED or name in self._asking:
+            return None
+        self._asking.add(name)  # imports of one module are serialized by its lock
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec = find(name, path, target) if find is not None and finder is not self else None
+                if spec is not None:
+                    if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, _Loader):
+                        spec.loader = _Loader(spec.loader)
+                    return spec
+            return None
+        finally:
+            self._asking.discard(name)
+
+
+def patch(module: "ModuleType") -> None:
+    """Hand a freshly executed module of the host to :func:`trtllm_b12x.selection.patch`; whatever goes wrong, the host runs."""
+    global failure
+    try:
+        from trtllm_b12x import selection
+
+        selection.patch(module)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"[trtllm_b12x] [WARNING] {module.__name__} is left alone: {failure} (run trtllm-b12x doctor)", file=sys.stderr)
+
+
+def start() -> None:
+    """Watch imports in this process.  Idempotent; modules that are there already are for ``install()``."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+
+
+def stop() -> None:
+    """Watch no longer."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]

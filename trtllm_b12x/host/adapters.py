@@ -1,0 +1,113 @@
+"""What differs between the host's generations, each difference told by what is there, never by a version.
+
+:mod:`trtllm_b12x.host.contract` has compared the installed host with the facts of each generation before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from . import UnsupportedHostError, contract
+from .calls import ContextCalls, EndsWithCachedState, EndsWithPostLoad, KeywordCalls
+from .weights import DirectWeights, StagedWeights
+
+_CONSTANTS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar")
+
+
+def embedded() -> SimpleNamespace:
+    """The host for machines without TensorRT-LLM: generation A in torch."""
+    from . import embedded as names
+
+    exported = {name: getattr(names, name) for name in names.__all__}
+    return _with_differences(SimpleNamespace(**exported), generation="embedded", is_tuning=lambda: False)
+
+
+def tensorrt_llm() -> SimpleNamespace:
+    """TensorRT-LLM of this process.
+
+    Raises:
+        UnsupportedHostError: see :func:`trtllm_b12x.host.load`.
+    """
+    try:
+        importlib.import_module("tensorrt_llm")
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnsupportedHostError(f"importing tensorrt_llm fails: {reason}") from error
+    generation = contract.recognize()
+    package = contract.facts()[generation]["package"]
+    # By import_module: as an attribute of its package, create_moe is the function.
+    create_moe, cutlass, quantization = (
+        importlib.import_module(f"{package}.{name}") for name in ("create_moe", "fused_moe_cutlass", "quantization")
+    )
+    utils = importlib.import_module("tensorrt_llm._torch.utils")
+    tuner = importlib.import_module("tensorrt_llm._torch.autotuner").AutoTuner
+    names = SimpleNamespace(
+        create_moe=create_moe,
+        CutlassFusedMoE=cutlass.CutlassFusedMoE,
+        NVFP4CutlassFusedMoEMethod=quantization.NVFP4CutlassFusedMoEMethod,
+        MoEWeightLoadingMode=quantization.MoEWeightLoadingMode,
+        TensorParallelMode=quantization.TensorParallelMode,
+        load_weight_shard=quantization.load_weight_shard,
+        ActivationType=utils.ActivationType,
+        Fp4QuantizedTensor=utils.Fp4QuantizedTensor,
+        block_scale_interleave=_block_scale_interleave,
+    )
+    return _with_differences(names, generation=generation, is_tuning=lambda: bool(tuner.get().is_tuning_mode))
+
+
+def _block_scale_interleave(block_scales: Any) -> Any:
+    import torch
+
+    return torch.ops.trtllm.block_scale_interleave(block_scales)
+
+
+def _with_differences(names: SimpleNamespace, **facts: Any) -> SimpleNamespace:
+    cutlass, method = names.CutlassFusedMoE, names.NVFP4CutlassFusedMoEMethod
+    named = hasattr(names.create_moe, "get_moe_cls")
+    calls = KeywordCalls if named else ContextCalls
+    end = EndsWithCachedState if hasattr(cutlass, "cache_derived_state") else EndsWithPostLoad
+    # An ABC's caches are keyed by equality: with an equal subclass every plain layer would be an instance of it, so there our
+    # class keeps normal identity.  Those hosts no longer compare the classes of backends.
+    metaclass = type(cutlass) if type(cutlass) is not type else type("CountsAsCutlass", (type,), _equality(cutlass))
+    return SimpleNamespace(
+        **vars(names),
+        **facts,
+        # A and B name classes by get_moe_cls, compare them exactly and hand out keywords; from C1 on a class is resolved from
+        # tables and run_moe takes a context.
+        has_get_moe_cls=named,
+        Layer=metaclass("Layer", (calls, end), {}),
+        Weights=StagedWeights if hasattr(method, "_reconcile_and_compute_alphas") else DirectWeights,
+        activation_name=_activation_name(names),
+        activation_constants=_activation_constants,
+    )
+
+
+def _equality(cutlass: type) -> dict[str, Any]:
+    """Makes a class equal to the host's own wherever the host compares classes exactly.
+
+    A and B ask ``moe_cls == CutlassFusedMoE``, ``moe_cls in (...)`` and ``backend.__class__ == CutlassFusedMoE`` to wrap and feed
+    a backend; a plain subclass fails all three (``create_moe.py``, ``configurable_moe.py``, ``moe_scheduler.py``).  Equality and
+    hash agree, identity stays: never key a dict, set or cache by this class.
+    """
+    return {"__eq__": lambda cls, other: other is cutlass or other is cls, "__hash__": lambda cls: hash(cutlass)}
+
+
+def _activation_name(names: Any) -> Callable[[Callable[[str], Any]], str]:
+    """Of a layer; ``get`` looks up an argument of ``create_moe_backend``, or an attribute of the layer."""
+
+    def activation_name(get: Callable[[str], Any]) -> str:
+        kind = getattr(get("activation"), "kind", None)  # C2; older ones have activation_type
+        kind = get("activation_type") if kind is None else kind
+        return str(names.ActivationType(names.ActivationType.Swiglu if kind is None else kind).name)
+
+    return activation_name
+
+
+def _activation_constants(get: Callable[[str], Any]) -> bool:
+    """Are SwiGLU's alpha, beta or limit given?"""
+    constants = getattr(get("activation"), "constants", None)
+    given = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
+    return any(value is not None for value in given)

@@ -1,0 +1,114 @@
+"""What became of this process's MoE layers: for :func:`trtllm_b12x.status` and the one line after the model is built."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import host
+from .decision import Verdict
+from .log import logger
+
+_lock = threading.Lock()
+
+
+@dataclass
+class _Entry:
+    module: weakref.ref[Any]
+    verdict: Verdict
+    ready: bool
+
+
+_entries: list[_Entry] = []
+_last_line: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Status:
+    """Of one process.  Bytes are those of this rank's device memory."""
+
+    generation: str
+    """The host's, or why it has none."""
+    active: bool
+    patches: tuple[str, ...]
+    """``module.name`` of everything rebound in the host."""
+    layers: int
+    """MoE layers of the CUTLASS backend that are alive."""
+    promoted: int
+    """Of these, on b12x."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Reject reason to the number of layers it keeps on CUTLASS."""
+    padding_bytes: int = 0
+    """Zeros that fill the kernel's tile, in payload and block scales."""
+    scalar_bytes: int = 0
+    """Per-expert scalars that the kernel reads beside the host's own."""
+
+
+def record(module: Any, verdict: Verdict, ready: bool) -> None:
+    """A layer and its latest verdict; ``ready`` once its weights are loaded, or where nothing waits for them."""
+    with _lock:
+        for entry in _entries:
+            if entry.module() is module:
+                entry.verdict, entry.ready = verdict, ready or entry.ready
+                break
+        else:
+            _entries.append(_Entry(weakref.ref(module), verdict, ready))
+    if ready:
+        _report()
+
+
+def alive() -> list[tuple[Any, Verdict]]:
+    """Layers that still exist, in the order of their construction.
+
+    The host builds a model on meta tensors first and, if that fails, anew: what is left of the attempt does not count.
+    """
+    with _lock:
+        _entries[:] = [entry for entry in _entries if entry.module() is not None]
+        return [(entry.module(), entry.verdict) for entry in _entries]
+
+
+def status() -> Status:
+    """See :func:`trtllm_b12x.status`."""
+    from . import selection
+
+    layers = alive()
+    served = [module for module, verdict in layers if verdict.served]
+    reasons = Counter(reason.name for _, verdict in layers for reason in verdict.reasons)
+    state, detail = host.state()
+    return Status(
+        generation=("embedded" if state == "none" else state) + (f": {detail}" if detail else ""),
+        active=selection.active(),
+        patches=selection.patched(),
+        layers=len(layers),
+        promoted=len(served),
+        reasons=dict(reasons),
+        padding_bytes=sum(module.quant_method.padding_bytes(module) for module in served),
+        scalar_bytes=sum(module.quant_method.scalar_bytes(module) for module in served),
+    )
+
+
+def forget() -> None:
+    """Start over, as a new process would."""
+    global _last_line
+    with _lock:
+        _entries.clear()
+        _last_line = (0, 0)
+
+
+def _report() -> None:
+    """One line when the last layer's weights are there; another only if more layers follow, as of a draft model."""
+    global _last_line
+    layers = alive()
+    with _lock:
+        if not all(entry.ready for entry in _entries):
+            return
+        served = [module for module, verdict in layers if verdict.served]
+        line = (len(served), len(layers))
+        if not served or line == _last_line:
+            return
+        _last_line = line
+    below = served[0].crossover
+    logger.info("rank %d: %d of %d MoE layers on b12x, decode below %d tokens", served[0].rank, *line, below)
