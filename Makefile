@@ -26,8 +26,6 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 $(VENV)/.demo: requirements/demo.txt requirements/constraints.txt pyproject.toml
-	@$(PYTHON) -c 'import importlib.util as u, sys; u.find_spec("tensorrt_llm") and sys.exit( \
-	  "tensorrt_llm is installed for $(PYTHON): make demo is for machines without it; use another interpreter, make demo PYTHON=...")'
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make demo PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements/demo.txt

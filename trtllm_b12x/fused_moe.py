@@ -10,7 +10,7 @@ import torch
 from . import host as _host
 from . import kernels, registry, settings
 from .crossover import crossover
-from .decision import Deployment, Problem, Verdict, decide
+from .decision import Deployment, Problem, Rejection, RejectReason, Verdict, decide
 from .log import announce
 from .quantization import NVFP4Sm12xFusedMoEMethod
 
@@ -77,7 +77,11 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         registry.record(self, self.verdict, ready=True)
 
     def _judge_and_record(self, plan_error: str | None = None) -> None:
-        self.verdict = self._judge(plan_error)
+        try:
+            self.verdict = self._judge(plan_error)
+        except Exception as error:  # an attribute that this host's layers do not have: the host's own class would not care
+            detail = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.verdict = Verdict((Rejection(RejectReason.HOST, detail),))
         announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
         registry.record(self, self.verdict, ready=False)
 

@@ -31,7 +31,9 @@ class Status:
     """Of one process.  Bytes are those of this rank's device memory."""
 
     generation: str
-    """The host's, or why it has none."""
+    """The host's: ``embedded``, one of ``trtllm_b12x.host.contract``, ``installed`` where it is not imported, ``unsupported``."""
+    refused: str
+    """What went wrong, or what differs from the nearest generation, if the host is left alone for that."""
     active: bool
     patches: tuple[str, ...]
     """``module.name`` of everything rebound in the host."""
@@ -79,7 +81,8 @@ def status() -> Status:
     reasons = Counter(reason.name for _, verdict in layers for reason in verdict.reasons)
     state, detail = host.state()
     return Status(
-        generation=("embedded" if state == "none" else state) + (f": {detail}" if detail else ""),
+        generation="embedded" if state == "none" else state,
+        refused=selection.refused() or detail,
         active=selection.active(),
         patches=selection.patched(),
         layers=len(layers),

@@ -71,9 +71,9 @@ def uninstall() -> None:
 
     Layers that were built stay what they are.
     """
-    global _active
+    global _active, _refused
     with _lock:
-        _active = False
+        _active, _refused = False, ""
         bootstrap.stop()
         for entry in reversed(_patches):
             if getattr(vars(entry.owner).get(entry.name), "_trtllm_b12x", False):
@@ -140,6 +140,11 @@ def patched() -> tuple[str, ...]:
     return tuple(map(str, _patches))
 
 
+def refused() -> str:
+    """Why the host is left alone in this process, empty if it is not."""
+    return _refused or bootstrap.failure
+
+
 def _adapter() -> Any:
     """The host's adapter while promotion is on; None leaves the host alone."""
     global _refused
@@ -184,21 +189,22 @@ def _promoting(get_moe_cls: Any) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         moe_cls = get_moe_cls(*args, **kwargs)
         host = _adapter()
-        if host is None:
-            return moe_cls
-        moe_cls = _without_broken_b12x(moe_cls, host)
-        if moe_cls is not host.CutlassFusedMoE and not _has_no_kernel_here(moe_cls):
-            return moe_cls
-        problem = problem_of(*args, **kwargs)
-        if problem is None:
-            return moe_cls
-        verdict = decide(problem, environment=_facts())
-        if verdict.served:
-            return _our_class()
-        log.announce(verdict, f"moe_backend {getattr(_model_config(args, kwargs), 'moe_backend', '')}".strip())
-        return moe_cls
+        return moe_cls if host is None else _guarded(_class_for, moe_cls)(host, moe_cls, args, kwargs)
 
     return wrapper
+
+
+def _class_for(host: Any, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    moe_cls = _without_broken_b12x(moe_cls, host)
+    problem = problem_of(*args, **kwargs)
+    if problem is None or (moe_cls is not host.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
+        return moe_cls
+    verdict = decide(problem, environment=_facts())
+    if verdict.served:
+        return _our_class()
+    model_config = _model_config(args, kwargs)
+    log.announce(verdict, f"moe_backend {model_config.moe_backend}", _rank(model_config))
+    return moe_cls
 
 
 def _building(create_moe_backend: Any) -> Any:
@@ -207,24 +213,13 @@ def _building(create_moe_backend: Any) -> Any:
     @functools.wraps(create_moe_backend)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         host = _adapter()
-        if host is None:
-            return create_moe_backend(*args, **kwargs)
         try:
             call = signature.bind(*args, **kwargs)
         except TypeError:
-            return create_moe_backend(*args, **kwargs)  # the host's own error
-        asked = call.arguments["moe_cls"]
-        moe_cls = _without_broken_b12x(asked, host)
-        promoted_before = "trtllm_b12x.fused_moe" in sys.modules and asked is _our_class()
-        verdict = None
-        # Where get_moe_cls exists it has said yes or no already; elsewhere the host's answer is CutlassFusedMoE.
-        if promoted_before or (moe_cls is host.CutlassFusedMoE and not host.has_get_moe_cls):
-            verdict = decide(*_layer_facts(host, call.arguments, quantization=not promoted_before), environment=_facts())
-            if not verdict.served:
-                log.announce(verdict, "MoE layer")
-                moe_cls = host.CutlassFusedMoE
-            else:
-                moe_cls = _our_class()
+            host = None  # the error is the host's to make
+        if host is None:
+            return create_moe_backend(*args, **kwargs)
+        moe_cls, verdict = _guarded(_backend_for, (call.arguments["moe_cls"], None))(host, call)
         call.arguments["moe_cls"] = moe_cls
         if verdict is not None and verdict.served:
             with _known_as_cutlass(host, moe_cls):
@@ -235,6 +230,43 @@ def _building(create_moe_backend: Any) -> Any:
         return module
 
     return wrapper
+
+
+def _backend_for(host: Any, call: inspect.BoundArguments) -> tuple[Any, Verdict | None]:
+    """The class to build, and the verdict on the layer if it is one of CUTLASS's."""
+    asked = call.arguments["moe_cls"]
+    moe_cls = _without_broken_b12x(asked, host)
+    promoted_before = "trtllm_b12x.fused_moe" in sys.modules and asked is _our_class()
+    if not promoted_before and moe_cls is not host.CutlassFusedMoE:
+        return moe_cls, None
+    verdict = decide(*_layer_facts(host, _flat(call), quantization=not promoted_before), environment=_facts())
+    # Where get_moe_cls exists it has said yes or no already; elsewhere the host's answer is CutlassFusedMoE.
+    if verdict.served and (promoted_before or not host.has_get_moe_cls):
+        return _our_class(), verdict
+    if verdict.served:
+        return moe_cls, None  # somebody named the host's class
+    if promoted_before or not host.has_get_moe_cls:
+        log.announce(verdict, "MoE layer", _rank(call.arguments.get("model_config")))
+    return host.CutlassFusedMoE, verdict
+
+
+def _guarded(choose: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
+    """``choose``, or where it fails the host's own answer and one warning: a model that would have been built is built."""
+
+    def guarded(*args: Any) -> Any:
+        global _refused
+        try:
+            return choose(*args)
+        except Exception as error:
+            _refused = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.logger.warning("promotion is off in this process, the host's own classes run: %s", _refused, exc_info=error)
+            return otherwise
+
+    return guarded
+
+
+def _rank(model_config: Any) -> int:
+    return int(getattr(getattr(model_config, "mapping", None), "rank", 0))
 
 
 @contextmanager
@@ -259,7 +291,7 @@ def _without_broken_b12x(moe_cls: Any, host: Any) -> Any:
     """CUTLASS in place of the host's own b12x class where the payload gate says that its kernels will not compile."""
     if getattr(moe_cls, "__name__", "") != _HOSTS_B12X or settings.KEEP_BACKEND():
         return moe_cls
-    payload = environment.probe()
+    payload = environment.probe(always_look=True)  # also where b12x of ours would not be served for another reason
     rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)
     if not rejections:
         return moe_cls
@@ -290,6 +322,12 @@ def problem_of(*args: Any, **kwargs: Any) -> Problem | None:
     return Problem(quant_algo=None if name == "MIXED_PRECISION" else name)
 
 
+def _flat(call: inspect.BoundArguments) -> dict[str, Any]:
+    """Arguments by name, those of a ``**arguments`` too."""
+    several = (p.name for p in call.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    return {**call.arguments, **call.arguments.get(next(several, ""), {})}
+
+
 def _layer_facts(host: Any, arguments: dict[str, Any], quantization: bool) -> tuple[Problem, Deployment]:
     """What ``create_moe_backend`` is told.  The quantization may still change per layer: judged only where it is all there is."""
     model_config = arguments.get("model_config")
@@ -305,13 +343,17 @@ def _layer_facts(host: Any, arguments: dict[str, Any], quantization: bool) -> tu
         dynamic_quantization=bool(getattr(model_config, "force_dynamic_quantization", False)),
         hidden_size=arguments.get("hidden_size"),
     )
-    balancer = getattr(model_config, "moe_load_balancer", None)
+    balanced = getattr(host.create_moe, "get_moe_load_balancer", lambda: None)() is not None
     deployment = Deployment(
         lora=getattr(model_config, "lora_config", None) is not None,
-        # The host's own test for the one that moves weights while it serves.
-        load_balancer=None if balancer is None else "dynamic" if getattr(balancer, "layer_updates_per_iter", 0) else "static",
+        # The host's own test for the one that moves weights while it serves: updates per iteration.
+        load_balancer=None if not balanced else "dynamic" if _updates(model_config) else "static",
     )
     return problem, deployment
+
+
+def _updates(model_config: Any) -> int:
+    return int(getattr(getattr(model_config, "moe_load_balancer", None), "layer_updates_per_iter", 0) or 0)
 
 
 # ---- the host's autotuner ------------------------------------------------------------------------------------------------

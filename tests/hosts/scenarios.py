@@ -111,12 +111,57 @@ def ray_worker() -> dict[str, Any]:
         ray.shutdown()
 
 
+def worker_main(_torch_model_class_mapping: dict[str, type]) -> dict[str, Any]:
+    """What a worker gets: classes by reference, whose modules it imports to unpickle them."""
+    return {**build_and_run(), "classes": sorted(_torch_model_class_mapping)}
+
+
 def custom_module_dirs(directory: str) -> dict[str, Any]:
-    """What ``--custom_module_dirs`` does in the parent: the folder's parent on the path, the folder imported by name."""
+    """The option in the parent: the folder's parent on the path, the folder imported by name.  The model is built in a worker."""
+    from mpi4py.futures import MPIPoolExecutor
+
     folder = Path(directory)
     sys.path.insert(0, str(folder.parent))
     importlib.import_module(folder.name)
-    return build_and_run()
+    from tensorrt_llm._torch.models.modeling_utils import MODEL_CLASS_MAPPING
+
+    from tests.hosts import scenarios
+
+    with MPIPoolExecutor(max_workers=1, path=sys.path, env={}) as pool:
+        result: dict[str, Any] = pool.submit(scenarios.worker_main, MODEL_CLASS_MAPPING).result()
+    return result
+
+
+def balanced() -> dict[str, Any]:
+    """With the host's load balancer on: a layer of the backend, and of the class the host checks its own list against."""
+    import torch
+
+    import trtllm_b12x
+    from tests import layers
+    from trtllm_b12x import host as _host
+
+    class Balancer:
+        def is_dynamic_routing(self) -> bool:
+            return True
+
+    host = _host.load()
+    importlib.import_module(f"{host.create_moe.__package__}.moe_load_balancer")._balancer = Balancer()  # type: ignore[attr-defined]
+    trtllm_b12x.install()
+    layer = host.create_moe.create_moe(
+        host.RenormalizeMoeRoutingMethod(2),
+        4,
+        128,
+        192,
+        dtype=torch.bfloat16,
+        model_config=model_config(skip_create_weights_in_init=True, moe_load_balancer=object()),
+        **layers.activation(True),
+    )
+    if not hasattr(layer, "backend"):
+        layer.create_weights()  # later hosts bind here
+    backend = getattr(layer, "backend", layer)
+    backend.create_weights()
+    status = trtllm_b12x.status()
+    return {"backend": type(backend).__name__, "method": type(backend.quant_method).__name__, "reasons": status.reasons}
 
 
 def naive() -> dict[str, Any]:
@@ -124,6 +169,7 @@ def naive() -> dict[str, Any]:
     import torch
 
     from tests import layers
+    from tests.checkpoints import random_experts
     from trtllm_b12x import host as _host
     from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
@@ -152,6 +198,24 @@ def naive() -> dict[str, Any]:
         questions.reverse()
     result["isinstance"] = all(isinstance(instance, cls) is answer for instance, cls, answer in questions * 2)
     result["classes"] = [type(plain) is host.CutlassFusedMoE, type(ours) is FlashInferNvfp4Sm12xFusedMoE]
+
+    tensors = random_experts(4, 128, 192)
+    module = layers.load(layers.create(4, 128, 192, promote=False), tensors)
+    x, logits = layers.inputs(module, 70, tensors)
+    module.backend.__class__ = Naive  # as if it had been built and wrapped
+    try:
+        result["naive call"] = str(module(x, logits).dtype)
+    except RuntimeError as error:
+        result["naive call"] = str(error)
+    module = layers.load(layers.create(4, 128, 192), tensors)
+    run_moe = module.backend.run_moe
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        result["arrived"] = sorted(kwargs) + [type(argument).__name__ for argument in args]
+        return run_moe(*args, **kwargs)
+
+    module.backend.run_moe = spy
+    module(x, logits)
     return result
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import random_experts, write_checkpoint
 from tests.hosts.build import build
 from trtllm_b12x.host.contract import GENERATIONS
 
@@ -147,22 +148,49 @@ def test_a_model_is_promoted_or_not(python: Path, double: dict[str, str], verdic
     assert {".".join(name.split(".")[-2:]) for name in result["patches"]} == expected
 
 
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_without_configurable_moe_or_with_it(python: Path, double: dict[str, str], switch: str) -> None:
+    """Generations A and B can do without the wrapper; later ones read no such switch."""
+    result = scenario(python, double, "by_itself", ENABLE_CONFIGURABLE_MOE=switch)
+    wrapped = switch == "1" or double["GENERATION"].startswith("C")
+    assert result["wrappers"] == ["ConfigurableMoE" if wrapped else OURS] * 3
+    assert result["backends"][:2] == [OURS] * 2
+    assert result["kernels"] == [True, True, False]
+
+
+def test_the_off_switch(python: Path, double: dict[str, str]) -> None:
+    result = scenario(python, double, "by_itself", TRTLLM_B12X="0")
+    assert result["backends"] == [HOSTS] * 3
+    assert result["patches"] == []
+    assert result["log"] == []
+    result = scenario(python, double, "after_import", TRTLLM_B12X="0")
+    assert (result["backends"], result["patches"]) == ([HOSTS] * 3, [])
+
+
+def test_a_load_balancer_keeps_the_hosts_class(python: Path, double: dict[str, str]) -> None:
+    result = scenario(python, double, "balanced", ENABLE_CONFIGURABLE_MOE="1")
+    assert (result["backend"], result["method"]) == (HOSTS, "NVFP4CutlassFusedMoEMethod")
+    assert result["reasons"] == {"LOAD_BALANCER": 1}
+
+
 def test_ray(python: Path, base: Path, machine: dict[str, str]) -> None:
     folder = build("B", base / "doubles" / "B")
     result = scenario(python, {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}, "ray_worker")
     assert result["backends"] == [OURS] * 3
 
 
-def test_custom_module_dirs(own_python: Path, base: Path, machine: dict[str, str], tmp_path: Path) -> None:
-    """Also where no ``.pth`` is read."""
+def test_custom_module_dirs(own_python: Path, base: Path, machine: dict[str, str]) -> None:
+    """Where no ``.pth`` is read, the folder that the package brings for the option reaches the workers."""
     folder = build("A", base / "doubles" / "A")
-    switch = tmp_path / "b12x_switch"
-    switch.mkdir()
-    (switch / "__init__.py").write_text("import trtllm_b12x\n\ntrtllm_b12x.install()\n")
     variables = {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}
     (site(own_python) / "trtllm_b12x.pth").unlink()
-    assert scenario(own_python, variables, "by_itself")["backends"] == [HOSTS] * 3
-    assert scenario(own_python, variables, "custom_module_dirs", str(switch))["backends"] == [OURS] * 3
+    assert scenario(own_python, variables, "mpi_worker")["backends"] == [HOSTS] * 3
+    command = [str(own_python), "-m", "trtllm_b12x", "switch"]
+    printed = subprocess.run(command, env=variables, cwd=base, capture_output=True, text=True, check=True).stdout.strip()
+    assert [path.name for path in Path(printed).parent.iterdir()] == [Path(printed).name]  # it comes first on sys.path
+    result = scenario(own_python, variables, "custom_module_dirs", printed)
+    assert result["backends"] == [OURS] * 3
+    assert result["classes"] == ["TrtllmB12xSwitch"]
 
 
 @pytest.mark.parametrize("order", ["", "reversed"])
@@ -171,6 +199,13 @@ def test_what_happens_to_a_plain_subclass(python: Path, double: dict[str, str], 
     assert result["naive"] == "Unsupported moe backend"
     assert result["isinstance"]
     assert result["classes"] == [True, True]
+    keywords = {"is_sf_swizzled", "output_dtype", "moe_output", "x", "x_sf", "token_selected_experts", "token_final_scales"}
+    if double["GENERATION"].startswith("C"):
+        assert result["naive call"] == "torch.bfloat16"
+        assert result["arrived"] == ["workspace", "MoERunContext"]
+    else:
+        assert result["naive call"] == "Invalid output type Byte"  # nobody told it the output's type
+        assert keywords <= set(result["arrived"])
 
 
 def test_every_backend_quantization_and_card(python: Path, double: dict[str, str]) -> None:
@@ -251,6 +286,14 @@ def test_a_host_of_another_shape_is_left_alone(python: Path, base: Path, machine
     result = subprocess.run([python, "-c", code], env=variables, capture_output=True, text=True)
     assert result.stdout.split() == [HOSTS]
     assert result.stderr.count("no adapter fits") == 1
+
+
+def test_verify_uses_the_embedded_host(python: Path, double: dict[str, str], tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, [random_experts(4, 128, 192)], top_k=2)
+    command = [str(python), "-m", "trtllm_b12x", "verify", str(checkpoint), "--require-b12x"]
+    result = subprocess.run(command, env=double, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "PASS" in result.stdout
 
 
 def test_the_interpreters_start(python: Path, machine: dict[str, str]) -> None:

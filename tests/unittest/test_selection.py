@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 import trtllm_b12x
 from trtllm_b12x import host as _host
+from trtllm_b12x import selection
+from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
 host = _host.load()
@@ -51,6 +54,56 @@ def test_install_is_idempotent_and_errors_are_the_hosts() -> None:
         create_moe.get_moe_cls(config(moe_backend="TRITON"))
 
 
+def test_threads_that_install_at_once() -> None:
+    original = create_moe.create_moe_backend
+    threads = [threading.Thread(target=trtllm_b12x.install) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert create_moe.create_moe_backend.__wrapped__ is original
+    assert len(trtllm_b12x.status().patches) == 2
+    trtllm_b12x.uninstall()
+    assert create_moe.create_moe_backend is original
+    assert trtllm_b12x.status().patches == ()
+
+
+def test_what_only_the_builder_knows_leaves_the_hosts_class() -> None:
+    trtllm_b12x.install()
+    module = create_moe.create_moe(
+        host.RenormalizeMoeRoutingMethod(1),
+        4,
+        128,
+        128,
+        dtype=torch.bfloat16,
+        model_config=config(),
+        apply_router_weight_on_input=True,
+    )
+    assert type(module.backend) is host.CutlassFusedMoE
+
+
+def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FlashInferNvfp4Sm12xFusedMoE, "_activation_name")
+    trtllm_b12x.install()
+    module = create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
+    assert module.backend.verdict.reasons == (RejectReason.HOST,)
+    assert type(module.backend.quant_method) is host.NVFP4CutlassFusedMoEMethod
+
+
+def test_whatever_goes_wrong_the_host_builds_what_it_would_have_built(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(selection, "_facts", lambda: 1 / 0)
+    trtllm_b12x.install()
+    for _ in range(2):
+        routing = host.RenormalizeMoeRoutingMethod(2)
+        module = create_moe.create_moe(routing, 4, 128, 128, dtype=torch.bfloat16, model_config=config())
+        assert type(module.backend) is host.CutlassFusedMoE
+    assert trtllm_b12x.status().refused == "ZeroDivisionError: division by zero"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["promotion is off in this process, the host's own classes run: ZeroDivisionError: division by zero"]
+
+
 def test_arguments_that_the_function_may_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: host.CutlassFusedMoE)
     trtllm_b12x.install()
@@ -90,7 +143,7 @@ def test_named_backends_without_a_kernel_on_this_card(
 
     named = type(name, (host.CutlassFusedMoE,), {})
     monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: named)
-    monkeypatch.setattr(environment, "probe", lambda: Environment(sm=sm))
+    monkeypatch.setattr(environment, "probe", lambda always_look=False: Environment(sm=sm))
     monkeypatch.setenv("TRTLLM_B12X_KEEP_BACKEND", keep)
     trtllm_b12x.install()
     expected = FlashInferNvfp4Sm12xFusedMoE if promoted and name != "DeepGemmFusedMoE" else named

@@ -13,6 +13,14 @@ def main() -> None:
     """FlashInfer's b12x NVFP4 MoE kernels inside TensorRT-LLM, on SM120 and SM121."""
 
 
+@main.command()
+def switch() -> None:
+    """Print the folder for --custom_module_dirs, an explicit switch where no .pth is read."""
+    from pathlib import Path
+
+    click.echo(Path(__file__).parents[1] / "switch" / "trtllm_b12x_switch")
+
+
 # Below the group: commands import what they need only when they run, so that --help stays quick.
 from .doctor import doctor  # noqa: E402
 from .verify import verify  # noqa: E402

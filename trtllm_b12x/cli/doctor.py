@@ -18,6 +18,11 @@ _USUAL = tuple(
     Problem(quant_algo="NVFP4", group_size=16, activation_dtype="bfloat16", activation=activation)
     for activation in ("Swiglu", "Relu2")
 )
+_HOSTS = {
+    "none": "not installed (the embedded host stands in)",
+    "unsupported": "installed, of a shape that is not known",
+    "installed": "installed",
+}
 _TARGETS = {"sm_120a": 120, "sm_121a": 121}
 
 
@@ -143,7 +148,7 @@ def _screen(
     gpu = "unknown" if e.sm is None else f"SM{e.sm}" if e.sm else "none"
     facts = [
         ("trtllm-b12x", __version__),
-        ("TensorRT-LLM", {"none": "not installed (the embedded host stands in)"}.get(e.host or "", str(e.host))),
+        ("TensorRT-LLM", _HOSTS.get(e.host or "", f"recognized as generation {e.host}")),
         ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
         ("driver", cuda(driver)),
         ("toolkit", f"{cuda(e.toolkit_cuda)} (nvcc or torch, as FlashInfer sees it)"),
@@ -192,8 +197,8 @@ def _hook(e: Environment) -> str:
         return ""
     return (
         "trtllm_b12x.pth was not run by this interpreter (python -S, or an installation with pip --target): worker processes "
-        "will not be promoted. Install the package into site-packages, or pass --custom_module_dirs with a folder whose "
-        "__init__.py calls trtllm_b12x.install()"
+        "will not be promoted. Install the package into site-packages, or start trtllm-serve or trtllm-bench with "
+        '--custom_module_dirs "$(trtllm-b12x switch)"'
     )
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from functools import cache
@@ -54,3 +55,13 @@ def state() -> tuple[str, str]:
         return str(load().generation), ""
     except UnsupportedHostError as error:
         return "unsupported", str(error)
+
+
+def register_carrier(cls: type) -> None:
+    """Register ``cls`` as a model architecture of TensorRT-LLM, which its MPI workers then import.
+
+    Source: ``executor/proxy.py`` hands ``MODEL_CLASS_MAPPING``, later the modules of external classes (PR 18284), to its workers.
+    """
+    if installed():
+        models = importlib.import_module("tensorrt_llm._torch.models.modeling_utils")
+        models.register_auto_model(cls.__name__)(cls)

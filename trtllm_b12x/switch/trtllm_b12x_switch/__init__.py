@@ -1,0 +1,15 @@
+"""For ``--custom_module_dirs``, where no ``.pth`` is read: promotion in the process that reads the option, and in its workers.
+
+TensorRT-LLM puts this folder's parent on ``sys.path`` and imports the folder by name; nothing else may lie beside it.
+"""
+
+import trtllm_b12x
+from trtllm_b12x import host
+
+
+class TrtllmB12xSwitch:
+    """Never built.  Workers are sent the registered model classes by reference, hence import this module before they build."""
+
+
+trtllm_b12x.install()
+host.register_carrier(TrtllmB12xSwitch)
