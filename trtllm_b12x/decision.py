@@ -285,13 +285,23 @@ def _flashinfer_for(e: Environment) -> str:
 
 
 def _flashinfer_shape(p: Problem, d: Deployment, e: Environment) -> _Finding:
-    """Illegal access on these versions, static and dynamic kernels (FlashInfer issue 5446)."""
-    shape = (p.num_experts, p.top_k, p.hidden_size, p.intermediate_size)
-    if shape != (512, 10, 2560, 640) or e.flashinfer in (None, "none"):
+    """Layers that some versions compute wrongly.
+
+    Illegal access in static and dynamic kernels (FlashInfer issue 5446).  Direct micro, which takes fewer than 32 routed rows of
+    intermediate sizes up to 512 from 0.6.17 on, multiplied by input scales up to 0.7.1 where the other kernels divide by them:
+    calibrated scales make its output zero (docs/flashinfer-direct-micro-scales.md).
+    """
+    if e.flashinfer in (None, "none"):
         return None
-    if version_tuple(e.flashinfer or "") in ((0, 6, 18), (0, 7, 0)):
-        command = f'pip install "{COMPLETE_FLASHINFER}"'
+    version = version_tuple(e.flashinfer or "")
+    command = f'pip install "{COMPLETE_FLASHINFER}"'
+    shape = (p.num_experts, p.top_k, p.hidden_size, p.intermediate_size)
+    if shape == (512, 10, 2560, 640) and version in ((0, 6, 18), (0, 7, 0)):
         return f"512 experts, top 10, 2560 x 640 reads out of bounds on flashinfer-python {e.flashinfer}", (command,)
+    if p.intermediate_size is None or p.top_k is None or not (0, 6, 17) <= version < (0, 7, 2):
+        return None
+    if p.intermediate_size <= 512 and p.top_k < 32:
+        return f"small calls of {p.intermediate_size:g} columns get zeros on flashinfer-python {e.flashinfer}", (command,)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Every other backend by name: what is compared, and what a named backend would get."""
+"""Every other backend by name, those of generation B last: what is compared, and what a named backend would get."""
 
 from __future__ import annotations
 
@@ -38,3 +38,21 @@ class VanillaMoE(_Other):
 
 class WideEPMoE(_Other):
     pass
+
+
+class DenseGEMMFusedMoE(_Other):
+    _SUPPORTED_SM_VERSIONS = (100, 103)
+
+
+class MegaMoEDeepGemm(_Other):
+    pass
+
+
+class MegaMoECuteDsl(_Other):
+    pass
+
+
+class CuteDslB12xFusedMoE(CuteDslFusedMoE):
+    """The host's own b12x; its kernels compile while the weights are prepared."""
+
+    _SUPPORTED_SM_VERSIONS = (120, 121)
