@@ -1,11 +1,14 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
 # `make test-wheels` is the slow part of the tests: real CuTe DSL wheels in fresh environments, minutes of downloads.
+# `make kernels` and `make kernels-all` compile FlashInfer's SM120 kernels and translate them for Hopper; `make device` runs them
+# there and writes the tables of docs/sm12x-on-hopper.md.
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= .demo
 BIN := $(VENV)/bin
+BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
 
-.PHONY: demo test test-wheels lint bench clean
+.PHONY: demo test test-wheels kernels kernels-all device lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
@@ -16,6 +19,22 @@ test: $(VENV)/.test
 
 test-wheels: $(VENV)/.test
 	$(BIN)/python -m pytest tests/integration/test_payload.py
+
+kernels: $(VENV)/.test
+	$(BED).kernels --jobs $$(nproc) --cache .kernels
+
+kernels-all: $(VENV)/.test
+	$(BED).kernels --all --jobs $$(nproc) --cache .kernels
+
+# OTHER=DIR: a folder with another FlashInfer (pip install --target DIR --no-deps flashinfer-python==0.6.18), for its own table.
+device: $(VENV)/.test
+	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py
+	$(BIN)/python -m tests.integration.exports qwen3-moe .device/exports/qwen3-moe
+	$(BIN)/python -m tests.integration.exports nemotron-h .device/exports/nemotron-h
+	$(BED).run build --processes $$(nproc) --cache .kernels
+	$(BED).run measure --cache .kernels --exports .device/exports --out .device/result.json
+	$(BED).sanitize .kernels .device/fixed .device/sanitize.json $(if $(OTHER),--other $(OTHER))
+	$(BED).report .device/result.json .device/sanitize.json
 
 bench: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.overhead
@@ -37,4 +56,4 @@ $(VENV)/.test: $(VENV)/.demo requirements/test.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO)
+	rm -rf $(VENV) $(DEMO) .kernels .device

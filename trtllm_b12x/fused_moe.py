@@ -45,6 +45,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def _get_quant_method(self) -> Any:
         self._kernel_class = kernels.kernel_class()
+        self.kernel = None  # the host may create weights anew, for another quantization
         self._judge_and_record()
         if self.verdict.served:
             return NVFP4Sm12xFusedMoEMethod(self._kernel_class.features.tile)
@@ -52,17 +53,17 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def _weights_are_ready(self) -> None:
         """Called at the end of every load and refit, by the hook that this host's generation ends with."""
-        if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
-            return
         if not isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod):
             registry.record(self, self.verdict, ready=True)
+            return
+        if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
             return
         self._judge_and_record()  # AWQ scales show only now
         if self.verdict.served:
             try:
                 weights = self.quant_method.kernel_weights(self)
                 if self.kernel is None:
-                    self.crossover = crossover()
+                    self.crossover = crossover(self.routing_method.experts_per_token)
                     kernel = self._kernel_class()
                     kernel.plan(self._geometry(), self.crossover - 1, self.w2_weight.device)
                     kernel.bind(weights)

@@ -209,11 +209,12 @@ def verify_layer(
 def _judge_coverage(report: LayerReport, batches: Sequence[_Batch], require_b12x: bool) -> None:
     """A pass means that b12x ran where it should, and that every expert was reached."""
     for case in report.cases:
-        expected = "b12x" if case.tokens < crossover() else "cutlass"
+        expected = "b12x" if case.tokens < crossover(report.top_k) else "cutlass"
         if case.path != expected:
             case.failures.append(f"served by {case.path}, not by {expected}")
     if require_b12x and not any(case.path == "b12x" for case in report.cases):
-        report.failures.append(f"no call of fewer than {crossover()} tokens, b12x was not run: add a smaller count to --tokens")
+        limit = crossover(report.top_k)
+        report.failures.append(f"no call of fewer than {limit} tokens, b12x was not run: add a smaller count to --tokens")
     reached = set().union(*(batch.call.token_selected_experts.unique().tolist() for batch in batches))
     if len(reached) < report.num_experts:
         report.failures.append(f"only {len(reached)} of {report.num_experts} experts were reached")

@@ -33,6 +33,10 @@ CASES = [
     (RejectReason.FLASHINFER_TOO_OLD, Problem(), Deployment(), Environment(flashinfer="0.6.16", exact_scales=False)),
     (RejectReason.FLASHINFER_SHAPE, SHAPE, Deployment(), Environment(flashinfer="0.6.18.post1", exact_scales=True)),
     (RejectReason.FLASHINFER_SHAPE, SHAPE, Deployment(), Environment(flashinfer="0.7.0", exact_scales=True)),
+    *(
+        (RejectReason.FLASHINFER_SHAPE, Problem(intermediate_size=size, top_k=8), Deployment(), facts)
+        for size, facts in ((512, Environment(flashinfer="0.6.17")), (320, Environment(flashinfer="0.7.1")))
+    ),
     (RejectReason.QUANTIZATION, Problem(quant_algo="FP8"), Deployment(), KERNEL),
     (RejectReason.QUANTIZATION, Problem(quant_algo="none"), Deployment(), KERNEL),
     (RejectReason.GROUP_SIZE, Problem(quant_algo="NVFP4", group_size=32), Deployment(), KERNEL),

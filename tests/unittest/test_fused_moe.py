@@ -54,6 +54,17 @@ def test_both_sides_of_the_crossover(tokens: int, gated: bool) -> None:
         assert kernel < 0.005
 
 
+def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:
+    assert [crossover(top_k) for top_k in (1, 8, 16, 22, 1024)] == [64, 64, 64, 47, 2]
+    tensors = random_experts(24, 128, 128)
+    module = layers.load(layers.create(24, 128, 128, top_k=22), tensors)
+    for tokens, calls in ((46, 1), (47, 0)):
+        x, logits = layers.inputs(module, tokens, tensors)
+        with verification._kernel_calls(module.backend) as count:
+            assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
+        assert count() == calls
+
+
 def test_alternating_prefill_and_decode(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
     module, tensors = layer
     for seed, tokens in enumerate((1, 100, 2, 64, 63)):
@@ -218,4 +229,23 @@ def test_awq_scales_that_show_up_with_the_weights_leave_the_layer_to_cutlass(lay
     x, logits = layers.inputs(module, 4, tensors)
     with verification._kernel_calls(backend) as count:
         assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
+    assert count() == 0
+
+
+def test_weights_created_anew_for_another_quantization(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    """Hosts clear ``_weights_created`` of a layer that an exclusion reaches late."""
+    backend = layer[0].backend
+    assert backend.kernel is not None
+    backend.quant_config = None
+    backend._weights_created = False
+    backend.create_weights()
+    assert backend.kernel is None
+    assert backend.verdict.reasons == (RejectReason.QUANTIZATION,)
+    plain = {f"{e}.{w}.weight": torch.randn(192, 128).bfloat16() for e in range(6) for w in ("w1", "w3")}
+    plain |= {f"{e}.w2.weight": torch.randn(128, 192).bfloat16() for e in range(6)}
+    backend.load_weights([plain])
+    backend.post_load_weights()
+    x, ids, scales = torch.randn(3, 128).bfloat16(), torch.randint(0, 6, (3, 3), dtype=torch.int32), torch.rand(3, 3)
+    with verification._kernel_calls(backend) as count:
+        assert layers.run_moe(backend, x, ids, scales, output_dtype=torch.bfloat16).isfinite().all()
     assert count() == 0

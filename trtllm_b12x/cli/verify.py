@@ -106,7 +106,8 @@ def verify(
             )
         plain = None if original is None else Checkpoint(original)
         counts = tokens or _default_tokens()
-        cases = [Case(count) for count in counts] + [Case(max(c for c in counts if c < crossover() or c == counts[0]), 4.0)]
+        limit = min(crossover(layer.top_k) for layer in chosen)
+        cases = [Case(count) for count in counts] + [Case(max(c for c in counts if c < limit or c == counts[0]), 4.0)]
         reports: list[LayerReport] = []
         with _progress(sum(layer.num_experts for layer in chosen)) as advance:
             for layer in chosen:

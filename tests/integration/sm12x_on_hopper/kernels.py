@@ -1,0 +1,128 @@
+"""Kernels that are compiled for ``sm_12xa``, translated and assembled on any machine, in parallel processes.
+
+``python -m tests.integration.sm12x_on_hopper.kernels`` builds the listed ones; ``--all`` the full product of models, ways to
+split them and token counts.  Prints one JSON line per kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from unittest import mock
+
+from .bed import sm12x_on_hopper
+from .build import Options
+from .problem import Shape, arguments, empty_layer, wrapper
+
+QWEN3_30B = Shape("Qwen3-30B-A3B", 128, 8, 2048, 768, True)
+QWEN36_35B = Shape("Qwen3.6-35B-A3B", 256, 8, 2048, 512, True)
+NEMOTRON_SUPER = Shape("Nemotron-3-Super", 512, 22, 1024, 2688, False)
+NEMOTRON_NANO = Shape("Nemotron-3-Nano", 128, 6, 2688, 1856, False)
+ODD_SWIGLU = Shape("SwiGLU, I 640", 64, 8, 2560, 640, True)
+SMALL_SWIGLU = Shape("small SwiGLU", 16, 4, 512, 256, True)
+SMALL_RELU2 = Shape("small ReLU2", 16, 4, 512, 256, False)
+SHAPES = (QWEN3_30B, NEMOTRON_SUPER, QWEN36_35B, ODD_SWIGLU, NEMOTRON_NANO)
+CAPACITY = 64
+"""Tokens that a wrapper with workspaces of its own is made for, as the package's crossover has it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call; the kernel is the one that FlashInfer's own dispatch picks for it, or the one that is forced."""
+
+    shape: Shape
+    tokens: int
+    forced: str | None = None
+    """``direct_micro``, ``micro``, ``static`` or ``dynamic``."""
+    sm_count: int = 132
+    options: Options = field(default_factory=Options)
+
+
+LISTED = (
+    *(Job(shape, tokens, "direct_micro") for shape in (SMALL_SWIGLU, SMALL_RELU2) for tokens in (1, 4)),
+    Job(QWEN36_35B, 2),
+    *(Job(shape, tokens, "micro") for shape in (SMALL_SWIGLU, SMALL_RELU2) for tokens in (1, 4)),
+    Job(QWEN3_30B, 4),
+    Job(NEMOTRON_NANO, 4),
+    *(Job(shape, 16, "static") for shape in (SMALL_SWIGLU, SMALL_RELU2, QWEN3_30B, NEMOTRON_SUPER)),
+    *(Job(SMALL_SWIGLU, tokens, "dynamic") for tokens in (32, 64, 256, 512)),  # tiles of 16, 32, 64 and 128 rows
+    Job(SMALL_RELU2, 512, "dynamic"),
+    Job(QWEN3_30B, 200),
+    Job(NEMOTRON_SUPER, 64),
+    Job(SMALL_SWIGLU, 4, "micro", 48, Options(121)),
+)
+"""Every variant and activation that the package can select, at most 24 for ``sm_120a``."""
+
+
+def product() -> Iterator[Job]:
+    """Every model, each way to split it, both cards, each token count that picks another kernel."""
+    tokens = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 512, 2048)
+    for shape, tp, (sm, sm_count), count in itertools.product(SHAPES, (1, 2, 4), ((120, 132), (121, 48)), tokens):
+        if shape.intermediate_size % (16 * tp) == 0:
+            part = replace(shape, name=f"{shape.name}/tp{tp}", intermediate_size=shape.intermediate_size // tp)
+            yield Job(part, count, None, sm_count, Options(sm))
+
+
+def build(job: Job, cache: Path | None = None, keep: Path | None = None) -> list[dict[str, object]]:
+    """Build what one call launches; what came out, kernel by kernel.  In a process of its own: see ``bed.py``."""
+    import torch
+
+    with (
+        sm12x_on_hopper(sm_count=job.sm_count, options=job.options, cache=cache, build_only=True, keep=keep) as bed,
+        forced(job.forced),
+    ):
+        layer = empty_layer(job.shape)
+        x = torch.empty(job.tokens, job.shape.hidden_size, dtype=torch.bfloat16)
+        ids = torch.zeros(job.tokens, job.shape.top_k, dtype=torch.int32)
+        capacity = CAPACITY if job.tokens <= CAPACITY and job.forced != "dynamic" else 0
+        run = wrapper(job.shape, "cpu", capacity).run
+        try:
+            run(x, token_selected_experts=ids, token_final_scales=torch.zeros(ids.shape), **arguments(layer.weights))
+        except ValueError as error:
+            if not (job.forced and "forced" in str(error)):
+                raise
+        found = [json.loads(path.with_suffix(".json").read_text()) for path in bed.built.values()]
+    return [{**asdict(job), **one} for one in found]
+
+
+def forced(backend: str | None) -> contextlib.AbstractContextManager[object]:
+    """FlashInfer's own hook for tests (``moe_dispatch._FORCED_BACKEND``)."""
+    from flashinfer.fused_moe.cute_dsl.blackwell_sm12x import moe_dispatch
+
+    return mock.patch.object(moe_dispatch, "_FORCED_BACKEND", backend)
+
+
+def build_all(
+    jobs: Sequence[Job], processes: int, cache: Path | None = None, keep: Path | None = None
+) -> Iterator[dict[str, object]]:
+    """Results in order; the first failure is raised.  Processes of their own for each card: see ``bed.py``."""
+    for _, group in itertools.groupby(jobs, lambda job: (job.options.sm, job.options.line_info)):
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            count = len(batch := list(group))
+            for found in pool.map(build, batch, [cache] * count, [keep] * count):
+                yield from found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--all", action="store_true", help="the full product")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--keep", type=Path, help="also keep PTX and native cubins here")
+    arguments_ = parser.parse_args()
+    jobs = sorted(product(), key=lambda job: job.options.sm) if arguments_.all else list(LISTED)
+    for found in build_all(jobs, arguments_.jobs, arguments_.cache, arguments_.keep):
+        print(json.dumps(found), flush=True)
+    print(f"{len(jobs)} calls", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""One MoE layer's tensors, drawn on any device, as the package hands them to FlashInfer; and what rounding alone predicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_b12x.host.embedded.ops import block_scale_interleave
+from trtllm_b12x.kernels import Geometry, KernelWeights
+from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
+from trtllm_b12x.kernels.reference import ReferenceKernel
+from trtllm_b12x.nvfp4 import dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
+from trtllm_b12x.strict_reference import Call
+from trtllm_b12x.verification import draw_activations
+
+TILE = ReferenceKernel.features.tile
+_OFF_TIES = 1.0413579
+"""Calibrated scales are multiplied by it: no power of two, so that block scales of real numbers fall on no rounding tie."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer: E experts of which k per token, hidden size H, intermediate size I, SwiGLU or squared ReLU."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    gated: bool
+
+    @property
+    def padded(self) -> int:
+        return -(-self.intermediate_size // TILE) * TILE
+
+    @property
+    def activation(self) -> str:
+        return "silu" if self.gated else "relu2"
+
+
+@dataclass
+class Layer:
+    shape: Shape
+    checkpoint: dict[str, torch.Tensor]
+    """By the host's names, for :mod:`trtllm_b12x.strict_reference`."""
+    weights: KernelWeights
+
+
+def draw(shape: Shape, device: torch.device | str, seed: int = 0, up_to_gate: float = 1.0) -> Layer:
+    """Normal weights of differing spread per expert, quantized as ModelOpt does; input scales calibrated on 64 tokens.
+
+    ``up_to_gate``: w3's ``weight_scale_2`` over w1's.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    names = ("w1", "w3", "w2") if shape.gated else ("w1", "w2")
+    checkpoint: dict[str, torch.Tensor] = {}
+    x = torch.randn(64, shape.hidden_size, device=device, generator=generator)
+    fc1_scale = x.abs().max() * _OFF_TIES / 2688
+    largest = torch.zeros((), device=device)
+    for expert in range(shape.num_experts):
+        spread = 0.02 * (1 + torch.rand((), device=device, generator=generator))
+        plain = {}
+        for name in names:
+            size = (shape.intermediate_size, shape.hidden_size)
+            plain[name] = torch.randn(size[::-1] if name == "w2" else size, device=device, generator=generator) * spread
+        shared = max(plain[name].abs().max() for name in names if name != "w2") / 2688
+        for name, weight in plain.items():
+            scale = weight.abs().max() / 2688 if name == "w2" else shared
+            factor = up_to_gate if name == "w3" else 1.0
+            for kind, tensor in _quantize_weight(weight, scale).items():
+                checkpoint[f"{expert}.{name}.{kind}"] = tensor * factor if kind == "weight_scale_2" else tensor
+        inner = x @ plain["w1"].T
+        inner = torch.nn.functional.silu(inner) * (x @ plain["w3"].T) * up_to_gate if shape.gated else inner.relu().square()
+        largest = torch.maximum(largest, inner.abs().max())
+    for expert in range(shape.num_experts):
+        for name in names:
+            scale = largest * _OFF_TIES / 2688 if name == "w2" else fc1_scale
+            checkpoint[f"{expert}.{name}.input_scale"] = scale
+    return Layer(shape, checkpoint, kernel_weights(shape, checkpoint))
+
+
+def _quantize_weight(weight: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    blocks = weight.unflatten(-1, (-1, 16))
+    block_scale = round_to_e4m3(blocks.abs().amax(-1) / (6 * scale))
+    codes = round_to_e2m1(blocks / (block_scale.float() * scale).clamp(min=1e-30).unsqueeze(-1))
+    return {"weight": pack_fp4(codes.flatten(-2)), "weight_scale": block_scale, "weight_scale_2": scale}
+
+
+def kernel_weights(shape: Shape, checkpoint: dict[str, torch.Tensor], baked: bool = False) -> KernelWeights:
+    """What the package binds: rows [up; gate], each half on the tile, exact scales.
+
+    ``baked``: what peers bind instead (vLLM PR 48536): ``weight_scale_2`` multiplied into the E4M3 block scales, and the
+    input scales alone as alphas.
+    """
+    halves = ("w3", "w1") if shape.gated else ("w1",)
+    tile = shape.padded
+
+    def stacked(kind: str, per_column: int, fc2: bool) -> torch.Tensor:
+        first = checkpoint[f"0.w1.{kind}"].view(torch.uint8)
+        rows, columns = (shape.hidden_size, tile) if fc2 else (len(halves) * tile, shape.hidden_size)
+        out = torch.zeros(shape.num_experts, rows, columns // per_column, dtype=torch.uint8, device=first.device)
+        for expert in range(shape.num_experts):
+            for half, name in enumerate(("w2",) if fc2 else halves):
+                tensor = checkpoint[f"{expert}.{name}.{kind}"]
+                if baked and kind == "weight_scale":
+                    tensor = round_to_e4m3(tensor.float() * checkpoint[f"{expert}.{name}.weight_scale_2"])
+                tensor = tensor.view(torch.uint8)
+                out[expert, half * tile : half * tile + tensor.shape[0], : tensor.shape[1]] = tensor
+        return out
+
+    def scales(fc2: bool) -> torch.Tensor:
+        rows, columns = (shape.hidden_size, tile) if fc2 else (len(halves) * tile, shape.hidden_size)
+        return mma_scale_view(block_scale_interleave(stacked("weight_scale", 16, fc2)), rows, columns)
+
+    def scalars(name: str, kind: str) -> torch.Tensor:
+        return torch.stack([checkpoint[f"{e}.{name}.{kind}"].float().reshape(()) for e in range(shape.num_experts)])
+
+    fc1, fc2 = scalars("w1", "input_scale").max(), scalars("w2", "input_scale").max()
+    ones = torch.ones(shape.num_experts, device=fc1.device)
+    gate, up, down = (scalars(name, "weight_scale_2") for name in ("w1", halves[0], "w2"))
+    if baked:
+        gate = up = down = ones
+    return KernelWeights(
+        w1_weight=stacked("weight", 2, fc2=False),
+        w1_weight_sf=scales(fc2=False),
+        folded_w1_alpha=gate * fc1,
+        w2_weight=stacked("weight", 2, fc2=True),
+        w2_weight_sf=scales(fc2=True),
+        w2_alpha=down * fc2,
+        fc2_input_scale=fc2 / (up / gate),
+        input_global_scale=fc1.reshape(1),
+    )
+
+
+def empty_layer(shape: Shape) -> Layer:
+    """Tensors of the right sizes on the CPU, never touched: what building a kernel takes."""
+    rows = (2 if shape.gated else 1) * shape.padded
+    experts, hidden = shape.num_experts, shape.hidden_size
+
+    def scales(height: int, width: int) -> torch.Tensor:
+        return mma_scale_view(torch.empty(experts * height * width // 16, dtype=torch.uint8), height, width)
+
+    ones = torch.ones(experts)
+    weights = KernelWeights(
+        w1_weight=torch.empty(experts, rows, hidden // 2, dtype=torch.uint8),
+        w1_weight_sf=scales(rows, hidden),
+        folded_w1_alpha=ones,
+        w2_weight=torch.empty(experts, hidden, shape.padded // 2, dtype=torch.uint8),
+        w2_weight_sf=scales(hidden, shape.padded),
+        w2_alpha=ones,
+        fc2_input_scale=ones,
+        input_global_scale=ones[:1],
+    )
+    return Layer(shape, {}, weights)
+
+
+def draw_call(layer: Layer, tokens: int, seed: int, negative: float = 0.0) -> Call:
+    """Activations off rounding ties with outlier channels, random experts; a share of the ids may be negative.
+
+    With negative ids the last token has no expert at all.
+    """
+    shape, device = layer.shape, layer.weights.w1_weight.device
+    generator = torch.Generator().manual_seed(seed)
+    x = draw_activations(tokens, shape.hidden_size, float(layer.weights.input_global_scale), 0.97, generator)
+    ids = torch.rand(tokens, shape.num_experts, generator=generator).argsort(1)[:, : shape.top_k].int()
+    if negative:
+        ids[torch.rand(ids.shape, generator=generator) < negative] = -1
+        ids[-1] = -1
+    scales = torch.softmax(torch.randn(tokens, shape.top_k, generator=generator), 1)
+    return Call(x.to(device), ids.contiguous().to(device), scales.contiguous().to(device))
+
+
+def wrapper(shape: Shape, device: str, capacity: int = 0) -> Any:
+    """FlashInfer's own wrapper; with a ``capacity`` it owns its workspaces, as a captured graph needs it."""
+    import flashinfer
+
+    return flashinfer.B12xMoEWrapper(
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.padded,
+        use_cuda_graph=capacity > 0,
+        max_num_tokens=capacity or 4096,
+        activation=shape.activation,
+        device=device,
+    )
+
+
+def arguments(weights: KernelWeights) -> dict[str, torch.Tensor]:
+    """What ``B12xMoEWrapper.run`` takes beside the call's tensors: unfolded, the wrapper folds."""
+    tensors = weights.tensors()
+    del tensors["folded_w1_alpha"]
+    return {**tensors, "w1_alpha": weights.w1_alpha}
+
+
+def reference(layer: Layer, call: Call, weights: KernelWeights | None = None) -> torch.Tensor:
+    """The package's torch kernel."""
+    kernel = _planned(layer.shape, call.x.shape[0], weights or layer.weights)
+    return kernel.run(call.x, call.token_selected_experts, call.token_final_scales)
+
+
+def _planned(shape: Shape, tokens: int, weights: KernelWeights) -> ReferenceKernel:
+    kernel = ReferenceKernel()
+    activation = "Swiglu" if shape.gated else "Relu2"
+    geometry = Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
+    kernel.plan(geometry, tokens, weights.w1_weight.device)
+    kernel.bind(weights)
+    return kernel
+
+
+def with_atomic_sums(layer: Layer, call: Call, orders: int) -> torch.Tensor:
+    """The output as micro and dynamic kernels add it up, in ``orders`` random orders: ``(orders, T, H)`` bf16.
+
+    One addition in bf16 per route and 128 columns: each partial sum is rounded, then its product with the route's weight,
+    then every running sum (``moe_micro_kernel.py:2161``, ``_moe_dynamic/generic.py:2571``).
+    """
+    weights = layer.weights
+    kernel = _planned(layer.shape, call.x.shape[0], weights)
+    size = layer.shape.padded
+    scales1, scales2 = plain_scales(weights.w1_weight_sf), plain_scales(weights.w2_weight_sf)
+    terms: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for expert in range(layer.shape.num_experts):
+        token, slot = (call.token_selected_experts == expert).nonzero(as_tuple=True)
+        if not token.numel():
+            continue
+        codes = kernel._quantized(call.x[token], weights.input_global_scale.reshape(()))
+        fc1 = (codes @ dequantize(weights.w1_weight[expert], scales1[expert]).T) * weights.folded_w1_alpha[expert]
+        inner = fc1[:, size:] * torch.sigmoid(fc1[:, size:]) * fc1[:, :size] if layer.shape.gated else fc1.relu().square()
+        codes = kernel._quantized(inner.to(torch.bfloat16), weights.fc2_input_scale[expert])
+        w2 = dequantize(weights.w2_weight[expert], scales2[expert])
+        route = call.token_final_scales[token, slot].unsqueeze(-1)
+        for first in range(0, layer.shape.intermediate_size, 128):  # padding adds zeros
+            partial = (codes[:, first : first + 128] @ w2[:, first : first + 128].T) * weights.w2_alpha[expert]
+            terms.append((token, (partial.to(torch.bfloat16) * route).to(torch.bfloat16)))
+    results = torch.zeros(orders, *call.x.shape, dtype=torch.bfloat16, device=call.x.device)
+    generator = torch.Generator().manual_seed(0)
+    for result in results:
+        for index in torch.randperm(len(terms), generator=generator).tolist():
+            token, term = terms[index]
+            result[token] += term  # no token twice: an expert serves it once
+    return results

@@ -1,0 +1,443 @@
+"""One run on a Hopper GPU: the real kernels' numbers, to JSON; ``report.py`` makes the tables of ``docs/``.
+
+``python -m tests.integration.sm12x_on_hopper.run build --cache DIR`` builds every kernel of the run, on any machine;
+``... measure --cache DIR --out FILE`` measures on the device; ``... one JOB ...`` runs one call, for compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_b12x import strict_reference
+from trtllm_b12x.kernels import KernelWeights
+from trtllm_b12x.strict_reference import Arithmetic, Call
+from trtllm_b12x.verification import relative_l2
+
+from .bed import Bed, sm12x_on_hopper
+from .build import Options
+from .kernels import CAPACITY, SHAPES, SMALL_RELU2, SMALL_SWIGLU, Job, Shape, build_all, forced
+from .problem import Layer, arguments, draw, draw_call, kernel_weights, reference, with_atomic_sums, wrapper
+
+GB10, BARE = Options(121), Options(mend_micro=False)
+TOKENS = (1, 2, 4, 8, 16, 32, 63, 64, 200, 1000)
+REPETITIONS = 10
+DEVICE = "cuda"
+
+
+@dataclass
+class Measured:
+    """One call, repeated: relative L2 distances."""
+
+    case: str
+    kernel: str
+    """The kind that ran."""
+    tokens: int
+    kernel_points: float
+    """Against float32 with the rounding points that all kernels share; the worst of the repetitions, as all of these."""
+    float32: float
+    unquantized: float
+    """Over the same distance of the float32 reference with quantized activations."""
+    torch_kernel: float
+    """Against ``kernels/reference.py``."""
+    predicted: float | None
+    """What bf16 atomic sums alone give against the same reference: simulated in as many orders, the worst."""
+    reruns: float
+    """Largest distance between repetitions; 0 is bit-identical."""
+    note: str = ""
+
+    @property
+    def bound(self) -> float:
+        return 0.005 if self.predicted is None else 1.3 * self.predicted
+
+
+def main_jobs() -> Iterator[Job]:
+    """The dispatch's own choice for every token count, and each kernel where it can be forced."""
+    for shape in SHAPES:
+        for tokens in TOKENS:
+            yield Job(shape, tokens)
+            if tokens <= 8:
+                yield Job(shape, tokens, "micro")
+            if tokens <= CAPACITY:
+                yield Job(shape, tokens, "static")
+            yield Job(shape, tokens, "dynamic")
+    for shape in (SMALL_SWIGLU, SMALL_RELU2):
+        for tokens in TOKENS:
+            yield Job(shape, tokens)
+            if tokens <= 8:
+                yield Job(shape, tokens, "micro")
+                yield Job(shape, tokens, "direct_micro")
+            if tokens <= CAPACITY:
+                yield Job(shape, tokens, "static")
+            yield Job(shape, tokens, "dynamic")
+
+
+def card_jobs() -> Iterator[Job]:
+    """The grid of GB10, compiled for ``sm_121a``."""
+    for shape in (SMALL_SWIGLU, SMALL_RELU2):
+        for tokens, backend in ((4, "direct_micro"), (4, "micro"), (32, "static"), (200, "dynamic")):
+            yield Job(shape, tokens, backend, 48, GB10)
+
+
+def bare_jobs() -> Iterator[Job]:
+    """The micro kernel as it is, without the barrier that it lacks."""
+    for shape in (SMALL_SWIGLU, SMALL_RELU2):
+        for tokens in (1, 2, 4, 8):
+            yield Job(shape, tokens, "micro", options=BARE)
+
+
+EXPORTS = (Shape("nemotron-h", 8, 4, 256, 320, False), Shape("qwen3-moe", 16, 4, 512, 320, True))
+"""Sizes of what ``tests/integration/exports.py`` exports."""
+
+
+def _one_per_kernel(shape: Shape) -> list[Job]:
+    return [Job(shape, t, backend) for t, backend in ((4, "direct_micro"), (4, "micro"), (32, "static"), (200, "dynamic"))]
+
+
+def _halved(shape: Shape) -> Shape:
+    return replace(shape, num_experts=shape.num_experts // 2, name=f"{shape.name}, half its experts")
+
+
+def other_jobs() -> Iterator[Job]:
+    """What exports and expert parallelism launch."""
+    for shape in (*EXPORTS, _halved(SMALL_SWIGLU), _halved(SMALL_RELU2)):
+        yield from _one_per_kernel(shape)
+
+
+class Runner:
+    """Calls of one layer under the bed; wrappers are kept as a server keeps them."""
+
+    def __init__(self, layer: Layer, weights: KernelWeights | None = None, drop: tuple[str, ...] = ()) -> None:
+        self.layer = layer
+        self.arguments = {k: v for k, v in arguments(weights or layer.weights).items() if k not in drop}
+        self.wrappers: dict[tuple[int, str | None], Any] = {}
+
+    def __call__(self, bed: Bed, job: Job, call: Call) -> tuple[str, torch.Tensor]:
+        """The kernel's kind and its output."""
+        capacity = CAPACITY if job.tokens <= CAPACITY and job.forced != "dynamic" else 0
+        with forced(job.forced):
+            key = capacity, job.forced
+            if key not in self.wrappers:
+                self.wrappers[key] = wrapper(self.layer.shape, DEVICE, capacity)
+            out = self.wrappers[key].run(
+                call.x,
+                token_selected_experts=call.token_selected_experts,
+                token_final_scales=call.token_final_scales,
+                **self.arguments,
+            )
+        torch.cuda.synchronize()
+        return bed.launched[-1].split("_")[0], out.clone()
+
+
+@dataclass
+class Yardsticks:
+    kernel_points: torch.Tensor
+    float32: torch.Tensor
+    unquantized: torch.Tensor
+    torch_kernel: torch.Tensor
+    atomic: torch.Tensor
+    """``(orders, T, H)``."""
+
+    @classmethod
+    def of(cls, layer: Layer, call: Call) -> Yardsticks:
+        shape = layer.shape
+        points = (Arithmetic.KERNEL, Arithmetic.NONE, Arithmetic.UNQUANTIZED)
+        strict = strict_reference.outputs(layer.checkpoint, shape.num_experts, shape.gated, [call], points, DEVICE)[0]
+        kernel_points, float32, unquantized = strict
+        atomic = with_atomic_sums(layer, call, REPETITIONS).float()
+        return cls(kernel_points, float32, unquantized, reference(layer, call).float(), atomic)
+
+    def rows(self, part: slice) -> Yardsticks:
+        return Yardsticks(*(getattr(self, name)[..., part, :] for name in self.__dataclass_fields__))
+
+    def measure(self, case: str, kernel: str, outputs: list[torch.Tensor], note: str = "") -> Measured:
+        def worst(yardstick: torch.Tensor) -> float:
+            return max(relative_l2(out.float(), yardstick) for out in outputs)
+
+        base = relative_l2(self.float32, self.unquantized)
+        return Measured(
+            case,
+            kernel,
+            outputs[0].shape[0],
+            worst(self.kernel_points),
+            worst(self.float32),
+            worst(self.unquantized) / base if base else 1.0,
+            worst(self.torch_kernel),
+            max(relative_l2(out, self.kernel_points) for out in self.atomic) if kernel in ("micro", "dynamic") else None,
+            max(relative_l2(out.float(), outputs[0].float()) for out in outputs),
+            note,
+        )
+
+
+def measure_jobs(bed: Bed, jobs: list[Job], repetitions: int, seed: int = 0, note: str = "") -> Iterator[Measured]:
+    """Layer by layer: draw it, take the yardsticks of all its tokens at once, run every job."""
+    for shape in dict.fromkeys(job.shape for job in jobs):
+        mine = [job for job in jobs if job.shape == shape]
+        layer = draw(shape, DEVICE, seed)
+        counts = sorted({job.tokens for job in mine})
+        calls = {tokens: draw_call(layer, tokens, seed=tokens) for tokens in counts}
+        everything = Call(*(torch.cat([getattr(calls[t], n) for t in counts]) for n in Call.__dataclass_fields__))
+        yardsticks = Yardsticks.of(layer, everything)
+        runner, seen = Runner(layer), set()
+        for job in mine:
+            start = sum(t for t in counts if t < job.tokens)
+            try:
+                outputs = [runner(bed, job, calls[job.tokens]) for _ in range(repetitions)]
+            except ValueError as error:
+                if "forced" not in str(error):
+                    raise
+                continue
+            kernel = outputs[0][0]
+            if (kernel, job.tokens) in seen:
+                continue  # what was forced is what the dispatch takes anyway
+            seen.add((kernel, job.tokens))
+            rows = yardsticks.rows(slice(start, start + job.tokens))
+            yield rows.measure(shape.name, kernel, [out for _, out in outputs], note or ("" if job.forced else "chosen"))
+
+
+def variants(bed: Bed) -> Iterator[Measured]:
+    """What the plain cases leave open: distinct ``weight_scale_2``, negative ids, one scale per expert, graphs, streams."""
+    for shape in (SMALL_SWIGLU, SMALL_RELU2):
+        for job in _one_per_kernel(shape):
+            if shape.gated:
+                for ratio in (1.7, 0.125):
+                    layer = draw(shape, DEVICE, seed=1, up_to_gate=ratio)
+                    yield _variant(bed, job, layer, draw_call(layer, job.tokens, 1), f"weight_scale_2 of up over gate {ratio:g}")
+            layer = draw(shape, DEVICE, seed=1)
+            yield _variant(bed, job, layer, draw_call(layer, job.tokens, 2, negative=0.4), "4 of 10 ids negative")
+            yield _variant(bed, job, layer, draw_call(layer, job.tokens, 2, negative=1.0), "every id negative")
+            yield _variant(bed, job, layer, draw_call(layer, job.tokens, 3), "captured graph, replayed", graph=True)
+    yield from _expert_parallel(bed)
+
+
+def _variant(bed: Bed, job: Job, layer: Layer, call: Call, note: str, graph: bool = False) -> Measured:
+    yardsticks = Yardsticks.of(layer, call)
+    runner = Runner(layer)
+    results = [runner(bed, job, call) for _ in range(REPETITIONS)]
+    outputs = [out for _, out in results]
+    if graph:
+        outputs += [_replayed(job, layer, call) for _ in range(3)]
+    if bool((call.token_selected_experts[-1] < 0).all()):
+        assert not any(bool(out[-1].any()) for out in outputs), "a token without experts has an output"
+    return yardsticks.measure(layer.shape.name, results[0][0], outputs, note)
+
+
+def _replayed(job: Job, layer: Layer, call: Call) -> torch.Tensor:
+    """Captured with other inputs in the same buffers, replayed with this call's."""
+    other = draw_call(layer, job.tokens, 99)
+    buffers = [t.clone() for t in (other.x, other.token_selected_experts, other.token_final_scales)]
+    with forced(job.forced):
+        run = wrapper(layer.shape, DEVICE, max(CAPACITY, job.tokens)).run
+        given = dict(zip(("x", "token_selected_experts", "token_final_scales"), buffers, strict=True))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run(**given, **arguments(layer.weights))
+        torch.cuda.current_stream().wait_stream(stream)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            out = run(**given, **arguments(layer.weights))
+    for buffer, value in zip(buffers, (call.x, call.token_selected_experts, call.token_final_scales), strict=True):
+        buffer.copy_(value)
+    captured.replay()
+    torch.cuda.synchronize()
+    return out.clone()
+
+
+def _expert_parallel(bed: Bed) -> Iterator[Measured]:
+    """Two ranks of half the experts each, other ranks' ids negative; partial sums added in bf16, as the host reduces."""
+    for shape in (SMALL_SWIGLU, SMALL_RELU2):
+        whole = draw(shape, DEVICE, seed=2)
+        half = shape.num_experts // 2
+        part = _halved(shape)
+        ranks = []
+        for rank in range(2):
+            mine = {
+                f"{int(key.split('.')[0]) - rank * half}.{key.split('.', 1)[1]}": value
+                for key, value in whole.checkpoint.items()
+                if int(key.split(".")[0]) // half == rank
+            }
+            ranks.append(Layer(part, mine, kernel_weights(part, mine)))
+        for job in _one_per_kernel(shape):
+            call = draw_call(whole, job.tokens, 4)
+            yardsticks = Yardsticks.of(whole, call)
+            outputs, kernel = [], ""
+            for _ in range(REPETITIONS):
+                total = torch.zeros_like(call.x)
+                for rank, layer in enumerate(ranks):
+                    local = call.token_selected_experts - rank * half
+                    local = torch.where((local >= 0) & (local < half), local, -1)
+                    kernel, out = Runner(layer)(bed, job, replace(call, token_selected_experts=local))
+                    total += out
+                outputs.append(total)
+            yield yardsticks.measure(shape.name, kernel, outputs, "two expert-parallel ranks, summed in bf16")
+
+
+def exports(bed: Bed, folder: Path) -> Iterator[dict[str, Any]]:
+    """Real ModelOpt exports: exact against baked scale preparation, and an FC2 input scale of 1."""
+    from trtllm_b12x.checkpoint import Checkpoint
+
+    for directory in sorted(path.parent for path in folder.glob("*/nvfp4/config.json")):
+        checkpoint, name = Checkpoint(directory), directory.parent.name
+        for found in checkpoint.layers:
+            shape = Shape(name, found.num_experts, found.top_k, found.hidden_size, found.intermediate_size, found.gated)
+            tensors = {key: value.to(DEVICE) for key, value in checkpoint.weights(found).items()}
+            layer = Layer(shape, tensors, kernel_weights(shape, tensors))
+            yield from _preparations(bed, layer, found.index, list(found.projections))
+
+
+def _preparations(bed: Bed, layer: Layer, index: int, projections: list[str]) -> Iterator[dict[str, Any]]:
+    shape, exact = layer.shape, layer.weights
+    baked = kernel_weights(shape, layer.checkpoint, baked=True)
+    unit = torch.ones_like(exact.fc2_input_scale)
+    prepared = {
+        "exact": (exact, ()),
+        "baked": (baked, ("input_global_scale",)),
+        "exact, FC2 scale 1": (replace(exact, fc2_input_scale=unit, w2_alpha=exact.w2_alpha / exact.fc2_input_scale), ()),
+        "exact, reciprocal FC2 scale": (replace(exact, fc2_input_scale=exact.fc2_input_scale.reciprocal()), ()),
+        "baked, FC2 scale 1": (replace(baked, fc2_input_scale=unit, w2_alpha=unit), ("input_global_scale",)),
+    }
+    weight_error = strict_reference.baked_weight_error(layer.checkpoint, shape.num_experts, projections, DEVICE)
+    for job in _one_per_kernel(shape):
+        calls = [draw_call(layer, job.tokens, seed) for seed in range(-(-64 // job.tokens))]
+        yardsticks = [Yardsticks.of(layer, call) for call in calls]
+        true, float32, points = (
+            torch.cat([getattr(y, name) for y in yardsticks]) for name in ("unquantized", "float32", "kernel_points")
+        )
+        for name, (weights, drop) in prepared.items():
+            if "baked" in name:  # without input_global_scale the alphas are the input scales, one per expert
+                weights = replace(weights, folded_w1_alpha=weights.folded_w1_alpha * weights.input_global_scale)
+            runner = Runner(layer, weights, drop)
+            results = [runner(bed, job, call) for call in calls]
+            out = torch.cat([out for _, out in results]).float()
+            yield {
+                "export": shape.name,
+                "layer": index,
+                "kernel": results[0][0],
+                "preparation": name,
+                "weight_error": weight_error if "baked" in name else 0.0,
+                "unquantized": relative_l2(out, true),
+                "reference": relative_l2(float32, true),
+                "kernel_points": relative_l2(out, points),
+            }
+
+
+def saturation(layer: Layer) -> dict[str, float]:
+    """Of FC2's block scales: how many reach E4M3's largest value, how many are subnormal or zero; calibrated scale and 1."""
+    shape = layer.shape
+    call = draw_call(layer, 256, 5)
+    seen: list[torch.Tensor] = []
+    tensors = layer.checkpoint
+    for expert in range(shape.num_experts):
+        token = (call.token_selected_experts == expert).any(1)
+        matrices = {
+            name: strict_reference.dequantize_weight(
+                *(tensors[f"{expert}.{name}.{k}"] for k in ("weight", "weight_scale", "weight_scale_2"))
+            )
+            for name in (("w1", "w3") if shape.gated else ("w1",))
+        }
+        hidden = call.x[token].float() @ matrices["w1"].T
+        if shape.gated:
+            hidden = torch.nn.functional.silu(hidden) * (call.x[token].float() @ matrices["w3"].T)
+        else:
+            hidden = hidden.relu().square()
+        seen.append(hidden.unflatten(-1, (-1, 16)).abs().amax(-1).flatten())
+    amax = torch.cat(seen)
+    result = {}
+    for name, scale in (("calibrated", layer.weights.fc2_input_scale[0]), ("1", torch.ones((), device=DEVICE))):
+        wanted = amax / (6 * scale)
+        result[f"saturated, {name}"] = float((wanted > 448).float().mean())
+        result[f"below the smallest normal, {name}"] = float((wanted < 2**-6).float().mean())
+    return result
+
+
+def versions() -> dict[str, str]:
+    names = ("flashinfer-python", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi", "torch", "triton")
+    found = {name: importlib.metadata.version(name) for name in names}
+    found |= {"GPU": torch.cuda.get_device_name(), "CUDA of torch": str(torch.version.cuda)}
+    return {**found, "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat()}
+
+
+def measure(cache: Path, out: Path, folder: Path, budget: float) -> None:
+    """Section by section; what was measured when time ran out, or something broke, is kept."""
+    started = time.monotonic()
+    result: dict[str, Any] = {"versions": versions()}
+
+    def collect(section: str, rows: Iterator[Any]) -> None:
+        kept = result.setdefault(section, [])
+        begun = time.monotonic()
+        try:
+            for row in rows:
+                kept.append(row if isinstance(row, dict) else asdict(row))
+                if time.monotonic() - started > budget:
+                    result.setdefault("unfinished", []).append(f"{section}: out of time")
+                    break
+        except Exception as error:
+            result.setdefault("unfinished", []).append(f"{section}: {type(error).__name__}: {error}")
+            import traceback
+
+            traceback.print_exc()
+        out.write_text(json.dumps(result, indent=1))
+        print(f"{section}: {len(kept)} rows, {time.monotonic() - begun:.0f} s", flush=True)
+
+    with sm12x_on_hopper(cache=cache) as bed:
+        collect("variants", variants(bed))
+        collect("exports", exports(bed, folder))
+        for shape in (SMALL_SWIGLU, SMALL_RELU2, *SHAPES):
+            collect("numbers", measure_jobs(bed, [job for job in main_jobs() if job.shape == shape], REPETITIONS))
+        result["saturation"] = {shape.name: saturation(draw(shape, DEVICE)) for shape in (SMALL_SWIGLU, SMALL_RELU2)}
+    others = {
+        "GB10": list(card_jobs()),
+        "micro without the barrier": list(bare_jobs()),
+    }
+    for section, jobs in others.items():
+        with sm12x_on_hopper(sm_count=jobs[0].sm_count, options=jobs[0].options, cache=cache) as bed:
+            collect(section, measure_jobs(bed, jobs, REPETITIONS))
+    out.write_text(json.dumps(result, indent=1))
+
+
+def one(text: str, cache: Path) -> None:
+    """``small SwiGLU,4,micro[,bare][,stagger][,lines][,gb10][,once]``: one call and its distances, for compute-sanitizer."""
+    name, tokens, backend, *flags = text.split(",")
+    shape = next(s for s in (SMALL_SWIGLU, SMALL_RELU2, *SHAPES) if s.name == name)
+    options = Options(121 if "gb10" in flags else 120, "bare" not in flags, "stagger" in flags, "lines" in flags)
+    job = Job(shape, int(tokens), backend, 48 if "gb10" in flags else 132, options)
+    with sm12x_on_hopper(sm_count=job.sm_count, options=options, cache=cache) as bed:
+        for row in measure_jobs(bed, [job], 1 if "once" in flags else REPETITIONS, note=" ".join(flags)):
+            print(json.dumps(asdict(row)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=("build", "measure", "one"))
+    parser.add_argument("job", nargs="*")
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--exports", type=Path, default=Path("exports"))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=400, help="seconds")
+    given = parser.parse_args()
+    if given.what == "build":
+        wanted = {*main_jobs(), *other_jobs(), *card_jobs(), *bare_jobs()}
+        jobs = sorted(wanted, key=lambda job: (job.options.sm, job.shape.name, str(job.forced), job.tokens, str(job.options)))
+        count = sum(1 for _ in build_all(jobs, given.processes, given.cache))
+        print(f"{len(jobs)} calls, {count} kernels", file=sys.stderr)
+    elif given.what == "measure":
+        measure(given.cache, given.out, given.exports, given.budget)
+    else:
+        for text in given.job:
+            one(text, given.cache)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""PTX that the CuTe DSL wrote for ``sm_120a``, as PTX for ``sm_90a``.
+
+Most instructions are the same on both (:data:`_KEPT`).  For each of the others there is a :class:`Rule`.  Anything else is
+an error that names the instruction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+ISA_VERSION = "8.7"
+"""Written into the result: enough for every instruction that is left, and old enough for the ``ptxas`` of CUDA 12.8."""
+
+
+class UnknownInstructionError(ValueError):
+    """The PTX holds something that no rule knows."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel: its name, its parameters' sizes in bytes, and which of them are tensor maps of 4-bit elements."""
+
+    name: str
+    parameters: tuple[int, ...]
+    fp4_maps: tuple[int, ...]
+
+
+@dataclass
+class Translation:
+    ptx: str
+    entries: tuple[Entry, ...]
+    counts: dict[str, int] = field(default_factory=dict)
+    """How often each rule was applied."""
+
+
+@dataclass
+class _Kernel:
+    """What the rules need to know of the kernel they are applied to."""
+
+    entry: Entry
+    map_of_register: dict[str, int]
+    """64-bit register to the parameter whose address it holds."""
+    byte_ids: set[str] = field(default_factory=set)
+    """Registers seen as byte selectors of scales."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One foreign instruction: how it is spelled, what replaces it, and where its meaning is written.
+
+    ``pattern`` matches the whole statement, predicate and semicolon included.  ``replace`` returns None where this
+    instance of it may stay.
+    """
+
+    name: str
+    opcode: str
+    operands: str
+    replace: Callable[[re.Match[str], _Kernel], str | None]
+    source: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"^[ \t]*(?P<predicate>@!?%p\d+\s+)?(?P<opcode>{self.opcode})\s+{self.operands}\s*;", re.M)
+
+
+def _call(result: str, result_type: str, function: str, arguments: list[str], prologue: str = "", epilogue: str = "") -> str:
+    """A call of one of ``instructions.cu``'s functions.  ``result``: the statements that read ``[result]``."""
+    declared = "".join(f" .param .b32 p{i};" for i in range(len(arguments)))
+    stored = "".join(f"\n\tst.param.b32 [p{i}], {argument};" for i, argument in enumerate(arguments))
+    names = ", ".join(f"p{i}" for i in range(len(arguments)))
+    call = f"call.uni (result), {function}, ({names});"
+    return f"{{ .param {result_type};{declared}{prologue}{stored}\n\t{call}\n\t{result}{epilogue} }}"
+
+
+def _mma(match: re.Match[str], kernel: _Kernel) -> str:
+    if match["predicate"]:
+        raise UnknownInstructionError(f"a predicated {match['opcode']}")
+    groups = [re.split(r",\s*", group.strip()) for group in re.findall(r"\{([^}]*)\}", match["groups"])]
+    d, a, b, c, sfa, (byte_a, tid_a), sfb, (byte_b, tid_b) = groups
+    kernel.byte_ids.update((byte_a, byte_b))
+    prologue = f" .reg .b32 tid<2>;{_widened('tid0', tid_a)}{_widened('tid1', tid_b)}"
+    loads = "\n\t".join(f"ld.param.b32 {register}, [result+{4 * i}];" for i, register in enumerate(d))
+    arguments = [*a, *b, *c, *sfa, "tid0", *sfb, "tid1"]
+    return _call(loads, ".align 4 .b8 result[16]", "b12x_mma_mxf4nvf4", arguments, prologue)
+
+
+def _widened(register: str, source: str) -> str:
+    """Selectors are 16-bit registers or literals."""
+    return f" mov.b32 {register}, {source};" if source.isdecimal() else f" cvt.u32.u16 {register}, {source};"
+
+
+def _to_e2m1x2(match: re.Match[str], kernel: _Kernel) -> str:
+    return _call(
+        f"ld.param.b32 codes, [result]; cvt.u8.u32 {match['d']}, codes;",
+        ".b32 result",
+        "b12x_cvt_e2m1x2_f32",
+        [match["a"], match["b"]],
+        " .reg .b32 codes;",
+    )
+
+
+def _from_e2m1x2(match: re.Match[str], kernel: _Kernel) -> str:
+    return _call(
+        f"ld.param.b32 {match['d']}, [result];",
+        ".b32 result",
+        "b12x_cvt_f16x2_e2m1x2",
+        ["codes"],
+        f" .reg .b32 codes; cvt.u32.u8 codes, {match['a']};",
+    )
+
+
+def _tensor_load(match: re.Match[str], kernel: _Kernel) -> str | None:
+    """Elements of 4 bits in pairs: half the first coordinate, from a map that ``loader.c`` rewrites to bytes."""
+    parameter = kernel.map_of_register.get(match["map"])
+    if parameter is None:
+        raise UnknownInstructionError(f"{match['opcode']} through {match['map']}, which holds no parameter's address")
+    if parameter not in kernel.entry.fp4_maps:
+        return None
+    first, rest = match["coordinates"].split(",", 1)
+    load = f"{match['predicate'] or ''}{match['opcode']} {match['target']}, [{match['map']}, {{pair,{rest}}}], {match['rest']};"
+    return f"{{ .reg .b32 pair; shr.s32 pair, {first.strip()}, 1;\n\t{load} }}"
+
+
+def _nothing(match: re.Match[str], kernel: _Kernel) -> str:
+    """A hint: ptxas ignores it in code with calls, after a minute of inlining them."""
+    return ""
+
+
+_REGISTER = r"[%\w]+"
+RULES = (
+    Rule(
+        "block-scaled FP4 mma",
+        r"mma\.sync\.aligned\.kind::mxf4nvf4\.block_scale\.scale_vec::4X\.m16n8k64\.row\.col\.f32\.e2m1\.e2m1\.f32\.ue4m3",
+        r"(?P<groups>\{[^;]*\})",
+        _mma,
+        "PTX ISA 9.0, 9.7.14.3 (block scaling) and 9.7.14.5.15 (m16n8k64 fragments); sm_120a and later",
+    ),
+    Rule(
+        "float32 to E2M1",
+        r"cvt\.rn\.satfinite\.e2m1x2\.f32",
+        rf"(?P<d>{_REGISTER}),\s*(?P<a>{_REGISTER}),\s*(?P<b>{_REGISTER})",
+        _to_e2m1x2,
+        "PTX ISA 9.0, 9.7.9.21 (cvt); sm_100a and later",
+    ),
+    Rule(
+        "E2M1 to float16",
+        r"cvt\.rn\.f16x2\.e2m1x2",
+        rf"(?P<d>{_REGISTER}),\s*(?P<a>{_REGISTER})",
+        _from_e2m1x2,
+        "PTX ISA 9.0, 9.7.9.21 (cvt); sm_100a and later",
+    ),
+    Rule(
+        "bulk tensor load of 4-bit elements",
+        r"cp\.async\.bulk\.tensor\.\dd\.shared::cta\.global\.tile\.mbarrier::complete_tx::bytes(?:\.L2::cache_hint)?",
+        r"(?P<target>\[[^\]]*\]),\s*\[(?P<map>%rd\d+),\s*\{(?P<coordinates>[^}]*)\}\],\s*(?P<rest>[^;]*)",
+        _tensor_load,
+        "PTX ISA 9.0, 5.5 (tensors, sub-byte types); CUDA driver API, CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B needs sm_100",
+    ),
+    Rule(
+        "register count", r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", r"\d+", _nothing, "PTX ISA 9.0, 9.7.19.5; ptxas C7508"
+    ),
+)
+
+_KEPT = re.compile(
+    r"(?:abs|add|and|atom|bar|barrier|bra|call|cp|createpolicy|cvt|cvta|div|elect|ex2|exit|fence|fma|griddepcontrol|ld|ldmatrix|lg2|mad|max|mbarrier|membar"
+    r"|min|mov|mul|neg|not|or|prefetch|prefetchu|prmt|rcp|red|rem|ret|selp|set|setp|shfl|shl|shr|sqrt|st|stmatrix|sub|tanh|trap"
+    r"|vote|xor)"
+    r"(?:\.(?:[usb](?:8|16|32|64|128)|f(?:16|32|64)|f16x2|bf16|bf16x2|e4m3x2|pred|r[nzmp]i?|approx|ftz|noftz|satfinite|sat|full|wide|lo|hi|nc|v[248]"
+    r"|param|global|shared|local|const|shared::cta|to|uni|sync|aligned|arrive|red|idx|bfly|up|down|all|any|ballot|warp|gl|cta|sys|gpu|cluster"
+    r"|acquire|release|relaxed|volatile|acq_rel|sc|proxy|async|alias|tensormap|mbarrier_init|init|inval|try_wait|test_wait|parity|expect_tx"
+    r"|complete_tx|noComplete|bulk|tensor|[1-5]d|tile|mbarrier::complete_tx::bytes|L2::cache_hint|commit_group|wait_group|read"
+    r"|m8n8|x[124]|trans|b16|eq|ne|lt|le|gt|ge|ltu|leu|gtu|geu|equ|neu|num|nan|ls|hs|and|or|xor|add|min|max|exch|cas|inc|dec|cg|ca|L1::no_allocate"
+    r"|L2|fractional|L2::evict_last|L2::evict_first|launch_dependents|wait|u8|s8|L1::evict_last|L1::evict_first|L2::128B|L2::256B))*"
+)
+"""Whole opcodes that mean the same on ``sm_90a`` and ``sm_120a``, from mnemonics and modifiers that older targets know."""
+
+_INSTRUCTION = re.compile(r"(?:^|[;{}])[ \t]*(?:@!?%?\w+[ \t]+)?([a-z][\w.:]*)", re.M)
+_ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\n\)", re.S)
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](?P<bits>\d+)\s+\w+?_param_\d+(?:\[(?P<length>\d+)\])?")
+_ADDRESS = re.compile(r"(?:mov\.b64|mov\.u64|cvta\.param\.u64)\s+(%rd\d+),\s*(%rd\d+|\w+_param_(\d+));")
+_TENSOR_MAP_SIZE = 128
+_FP4_MAPS = (0, 2, 4)
+"""Of the six tensor maps of a kernel, in parameter order activations, weights of FC1, weights of FC2, each before its
+scales (``moe_static_kernel.py``, ``moe_micro_kernel.py``, ``_moe_dynamic``).  ``loader.c`` refuses a launch whose
+maps disagree."""
+
+
+def translate(ptx: str, device_functions: str, *, mend_micro: bool = False, stagger: bool = False) -> Translation:
+    """Translate a module of the CuTe DSL.
+
+    Args:
+        ptx: as ``CUTE_DSL_KEEP_PTX`` keeps it.
+        device_functions: ``instructions.cu`` in PTX for ``sm_90a``.
+        mend_micro: add the barrier that the micro kernel lacks (docs/flashinfer-micro-barrier.md).
+        stagger: let every warp sleep at random behind each barrier.
+
+    Raises:
+        UnknownInstructionError: an instruction, or an instance of one, that no rule knows.
+    """
+    refuse_unknown(ptx)
+    counts = dict.fromkeys((rule.name for rule in RULES), 0)
+    starts = [match.start() for match in _ENTRY.finditer(ptx)]
+    parts, entries = [ptx[: starts[0]] if starts else ptx], []
+    for start, end in zip(starts, [*starts[1:], len(ptx)], strict=True):
+        text = ptx[start:end]
+        kernel = _Kernel(_entry(text), _map_registers(text))
+        for rule in RULES:
+
+            def apply(match: re.Match[str], rule: Rule = rule, kernel: _Kernel = kernel) -> str:
+                replaced = rule.replace(match, kernel)
+                counts[rule.name] += replaced is not None
+                return match[0] if replaced is None else replaced
+
+            text = rule.pattern.sub(apply, text)
+        _check_byte_ids(text, kernel.byte_ids)
+        parts.append(text)
+        entries.append(kernel.entry)
+    result = "".join(parts)
+    if mend_micro:
+        result, counts["micro barrier"] = _BARE_FENCE.subn(r"\g<0>\n\tbar.sync 1, 128;", result)
+    if stagger:
+        result = re.sub(r"^[ \t]*bar\.sync[^;]*;", r"\g<0>\n\tcall.uni b12x_stagger;", result, flags=re.M)
+    _refuse_leftovers(result)
+    result = re.sub(r"\.version \S+", f".version {ISA_VERSION}", result, count=1)
+    result, targets = re.subn(r"\.target sm_12\da", ".target sm_90a", result, count=1)
+    if not targets:
+        raise UnknownInstructionError("the module's target is not sm_120a or sm_121a")
+    head, size, body = result.partition(".address_size 64")
+    functions = device_functions.partition(".address_size 64")[2]
+    return Translation(f"{head}{size}\n{functions}\n{body}", tuple(entries), counts)
+
+
+def refuse_unknown(ptx: str) -> None:
+    """Raise :class:`UnknownInstructionError` for the first opcode that is neither kept nor replaced."""
+    replaced = re.compile("|".join(rule.opcode for rule in RULES))
+    for opcode in sorted(opcodes(ptx)):
+        if not _KEPT.fullmatch(opcode) and not replaced.fullmatch(opcode):
+            raise UnknownInstructionError(f"no rule for {opcode}")
+
+
+def opcodes(ptx: str) -> set[str]:
+    """Every opcode with its modifiers; labels, directives and names of operands are none."""
+    text = re.sub(r"//[^\n]*", "", ptx)
+    found = {match[1] for match in _INSTRUCTION.finditer(text)}
+    return {name for name in found if not name.endswith(":") and ("." in name or name in ("ret", "exit", "trap", "bra"))}
+
+
+def _entry(text: str) -> Entry:
+    match = _ENTRY.match(text)
+    assert match is not None
+    sizes = tuple(int(p["length"] or int(p["bits"]) // 8) for p in _PARAMETER.finditer(match[2]))
+    maps = [index for index, size in enumerate(sizes) if size == _TENSOR_MAP_SIZE]
+    if len(maps) not in (0, 6):
+        raise UnknownInstructionError(f"{match[1]} has {len(maps)} tensor maps, not six")
+    return Entry(match[1], sizes, tuple(maps[rank] for rank in _FP4_MAPS) if maps else ())
+
+
+def _map_registers(text: str) -> dict[str, int]:
+    """Follow parameter addresses through moves, in program order."""
+    found: dict[str, int] = {}
+    for match in _ADDRESS.finditer(text):
+        parameter = int(match[3]) if match[3] else found.get(match[2])
+        if parameter is None:
+            continue
+        if found.setdefault(match[1], parameter) != parameter:
+            raise UnknownInstructionError(f"{match[1]} holds the addresses of two parameters")
+    return found
+
+
+def _check_byte_ids(text: str, registers: set[str]) -> None:
+    """``scale_vec::4X`` allows byte selector 0 alone; a register must be set to 0 wherever it is set."""
+    for register in registers - {"0"}:
+        written = re.findall(rf"^\s*(\S+)\s+{re.escape(register)},\s*([^;]*);", text, re.M)
+        if set(written) != {("mov.b16", "0")}:
+            raise UnknownInstructionError(f"a scale's byte selector {register} that is not 0")
+
+
+_BARE_FENCE = re.compile(r"^[ \t]*fence\.proxy\.async\.shared::cta;(?!\s*(?:\$\w+:\s*)?bar\.sync)", re.M)
+"""The micro kernel's fence before its scatter; the others are followed by a barrier at once."""
+
+
+def _refuse_leftovers(ptx: str) -> None:
+    """An operand form that a rule's opcode has and its pattern does not."""
+    for opcode in opcodes(ptx):
+        if "e2m1" in opcode or "kind::" in opcode:
+            raise UnknownInstructionError(f"no rule for this form of {opcode}")

@@ -1,0 +1,199 @@
+"""The bed as far as it goes without a GPU: translation rule by rule, and every kernel that the package can select."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.sm12x_on_hopper import UnknownInstructionError, probes
+from tests.integration.sm12x_on_hopper.build import device_functions
+from tests.integration.sm12x_on_hopper.fixes import FIXES, apply
+from tests.integration.sm12x_on_hopper.kernels import LISTED, Job, build_all
+from tests.integration.sm12x_on_hopper.report import DOCS, RESULT, TABLES, bound, render
+from tests.integration.sm12x_on_hopper.translate import RULES, opcodes, translate
+
+
+def module(*statements: str, maps: int = 0) -> str:
+    """A kernel of these statements; its first ``maps`` parameters are tensor maps."""
+    parameters = ",\n".join(f"\t.param .align 64 .b8 k_param_{i}[128]" for i in range(maps)) or "\t.param .u64 k_param_0"
+    body = "\n".join(f"\t{statement}" for statement in statements)
+    return f".version 9.4\n.target sm_120a\n.address_size 64\n.visible .entry k(\n{parameters}\n)\n{{\n{body}\n}}\n"
+
+
+def test_the_rest_stays_as_it_is() -> None:
+    source = module("add.s32 %r1, %r2, %r3;", "@%p1 bra $L__BB0_1;", "ret;")
+    result = translate(source, "")
+    assert result.ptx == source.replace("9.4", "8.7").replace("sm_120a", "sm_90a").replace("64\n.v", "64\n\n\n.v")
+    assert not any(result.counts.values())
+
+
+@pytest.mark.parametrize(
+    "opcode", ["tcgen05.ld.sync", "add.rn.f32x2", "cvt.rn.bf16x2.ue8m0x2", "mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32"]
+)
+def test_an_unknown_instruction_is_named(opcode: str) -> None:
+    with pytest.raises(UnknownInstructionError, match=re.escape(opcode)):
+        translate(module(f"{opcode} %r1, %r2;"), "")
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        (f"@%p1 {probes.MMA.format(tid_a=0, tid_b=0)}", "predicated"),
+        (probes.MMA.format(tid_a=0, tid_b=0).replace("{0,", "{%rs1,"), "byte selector %rs1"),
+        ("cvt.rn.satfinite.e2m1x2.f32 %b1, 0f3F800000, %f1, %f2;", "this form of cvt.rn.satfinite.e2m1x2.f32"),
+    ],
+)
+def test_an_unknown_form_is_refused(statement: str, words: str) -> None:
+    with pytest.raises(UnknownInstructionError, match=re.escape(words)):
+        translate(module(statement), "")
+
+
+LOAD = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd2, {%r4, %r5, %r6}], [%r7];"
+
+
+@pytest.mark.parametrize(("parameter", "halved"), [(0, True), (1, False), (2, True), (3, False), (4, True), (5, False)])
+def test_coordinates_of_4_bit_maps_are_halved(parameter: int, halved: bool) -> None:
+    source = module(f"mov.b64 %rd1, k_param_{parameter};", "cvta.param.u64 %rd2, %rd1;", LOAD, maps=6)
+    result = translate(source, "")
+    assert ("shr.s32 pair, %r4, 1;" in result.ptx) is halved
+    assert ("{pair, %r5, %r6}" in result.ptx) is halved
+    assert result.entries[0].fp4_maps == (0, 2, 4)
+
+
+def test_a_load_through_an_unknown_map_is_refused() -> None:
+    with pytest.raises(UnknownInstructionError, match="%rd2"):
+        translate(module("ld.global.u64 %rd2, [%rd1];", LOAD, maps=6), "")
+    twice = ("mov.b64 %rd2, k_param_0;", "mov.b64 %rd2, k_param_1;")
+    with pytest.raises(UnknownInstructionError, match="two parameters"):
+        translate(module(*twice, LOAD, maps=6), "")
+
+
+def test_the_micro_barrier_goes_where_none_follows() -> None:
+    fence = "fence.proxy.async.shared::cta;"
+    source = module(fence, "bar.sync \t1, 128;", fence, "$L__BB0_9:", "bar.sync \t1, 128;", fence, "@%p1 bra $L__BB0_9;")
+    assert translate(source, "").counts.get("micro barrier") is None
+    mended = translate(source, "", mend_micro=True)
+    assert mended.counts["micro barrier"] == 1
+    assert mended.ptx.count("bar.sync") == 3
+    assert re.search(r"fence[^\n]*\n\tbar.sync 1, 128;\n\t@%p1 bra", mended.ptx)
+
+
+def test_staggering_follows_every_barrier() -> None:
+    source = module("bar.sync \t0;", "bar.sync \t1, 128;", "ret;")
+    assert translate(source, "", stagger=True).ptx.count("\tcall.uni b12x_stagger;") == 2
+
+
+def test_the_fixes_fit_the_installed_flashinfer(tmp_path: Path) -> None:
+    """And the write-ups name the very line and place."""
+    import flashinfer
+
+    written = " ".join(
+        "".join((DOCS / f"flashinfer-{name}.md").read_text() for name in ("micro-barrier", "dynamic-claim")).split()
+    )
+    for fix in FIXES:
+        (tmp_path / fix.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(flashinfer.__file__).parent / fix.file, tmp_path / fix.file)
+        lines = (tmp_path / fix.file).read_text().splitlines()
+        (place,) = [number for number, line in enumerate(lines, 1) if fix.behind in line]
+        assert f"after {place} of `{fix.file.name}`" in written
+        assert f"`{fix.inserted}`" in written
+        assert apply(fix, tmp_path).count("\n+ ") == 1
+    with pytest.raises(ValueError, match="0 times"):
+        apply(FIXES[0], _emptied(tmp_path / FIXES[0].file))
+
+
+def _emptied(path: Path) -> Path:
+    path.write_text("")
+    return path.parents[3]
+
+
+def test_the_tables_are_the_results() -> None:
+    result = json.loads(RESULT.read_text())
+    assert TABLES.read_text() == render(result)
+    rows = [row for section in ("numbers", "variants", "GB10") for row in result[section]]
+    assert {row["kernel"] for row in rows} == {"direct", "micro", "static", "dynamic"}
+    for row in rows:
+        assert row["kernel_points"] <= bound(row), row
+        assert row["float32"] <= 0.05, row
+        assert row["unquantized"] <= 1.03, row
+        assert (row["reruns"] == 0) >= (row["kernel"] in ("direct", "static")), row
+
+
+def test_every_rule_has_a_function_and_a_source() -> None:
+    functions = device_functions()
+    assert ".target sm_90a" in functions
+    for name in ("b12x_mma_mxf4nvf4", "b12x_cvt_e2m1x2_f32", "b12x_cvt_f16x2_e2m1x2"):
+        assert f" {name}(" in functions
+    assert all("PTX ISA" in rule.source for rule in RULES)
+
+
+def test_tensor_maps_are_rewritten(tmp_path: Path) -> None:
+    """Words as the CuTe DSL writes them for 256 experts of 256 x 512 elements, boxes of 128 x 128, swizzled by 64 bytes."""
+    rewrite = probes.tensor_map_rewriter(tmp_path)
+    fp4 = (ctypes.c_uint32 * 32)()
+    fp4[2] = 2 << 4 | 11 << 7 | 2 << 13
+    fp4[8:11] = [511, 255, 255]
+    box = (ctypes.c_uint8 * 128).from_buffer(fp4)
+    box[0x37], box[0x38] = 127, 127
+    other = bytes(fp4)
+    assert rewrite(fp4) == 1
+    assert fp4[2] == 2 << 4 | 2 << 13
+    assert fp4[8:11] == [255, 255, 255]
+    assert (box[0x37], box[0x38]) == (63, 127)
+    once = bytes(fp4)
+    assert rewrite(fp4) == 0
+    assert bytes(fp4) == once != other
+
+
+def test_opcodes() -> None:
+    assert opcodes(
+        "\tmov.b64 {lo, hi}, %rd1; // add.f32\nL1:\n\t@!%p3 bra.uni L1;\n\t{ .reg .b32 t; add.s32 t, 1, 2; }\n\tret;"
+    ) == {
+        "mov.b64",
+        "bra.uni",
+        "add.s32",
+        "ret",
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The listed kernels, compiled, translated, assembled and linked."""
+    cache = os.environ.get("SM12X_ON_HOPPER_CACHE")
+    return list(build_all(LISTED, os.cpu_count() or 1, Path(cache) if cache else tmp_path_factory.mktemp("kernels")))
+
+
+def test_the_list_is_what_the_package_can_select(built: list[dict[str, Any]]) -> None:
+    assert sum(job.options.sm == 120 for job in LISTED) <= 24
+    assert [job.options.sm for job in LISTED].count(121) == 1
+    kinds = {(kernel["name"].split("_")[0], kernel["shape"]["gated"]) for kernel in built}
+    assert kinds == {(kind, gated) for kind in ("direct", "micro", "static", "dynamic") for gated in (True, False)}
+    assert len(built) == len(LISTED)
+
+
+@pytest.mark.parametrize("index", range(len(LISTED)), ids=lambda i: _name(LISTED[i]))
+def test_a_kernel_translates(built: list[dict[str, Any]], index: int) -> None:
+    kernel, job = built[index], LISTED[index]
+    counts = kernel["counts"]
+    direct = kernel["name"].startswith("direct")
+    assert kernel["target"] == job.options.target
+    assert kernel["sm_count"] == job.sm_count
+    assert counts["float32 to E2M1"] > 0
+    assert bool(counts["block-scaled FP4 mma"]) is not direct
+    assert bool(counts["bulk tensor load of 4-bit elements"]) is not direct
+    assert bool(counts["E2M1 to float16"]) is direct
+    # The output loop is unrolled by four, with a remainder.
+    assert bool(counts.get("micro barrier")) is kernel["name"].startswith("micro")
+    assert max(kernel["registers"]) <= 255
+    assert kernel["spilled_bytes"] < 2048
+
+
+def _name(job: Job) -> str:
+    return f"{job.shape.name}-{job.tokens}-{job.forced or 'chosen'}-sm{job.options.sm}"
