@@ -6,6 +6,7 @@ how they are reached.
 """
 
 import sys
+from _thread import get_ident
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class _Loader:
 
     def exec_module(self, module: "ModuleType") -> None:
         self._original.exec_module(module)
-        patch(module)
+        if any(isinstance(finder, Finder) for finder in sys.meta_path):  # nobody called uninstall() meanwhile
+            patch(module)
 
 
 class Finder:
@@ -51,14 +53,15 @@ class Finder:
     """
 
     def __init__(self) -> None:
-        self._asking: set[str] = set()
+        self._asking: set[tuple[int, str]] = set()
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if name not in WATCHED or name in self._asking:
+        asking = (get_ident(), name)
+        if name not in WATCHED or asking in self._asking:
             return None
-        self._asking.add(name)  # imports of one module are serialized by its lock
+        self._asking.add(asking)
         try:
             for finder in sys.meta_path:
                 find = getattr(finder, "find_spec", None)
@@ -69,7 +72,7 @@ class Finder:
                     return spec
             return None
         finally:
-            self._asking.discard(name)
+            self._asking.discard(asking)
 
 
 def patch(module: "ModuleType") -> None:

@@ -127,6 +127,18 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             activation=self._activation_name(),
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the kernel, whose views and workspace are this layer's: a copy runs on CUTLASS until its weights are loaded."""
+        return {**self.__dict__, "kernel": None}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Moved or converted: the kernel follows."""
+        module = super()._apply(*args, **kwargs)
+        if self.kernel is not None:
+            self.kernel = None
+            self._weights_are_ready()
+        return module
+
     # ---- call --------------------------------------------------------------------------------------------------------
 
     def _in_range(self, x: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 
 from . import settings
@@ -37,13 +38,23 @@ def _first_time(what: RejectReason | str) -> bool:
         return new
 
 
+class _WhereNobodyListens(logging.Handler):
+    """Standard error, as long as there is no other handler: this process may set its own after us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[trtllm_b12x] [%(levelname)s] %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers and logger.handlers == [self]:
+            print(self.format(record), file=sys.stderr)
+
+
 def configure() -> None:
-    """Level from ``TRTLLM_B12X_LOG``, a handler where nobody else set one, and a warning for each setting that is none."""
+    """Level from ``TRTLLM_B12X_LOG``, standard error where nobody else listens, and a warning for each setting that is none."""
     logger.setLevel(settings.LOG())
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[trtllm_b12x] [%(levelname)s] %(message)s"))
-        logger.addHandler(handler)
+    if not any(isinstance(handler, _WhereNobodyListens) for handler in logger.handlers):
+        logger.addHandler(_WhereNobodyListens())
     for complaint in settings.complaints():
         logger.warning(complaint)
 

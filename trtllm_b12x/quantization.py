@@ -37,7 +37,8 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         super().__init__()
         self.tile = tile
         self._gate_and_up: dict[int, tuple[float, float]] = {}
-        self._ratios_are_set = False
+        self.ratios_are_set = False
+        """``b12x_up_to_gate`` holds numbers: a model built on meta tensors has to be given them."""
 
     def create_weights(self, module: Any) -> None:
         logical = module.intermediate_size_per_partition
@@ -138,14 +139,20 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         loaded, self._gate_and_up = self._gate_and_up, {}
         if module.b12x_up_to_gate.is_meta:
             return
-        if not self._ratios_are_set:  # what a model built on meta tensors gets is not even zeros
+        if not self.ratios_are_set:  # what a model built on meta tensors gets is not even zeros
             module.b12x_up_to_gate.data.fill_(1)
-            self._ratios_are_set = True
+            self.ratios_are_set = True
         for slot, (gate, up) in loaded.items():
             zero = gate == 0 or up == 0  # then so is the product
             module.b12x_up_to_gate.data[slot] = 1.0 if gate == up or zero else up / gate
             if gate != up:
                 module.fc31_alpha.data[slot] = 0.0 if zero else gate / module.fc31_input_scale.data
+
+    def refresh(self, module: Any) -> None:
+        """All that is derived from what was loaded; repeatable."""
+        self.before_quant_scales(module)
+        self.setup_quant_scales(module)
+        self.after_quant_scales(module)
 
     def after_quant_scales(self, module: Any) -> None:
         if not module.b12x_up_to_gate.is_meta:
@@ -154,7 +161,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
     def setup_quant_scales(self, module: Any) -> None:
         super().setup_quant_scales(module)
         ratio = getattr(module, "b12x_up_to_gate", None)  # the host calls this in create_weights too
-        if ratio is not None and not ratio.is_meta and self._ratios_are_set and bool((ratio.data != 1).any()):
+        if ratio is not None and not ratio.is_meta and self.ratios_are_set and bool((ratio.data != 1).any()):
             module.b12x_fc2_act_global.copy_(module.fc2_input_scale.data * ratio.data)
             module.quant_scales = module.quant_scales._replace(fc2_act_global=module.b12x_fc2_act_global)
 
@@ -164,7 +171,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         FlashInfer divides activations by them (the checkpoint's ``input_scale``), the host multiplies by their
         reciprocals.  The host's alphas, ``weight_scale_2 * input_scale``, are the kernels' own.  A refit that copies over
         parameters without the host's hooks is followed in weights, block scales and alphas; calibrated input scales and
-        ``b12x_up_to_gate`` take effect at :meth:`post_load_weights`.
+        ``b12x_up_to_gate`` take effect at the next of those hooks.
         """
         module.b12x_input_global_scale.copy_(module.fc31_input_scale.data.reciprocal())
         module.b12x_fc2_input_scale.copy_(module.fc2_input_scale.data.reciprocal() / module.b12x_up_to_gate.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import Counter
@@ -24,6 +25,7 @@ class _Entry:
 
 _entries: list[_Entry] = []
 _last_line: tuple[int, int] = (0, 0)
+_collected = 0
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,11 @@ def record(module: Any, verdict: Verdict, ready: bool) -> None:
 def alive() -> list[tuple[Any, Verdict]]:
     """Layers that still exist, in the order of their construction.
 
-    The host builds a model on meta tensors first and, if that fails, anew: what is left of the attempt does not count.
+    The host builds a model on meta tensors first and, if that fails, anew: what is left of the attempt does not count.  Nor do
+    layers of other pipeline ranks, which it builds and takes the weights from (``modeling_utils.remove_weights``).
     """
     with _lock:
-        _entries[:] = [entry for entry in _entries if entry.module() is not None]
+        _entries[:] = [e for e in _entries if e.module() is not None and not getattr(e.module(), "_weights_removed", False)]
         return [(entry.module(), entry.verdict) for entry in _entries]
 
 
@@ -76,6 +79,7 @@ def status() -> Status:
     """See :func:`trtllm_b12x.status`."""
     from . import selection
 
+    gc.collect()  # a failed attempt's layers hold each other
     layers = alive()
     served = [module for module, verdict in layers if verdict.served]
     reasons = Counter(reason.name for _, verdict in layers for reason in verdict.reasons)
@@ -95,16 +99,23 @@ def status() -> Status:
 
 def forget() -> None:
     """Start over, as a new process would."""
-    global _last_line
+    global _last_line, _collected
     with _lock:
         _entries.clear()
-        _last_line = (0, 0)
+        _last_line, _collected = (0, 0), 0
 
 
 def _report() -> None:
     """One line when the last layer's weights are there; another only if more layers follow, as of a draft model."""
-    global _last_line
+    global _last_line, _collected
     layers = alive()
+    with _lock:
+        waiting = not all(entry.ready for entry in _entries)
+        stale = waiting and _entries[-1].ready and _collected != len(_entries)
+    if stale:  # once per model: what waits may be left of a failed attempt, whose layers hold each other
+        _collected = len(_entries)
+        gc.collect()
+        layers = alive()
     with _lock:
         if not all(entry.ready for entry in _entries):
             return

@@ -21,6 +21,9 @@ from . import host as _host
 from .decision import Deployment, Environment, Problem, RejectReason, Verdict, decide
 
 _lock = threading.RLock()
+"""Of the layers that are built; held while the host imports and constructs."""
+_names = threading.RLock()
+"""Of what is rebound.  Nothing is imported under it: the import hook takes it, with the import lock of the host's module."""
 _active = False
 _refused = ""
 """Why the host of this process is left alone, once that is known."""
@@ -47,33 +50,39 @@ def install() -> None:
     """Promote in this process, before or after the host is imported.  Idempotent, thread-safe.
 
     Nothing is patched with ``TRTLLM_B12X=0``, and TensorRT-LLM is not imported by this.  Without it the embedded host is patched.
+    A host of another shape is left alone, with a warning.
     """
-    global _active
     if settings.ENABLED() == "0":
         return
-    with _lock:
+    if not _host.installed():
+        patch(_host.load().create_moe)
+        return
+    _turn_on()
+    bootstrap.start()
+    for name in bootstrap.WATCHED & set(sys.modules):
+        module = sys.modules[name]
+        # One that is being imported right now is patched by its loader when it is complete.
+        if not getattr(module.__spec__, "_initializing", False):
+            bootstrap.patch(module)
+
+
+def _turn_on() -> None:
+    global _active
+    with _names:
         if not _active:
             log.configure()
         _active = True
-        if not _host.installed():
-            patch(_host.load().create_moe)
-            return
-        bootstrap.start()
-        for name in bootstrap.WATCHED & set(sys.modules):
-            module = sys.modules[name]
-            # One that is being imported right now is patched by its loader when it is complete.
-            if not getattr(module.__spec__, "_initializing", False):
-                patch(module)
 
 
 def uninstall() -> None:
     """Give the host its names back; names that others bound meanwhile ask the switch and answer as the host.
 
-    Layers that were built stay what they are.
+    Layers that were built stay what they are.  A class that ``get_moe_cls`` gave before must have been built: the host's own
+    ``create_moe_backend`` does not know it.
     """
     global _active, _refused
-    with _lock:
-        _active, _refused = False, ""
+    with _names:
+        _active, _refused, bootstrap.failure = False, "", ""
         bootstrap.stop()
         for entry in reversed(_patches):
             if getattr(vars(entry.owner).get(entry.name), "_trtllm_b12x", False):
@@ -86,8 +95,8 @@ def patch(module: ModuleType) -> None:
 
     ``create_moe.get_moe_cls`` (generations A and B).  Why: the host builds and wraps whatever class it returns, and has no
     registry for the CUTLASS name.  How: rebound as a module attribute, which ``create_moe`` looks up globally and
-    ``ConfigurableMoE`` imports at call time.  It can go when the host offers an entry point for backends; upstream decided
-    against promoting CUTLASS (PR 13773).
+    ``ConfigurableMoE`` imports at call time, and wherever the host's modules bound it before.  It can go when the host offers an
+    entry point for backends; upstream decided against promoting CUTLASS (PR 13773).
 
     ``create_moe.create_moe_backend`` (every generation).  Why: only here are a layer's activation, bias and router weight known;
     it refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``).  How: as
@@ -100,11 +109,10 @@ def patch(module: ModuleType) -> None:
     Raises:
         ValueError: the module lacks what is rebound.
     """
-    global _active
     if settings.ENABLED() == "0":
         return
-    with _lock:
-        _active = True
+    _turn_on()
+    with _names:
         if module.__name__.rpartition(".")[2] == "autotuner":
             _patch_autotuner(module)
             return
@@ -113,20 +121,27 @@ def patch(module: ModuleType) -> None:
             raise ValueError("it has no create_moe_backend(moe_cls, ...)")
         if not hasattr(module, "CutlassFusedMoE"):
             raise ValueError("it does not name CutlassFusedMoE")
-        wrappers: dict[str, Callable[[Any], Any]] = {"create_moe_backend": _building}
+        wrappers: dict[str, Callable[[Any], Any]] = {"create_moe_backend": functools.partial(_building, vars(module))}
         if hasattr(module, "get_moe_cls"):
             wrappers["get_moe_cls"] = _promoting
         for name, wrapper in wrappers.items():
+            original = vars(module)[name]
+            if getattr(original, "_trtllm_b12x", False):
+                continue
             _rebind(module, name, wrapper)
+            # A gate that asks one function and a layer that asks another would not fit together.
+            for path, other in list(sys.modules.items()):
+                if path.startswith("tensorrt_llm.") and isinstance(other, ModuleType) and vars(other).get(name) is original:
+                    setattr(other, name, getattr(module, name))
+                    _patches.append(Patch(other, name, original))
 
 
 def _rebind(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     original = vars(owner)[name]
-    if getattr(original, "_trtllm_b12x", False):
-        return
     replacement = wrapper(original)
     replacement._trtllm_b12x = True
     setattr(owner, name, replacement)
+    _patches[:] = [entry for entry in _patches if entry.owner is not owner or entry.name != name]  # of before a reload
     _patches.append(Patch(owner, name, original))
 
 
@@ -151,6 +166,8 @@ def _adapter() -> Any:
     if not _active or _refused:
         return None
     with _lock:
+        if _refused:
+            return None
         try:
             return _host.load()
         except _host.UnsupportedHostError as error:
@@ -163,6 +180,10 @@ def _facts() -> Environment:
     from . import kernels  # torch is there by now
 
     return kernels.environment()
+
+
+def _is_ours(moe_cls: Any) -> bool:
+    return "trtllm_b12x.fused_moe" in sys.modules and moe_cls is _our_class()
 
 
 def _our_class() -> Any:
@@ -199,15 +220,17 @@ def _class_for(host: Any, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str,
     problem = problem_of(*args, **kwargs)
     if problem is None or (moe_cls is not host.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
         return moe_cls
-    verdict = decide(problem, environment=_facts())
+    model_config = _model_config(args, kwargs)
+    known = replace(problem, dynamic_quantization=_dynamic_quantization(model_config))
+    verdict = decide(known, _deployment(host, model_config), environment=_facts())
     if verdict.served:
         return _our_class()
-    model_config = _model_config(args, kwargs)
     log.announce(verdict, f"moe_backend {model_config.moe_backend}", _rank(model_config))
     return moe_cls
 
 
-def _building(create_moe_backend: Any) -> Any:
+def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
+    """``names`` are its module's."""
     signature = inspect.signature(create_moe_backend)
 
     @functools.wraps(create_moe_backend)
@@ -216,16 +239,16 @@ def _building(create_moe_backend: Any) -> Any:
         try:
             call = signature.bind(*args, **kwargs)
         except TypeError:
-            host = None  # the error is the host's to make
-        if host is None:
+            call = None  # the error is the host's to make
+        if call is None:
             return create_moe_backend(*args, **kwargs)
-        moe_cls, verdict = _guarded(_backend_for, (call.arguments["moe_cls"], None))(host, call)
+        asked = call.arguments["moe_cls"]
+        otherwise = _host.load().CutlassFusedMoE if _is_ours(asked) else asked
+        moe_cls, verdict = (otherwise, None) if host is None else _guarded(_backend_for, (otherwise, None))(host, call)
         call.arguments["moe_cls"] = moe_cls
-        if verdict is not None and verdict.served:
-            with _known_as_cutlass(host, moe_cls):
-                return create_moe_backend(*call.args, **call.kwargs)
-        module = create_moe_backend(*call.args, **call.kwargs)
-        if verdict is not None:
+        with _known_as_cutlass(names, moe_cls if _is_ours(moe_cls) else None):
+            module = create_moe_backend(*call.args, **call.kwargs)
+        if verdict is not None and not verdict.served:
             registry.record(module, verdict, ready=True)
         return module
 
@@ -236,7 +259,7 @@ def _backend_for(host: Any, call: inspect.BoundArguments) -> tuple[Any, Verdict 
     """The class to build, and the verdict on the layer if it is one of CUTLASS's."""
     asked = call.arguments["moe_cls"]
     moe_cls = _without_broken_b12x(asked, host)
-    promoted_before = "trtllm_b12x.fused_moe" in sys.modules and asked is _our_class()
+    promoted_before = _is_ours(asked)
     if not promoted_before and moe_cls is not host.CutlassFusedMoE:
         return moe_cls, None
     verdict = decide(*_layer_facts(host, _flat(call), quantization=not promoted_before), environment=_facts())
@@ -270,17 +293,18 @@ def _rank(model_config: Any) -> int:
 
 
 @contextmanager
-def _known_as_cutlass(host: Any, ours: type) -> Iterator[None]:
-    """Inside ``create_moe_backend``, its name for the CUTLASS class is ours.
+def _known_as_cutlass(names: dict[str, Any], ours: type | None) -> Iterator[None]:
+    """Inside ``create_moe_backend``, its name for the CUTLASS class is ours; None leaves it, and waits until it is the host's.
 
     Every generation tests the class there against that name, with ``==``, ``in`` or ``is``, and refuses what it does not know.
     """
     with _lock:
-        host.create_moe.CutlassFusedMoE = ours
+        before = names["CutlassFusedMoE"]
+        names["CutlassFusedMoE"] = before if ours is None else ours
         try:
             yield
         finally:
-            host.create_moe.CutlassFusedMoE = host.CutlassFusedMoE
+            names["CutlassFusedMoE"] = before
 
 
 def _has_no_kernel_here(moe_cls: type) -> bool:
@@ -340,16 +364,23 @@ def _layer_facts(host: Any, arguments: dict[str, Any], quantization: bool) -> tu
         activation_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         bias=bool(arguments.get("bias")),
         apply_router_weight_on_input=bool(arguments.get("apply_router_weight_on_input")),
-        dynamic_quantization=bool(getattr(model_config, "force_dynamic_quantization", False)),
+        dynamic_quantization=_dynamic_quantization(model_config),
         hidden_size=arguments.get("hidden_size"),
     )
+    return problem, _deployment(host, model_config)
+
+
+def _dynamic_quantization(model_config: Any) -> bool:
+    return bool(getattr(model_config, "force_dynamic_quantization", False))
+
+
+def _deployment(host: Any, model_config: Any) -> Deployment:
     balanced = getattr(host.create_moe, "get_moe_load_balancer", lambda: None)() is not None
-    deployment = Deployment(
+    return Deployment(
         lora=getattr(model_config, "lora_config", None) is not None,
         # The host's own test for the one that moves weights while it serves: updates per iteration.
         load_balancer=None if not balanced else "dynamic" if _updates(model_config) else "static",
     )
-    return problem, deployment
 
 
 def _updates(model_config: Any) -> int:
@@ -361,7 +392,8 @@ def _updates(model_config: Any) -> int:
 
 def _patch_autotuner(module: Any) -> None:
     tuner = module.AutoTuner
-    if isinstance(vars(tuner).get("_find_nearest_profile"), classmethod) and _index_error(module):
+    found = vars(tuner).get("_find_nearest_profile")
+    if isinstance(found, classmethod) and not getattr(found, "_trtllm_b12x", False) and _index_error(module):
         _rebind(tuner, "_find_nearest_profile", _guarding)
 
 
@@ -391,4 +423,7 @@ def _guarding(original: Any) -> Any:
             constraint_specs = tuple(filter(there, constraint_specs))
         return find(cls, shapes, dynamic_tensor_specs, constraint_specs, *args, **kwargs)
 
+    for name in ("cache_clear", "cache_info", "cache_parameters"):
+        if hasattr(find, name):
+            setattr(guarded, name, getattr(find, name))
     return classmethod(guarded)

@@ -23,7 +23,7 @@ def model_config(backend: str = "CUTLASS", algo: str | None = "NVFP4", **argumen
     return ModelConfig(quant_config=quant_config, moe_backend=backend, **arguments)
 
 
-def build_and_run(config: Any = None) -> dict[str, Any]:
+def build_and_run(config: Any = None, listen: bool = True) -> dict[str, Any]:
     """A model through the file that bound ``create_moe`` early, by the host's own loader, and one decode call."""
     import torch
     from tensorrt_llm._torch.models.modeling_double import Model
@@ -36,8 +36,8 @@ def build_and_run(config: Any = None) -> dict[str, Any]:
     logger = logging.getLogger("trtllm_b12x")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    if listen:
+        logger.addHandler(handler)
     config = config or model_config(skip_create_weights_in_init=True)
     tensors = random_experts(4, 128, 192)
     model = model_loader.load(lambda: Model(config, 3, excluded=(2,)), {f"layer{i}": tensors for i in (0, 1)})
@@ -80,6 +80,11 @@ def after_import() -> dict[str, Any]:
 def by_itself() -> dict[str, Any]:
     """Nothing of ours is called: only what the interpreter's start has done."""
     return build_and_run()
+
+
+def unheard() -> dict[str, Any]:
+    """The same, in a process that sets no handler of its own."""
+    return build_and_run(listen=False)
 
 
 def mpi_worker() -> dict[str, Any]:
@@ -265,6 +270,88 @@ def table() -> dict[str, Any]:
     return {"rows": rows, "has_get_moe_cls": host.has_get_moe_cls}
 
 
+def unusual() -> dict[str, Any]:
+    """What goes wrong, or on at the same time, between the host's two questions."""
+    import threading
+    import types
+
+    import torch
+
+    import trtllm_b12x
+    from tests import layers
+    from trtllm_b12x import host as hosts
+    from trtllm_b12x import registry, selection
+
+    host = hosts.load()
+    create_moe = host.create_moe.create_moe
+    trtllm_b12x.uninstall()
+    # As modeling_qwen3_moe does for its gate.
+    early = types.ModuleType("tensorrt_llm._torch.models.early")
+    vars(early).update({name: f for name, f in vars(host.create_moe).items() if name == "get_moe_cls"})
+    sys.modules[early.__name__] = early
+    trtllm_b12x.install()
+    gate = [m.get_moe_cls(model_config("TRTLLM")).__name__ for m in (early, host.create_moe)] if host.has_get_moe_cls else []
+
+    def build(dtype: torch.dtype = torch.bfloat16) -> Any:
+        config = model_config(skip_create_weights_in_init=True)
+        routing = host.RenormalizeMoeRoutingMethod(2)
+        layer = create_moe(routing, 4, 128, 192, dtype=dtype, model_config=config, **layers.activation(True))
+        if not getattr(layer, "backend", layer)._weights_created:
+            layer.create_weights()  # C2 has no backend before
+        return getattr(layer, "backend", layer)
+
+    built: list[str] = []
+
+    def several(dtype: torch.dtype) -> None:
+        for _ in range(60):
+            built.append(f"{dtype} {type(build(dtype)).__name__}")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=several, args=(dtype,)) for dtype in (torch.bfloat16, torch.float16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+
+    # Another pipeline rank's layer: built with all others, then without weights.
+    other = build()
+    other._parameters.clear()
+    other._buffers.clear()
+    other._weights_removed = True
+    registry.forget()
+    registry.record(other, other.verdict, ready=False)
+    left = trtllm_b12x.status().layers
+
+    selection._layer_facts = None  # type: ignore[assignment]
+    failed = type(build()).__name__
+    return {"gate": gate, "threads": {name: built.count(name) for name in built}, "left": left, "failed": failed}
+
+
+def shared() -> dict[str, Any]:
+    """Parameters that another process transformed, and ``cache_derived_state`` alone (C1 and C2)."""
+    import torch
+
+    import trtllm_b12x
+    from tests import layers
+    from tests.checkpoints import random_experts
+
+    trtllm_b12x.install()
+    tensors = random_experts(4, 128, 192, up_to_gate=2.0)
+    first, second = layers.load(layers.create(4, 128, 192), tensors), layers.create(4, 128, 192)
+    if not second.backend._weights_created:
+        second.backend.create_weights()
+    for source, target in zip(first.backend.parameters(), second.backend.parameters(), strict=True):
+        target.data.copy_(source.data)
+    second.backend.cache_derived_state()
+    equal = []
+    for tokens in (5, 100):
+        x, logits = layers.inputs(first, tokens, tensors)
+        equal.append(bool(torch.equal(first(x, logits), second(x, logits))))
+    return {"equal": equal, "kernel": second.backend.kernel is not None}
+
+
 def numbers(expected: str) -> dict[str, Any]:
     """Sequences of calls, compared bit by bit with what the embedded host made of them."""
     import torch
@@ -319,6 +406,8 @@ def tuning() -> dict[str, Any]:
     alone = profile()
     trtllm_b12x.install()
     guarded = profile()
+    cleared = not hasattr(vars(autotuner.AutoTuner)["_find_nearest_profile"].__func__.__wrapped__, "cache_clear")
+    cleared = cleared or autotuner.AutoTuner._find_nearest_profile.cache_clear() is None
     tensors = random_experts(4, 128, 192)
     module = layers.load(layers.create(4, 128, 192), tensors)
     x, logits = layers.inputs(module, 5, tensors)
@@ -327,7 +416,7 @@ def tuning() -> dict[str, Any]:
         with autotuner.autotune(tune), _kernel_calls(module.backend) as count:
             module(x, logits)
         counts.append(count())
-    return {"alone": alone, "guarded": guarded, "kernel_calls": counts}
+    return {"alone": alone, "guarded": guarded, "cleared": cleared, "kernel_calls": counts}
 
 
 def main() -> None:

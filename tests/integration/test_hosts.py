@@ -148,6 +148,28 @@ def test_a_model_is_promoted_or_not(python: Path, double: dict[str, str], verdic
     assert {".".join(name.split(".")[-2:]) for name in result["patches"]} == expected
 
 
+def test_the_line_is_seen(python: Path, double: dict[str, str]) -> None:
+    result = scenario(python, double, "unheard")
+    line = "[trtllm_b12x] [INFO] rank 0: 2 of 3 MoE layers on b12x, decode below 64 tokens"
+    assert result["stderr"].splitlines().count(line) == 1
+    result = scenario(python, double, "unheard", TRTLLM_B12X_LOG="ERROR")
+    assert "[trtllm_b12x]" not in result["stderr"]
+
+
+def test_threads_failures_and_pipeline_ranks(python: Path, double: dict[str, str]) -> None:
+    result = scenario(python, double, "unusual")
+    assert result["gate"] in ([], [OURS, OURS])
+    assert result["threads"] == {f"torch.bfloat16 {OURS}": 60, f"torch.float16 {HOSTS}": 60}
+    assert result["left"] == 0
+    assert result["failed"] == HOSTS
+    assert result["stderr"].count("promotion is off in this process") == 1
+
+
+def test_shared_weights(python: Path, double: dict[str, str]) -> None:
+    if double["GENERATION"].startswith("C"):  # earlier hosts share none
+        assert scenario(python, double, "shared", ENABLE_CONFIGURABLE_MOE="1")["equal"] == [True, True]
+
+
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_without_configurable_moe_or_with_it(python: Path, double: dict[str, str], switch: str) -> None:
     """Generations A and B can do without the wrapper; later ones read no such switch."""
@@ -256,6 +278,7 @@ def test_the_autotuner(python: Path, double: dict[str, str]) -> None:
     result = scenario(python, double, "tuning", ENABLE_CONFIGURABLE_MOE="1")
     assert result["alone"] == "IndexError"
     assert result["guarded"] == "((4, 2), (-1,), (3,))"
+    assert result["cleared"]
     assert result["kernel_calls"] == [0, 1]  # while it tunes, CUTLASS sees the small counts
 
 
@@ -286,6 +309,27 @@ def test_a_host_of_another_shape_is_left_alone(python: Path, base: Path, machine
     result = subprocess.run([python, "-c", code], env=variables, capture_output=True, text=True)
     assert result.stdout.split() == [HOSTS]
     assert result.stderr.count("no adapter fits") == 1
+
+
+RENAMED = ["_reconcile_and_compute_alphas", "_interleave_w2_weight_scale", "load_weight_shard"]
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_one_renamed_function_is_enough(python: Path, base: Path, machine: dict[str, str], tmp_path: Path, name: str) -> None:
+    """A staged host less one hook must not pass for one that does not stage: its numbers would be wrong."""
+    folder = build("B", tmp_path / "double")
+    for file in (folder / "tensorrt_llm/_torch/modules/fused_moe").glob("*.py"):
+        text = file.read_text().replace(name, f"{name}_")
+        file.write_text(text.replace(f"import TensorParallelMode, {name}_", f"import TensorParallelMode, {name} as {name}_"))
+    variables = {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}
+    code = (
+        "import importlib; c = importlib.import_module('tensorrt_llm._torch.modules.fused_moe.create_moe');"
+        "from tests.hosts.scenarios import model_config; print(c.get_moe_cls(model_config()).__name__);"
+        "import trtllm_b12x; print(trtllm_b12x.status().generation)"
+    )
+    result = subprocess.run([python, "-c", code], env=variables, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.split() == [HOSTS, "unsupported"], result.stderr
+    assert result.stderr.count(name) == 1
 
 
 def test_verify_uses_the_embedded_host(python: Path, double: dict[str, str], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -93,17 +95,30 @@ def test_gate_and_up_may_carry_different_weight_scales(ratio: float, tokens: int
     assert layers.errors(plain, x, logits, plain(x, logits), cut)[0] > 0.3
 
 
-def test_alphas_that_the_host_computes_after_loading_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 1.3 on, load_quant_scales only stages: the larger scale lands in fc31_alpha between it and post_load_weights."""
-    tensors = random_experts(3, 128, 192, up_to_gate=3.0)
-    module = layers.create(3, 128, 192)
+@pytest.mark.parametrize("up_to_gate", [1.0, 3.0])
+def test_a_reload_without_post_load_hooks(up_to_gate: float) -> None:
+    """What hosts' own reloads do; the numbers are those of a layer that was loaded with the same."""
+    module = layers.load(layers.create(3, 128, 192), random_experts(3, 128, 192, up_to_gate=2.0))
+    tensors = random_experts(3, 128, 192, seed=7, up_to_gate=up_to_gate)
     module.load_weights([tensors])
-    larger = torch.stack([tensors[f"{e}.w3.weight_scale_2"] for e in range(3)])
-    module.backend.fc31_alpha.data.copy_(larger / module.backend.fc31_input_scale.data)
-    module.post_load_weights()
+    fresh = layers.load(layers.create(3, 128, 192), tensors)
     for tokens in (40, 70):
         x, logits = layers.inputs(module, tokens, tensors)
-        assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
+        assert torch.equal(module(x, logits), fresh(x, logits))
+
+
+def test_a_copy_and_a_moved_layer() -> None:
+    """A copy runs on CUTLASS until it is loaded; a moved layer's kernel follows the storage."""
+    tensors = random_experts(3, 128, 192)
+    module = layers.load(layers.create(3, 128, 192), tensors)
+    backend = module.backend
+    for copied in (copy.deepcopy(backend), pickle.loads(pickle.dumps(backend))):
+        assert copied.kernel is None
+        assert backend.kernel is not None
+        loaded = layers.load(copied, tensors)
+        assert loaded.kernel.weights.w1_weight.data_ptr() == loaded.w3_w1_weight.data_ptr()
+    module._apply(torch.clone)
+    assert backend.kernel.weights.w1_weight.data_ptr() == backend.w3_w1_weight.data_ptr()
 
 
 def test_one_half_at_a_time() -> None:

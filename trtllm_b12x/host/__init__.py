@@ -9,10 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 from functools import cache
 from types import SimpleNamespace
 
 _embedded = False
+_failure = ""
+"""Of the last :func:`load`."""
+_loading = threading.RLock()
 
 
 class UnsupportedHostError(RuntimeError):
@@ -21,7 +25,10 @@ class UnsupportedHostError(RuntimeError):
 
 def installed() -> bool:
     """``tensorrt_llm`` can be imported, and nobody chose the embedded host."""
-    return not _embedded and ("tensorrt_llm" in sys.modules or importlib.util.find_spec("tensorrt_llm") is not None)
+    if _embedded or "tensorrt_llm" in sys.modules:
+        return not _embedded
+    spec = importlib.util.find_spec("tensorrt_llm")
+    return spec is not None and spec.origin is not None  # a folder of that name in the working directory has none
 
 
 def use_embedded() -> None:
@@ -30,13 +37,27 @@ def use_embedded() -> None:
     _embedded = True
 
 
-@cache
 def load() -> SimpleNamespace:
     """The host of this process: TensorRT-LLM where it is installed, else the embedded one.
 
     Raises:
         UnsupportedHostError: no adapter fits what is there; the message says what differs from the nearest.
     """
+    global _failure
+    with _loading:
+        try:
+            return _load()
+        except UnsupportedHostError as error:
+            failure = error
+        except Exception as error:  # a name that no function of the contract stands for
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            failure = UnsupportedHostError(f"TensorRT-LLM cannot be adapted: {reason}")
+        _failure = str(failure)
+        raise failure
+
+
+@cache
+def _load() -> SimpleNamespace:
     from . import adapters
 
     return adapters.tensorrt_llm() if installed() else adapters.embedded()
@@ -50,7 +71,7 @@ def state() -> tuple[str, str]:
     if not installed():
         return "none", ""
     if "tensorrt_llm" not in sys.modules:
-        return "installed", ""
+        return ("unsupported", _failure) if _failure else ("installed", "")
     try:
         return str(load().generation), ""
     except UnsupportedHostError as error:
@@ -58,7 +79,7 @@ def state() -> tuple[str, str]:
 
 
 def register_carrier(cls: type) -> None:
-    """Register ``cls`` as a model architecture of TensorRT-LLM, which its MPI workers then import.
+    """Register ``cls`` as a model architecture of TensorRT-LLM, which its MPI workers then import; raises what the host raises.
 
     Source: ``executor/proxy.py`` hands ``MODEL_CLASS_MAPPING``, later the modules of external classes (PR 18284), to its workers.
     """

@@ -55,7 +55,7 @@ def tensorrt_llm() -> SimpleNamespace:
         Fp4QuantizedTensor=utils.Fp4QuantizedTensor,
         block_scale_interleave=_block_scale_interleave,
     )
-    return _with_differences(names, generation=generation, is_tuning=lambda: bool(tuner.get().is_tuning_mode))
+    return _with_differences(names, generation=generation, is_tuning=lambda: bool(getattr(tuner.get(), "is_tuning_mode", False)))
 
 
 def _block_scale_interleave(block_scales: Any) -> Any:
@@ -65,12 +65,12 @@ def _block_scale_interleave(block_scales: Any) -> Any:
 
 
 def _with_differences(names: SimpleNamespace, **facts: Any) -> SimpleNamespace:
-    cutlass, method = names.CutlassFusedMoE, names.NVFP4CutlassFusedMoEMethod
+    cutlass = names.CutlassFusedMoE
     named = hasattr(names.create_moe, "get_moe_cls")
     calls = KeywordCalls if named else ContextCalls
     end = EndsWithCachedState if hasattr(cutlass, "cache_derived_state") else EndsWithPostLoad
     # An ABC's caches are keyed by equality: with an equal subclass every plain layer would be an instance of it, so there our
-    # class keeps normal identity.  Those hosts no longer compare the classes of backends.
+    # class keeps normal identity.  Those hosts compare the classes of backends nowhere but in create_moe_backend.
     metaclass = type(cutlass) if type(cutlass) is not type else type("CountsAsCutlass", (type,), _equality(cutlass))
     return SimpleNamespace(
         **vars(names),
@@ -79,7 +79,7 @@ def _with_differences(names: SimpleNamespace, **facts: Any) -> SimpleNamespace:
         # tables and run_moe takes a context.
         has_get_moe_cls=named,
         Layer=metaclass("Layer", (calls, end), {}),
-        Weights=StagedWeights if hasattr(method, "_reconcile_and_compute_alphas") else DirectWeights,
+        Weights=DirectWeights if facts["generation"] in ("embedded", "A0", "A") else StagedWeights,
         activation_name=_activation_name(names),
         activation_constants=_activation_constants,
     )

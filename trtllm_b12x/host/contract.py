@@ -20,7 +20,10 @@ from . import UnsupportedHostError
 GENERATIONS = ("A0", "A", "B", "C1", "C2")
 """Oldest first: 1.2 (early and late), 1.3, 1.3 with ``run_moe(ctx)``, and the package's new place."""
 
-_BUILD = ("create_moe.create_moe_backend",)
+_BUILD = "create_moe.create_moe_backend"
+_READ = ("moe_cls", "model_config", "dtype", "bias", "apply_router_weight_on_input")
+"""What is read of a call of :data:`_BUILD`, by name and wherever it stands, beside one of :data:`_ACTIVATION`."""
+_ACTIVATION = ("activation", "activation_type")
 _BACKEND = ("_get_quant_method", "create_weights", "load_weights", "post_load_weights", "quantize_input", "run_moe")
 _METHOD = (
     "create_weights",
@@ -46,7 +49,7 @@ def relied_on(generation: str) -> tuple[str, ...]:
     backend = (*_BACKEND, *(("cache_derived_state",) if context else ()))
     method = (*_METHOD, *(_STAGED_METHOD if staged else ()), *(_CACHED if context else ()))
     return (
-        *_BUILD,
+        _BUILD,
         *(() if context else ("create_moe.get_moe_cls",)),
         *(f"fused_moe_cutlass.CutlassFusedMoE.{name}" for name in backend),
         *(f"quantization.NVFP4CutlassFusedMoEMethod.{name}" for name in method),
@@ -93,6 +96,8 @@ def _is_there(package: str) -> bool:
 
 def _differences(generation: str) -> Iterator[str]:
     known = facts()[generation]
+    if _STAGED_METHOD[0] not in " ".join(relied_on(generation)):
+        yield from _staging(known["package"])
     for name in relied_on(generation):
         module, _, path = name.partition(".")
         try:
@@ -103,7 +108,26 @@ def _differences(generation: str) -> Iterator[str]:
         except (ImportError, AttributeError, TypeError, ValueError):
             yield f"{name} is missing"
             continue
-        yield from (f"{name}: {difference}" for difference in _lacking(known["functions"][name], actual))
+        lacking = _unread(actual) if name == _BUILD else _lacking(known["functions"][name], actual)
+        yield from (f"{name}: {difference}" for difference in lacking)
+
+
+def _staging(package: str) -> Iterator[str]:
+    """What a host has that stages weights: with one hook of it renamed, it must not pass for one that does not."""
+    try:
+        method = importlib.import_module(f"{package}.quantization").NVFP4CutlassFusedMoEMethod
+    except (ImportError, AttributeError):
+        return  # reported by name
+    for name in _STAGED_METHOD:
+        if "NVFP4" in getattr(getattr(method, name, None), "__qualname__", ""):
+            yield f"quantization.{method.__name__}.{name} is there: weights are staged"
+
+
+def _unread(actual: list[inspect.Parameter]) -> Iterator[str]:
+    there = {parameter.name for parameter in actual}
+    yield from (f"no parameter {name}" for name in _READ if name not in there)
+    if there.isdisjoint(_ACTIVATION):
+        yield f"no parameter {' or '.join(_ACTIVATION)}"
 
 
 def _lacking(recorded: list[str], actual: list[inspect.Parameter]) -> Iterator[str]:

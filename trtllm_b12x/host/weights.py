@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     class _Method:
         """What the mixin finds behind and before it."""
 
+        ratios_are_set: bool
+
         def load_quant_scales(self, module: Any, weights: Any) -> None: ...
 
         def process_weights_after_loading(self, module: Any) -> None: ...
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
         def after_quant_scales(self, module: Any) -> None: ...
 
+        def refresh(self, module: Any) -> None: ...
+
 else:
     _Method = object
 
@@ -48,6 +52,8 @@ class DirectWeights(_Method):
             names = [f"{expert}.{half}.weight_scale_2" for half in ("w1", "w3")]
             if all(name in weights for name in names):
                 self.remember(module, slot, weights[names[0]][...], weights[names[1]][...])
+        # A load may be all there is: not every reload of a host ends with its post-load hooks.
+        self.refresh(module)
 
     def post_load_weights(self, module: Any) -> None:
         self.before_quant_scales(module)
@@ -66,6 +72,10 @@ class StagedWeights(_Method):
                     self.remember(module, slot, scales["w1"], scales["w3"])
         super()._reconcile_and_compute_alphas(module, tmp_weight_scale_2, *args, **kwargs)
 
+    def process_weights_after_loading(self, module: Any) -> None:
+        super().process_weights_after_loading(module)
+        self.refresh(module)  # not every reload of a host goes on to the post-load hooks
+
     def _interleave_w2_weight_scale(self, dst_w2_weight_scale: torch.Tensor) -> None:
         """Done already, when the scales were written: the host would do it to every expert, loaded or not."""
 
@@ -81,8 +91,9 @@ class StagedWeights(_Method):
         if hasattr(module, "tmp_raw_input_scales"):  # a load in groups may end without it
             self.process_weights_after_loading(module)
         super().transform_weights(module)
+        self.before_quant_scales(module)
 
     def cache_derived_state(self, module: Any) -> None:
-        self.before_quant_scales(module)
+        self.ratios_are_set = True  # transformed here, or shared by a process that did: parameters are read only
         super().cache_derived_state(module)
         self.after_quant_scales(module)

@@ -107,7 +107,7 @@ def render(result: dict[str, Any]) -> str:
         *_other_version(result.get("other version", [])),
         "## compute-sanitizer",
         "",
-        *_table("tool | call | FlashInfer | summary | places", _sanitizer(result["sanitizer"])),
+        *_table("tool | call | FlashInfer | summary | places", _sanitizer(result.get("sanitizer", []))),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

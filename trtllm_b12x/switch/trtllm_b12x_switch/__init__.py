@@ -4,12 +4,16 @@ TensorRT-LLM puts this folder's parent on ``sys.path`` and imports the folder by
 """
 
 import trtllm_b12x
-from trtllm_b12x import host
+from trtllm_b12x import host, log, settings
 
 
 class TrtllmB12xSwitch:
     """Never built.  Workers are sent the registered model classes by reference, hence import this module before they build."""
 
 
-trtllm_b12x.install()
-host.register_carrier(TrtllmB12xSwitch)
+if settings.ENABLED() != "0":
+    trtllm_b12x.install()
+    try:
+        host.register_carrier(TrtllmB12xSwitch)
+    except Exception as error:  # an error here would end the server
+        log.logger.warning("workers are not reached by --custom_module_dirs: %s: %s", type(error).__name__, error)
