@@ -131,7 +131,7 @@ def test_the_host_splits_at_half_of_the_padded_rows(size: int) -> None:
     call = strict_reference.Call(x, ids, scales)
     (expected,) = strict_reference.outputs(tensors, 2, True, [call], [strict_reference.Arithmetic.NONE])[0]
     error = float((result - expected).norm() / expected.norm())
-    assert error < 0.1 if size == 128 else error > 0.5
+    assert error < 0.06 if size == 128 else error > 0.5
 
 
 def test_unquantized_experts() -> None:
