@@ -28,7 +28,8 @@ kernels-all: $(VENV)/.test
 
 # OTHER=DIR: a folder with another FlashInfer (pip install --target DIR --no-deps flashinfer-python==0.6.18), for its own table.
 device: $(VENV)/.test
-	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py
+	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py tests/integration/test_b12x_ranks_device.py
+	$(BIN)/python -m benchmarks.decode .device/decode
 	$(BIN)/python -m tests.integration.exports qwen3-moe .device/exports/qwen3-moe
 	$(BIN)/python -m tests.integration.exports nemotron-h .device/exports/nemotron-h
 	$(BED).run build --processes $$(nproc) --cache .kernels

@@ -89,13 +89,16 @@ class Environment:
     """Wheels or the first line of the error."""
     flashinfer: str | None = None
     kernel: str | None = None
-    """``none``: this version cannot drive the kernels on a GPU."""
     activations: frozenset[str] | None = None
     hidden_size_multiple: int | None = None
     exact_scales: bool | None = None
     """The kernel takes the activation's global scale by itself (``input_global_scale``)."""
     expert_parallel: bool | None = None
     graph_safe: bool | None = None
+    deterministic: bool | None = None
+    """The kernel can be restricted to reruns that agree to the bit."""
+    only_deterministic: bool = False
+    """``TRTLLM_B12X_DETERMINISTIC``."""
     plan_error: str | None = None
     """First line of what planning the kernel raised."""
     gather_bf16: bool = False
@@ -107,7 +110,6 @@ class RejectReason(Enum):
 
     DISABLED = "unset TRTLLM_B12X"
     HOST = "install a newer trtllm-b12x"
-    KERNEL_DRIVER = "install a trtllm-b12x that drives FlashInfer's kernels; CUTLASS serves until then"
     SM = "nothing to do: b12x kernels exist for SM120 and SM121 only"
     TOOLKIT = "install a CUDA toolkit 13 (nvcc) and let CUDA_HOME name it"
     DSL_MISSING = "install the CuTe DSL with its CUDA 13 payload"
@@ -131,6 +133,7 @@ class RejectReason(Enum):
     ALLTOALL = "nothing to do: CUTLASS serves layers behind an all-to-all"
     LOAD_BALANCER = "remove moe_config.load_balancer"
     LORA = "nothing to do: CUTLASS serves LoRA"
+    DETERMINISTIC = "install FlashInfer 0.7.2 or newer, or unset TRTLLM_B12X_DETERMINISTIC"
     KERNEL_PLAN_FAILED = "run trtllm-b12x doctor --compile, and report the line if it passes"
     CUDA_GRAPHS = "nothing to do: CUTLASS serves captured graphs where the kernel cannot be captured"
 
@@ -203,10 +206,6 @@ def _host(p: Problem, d: Deployment, e: Environment) -> _Finding:
     return e.host_detail or "this version of trtllm-b12x has no adapter for the installed TensorRT-LLM"
 
 
-def _driver(p: Problem, d: Deployment, e: Environment) -> _Finding:
-    return "this version of trtllm-b12x has no driver for FlashInfer's kernels on a GPU" if e.kernel == "none" else None
-
-
 def _sm(p: Problem, d: Deployment, e: Environment) -> _Finding:
     if e.sm in (None, 120, 121):
         return None
@@ -272,7 +271,7 @@ def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment) -> _Finding:
 
 
 def _baked_scales(e: Environment) -> bool:
-    """b12x exists from 0.6.9, without a place for the weight scale before 0.6.17."""
+    """b12x exists from 0.6.9.  Its kernels take exact scales, also where the API of those versions has no place for them."""
     admitted = e.allow_baked_scales and e.exact_scales is False and e.flashinfer not in (None, "none")
     return admitted and version_tuple(e.flashinfer or "") >= (0, 6, 9)
 
@@ -285,23 +284,13 @@ def _flashinfer_for(e: Environment) -> str:
 
 
 def _flashinfer_shape(p: Problem, d: Deployment, e: Environment) -> _Finding:
-    """Layers that some versions compute wrongly.
-
-    Illegal access in static and dynamic kernels (FlashInfer issue 5446).  Direct micro, which takes fewer than 32 routed rows of
-    intermediate sizes up to 512 from 0.6.17 on, multiplied by input scales up to 0.7.1 where the other kernels divide by them:
-    calibrated scales make its output zero (docs/flashinfer-direct-micro-scales.md).
-    """
+    """A layer whose static and dynamic kernels read out of bounds (FlashInfer issue 5446)."""
     if e.flashinfer in (None, "none"):
         return None
-    version = version_tuple(e.flashinfer or "")
-    command = f'pip install "{COMPLETE_FLASHINFER}"'
     shape = (p.num_experts, p.top_k, p.hidden_size, p.intermediate_size)
-    if shape == (512, 10, 2560, 640) and version in ((0, 6, 18), (0, 7, 0)):
+    if shape == (512, 10, 2560, 640) and version_tuple(e.flashinfer or "") in ((0, 6, 18), (0, 7, 0)):
+        command = f'pip install "{COMPLETE_FLASHINFER}"'
         return f"512 experts, top 10, 2560 x 640 reads out of bounds on flashinfer-python {e.flashinfer}", (command,)
-    if p.intermediate_size is None or p.top_k is None or not (0, 6, 17) <= version < (0, 7, 2):
-        return None
-    if p.intermediate_size <= 512 and p.top_k < 32:
-        return f"small calls of {p.intermediate_size:g} columns get zeros on flashinfer-python {e.flashinfer}", (command,)
     return None
 
 
@@ -395,10 +384,16 @@ def _lora(p: Problem, d: Deployment, e: Environment) -> _Finding:
     return "LoRA on the experts" if d.lora else None
 
 
+def _deterministic(p: Problem, d: Deployment, e: Environment) -> _Finding:
+    if not e.only_deterministic or e.deterministic is not False:
+        return None
+    finding = f"no kernel of flashinfer-python {e.flashinfer} that serves every call adds up in a fixed order"
+    return finding, (f'pip install "{COMPLETE_FLASHINFER}"',)
+
+
 _RULES: dict[RejectReason, _Rule] = {
     RejectReason.DISABLED: _disabled,
     RejectReason.HOST: _host,
-    RejectReason.KERNEL_DRIVER: _driver,
     RejectReason.SM: _sm,
     RejectReason.TOOLKIT: _toolkit,
     RejectReason.DSL_MISSING: _dsl_missing,
@@ -422,6 +417,7 @@ _RULES: dict[RejectReason, _Rule] = {
     RejectReason.ALLTOALL: _alltoall,
     RejectReason.LOAD_BALANCER: _load_balancer,
     RejectReason.LORA: _lora,
+    RejectReason.DETERMINISTIC: _deterministic,
     RejectReason.KERNEL_PLAN_FAILED: lambda p, d, e: e.plan_error,
     RejectReason.CUDA_GRAPHS: _cuda_graphs,
 }
@@ -441,5 +437,7 @@ def decide(problem: Problem, deployment: Deployment | None = None, environment: 
 
     warnings = []
     if _baked_scales(facts[2]):
-        warnings.append(f"flashinfer-python {facts[2].flashinfer} rounds every block scale once more: weights move by about 8 %")
+        warnings.append(
+            f"flashinfer-python {facts[2].flashinfer} decodes subnormal block scales wrongly; the self-test still judges"
+        )
     return Verdict(tuple(rejections()), tuple(warnings))

@@ -64,12 +64,13 @@ def probe(always_look: bool = False) -> Environment:
         toolkit_cuda=toolkit_cuda(),
         dsl="none" if dsl is None else dsl.version,
         flashinfer=flashinfer.version,
-        # This version has a driver for the torch kernel alone, which a GPU's owner would not thank us for.
-        kernel="none" if host.installed() and sm != 0 and torch_sees_a_gpu() else "b12x" if flashinfer.b12x else None,
+        kernel="b12x" if flashinfer.b12x else None,
         activations=frozenset({"Swiglu", "Relu2"}) if flashinfer.b12x else None,
         hidden_size_multiple=128,
         exact_scales=flashinfer.exact_scales if installed else None,
         expert_parallel=flashinfer.negative_ids if installed else None,
+        deterministic=flashinfer.tile == 256 if installed else None,
+        only_deterministic=settings.DETERMINISTIC(),
         gather_bf16=settings.GATHER_BF16(),
     )
     if not always_look and not decide(Problem(), environment=facts).served:
@@ -111,13 +112,6 @@ def gpu_sm() -> int | None:
         return 0
     major, minor = gpus[0][2].split(".")
     return int(major) * 10 + int(minor)
-
-
-def torch_sees_a_gpu() -> bool:
-    """A CUDA build of torch with a device; no context is made."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def driver_cuda() -> tuple[int, int] | None:

@@ -8,13 +8,31 @@ from typing import Any
 import torch
 
 from . import host as _host
-from . import kernels, registry, settings
+from . import kernels, log, registry, settings
 from .crossover import crossover
 from .decision import Deployment, Problem, Rejection, RejectReason, Verdict, decide
-from .log import announce
+from .host import ranks
 from .quantization import NVFP4Sm12xFusedMoEMethod
 
 host = _host.load()
+
+_votes: dict[kernels.Geometry, str | None] = {}
+"""Geometries that were planned, and what went wrong on another rank."""
+
+
+def _agreed(geometry: kernels.Geometry, mapping: Any, error: str | None) -> str | None:
+    """``error``, or that of another rank: ranks that share a layer compute it alike.  Asked once per geometry and process."""
+    if geometry not in _votes and mapping is not None:
+        _votes[geometry] = None
+        try:
+            answers = ranks.exchange(mapping, error or "")
+        except Exception as exception:
+            log.logger.warning("other ranks cannot be asked about their kernels: %s", kernels.first_line(exception))
+            answers = {}
+        failed = [f"rank {rank}: {text}" for rank, text in answers.items() if text and rank != mapping.rank]
+        if failed and error is None:
+            _votes[geometry] = failed[0]
+    return error or _votes.get(geometry)
 
 
 class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: ignore[name-defined]
@@ -37,6 +55,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         self._lora = getattr(config, "lora_config", None) is not None
         self._dynamic_quantization = bool(getattr(config, "force_dynamic_quantization", False))
         self._cuda_graphs = bool(getattr(config, "use_cuda_graph", False))
+        self._mapping = getattr(config, "mapping", None)
         # Fixed here and alike on every rank: what is sent to other ranks must not depend on anything of a call.
         self._gather_bf16 = settings.GATHER_BF16()
         super().__init__(*args, **kwargs)
@@ -60,22 +79,44 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             return
         self._judge_and_record()  # AWQ scales show only now
         if self.verdict.served:
-            try:
-                weights = self.quant_method.kernel_weights(self)
-                if self.kernel is None:
-                    self.crossover = crossover(self.routing_method.experts_per_token)
-                    kernel = self._kernel_class()
-                    kernel.plan(self._geometry(), self.crossover - 1, self.w2_weight.device)
-                    kernel.bind(weights)
-                    self.kernel = kernel
-                else:
-                    self.kernel.bind(weights)
-            except Exception as error:
+            error = self._bind_kernel()
+            if error is not None:
                 # The parameters serve CUTLASS as they are: the layer is slower, the server lives.
-                self._judge_and_record(plan_error=f"{type(error).__name__}: {error}".splitlines()[0])
+                self._judge_and_record(plan_error=error)
         if not self.verdict.served:
             self.kernel = None
         registry.record(self, self.verdict, ready=True)
+
+    def _bind_kernel(self) -> str | None:
+        """Give the kernel the weights, planned and tested before if it is new; what failed, here or on another rank."""
+        try:
+            geometry = self._geometry()
+            if _votes.get(geometry) is not None:
+                return _votes[geometry]
+            weights = self.quant_method.kernel_weights(self)
+            if self.kernel is not None:
+                self.kernel.bind(weights)
+                return None
+            self.crossover = crossover(self.routing_method.experts_per_token)
+            kernel = self._kernel_class()
+        except Exception as exception:
+            return kernels.first_line(exception)
+        error = None
+        try:
+            kernel.plan(geometry, self.crossover - 1, self.w2_weight.device)
+            kernel.bind(weights)
+            kernel.self_test()
+            if geometry.expert_parallel:
+                kernels.warm_up(self.w2_weight.device)
+        except Exception as exception:
+            error = kernels.first_line(exception)
+        error = _agreed(geometry, self._mapping, error)
+        if error is None:
+            self.kernel = kernel
+        elif self.w2_weight.is_cuda:
+            del kernel
+            torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+        return error
 
     def _judge_and_record(self, plan_error: str | None = None) -> None:
         try:
@@ -83,7 +124,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         except Exception as error:  # an attribute that this host's layers do not have: the host's own class would not care
             detail = f"{type(error).__name__}: {error}".splitlines()[0]
             self.verdict = Verdict((Rejection(RejectReason.HOST, detail),))
-        announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
+        log.announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
         registry.record(self, self.verdict, ready=False)
 
     def _judge(self, plan_error: str | None = None) -> Verdict:
@@ -113,7 +154,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             lora=self._lora,
             cuda_graphs=self._cuda_graphs,
         )
-        return decide(problem, deployment, replace(kernels.environment(), plan_error=plan_error))
+        return decide(problem, deployment, replace(kernels.environment(self._kernel_class), plan_error=plan_error))
 
     def _activation_name(self) -> str:
         return str(host.activation_name(lambda name: getattr(self, name, None)))
@@ -125,6 +166,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             hidden_size=self.hidden_size,
             intermediate_size=2 * self.w2_weight.data.view(torch.uint8).shape[2],
             activation=self._activation_name(),
+            expert_parallel=self.ep_size > 1,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,7 +189,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             self.kernel is not None
             and isinstance(x, torch.Tensor)
             and x.dtype is torch.bfloat16
-            and 0 < x.shape[0] < self.crossover
+            and self.kernel.serves(x.shape[0])
             and not host.is_tuning()  # CUTLASS's tactics for few tokens are found as without us
         )
 
@@ -201,10 +243,11 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         moe_output: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.kernel is not None
-        # Ids are global, and may be a padding id beyond the last expert: what is not this rank's is unrouted.  The rank
-        # returns the partial sum of its own experts, the host reduces.
-        local = token_selected_experts - self.slot_start
-        ids = torch.where((local >= 0) & (local < self.expert_size_per_partition), local, -1)
+        # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
+        # reduces.  Padding ids beyond the last expert come from an all-to-all alone.
+        ids = token_selected_experts
+        if self.ep_size > 1:
+            ids = kernels.local_ids(ids, self.slot_start, self.expert_size_per_partition)
         direct = moe_output if moe_output is not None and moe_output.dtype is torch.bfloat16 else None
         result = self.kernel.run(x, ids, token_final_scales, out=direct)
         if moe_output is None:

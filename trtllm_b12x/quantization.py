@@ -24,7 +24,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
     (``moeOp.cpp``), so it accepts them as they are.
 
     What the kernel needs beyond views of these is the input scales as divisors, kept in buffers of the module for its
-    whole life and rewritten in place: ``b12x_input_global_scale (1,)`` and ``b12x_fc2_input_scale (E,)``, float32.
+    whole life and rewritten in place: ``b12x_input_global_scale`` and ``b12x_fc2_input_scale``, both ``(E,)`` float32.
 
     One parameter is ours: ``b12x_up_to_gate (E,)`` float32, up's ``weight_scale_2`` over gate's, nearly always 1.  The host
     keeps the larger of the two for both halves.  FC1 has one alpha per expert, but up enters SwiGLU linearly: gate's
@@ -50,9 +50,8 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         experts = module.expert_size_per_partition
         ratio = torch.nn.Parameter(torch.ones(experts, dtype=torch.float32), requires_grad=False)
         module.register_parameter("b12x_up_to_gate", ratio)
-        buffers = {"b12x_input_global_scale": 1, "b12x_fc2_input_scale": experts, "b12x_fc2_act_global": experts}
-        for name, size in buffers.items():
-            module.register_buffer(name, torch.ones(size, dtype=torch.float32), persistent=False)
+        for name in ("b12x_input_global_scale", "b12x_fc2_input_scale", "b12x_fc2_act_global"):
+            module.register_buffer(name, torch.ones(experts, dtype=torch.float32), persistent=False)
 
     # ---- loading, one expert at a time -------------------------------------------------------------------------------
 

@@ -49,6 +49,10 @@ class Status:
     """Zeros that fill the kernel's tile, in payload and block scales."""
     scalar_bytes: int = 0
     """Per-expert scalars that the kernel reads beside the host's own."""
+    workspace_bytes: int = 0
+    """Scratch memory, one for all layers of a geometry."""
+    kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Geometry to the kernels that serve it, and to those that the self-test left out, with the numbers."""
 
 
 def record(module: Any, verdict: Verdict, ready: bool) -> None:
@@ -82,6 +86,7 @@ def status() -> Status:
     gc.collect()  # a failed attempt's layers hold each other
     layers = alive()
     served = [module for module, verdict in layers if verdict.served]
+    bound = [module.kernel for module in served if module.kernel is not None]
     reasons = Counter(reason.name for _, verdict in layers for reason in verdict.reasons)
     state, detail = host.state()
     return Status(
@@ -94,6 +99,8 @@ def status() -> Status:
         reasons=dict(reasons),
         padding_bytes=sum(module.quant_method.padding_bytes(module) for module in served),
         scalar_bytes=sum(module.quant_method.scalar_bytes(module) for module in served),
+        workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
+        kernels={str(kernel.geometry): kernel.summary() for kernel in bound},
     )
 
 

@@ -83,6 +83,11 @@ def uninstall() -> None:
     global _active, _refused
     with _names:
         _active, _refused, bootstrap.failure = False, "", ""
+        _give_back()
+
+
+def _give_back() -> None:
+    with _names:
         bootstrap.stop()
         for entry in reversed(_patches):
             if getattr(vars(entry.owner).get(entry.name), "_trtllm_b12x", False):
@@ -172,6 +177,7 @@ def _adapter() -> Any:
             return _host.load()
         except _host.UnsupportedHostError as error:
             _refused = str(error)
+            _give_back()  # nothing of ours was answered yet
             log.logger.warning("%s; the host's own classes run (trtllm-b12x doctor shows what differs)", error)
             return None
 

@@ -36,7 +36,13 @@ ALLOW_BAKED_SCALES = Switch(
     f"{_PREFIX}_ALLOW_BAKED_SCALES",
     _ON_OFF,
     "0",
-    "1 admits FlashInfer 0.6.9 to 0.6.16, whose kernels take weight scales rounded once more: 8 % weight error",
+    "1 admits FlashInfer 0.6.9 to 0.6.16, whose kernels decode subnormal block scales wrongly; the self-test judges them",
+)
+DETERMINISTIC = Switch(
+    f"{_PREFIX}_DETERMINISTIC",
+    _ON_OFF,
+    "0",
+    "1 takes kernels only whose reruns agree to the bit (static, direct micro), from FlashInfer 0.7.0 on",
 )
 GATHER_BF16 = Switch(
     f"{_PREFIX}_GATHER_BF16",
@@ -57,7 +63,7 @@ LOG = Switch(
     "level of the logger trtllm_b12x",
 )
 
-SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, ALLOW_BAKED_SCALES, GATHER_BF16, KEEP_BACKEND, LOG)
+SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, ALLOW_BAKED_SCALES, DETERMINISTIC, GATHER_BF16, KEEP_BACKEND, LOG)
 
 
 def complaints() -> list[str]:

@@ -97,6 +97,40 @@ def mpi_worker() -> dict[str, Any]:
     return result
 
 
+def two_ranks() -> dict[str, Any]:
+    """Two of the session's workers share a layer; the second cannot plan its kernel."""
+    from mpi4py.futures import MPIPoolExecutor
+
+    from tests.hosts import scenarios
+
+    with MPIPoolExecutor(max_workers=2, path=sys.path, env={}) as pool:
+        answers = list(pool.map(scenarios.failing_on_the_second, range(2)))
+    return {str(answer["rank"]): answer for answer in answers}
+
+
+def failing_on_the_second(_: int) -> dict[str, Any]:
+    from mpi4py import MPI
+
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from trtllm_b12x.kernels.reference import ReferenceKernel
+
+    rank, plan = MPI.COMM_WORLD.Get_rank(), ReferenceKernel.plan
+
+    def fails(self: Any, geometry: Any, *arguments: Any) -> None:
+        if rank == 1 and geometry.num_experts == 2:
+            raise MemoryError("no memory for 2 experts")
+        plan(self, geometry, *arguments)
+
+    ReferenceKernel.plan = fails  # type: ignore
+    verdicts = []
+    for experts in (4, 4, 8):
+        mapping = {"world_size": 2, "rank": rank, "tp_size": 2, "moe_ep_size": 2}
+        module = layers.load(layers.create(experts, 128, 256, mapping=mapping), random_experts(experts, 128, 256))
+        verdicts.append(str(module.backend.verdict))
+    return {"rank": rank, "verdicts": verdicts}
+
+
 def spawned() -> dict[str, Any]:
     import multiprocessing
 

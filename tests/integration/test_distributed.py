@@ -17,9 +17,9 @@ WORLD = 2
 TIMEOUT_S = 180
 
 
-def run_ranks(job: Callable[[int], None], directory: Path) -> None:
+def run_ranks(job: Callable[[int], None], directory: Path, backend: str = "gloo") -> None:
     """``job(rank)`` in :data:`WORLD` processes of one group; an exception in any, or a hang, fails."""
-    context = mp.spawn(_rank, args=(job, str(directory / "store")), nprocs=WORLD, join=False)
+    context = mp.spawn(_rank, args=(job, str(directory / "store"), backend), nprocs=WORLD, join=False)
     assert context is not None
     try:
         until = time.monotonic() + TIMEOUT_S
@@ -30,9 +30,11 @@ def run_ranks(job: Callable[[int], None], directory: Path) -> None:
             process.kill()
 
 
-def _rank(rank: int, job: Callable[[int], None], store: str) -> None:
+def _rank(rank: int, job: Callable[[int], None], store: str, backend: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=WORLD)
     job(rank)
     dist.barrier()
     dist.destroy_process_group()
@@ -85,6 +87,32 @@ def attention_dp(rank: int) -> None:
                 assert not on_kernel or kernel < 0.006, (tp, ep, counts, kernel)
 
 
-@pytest.mark.parametrize("job", [reduced, attention_dp])
+def a_kernel_that_one_rank_cannot_have(rank: int) -> None:
+    """The other rank leaves its geometry to CUTLASS as well, with the reason; another geometry is served on both."""
+    import trtllm_b12x
+    from tests import layers
+    from trtllm_b12x.kernels.reference import ReferenceKernel
+
+    plan = ReferenceKernel.plan
+
+    def fails_here(self: Any, geometry: Any, *arguments: Any) -> None:
+        if rank == 1 and geometry.num_experts == 2:
+            raise MemoryError("no memory for 2 experts")
+        plan(self, geometry, *arguments)
+
+    ReferenceKernel.plan = fails_here  # type: ignore
+    for _ in range(3):  # layers of one geometry
+        module, tensors = _layer(rank, 1, 2)
+        x, logits = layers.inputs(module, 5, tensors)
+        module(x, logits)
+        assert [reason.name for reason in module.backend.verdict.reasons] == ["KERNEL_PLAN_FAILED"]
+        assert f"{'' if rank else 'rank 1: '}MemoryError: no memory for 2 experts" in str(module.backend.verdict)
+        assert module.backend.kernel is None
+    served, _ = _layer(rank, 2, 1)
+    assert served.backend.verdict.served
+    assert trtllm_b12x.status().reasons == {"KERNEL_PLAN_FAILED": 1}
+
+
+@pytest.mark.parametrize("job", [reduced, attention_dp, a_kernel_that_one_rank_cannot_have])
 def test_ranks(job: Callable[[int], None], tmp_path: Path) -> None:
     run_ranks(job, tmp_path)

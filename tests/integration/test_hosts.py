@@ -78,7 +78,8 @@ def python(base: Path) -> Path:
 @pytest.fixture
 def own_python(python: Path, tmp_path: Path) -> Path:
     """An environment of the test's own, to be broken."""
-    shutil.copytree(python.parents[1], tmp_path / "venv", symlinks=True)
+    # Without what processes of other tests have compiled, or were compiling when they were ended.
+    shutil.copytree(python.parents[1], tmp_path / "venv", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "venv" / "bin" / "python"
 
 
@@ -195,6 +196,16 @@ def test_a_load_balancer_keeps_the_hosts_class(python: Path, double: dict[str, s
     assert result["reasons"] == {"LOAD_BALANCER": 1}
 
 
+def test_ranks_of_an_mpi_session_demote_a_geometry_together(python: Path, base: Path, machine: dict[str, str]) -> None:
+    folder = build("B", base / "doubles" / "B")
+    result = scenario(python, {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}, "two_ranks")
+    for rank, prefix in (("0", "rank 1: "), ("1", "")):
+        *demoted, served = result[rank]["verdicts"]
+        assert len(demoted) == 2
+        assert all(f"KERNEL_PLAN_FAILED: {prefix}MemoryError: no memory for 2 experts" in text for text in demoted)
+        assert served == "b12x"
+
+
 def test_ray(python: Path, base: Path, machine: dict[str, str]) -> None:
     folder = build("B", base / "doubles" / "B")
     result = scenario(python, {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}, "ray_worker")
@@ -304,10 +315,15 @@ def test_a_host_of_another_shape_is_left_alone(python: Path, base: Path, machine
     assert "CutlassFusedMoE.run_moe: no parameter output_dtype" in words
     code = (
         "import importlib; c = importlib.import_module('tensorrt_llm._torch.modules.fused_moe.create_moe');"
-        "from tests.hosts.scenarios import model_config; print(c.get_moe_cls(model_config()).__name__)"
+        "from tests.hosts.scenarios import model_config; early = c.get_moe_cls;"
+        "print(early(model_config()).__name__, early(model_config()).__name__);"
+        "import trtllm_b12x; names = [c.get_moe_cls, c.create_moe_backend];"
+        "print(trtllm_b12x.status().patches, [hasattr(name, '__wrapped__') for name in names])"
     )
     result = subprocess.run([python, "-c", code], env=variables, capture_output=True, text=True)
-    assert result.stdout.split() == [HOSTS]
+    assert result.stdout.splitlines() == [f"{HOSTS} {HOSTS}", "() [False, False]"], (
+        result.stderr
+    )  # the names are the host's again
     assert result.stderr.count("no adapter fits") == 1
 
 

@@ -184,10 +184,17 @@ def test_the_shadowed_payload_of_the_field(tmp_path: Path) -> None:
     assert mend(fresh, bad)["active"]
 
 
-def test_the_complete_line_compiles(tmp_path: Path) -> None:
+def test_the_complete_line_compiles_and_so_does_an_older_flashinfer(tmp_path: Path) -> None:
     fresh = Fresh(tmp_path / "env")
     fresh.install(*NEW, NEW_CU13, "flashinfer-python==0.7.2.post1")
     report = fresh.doctor("--compile")
     assert report["active"], report
     assert report["proof"]["compiled"]
     assert report["environment"]["expert_parallel"] is True
+    fresh.pip("install", "--no-deps", "flashinfer-python==0.6.18.post1")
+    # The driver's plans there are on a tile of 128, and FlashInfer's own padding is not reached.  For 0.7.2: test_b12x.py.
+    result = fresh.run(fresh.python, "-m", "tests.integration.b12x_on_cpu", str(fresh.directory), "plans")
+    found = {case["case"]: case for case in map(json.loads, filter(lambda line: line[:1] == "{", result.stdout.splitlines()))}
+    assert found["kinds"]["any"] == ["micro", "static"]
+    for size, planned in {2688: 2688, 1344: 1408, 640: 640, 1856: 1920}.items():
+        assert found[f"padding {size}"]["planned"] == planned

@@ -252,13 +252,19 @@ def _percent(value: float | None) -> str:
 
 def _summary(reports: list[LayerReport], bounds: Any, passed: bool) -> str:
     served = [report for report in reports if report.served_by == "b12x"]
-    errors = [case.rel_l2_kernel for report in served for case in report.cases if case.rel_l2_kernel is not None]
+    errors = [
+        (case.rel_l2_kernel, max(bounds.kernel, case.rounding))
+        for report in served
+        for case in report.cases
+        if case.rel_l2_kernel is not None
+    ]
     extra = sum(report.bytes.extra_payload + report.bytes.extra_scales for report in served if report.bytes)
     padding = sum(report.bytes.padding for report in served if report.bytes)
     baked = [report.baked_weight_error for report in reports if report.baked_weight_error is not None]
     parts = [f"{len(served)} of {len(reports)} MoE layers on b12x"] + ([] if served else ["nothing was compared"])
     if errors:
-        parts.append(f"worst relative L2 {max(errors):.4f} (bound {bounds.kernel:g})")
+        worst, bound = max(errors)
+        parts.append(f"worst relative L2 {worst:.4f} (bound {bound:.3g})")
     parts.append(f"extra bytes {extra} (padding {padding})")
     if baked:
         parts.append(f"baked scales would have moved the weights by {_percent(max(baked))}")
@@ -273,7 +279,7 @@ def _write_json(path: Path, call: dict[str, Any], reports: list[LayerReport], pa
     content = {
         "trtllm_b12x": __version__,
         **call,
-        "kernel": kernel_class().features.name,
+        "kernel": kernel_class(call["device"]).features.name,
         "crossover": crossover(),
         "tolerances": dataclasses.asdict(Tolerances()),
         "passed": passed,

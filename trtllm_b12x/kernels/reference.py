@@ -43,6 +43,8 @@ class ReferenceKernel(Kernel):
         hidden_size_multiple=128,
         negative_ids=True,
         graph_safe=False,  # it asks the host which experts have tokens
+        deterministic=True,
+        versions="",
     )
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
@@ -53,41 +55,18 @@ class ReferenceKernel(Kernel):
         """
         if geometry.activation not in self.features.activations:
             raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(self.features.activations))}")
-        if geometry.hidden_size % self.features.hidden_size_multiple or geometry.intermediate_size % self.features.tile:
-            raise ValueError(
-                f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size} must be multiples of "
-                f"{self.features.hidden_size_multiple} and {self.features.tile}"
-            )
+        if geometry.hidden_size % 128 or geometry.intermediate_size % 128:
+            sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
+            raise ValueError(f"{sizes} must be multiples of 128")
         self.geometry, self.capacity, self.device = geometry, capacity, device
-        self.gated = geometry.activation == "Swiglu"
+        self.gated = geometry.gated
 
     def bind(self, weights: KernelWeights) -> None:
-        """Check the argument contract and keep the tensors.
-
-        Raises:
-            ValueError: a tensor has the wrong shape or dtype; the message names it.
-        """
-        g = self.geometry
-        rows = (2 if self.gated else 1) * g.intermediate_size
-        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "w1_weight": ((g.num_experts, rows, g.hidden_size // 2), torch.uint8),
-            "w1_weight_sf": ((32, 4, rows // 128, 4, g.hidden_size // 64, g.num_experts), torch.float8_e4m3fn),
-            "folded_w1_alpha": ((g.num_experts,), torch.float32),
-            "w2_weight": ((g.num_experts, g.hidden_size, g.intermediate_size // 2), torch.uint8),
-            "w2_weight_sf": (
-                (32, 4, g.hidden_size // 128, 4, g.intermediate_size // 64, g.num_experts),
-                torch.float8_e4m3fn,
-            ),
-            "w2_alpha": ((g.num_experts,), torch.float32),
-            "fc2_input_scale": ((g.num_experts,), torch.float32),
-            "input_global_scale": ((g.num_experts,), torch.float32),
-        }
-        for name, tensor in weights.tensors().items():
-            shape, dtype = expected[name]
-            scalar = name in ("fc2_input_scale", "input_global_scale") and tensor.shape == (1,)
-            if tensor.dtype != dtype or (tensor.shape != shape and not scalar):
-                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
+        weights.check(self.geometry)
         self.weights = weights
+
+    def self_test(self) -> None:
+        """It is what others are compared with."""
 
     def run(
         self,
@@ -97,7 +76,7 @@ class ReferenceKernel(Kernel):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if x.shape[0] > self.capacity:
-            raise ValueError(f"num_tokens ({x.shape[0]}) exceeds the planned capacity ({self.capacity})")
+            raise ValueError(f"{x.shape[0]} tokens exceed the planned capacity of {self.capacity}")
         w, size = self.weights, self.geometry.intermediate_size
         scales1, scales2 = plain_scales(w.w1_weight_sf), plain_scales(w.w2_weight_sf)
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -105,14 +84,14 @@ class ReferenceKernel(Kernel):
             if expert < 0:
                 continue
             token, slot = (token_selected_experts == expert).nonzero(as_tuple=True)
-            x_codes = self._quantized(x[token], _of_expert(w.input_global_scale, expert))
+            x_codes = self._quantized(x[token], w.input_global_scale[expert])
             fc1 = (x_codes @ dequantize(w.w1_weight[expert], scales1[expert]).T) * w.folded_w1_alpha[expert]
             if self.gated:
                 up, gate = fc1[:, :size], fc1[:, size:]
                 inner = gate * torch.sigmoid(gate) * up
             else:
                 inner = torch.relu(fc1) ** 2
-            inner_codes = self._quantized(inner.to(torch.bfloat16), _of_expert(w.fc2_input_scale, expert))
+            inner_codes = self._quantized(inner.to(torch.bfloat16), w.fc2_input_scale[expert])
             w2 = dequantize(w.w2_weight[expert], scales2[expert])
             factor = (token_final_scales[token, slot].float() * w.w2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
             for first in range(0, size, _PARTIAL_COLUMNS):
@@ -137,7 +116,3 @@ class ReferenceKernel(Kernel):
         usable = (block_scale > 0) & (divisor != 0)
         codes = round_to_e2m1(torch.where(usable, blocks * inverse, torch.zeros_like(blocks)))
         return (decode_e2m1(codes) * block_scale).flatten(-2)
-
-
-def _of_expert(scale: torch.Tensor, expert: int) -> torch.Tensor:
-    return scale[expert] if scale.numel() > 1 else scale.reshape(())

@@ -130,7 +130,7 @@ def kernel_weights(shape: Shape, checkpoint: dict[str, torch.Tensor], baked: boo
         w2_weight_sf=scales(fc2=True),
         w2_alpha=down * fc2,
         fc2_input_scale=fc2 / (up / gate),
-        input_global_scale=fc1.reshape(1),
+        input_global_scale=fc1.expand(shape.num_experts).contiguous(),
     )
 
 
@@ -151,7 +151,7 @@ def empty_layer(shape: Shape) -> Layer:
         w2_weight_sf=scales(hidden, shape.padded),
         w2_alpha=ones,
         fc2_input_scale=ones,
-        input_global_scale=ones[:1],
+        input_global_scale=ones,
     )
     return Layer(shape, {}, weights)
 
@@ -163,7 +163,7 @@ def draw_call(layer: Layer, tokens: int, seed: int, negative: float = 0.0) -> Ca
     """
     shape, device = layer.shape, layer.weights.w1_weight.device
     generator = torch.Generator().manual_seed(seed)
-    x = draw_activations(tokens, shape.hidden_size, float(layer.weights.input_global_scale), 0.97, generator)
+    x = draw_activations(tokens, shape.hidden_size, float(layer.weights.input_global_scale[0]), 0.97, generator)
     ids = torch.rand(tokens, shape.num_experts, generator=generator).argsort(1)[:, : shape.top_k].int()
     if negative:
         ids[torch.rand(ids.shape, generator=generator) < negative] = -1
@@ -225,7 +225,7 @@ def with_atomic_sums(layer: Layer, call: Call, orders: int) -> torch.Tensor:
         token, slot = (call.token_selected_experts == expert).nonzero(as_tuple=True)
         if not token.numel():
             continue
-        codes = kernel._quantized(call.x[token], weights.input_global_scale.reshape(()))
+        codes = kernel._quantized(call.x[token], weights.input_global_scale[0])
         fc1 = (codes @ dequantize(weights.w1_weight[expert], scales1[expert]).T) * weights.folded_w1_alpha[expert]
         inner = fc1[:, size:] * torch.sigmoid(fc1[:, size:]) * fc1[:, :size] if layer.shape.gated else fc1.relu().square()
         codes = kernel._quantized(inner.to(torch.bfloat16), weights.fc2_input_scale[expert])

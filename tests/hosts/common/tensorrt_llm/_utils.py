@@ -1,4 +1,5 @@
 import os
+from typing import Any
 
 
 def get_sm_version() -> int:
@@ -7,3 +8,10 @@ def get_sm_version() -> int:
 
 def is_device_integrated() -> bool:
     return False
+
+
+def mpi_comm() -> Any:
+    from mpi4py import MPI
+    from mpi4py.util import pkl5
+
+    return pkl5.Intracomm(MPI.COMM_WORLD)

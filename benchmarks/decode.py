@@ -1,0 +1,350 @@
+"""What the driver of FlashInfer's kernels costs beside the kernels: launches, memory, host time, weight preparation.
+
+``python -m benchmarks.decode OUT`` on a Hopper GPU, where the SM120 kernels run translated (docs/sm12x-on-hopper.md), writes
+OUT.json and OUT.md.  Every figure stands beside that of plain FlashInfer, or of the way its users prepare weights, in the same
+run.  No kernel's speed is measured: it would say nothing about a card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import layers
+from tests.checkpoints import random_experts
+from tests.integration.sm12x_on_hopper import sm12x_on_hopper
+from tests.integration.sm12x_on_hopper.kernels import NEMOTRON_SUPER, QWEN3_30B, SMALL_RELU2, SMALL_SWIGLU, Shape
+from tests.integration.sm12x_on_hopper.problem import arguments, wrapper
+from trtllm_b12x.crossover import crossover
+from trtllm_b12x.host.embedded.ops import block_scale_interleave
+from trtllm_b12x.kernels import Geometry, KernelWeights
+from trtllm_b12x.kernels.b12x import B12xKernel
+from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
+from trtllm_b12x.nvfp4 import round_to_e4m3
+
+MOE_MAX_NUM_TOKENS = 8192
+"""The host's default: ``max_num_tokens``."""
+LAYERS = 48
+REPEATS = 300
+
+
+def geometry(shape: Shape) -> Geometry:
+    activation = "Swiglu" if shape.gated else "Relu2"
+    return Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
+
+
+def weights(shape: Shape) -> KernelWeights:
+    """Tensors of the right sizes; every scale is 2**-6, so that nothing overflows."""
+    rows, experts, hidden = (2 if shape.gated else 1) * shape.padded, shape.num_experts, shape.hidden_size
+
+    def scales(height: int, width: int) -> torch.Tensor:
+        return mma_scale_view(torch.full((experts * height * width // 16,), 8, dtype=torch.uint8, device="cuda"), height, width)
+
+    ones = torch.ones(experts, device="cuda")
+    return KernelWeights(
+        w1_weight=torch.randint(0, 255, (experts, rows, hidden // 2), dtype=torch.uint8, device="cuda"),
+        w1_weight_sf=scales(rows, hidden),
+        folded_w1_alpha=ones * 1e-3,
+        w2_weight=torch.randint(0, 255, (experts, hidden, shape.padded // 2), dtype=torch.uint8, device="cuda"),
+        w2_weight_sf=scales(hidden, shape.padded),
+        w2_alpha=ones * 1e-3,
+        fc2_input_scale=ones * 1e-3,
+        input_global_scale=ones * 1e-3,
+    )
+
+
+def call(shape: Shape, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(tokens, shape.num_experts, device="cuda").argsort(1)[:, : shape.top_k].int().contiguous()
+    return x, ids, torch.full((tokens, shape.top_k), 1 / shape.top_k, device="cuda")
+
+
+def planned(shape: Shape, tensors: KernelWeights) -> B12xKernel:
+    kernel = B12xKernel()
+    kernel.plan(geometry(shape), crossover(shape.top_k) - 1, torch.device("cuda", 0))
+    kernel.bind(tensors)
+    return kernel
+
+
+# ---- launches ------------------------------------------------------------------------------------------------------------
+
+
+def launches(run: Callable[[], Any]) -> dict[str, int]:
+    """Kinds of nodes of the graph that a call captures."""
+    from cuda.bindings import runtime
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        run()
+    handle = runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
+    _, _, count = runtime.cudaGraphGetNodes(handle, 0)
+    _, nodes, _ = runtime.cudaGraphGetNodes(handle, count)
+    kinds = (runtime.cudaGraphNodeGetType(node)[1].name.removeprefix("cudaGraphNodeType") for node in nodes)
+    return dict(Counter(kinds))
+
+
+def count_launches(shape: Shape, tokens: int) -> dict[str, Any]:
+    """Ours, and FlashInfer's wrapper given one input scale (its example) or one per expert."""
+    tensors = weights(shape)
+    kernel = planned(shape, tensors)
+    x, ids, scales = call(shape, tokens)
+    long = ids.long()
+    plain = wrapper(shape, "cuda", crossover(shape.top_k) - 1)
+    given = arguments(tensors)
+    one = {**given, "input_global_scale": given["input_global_scale"][:1], "fc2_input_scale": given["fc2_input_scale"][:1]}
+    named = {"x": x, "token_selected_experts": ids, "token_final_scales": scales}
+    return {
+        "layer": shape.name,
+        "tokens": tokens,
+        "served by": kernel._plan.candidates[tokens][0].kind.name,
+        "ours": launches(lambda: kernel.run(x, ids, scales)),
+        "ours, int64 ids": launches(lambda: kernel.run(x, long, scales)),
+        "B12xMoEWrapper.run, one scale per expert": launches(lambda: plain.run(**named, **given)),
+        "B12xMoEWrapper.run, one scale": launches(lambda: plain.run(**named, **one)),
+    }
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------------
+
+
+def allocated(make: Callable[[], Any]) -> tuple[int, Any]:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    made = make()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before, made
+
+
+def memory(shape: Shape) -> dict[str, Any]:
+    tensors = weights(shape)
+    stack = LAYERS
+    one, first = allocated(lambda: planned(shape, tensors))
+    more, others = allocated(lambda: [planned(shape, tensors) for _ in range(stack - 1)])
+    capacity = crossover(shape.top_k) - 1
+    small, _ = allocated(lambda: wrapper(shape, "cuda", capacity))
+    found: dict[str, Any] = {
+        "layer": shape.name,
+        "layers": stack,
+        "capacity": capacity,
+        "weights of a layer": sum(t.untyped_storage().nbytes() for t in tensors.tensors().values()),
+        "padding of a layer": round(
+            (1 - shape.intermediate_size / shape.padded)
+            * sum(t.nbytes for name, t in tensors.tensors().items() if name.startswith(("w1_weight", "w2_weight")))
+        ),
+        "ours, one layer": one,
+        "ours, all layers": one + more,
+        "over one layer": (one + more) / one,
+        "B12xMoEWrapper per layer, sized by the crossover": small,
+    }
+    del others, first
+    torch.cuda.empty_cache()
+    try:
+        large, made = allocated(lambda: wrapper(shape, "cuda", MOE_MAX_NUM_TOKENS))
+        found["B12xMoEWrapper per layer, sized by moe_max_num_tokens"] = large
+        del made
+        count = min(stack, int(0.8 * torch.cuda.mem_get_info()[0] // large))
+        several, made = allocated(lambda: [wrapper(shape, "cuda", MOE_MAX_NUM_TOKENS) for _ in range(count)])
+        found[f"{count} of them"] = several
+        del made
+    except (ValueError, RuntimeError) as error:
+        found["B12xMoEWrapper per layer, sized by moe_max_num_tokens"] = str(error).splitlines()[0]
+    torch.cuda.empty_cache()
+    return found
+
+
+# ---- weight preparation --------------------------------------------------------------------------------------------------
+
+
+def preparation(shape: Shape) -> dict[str, Any]:
+    """From the host's tensors to what a kernel binds: ours, and the peers' (vLLM PR 48536: block scales times
+    ``weight_scale_2``, rounded to E4M3 again, interleaved anew)."""
+    tensors = weights(shape)
+    halves = {"w1": tensors.w1_weight_sf, "w2": tensors.w2_weight_sf}
+    rows = {"w1": tensors.w1_weight.shape[1], "w2": shape.hidden_size}
+    columns = {"w1": shape.hidden_size, "w2": shape.padded}
+
+    def ours() -> Any:
+        return [mma_scale_view(sf.permute(5, 2, 4, 0, 1, 3), rows[name], columns[name]) for name, sf in halves.items()], [
+            tensors.input_global_scale.reciprocal(),
+            tensors.fc2_input_scale.reciprocal(),
+        ]
+
+    def peers() -> Any:
+        made = []
+        for name, sf in halves.items():
+            baked = round_to_e4m3(plain_scales(sf).float() * tensors.w1_alpha.view(-1, 1, 1)).view(torch.uint8)
+            made.append(mma_scale_view(block_scale_interleave(baked), rows[name], columns[name]))
+        return made, [tensors.input_global_scale.clone(), tensors.fc2_input_scale.clone()]
+
+    found: dict[str, Any] = {"layer": shape.name}
+    for name, prepare in (("ours", ours), ("peers", peers)):
+        prepare()
+        times = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before, started = torch.cuda.memory_allocated(), time.perf_counter()
+            made = prepare()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+            extra, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+            del made
+        found[name] = {"milliseconds": 1e3 * statistics.median(times), "extra bytes": extra, "temporary bytes": peak - extra}
+    return found
+
+
+# ---- host time -----------------------------------------------------------------------------------------------------------
+
+
+def microseconds(**runs: Callable[[], Any]) -> dict[str, float]:
+    """Median host time of a call of each, in turn; the GPU is waited for between batches, not within."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(REPEATS // 10):
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(10):
+                run()
+            times[name].append(1e5 * (time.perf_counter() - started))
+    torch.cuda.synchronize()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
+    """``run_moe`` of the layer, the launch alone, and FlashInfer's wrapper."""
+    tensors = random_experts(shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.gated)
+    with torch.device("cuda"):
+        sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size)
+        module = layers.create(*sizes, top_k=shape.top_k, gated=shape.gated)
+    backend = layers.load(module, tensors).backend
+    kernel = backend.kernel
+    assert isinstance(kernel, B12xKernel), backend.verdict
+    x, ids, scales = call(shape, tokens)
+    out = torch.empty_like(x)
+    candidate = kernel._plan.candidates[tokens][0]
+    real: Any = candidate.launch
+    if stubbed:
+        candidate.launch = dataclasses.replace(real, function=lambda *arguments: None, **_without_launch(real))
+    launch = candidate.launch
+    bound, flat_ids, flat_scales = kernel._bound, ids.view(-1), scales.view(-1)
+    runs: dict[str, Callable[[], Any]] = {
+        "the launch alone": lambda: launch(bound, x, flat_ids, flat_scales, out),
+        "run_moe": lambda: layers.run_moe(backend, x, ids, scales, moe_output=out),
+        "run_moe, output allocated": lambda: layers.run_moe(backend, x, ids, scales),
+    }
+    if not stubbed:
+        plain, given = wrapper(shape, "cuda", kernel.capacity), arguments(kernel.weights)
+        named = {"x": x, "token_selected_experts": ids, "token_final_scales": scales}
+        runs["B12xMoEWrapper.run"] = lambda: plain.run(**named, **given)
+    for run in runs.values():
+        run()
+    times = microseconds(**runs)
+    candidate.launch = real
+    added = times["run_moe"] - times["the launch alone"]
+    facts = {"layer": shape.name, "tokens": tokens, "kernel": candidate.kind.name, "stubbed": stubbed}
+    return {**facts, **times, "added": added}
+
+
+def _without_launch(real: Any) -> dict[str, Any]:
+    """Direct micro goes through FlashInfer's own launch function."""
+    return {"launch": lambda *arguments, **named: None} if hasattr(real, "launch") else {}
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------------
+
+
+def markdown(results: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [f"{results['gpu']}, {versions}.", ""]
+    lines += ["## Launches of one call in a captured graph", ""]
+    wrapped = [name for name in results["launches"][0] if name.startswith("B12x")]
+    rows = [
+        [
+            row["layer"],
+            row["tokens"],
+            row["served by"],
+            *(sum(row[n].values()) for n in ("ours", "ours, int64 ids", *wrapped)),
+        ]
+        for row in results["launches"]
+    ]
+    lines += _table(["layer", "tokens", "kernel", "ours", "ours, int64 ids", *wrapped], rows)
+    lines += ["", "## Host time of one call, microseconds", ""]
+    kinds = ["the launch alone", "run_moe", "added", "run_moe, output allocated", "B12xMoEWrapper.run"]
+    rows = [
+        [row["layer"], row["tokens"], row["kernel"], "stubbed" if row["stubbed"] else "real"]
+        + [f"{row[kind]:.1f}" if kind in row else "-" for kind in kinds]
+        for row in results["host microseconds"]
+    ]
+    lines += _table(["layer", "tokens", "kernel", "GPU work", *kinds], rows)
+    lines += ["", "## Scratch memory of 48 layers, MB", ""]
+    rows = []
+    for row in results["memory"]:
+        many = {name: value for name, value in row.items() if name.endswith(" of them")}
+        (count, total), *_ = many.items() if many else [("-", 0)]
+        large = row["B12xMoEWrapper per layer, sized by moe_max_num_tokens"]
+        rows.append(
+            [
+                *(row["layer"], row["capacity"], _mega(row["ours, one layer"]), _mega(row["ours, all layers"])),
+                *(f"{row['over one layer']:.2f}", _mega(large), f"{_mega(total)} ({count})", _mega(row["padding of a layer"])),
+            ]
+        )
+    titles = ["ours, one layer", "ours, all", "all over one", f"wrapper for {MOE_MAX_NUM_TOKENS} tokens, one layer", "all"]
+    lines += _table(["layer", "tokens", *titles, "padding of a layer's weights"], rows)
+    lines += ["", "## Preparing the weights of one layer", ""]
+    rows = [
+        [row["layer"], who, f"{row[who]['milliseconds']:.2f}", _mega(row[who]["extra bytes"]), _mega(row[who]["temporary bytes"])]
+        for row in results["preparation"]
+        for who in ("ours", "peers")
+    ]
+    lines += _table(["layer", "", "ms", "extra MB", "temporary MB"], rows)
+    return "\n".join(lines) + "\n"
+
+
+def _mega(size: Any) -> str:
+    return f"{size / 1e6:,.1f}" if isinstance(size, int) else str(size)
+
+
+def _table(titles: list[str], rows: list[list[Any]]) -> list[str]:
+    return [f"| {' | '.join(map(str, row))} |" for row in (titles, ["---"] * len(titles), *rows)]
+
+
+def main() -> None:
+    results: dict[str, Any] = {
+        "versions": {name: importlib.metadata.version(name) for name in ("flashinfer-python", "nvidia-cutlass-dsl", "torch")},
+        "gpu": torch.cuda.get_device_name(),
+    }
+    with sm12x_on_hopper():
+        results["launches"] = [
+            count_launches(shape, tokens)
+            for shape in (SMALL_SWIGLU, SMALL_RELU2, QWEN3_30B, NEMOTRON_SUPER)
+            for tokens in (1, 4, 16)
+        ]
+        results["host microseconds"] = [
+            overhead(shape, tokens, stubbed)
+            for shape in (SMALL_SWIGLU, SMALL_RELU2)
+            for tokens in (1, 8, 16)
+            for stubbed in (True, False)
+        ]
+        results["preparation"] = [preparation(shape) for shape in (QWEN3_30B, NEMOTRON_SUPER)]
+        results["memory"] = [memory(shape) for shape in (QWEN3_30B, NEMOTRON_SUPER)]
+    text = markdown(results)
+    print(text)
+    if len(sys.argv) > 1:
+        Path(f"{sys.argv[1]}.json").write_text(json.dumps(results, indent=1) + "\n")
+        Path(f"{sys.argv[1]}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

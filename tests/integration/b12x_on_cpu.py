@@ -1,0 +1,177 @@
+"""The driver and FlashInfer's own compile path on a machine without its card: real plans, and what can go wrong with them.
+
+A process of its own: the CuTe DSL reads its settings once.  ``python -m tests.integration.b12x_on_cpu DIRECTORY`` prints a JSON
+line per case; with ``plans`` behind it, without the faults.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.integration.sm12x_on_hopper import problem
+from trtllm_b12x.kernels import Geometry, b12x
+from trtllm_b12x.kernels.b12x import B12xKernel
+
+GEOMETRY = Geometry(4, 2, 256, 768, "Swiglu")
+"""Micro and static for its one token: beyond direct micro's sizes, which goes past FlashInfer's cache."""
+
+
+@contextmanager
+def card() -> Iterator[Any]:
+    """Answers for a GPU of 48 SMs, where FlashInfer asks for one while it compiles."""
+    properties = mock.Mock(major=12, minor=0, multi_processor_count=48, total_memory=96 << 30)
+    with ExitStack() as stack:
+        for name, answer in {
+            "get_device_capability": (12, 0),
+            "current_device": 0,
+            "get_device_properties": properties,
+            "current_stream": mock.Mock(cuda_stream=0),
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *arguments, answer=answer: answer))
+        dispatch = importlib.import_module(b12x._DISPATCH)
+        for name in ("get_num_sm", "get_max_active_clusters"):
+            stack.enter_context(mock.patch.object(dispatch, name, return_value=48))
+        yield dispatch
+
+
+def show(found: dict[str, Any]) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def attempt(dispatch: Any) -> dict[str, Any]:
+    """Plan as a layer does, twice; what came of it, and what is left of it."""
+    dispatch.clear_sm120_moe_caches()
+    errors = []
+    for _ in range(2):
+        kernel = B12xKernel()
+        try:
+            kernel.plan(GEOMETRY, 1, torch.device("cpu"))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        del kernel
+    gc.collect()
+    workspaces = [o for o in gc.get_objects() if type(o).__name__ == "Sm120StaticMoEWorkspace"]
+    found = {"errors": errors, "plans": len(b12x._plans), "workspaces": len(workspaces)}
+    b12x._failed.clear()
+    return found
+
+
+PADDED = {2688: False, 1344: False, 640: True, 1856: False}
+"""Intermediate sizes off FlashInfer's tile (Nemotron-3-Super whole and halved, and others) to whether there is a gate."""
+
+
+def padded(dispatch: Any, size: int, gated: bool) -> dict[str, Any]:
+    """Plan and bind a layer of that size on our tile, with FlashInfer's own padding out of order."""
+    tile = B12xKernel.features.tile
+    geometry = Geometry(4, 2, 256, -(-size // tile) * tile, "Swiglu" if gated else "Relu2", expert_parallel=True)
+    with mock.patch.object(dispatch, "_pad_intermediate_to_tile", mock.Mock(side_effect=AssertionError("padded"))):
+        kernel = B12xKernel()
+        kernel.plan(geometry, 3, torch.device("cpu"))
+        shape = problem.Shape("", 4, 2, 256, size, gated)
+        with mock.patch.object(problem, "TILE", tile):
+            kernel.bind(problem.empty_layer(shape).weights)
+        return {"case": f"padding {size}", "planned": geometry.intermediate_size, "summary": kernel.summary()}
+
+
+def shared() -> dict[str, Any]:
+    """Two layers of one geometry, one of another; and after they are gone."""
+    kernels = []
+    for experts in (4, 4, 8):
+        kernels.append(B12xKernel())
+        kernels[-1].plan(replace(GEOMETRY, num_experts=experts, expert_parallel=True), 2, torch.device("cpu"))
+    spaces = [kernel.workspace for kernel in kernels]
+    unplanned = ""
+    try:
+        kernels[0].run(torch.zeros(5, 256, dtype=torch.bfloat16), torch.zeros(5, 2), torch.zeros(5, 2))
+    except ValueError as error:
+        unplanned = str(error)
+    kernels.clear()
+    gc.collect()
+    return {
+        "case": "sharing",
+        "same": [spaces[0] == spaces[1], spaces[0] == spaces[2]],
+        "bytes": spaces[0].nbytes if spaces[0] else 0,
+        "left": len(b12x._plans),
+        "unplanned": unplanned,
+    }
+
+
+def preferred(dispatch: Any) -> dict[str, Any]:
+    """Kinds for one token, and what is left of them for reruns that agree to the bit and for expert parallelism."""
+    found: dict[str, Any] = {"case": "kinds"}
+    for name, setting, parallel in (("any", "0", False), ("deterministic", "1", False), ("expert parallel", "0", True)):
+        with mock.patch.dict(os.environ, TRTLLM_B12X_DETERMINISTIC=setting):
+            kernel = B12xKernel()
+            kernel.plan(replace(GEOMETRY, expert_parallel=parallel), 1, torch.device("cpu"))
+            found[name] = [candidate.kind.name for candidate in kernel._plan.candidates[1]]
+    return found
+
+
+def main() -> None:
+    base = Path(sys.argv[1])
+    os.environ.update(CUTE_DSL_ARCH="sm_120a", FLASHINFER_WORKSPACE_BASE=str(base), TRTLLM_B12X_LOG="ERROR")
+    with card() as dispatch:
+        from cutlass import cute
+        from flashinfer.jit import cute_dsl_core
+
+        def say(fault: str) -> None:
+            show({"case": fault, **attempt(dispatch)})
+
+        def raising(error: Callable[[], Exception]) -> Any:
+            def fails(*arguments: Any, **named: Any) -> None:
+                raise error()
+
+            return fails
+
+        show(preferred(dispatch))
+        show(shared())
+        for size, gated in PADDED.items():
+            show(padded(dispatch, size, gated))
+        if sys.argv[2:] == ["plans"]:
+            return
+        objects = sorted(base.rglob("*.o"))
+        say("nothing")
+        for path in objects:
+            path.write_bytes(b"not an object")
+        say("damaged objects in the cache")
+        for path in base.rglob("meta.json"):
+            path.write_text("{")
+        say("damaged index of the cache")
+        folder = base / "a file"
+        folder.write_text("")
+        with mock.patch.object(cute_dsl_core.jit_env, "FLASHINFER_JIT_DIR", folder):
+            say("a cache that cannot be written")
+        elsewhere = base / "elsewhere"
+        with mock.patch.object(cute_dsl_core.jit_env, "FLASHINFER_JIT_DIR", elsewhere), mock.patch.dict(os.environ, PATH=""):
+            say("no compiler on the path")
+        with mock.patch.object(cute_dsl_core.jit_env, "FLASHINFER_JIT_DIR", base / "third"):
+            with mock.patch.object(cute, "compile", raising(lambda: RuntimeError("NVVM Compilation Error\nptxas fatal: ..."))):
+                say("ptxas")
+            with mock.patch.object(cute, "compile", raising(lambda: AttributeError("module 'cutlass.cute' has no 'copy'"))):
+                say("another CuTe DSL")
+        no_memory = raising(lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ..."))
+        with mock.patch.object(dispatch, "allocate_sm120_static_workspace", no_memory):
+            say("out of memory")
+
+        def another(self: Any, a_input: Any, tile_plan: Any, stream: Any) -> None: ...
+
+        with mock.patch.object(dispatch.MoEStaticKernel, "__call__", another):
+            say("a kernel of another FlashInfer")
+    with mock.patch.dict(sys.modules, {b12x._DISPATCH: None}):
+        show({"case": "no kernels in FlashInfer", **attempt(dispatch)})
+
+
+if __name__ == "__main__":
+    main()

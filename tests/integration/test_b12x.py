@@ -1,0 +1,89 @@
+"""FlashInfer's driver on a machine without its card: what it plans, shares and refuses, and what it makes of faults."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_b12x.kernels import b12x
+
+SERVED = ["nothing", "damaged objects in the cache", "damaged index of the cache", "no compiler on the path"]
+FAULTS = {
+    "ptxas": "RuntimeError: NVVM Compilation Error",
+    "another CuTe DSL": "AttributeError: module 'cutlass.cute' has no 'copy'",
+    "out of memory": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "a kernel of another FlashInfer": "ValueError: FlashInfer's static kernel takes tile_plan, which",
+    "no kernels in FlashInfer": "ModuleNotFoundError: ",
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.integration.b12x_on_cpu", str(tmp_path_factory.mktemp("cache"))]
+    environment = {**os.environ, "TRTLLM_B12X_LOG": "WARNING"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return {"stderr": {"text": result.stderr}, **{line["case"]: line for line in lines}}
+
+
+@pytest.mark.parametrize("fault", [*SERVED, "a cache that cannot be written"])
+def test_what_flashinfer_mends_or_goes_without(cases: dict[str, dict[str, Any]], fault: str) -> None:
+    assert cases[fault]["errors"] == []
+
+
+def test_without_a_cache_the_log_says_so(cases: dict[str, dict[str, Any]]) -> None:
+    assert "kernels are compiled at every start: [Errno 20]" in cases["stderr"]["text"]
+    assert "FLASHINFER_WORKSPACE_BASE" in cases["stderr"]["text"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_one_line_for_every_layer_and_keeps_nothing(cases: dict[str, dict[str, Any]], fault: str) -> None:
+    found = cases[fault]
+    assert len(found["errors"]) == 2
+    assert all(error.startswith(f"PlanError: {FAULTS[fault]}") and "\n" not in error for error in found["errors"])
+    assert found["errors"][0] == found["errors"][1]
+    assert (found["plans"], found["workspaces"]) == (0, 0)
+
+
+def test_layers_of_one_geometry_share_and_leave_nothing_behind(cases: dict[str, dict[str, Any]]) -> None:
+    found = cases["sharing"]
+    assert found["same"] == [True, False]
+    assert found["bytes"] > 0
+    assert found["left"] == 0
+    assert found["unplanned"].startswith("no kernel is planned for 5 tokens, only for 1-2: ")
+
+
+def test_kinds(cases: dict[str, dict[str, Any]]) -> None:
+    assert cases["kinds"]["any"] == ["micro", "static"]
+    assert cases["kinds"]["deterministic"] == ["static"]
+    assert cases["kinds"]["expert parallel"] == ["static"]
+
+
+@pytest.mark.parametrize(("size", "planned"), [(2688, 2816), (1344, 1536), (640, 768), (1856, 2048)])
+def test_flashinfers_own_padding_is_never_reached(cases: dict[str, dict[str, Any]], size: int, planned: int) -> None:
+    found = cases[f"padding {size}"]
+    assert found["planned"] == planned
+    assert found["summary"] == ["static: 1-3 tokens"]
+
+
+def test_what_the_driver_relies_on_in_the_installed_flashinfer() -> None:
+    """Cooperative launches, a constructor of workspaces, and every argument by a name that is known."""
+    import flashinfer
+
+    folder = Path(flashinfer.__file__).parent / "fused_moe" / "cute_dsl" / "blackwell_sm12x"
+    for name in ("moe_static_kernel.py", "moe_micro_kernel.py"):
+        assert "cooperative=True" in (folder / name).read_text()
+    assert "cooperative=self.compile_time_phase == 0" in (folder / "moe_direct_micro_kernel.py").read_text()
+    dispatch = __import__("importlib").import_module(b12x._DISPATCH)
+    assert set(b12x._signatures(dispatch)) == {"static", "micro"}
+    wanted = {"state_E", "weight_E", "m", "k", "n", "num_topk", "max_rows", "topk_ids_dtype", "mac_override", "activation"}
+    for name in ("_get_static_kernel", "_get_micro_kernel"):
+        assert wanted <= set(inspect.signature(getattr(dispatch, name)).parameters)
