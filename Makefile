@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= .demo
+TESTS ?= tests
 BIN := $(VENV)/bin
 BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
 
@@ -15,7 +16,7 @@ demo: $(VENV)/.demo
 	$(BIN)/trtllm-b12x verify $(DEMO)/nvfp4 --original $(DEMO)/original --require-b12x
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --ignore tests/integration/test_payload.py
+	$(BIN)/python -m pytest -n 2 --ignore tests/integration/test_payload.py $(TESTS)
 
 test-wheels: $(VENV)/.test
 	$(BIN)/python -m pytest tests/integration/test_payload.py

@@ -113,6 +113,10 @@ def a_kernel_that_one_rank_cannot_have(rank: int) -> None:
     assert trtllm_b12x.status().reasons == {"KERNEL_PLAN_FAILED": 1}
 
 
-@pytest.mark.parametrize("job", [reduced, attention_dp, a_kernel_that_one_rank_cannot_have])
+ALONE = pytest.param(a_kernel_that_one_rank_cannot_have, marks=pytest.mark.embedded)
+"""In doubles: MPI workers, in test_hosts.py."""
+
+
+@pytest.mark.parametrize("job", [reduced, attention_dp, ALONE])
 def test_ranks(job: Callable[[int], None], tmp_path: Path) -> None:
     run_ranks(job, tmp_path)

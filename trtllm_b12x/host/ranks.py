@@ -13,6 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from trtllm_b12x.log import logger
+
 TIMEOUT_S = 900.0
 """Other ranks may still be compiling."""
 _TAG = 12120
@@ -39,6 +41,9 @@ def exchange(mapping: Any, text: str) -> dict[int, str]:
         answers.update(_by_store(mine, others, text))
     elif "mpi4py.MPI" in sys.modules and "tensorrt_llm" in sys.modules:
         answers.update(_by_messages(importlib.import_module("tensorrt_llm._utils").mpi_comm(), others, text))
+    silent = [rank for rank in others if rank not in answers]
+    if silent:
+        logger.warning("rank %d: no answer from ranks %s about their kernels; each goes its own way", mine, silent)
     return answers
 
 
