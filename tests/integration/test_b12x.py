@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_b12x.kernels import b12x
+from trtllm_b12x.kernels import Geometry, b12x
 
 SERVED = ["nothing", "damaged objects in the cache", "damaged index of the cache", "no compiler on the path"]
 FAULTS = {
@@ -72,6 +72,14 @@ def test_flashinfers_own_padding_is_never_reached(cases: dict[str, dict[str, Any
     found = cases[f"padding {size}"]
     assert found["planned"] == planned
     assert found["summary"] == ["static: 1-3 tokens"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [((128, 8, 2048, 768), 63), ((512, 22, 8192, 1024), 43), ((384, 8, 7168, 2048), 63), ((8192, 32, 16384, 256), 1)],
+)
+def test_a_workspace_stays_below_what_offsets_can_reach(sizes: tuple[int, int, int, int], tokens: int) -> None:
+    assert b12x._fitting(Geometry(*sizes, "Swiglu"), 63) == tokens
 
 
 def test_what_the_driver_relies_on_in_the_installed_flashinfer() -> None:

@@ -138,6 +138,7 @@ class B12xKernel(Kernel):
                 f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size} must be multiples of "
                 f"{self.features.hidden_size_multiple} and {self.features.tile}"
             )
+        capacity = _fitting(geometry, capacity)
         self.geometry, self.capacity = geometry, capacity
         key = (geometry, capacity, str(device), settings.DETERMINISTIC())
         with _lock:
@@ -312,6 +313,19 @@ def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan
     seconds = time.monotonic() - started
     logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(make.variants), seconds)
     return plan
+
+
+def _fitting(geometry: Geometry, capacity: int) -> int:
+    """As many tokens up to ``capacity`` as FlashInfer has 32-bit offsets for in its largest plane, the packed activations.
+
+    ``(experts + rows / 32) x rows x hidden_size / 2`` bytes (``_check_memref_limit``, moe_dispatch.py:148 of 0.7.2.post1).
+    """
+
+    def plane(tokens: int) -> int:
+        rows = tokens * geometry.top_k
+        return (geometry.num_experts + -(-rows // 32)) * rows * geometry.hidden_size // 2
+
+    return next((tokens for tokens in range(capacity, 1, -1) if plane(tokens) < 2**31), 1)
 
 
 def _sizes(dispatch: Any, capacity: int) -> list[int]:
