@@ -80,10 +80,16 @@ def test_a_damaged_layer_fails(directory: Path) -> None:
 
 def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+    from trtllm_b12x.kernels.reference import ReferenceKernel
 
     result = run("verify", directory, "--require-b12x", "--tokens", "64,100")
     assert result.exit_code == 1
     assert "b12x was not run: add a smaller count to --tokens" in result.output
+    with monkeypatch.context() as patch:  # a kernel that was planned for less than the crossover
+        patch.setattr(ReferenceKernel, "serves", lambda self, tokens: False)
+        patch.setattr(ReferenceKernel, "capacity", 0, raising=False)
+        patch.setattr(ReferenceKernel, "plan", lambda self, geometry, *_: setattr(self, "geometry", geometry))
+        assert "served by cutlass, not by b12x" in run("verify", directory).output
     monkeypatch.setattr(FlashInferNvfp4Sm12xFusedMoE, "_in_range", lambda self, x: False)
     result = run("verify", directory)
     assert result.exit_code == 1

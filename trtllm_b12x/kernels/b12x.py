@@ -86,7 +86,6 @@ class _Candidate:
     """A compiled kernel for one token count."""
 
     kind: Kind
-    tokens: int
     launch: _Launch
     variant: int
     """Kernels of one variant are the same code."""
@@ -97,7 +96,6 @@ class _Plan:
     """Everything that layers of one geometry share on one device."""
 
     geometry: Geometry
-    capacity: int
     device: torch.device
     workspace: Any
     signatures: dict[str, tuple[str, ...]]
@@ -306,7 +304,7 @@ def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan
         num_topk=geometry.top_k,
         device=device,
     )
-    plan = _Plan(geometry, capacity, device, workspace, _signatures(dispatch), {}, Turn.of(device))
+    plan = _Plan(geometry, device, workspace, _signatures(dispatch), {}, Turn.of(device))
     make = _Maker(dispatch, plan)
     for tokens in _sizes(dispatch, capacity):
         plan.candidates[tokens] = list(make.candidates(tokens))
@@ -415,7 +413,7 @@ class _Maker:
             if found is not None:
                 small = True
                 function, launch = found
-                yield _Candidate(kind, tokens, launch, self._variant(function))
+                yield _Candidate(kind, launch, self._variant(function))
 
     def _variant(self, function: Any) -> int:
         return self.variants.setdefault(id(function), len(self.variants))

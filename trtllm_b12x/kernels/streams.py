@@ -23,9 +23,9 @@ class Turn:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
-        self.last: Any = None
-        """Stream of the last launch."""
-        self.handle = -1
+        self.last: dict[bool, Any] = {}
+        """Stream of the last launch, of those that were captured and of the others."""
+        self.now: tuple[int, bool] | None = None
 
     @staticmethod
     def of(device: torch.device) -> Turn:
@@ -37,20 +37,24 @@ class Turn:
 
     def __enter__(self) -> None:
         self.lock.acquire()
-        if self.device.type == "cuda" and torch._C._cuda_getCurrentRawStream(self.device.index) != self.handle:
-            try:
-                self._change()
-            except BaseException:
-                self.lock.release()
-                raise
+        if self.device.type != "cuda":
+            return
+        try:
+            now = torch._C._cuda_getCurrentRawStream(self.device.index), torch.cuda.is_current_stream_capturing()
+            if now != self.now:
+                self._change(now[1])
+                self.now = now
+        except BaseException:
+            self.lock.release()
+            raise
 
-    def _change(self) -> None:
-        stream, last = torch.cuda.current_stream(self.device), self.last
-        if last is not None and torch.cuda.is_current_stream_capturing() == _is_capturing(last):
+    def _change(self, capturing: bool) -> None:
+        stream, last = torch.cuda.current_stream(self.device), self.last.get(capturing)
+        # No edge can be drawn between a graph that is being captured and what is not: whoever replays it orders it against the
+        # rest, as with all its other memory.
+        if last is not None and last != stream and _is_capturing(last) == capturing:
             stream.wait_stream(last)
-        # Otherwise one of them belongs to a graph that is being captured and the other does not: no edge can be drawn, and
-        # whoever replays the graph orders it against the rest, as with all its other memory.
-        self.last, self.handle = stream, stream.cuda_stream
+        self.last[capturing] = stream
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.lock.release()
