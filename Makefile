@@ -1,5 +1,6 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
-# `make test-wheels` is the slow part of the tests: real CuTe DSL wheels in fresh environments, minutes of downloads.
+# `make test-wheels` is the slow part of the tests: environments made of real wheels, minutes of downloads.
+# `make environments` makes the table tests/integration/environments.json anew: an hour.
 # `make kernels` and `make kernels-all` compile FlashInfer's SM120 kernels and translate them for Hopper; `make device` runs them
 # there and writes the tables of docs/sm12x-on-hopper.md.
 PYTHON ?= python3
@@ -9,7 +10,10 @@ TESTS ?= tests
 BIN := $(VENV)/bin
 BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
 
-.PHONY: demo test test-wheels kernels kernels-all device lint bench clean
+# One thread of torch's per worker: two workers with a thread per core each take four times as long.
+test test-wheels: export OMP_NUM_THREADS := 1
+
+.PHONY: demo test test-wheels environments kernels kernels-all device lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
@@ -21,6 +25,9 @@ test: $(VENV)/.test
 test-wheels: $(VENV)/.test
 	$(BIN)/python -m pytest tests/integration/test_payload.py
 
+environments: $(VENV)/.test
+	$(BIN)/python -m tests.integration.environments --again
+
 kernels: $(VENV)/.test
 	$(BED).kernels --jobs $$(nproc) --cache .kernels
 
@@ -31,6 +38,8 @@ kernels-all: $(VENV)/.test
 device: $(VENV)/.test
 	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py tests/integration/test_b12x_ranks_device.py
 	$(BIN)/python -m benchmarks.decode .device/decode
+	$(BIN)/python -m benchmarks.load .device/load
+	$(BIN)/python -m benchmarks.soak .device/soak
 	$(BIN)/python -m tests.integration.exports qwen3-moe .device/exports/qwen3-moe
 	$(BIN)/python -m tests.integration.exports nemotron-h .device/exports/nemotron-h
 	$(BED).run build --processes $$(nproc) --cache .kernels
@@ -58,4 +67,4 @@ $(VENV)/.test: $(VENV)/.demo requirements/test.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO) .kernels .device
+	rm -rf $(VENV) $(DEMO) .kernels .device .environments

@@ -236,11 +236,12 @@ def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
     candidate = kernel._plan.candidates[tokens][0]
     real: Any = candidate.launch
     if stubbed:
-        candidate.launch = dataclasses.replace(real, function=lambda *arguments: None, **_without_launch(real))
+        candidate.launch = dataclasses.replace(real, function=lambda *arguments: None)
     launch = candidate.launch
-    bound, flat_ids, flat_scales = kernel._bound, ids.view(-1), scales.view(-1)
+    scratch, table = kernel._plan.scratch, kernel._tables[False]
+    bound = kernel._bound[candidate.kind.name]
     runs: dict[str, Callable[[], Any]] = {
-        "the launch alone": lambda: launch(bound, x, flat_ids, flat_scales, out),
+        "the launch alone": lambda: launch(bound, scratch, table, x, ids, scales, out),
         "run_moe": lambda: layers.run_moe(backend, x, ids, scales, moe_output=out),
         "run_moe, output allocated": lambda: layers.run_moe(backend, x, ids, scales),
     }
@@ -255,11 +256,6 @@ def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
     added = times["run_moe"] - times["the launch alone"]
     facts = {"layer": shape.name, "tokens": tokens, "kernel": candidate.kind.name, "stubbed": stubbed}
     return {**facts, **times, "added": added}
-
-
-def _without_launch(real: Any) -> dict[str, Any]:
-    """Direct micro goes through FlashInfer's own launch function."""
-    return {"launch": lambda *arguments, **named: None} if hasattr(real, "launch") else {}
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------------

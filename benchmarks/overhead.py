@@ -1,16 +1,26 @@
-"""What the package costs a process that imports it and a host that asks it: ``make bench``."""
+"""What the package costs a process that starts, one that imports it, and a host that asks it: ``make bench``."""
 
 from __future__ import annotations
 
+import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import timeit
+import venv
+from pathlib import Path
 
+import torch
+
+from tests import layers
+from tests.checkpoints import random_experts
 from tests.facts import GOOD
 from trtllm_b12x.decision import Deployment, Environment, Problem, decide
 
+ROOT = Path(__file__).parents[1]
 REPEATS = 15
+PAIRS = 150
 
 
 def seconds(code: str) -> float:
@@ -19,7 +29,36 @@ def seconds(code: str) -> float:
     return statistics.median(timeit.repeat(lambda: subprocess.run(run, check=True), number=1, repeat=REPEATS))
 
 
+def startup(bytecode: bool) -> float:
+    """CPU seconds that ``trtllm_b12x.pth`` adds to an interpreter's start: median over pairs, with and without it, run in turn.
+
+    Without ``bytecode`` no .pyc file is found, as in an image built with ``pip install --no-compile``.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        pythons = {}
+        for name in ("without", "with"):
+            folder = Path(directory) / name
+            venv.create(folder, with_pip=False, symlinks=True)
+            (site,) = folder.glob("lib/python*/site-packages")
+            (site / "trtllm_b12x").symlink_to(ROOT / "trtllm_b12x")
+            if name == "with":
+                (site / "trtllm_b12x.pth").write_text((ROOT / "trtllm_b12x.pth").read_text())
+            pythons[name] = str(folder / "bin" / "python")
+
+        def once(name: str) -> float:
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            options = [] if bytecode else ["-B", "-X", f"pycache_prefix={directory}/none"]
+            subprocess.run([pythons[name], *options, "-c", "pass"], check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+        once("with")  # writes what bytecode there is to write
+        return statistics.median(once("with") - once("without") for _ in range(PAIRS))
+
+
 def main() -> None:
+    for name, bytecode in (("with .pyc files", True), ("without", False)):
+        print(f"trtllm_b12x.pth:    {1e3 * startup(bytecode):6.2f} ms of CPU time at an interpreter's start, {name}")
     nothing, ours, click = seconds("pass"), seconds("import trtllm_b12x"), seconds("import click")
     print(f"import trtllm_b12x: {1e3 * (ours - nothing):6.1f} ms beyond an empty interpreter")
     print(f"import click:       {1e3 * (click - nothing):6.1f} ms, for comparison")
@@ -42,6 +81,15 @@ def main() -> None:
         number = 20_000
         best = min(timeit.repeat(lambda: decide(problem, Deployment(1, 1), facts), number=number, repeat=5))  # noqa: B023
         print(f"decide ({name}): {1e6 * best / number:6.1f} us")
+    backend = layers.load(layers.create(8, 128, 256), random_experts(8, 128, 256)).backend
+    x, number = torch.zeros(1, 128, dtype=torch.bfloat16), 20_000
+    for name, call in (
+        ("is it b12x's", lambda: backend._in_range(x)),
+        ("are the addresses those that the kernel was given", backend._read_addresses),
+        ("input scales anew, outside CUDA graphs", backend._derive_anew),
+    ):
+        best = min(timeit.repeat(call, number=number, repeat=5))
+        print(f"each decode call, {name}: {1e9 * best / number:6.0f} ns")
 
 
 if __name__ == "__main__":

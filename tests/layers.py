@@ -19,14 +19,22 @@ if host.generation != "embedded":  # a double of TensorRT-LLM is on the path: th
     names.extend(host)
 
 
-def create(
+def create(num_experts: int, hidden_size: int, intermediate_size: int, *args: Any, promote: bool = True, **kwargs: Any) -> Any:
+    """A ``ConfigurableMoE`` without weights, its backend promoted or not; see :func:`build`."""
+    (trtllm_b12x.install if promote else trtllm_b12x.uninstall)()
+    try:
+        return build(num_experts, hidden_size, intermediate_size, *args, **kwargs)
+    finally:
+        trtllm_b12x.uninstall()
+
+
+def build(
     num_experts: int,
     hidden_size: int,
     intermediate_size: int,
     top_k: int = 2,
     gated: bool = True,
     *,
-    promote: bool = True,
     mapping: dict[str, int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     quant_config: Any = None,
@@ -35,7 +43,7 @@ def create(
     pretrained_config: Any = None,
     **arguments: Any,
 ) -> Any:
-    """A ``ConfigurableMoE`` without weights, its backend promoted or not."""
+    """What the host makes of it in this process."""
     config = host.ModelConfig(
         pretrained_config=pretrained_config,
         quant_config=quant_config or host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16),
@@ -43,20 +51,16 @@ def create(
         max_num_tokens=max_num_tokens,
         moe_max_num_tokens=moe_max_num_tokens,
     )
-    (trtllm_b12x.install if promote else trtllm_b12x.uninstall)()
-    try:
-        return host.create_moe.create_moe(
-            host.RenormalizeMoeRoutingMethod(top_k),
-            num_experts,
-            hidden_size,
-            intermediate_size,
-            dtype=dtype,
-            model_config=config,
-            **activation(gated),
-            **arguments,
-        )
-    finally:
-        trtllm_b12x.uninstall()
+    return host.create_moe.create_moe(
+        host.RenormalizeMoeRoutingMethod(top_k),
+        num_experts,
+        hidden_size,
+        intermediate_size,
+        dtype=dtype,
+        model_config=config,
+        **activation(gated),
+        **arguments,
+    )
 
 
 def activation(gated: bool) -> dict[str, Any]:

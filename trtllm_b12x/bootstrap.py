@@ -1,10 +1,12 @@
-"""What ``trtllm_b12x.pth`` starts in every Python process: wait for TensorRT-LLM's MoE package, then rebind its names.
+"""What ``trtllm_b12x.pth`` starts in a process that imports TensorRT-LLM: wait for its MoE package, then rebind its names.
 
-Standard library only, no import (not even ``__future__``) that the interpreter has not made already, under a millisecond, and
-nothing here ever raises.  TensorRT-LLM builds the model in spawned MPI or Ray workers, which run no code of the user's: this is
-how they are reached.
+The ``.pth`` itself reads no file: it leaves a finder that imports this module once ``tensorrt_llm`` is imported.  From Python
+3.15 on ``trtllm_b12x.start`` (PEP 829) takes its place.  Standard library only, no import (not even ``__future__``) that the
+interpreter has not made already, and nothing here ever raises.  TensorRT-LLM builds the model in spawned MPI or Ray workers,
+which run no code of the user's: this is how they are reached.
 """
 
+import os
 import sys
 from _thread import get_ident
 
@@ -83,8 +85,17 @@ def patch(module: "ModuleType") -> None:
 
         selection.patch(module)
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"[trtllm_b12x] [WARNING] {module.__name__} is left alone: {failure} (run trtllm-b12x doctor)", file=sys.stderr)
+        failure = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        say(f"[trtllm_b12x] [WARNING] {module.__name__} is left alone: {failure} (run trtllm-b12x doctor)")
+
+
+def say(line: str) -> None:
+    """To standard error if it takes it, else to nobody: it may be closed, full, or a pipe that nobody reads any more."""
+    try:
+        if sys.stderr is not None:  # print would take standard output instead
+            print(line, file=sys.stderr)
+    except Exception:  # OSError, ValueError of a closed file, or whatever somebody else's stream raises
+        return
 
 
 def start() -> None:
@@ -93,6 +104,21 @@ def start() -> None:
         sys.meta_path.insert(0, Finder())
 
 
+def startup() -> None:
+    """What ``trtllm_b12x.start`` names: :func:`start`, unless ``TRTLLM_B12X`` says no; that is read first."""
+    if os.environ.get("TRTLLM_B12X", "").strip().lower() not in ("0", "false", "off", "no"):
+        start()
+
+
+def watching() -> bool:
+    """This process was reached: by :func:`start`, or by the ``.pth``, which waits for ``tensorrt_llm``."""
+    return any(isinstance(finder, Finder) or _waits(finder) for finder in sys.meta_path)
+
+
 def stop() -> None:
     """Watch no longer."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder) and not _waits(finder)]
+
+
+def _waits(finder: object) -> bool:
+    return getattr(finder, "__name__", "") == "TrtllmB12xWaits"

@@ -7,7 +7,7 @@ each time.  :func:`decide` returns every reason that applies, not only the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -56,8 +56,11 @@ class PayloadFault(Enum):
     CU13_MISSING = "nvidia-cutlass-dsl-libs-cu13 is not installed"
     SHADOWED = "nvidia-cutlass-dsl-libs-cu13 is installed, but its files were overwritten by nvidia-cutlass-dsl-libs-base"
     DRIVER = "nvidia-cutlass-dsl-libs-cu13 is installed, but the GPU driver is older than CUDA 13"
+    DAMAGED = "files of the CuTe DSL are missing or are not those of its wheels"
+    FOREIGN = "another package is imported as cutlass"
     IMPORT = "importing the CuTe DSL fails"
     CRASH = "importing the CuTe DSL kills the process"
+    NO_ANSWER = "importing the CuTe DSL gave no answer this time"
     UNKNOWN = "the CuTe DSL loads another payload for a reason that could not be found"
 
 
@@ -71,7 +74,6 @@ class Environment:
     """``TRTLLM_B12X=force``: a proved payload (``compile_proved``) is as good as a CUDA 13 one."""
     compile_proved: bool | None = None
     """FlashInfer's micro kernel was compiled and assembled with this payload."""
-    allow_baked_scales: bool = False
     host: str | None = None
     """``none``: TensorRT-LLM is not installed; its generation; ``installed``: nobody looked; ``unsupported``: no adapter fits."""
     host_detail: str = ""
@@ -87,7 +89,26 @@ class Environment:
     payload_fault: PayloadFault | None = None
     payload_detail: str = ""
     """Wheels or the first line of the error."""
+    payload_file: str = ""
+    """``__init__.py`` of the ``cutlass`` that loads."""
+    payload_kept: bool = False
+    """The payload was read by an earlier process."""
+    dsl_wheels: tuple[str, ...] = ()
+    """Distributions of the CuTe DSL that are installed."""
+    dsl_in_the_way: tuple[str, ...] = ()
+    """Distributions whose ``cutlass`` hides the CuTe DSL's."""
     flashinfer: str | None = None
+    """Of the copy that loads."""
+    flashinfer_fault: str = ""
+    """Why FlashInfer's kernels cannot be planned: what is damaged, or the first line of what its import raised."""
+    mismatched: tuple[str, ...] = ()
+    """``name version`` of flashinfer-cubin and flashinfer-jit-cache, where FlashInfer's import raises for their version."""
+    unmet: tuple[str, ...] = ()
+    """Requirements that FlashInfer and the CuTe DSL state themselves, ``requirement (version is installed)``."""
+    missing: tuple[str, ...] = ()
+    """Where an import failed, such requirements of which no version is installed."""
+    unrecorded: tuple[str, ...] = ()
+    """Distributions without RECORD, which pip cannot uninstall."""
     kernel: str | None = None
     activations: frozenset[str] | None = None
     hidden_size_multiple: int | None = None
@@ -113,10 +134,11 @@ class RejectReason(Enum):
     SM = "nothing to do: b12x kernels exist for SM120 and SM121 only"
     TOOLKIT = "install a CUDA toolkit 13 (nvcc) and let CUDA_HOME name it"
     DSL_MISSING = "install the CuTe DSL with its CUDA 13 payload"
-    DSL_PAYLOAD = "install the CUDA 13 payload of the CuTe DSL last"
+    DSL_PAYLOAD = "let the CuTe DSL load its CUDA 13 payload"
     FLASHINFER_MISSING = "install FlashInfer"
-    FLASHINFER_TOO_OLD = "install a FlashInfer with input_global_scale"
-    FLASHINFER_SHAPE = "install flashinfer-python 0.7.2 or newer"
+    FLASHINFER_TOO_OLD = "install a newer FlashInfer"
+    FLASHINFER_BROKEN = "install FlashInfer anew"
+    REQUIREMENT = "install what FlashInfer and the CuTe DSL require"
     QUANTIZATION = "quantize the experts with nvidia-modelopt's NVFP4_DEFAULT_CFG, or leave the layer to CUTLASS"
     GROUP_SIZE = "export the checkpoint with NVFP4's group size of 16"
     PRE_QUANT_SCALE = "export without AWQ pre-quantization scales (NVFP4_DEFAULT_CFG)"
@@ -148,14 +170,17 @@ class Rejection:
     reason: RejectReason
     detail: str
     commands: tuple[str, ...] = ()
-    """Shell commands that mend it, to be run in order."""
+    """Shell commands, to be run in order.  They mend everything that packages cause, not this alone."""
+    moves: tuple[str, ...] = ()
+    """``name version`` of what they replace by another version."""
 
     @property
     def remedy(self) -> str:
         return " && ".join(self.commands) or self.reason.value
 
     def __str__(self) -> str:
-        return f"{self.reason.name}: {self.detail} ({self.remedy})"
+        moves = f"; this moves {', '.join(self.moves)}" if self.moves else ""
+        return f"{self.reason.name}: {self.detail} ({self.remedy}{moves})"
 
 
 @dataclass(frozen=True)
@@ -163,7 +188,6 @@ class Verdict:
     """Served if nothing speaks against it."""
 
     rejections: tuple[Rejection, ...] = ()
-    warnings: tuple[str, ...] = ()
     """What a setting let pass, and what it costs."""
 
     @property
@@ -178,12 +202,18 @@ class Verdict:
         return "b12x" if self.served else "cutlass: " + "; ".join(map(str, self.rejections))
 
 
-_Finding = str | tuple[str, tuple[str, ...]] | None
-_Rule = Callable[[Problem, Deployment, Environment], "_Finding"]
-"""Says what is wrong, and perhaps the commands that mend it, or None."""
+_Rule = Callable[[Problem, Deployment, Environment], str | None]
+"""Says what is wrong, or None."""
 
-COMPLETE_DSL = "4.8.1"
+OLDEST_FLASHINFER = (0, 6, 18)
+"""The oldest release that is served; the newest TensorRT-LLM pins it.  0.6.17's static kernel drops half of a tile's rows and
+takes its stream as an argument; 0.6.9 to 0.6.16 have neither exact scales nor a cooperative launch."""
+EXPERT_PARALLEL_FLASHINFER = (0, 7, 2)
+"""The oldest whose kernels skip negative ids and are compiled for every token count."""
 COMPLETE_FLASHINFER = "flashinfer-python>=0.7.2,<0.8"
+OLDEST_DSL = (4, 6, 2)
+"""What flashinfer-python from 0.6.18 on requires (its metadata)."""
+COMPLETE_DSL = "4.8.1"
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -196,23 +226,23 @@ def version_tuple(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _disabled(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _disabled(p: Problem, d: Deployment, e: Environment) -> str | None:
     return "TRTLLM_B12X=0" if e.enabled is False else None
 
 
-def _host(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _host(p: Problem, d: Deployment, e: Environment) -> str | None:
     if e.host != "unsupported":
         return None
     return e.host_detail or "this version of trtllm-b12x has no adapter for the installed TensorRT-LLM"
 
 
-def _sm(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _sm(p: Problem, d: Deployment, e: Environment) -> str | None:
     if e.sm in (None, 120, 121):
         return None
     return f"the GPU is SM{e.sm}" if e.sm else "no GPU is visible"
 
 
-def _toolkit(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _toolkit(p: Problem, d: Deployment, e: Environment) -> str | None:
     """FlashInfer's own check: nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py)."""
     if e.toolkit_cuda is None or e.toolkit_cuda >= (13, 0):
         return None
@@ -221,14 +251,11 @@ def _toolkit(p: Problem, d: Deployment, e: Environment) -> _Finding:
     return f"FlashInfer finds CUDA {e.toolkit_cuda[0]}.{e.toolkit_cuda[1]}, b12x needs 13"
 
 
-def _dsl_missing(p: Problem, d: Deployment, e: Environment) -> _Finding:
-    if e.dsl != "none":
-        return None
-    packages = f"nvidia-cutlass-dsl=={COMPLETE_DSL} nvidia-cutlass-dsl-libs-cu13=={COMPLETE_DSL}"
-    return "nvidia-cutlass-dsl is not installed", (f"pip install {packages}",)
+def _dsl_missing(p: Problem, d: Deployment, e: Environment) -> str | None:
+    return "nvidia-cutlass-dsl is not installed" if e.dsl == "none" else None
 
 
-def _dsl_payload(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _dsl_payload(p: Problem, d: Deployment, e: Environment) -> str | None:
     """Environments where the CUDA 12 payload loads compile invalid PTX and die at model start (TensorRT-LLM issue 15853)."""
     if e.payload_cuda is None or e.payload_cuda >= (13, 0) or e.dsl == "none":
         return None
@@ -237,158 +264,131 @@ def _dsl_payload(p: Problem, d: Deployment, e: Environment) -> _Finding:
     found = f"the CuTe DSL {e.dsl} loads its CUDA {e.payload_cuda[0]}.{e.payload_cuda[1]} payload" if e.payload_cuda[0] else ""
     fault = e.payload_fault or PayloadFault.UNKNOWN
     detail = "; ".join(part for part in (found, fault.value, e.payload_detail) if part)
-    cu13 = f"nvidia-cutlass-dsl-libs-cu13=={e.dsl}"
     if fault is PayloadFault.DRIVER:
         return detail + "; update the driver to one of CUDA 13 (580 or newer)"
-    if fault is PayloadFault.CU13_MISSING:
-        return detail, (f"pip install {cu13}",)
-    if fault is PayloadFault.SHADOWED:
-        return detail, (f"pip install --force-reinstall --no-deps {cu13}",)
-    # Files of several wheels may be damaged; cu13 last, so that its files stay (before DSL 4.6 the wheels share paths).
-    rest = f"pip install --force-reinstall --no-deps nvidia-cutlass-dsl=={e.dsl} nvidia-cutlass-dsl-libs-base=={e.dsl}"
-    if version_tuple(e.dsl or "") >= (4, 6):
-        rest += f" nvidia-cutlass-dsl-libs-core=={e.dsl}"
-    return detail, (rest, f"pip install --force-reinstall --no-deps {cu13}")
+    return detail
 
 
-def _flashinfer_missing(p: Problem, d: Deployment, e: Environment) -> _Finding:
-    if e.flashinfer != "none":
-        return None
-    return "flashinfer-python is not installed", (f'pip install "{_flashinfer_for(e)}"',)
+def _flashinfer_missing(p: Problem, d: Deployment, e: Environment) -> str | None:
+    return "flashinfer-python is not installed" if e.flashinfer == "none" else None
 
 
-def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment) -> _Finding:
-    if e.exact_scales is not False or e.flashinfer in (None, "none"):
-        return None
-    assert e.flashinfer is not None
-    if _baked_scales(e):
-        return None
-    wanted = _flashinfer_for(e)
-    pinned = (
-        "" if e.host in (None, "none") else "; TensorRT-LLM pins it and uses it for attention and sampling: this moves the pin"
-    )
-    return f"flashinfer-python {e.flashinfer} has no exact weight scales{pinned}", (f'pip install "{wanted}"',)
-
-
-def _baked_scales(e: Environment) -> bool:
-    """b12x exists from 0.6.9.  Its kernels take exact scales, also where the API of those versions has no place for them."""
-    admitted = e.allow_baked_scales and e.exact_scales is False and e.flashinfer not in (None, "none")
-    return admitted and version_tuple(e.flashinfer or "") >= (0, 6, 9)
-
-
-def _flashinfer_for(e: Environment) -> str:
-    """0.6.17 is the one release with exact scales that accepts the CuTe DSL before 4.6.2 (its own requirements)."""
-    if e.dsl not in (None, "none") and version_tuple(e.dsl or "") < (4, 6, 2):
-        return "flashinfer-python==0.6.17"
-    return COMPLETE_FLASHINFER
-
-
-def _flashinfer_shape(p: Problem, d: Deployment, e: Environment) -> _Finding:
-    """A layer whose static and dynamic kernels read out of bounds (FlashInfer issue 5446)."""
+def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment) -> str | None:
     if e.flashinfer in (None, "none"):
         return None
-    shape = (p.num_experts, p.top_k, p.hidden_size, p.intermediate_size)
-    if shape == (512, 10, 2560, 640) and version_tuple(e.flashinfer or "") in ((0, 6, 18), (0, 7, 0)):
-        command = f'pip install "{COMPLETE_FLASHINFER}"'
-        return f"512 experts, top 10, 2560 x 640 reads out of bounds on flashinfer-python {e.flashinfer}", (command,)
+    if version_tuple(e.flashinfer or "") < OLDEST_FLASHINFER:
+        return f"flashinfer-python {e.flashinfer} is older than {'.'.join(map(str, OLDEST_FLASHINFER))}"
     return None
 
 
-def _quantization(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _flashinfer_broken(p: Problem, d: Deployment, e: Environment) -> str | None:
+    if e.mismatched:
+        return f"import of flashinfer-python {e.flashinfer} raises: {', '.join(e.mismatched)} is of another version"
+    if not e.flashinfer_fault and e.exact_scales is False and version_tuple(e.flashinfer or "") >= OLDEST_FLASHINFER:
+        return f"flashinfer-python {e.flashinfer} has no B12xMoEWrapper that takes input_global_scale"
+    return e.flashinfer_fault or None
+
+
+def _requirement(p: Problem, d: Deployment, e: Environment) -> str | None:
+    return f"not met: {', '.join(e.unmet)}" if e.unmet else None
+
+
+def _quantization(p: Problem, d: Deployment, e: Environment) -> str | None:
     if p.quant_algo in (None, "NVFP4"):
         return None
+    if p.quant_algo == "W4A16_NVFP4":
+        return "the experts are W4A16_NVFP4: NVFP4 weights for bf16 activations, the kernels quantize activations to FP4"
     return f"the experts are {'not quantized' if p.quant_algo == 'none' else p.quant_algo}, not NVFP4"
 
 
-def _group_size(p: Problem, d: Deployment, e: Environment) -> _Finding:
-    # 128 is the default of the host's QuantConfig, that is, unset: NVFP4 methods there never read it.
+def _group_size(p: Problem, d: Deployment, e: Environment) -> str | None:
+    # 128 is the default of the host's QuantConfig, that is, unset: NVFP4 methods do not read it, or (2026) refuse what they read.
     if p.quant_algo != "NVFP4" or p.group_size in (None, 16, 128):
         return None
     return f"NVFP4 with group size {p.group_size}"
 
 
-def _pre_quant_scale(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _pre_quant_scale(p: Problem, d: Deployment, e: Environment) -> str | None:
     return "the experts carry AWQ pre-quantization scales" if p.pre_quant_scale else None
 
 
-def _dynamic_quantization(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _dynamic_quantization(p: Problem, d: Deployment, e: Environment) -> str | None:
     return "the host rewrites alphas and input scales at every call" if p.dynamic_quantization else None
 
 
-def _activation_dtype(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _activation_dtype(p: Problem, d: Deployment, e: Environment) -> str | None:
     if p.activation_dtype in (None, "bfloat16"):
         return None
     return f"activations are {p.activation_dtype}, the kernels compute in bfloat16"
 
 
-def _activation(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _activation(p: Problem, d: Deployment, e: Environment) -> str | None:
     if p.activation is None or e.activations is None or p.activation in e.activations:
         return None
     return f"activation {p.activation}, the kernel has {', '.join(sorted(e.activations))}"
 
 
-def _activation_constants(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _activation_constants(p: Problem, d: Deployment, e: Environment) -> str | None:
     return "SwiGLU with alpha, beta or limit" if p.activation_constants else None
 
 
-def _hidden_size(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _hidden_size(p: Problem, d: Deployment, e: Environment) -> str | None:
     if p.hidden_size is None or e.hidden_size_multiple is None or p.hidden_size % e.hidden_size_multiple == 0:
         return None
     return f"hidden size {p.hidden_size} is no multiple of {e.hidden_size_multiple}"
 
 
-def _intermediate_size(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _intermediate_size(p: Problem, d: Deployment, e: Environment) -> str | None:
     # A block scale covers 16 columns of w2; a rank that starts inside a block has no scale of its own.
     if p.intermediate_size is None or p.intermediate_size % 16 == 0:
         return None
     return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 16"
 
 
-def _bias(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _bias(p: Problem, d: Deployment, e: Environment) -> str | None:
     return "the experts have a bias" if p.bias else None
 
 
-def _router_weight_on_input(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _router_weight_on_input(p: Problem, d: Deployment, e: Environment) -> str | None:
     return "the router weight is applied to the input" if p.apply_router_weight_on_input else None
 
 
-def _expert_parallel(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _expert_parallel(p: Problem, d: Deployment, e: Environment) -> str | None:
     if d.ep_size in (None, 1) or e.expert_parallel is not False:
         return None
     return f"expert parallelism over {d.ep_size} ranks, and kernel {e.kernel} does not skip negative ids"
 
 
-def _attention_dp(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _attention_dp(p: Problem, d: Deployment, e: Environment) -> str | None:
     if not d.attention_dp or e.gather_bf16:
         return None
     return "attention-DP ranks gather tokens that the host has quantized, the kernels take bf16"
 
 
-def _alltoall(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _alltoall(p: Problem, d: Deployment, e: Environment) -> str | None:
     return "ids from an all-to-all hold padding, and tokens come quantized" if d.alltoall else None
 
 
-def _load_balancer(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _load_balancer(p: Problem, d: Deployment, e: Environment) -> str | None:
     if d.load_balancer in (None, "none"):
         return None
     return f"a {d.load_balancer} load balancer moves experts between slots"
 
 
-def _cuda_graphs(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _cuda_graphs(p: Problem, d: Deployment, e: Environment) -> str | None:
     if not d.cuda_graphs or e.graph_safe is not False:
         return None
     return f"kernel {e.kernel} cannot be captured in a CUDA graph"
 
 
-def _lora(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _lora(p: Problem, d: Deployment, e: Environment) -> str | None:
     return "LoRA on the experts" if d.lora else None
 
 
-def _deterministic(p: Problem, d: Deployment, e: Environment) -> _Finding:
+def _deterministic(p: Problem, d: Deployment, e: Environment) -> str | None:
     if not e.only_deterministic or e.deterministic is not False:
         return None
-    finding = f"no kernel of flashinfer-python {e.flashinfer} that serves every call adds up in a fixed order"
-    return finding, (f'pip install "{COMPLETE_FLASHINFER}"',)
+    return f"no kernel of flashinfer-python {e.flashinfer} that serves every call adds up in a fixed order"
 
 
 _RULES: dict[RejectReason, _Rule] = {
@@ -400,7 +400,8 @@ _RULES: dict[RejectReason, _Rule] = {
     RejectReason.DSL_PAYLOAD: _dsl_payload,
     RejectReason.FLASHINFER_MISSING: _flashinfer_missing,
     RejectReason.FLASHINFER_TOO_OLD: _flashinfer_too_old,
-    RejectReason.FLASHINFER_SHAPE: _flashinfer_shape,
+    RejectReason.FLASHINFER_BROKEN: _flashinfer_broken,
+    RejectReason.REQUIREMENT: _requirement,
     RejectReason.QUANTIZATION: _quantization,
     RejectReason.GROUP_SIZE: _group_size,
     RejectReason.PRE_QUANT_SCALE: _pre_quant_scale,
@@ -423,21 +424,107 @@ _RULES: dict[RejectReason, _Rule] = {
 }
 
 
+_PACKAGES = {
+    RejectReason.DSL_MISSING,
+    RejectReason.DSL_PAYLOAD,
+    RejectReason.FLASHINFER_MISSING,
+    RejectReason.FLASHINFER_TOO_OLD,
+    RejectReason.FLASHINFER_BROKEN,
+    RejectReason.REQUIREMENT,
+}
+"""Reasons that pip mends."""
+_NEWER_FLASHINFER = {RejectReason.EXPERT_PARALLEL, RejectReason.DETERMINISTIC}
+"""Reasons that a newer FlashInfer mends, where FlashInfer is what serves."""
+
+
+def _fc1_rows(p: Problem) -> str | None:
+    """impl_contract.py, nvfp4_fc1_row_alignment_rejection: such hosts pad [up; gate] to 128 rows as one, and split it at half."""
+    if p.quant_algo != "NVFP4" or p.activation != "Swiglu" or p.intermediate_size is None or p.intermediate_size % 64 == 0:
+        return None
+    return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size"
+
+
+def _block_width(p: Problem) -> str | None:
+    """quantization.py, create_weights raises NotImplementedError; hosts before never read it."""
+    if p.quant_algo != "NVFP4" or p.group_size in (None, 16):
+        return None
+    return f"NVFP4 with group size {p.group_size}; {RejectReason.GROUP_SIZE.value}"
+
+
+_HOSTS_REFUSE = {"TensorRT-LLM from August 2026 on": (_fc1_rows, _block_width)}
+"""What hosts do not build at all, before any rule of ours is asked."""
+
+
+def refused_by_hosts(problem: Problem) -> list[str]:
+    """For tools that do not run inside the host that will load the model: which hosts refuse this layer, and why."""
+    found = ((who, rule(problem)) for who, rules in _HOSTS_REFUSE.items() for rule in rules)
+    return [f"{who} refuses it: {wrong}" for who, wrong in found if wrong is not None]
+
+
 def decide(problem: Problem, deployment: Deployment | None = None, environment: Environment | None = None) -> Verdict:
     """Apply every rule; a rule without its facts abstains."""
     facts = (problem, deployment or Deployment(), environment or Environment())
+    findings = {reason: finding for reason, rule in _RULES.items() if (finding := rule(*facts)) is not None}
+    newer = facts[2].flashinfer is not None and not _NEWER_FLASHINFER.isdisjoint(findings)
+    repair = _repair(facts[2], newer) if newer or not _PACKAGES.isdisjoint(findings) else ((), ())
+    mended = _PACKAGES | _NEWER_FLASHINFER if newer else _PACKAGES
+    return Verdict(tuple(Rejection(r, text, *(repair if r in mended else ())) for r, text in findings.items()))
 
-    def rejections() -> Iterator[Rejection]:
-        for reason, rule in _RULES.items():
-            finding = rule(*facts)
-            if isinstance(finding, str):
-                yield Rejection(reason, finding)
-            elif finding is not None:
-                yield Rejection(reason, *finding)
 
-    warnings = []
-    if _baked_scales(facts[2]):
-        warnings.append(
-            f"flashinfer-python {facts[2].flashinfer} decodes subnormal block scales wrongly; the self-test still judges"
-        )
-    return Verdict(tuple(rejections()), tuple(warnings))
+def _repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Commands that mend all that packages cause, and ``name version`` of what they move.  What is good enough stays."""
+    moves, install, reinstall = [], [], []
+    pinned = "" if e.host in (None, "none") else " (TensorRT-LLM pins and uses it)"
+    unmet = {_name(requirement) for requirement in e.unmet}
+
+    flashinfer_moves = newer_flashinfer or e.flashinfer == "none" or _flashinfer_too_old(Problem(), Deployment(), e) is not None
+    if flashinfer_moves:
+        install.append(COMPLETE_FLASHINFER)
+        moves += [f"flashinfer-python {e.flashinfer}{pinned}"] if e.flashinfer != "none" else []
+    elif _flashinfer_broken(Problem(), Deployment(), e) and not e.mismatched and not e.missing:
+        reinstall.append(f"flashinfer-python=={e.flashinfer}")
+
+    too_old = version_tuple(e.dsl or "") < OLDEST_DSL
+    mixed = any(name.startswith("nvidia-cutlass-dsl-") for name in unmet)
+    fault = e.payload_fault
+    if e.dsl == "none" or "nvidia-cutlass-dsl" in unmet or mixed or (flashinfer_moves and e.dsl is not None and too_old):
+        version = COMPLETE_DSL if e.dsl == "none" or too_old or "nvidia-cutlass-dsl" in unmet else e.dsl
+        install.append(f"nvidia-cutlass-dsl[cu13]=={version}")
+        moves += [f"nvidia-cutlass-dsl {e.dsl}{pinned}"] if e.dsl not in ("none", version) else []
+    elif fault is PayloadFault.CU13_MISSING:
+        install.append(f"nvidia-cutlass-dsl-libs-cu13=={e.dsl}")
+    elif _dsl_payload(Problem(), Deployment(), e) and not e.missing and not e.dsl_in_the_way and fault not in _NOT_PIPS:
+        # Before DSL 4.6 wheels share paths: cu13 last, and alone where it was only written over.
+        wheels = e.dsl_wheels or ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13")
+        shadowed = fault is PayloadFault.SHADOWED
+        reinstall += [f"{name}=={e.dsl}" for name in wheels if name.endswith("-cu13") or not shadowed]
+    others = [] if flashinfer_moves else [text for text in e.unmet if not text.startswith("nvidia-cutlass-dsl")]
+    install += [text.split()[0] for text in others]
+    moves += [f"{_name(text)} {text.split()[1].strip('(')}{pinned}" for text in others]
+    install += e.missing
+
+    commands = []
+    # FlashInfer 0.7.2 and newer ignore kernel wheels of another version.
+    remove = [*e.dsl_in_the_way, *(wheel.split()[0] for wheel in e.mismatched if not flashinfer_moves)]
+    if remove:
+        commands.append(f"pip uninstall -y {' '.join(remove)}")
+    for name in (name for name in e.unrecorded if name not in {_name(r) for r in reinstall}):
+        if any(_name(r) == name for r in install):  # pip cannot replace it as it is
+            reinstall.append(f"{name}=={e.flashinfer if name == 'flashinfer-python' else e.dsl}")
+    if reinstall:
+        how = "--ignore-installed" if e.unrecorded else "--force-reinstall"
+        commands.append(f"pip install {how} --no-deps {' '.join(reinstall)}")
+    if install:
+        commands.append("pip install " + " ".join(f'"{requirement}"' for requirement in install))
+    return tuple(commands), tuple(moves)
+
+
+_NOT_PIPS = (PayloadFault.DRIVER, PayloadFault.NO_ANSWER, PayloadFault.FOREIGN)
+
+
+def _name(requirement: str) -> str:
+    """The distribution of a requirement, a ``name==version`` or a ``name version``."""
+    for end, character in enumerate(requirement):
+        if not (character.isalnum() or character in "-_."):
+            return requirement[:end]
+    return requirement

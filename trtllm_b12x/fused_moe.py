@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import suppress
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from . import host as _host
-from . import kernels, log, registry, settings
+from . import kernels, log, registry, settings, votes
 from .crossover import crossover
 from .decision import Deployment, Problem, Rejection, RejectReason, Verdict, decide
-from .host import ranks
-from .quantization import NVFP4Sm12xFusedMoEMethod
+from .host import contract
+from .quantization import RATIO, READ_BY_KERNELS, NVFP4Sm12xFusedMoEMethod
 
 host = _host.load()
 
-_votes: dict[kernels.Geometry, str | None] = {}
-"""Geometries that were planned, and what went wrong on another rank."""
-
-
-def _agreed(geometry: kernels.Geometry, mapping: Any, error: str | None) -> str | None:
-    """``error``, or that of another rank: ranks that share a layer compute it alike.  Asked once per geometry and process."""
-    if geometry not in _votes and mapping is not None:
-        _votes[geometry] = None
-        try:
-            answers = ranks.exchange(mapping, error or "")
-        except Exception as exception:
-            log.logger.warning("other ranks cannot be asked about their kernels: %s", kernels.first_line(exception))
-            answers = {}
-        failed = [f"rank {rank}: {text}" for rank, text in answers.items() if text and rank != mapping.rank]
-        if failed and error is None:
-            _votes[geometry] = failed[0]
-    return error or _votes.get(geometry)
+_read_by_kernels = itemgetter(*READ_BY_KERNELS)
 
 
 class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: ignore[name-defined]
@@ -42,81 +29,142 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     where it does not, the instance behaves as its parent to the letter.  ``verdict`` says why.
     """
 
+    hosts_class = host.CutlassFusedMoE
+    """What runs in its place."""
     verdict: Verdict
     """The latest, from ``create_weights`` on."""
     kernel: kernels.Kernel | None = None
     """Set once weights are loaded, if b12x serves the layer."""
+    _parked: kernels.Kernel | None = None
+    """The kernel of a layer that was moved to where it cannot run, until it is back."""
     crossover: int = 0
     """First token count that takes CUTLASS."""
+    _fault = ""
+    """First line of what went wrong in a call; the layer is then the host's."""
+    _addresses: tuple[int, ...] = ()
+    """Of the parameters that the kernel reads, when it was bound."""
+    _agreed: str | None = None
+    """What the ranks that share the layer came to: empty for b12x, else what stands against it; None before they voted."""
+    _open = False
+    """The vote is cast, its answer not there yet."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
         config = kwargs.get("model_config")
-        self._lora = getattr(config, "lora_config", None) is not None
+        self._lora = host.has_moe_lora_targets(config)
+        self._alltoall = False
         self._dynamic_quantization = bool(getattr(config, "force_dynamic_quantization", False))
         self._cuda_graphs = bool(getattr(config, "use_cuda_graph", False))
         self._mapping = getattr(config, "mapping", None)
-        # Fixed here and alike on every rank: what is sent to other ranks must not depend on anything of a call.
-        self._gather_bf16 = settings.GATHER_BF16()
+        self._gather_bf16 = False
+        with suppress(Exception):
+            self._gather_bf16 = settings.GATHER_BF16()
+        with suppress(Exception):
+            votes.announce(self._mapping)
         super().__init__(*args, **kwargs)
 
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def _get_quant_method(self) -> Any:
-        self._kernel_class = kernels.kernel_class()
-        self.kernel = None  # the host may create weights anew, for another quantization
-        self._judge_and_record()
-        if self.verdict.served:
-            return NVFP4Sm12xFusedMoEMethod(self._kernel_class.features.tile)
+        self.kernel = self._parked = self._agreed = None  # the host may create weights anew, for another quantization
+        try:
+            self._kernel_class = kernels.kernel_class()
+            self._judge_and_record()
+            if self.verdict.served:
+                return NVFP4Sm12xFusedMoEMethod(self._kernel_class.features.tile)
+        except Exception as error:
+            self._leave_to_the_host(error)
         return super()._get_quant_method()
 
     def _weights_are_ready(self) -> None:
         """Called at the end of every load and refit, by the hook that this host's generation ends with."""
-        if not isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod):
-            registry.record(self, self.verdict, ready=True)
-            return
-        if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
-            return
-        self._judge_and_record()  # AWQ scales show only now
-        if self.verdict.served:
-            error = self._bind_kernel()
-            if error is not None:
-                # The parameters serve CUTLASS as they are: the layer is slower, the server lives.
-                self._judge_and_record(plan_error=error)
-        if not self.verdict.served:
-            self.kernel = None
-        registry.record(self, self.verdict, ready=True)
+        try:
+            self._bind_or_not()
+        except Exception as error:
+            self._leave_to_the_host(error)
+            with suppress(Exception):
+                if not self._open:  # the others wait for this rank's
+                    self._vote(None, self._fault)
 
-    def _bind_kernel(self) -> str | None:
-        """Give the kernel the weights, planned and tested before if it is new; what failed, here or on another rank."""
+    def retire_kernel(self) -> None:
+        """No further call is the kernel's.  Graphs that were captured before go on: their scratch memory is their own."""
+        self.kernel = self._parked = None
+
+    def _leave_to_the_host(self, error: Exception) -> None:
+        """After a fault of ours: the host's own path for good, and a line."""
+        self.retire_kernel()
+        log.logger.debug("MoE layer %s", getattr(self, "layer_idx", "?"), exc_info=error)
+        self._fault = self._fault or f"{type(error).__name__}: {error}".splitlines()[0]
+        self.verdict = Verdict((Rejection(RejectReason.KERNEL_PLAN_FAILED, self._fault),))
+        with suppress(Exception):
+            self._announce_and_record(ready=True)
+
+    def _bind_or_not(self) -> None:
+        self._conclude()
+        if isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod):
+            if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
+                return
+            fault = self._fault or self.quant_method.fault
+            self._judge_and_record(plan_error=fault or None)  # AWQ scales show only now
+        kernel, error = self._bound_kernel() if self.verdict.served else (None, str(self.verdict))
+        self._vote(kernel, error)
+
+    def _vote(self, kernel: kernels.Kernel | None, error: str | None) -> None:
+        """Once per layer; a layer that is loaded again keeps to what was agreed."""
+        settled = functools.partial(self._settle, kernel)
+        if self._agreed is not None or RejectReason.QUANTIZATION in self.verdict.reasons:
+            settled(self._agreed or error)
+        else:
+            self._open = True
+            votes.cast(self._mapping, self._about(), error, settled)
+
+    def _settle(self, kernel: kernels.Kernel | None, error: str | None) -> None:
+        """Take the kernel, or leave it for what went wrong here or on another rank: ranks that share a layer compute it alike."""
+        self._open = False
+        if self._agreed is None:
+            self._agreed = error or ""
+        self.kernel = None if error or self._fault else kernel
+        if error is not None and self.verdict.served:
+            if kernel is not None:
+                votes.failed[self._geometry()] = error
+            # The parameters serve CUTLASS as they are: the layer is slower, the server lives.
+            self._judge_and_record(plan_error=error)
+            if self.w2_weight.is_cuda:
+                del kernel
+                torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+        with suppress(Exception):
+            registry.record(self, self.verdict, ready=True)
+
+    def _conclude(self) -> None:
+        if self._open:
+            votes.settle()
+
+    def _bound_kernel(self) -> tuple[kernels.Kernel | None, str | None]:
+        """The kernel with the weights, planned and tested before if it is new, or what failed."""
         try:
             geometry = self._geometry()
-            if _votes.get(geometry) is not None:
-                return _votes[geometry]
+            if self._agreed or geometry in votes.failed:
+                return None, self._agreed or votes.failed[geometry]
             weights = self.quant_method.kernel_weights(self)
-            if self.kernel is not None:
-                self.kernel.bind(weights)
-                return None
+            self._addresses = self._read_addresses()
+            if self.kernel is not None and self.kernel.device == self.w2_weight.device:
+                self.kernel.bind(weights, self.slot_start)
+                self.kernel.self_test()
+                return self.kernel, None
             self.crossover = crossover(self.routing_method.experts_per_token)
             kernel = self._kernel_class()
-        except Exception as exception:
-            return kernels.first_line(exception)
-        error = None
-        try:
             kernel.plan(geometry, self.crossover - 1, self.w2_weight.device)
-            kernel.bind(weights)
+            kernel.bind(weights, self.slot_start)
             kernel.self_test()
-            if geometry.expert_parallel:
-                kernels.warm_up(self.w2_weight.device)
+            return kernel, None
         except Exception as exception:
-            error = kernels.first_line(exception)
-        error = _agreed(geometry, self._mapping, error)
-        if error is None:
-            self.kernel = kernel
-        elif self.w2_weight.is_cuda:
-            del kernel
-            torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
-        return error
+            return None, kernels.first_line(exception)
+
+    def _about(self) -> str:
+        """The layer, in words that every rank has alike: sizes before any split, and its place."""
+        experts = f"{self.num_experts} experts, top {self.routing_method.experts_per_token}"
+        sizes = f"{self.hidden_size} x {self.intermediate_size}, {self._activation_name()}"
+        return f"{experts}, {sizes}, tp {self.tp_size}, ep {self.ep_size}, layer {getattr(self, 'layer_idx', '?')}"
 
     def _judge_and_record(self, plan_error: str | None = None) -> None:
         try:
@@ -124,10 +172,17 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         except Exception as error:  # an attribute that this host's layers do not have: the host's own class would not care
             detail = f"{type(error).__name__}: {error}".splitlines()[0]
             self.verdict = Verdict((Rejection(RejectReason.HOST, detail),))
-        log.announce(self.verdict, f"MoE layer {self.layer_idx}", self.rank)
-        registry.record(self, self.verdict, ready=False)
+        with suppress(Exception):
+            self._announce_and_record(ready=False)
+
+    def _announce_and_record(self, ready: bool) -> None:
+        log.announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0))
+        registry.record(self, self.verdict, ready=ready)
 
     def _judge(self, plan_error: str | None = None) -> Verdict:
+        lacking = contract.lacking(self)
+        if lacking:
+            raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
         algo = self.quant_config.quant_algo if self.quant_config is not None else None
         divided = self.intermediate_size % self.tp_size == 0  # else the host's shards differ in size
         problem = Problem(
@@ -151,6 +206,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             ep_size=self.ep_size,
             attention_dp=self.use_dp and self.parallel_size > 1,
             load_balancer="none" if balancer is None else "dynamic" if self._using_dynamic_load_balancer() else "static",
+            alltoall=self._alltoall,
             lora=self._lora,
             cuda_graphs=self._cuda_graphs,
         )
@@ -171,15 +227,60 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kernel, whose views and workspace are this layer's: a copy runs on CUTLASS until its weights are loaded."""
-        return {**self.__dict__, "kernel": None}
+        return {**self.__dict__, "kernel": None, "_parked": None}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Moved or converted: the kernel follows."""
+        """Moved or converted: the kernel follows, or waits until the layer is back where it can run."""
+        ratio = self._parameters.get(RATIO)
         module = super()._apply(*args, **kwargs)
-        if self.kernel is not None:
-            self.kernel = None
-            self._weights_are_ready()
+        if ratio is not None and ratio.is_meta and not self.b12x_up_to_gate.is_meta:
+            self.b12x_up_to_gate.data.fill_(1)  # what it is given here is not even zeros
+        kernel, self.kernel, self._parked = self.kernel or self._parked, None, None
+        try:
+            if kernel is not None and not kernel.runs_on(self.w2_weight.device):
+                self._parked = kernel
+            elif kernel is not None:
+                self.kernel = kernel
+                self._weights_are_ready()
+        except Exception as error:
+            self._leave_to_the_host(error)
         return module
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The host's keys, where that says it all: one scale for gate and up."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with suppress(Exception):
+            if RATIO in self._parameters and not self.quant_method.has_ratio(self):
+                destination.pop(prefix + RATIO, None)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Also of the host's own layers, and what is derived follows."""
+        ratio, errors = self._parameters.get(RATIO), len(error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if ratio is None:
+            return
+        if prefix + RATIO not in state_dict and prefix + READ_BY_KERNELS[0] in state_dict:
+            self.b12x_up_to_gate.data.fill_(1)
+            if prefix + RATIO in missing_keys:
+                missing_keys.remove(prefix + RATIO)
+        if len(error_msgs) > errors:
+            where, tile = prefix.rstrip(".") or type(self).__name__, self.quant_method.tile
+            error_msgs.append(
+                f"{where} keeps its intermediate size on b12x's tile of {tile}: load the state_dict of a layer that does not "
+                "with TRTLLM_B12X=0, or load the checkpoint"
+            )
+        self.quant_method.refresh(self)
+        if self.kernel is not None:
+            self._weights_are_ready()
 
     # ---- call --------------------------------------------------------------------------------------------------------
 
@@ -196,16 +297,28 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
         """As the parent, except that what b12x will serve passes through: it quantizes by itself.
 
-        Before communication (``post_quant_comm``) the form of the tokens must not depend on this rank's count: always
-        the host's quantization, hence CUTLASS, or always bf16 where that was chosen (``TRTLLM_B12X_GATHER_BF16``).
+        Before communication (``post_quant_comm``) the form of the tokens must not depend on anything of this rank: always
+        the host's quantization, hence CUTLASS, or always bf16 where that was chosen (``TRTLLM_B12X_GATHER_BF16``) and every
+        rank serves the layer.
         """
-        if post_quant_comm:
-            # By the method, not the kernel: a rank whose kernel could not be planned must send what the others send.
-            if self._gather_bf16 and isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod) and isinstance(x, torch.Tensor):
-                return x, None
-        elif self._in_range(x):
+        try:
+            self._conclude()
+            serves = not post_quant_comm and self._in_range(x)
+        except Exception as error:
+            self._leave_to_the_host(error)
+            serves = False
+        # By what was agreed, not by the kernel: one that is lost later on this rank alone changes nothing of what is sent.
+        agreed = self._gather_bf16 and self._agreed == "" and not self._alltoall
+        if serves or (post_quant_comm and agreed and isinstance(x, torch.Tensor)):
             return x, None
         return super().quantize_input(x, post_quant_comm=post_quant_comm, **kwargs)
+
+    def _behind_alltoall(self) -> None:
+        """Known with the wrapper's strategy, or at the first call, on all ranks alike: tokens are sent as the host sends them."""
+        if not self._alltoall:
+            self._alltoall = True
+            self._judge_and_record()
+            self.retire_kernel()
 
     def _serve(
         self,
@@ -223,8 +336,28 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         all-to-all, which may hold a padding id.  ``moe_output`` is written and returned if given.
         """
         if not self._in_range(x) or x_sf is not None or token_selected_experts is None or token_final_scales is None:
+            if isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod) and self.quant_method.ratio:
+                self._derive_anew()
             return None
+        self._follow()
         return self._run_kernel(x, token_selected_experts, token_final_scales, output_dtype, moe_output)
+
+    def _follow(self) -> None:
+        """The kernel reads the parameters as they are now, also where somebody replaced or overwrote them and called no hook."""
+        addresses = self._read_addresses()
+        if addresses != self._addresses:
+            assert self.kernel is not None
+            self.kernel.bind(self.quant_method.kernel_weights(self), self.slot_start)
+            self._addresses = addresses
+        self._derive_anew()
+
+    def _read_addresses(self) -> tuple[int, ...]:
+        return tuple(map(torch.Tensor.data_ptr, _read_by_kernels(self._parameters)))
+
+    def _derive_anew(self) -> None:
+        """Not into a CUDA graph: there it would cost every replay, for what changes with the weights alone."""
+        if not (self._parameters[RATIO].is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.quant_method.update_scalars(self)
 
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
         """bf16 that :meth:`quantize_input` passed through and the kernel does not serve, with the scale layout of this call."""
@@ -244,12 +377,9 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     ) -> torch.Tensor:
         assert self.kernel is not None
         # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
-        # reduces.  Padding ids beyond the last expert come from an all-to-all alone.
-        ids = token_selected_experts
-        if self.ep_size > 1:
-            ids = kernels.local_ids(ids, self.slot_start, self.expert_size_per_partition)
+        # reduces.
         direct = moe_output if moe_output is not None and moe_output.dtype is torch.bfloat16 else None
-        result = self.kernel.run(x, ids, token_final_scales, out=direct)
+        result = self.kernel.run(x, token_selected_experts, token_final_scales, out=direct)
         if moe_output is None:
             return result if output_dtype in (None, torch.bfloat16) else result.to(output_dtype)
         return moe_output if direct is not None else moe_output.copy_(result)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 
-from . import settings
+from . import locks, settings
+from .bootstrap import say
 from .decision import RejectReason, Verdict
 
 logger = logging.getLogger("trtllm_b12x")
 _said: set[RejectReason | str] = set()
-_lock = threading.Lock()
+_lock = locks.new()
 
 
 def announce(verdict: Verdict, subject: str, rank: int = 0) -> None:
@@ -21,14 +20,17 @@ def announce(verdict: Verdict, subject: str, rank: int = 0) -> None:
     model or the deployment is simply another one: then what else could be mended would not help either.
     """
     hopeless = not all(rejection.reason.mendable for rejection in verdict.rejections)
-    for warning in verdict.warnings:
-        if _first_time(warning):
-            logger.warning("rank %d: %s: %s", rank, subject, warning)
     for rejection in verdict.rejections:
         if not _first_time(rejection.reason):
             continue
         level = logging.DEBUG if hopeless or rank else logging.WARNING
         logger.log(level, "rank %d: %s stays on CUTLASS: %s", rank, subject, rejection)
+
+
+def once(message: str) -> None:
+    """A warning that this process has not given yet."""
+    if _first_time(message):
+        logger.warning(message)
 
 
 def _first_time(what: RejectReason | str) -> bool:
@@ -47,7 +49,7 @@ class _WhereNobodyListens(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers and logger.handlers == [self]:
-            print(self.format(record), file=sys.stderr)
+            say(self.format(record))
 
 
 def configure() -> None:

@@ -66,6 +66,9 @@ def dequantize(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor
     Returns:
         float32 ``[..., K]``.  Exact: the product of an E2M1 and an E4M3 value has at most 6 significant bits.
     """
-    both = decode_e2m1(unpack_fp4(torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)))
-    values = both.index_select(0, packed.flatten().int()).view(*packed.shape[:-1], 2 * packed.shape[-1])
-    return (values.unflatten(-1, (-1, BLOCK_SIZE)) * block_scales.float().unsqueeze(-1)).flatten(-2)
+    pairs = decode_e2m1(unpack_fp4(torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)))
+    # Both values of a byte in one gather of eight bytes, and no temporary as large as the result.
+    both = pairs.view(torch.int64).flatten().index_select(0, packed.flatten().int()).view(torch.float32)
+    values = both.view(*packed.shape[:-1], 2 * packed.shape[-1])
+    values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(block_scales.float().unsqueeze(-1))
+    return values

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import host as _host
-from .kernels import KernelWeights
+from .kernels import KernelWeights, first_line
 from .kernels.layout import mma_scale_view
+from .log import logger
 
 host = _host.load()
+
+READ_BY_KERNELS = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale", "fc31_alpha", "fc2_alpha")
+"""The host's parameters whose memory the kernels are given."""
+RATIO = "b12x_up_to_gate"
+"""The one parameter that the host's layers do not have."""
+
+_LARGEST = 2.0**100
+"""Ratio that float32 has room for."""
+
+
+def _or_as_the_host(step: Callable[..., None]) -> Callable[..., None]:
+    """What fails in ``step`` costs the layer b12x and the exact scales of gate and up, not the load."""
+
+    @functools.wraps(step)
+    def guarded(self: NVFP4Sm12xFusedMoEMethod, module: Any, *args: Any) -> None:
+        try:
+            step(self, module, *args)
+        except Exception as error:
+            self.as_the_host(module, error)
+
+    return guarded
 
 
 class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  # type: ignore[name-defined]
@@ -30,15 +55,20 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
     keeps the larger of the two for both halves.  FC1 has one alpha per expert, but up enters SwiGLU linearly: gate's
     scale goes into ``fc31_alpha``, and the ratio u into the quantization of the product, which comes out smaller by u and
     is divided by a scale smaller by u.  Codes and ``fc2_alpha`` stay what they were, for b12x and for CUTLASS
-    (``b12x_fc2_act_global (E,)``, read only then).
+    (``b12x_fc2_act_global (E,)``, read only then).  It is a parameter because hosts hand weights on by ``named_parameters``
+    (TensorRT-LLM's ModelExpress loader), and is 1 from the moment it has memory: whoever
+    writes it, a load, a transfer or ``load_state_dict``, writes it for good.
     """
+
+    fault = ""
+    """First line of what went wrong in this class; the layer is then the host's."""
 
     def __init__(self, tile: int) -> None:
         super().__init__()
         self.tile = tile
         self._gate_and_up: dict[int, tuple[float, float]] = {}
-        self.ratios_are_set = False
-        """``b12x_up_to_gate`` holds numbers: a model built on meta tensors has to be given them."""
+        self.ratio = False
+        """Some expert's gate and up differ in ``weight_scale_2``, as of the last hook."""
 
     def create_weights(self, module: Any) -> None:
         logical = module.intermediate_size_per_partition
@@ -129,51 +159,93 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
 
     # ---- scalars -----------------------------------------------------------------------------------------------------
 
+    @_or_as_the_host
     def remember(self, module: Any, slot: int, gate: torch.Tensor, up: torch.Tensor) -> None:
         """``weight_scale_2`` of one local expert as the checkpoint has them; the host keeps the larger of the two."""
         self._gate_and_up[slot] = (float(gate.reshape(())), float(up.reshape(())))  # no reference to the loader's buffers
 
+    @_or_as_the_host
     def before_quant_scales(self, module: Any) -> None:
-        """gate's scale into FC1's alpha, once the host has made its alphas, and up's over gate's into ``b12x_up_to_gate``."""
-        loaded, self._gate_and_up = self._gate_and_up, {}
-        if module.b12x_up_to_gate.is_meta:
-            return
-        if not self.ratios_are_set:  # what a model built on meta tensors gets is not even zeros
-            module.b12x_up_to_gate.data.fill_(1)
-            self.ratios_are_set = True
-        for slot, (gate, up) in loaded.items():
-            zero = gate == 0 or up == 0  # then so is the product
-            module.b12x_up_to_gate.data[slot] = 1.0 if gate == up or zero else up / gate
-            if gate != up:
-                module.fc31_alpha.data[slot] = 0.0 if zero else gate / module.fc31_input_scale.data
+        """gate's scale into FC1's alpha, once the host has made its alphas, and up's over gate's into ``b12x_up_to_gate``.
 
+        Where one of the two is zero, or so small beside the other that float32 has no number for the ratio, so is the
+        product.
+        """
+        if module.b12x_up_to_gate.is_meta or self.fault:
+            self._gate_and_up = {}
+            return
+        if not self._gate_and_up:
+            return
+        ratios, alphas = module.b12x_up_to_gate.data.clone(), module.fc31_alpha.data.clone()
+        for slot, (gate, up) in self._gate_and_up.items():
+            ratio = 1.0 if gate == up else _ratio(gate, up)
+            ratios[slot] = ratio or 1.0
+            if gate != up:
+                alphas[slot] = gate / module.fc31_input_scale.data if ratio else 0.0
+        module.b12x_up_to_gate.data.copy_(ratios)
+        module.fc31_alpha.data.copy_(alphas)
+        self._gate_and_up = {}
+
+    def as_the_host(self, module: Any, error: Exception) -> None:
+        """Undo what the host would not have done: the larger scale for both halves, hence no ratio, and no b12x."""
+        pending, self._gate_and_up = self._gate_and_up, {}
+        if not self.fault:
+            self.fault = first_line(error)
+            logger.debug("scales of a MoE layer", exc_info=error)
+        module.retire_kernel()
+        ratio = getattr(module, RATIO, None)
+        if ratio is None or ratio.is_meta:
+            return
+        larger = ratio.data.clamp(min=1)
+        for slot in pending:  # their alphas are still the host's
+            larger[slot] = 1
+        module.fc31_alpha.data.mul_(larger)
+        ratio.data.fill_(1)
+        self.ratio = False
+        super().setup_quant_scales(module)
+
+    @_or_as_the_host
     def refresh(self, module: Any) -> None:
         """All that is derived from what was loaded; repeatable."""
         self.before_quant_scales(module)
         self.setup_quant_scales(module)
         self.after_quant_scales(module)
 
+    @_or_as_the_host
     def after_quant_scales(self, module: Any) -> None:
         if not module.b12x_up_to_gate.is_meta:
             self.update_scalars(module)
 
     def setup_quant_scales(self, module: Any) -> None:
         super().setup_quant_scales(module)
-        ratio = getattr(module, "b12x_up_to_gate", None)  # the host calls this in create_weights too
-        if ratio is not None and not ratio.is_meta and self.ratios_are_set and bool((ratio.data != 1).any()):
-            module.b12x_fc2_act_global.copy_(module.fc2_input_scale.data * ratio.data)
+        if hasattr(module, RATIO):  # the host calls this in create_weights too
+            self._set_up_ratio(module)
+
+    @_or_as_the_host
+    def _set_up_ratio(self, module: Any) -> None:
+        self.ratio = self.has_ratio(module)
+        if self.ratio:
+            self.update_scalars(module)
             module.quant_scales = module.quant_scales._replace(fc2_act_global=module.b12x_fc2_act_global)
 
+    def has_ratio(self, module: Any) -> bool:
+        """Some expert's gate and up differ in ``weight_scale_2``.  Synchronizes."""
+        ratio = module.b12x_up_to_gate
+        return not ratio.is_meta and bool((ratio.data != 1).any())
+
+    @torch.inference_mode()  # the buffers may come from a load inside it, and then be written nowhere else
     def update_scalars(self, module: Any) -> None:
-        """Input scales from the host's parameters, in place.
+        """What is derived from the host's input scales, in place and without synchronizing.
 
         FlashInfer divides activations by them (the checkpoint's ``input_scale``), the host multiplies by their
-        reciprocals.  The host's alphas, ``weight_scale_2 * input_scale``, are the kernels' own.  A refit that copies over
-        parameters without the host's hooks is followed in weights, block scales and alphas; calibrated input scales and
-        ``b12x_up_to_gate`` take effect at the next of those hooks.
+        reciprocals.  The host's alphas, ``weight_scale_2 * input_scale``, are the kernels' own.
         """
-        module.b12x_input_global_scale.copy_(module.fc31_input_scale.data.reciprocal())
-        module.b12x_fc2_input_scale.copy_(module.fc2_input_scale.data.reciprocal() / module.b12x_up_to_gate.data)
+        parameters, buffers = module._parameters, module._buffers  # a module's attributes take a microsecond each
+        ratio, fc2 = parameters[RATIO], parameters["fc2_input_scale"]
+        torch.reciprocal(parameters["fc31_input_scale"].expand_as(ratio), out=buffers["b12x_input_global_scale"])
+        torch.div(fc2.reciprocal(), ratio, out=buffers["b12x_fc2_input_scale"])
+        if self.ratio:
+            torch.mul(fc2, ratio, out=buffers["b12x_fc2_act_global"])
 
     def padding_bytes(self, module: Any) -> int:
         """Zeros in payload and block scales that fill the tile, on this rank."""
@@ -189,7 +261,17 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         return sum(int(getattr(module, name).nbytes) for name in names)
 
     def kernel_weights(self, module: Any) -> KernelWeights:
-        """The kernel's arguments as views of the module's storage; keep the returned object alive with the module."""
+        """The kernel's arguments as views of the module's storage; keep the returned object alive with the module.
+
+        Raises:
+            ValueError: a parameter does not lie as kernels read it; the message names it.
+        """
+        for name in READ_BY_KERNELS:
+            tensor = getattr(module, name)
+            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+                raise ValueError(
+                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
+                )
         w1 = module.w3_w1_weight.data.view(torch.uint8)
         w2 = module.w2_weight.data.view(torch.uint8)
         return KernelWeights(
@@ -202,6 +284,14 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
             fc2_input_scale=module.b12x_fc2_input_scale,
             input_global_scale=module.b12x_input_global_scale,
         )
+
+
+def _ratio(gate: float, up: float) -> float:
+    """up over gate; 0 where either is, beside the other."""
+    if not math.isfinite(gate + up):
+        return math.nan
+    ratio = up / gate if gate and up else 0.0
+    return ratio if 1 / _LARGEST <= abs(ratio) <= _LARGEST else 0.0
 
 
 def _interleave(block_scales: torch.Tensor) -> None:

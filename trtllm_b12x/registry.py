@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import host
+from . import host, locks
 from .decision import Verdict
 from .log import logger
 
-_lock = threading.Lock()
+_lock = locks.new()
 
 
 @dataclass
@@ -86,7 +85,7 @@ def status() -> Status:
     gc.collect()  # a failed attempt's layers hold each other
     layers = alive()
     served = [module for module, verdict in layers if verdict.served]
-    bound = [module.kernel for module in served if module.kernel is not None]
+    bound = [kernel for kernel in (module.kernel for module in served) if kernel is not None]
     reasons = Counter(reason.name for _, verdict in layers for reason in verdict.reasons)
     state, detail = host.state()
     return Status(
@@ -97,11 +96,18 @@ def status() -> Status:
         layers=len(layers),
         promoted=len(served),
         reasons=dict(reasons),
-        padding_bytes=sum(module.quant_method.padding_bytes(module) for module in served),
-        scalar_bytes=sum(module.quant_method.scalar_bytes(module) for module in served),
+        padding_bytes=sum(_bytes(module, "padding_bytes") for module in served),
+        scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
         workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
         kernels={str(kernel.geometry): kernel.summary() for kernel in bound},
     )
+
+
+def _bytes(module: Any, what: str) -> int:
+    try:
+        return int(getattr(module.quant_method, what)(module))
+    except AttributeError:  # built in another thread just now
+        return 0
 
 
 def forget() -> None:

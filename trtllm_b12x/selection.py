@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from . import bootstrap, environment, log, registry, settings
+from . import bootstrap, environment, locks, log, registry, settings, votes
 from . import host as _host
 from .decision import Deployment, Environment, Problem, RejectReason, Verdict, decide
 
-_lock = threading.RLock()
+_lock = locks.new()
 """Of the layers that are built; held while the host imports and constructs."""
-_names = threading.RLock()
+_names = locks.new()
 """Of what is rebound.  Nothing is imported under it: the import hook takes it, with the import lock of the host's module."""
 _active = False
 _refused = ""
@@ -37,6 +37,7 @@ class Patch:
     """Module or class."""
     name: str
     original: Any
+    ours: Any
 
     def __str__(self) -> str:
         module = getattr(self.owner, "__module__", "")
@@ -90,7 +91,7 @@ def _give_back() -> None:
     with _names:
         bootstrap.stop()
         for entry in reversed(_patches):
-            if getattr(vars(entry.owner).get(entry.name), "_trtllm_b12x", False):
+            if vars(entry.owner).get(entry.name) is entry.ours:
                 setattr(entry.owner, entry.name, entry.original)
         _patches.clear()
 
@@ -106,6 +107,10 @@ def patch(module: ModuleType) -> None:
     ``create_moe.create_moe_backend`` (every generation).  Why: only here are a layer's activation, bias and router weight known;
     it refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``).  How: as
     above; inside the call, its name for the CUTLASS class is ours.  It can go with the other.
+
+    ``create_moe.resolve_moe_cls`` (C3, where the CUTLASS name is an abstract family).  Why: before the first question our class
+    has to stand in the tables of ``moe_resolution`` (:mod:`trtllm_b12x.host.leaves`), and it cannot be made when they are.  How:
+    the tables are replaced at the first call.  It can go when they have a way in for classes from elsewhere.
 
     ``AutoTuner._find_nearest_profile``.  Why: it indexes shapes by specs of inputs that are not there and dies with IndexError
     at warm-up on SM121 (issue 12230).  How: only where a call with such a spec raises, specs out of range are left out.  It can
@@ -129,6 +134,10 @@ def patch(module: ModuleType) -> None:
         wrappers: dict[str, Callable[[Any], Any]] = {"create_moe_backend": functools.partial(_building, vars(module))}
         if hasattr(module, "get_moe_cls"):
             wrappers["get_moe_cls"] = _promoting
+        elif inspect.isabstract(module.CutlassFusedMoE):
+            wrappers["resolve_moe_cls"] = _resolving
+        if not all(callable(vars(module).get(name)) for name in wrappers):
+            raise ValueError(f"it has no {' or no '.join(wrappers)}")
         for name, wrapper in wrappers.items():
             original = vars(module)[name]
             if getattr(original, "_trtllm_b12x", False):
@@ -137,17 +146,20 @@ def patch(module: ModuleType) -> None:
             # A gate that asks one function and a layer that asks another would not fit together.
             for path, other in list(sys.modules.items()):
                 if path.startswith("tensorrt_llm.") and isinstance(other, ModuleType) and vars(other).get(name) is original:
-                    setattr(other, name, getattr(module, name))
-                    _patches.append(Patch(other, name, original))
+                    _set(other, name, getattr(module, name))
 
 
 def _rebind(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    original = vars(owner)[name]
-    replacement = wrapper(original)
+    replacement = wrapper(vars(owner)[name])
     replacement._trtllm_b12x = True
-    setattr(owner, name, replacement)
+    _set(owner, name, replacement)
+
+
+def _set(owner: Any, name: str, ours: Any) -> None:
+    original = vars(owner)[name]
+    setattr(owner, name, ours)
     _patches[:] = [entry for entry in _patches if entry.owner is not owner or entry.name != name]  # of before a reload
-    _patches.append(Patch(owner, name, original))
+    _patches.append(Patch(owner, name, original, ours))
 
 
 def active() -> bool:
@@ -202,10 +214,16 @@ def _our_class() -> Any:
 
 # ---- which class ---------------------------------------------------------------------------------------------------------
 
-_NO_SM12X_KERNEL = ("TRTLLMGenFusedMoE", "CuteDslFusedMoE")
-"""Host classes whose NVFP4 kernels are for SM100 alone; named on SM12x they fail at run time (TensorRT-LLM PR 11997)."""
+_NO_SM12X_KERNEL = "CuteDslFusedMoE"
+"""Its NVFP4 kernels are for SM100 alone; named on SM12x it fails at run time (TensorRT-LLM PR 11997).
 
-_HOSTS_B12X = "CuteDslB12xFusedMoE"
+So does ``TRTLLMGenFusedMoE``, but that name is read by models, for what CUTLASS does not speak: decoder layers of DeepSeek-V3,
+Qwen3-MoE, Qwen3-Next and GLM4-MoE compare ``model_config.moe_backend`` with it before they ask for ``do_finalize=False`` and
+unpack a list, and ``DeepseekV3Gate`` makes its bias bfloat16 (``models/modeling_*.py``).  They compare with no other name.
+"""
+_NAMED_BY_MODELS = "TRTLLMGenFusedMoE"
+
+_HOSTS_B12X = ("CuteDslB12xFusedMoE", "CuteDslB12xNvfp4FusedMoE")
 """The host's own b12x (PR 13773): compiles with whatever CuTe DSL payload is there, dies with a wrong one (issue 15853)."""
 
 _PAYLOAD = (RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.TOOLKIT)
@@ -215,10 +233,53 @@ def _promoting(get_moe_cls: Any) -> Any:
     @functools.wraps(get_moe_cls)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         moe_cls = get_moe_cls(*args, **kwargs)
-        host = _adapter()
-        return moe_cls if host is None else _guarded(_class_for, moe_cls)(host, moe_cls, args, kwargs)
+        try:
+            host = _adapter()
+            return moe_cls if host is None else _class_for(host, moe_cls, args, kwargs)
+        except Exception as error:
+            refuse(error)
+            return moe_cls
 
     return wrapper
+
+
+def _resolving(resolve_moe_cls: Any) -> Any:
+    @functools.wraps(resolve_moe_cls)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            host = _adapter()
+            if host is not None and host.leaves:
+                _join(host)
+        except Exception as error:
+            refuse(error)
+        return resolve_moe_cls(*args, **kwargs)
+
+    return wrapper
+
+
+def _join(host: Any) -> None:
+    resolution, joined = host.tables(_our_class())
+    with _names:
+        for name, table in joined.items():
+            _set(resolution, name, table)
+
+
+def refusal(problem: Any, deployment: Any) -> str | None:
+    """Why b12x does not serve what a host of C3 asks about, in its own records; None if it does."""
+    if _adapter() is None:
+        return "promotion is off"
+    known = Problem(
+        quant_algo=problem.quant or "none",
+        activation=problem.activation,
+        activation_constants=bool(problem.activation_constants),
+        activation_dtype=str(problem.dtype_act).removeprefix("torch."),
+        bias=problem.bias,
+        hidden_size=problem.hidden_size,
+    )
+    balancer = "registered" if deployment.eplb_enabled else "none"
+    shared = Deployment(lora=deployment.moe_lora_enabled, load_balancer=balancer)
+    verdict = decide(known, shared, environment=_facts())
+    return None if verdict.served else "; ".join(map(str, verdict.rejections))
 
 
 def _class_for(host: Any, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,6 +290,10 @@ def _class_for(host: Any, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str,
     model_config = _model_config(args, kwargs)
     known = replace(problem, dynamic_quantization=_dynamic_quantization(model_config))
     verdict = decide(known, _deployment(host, model_config), environment=_facts())
+    if moe_cls.__name__ == _NAMED_BY_MODELS:
+        if verdict.served:
+            _warn_of_trtllm(model_config)
+        return moe_cls
     if verdict.served:
         return _our_class()
     log.announce(verdict, f"moe_backend {model_config.moe_backend}", _rank(model_config))
@@ -241,7 +306,6 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
 
     @functools.wraps(create_moe_backend)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        host = _adapter()
         try:
             call = signature.bind(*args, **kwargs)
         except TypeError:
@@ -249,13 +313,31 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         if call is None:
             return create_moe_backend(*args, **kwargs)
         asked = call.arguments["moe_cls"]
-        otherwise = _host.load().CutlassFusedMoE if _is_ours(asked) else asked
-        moe_cls, verdict = (otherwise, None) if host is None else _guarded(_backend_for, (otherwise, None))(host, call)
+        otherwise, host = getattr(asked, "hosts_class", asked), None
+        try:
+            host = _adapter()
+            moe_cls, verdict = (otherwise, None) if host is None else _backend_for(host, call)
+            ours = moe_cls if _is_ours(moe_cls) else None
+        except Exception as error:
+            refuse(error)
+            moe_cls, verdict, ours = otherwise, None, None
         call.arguments["moe_cls"] = moe_cls
-        with _known_as_cutlass(names, moe_cls if _is_ours(moe_cls) else None):
-            module = create_moe_backend(*call.args, **call.kwargs)
+        try:
+            with _known_as_cutlass(names, None if host is None or host.leaves else ours):
+                module = create_moe_backend(*call.args, **call.kwargs)
+        except Exception as error:
+            if ours is None:
+                raise
+            call.arguments["moe_cls"], verdict, ours = ours.hosts_class, None, None
+            module = create_moe_backend(*call.args, **call.kwargs)  # or the error is the host's
+            refuse(error)
         if verdict is not None and not verdict.served:
-            registry.record(module, verdict, ready=True)
+            with suppress(Exception):
+                registry.record(module, verdict, ready=True)
+        if ours is None:
+            with suppress(Exception):
+                if verdict is not None or refused():
+                    votes.stand_aside(call.arguments.get("model_config"), refused())
         return module
 
     return wrapper
@@ -263,35 +345,37 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
 
 def _backend_for(host: Any, call: inspect.BoundArguments) -> tuple[Any, Verdict | None]:
     """The class to build, and the verdict on the layer if it is one of CUTLASS's."""
-    asked = call.arguments["moe_cls"]
+    asked, model_config = call.arguments["moe_cls"], call.arguments.get("model_config")
     moe_cls = _without_broken_b12x(asked, host)
     promoted_before = _is_ours(asked)
-    if not promoted_before and moe_cls is not host.CutlassFusedMoE:
+    if not promoted_before and not any(moe_cls is cutlass for cutlass in (host.CutlassFusedMoE, *host.leaves)):
         return moe_cls, None
     verdict = decide(*_layer_facts(host, _flat(call), quantization=not promoted_before), environment=_facts())
-    # Where get_moe_cls exists it has said yes or no already; elsewhere the host's answer is CutlassFusedMoE.
-    if verdict.served and (promoted_before or not host.has_get_moe_cls):
+    # Where the class is chosen first, yes or no was said already; elsewhere the host's answer is CutlassFusedMoE.
+    if verdict.served and (promoted_before or not host.chooses_first):
+        if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
+            _warn_of_trtllm(model_config)
         return _our_class(), verdict
     if verdict.served:
         return moe_cls, None  # somebody named the host's class
     if promoted_before or not host.has_get_moe_cls:
-        log.announce(verdict, "MoE layer", _rank(call.arguments.get("model_config")))
-    return host.CutlassFusedMoE, verdict
+        log.announce(verdict, "MoE layer", _rank(model_config))
+    return (host.CutlassFusedMoE if promoted_before else moe_cls), verdict
 
 
-def _guarded(choose: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
-    """``choose``, or where it fails the host's own answer and one warning: a model that would have been built is built."""
+def _warn_of_trtllm(model_config: Any) -> None:
+    """From C1 on the host gives CUTLASS in its place by itself; the model goes on asking TRTLLM."""
+    if not _rank(model_config):
+        message = "moe_backend TRTLLM has no NVFP4 kernels for this card, and models expect what only it does"
+        log.once(f"{message}: set moe_config.backend: CUTLASS, which b12x then serves")
 
-    def guarded(*args: Any) -> Any:
-        global _refused
-        try:
-            return choose(*args)
-        except Exception as error:
-            _refused = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.logger.warning("promotion is off in this process, the host's own classes run: %s", _refused, exc_info=error)
-            return otherwise
 
-    return guarded
+def refuse(error: Exception) -> None:
+    """The host's own answer from here on, and one warning."""
+    global _refused
+    _refused = f"{type(error).__name__}: {error}".splitlines()[0]
+    with suppress(Exception):
+        log.logger.warning("promotion is off in this process, the host's own classes run: %s", _refused, exc_info=error)
 
 
 def _rank(model_config: Any) -> int:
@@ -306,26 +390,44 @@ def _known_as_cutlass(names: dict[str, Any], ours: type | None) -> Iterator[None
     """
     with _lock:
         before = names["CutlassFusedMoE"]
+        _lent.append((names, before))
         names["CutlassFusedMoE"] = before if ours is None else ours
         try:
             yield
         finally:
             names["CutlassFusedMoE"] = before
+            _lent.remove((names, before))
+
+
+_lent: list[tuple[dict[str, Any], type]] = []
+"""Names of the host that are ours for the time of a construction."""
+
+
+def _give_back_in_child() -> None:
+    """A fork while another thread constructs: nobody ends that construction in the child."""
+    if not _lock._is_owned():
+        for names, before in _lent:
+            names["CutlassFusedMoE"] = before
+        _lent.clear()
+
+
+os.register_at_fork(after_in_child=_give_back_in_child)
 
 
 def _has_no_kernel_here(moe_cls: type) -> bool:
-    return moe_cls.__name__ in _NO_SM12X_KERNEL and not settings.KEEP_BACKEND() and environment.probe().sm in (120, 121)
+    named = moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS)
+    return named and not settings.KEEP_BACKEND() and environment.probe().sm in (120, 121)
 
 
 def _without_broken_b12x(moe_cls: Any, host: Any) -> Any:
     """CUTLASS in place of the host's own b12x class where the payload gate says that its kernels will not compile."""
-    if getattr(moe_cls, "__name__", "") != _HOSTS_B12X or settings.KEEP_BACKEND():
+    if getattr(moe_cls, "__name__", "") not in _HOSTS_B12X or settings.KEEP_BACKEND():
         return moe_cls
     payload = environment.probe(always_look=True)  # also where b12x of ours would not be served for another reason
     rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)
     if not rejections:
         return moe_cls
-    log.announce(Verdict(rejections), f"moe_backend CUTEDSL ({_HOSTS_B12X})")
+    log.announce(Verdict(rejections), f"moe_backend CUTEDSL ({moe_cls.__name__})")
     return host.CutlassFusedMoE
 
 
@@ -383,7 +485,7 @@ def _dynamic_quantization(model_config: Any) -> bool:
 def _deployment(host: Any, model_config: Any) -> Deployment:
     balanced = getattr(host.create_moe, "get_moe_load_balancer", lambda: None)() is not None
     return Deployment(
-        lora=getattr(model_config, "lora_config", None) is not None,
+        lora=host.has_moe_lora_targets(model_config),
         # The host's own test for the one that moves weights while it serves: updates per iteration.
         load_balancer=None if not balanced else "dynamic" if _updates(model_config) else "static",
     )

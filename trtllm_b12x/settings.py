@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 _PREFIX = "TRTLLM_B12X"
 _Value = TypeVar("_Value", str, bool)
+_WORDS = {"false": "0", "off": "0", "no": "0", "true": "1", "on": "1", "yes": "1"}
+"""What people write for 0 and 1; trtllm_b12x.pth knows the first three."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,13 @@ class Switch(Generic[_Value]):
 
     def __call__(self) -> _Value:
         """The value now; what is not among ``values`` counts as unset (:func:`complaints` names it)."""
-        return self.values.get(os.environ.get(self.name, "").strip(), self.values[self.default])
+        return self.values.get(self.read(os.environ.get(self.name, "")), self.values[self.default])
+
+    def read(self, text: str) -> str:
+        """The key of ``values`` that ``text`` means, in any case and in other words for 0 and 1, else ``text``."""
+        word = text.strip()
+        word = _WORDS.get(word.lower(), word)
+        return next((value for value in self.values if value.lower() == word.lower()), word)
 
 
 _ON_OFF = {"0": False, "1": True}
@@ -31,12 +39,6 @@ ENABLED = Switch(
     {"0": "0", "1": "1", "force": "force"},
     "1",
     "0 turns everything off; force accepts a CuTe DSL payload below CUDA 13 once a compile has proved it (doctor --compile)",
-)
-ALLOW_BAKED_SCALES = Switch(
-    f"{_PREFIX}_ALLOW_BAKED_SCALES",
-    _ON_OFF,
-    "0",
-    "1 admits FlashInfer 0.6.9 to 0.6.16, whose kernels decode subnormal block scales wrongly; the self-test judges them",
 )
 DETERMINISTIC = Switch(
     f"{_PREFIX}_DETERMINISTIC",
@@ -54,7 +56,7 @@ KEEP_BACKEND = Switch(
     f"{_PREFIX}_KEEP_BACKEND",
     _ON_OFF,
     "0",
-    "1 leaves every backend but CUTLASS alone, also TRTLLM and CUTEDSL where they have no NVFP4 kernel for SM12x",
+    "1 leaves every backend but CUTLASS alone, also CUTEDSL where it has no NVFP4 kernel for SM12x",
 )
 LOG = Switch(
     f"{_PREFIX}_LOG",
@@ -63,11 +65,11 @@ LOG = Switch(
     "level of the logger trtllm_b12x",
 )
 
-SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, ALLOW_BAKED_SCALES, DETERMINISTIC, GATHER_BF16, KEEP_BACKEND, LOG)
+SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, DETERMINISTIC, GATHER_BF16, KEEP_BACKEND, LOG)
 
 
 def complaints() -> list[str]:
-    """Variables of ours with an unknown name or value: for a warning, never an error."""
+    """Variables of ours with an unknown name or value: a warning in a server, an error of ``doctor``."""
     known = {switch.name: switch for switch in SWITCHES}
     found = []
     for name, value in sorted(os.environ.items()):
@@ -75,7 +77,7 @@ def complaints() -> list[str]:
             switch = known.get(name)
             if switch is None:
                 found.append(f"{name} is no setting of trtllm_b12x; there are {', '.join(known)}")
-            elif value.strip() not in switch.values:
+            elif value.strip() and switch.read(value) not in switch.values:
                 choices = ", ".join(switch.values)
                 found.append(f"{name}={value} is none of {choices}; {switch.default} is used")
     return found

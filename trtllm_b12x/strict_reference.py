@@ -6,7 +6,7 @@ computed here from their definitions.  Its rounding points are a parameter (:cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,6 +33,11 @@ class Arithmetic(Enum):
     What differs between the kernels (how FC2's partial sums are rounded and added) is not here: it is the tolerance.
     """
 
+    CUTLASS = "cutlass"
+    """The points of TensorRT-LLM's CUTLASS path (``cpp/tensorrt_llm/kernels/quantization.cuh``, ``cvt_warp_fp16_to_fp4``;
+    ``kernels/cutlass_kernels/moe_gemm/moe_kernels.cu``): scalars as the host stores them, block scales and values by reciprocals,
+    FC1's result, the activation's and FC2's each in bf16, the sum over the routes in float32, the output in bf16."""
+
     UNQUANTIZED = "unquantized"
     """NVFP4 weights, activations in float32: what quantizing activations costs is measured against this."""
 
@@ -48,18 +53,23 @@ class Call:
 
 def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
     """uint8 ``(rows, K/2)`` to float32 ``(rows, K)``: 1 sign, 2 exponent (bias 1), 1 mantissa bit; low nibble first."""
-    nibbles = torch.stack((packed.remainder(16), packed.div(16, rounding_mode="floor")), dim=-1).flatten(-2).float()
+    byte = torch.arange(256, device=packed.device)
+    nibbles = torch.stack((byte % 16, byte // 16), dim=1).float()
     sign = torch.where(nibbles >= 8, -1.0, 1.0)
     exponent = (nibbles % 8 / 2).floor()
     mantissa = nibbles % 2
-    normal = (1 + mantissa / 2) * torch.exp2(exponent - 1)
-    return sign * torch.where(exponent == 0, mantissa / 2, normal)
+    pairs = sign * torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * torch.exp2(exponent - 1))
+    # Both values of a byte in one gather of eight bytes.
+    both = pairs.contiguous().view(torch.int64).flatten().index_select(0, packed.reshape(-1).int())
+    return both.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def dequantize_weight(weight: torch.Tensor, weight_scale: torch.Tensor, weight_scale_2: torch.Tensor) -> torch.Tensor:
     """Checkpoint tensors to float32 ``(rows, K)``: FP4 value times block scale times ``weight_scale_2``."""
     scale = weight_scale.to(torch.float32) * weight_scale_2.to(torch.float32).reshape(())
-    return decode_fp4(weight) * scale.repeat_interleave(16, dim=1)
+    values = decode_fp4(weight)
+    values.view(*weight.shape[:-1], -1, 16).mul_(scale.unsqueeze(-1))
+    return values
 
 
 def fake_quantize(values: torch.Tensor, global_scale: torch.Tensor, arithmetic: Arithmetic, gated: bool) -> torch.Tensor:
@@ -71,6 +81,10 @@ def fake_quantize(values: torch.Tensor, global_scale: torch.Tensor, arithmetic: 
         sixth = torch.ones_like(amax) / 6
         block_scale = _nearest_e4m3(inverse_global * (amax * sixth))
         scaled = blocks * ((torch.ones_like(amax) / block_scale) * inverse_global)
+    elif arithmetic is Arithmetic.CUTLASS:
+        inverse_global = torch.ones_like(global_scale) / global_scale
+        block_scale = _nearest_e4m3(inverse_global * (amax * (torch.ones_like(amax) / 6)))
+        scaled = blocks * (torch.ones_like(amax) / (block_scale * (torch.ones_like(global_scale) / inverse_global)))
     elif arithmetic is Arithmetic.KERNEL:
         block_scale = _nearest_e4m3(amax / (6 * global_scale))
         scaled = blocks * (torch.ones_like(amax) / (block_scale * global_scale))
@@ -148,59 +162,73 @@ def outputs(
         gated: SwiGLU if true, else squared ReLU.
         calls: ids are global, negative ids unrouted.
         arithmetics: one output for each.
-        on_expert: called after each expert.
+        on_expert: called after each expert that a token chose; the others are not read.
 
     Returns:
         ``result[call][arithmetic]``, float32 ``(T, H)``.
     """
     names = ("w1", "w3", "w2") if gated else ("w1", "w2")
     quantized = "0.w1.weight_scale" in weights
+    x = torch.cat([call.x for call in calls]).to(device).float()
+    ids = torch.cat([call.token_selected_experts for call in calls]).to(device)
+    route_weights = torch.cat([call.token_final_scales for call in calls]).to(device).float()
+    rounded = [a if quantized else Arithmetic.UNQUANTIZED for a in arithmetics]
+    inputs = [x] * len(rounded)
     if quantized:
         fc1_scale, fc2_scale = (_input_scale(weights, num_experts, halves).to(device) for halves in (names[:-1], ("w2",)))
-    results = [[torch.zeros(call.x.shape, dtype=torch.float32, device=device) for _ in arithmetics] for call in calls]
+        inputs = [
+            x if a is Arithmetic.UNQUANTIZED else fake_quantize(x, _stored(fc1_scale, a is not Arithmetic.NONE), a, gated)
+            for a in rounded
+        ]
+    sums = [torch.zeros_like(x) for _ in rounded]
     for expert in range(num_experts):
-        matrices: dict[str, torch.Tensor] | None = None
-        for call, accumulators in zip(calls, results, strict=True):
-            token, slot = torch.nonzero(call.token_selected_experts.to(device) == expert, as_tuple=True)
-            if token.numel() == 0:
-                continue
-            if matrices is None:
-                matrices = {name: _matrix(weights, expert, name, quantized).to(device) for name in names}
-            x = call.x.to(device).float()[token]
-            route_weight = call.token_final_scales.to(device).float()[token, slot].unsqueeze(1)
-            for arithmetic, accumulator in zip(arithmetics, accumulators, strict=True):
-                exact = arithmetic is Arithmetic.UNQUANTIZED or not quantized
-                as_stored = arithmetic is Arithmetic.KERNEL
-                rows = x if exact else fake_quantize(x, _stored(fc1_scale, as_stored), arithmetic, gated)
-                hidden = rows @ matrices["w1"].T
-                if gated:
-                    hidden = hidden / (1 + torch.exp(-hidden)) * (rows @ matrices["w3"].T)
-                else:
-                    hidden = hidden.clamp(min=0).square()
-                unit = 1.0
-                if as_stored:
-                    unit = _up_to_gate(weights, expert) if gated and quantized else 1.0
-                    hidden = (hidden / unit).to(torch.bfloat16).float()
-                if not exact:
-                    hidden = fake_quantize(hidden, _stored(fc2_scale, as_stored) / unit, arithmetic, gated) * unit
-                accumulator.index_add_(0, token, route_weight * (hidden @ matrices["w2"].T))
+        token, slot = torch.nonzero(ids == expert, as_tuple=True)
+        if token.numel() == 0:
+            continue
+        matrices = {name: _matrix(weights, expert, name, quantized).to(device) for name in names}
+        up_to_gate = _up_to_gate(weights, expert) if gated and quantized else 1.0
+        route_weight = route_weights[token, slot].unsqueeze(1)
+        # One product for all arithmetics: a matrix of this size is read from memory each time.
+        rows = torch.cat([values[token] for values in inputs])
+        fc1 = [(rows @ matrices[name].T).chunk(len(rounded)) for name in names[:-1]]
+        inner = []
+        for position, arithmetic in enumerate(rounded):
+            as_stored = arithmetic in (Arithmetic.KERNEL, Arithmetic.CUTLASS)
+            each_in_bf16 = arithmetic is Arithmetic.CUTLASS
+            unit = up_to_gate if as_stored else 1.0
+            hidden = _bf16(fc1[0][position], each_in_bf16)
+            if gated:
+                # The kernels compute up in units of its weight_scale_2 over gate's.
+                up = _bf16(fc1[1][position] / unit, each_in_bf16)
+                hidden = hidden / (1 + torch.exp(-hidden)) * up
+            else:
+                hidden = hidden.clamp(min=0).square()
+            hidden = _bf16(hidden, as_stored)
+            if arithmetic is not Arithmetic.UNQUANTIZED:
+                hidden = fake_quantize(hidden, _stored(fc2_scale, as_stored) / unit, arithmetic, gated)
+            inner.append(hidden * unit)
+        fc2 = (torch.cat(inner) @ matrices["w2"].T).chunk(len(rounded))
+        for arithmetic, result, total in zip(rounded, fc2, sums, strict=True):
+            total.index_add_(0, token, route_weight * _bf16(result, arithmetic is Arithmetic.CUTLASS))
         on_expert()
-    for accumulators in results:
-        for position, arithmetic in enumerate(arithmetics):
-            if arithmetic is Arithmetic.KERNEL:
-                accumulators[position] = accumulators[position].to(torch.bfloat16).float()
-    return results
+    sums = [_bf16(total, a in (Arithmetic.KERNEL, Arithmetic.CUTLASS)) for a, total in zip(arithmetics, sums, strict=True)]
+    per_call = zip(*(total.split([call.x.shape[0] for call in calls]) for total in sums), strict=True)
+    return [list(call) for call in per_call]
+
+
+def _bf16(values: torch.Tensor, rounds: bool) -> torch.Tensor:
+    return values.to(torch.bfloat16).float() if rounds else values
 
 
 def baked_weight_error(
-    weights: Mapping[str, torch.Tensor], num_experts: int, projections: Sequence[str], device: torch.device | str = "cpu"
+    weights: Mapping[str, torch.Tensor], experts: Iterable[int], projections: Sequence[str], device: torch.device | str = "cpu"
 ) -> float:
-    """Relative L2 change of the layer's weights if ``weight_scale_2`` were multiplied into the E4M3 block scales.
+    """Relative L2 change of the weights of ``experts`` if ``weight_scale_2`` were multiplied into the E4M3 block scales.
 
     That is how peers feed a kernel interface without a separate weight scale (vLLM PR 48536, SGLang PR 32119).
     """
     difference = reference = 0.0
-    for expert in range(num_experts):
+    for expert in experts:
         for name in projections:
             prefix = f"{expert}.{name}."
             values = decode_fp4(weights[prefix + "weight"].to(device)).view(-1, 16).square().sum(1).double()
@@ -217,18 +245,13 @@ def baked_weight_error(
 def weight_error(
     weights: Mapping[str, torch.Tensor],
     original: Mapping[str, torch.Tensor],
-    num_experts: int,
-    projections: Sequence[str],
+    expert: int,
+    name: str,
     device: torch.device | str = "cpu",
-) -> float:
-    """Relative L2 distance of the NVFP4 weights from the ``original`` ones (keys ``"{expert}.w1.weight"``)."""
-    difference = reference = 0.0
-    for expert in range(num_experts):
-        for name in projections:
-            plain = original[f"{expert}.{name}.weight"].to(device).float()
-            difference += float((_matrix(weights, expert, name, True).to(device) - plain).double().square().sum())
-            reference += float(plain.double().square().sum())
-    return (difference / reference) ** 0.5 if reference else 0.0
+) -> tuple[float, float]:
+    """L2 distance of one matrix from the ``original`` one (keys ``"{expert}.w1.weight"``), and the latter's norm."""
+    plain = original[f"{expert}.{name}.weight"].to(device).float()
+    return float((_matrix(weights, expert, name, True).to(device) - plain).norm()), float(plain.norm())
 
 
 def _matrix(weights: Mapping[str, torch.Tensor], expert: int, name: str, quantized: bool) -> torch.Tensor:

@@ -15,6 +15,7 @@ LAYERS = {
     "B": ("a", "b", "c1/quantization.py"),
     "C1": ("c1",),
     "C2": ("c1", "c2"),
+    "C3": ("c1", "c2", "c3"),
 }
 """Generation to the folders and files its MoE package is made of; later ones replace earlier ones."""
 
@@ -49,6 +50,17 @@ DIFFERENCES = {
             ),
         ],
         "quantization": [
+            # The end of a load is one hook, which no reload asks whether weights were transformed.
+            (
+                "    def transform_weights(self, module: Any) -> None:  # noqa: B027 - as the host's without a load balancer\n"
+                "        pass\n\n"
+                "    def cache_derived_state(self, module: Any) -> None:\n        self.setup_quant_scales(module)\n\n"
+                "    def post_load_weights(self, module: Any) -> None:\n"
+                '        """Nobody calls it any more."""\n'
+                "        self.transform_weights(module)\n        self.cache_derived_state(module)\n",
+                "    def post_load_weights(self, module: Any) -> None:\n        self.setup_quant_scales(module)\n",
+            ),
+            ("        if weights:\n            module._weights_transformed = False\n", ""),
             ("        load_expert_ids: list[int] | None = None,\n    ) -> None:", "    ) -> None:"),
             (
                 "            module.initial_local_expert_ids,\n        )\n        del module.tmp_weight_scale_2",
@@ -60,6 +72,36 @@ DIFFERENCES = {
                 "    def pre_reload_weights(self)",
                 "    def validate_configurable_moe(self, moe: Any) -> None:\n        pass\n\n    def pre_reload_weights(self)",
             ),
+        ],
+    },
+    # The split of CUTLASS into a class per quantization.
+    "C3": {
+        "create_moe": [
+            ("moe_cls == TRTLLMGenFusedMoE", "issubclass(moe_cls, TRTLLMGenFusedMoE)"),
+            (
+                "moe_cls in (CutlassFusedMoE, MarlinFusedMoE)",
+                "issubclass(moe_cls, CutlassFusedMoE) or issubclass(moe_cls, MarlinFusedMoE)",
+            ),
+            # Chosen again when the quantization is final: a leaf refuses weights of another format (require_layer_quant_format).
+            (
+                "            moe_cls=moe_cls,\n            **arguments,\n            over",
+                "            **arguments,\n            over",
+            ),
+        ],
+        "moe_resolution": [
+            ("import CuteDslB12xFusedMoE\nfrom .fused_moe_cutlass import CutlassFusedMoE", "import CuteDslB12xNvfp4FusedMoE"),
+            ("from .fused_moe_cute_dsl_b12x", "from .cutlass import CUTLASS_LEAVES\nfrom .fused_moe_cute_dsl_b12x"),
+            ("    CuteDslB12xFusedMoE,\n", "    CuteDslB12xNvfp4FusedMoE,\n"),
+            ("    CutlassFusedMoE,\n", "    *CUTLASS_LEAVES,\n"),
+            ("frozenset({CutlassFusedMoE})", "frozenset(CUTLASS_LEAVES)"),
+            ("{CuteDslB12xFusedMoE, ", "{CuteDslB12xNvfp4FusedMoE, "),
+            ("FALLBACK_IMPL: Any = CutlassFusedMoE", "FALLBACK_IMPLS: tuple[Any, ...] = CUTLASS_LEAVES"),
+            ("if FALLBACK_IMPL not in family and", "if family.isdisjoint(FALLBACK_IMPLS) and"),
+            ("candidates.append(FALLBACK_IMPL)", "candidates.extend(FALLBACK_IMPLS)"),
+        ],
+        "other_backends": [
+            ("from .fused_moe_cutlass import CutlassFusedMoE\n", ""),
+            ("class CuteDslFusedMoE(CutlassFusedMoE)", "class CuteDslFusedMoE(_Other)"),
         ],
     },
 }

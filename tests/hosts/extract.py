@@ -20,12 +20,12 @@ from typing import Any
 
 from trtllm_b12x.host import contract
 
-PACKAGES = {"C2": "tensorrt_llm/_torch/moe/fused_moe"}
+PACKAGES = dict.fromkeys(("C2", "C3"), "tensorrt_llm/_torch/moe/fused_moe")
 OLD_PACKAGE = "tensorrt_llm/_torch/modules/fused_moe"
 _FACTS = Path(contract.__file__).with_name("facts.json")
 _COMPARED = ("create_moe", "configurable_moe", "moe_scheduler")
 """Files in which the host compares classes."""
-_CLASSES = ("fused_moe_cutlass.CutlassFusedMoE", "quantization.NVFP4CutlassFusedMoEMethod")
+_METHOD = "quantization.NVFP4CutlassFusedMoEMethod"
 
 
 class Source:
@@ -33,7 +33,11 @@ class Source:
 
     def __init__(self, root: Path, package: str) -> None:
         self.root, self.package = root, package
-        self.trees = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((root / package).glob("*.py"))}
+        self.paths = {
+            ".".join(path.relative_to(root / package).with_suffix("").parts).removesuffix(".__init__"): path
+            for path in sorted([*(root / package).glob("*.py"), *(root / package / "cutlass").glob("*.py")])
+        }
+        self.trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in self.paths.items()}
         if not self.trees:
             raise SystemExit(f"{root} has no {package}: give the folder that holds the repository's tree")
         self._classes = {
@@ -62,7 +66,7 @@ class Source:
         return None
 
     def origin(self, module: str) -> str:
-        path = self.root / self.package / f"{module}.py"
+        path = self.paths[module]
         first = path.read_text(encoding="utf-8").partition("\n")[0]
         if first.startswith("# source: "):
             return first.removeprefix("# source: ")
@@ -110,6 +114,7 @@ def extract(root: Path, generation: str) -> dict[str, Any]:
     """The facts of one generation, in the form of ``facts.json``."""
     package = PACKAGES.get(generation, OLD_PACKAGE)
     source = Source(root, package)
+    classes = (contract.backend(generation), _METHOD)
     functions, missing = {}, []
     for name in contract.relied_on(generation):
         node = source.function(name)
@@ -123,8 +128,8 @@ def extract(root: Path, generation: str) -> dict[str, Any]:
         "package": package.replace("/", "."),
         "sources": {module: source.origin(module) for module in source.trees},
         "functions": functions,
-        "bases": {name: [node.name for _, node in source.lineage(name.partition(".")[2])] for name in _CLASSES},
-        "attributes": {name: attributes(source, name.partition(".")[2]) for name in _CLASSES[1:]},
+        "bases": {name: [node.name for _, node in source.lineage(name.partition(".")[2])] for name in classes},
+        "attributes": {_METHOD: attributes(source, _METHOD.partition(".")[2])},
         "comparisons": {module: comparisons(source.trees[module]) for module in _COMPARED if module in source.trees},
     }
 

@@ -52,6 +52,7 @@ def build_and_run(config: Any = None, listen: bool = True) -> dict[str, Any]:
         "methods": [type(backend.quant_method).__name__ for backend in backends],
         "kernels": [getattr(backend, "kernel", None) is not None for backend in backends],
         "finite": bool(output.isfinite().all()),
+        "built_once": model.built_once,
         "generation": status.generation,
         "promoted": status.promoted,
         "layers": status.layers,
@@ -203,6 +204,88 @@ def balanced() -> dict[str, Any]:
     return {"backend": type(backend).__name__, "method": type(backend.quant_method).__name__, "reasons": status.reasons}
 
 
+def lora() -> dict[str, Any]:
+    """LoRA on attention alone, and on the experts: the class, and what a call with adapters reaches."""
+    from types import SimpleNamespace
+
+    import torch
+
+    import trtllm_b12x
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from trtllm_b12x import host as _host
+    from trtllm_b12x.verification import _kernel_calls
+
+    host, tensors = _host.load(), random_experts(4, 128, 192)
+
+    def outcome(targets: list[str], promote: bool) -> list[Any]:
+        (trtllm_b12x.install if promote else trtllm_b12x.uninstall)()
+        adapters = SimpleNamespace(lora_target_modules=targets)
+        config = model_config(skip_create_weights_in_init=True, lora_config=adapters)
+        try:
+            layer = host.create_moe.create_moe(
+                host.RenormalizeMoeRoutingMethod(2),
+                4,
+                128,
+                192,
+                dtype=torch.bfloat16,
+                model_config=config,
+                **layers.activation(True),
+            )
+            layer.create_weights()
+        except ValueError as error:
+            return [type(error).__name__]
+        layers.load(layer, tensors)
+        if not promote:
+            return [type(layer.backend).__name__]
+        with _kernel_calls(layer.backend) as count:
+            layer(*layers.inputs(layer, 3, tensors), lora_params={"num_seqs": 1})
+        return [type(layer.backend).__name__, count()]
+
+    experts = ["attn_q", "moe_h_to_4h", "moe_4h_to_h"]
+    return {"attention": outcome(["attn_q"], True), "experts": [outcome(experts, False)[0], outcome(experts, True)[0]]}
+
+
+def alltoall() -> dict[str, Any]:
+    """Attention-DP behind an all-to-all where bf16 may be gathered: what is said after the load, and what each call sends."""
+    import torch
+
+    import trtllm_b12x
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from trtllm_b12x import host as _host
+
+    host, tensors = _host.load(), random_experts(4, 128, 192)
+    sent: list[str] = []
+
+    class Exchange:
+        """Every token is this rank's own."""
+
+        def supports_post_quant_dispatch(self) -> bool:
+            return True
+
+        def dispatch(self, *given: Any, **named: Any) -> tuple[Any, ...]:
+            order = ("hidden_states", "hidden_states_sf", "token_selected_slots", "token_final_scales")
+            values = given[:4] or tuple(named[name] for name in order)
+            sent.append(str(values[0].dtype))
+            return values
+
+        def combine(self, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+            return hidden_states
+
+    communication = importlib.import_module(f"{host.create_moe.__package__}.communication")
+    communication.CommunicationFactory.create_strategy = staticmethod(lambda *given, **named: Exchange())
+    trtllm_b12x.install()
+    mapping = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}
+    layer = layers.create(4, 128, 192, mapping=mapping)
+    layers.load(layer, tensors)
+    loaded = trtllm_b12x.status().promoted
+    for _ in range(2):
+        layer(*layers.inputs(layer, 3, tensors), all_rank_num_tokens=[3, 3])
+    status = trtllm_b12x.status()
+    return {"loaded": loaded, "promoted": status.promoted, "reasons": status.reasons, "sent": sent}
+
+
 def naive() -> dict[str, Any]:
     """What happens here to a plain subclass, and that ours is none; each order of asking in a process of its own."""
     import torch
@@ -304,6 +387,56 @@ def table() -> dict[str, Any]:
     return {"rows": rows, "has_get_moe_cls": host.has_get_moe_cls}
 
 
+def decoders() -> dict[str, Any]:
+    """Decoder layers that read ``moe_backend``, on one of two ranks: what comes of each call, the host alone and with us."""
+    import torch
+    from tensorrt_llm._torch.models.modeling_fused import MODELS, DecoderLayer
+    from tensorrt_llm.mapping import Mapping
+
+    import trtllm_b12x
+    from tests.checkpoints import random_experts
+
+    tensors = random_experts(4, 128, 256)
+
+    def outcomes(model: str, backend: str) -> tuple[str, list[Any]]:
+        mapping = Mapping(world_size=2, tp_size=2, moe_tp_size=2)
+        try:
+            layer = DecoderLayer(model, model_config(backend, skip_create_weights_in_init=True, mapping=mapping))
+            layer.experts.create_weights()
+            layer.experts.load_weights([tensors])
+            layer.experts.post_load_weights()
+        except Exception as error:
+            return type(error).__name__, []
+        calls = []
+        for tokens in (1, 3, 4, 8):
+            generator = torch.Generator().manual_seed(tokens)
+            x = torch.randn(tokens, 128, generator=generator).to(torch.bfloat16)
+            try:
+                calls.append(layer(x, torch.randn(tokens, 4, generator=generator)).float())
+            except Exception as error:
+                calls.append(f"{type(error).__name__}: {error}")
+        return type(layer.backend).__name__, calls
+
+    def against(answers: list[Any], reference: list[Any]) -> list[Any]:
+        """Relative L2 against the host's CUTLASS, or what was raised."""
+        return [
+            answer if isinstance(answer, str) else round(float((answer - cutlass).norm() / cutlass.norm()), 3)
+            for answer, cutlass in zip(answers, reference, strict=False)
+        ]
+
+    rows = []
+    for model in MODELS:
+        for backend in ("CUTLASS", "TRTLLM", "CUTEDSL", "DENSEGEMM", "MARLIN"):
+            trtllm_b12x.uninstall()
+            reference = outcomes(model, "CUTLASS")[1]
+            alone, expected = outcomes(model, backend)
+            trtllm_b12x.install()
+            promoted, found = outcomes(model, backend)
+            rows.append([model, backend, alone, promoted, against(expected, reference), against(found, reference)])
+    trtllm_b12x.uninstall()
+    return {"rows": rows}
+
+
 def unusual() -> dict[str, Any]:
     """What goes wrong, or on at the same time, between the host's two questions."""
     import threading
@@ -324,7 +457,7 @@ def unusual() -> dict[str, Any]:
     vars(early).update({name: f for name, f in vars(host.create_moe).items() if name == "get_moe_cls"})
     sys.modules[early.__name__] = early
     trtllm_b12x.install()
-    gate = [m.get_moe_cls(model_config("TRTLLM")).__name__ for m in (early, host.create_moe)] if host.has_get_moe_cls else []
+    gate = [m.get_moe_cls(model_config()).__name__ for m in (early, host.create_moe)] if host.has_get_moe_cls else []
 
     def build(dtype: torch.dtype = torch.bfloat16) -> Any:
         config = model_config(skip_create_weights_in_init=True)
@@ -451,6 +584,149 @@ def tuning() -> dict[str, Any]:
             module(x, logits)
         counts.append(count())
     return {"alone": alone, "guarded": guarded, "cleared": cleared, "kernel_calls": counts}
+
+
+def ranks_apart() -> dict[str, Any]:
+    """Two of the session's workers, of which the second says no: with a long reason, then to everything."""
+    from mpi4py.futures import MPIPoolExecutor
+
+    from tests.hosts import scenarios
+
+    with MPIPoolExecutor(max_workers=2, path=sys.path, env={}) as pool:
+        answers = list(pool.map(scenarios.refusing_on_the_second, range(2)))
+    return {str(answer["rank"]): answer for answer in answers}
+
+
+def refusing_on_the_second(_: int) -> dict[str, Any]:
+    import time
+
+    from mpi4py import MPI
+
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from trtllm_b12x import environment
+    from trtllm_b12x.kernels.reference import ReferenceKernel
+
+    rank, start, verdicts = MPI.COMM_WORLD.Get_rank(), time.monotonic(), []
+    plan, payload = ReferenceKernel.plan, environment.inspect_payload
+
+    def fails(self: Any, geometry: Any, *arguments: Any) -> None:
+        if rank == 1 and geometry.num_experts == 2:
+            raise MemoryError("no memory " * 1638)
+        plan(self, geometry, *arguments)
+
+    ReferenceKernel.plan = fails  # type: ignore
+    for experts, cuda in ((4, (13, 4)), (8, (13, 4)), (12, (12, 9)), (12, (12, 9))):
+        if rank == 1 and cuda < (13, 0):  # found for real in tests/integration/test_payload.py
+            environment.inspect_payload = lambda: environment.Payload("4.8.1", (12, 9))
+            environment.probe.cache_clear()
+        mapping = {"world_size": 2, "rank": rank, "tp_size": 2, "moe_ep_size": 2}
+        module = layers.load(layers.create(experts, 128, 256, mapping=mapping), random_experts(experts, 128, 256))
+        verdicts.append(str(getattr(module.backend, "verdict", type(module.backend).__name__)))
+    environment.inspect_payload = payload
+    return {"rank": rank, "verdicts": verdicts, "seconds": time.monotonic() - start}
+
+
+def hooks() -> dict[str, Any]:
+    """Hooks of ours that this host's own method does not have, and would never call."""
+    from trtllm_b12x import host as hosts
+
+    host = hosts.load()
+    ours = {name for cls in host.Weights.__mro__[:-1] for name in vars(cls) if callable(getattr(cls, name))}
+    parent = host.NVFP4CutlassFusedMoEMethod
+    return {"orphans": sorted(name for name in ours if not name.startswith("__") and not hasattr(parent, name))}
+
+
+def fused_gate_up() -> dict[str, Any]:
+    """The same experts, one by one and as models bring them that fuse gate and up of all experts into one tensor."""
+    import torch
+
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from trtllm_b12x import host as hosts
+
+    tensors = random_experts(4, 128, 192)
+    for name, value in {"weight_scale_2": 0.01, "input_scale": 0.02}.items():  # of all experts
+        tensors.update({key: torch.tensor(value) for key in tensors if key.endswith(name)})
+    fused: dict[str, torch.Tensor] = {}
+    for kind in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+        suffix = "" if kind == "weight" else f"_{kind}"
+        w1, w3, w2 = (torch.stack([tensors[f"{e}.{half}.{kind}"] for e in range(4)]) for half in ("w1", "w3", "w2"))
+        several = w1.dim() == 3
+        fused[f"gate_up_proj{suffix}"] = torch.cat([w1, w3], 1).transpose(1, 2).contiguous() if several else w1[0]
+        fused[f"down_proj{suffix}"] = w2.transpose(1, 2).contiguous() if several else w2[0]
+    mode = hosts.load().MoEWeightLoadingMode.FUSED_GATE_UP_PROJ
+    one = layers.load(layers.create(4, 128, 192), tensors)
+    other = layers.load(layers.create(4, 128, 192, weight_loading_mode=mode), fused)
+    equal = []
+    for tokens in (5, 100):
+        x, logits = layers.inputs(one, tokens, tensors)
+        equal.append(bool(torch.equal(one(x, logits), other(x, logits))))
+    return {"equal": equal, "kernel": other.backend.kernel is not None}
+
+
+def renamed(generation: str, folder: str) -> dict[str, Any]:
+    """One name of the host changed after the other, a process each: what comes of a load and a call, with us and without."""
+    import re
+
+    import torch
+
+    from tests.checkpoints import random_experts
+    from tests.hosts import build
+    from trtllm_b12x.host import contract
+
+    # Before the processes part; nothing of it looks at the host.
+    for slow in ("torch.fx.experimental.symbolic_shapes", "trtllm_b12x.host.adapters", "trtllm_b12x.kernels.reference"):
+        importlib.import_module(slow)
+    tensors = random_experts(4, 128, 192)
+
+    def run(path: Path) -> str:
+        sys.path.insert(0, str(path))
+        import trtllm_b12x
+
+        trtllm_b12x.install()
+        from tensorrt_llm._torch.models.modeling_double import Model
+        from tensorrt_llm._torch.pyexecutor import model_loader
+
+        model = model_loader.load(lambda: Model(model_config(skip_create_weights_in_init=True), 1), {"layer0": tensors})
+        output = model.layer0(torch.ones(3, 128, dtype=torch.bfloat16), torch.zeros(3, 4))
+        status = trtllm_b12x.status()
+        return f"{status.generation} {status.promoted}" if output.isfinite().all() else "not finite"
+
+    def outcome(path: Path, enabled: str) -> str:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.environ["TRTLLM_B12X"] = enabled
+            try:
+                answer = run(path)
+            except BaseException as error:
+                answer = f"raised {type(error).__name__}: {error}"
+            os.write(write, answer.encode()[:400])
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as stream:
+            answer = stream.read()
+        os.waitpid(child, 0)
+        return answer
+
+    # Attributes where the host writes and reads them, not what constructors and operators call by the same name.
+    of_layer = r"(?:\b(?:self|impl|module|backend|moe)\.|def |^    \"){0}\b"
+    of_weights, of_record = r"[.\"]{0}\b", r"\b{0}\b(?!=plan)"
+    names = dict.fromkeys((*contract.LAYER, "quant_method"), of_layer) | dict.fromkeys(contract.WEIGHTS, of_weights)
+    if generation.startswith("C"):
+        names |= dict.fromkeys((name for fields in contract.RECORDS.values() for name in fields), of_record)
+    if os.environ.get("RENAMED") != "all":  # a process and a double each
+        names = dict(list(names.items())[::3])
+    outcomes = {}
+    for name, pattern in names.items():
+        path = build.build(generation, Path(folder) / name)
+        for file in (path / build.PACKAGES.get(generation, build.OLD_PACKAGE)).rglob("*.py"):
+            text = re.sub(pattern.format(name), lambda found: f"{found[0]}_", file.read_text(), flags=re.MULTILINE)
+            file.write_text(text)
+        with_us = outcome(path, "1")
+        outcomes[name] = [with_us, outcome(path, "0") if with_us.startswith(("raised", "not")) else ""]
+    return {"outcomes": outcomes}
 
 
 def main() -> None:

@@ -22,10 +22,11 @@ import torch
 
 from tests.integration.sm12x_on_hopper import problem
 from trtllm_b12x.kernels import Geometry, b12x
-from trtllm_b12x.kernels.b12x import B12xKernel
+from trtllm_b12x.kernels.b12x import B12xKernel, compiler, sources
+from trtllm_b12x.kernels.b12x.compiler import DISPATCH
 
 GEOMETRY = Geometry(4, 2, 256, 768, "Swiglu")
-"""Micro and static for its one token: beyond direct micro's sizes, which goes past FlashInfer's cache."""
+"""Micro and static for its one token: beyond direct micro's sizes."""
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def card() -> Iterator[Any]:
             "current_stream": mock.Mock(cuda_stream=0),
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *arguments, answer=answer: answer))
-        dispatch = importlib.import_module(b12x._DISPATCH)
+        dispatch = importlib.import_module(DISPATCH)
         for name in ("get_num_sm", "get_max_active_clusters"):
             stack.enter_context(mock.patch.object(dispatch, name, return_value=48))
         yield dispatch
@@ -50,9 +51,15 @@ def show(found: dict[str, Any]) -> None:
     print(json.dumps(found), flush=True)
 
 
+def forget(dispatch: Any) -> None:
+    """As in a new process."""
+    dispatch.clear_sm120_moe_caches()
+    compiler._compiled.clear()
+
+
 def attempt(dispatch: Any) -> dict[str, Any]:
     """Plan as a layer does, twice; what came of it, and what is left of it."""
-    dispatch.clear_sm120_moe_caches()
+    forget(dispatch)
     errors = []
     for _ in range(2):
         kernel = B12xKernel()
@@ -63,7 +70,7 @@ def attempt(dispatch: Any) -> dict[str, Any]:
         del kernel
     gc.collect()
     workspaces = [o for o in gc.get_objects() if type(o).__name__ == "Sm120StaticMoEWorkspace"]
-    found = {"errors": errors, "plans": len(b12x._plans), "workspaces": len(workspaces)}
+    found = {"errors": errors, "plans": len(b12x._plans), "workspaces": len(workspaces), "remembered": bool(b12x._failed)}
     b12x._failed.clear()
     return found
 
@@ -119,6 +126,28 @@ def preferred(dispatch: Any) -> dict[str, Any]:
     return found
 
 
+def restarted(dispatch: Any, cute: Any) -> dict[str, Any]:
+    """All three kinds, once compiled and once more with no compiler: what FlashInfer's cache holds is enough."""
+    found: dict[str, Any] = {"case": "restart"}
+
+    def plan() -> list[str]:
+        kinds = set()
+        for geometry in (GEOMETRY, replace(GEOMETRY, intermediate_size=256)):  # beyond direct micro's sizes, and within
+            kernel = B12xKernel()
+            kernel.plan(geometry, 1, torch.device("cpu"))
+            kinds |= {c.kind.name for candidates in kernel._plan.candidates.values() for c in candidates}
+        return sorted(kinds)
+
+    found["compiled"] = plan()
+    forget(dispatch)
+    with mock.patch.object(cute, "compile", mock.Mock(side_effect=AssertionError("compiled"))) as compile_again:
+        found["loaded"] = plan()
+    found["compiled again"] = compile_again.call_count
+    own, micro = dispatch.MoEMicroKernel, sources.micro(dispatch)
+    found["micro"] = {"digest": micro.digest if micro else "", "own": bool(micro and micro.kernel is own)}
+    return found
+
+
 def main() -> None:
     base = Path(sys.argv[1])
     os.environ.update(CUTE_DSL_ARCH="sm_120a", FLASHINFER_WORKSPACE_BASE=str(base), TRTLLM_B12X_LOG="ERROR")
@@ -136,6 +165,7 @@ def main() -> None:
             return fails
 
         show(preferred(dispatch))
+        show(restarted(dispatch, cute))
         show(shared())
         for size, gated in PADDED.items():
             show(padded(dispatch, size, gated))
@@ -169,7 +199,7 @@ def main() -> None:
 
         with mock.patch.object(dispatch.MoEStaticKernel, "__call__", another):
             say("a kernel of another FlashInfer")
-    with mock.patch.dict(sys.modules, {b12x._DISPATCH: None}):
+    with mock.patch.dict(sys.modules, {DISPATCH: None}):
         show({"case": "no kernels in FlashInfer", **attempt(dispatch)})
 
 

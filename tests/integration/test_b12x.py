@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from trtllm_b12x.kernels import Geometry, b12x
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.b12x.compiler import DISPATCH, signatures
+from trtllm_b12x.kernels.b12x.scratch import fitting
 
 SERVED = ["nothing", "damaged objects in the cache", "damaged index of the cache", "no compiler on the path"]
 FAULTS = {
@@ -50,6 +52,7 @@ def test_a_fault_is_one_line_for_every_layer_and_keeps_nothing(cases: dict[str, 
     assert len(found["errors"]) == 2
     assert all(error.startswith(f"PlanError: {FAULTS[fault]}") and "\n" not in error for error in found["errors"])
     assert found["errors"][0] == found["errors"][1]
+    assert found["remembered"] == (fault != "out of memory")
     assert (found["plans"], found["workspaces"]) == (0, 0)
 
 
@@ -59,6 +62,19 @@ def test_layers_of_one_geometry_share_and_leave_nothing_behind(cases: dict[str, 
     assert found["bytes"] > 0
     assert found["left"] == 0
     assert found["unplanned"].startswith("no kernel is planned for 5 tokens, only for 1-2: ")
+
+
+def test_a_second_start_compiles_nothing(cases: dict[str, dict[str, Any]]) -> None:
+    found = cases["restart"]
+    assert found["loaded"] == found["compiled"] == ["direct_micro", "micro", "static"]
+    assert found["compiled again"] == 0
+
+
+def test_micro_is_compiled_from_a_source_with_its_barrier(cases: dict[str, dict[str, Any]]) -> None:
+    found = cases["restart"]["micro"]
+    assert found["own"] == (found["digest"] == "")
+    if not found["own"]:  # FlashInfer up to 0.7.2
+        assert f"barrier_{found['digest']}_micro_m1" in cases["stderr"]["text"]
 
 
 def test_kinds(cases: dict[str, dict[str, Any]]) -> None:
@@ -71,7 +87,7 @@ def test_kinds(cases: dict[str, dict[str, Any]]) -> None:
 def test_flashinfers_own_padding_is_never_reached(cases: dict[str, dict[str, Any]], size: int, planned: int) -> None:
     found = cases[f"padding {size}"]
     assert found["planned"] == planned
-    assert found["summary"] == ["static: 1-3 tokens"]
+    assert found["summary"][0] == "static: 1-3 tokens"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +101,7 @@ def test_flashinfers_own_padding_is_never_reached(cases: dict[str, dict[str, Any
     ],
 )
 def test_a_workspace_stays_below_what_offsets_can_reach(sizes: tuple[int, int, int, int], tokens: int) -> None:
-    assert b12x._fitting(Geometry(*sizes, "Swiglu"), 63) == tokens
+    assert fitting(Geometry(*sizes, "Swiglu"), 63) == tokens
 
 
 def test_what_the_driver_relies_on_in_the_installed_flashinfer() -> None:
@@ -96,8 +112,8 @@ def test_what_the_driver_relies_on_in_the_installed_flashinfer() -> None:
     for name in ("moe_static_kernel.py", "moe_micro_kernel.py"):
         assert "cooperative=True" in (folder / name).read_text()
     assert "cooperative=self.compile_time_phase == 0" in (folder / "moe_direct_micro_kernel.py").read_text()
-    dispatch = __import__("importlib").import_module(b12x._DISPATCH)
-    assert set(b12x._signatures(dispatch)) == {"static", "micro"}
+    dispatch = __import__("importlib").import_module(DISPATCH)
+    assert set(signatures(dispatch)) == {"static", "micro", "direct_micro"}
     wanted = {"state_E", "weight_E", "m", "k", "n", "num_topk", "max_rows", "topk_ids_dtype", "mac_override", "activation"}
     for name in ("_get_static_kernel", "_get_micro_kernel"):
         assert wanted <= set(inspect.signature(getattr(dispatch, name)).parameters)

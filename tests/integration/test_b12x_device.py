@@ -18,11 +18,12 @@ from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.integration.sm12x_on_hopper import Bed, sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.build import Options
-from trtllm_b12x import fused_moe
+from trtllm_b12x import votes
 from trtllm_b12x.checkpoint import Checkpoint
 from trtllm_b12x.host.embedded import AuxStreamType
-from trtllm_b12x.kernels import KernelWeights, b12x
-from trtllm_b12x.kernels.b12x import B12xKernel
+from trtllm_b12x.kernels import b12x
+from trtllm_b12x.kernels.b12x import B12xKernel, compiler, launch, sources
+from trtllm_b12x.kernels.b12x.scratch import Scratch
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.verification import Case, Ranks, verify_layer
 
@@ -48,7 +49,8 @@ def unplanned(bed: Bed) -> Iterator[None]:
 def forget() -> None:
     b12x._plans.clear()
     b12x._failed.clear()
-    fused_moe._votes.clear()
+    compiler._compiled.clear()
+    votes.forget()
 
 
 def built(gated: bool = True, seed: int = 0, **arguments: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -79,7 +81,7 @@ def test_numbers_on_both_sides_of_the_crossover(bed: Bed, tokens: int, gated: bo
     before = len(bed.launched)
     result = module(x.cuda(), logits.cuda()).cpu()
     launched = [name.split("_")[0] for name in bed.launched[before:]]
-    assert launched == ([] if tokens >= 64 else ["direct" if tokens < 8 else "micro" if tokens == 8 else "static"])
+    assert launched == ([] if tokens >= 64 else ["direct" if tokens < 8 else "barrier" if tokens == 8 else "static"])
     none, kernel = layers.errors(module, x, logits, result, tensors)
     assert none <= 0.05
     if tokens < 64:
@@ -226,18 +228,20 @@ def test_the_self_test_passes_right_kernels() -> None:
     module, _ = built()
     outcomes = module.backend.kernel._plan.outcomes
     assert {outcome.kernel for outcome in outcomes} == {"direct_micro", "micro", "static"}
-    assert all(outcome.error is not None and outcome.error <= 0.01 for outcome in outcomes), list(map(str, outcomes))
+    assert all(outcome.error <= 0.01 and outcome.worst <= 0.05 for outcome in outcomes), list(map(str, outcomes))
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_micro_without_its_barrier_is_left_out(gated: bool) -> None:
-    """Warps sleep at random behind barriers; the missing one shows then, and nothing else does."""
-    with sm12x_on_hopper(options=Options(mend_micro=False, stagger=True)) as bed:
+    """As FlashInfer ships it, while warps sleep at random behind barriers; the missing one shows then, and nothing else does."""
+    as_shipped = mock.patch.object(sources, "with_barrier", lambda source: source)
+    with as_shipped, sm12x_on_hopper(options=Options(mend_micro=False, stagger=True)) as bed:
         forget()
         module, tensors = built(gated)
         summary = module.backend.kernel.summary()
         (left_out,) = [line for line in summary if line.startswith("left out")]
         assert "micro, 8 tokens: error" in left_out
+        assert "beyond" in left_out
         assert "flashinfer-python 0.7.2" in left_out
         x, logits = layers.inputs(module, 8, tensors)
         result = module(x.cuda(), logits.cuda()).cpu()
@@ -247,14 +251,14 @@ def test_micro_without_its_barrier_is_left_out(gated: bool) -> None:
 
 
 def test_a_plan_without_a_right_kernel_leaves_the_layer_to_cutlass() -> None:
-    """What every kernel gets is wrong: FC2's scale of one expert that the test uses."""
-    real = b12x._SOURCES["down_alpha"]
+    """What static gets is wrong: FC2's scale of one expert."""
+    real: Any = launch._TENSORS["down_alpha"]
 
-    def wrong(workspace: Any, weights: KernelWeights) -> torch.Tensor:
-        return real(workspace, weights) * torch.tensor([1.5] + [1.0] * (E - 1), device="cuda")
+    def wrong(*given: Any) -> torch.Tensor:
+        return real(*given) * torch.tensor([1.0] * (E - 1) + [1.5], device="cuda")
 
     tensors = random_experts(E, H, SIZE)
-    with mock.patch.dict(b12x._SOURCES, down_alpha=wrong), torch.device("cuda"):
+    with mock.patch.dict(launch._TENSORS, down_alpha=wrong), torch.device("cuda"):
         module = layers.load(layers.create(E, H, SIZE, top_k=TOP_K), tensors)
     assert [reason.name for reason in module.backend.verdict.reasons] == ["KERNEL_PLAN_FAILED"]
     assert "static" in str(module.backend.verdict)
@@ -264,6 +268,159 @@ def test_a_plan_without_a_right_kernel_leaves_the_layer_to_cutlass() -> None:
     del module
     torch.cuda.empty_cache()
     assert not b12x._plans
+
+
+@pytest.mark.parametrize("filler", [0, 0x7F])
+def test_dummy_weights_wait_for_real_ones(filler: int) -> None:
+    """All zero, and block scales that are no number: nothing is served that was not tested, and every layer once one was."""
+    tensors, kernels = random_experts(E, H, SIZE), []
+    nothing = {name: t.clone() for name, t in tensors.items()}
+    for name, tensor in nothing.items():
+        if name.endswith("weight_scale"):
+            tensor.view(torch.uint8).fill_(filler)
+    for given in (nothing, nothing, tensors):
+        with torch.device("cuda"):
+            module = layers.create(E, H, SIZE, top_k=TOP_K)
+        kernels.append(layers.load(module, given).backend.kernel)
+        assert [kernel.serves(8) for kernel in kernels] == [given is tensors] * len(kernels)
+    first = module.backend
+    assert first.verdict.served
+
+
+# ---- what a busy process does --------------------------------------------------------------------------------------------
+
+
+def test_two_graphs_replayed_at_once_have_memory_of_their_own() -> None:
+    (first, tensors), (second, _) = built(), built(seed=7)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    for tokens in SIZES:
+        given = [drawn(first, tokens, tensors, seed) for seed in (1, 2)]
+        expected = [layers.run_moe(m.backend, *g) for m, g in zip((first, second), given, strict=True)]
+        with captured(first.backend, *given[0]) as (one, left), captured(second.backend, *given[1]) as (two, right):
+            for replay in range(300):
+                for stream, graph in zip(streams, (one, two), strict=True):
+                    with torch.cuda.stream(stream):
+                        graph.replay()
+                third = layers.run_moe(second.backend, *given[1]) if replay % 3 == 0 else expected[1]
+                torch.cuda.synchronize()
+                for result, wanted in ((left, expected[0]), (right, expected[1]), (third, expected[1])):
+                    assert distance(result, wanted) <= (ATOMIC if tokens == 8 else 0), (tokens, replay)
+
+
+def test_scratch_memory_of_graphs_that_share_a_pool_is_taken_once() -> None:
+    module, tensors = built()
+    plan, pool = module.backend.kernel._plan, torch.cuda.graph_pool_handle()
+    graphs, used = [], []
+    for tokens in (40, 16, 24, 63):
+        given = drawn(module, tokens, tensors)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            for _ in range(3):
+                layers.run_moe(module.backend, *given)
+        graphs.append(graph)
+        used.append(torch.cuda.memory_reserved())
+    assert used[-1] - used[0] <= plan.scratch.nbytes() // 2 + (4 << 20)
+
+
+def test_a_layer_that_is_moved_ends_where_it_began() -> None:
+    module, tensors = built()
+    backend, given = module.backend, drawn(module, 16, tensors)
+    expected = layers.run_moe(backend, *given)
+    kernel, plan = backend.kernel, backend.kernel._plan
+    with captured(backend, *given) as (graph, result):
+        module.cuda()  # nothing to move
+        assert backend.kernel is kernel
+        others = [torch.full((1 << 20,), 7, device="cuda", dtype=torch.uint8) for _ in range(64)]  # what was freed is taken
+        for _ in range(10):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
+        del others
+    module.cpu()
+    assert backend.kernel is None
+    assert backend.verdict.served
+    module.cuda()
+    assert backend.kernel is kernel
+    assert backend.kernel._plan is plan
+    before = len(plan.outcomes)
+    assert torch.equal(layers.run_moe(backend, *given), expected)
+    assert len(plan.outcomes) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("gated", [True, False])
+def test_an_id_of_no_expert_touches_nothing(gated: bool, dtype: torch.dtype) -> None:
+    """What a router makes of logits that are no number, in one route of one token."""
+    module, tensors = built(gated)
+    reference = ReferenceKernel()
+    reference.plan(module.backend.kernel.geometry, 64, torch.device("cuda"))
+    reference.bind(module.backend.kernel.weights)
+    ids_of_no_expert = [E, E + 1, 1 << 20, 2**31 - 1, -1, -(2**31)] + ([2**32, -(2**40)] if dtype is torch.int64 else [])
+    for tokens in (1, 4, 8, 16, 63):
+        x, ids, scales = drawn(module, tokens, tensors)
+        untouched = layers.run_moe(module.backend, x, ids, scales)
+        for bad in ids_of_no_expert:
+            given = ids.to(dtype)
+            given[-1, 1] = bad
+            result = layers.run_moe(module.backend, x, given, scales)
+            assert distance(result, reference.run(x, given, scales)) <= 0.02, (tokens, bad)
+            if tokens > 1:
+                assert distance(result[:-1], untouched[:-1]) <= (ATOMIC if tokens == 8 else 0)
+        torch.cuda.synchronize()
+
+
+def test_memory_that_ran_out_once_is_asked_for_again() -> None:
+    real, calls = Scratch.allocate, []
+
+    def out_of_memory_once(*given: Any) -> Scratch:
+        calls.append(given)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(*given)
+
+    tensors = random_experts(E, H, SIZE)
+    with mock.patch.object(Scratch, "allocate", out_of_memory_once), torch.device("cuda"):
+        first, second = (layers.load(layers.create(E, H, SIZE, top_k=TOP_K), tensors) for _ in range(2))
+    assert "OutOfMemoryError" in str(first.backend.verdict)
+    assert type(second.backend.kernel) is B12xKernel
+
+
+def test_what_was_planned_in_inference_mode_runs_outside_it() -> None:
+    with torch.inference_mode():
+        module, tensors = built()
+    for tokens in SIZES:
+        given = drawn(module, tokens, tensors)
+        with captured(module.backend, *given) as (graph, result):
+            graph.replay()
+        assert distance(layers.run_moe(module.backend, *given), result) <= ATOMIC
+
+
+def test_a_stream_that_is_gone_is_not_waited_for() -> None:
+    from cuda.bindings import runtime
+
+    module, tensors = built()
+    given = drawn(module, 16, tensors)
+    expected = layers.run_moe(module.backend, *given)
+    for _ in range(3):
+        status, handle = runtime.cudaStreamCreate()
+        assert not int(status)
+        with torch.cuda.stream(torch.cuda.ExternalStream(int(handle))):
+            result = layers.run_moe(module.backend, *given)
+            torch.cuda.current_stream().synchronize()
+        assert torch.equal(result, expected)
+        assert not int(runtime.cudaStreamDestroy(handle)[0])
+        assert torch.equal(layers.run_moe(module.backend, *given), expected)
+
+
+def test_the_self_test_gives_its_memory_back() -> None:
+    tensors = random_experts(E, H, SIZE)
+    with torch.device("cuda"):
+        module = layers.create(E, H, SIZE, top_k=TOP_K)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        backend = layers.load(module, tensors).backend
+    assert backend.kernel.workspace is not None
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() <= before + (32 << 20)
 
 
 # ---- a soak --------------------------------------------------------------------------------------------------------------
@@ -288,7 +445,7 @@ def soak(ep: int, calls: int) -> int:
     kernel = module.backend.kernel
     reference = ReferenceKernel()
     reference.plan(dataclasses.replace(kernel.geometry), kernel.capacity, torch.device("cuda"))
-    reference.bind(kernel.weights)
+    reference.bind(kernel.weights, module.backend.slot_start)
     rng = random.Random(0)
     torch.manual_seed(0)
     # Within the calibrated range, and off rounding ties, where two correct kernels may round apart.
@@ -331,9 +488,7 @@ def soak(ep: int, calls: int) -> int:
             if kind == "remote" and ep == 2:
                 assert not result.any()
             elif tokens:
-                local = ids - module.backend.slot_start
-                local = torch.where((local >= 0) & (local < kernel.geometry.num_experts), local, -1)
-                expected = reference.run(x, local, scales)
+                expected = reference.run(x, ids, scales)
                 error = (result - expected).float()[good].norm() / expected.float()[good].norm().clamp(min=1e-30)
                 assert not good.any() or float(error) <= 0.02, (call, kind, tokens, float(error))
         outputs.fill_(torch.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from trtllm_b12x.decision import Verdict
 
 WORLD = 2
 TIMEOUT_S = 180
@@ -113,10 +116,105 @@ def a_kernel_that_one_rank_cannot_have(rank: int) -> None:
     assert trtllm_b12x.status().reasons == {"KERNEL_PLAN_FAILED": 1}
 
 
-ALONE = pytest.param(a_kernel_that_one_rank_cannot_have, marks=pytest.mark.embedded)
+def votes_about_layers(rank: int) -> None:
+    """Each vote is about one layer: met in another order, built on one rank alone, or failing at the second of its sizes."""
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from trtllm_b12x.kernels.reference import ReferenceKernel
+
+    bind = ReferenceKernel.bind
+    failing: set[int] = set()
+
+    def fails_where_told(self: Any, *given: Any) -> None:
+        if self.geometry.num_experts in failing:
+            raise MemoryError("no memory for A")
+        bind(self, *given)
+
+    ReferenceKernel.bind = fails_where_told  # type: ignore
+    mapping = {"world_size": WORLD, "rank": rank, "tp_size": WORLD, "moe_ep_size": WORLD}
+    a, b, c = (layers.create(experts, 128, 256, mapping=mapping, layer_idx=0) for experts in (4, 8, 12))
+    failing.update({2} if rank == 1 else {})
+    for module, experts in ((a, 4), (b, 8), (c, 12)) if rank else ((b, 8), (c, 12), (a, 4)):
+        layers.load(module, random_experts(experts, 128, 256))
+        if rank:  # a draft model of this rank, after each
+            layers.load(layers.create(4, 128, 256), random_experts(4, 128, 256))
+    found = {experts: str(module.backend.verdict) for experts, module in ((4, a), (8, b), (12, c))}
+    assert found[8] == found[12] == "b12x", found
+    assert f"KERNEL_PLAN_FAILED: {'' if rank else 'rank 1: '}MemoryError: no memory for A" in found[4]
+
+    module, _ = _layer(rank, 2, 1)
+    assert module.backend.verdict.served
+    failing.update({4} if rank == 1 else {})
+    for _ in range(2):
+        second, _ = _layer(rank, 2, 1)
+        assert [reason.name for reason in second.backend.verdict.reasons] == ["KERNEL_PLAN_FAILED"]
+        assert second.backend.kernel is None
+    assert module.backend.verdict.served
+
+
+def what_is_gathered_is_agreed(rank: int) -> None:
+    """bf16 tokens only where every rank serves the layer: by its switch, by its kernel, and where the layer is the host's own."""
+    from tests import layers
+    from trtllm_b12x import votes
+    from trtllm_b12x.kernels.reference import ReferenceKernel
+
+    def judged(reasons: list[str], **arguments: Any) -> None:
+        module, tensors = _layer(rank, 1, 2, attention_dp=True, **arguments)
+        assert [reason.name for reason in getattr(module.backend, "verdict", Verdict()).reasons] == reasons
+        for counts in ([3, 5], [40, 20]):
+            x, logits = layers.inputs(module, counts[rank], tensors, seed=rank)
+            result = module(x, logits, all_rank_num_tokens=counts)
+            assert layers.errors(module, x, logits, result, tensors)[0] < 0.05, counts
+
+    start = time.monotonic()
+    os.environ["TRTLLM_B12X_GATHER_BF16"] = str(1 - rank)
+    judged(["ATTENTION_DP"] if rank else ["KERNEL_PLAN_FAILED"])
+    os.environ["TRTLLM_B12X_GATHER_BF16"] = "1"
+    votes.failed.clear()
+    plan = ReferenceKernel.plan
+    if rank == 1:
+        ReferenceKernel.plan = lambda *arguments: 1 / 0  # type: ignore
+    judged(["KERNEL_PLAN_FAILED"])
+    ReferenceKernel.plan = plan  # type: ignore
+    votes.failed.clear()
+    judged([])
+    assert time.monotonic() - start < votes.PRESENCE_S
+
+
+def a_rank_without_the_package(rank: int) -> None:
+    """Nothing of ours is built on rank 1: named once by the other, which gathers as the host does and waits once."""
+    from tests import layers
+    from trtllm_b12x import votes
+    from trtllm_b12x.log import logger
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    os.environ["TRTLLM_B12X_GATHER_BF16"] = "1"
+    votes.PRESENCE_S = 1.0
+    for _ in range(3):
+        module, tensors = _layer(rank, 1, 2, attention_dp=True, promote=rank == 0)
+        if rank == 0:
+            (rejection,) = module.backend.verdict.rejections
+            assert rejection.detail == "rank 1 does not answer"
+        x, logits = layers.inputs(module, 5, tensors, seed=rank)
+        assert layers.errors(module, x, logits, module(x, logits, all_rank_num_tokens=[5, 5]), tensors)[0] < 0.05
+    assert sum("no answer from ranks [1]" in line for line in lines) == 1 - rank
+
+
+EMBEDDED = [
+    pytest.param(job, marks=pytest.mark.embedded)
+    for job in (
+        a_kernel_that_one_rank_cannot_have,
+        votes_about_layers,
+        what_is_gathered_is_agreed,
+        a_rank_without_the_package,
+    )
+]
 """In doubles: MPI workers, in test_hosts.py."""
 
 
-@pytest.mark.parametrize("job", [reduced, attention_dp, ALONE])
+@pytest.mark.parametrize("job", [reduced, attention_dp, *EMBEDDED])
 def test_ranks(job: Callable[[int], None], tmp_path: Path) -> None:
     run_ranks(job, tmp_path)

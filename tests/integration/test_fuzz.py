@@ -1,12 +1,17 @@
-"""A thousand damaged checkpoints: one clear line, a failed number, or a sound pass; never a traceback, never a wrong pass."""
+"""Damaged checkpoints: one clear line, a failed number, or a sound pass; never a traceback, never a wrong pass.
+
+``FUZZ_EXAMPLES=5000 pytest tests/integration/test_fuzz.py`` tries more of them.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 import tempfile
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -19,6 +24,8 @@ from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x.cli import main
 
 EXPERTS, HIDDEN, SIZE = 3, 128, 16
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
+PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 KEYS = {
     "num_experts_per_tok": "config.json",
     "num_experts": "config.json",
@@ -46,7 +53,16 @@ def sound_files() -> dict[str, bytes]:
 
 @st.composite
 def damages(draw: st.DrawFn) -> tuple[str, Any]:
-    kind = draw(st.sampled_from(["header", "entry", "data", "truncate", "scalar", "json", "json value"]))
+    kind = draw(st.sampled_from(["header", "entry", "data", "truncate", "scalar", "json", "json value", "matrix", "matrix"]))
+    if kind == "matrix":
+        changes = ["zero", "random", "turn", "roll", "exchange", "negate", "ones", "half"]
+        matrix = st.tuples(st.integers(0, EXPERTS - 1), st.sampled_from(sorted(PROJECTIONS)))
+        return kind, (
+            draw(matrix),
+            draw(matrix),
+            draw(st.sampled_from(["weight", "weight_scale"])),
+            draw(st.sampled_from(changes)),
+        )
     if kind == "header" or kind == "data":
         return kind, draw(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8))
     if kind == "truncate":
@@ -114,6 +130,13 @@ def apply(files: dict[str, bytes], damage: tuple[str, Any]) -> dict[str, bytes]:
         start = entries[scalars[what[0] % len(scalars)]]["data_offsets"][0]
         data[start : start + 4] = struct.pack("<f", what[1])
         blob = blob[: 8 + length] + bytes(data)
+    elif kind == "matrix":
+        bytes_of = {name: slice(*entries[name]["data_offsets"]) for name in names}
+        first, second = (
+            bytes_of[f"model.layers.0.mlp.experts.{expert}.{projection}.{what[2]}"] for expert, projection in what[:2]
+        )
+        data[first], data[second] = damaged_matrix(bytes(data[first]), bytes(data[second]), what[3])
+        blob = blob[: 8 + length] + bytes(data)
     elif kind == "entry":
         number, change, amount, dtype = what
         name = names[number % len(names)]
@@ -143,12 +166,62 @@ def apply(files: dict[str, bytes], damage: tuple[str, Any]) -> dict[str, bytes]:
     return files
 
 
+def damaged_matrix(one: bytes, other: bytes, change: str) -> tuple[bytes, bytes]:
+    """The bytes of a matrix after ``change``, and those of another one; scales stay scales, as both are bytes below 0x7F."""
+    if change == "exchange":
+        return other, one
+    if one == other:
+        return one, one
+    mask = 0x7F if max(one) < 0x7F else 0xFF
+    edits = {
+        "zero": lambda: bytes(len(one)),
+        "ones": lambda: bytes([0x22]) * len(one),
+        "random": lambda: bytes(Random(0).randrange(mask) for _ in one),
+        "turn": lambda: one[::-1],
+        "roll": lambda: one[7:] + one[:7],
+        "negate": lambda: bytes(byte ^ (0x88 if mask == 0xFF else 0) for byte in one),
+        "half": lambda: one[: len(one) // 2] + bytes(len(one) - len(one) // 2),
+    }
+    return edits[change](), other
+
+
+@cache
+def original_model() -> Path:
+    """What the sound files stand for, unquantized."""
+    tensors = load(sound_files()["model.safetensors"])
+    plain = {
+        f"{expert}.{own}.weight": matrix(tensors, expert, name) for expert in range(EXPERTS) for name, own in PROJECTIONS.items()
+    }
+    directory = Path(tempfile.mkdtemp())
+    return write_checkpoint(directory, [plain], top_k=2, quantization={"quant_algo": None})
+
+
+def matrix(tensors: dict[str, torch.Tensor], expert: int, projection: str) -> torch.Tensor:
+    """float32 ``(rows, K)``, worked out without the package."""
+    prefix = f"model.layers.0.mlp.experts.{expert}.{projection}."
+    packed = tensors[prefix + "weight"].long()
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[codes & 7] * (1 - 2 * (codes >> 3))
+    return values * tensors[prefix + "weight_scale"].float().repeat_interleave(16, 1) * tensors[prefix + "weight_scale_2"]
+
+
+def moved(files: dict[str, bytes]) -> float:
+    """The largest relative change of any expert's matrix."""
+    before, after = load(sound_files()["model.safetensors"]), load(files["model.safetensors"])
+    changes = []
+    for expert in range(EXPERTS):
+        for projection in PROJECTIONS:
+            old, new = matrix(before, expert, projection), matrix(after, expert, projection)
+            changes.append(float((new - old).norm() / old.norm()))
+    return max(changes)
+
+
 def sound(files: dict[str, bytes]) -> bool:
     """What a pass claims, checked without the package: every tensor of every expert is there, whole, and a scale is a scale."""
     tensors = load(files["model.safetensors"])
     shapes = {"weight": 2, "weight_scale": 16}
     for expert in range(EXPERTS):
-        for projection in ("gate_proj", "up_proj", "down_proj"):
+        for projection in PROJECTIONS:
             rows, columns = (HIDDEN, SIZE) if projection == "down_proj" else (SIZE, HIDDEN)
             for kind in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
                 tensor = tensors[f"model.layers.0.mlp.experts.{expert}.{projection}.{kind}"]
@@ -160,19 +233,26 @@ def sound(files: dict[str, bytes]) -> bool:
     return True
 
 
-# The same thousand in every run (derandomize): a failure in CI is a failure everywhere.
+# The same in every run (derandomize): a failure in CI is a failure everywhere.
 @settings(
-    max_examples=1000, deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(damage=damages())
-def test_no_damage_passes_unseen(tmp_path: Path, damage: tuple[str, Any]) -> None:
+@given(damage=damages(), with_original=st.booleans())
+def test_no_damage_passes_unseen(tmp_path: Path, damage: tuple[str, Any], with_original: bool) -> None:
     torch.set_num_threads(1)
     damaged = apply(sound_files(), damage)
     for name, content in damaged.items():
         (tmp_path / name).write_bytes(content)
     report = tmp_path / "report.out"
     report.unlink(missing_ok=True)
-    result = CliRunner().invoke(main, ["verify", str(tmp_path), "--tokens", "63,64", "--require-b12x", "--json", str(report)])
+    arguments = ["verify", str(tmp_path), "--tokens", "63,64", "--require-b12x", "--json", str(report)]
+    if with_original:
+        arguments += ["--original", str(original_model())]
+    result = CliRunner().invoke(main, arguments)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     if result.exit_code == 2:
         (line,) = result.output.splitlines()
@@ -186,6 +266,8 @@ def test_no_damage_passes_unseen(tmp_path: Path, damage: tuple[str, Any]) -> Non
         assert layers[0]["bits_exact"] is True
         assert layers[0]["num_experts"] == EXPERTS
         assert all(isinstance(case[key], float) for case in layers[0]["cases"] for key in ("rel_l2_none", "error"))
+        assert layers[0]["full_blocks"] > 0.999
+        assert not with_original or moved(damaged) <= 0.2
     else:
         assert result.exit_code == 1
         assert layers[0]["failures"] or any(case["failures"] for case in layers[0]["cases"])

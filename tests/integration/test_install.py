@@ -22,6 +22,7 @@ BROUGHT_BY_THE_HOST = {
     # transformers 4.57 (filelock, safetensors, tqdm).  Old versions on purpose.
     "click": "8.1.0",
     "filelock": "3.12.0",
+    "packaging": "23.0",
     "rich": "13.0.0",
     "safetensors": "0.4.3",
     "tqdm": "4.66.0",
@@ -56,7 +57,8 @@ def environment(directory: Path, pins: Path) -> Path:
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip())
     exact = re.findall(r"^([\w.-]+)[=~]=([\w.]+)$", pins.read_text(), re.MULTILINE)
-    torch = "2.12.0" if "torch>=2.12" in pins.read_text() else "2.9.0"
+    oldest = re.search(r"^torch>=([\d.]+?)a0", pins.read_text(), re.MULTILINE)
+    torch = oldest.group(1) if oldest else "2.9.0"
     installed = {"torch": torch, **BROUGHT_BY_THE_HOST, **dict(exact)}
     for name, version in installed.items():
         info = site / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -92,13 +94,12 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
         names = archive.namelist()
         metadata = message_from_string(archive.read(next(n for n in names if n.endswith("METADATA"))).decode())
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"trtllm_b12x", "trtllm_b12x.pth", next(t for t in tops if t.endswith(".dist-info"))}
+    assert tops == {"trtllm_b12x", "trtllm_b12x.pth", "trtllm_b12x.start", next(t for t in tops if t.endswith(".dist-info"))}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
     requirements = metadata.get_all("Requires-Dist") or []
-    kernels = dict(re.match(r"([\w-]+)(.*?);", r).groups() for r in requirements if "extra ==" in r)  # type: ignore[union-attr,misc]
-    assert set(kernels) == {"flashinfer-python", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13"}
-    assert kernels["nvidia-cutlass-dsl"].strip() == kernels["nvidia-cutlass-dsl-libs-cu13"].strip()
+    kernels = {re.split(r"[<>=;]", r)[0].strip() for r in requirements if "extra ==" in r}
+    assert kernels == {"flashinfer-python", "nvidia-cutlass-dsl[cu13]"}
     # Without a bound, no version that a host has can be wrong.
-    assert {r for r in requirements if "extra ==" not in r} == {"click", "filelock", "rich", "safetensors", "torch"}
-    assert metadata.get_all("Provides-Extra") == ["kernels"]
+    assert {r for r in requirements if "extra ==" not in r} == {"click", "filelock", "packaging", "rich", "safetensors", "torch"}
+    assert set(metadata.get_all("Provides-Extra") or ()) == {"kernels", "expert-parallel"}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import pkgutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -101,3 +104,73 @@ def test_a_module_without_what_is_rebound_is_not_half_patched() -> None:
             selection.patch(module)
         assert module.get_moe_cls is original
     selection.uninstall()
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def pth(code: str, **variables: str) -> list[str]:
+    """What ``code`` prints in an interpreter that ran the ``.pth``, with a ``tensorrt_llm`` to import."""
+    start = f"exec(open({str(ROOT / 'trtllm_b12x.pth')!r}).read())\nimport sys\n"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM")}
+    command = [sys.executable, "-S", "-c", f"{start}sys.path += [{str(ROOT)!r}, '.']\n{code}"]
+    folder = Path(variables.pop("folder"))
+    (folder / "tensorrt_llm").mkdir(exist_ok=True)
+    (folder / "tensorrt_llm/__init__.py").touch()
+    result = subprocess.run(command, cwd=folder, env={**inherited, **variables}, capture_output=True, text=True, check=True)
+    return result.stdout.split()
+
+
+FOUND = """
+print(sum(name.startswith('trtllm_b12x') for name in sys.modules))
+import tensorrt_llm
+print([getattr(finder, '__name__', type(finder).__name__) for finder in sys.meta_path[:2]])
+"""
+
+
+def test_the_pth_reads_nothing_until_the_host_is_imported(tmp_path: Path) -> None:
+    assert pth(FOUND, folder=str(tmp_path)) == ["0", "['Finder',", "'TrtllmB12xWaits']"]
+
+
+@pytest.mark.parametrize("word", ["0", "false", " OFF ", "No"])
+def test_off_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    assert pth(FOUND, folder=str(tmp_path), TRTLLM_B12X=word)[1] == "['BuiltinImporter',"
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.setenv("TRTLLM_B12X", word)
+    bootstrap.startup()
+    assert sys.meta_path == []
+
+
+def test_a_broken_package_breaks_no_import(tmp_path: Path) -> None:
+    (tmp_path / "trtllm_b12x.py").write_text("1 / 0")
+    code = "sys.path.insert(0, '.')\nimport tensorrt_llm\nprint('imported')"
+    assert pth(code, folder=str(tmp_path)) == ["imported"]
+
+
+def test_uninstalled_before_the_host_is_imported(tmp_path: Path) -> None:
+    code = "from trtllm_b12x import bootstrap\nprint(bootstrap.watching())\nbootstrap.stop()\n"
+    assert pth(code + "import tensorrt_llm\nprint(bootstrap.watching())", folder=str(tmp_path)) == ["True", "False"]
+
+
+def test_the_start_file_names_what_the_pth_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEP 829: one ``package.module:callable`` a line, called without arguments."""
+    (line,) = (ROOT / "trtllm_b12x.start").read_text().splitlines()
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delenv("TRTLLM_B12X", raising=False)
+    bootstrap.stop()
+    assert not bootstrap.watching()
+    pkgutil.resolve_name(line)()
+    assert bootstrap.watching()
+
+
+def test_the_installed_package_is_taken_not_the_working_directorys(tmp_path: Path) -> None:
+    """The search path as it was when the ``.pth`` ran: a program's own folder comes later."""
+    (tmp_path / "trtllm_b12x").mkdir()
+    (tmp_path / "trtllm_b12x/__init__.py").write_text("1 / 0")
+    (tmp_path / "tensorrt_llm").mkdir()
+    (tmp_path / "tensorrt_llm/__init__.py").touch()
+    code = f"import sys\nsys.path[:] = [p for p in sys.path if p] + [{str(ROOT)!r}]\n"
+    code += f"exec(open({str(ROOT / 'trtllm_b12x.pth')!r}).read())\nsys.path.insert(0, '.')\nimport tensorrt_llm\n"
+    code += "print(sys.modules['trtllm_b12x'].__file__, type(sys.meta_path[0]).__name__)"
+    result = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(ROOT / "trtllm_b12x/__init__.py"), "Finder"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,58 @@ def test_what_only_cutlass_does(
     assert seen["x_sf"] is not None
     assert arguments.items() <= seen.items()
     assert layers.errors(module, x[:4], logits[:4], result[:4], tensors)[0] < 0.05
+
+
+def test_lora_on_attention_alone_is_no_reason(
+    layer: tuple[Any, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts hand every layer all there is, and can tell whether it reaches these experts."""
+    module, tensors = layer
+    run_moe = host.CutlassFusedMoE.run_moe
+
+    def without_lora(self: Any, *args: Any, lora_params: Any = None, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = run_moe(self, *args, **kwargs)
+        return result
+
+    monkeypatch.setattr(host.CutlassFusedMoE, "run_moe", without_lora)
+    monkeypatch.setattr(host.CutlassFusedMoE, "_moe_lora_active", lambda self, given: "experts" in given, raising=False)
+    x, logits = layers.inputs(module, 5, tensors)
+    routing = module.routing_method.apply(logits)
+    for given, expected in (("attention", 1), ("experts", 0)):
+        with verification._kernel_calls(module.backend) as count:
+            module.backend.run_moe(x, *routing, output_dtype=torch.bfloat16, lora_params={given: 1})
+        assert count() == expected
+
+
+SAYS_IT = {"enable_alltoall", "workspace"} & set(inspect.signature(host.CutlassFusedMoE.run_moe).parameters)
+"""Empty for the first 1.2, whose calls are not told of an all-to-all; from C1 on it is in the call's record."""
+
+
+@pytest.mark.parametrize("told", ["by the wrapper", *(["by a call"] if SAYS_IT or host.generation == "embedded" else [])])
+def test_behind_an_all_to_all_nothing_is_promised(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    """b12x does not serve what comes out of it, so bf16 would be four times the bytes for nothing."""
+    from trtllm_b12x.decision import RejectReason
+
+    monkeypatch.setenv("TRTLLM_B12X_GATHER_BF16", "1")
+    monkeypatch.setattr(host.CutlassFusedMoE, "validate_configurable_moe", lambda self, moe: None, raising=False)
+    tensors = random_experts(6, 128, 192)
+    module = layers.load(layers.create(6, 128, 192, top_k=3), tensors)
+    backend = module.backend
+    x, logits = layers.inputs(module, 5, tensors)
+    assert backend.quantize_input(x)[0] is x
+    if told == "by the wrapper":
+        backend.validate_configurable_moe(SimpleNamespace(enable_alltoall=False))
+        assert backend.verdict.served
+        backend.validate_configurable_moe(SimpleNamespace(enable_alltoall=True))
+    else:
+        routing = module.routing_method.apply(logits)
+        result = backend.run_moe(x, *routing, is_sf_swizzled=False, output_dtype=torch.bfloat16, enable_alltoall=True)
+        assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
+    sent, scales = backend.quantize_input(x)
+    assert (sent.dtype, scales is None) == (torch.uint8, False)
+    assert backend.verdict.reasons == (RejectReason.ALLTOALL,)
+    backend.post_load_weights()
+    assert backend.kernel is None
 
 
 def test_scales_given_with_the_input(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
@@ -125,8 +178,8 @@ def test_a_kernel_that_cannot_be_planned_leaves_the_layer_to_cutlass(monkeypatch
     assert module.backend.verdict.rejections[0].detail == "RuntimeError: ptxas failed"
     x, logits = layers.inputs(module, 40, tensors)
     sent, scales = module.backend.quantize_input(x)
-    assert sent is x  # what is gathered has the form of the other ranks'
-    assert scales is None
+    assert sent.dtype is torch.uint8  # what is gathered has the form of the other ranks', none of which serves the layer
+    assert scales is not None
     assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
 
 
@@ -150,11 +203,14 @@ def test_load_balancer_and_lora_are_refused() -> None:
         "dtype": torch.bfloat16,
     }
     quant_config = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16)
-    lora = FlashInferNvfp4Sm12xFusedMoE(
-        **arguments, model_config=host.ModelConfig(quant_config=quant_config, lora_config={"rank": 8})
-    )
-    assert lora.verdict is not None
-    assert lora.verdict.reasons == (RejectReason.LORA,)
+    for targets, reasons in (
+        (["attn_q", "attn_v"], ()),
+        ([], ()),
+        (["attn_q", "MOE_H_to_4h"], (RejectReason.LORA,)),
+    ):
+        config = host.ModelConfig(quant_config=quant_config, lora_config=SimpleNamespace(lora_target_modules=targets))
+        lora = FlashInferNvfp4Sm12xFusedMoE(**arguments, model_config=config)
+        assert lora.verdict.reasons == reasons
     dynamic = host.ModelConfig(quant_config=quant_config)
     dynamic.force_dynamic_quantization = True
     rewritten = FlashInferNvfp4Sm12xFusedMoE(**arguments, model_config=dynamic)

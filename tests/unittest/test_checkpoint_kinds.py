@@ -28,19 +28,26 @@ def test_experts_with_very_different_scales(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         if name.endswith("weight_scale_2"):
             tensors[name] = tensor * 10.0 ** (2 * int(name[0]) - 3)
+        if name.endswith("w2.input_scale"):
+            tensors[name] = tensor * 1e6
     report = verified(write_checkpoint(tmp_path, [tensors], top_k=2))
     assert report.passed, report
 
 
 @pytest.mark.parametrize("zeros", [{1}, {0, 1, 2, 3}])
-def test_experts_of_zeros(tmp_path: Path, zeros: set[int]) -> None:
-    """nvidia-modelopt writes scales of zero for them, ours are then zero too."""
+@pytest.mark.parametrize("kind", ["", "weight", "weight_scale", "weight_scale_2"])
+def test_experts_of_zeros(tmp_path: Path, zeros: set[int], kind: str) -> None:
+    """nvidia-modelopt writes scales of zero for them; ours are then zero too, every number agrees, and nothing is right."""
     tensors = random_experts(4, 128, 160)
     for name, tensor in tensors.items():
-        if int(name[0]) in zeros and not name.endswith("input_scale"):
+        if int(name[0]) in zeros and name.endswith(kind) and not name.endswith("input_scale"):
             tensors[name] = torch.zeros_like(tensor)
     report = verified(write_checkpoint(tmp_path, [tensors], top_k=2))
-    assert report.passed, report
+    (failure,) = report.failures
+    assert failure.startswith(f"expert {min(zeros)} gate_proj, expert {min(zeros)} up_proj")
+    assert "all zero" in failure
+    assert report.bits_exact
+    assert not any(case.failures for case in report.cases)
 
 
 def test_an_expert_that_calibration_never_reached(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,14 +216,27 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
         (("--layers", "7"), "--layers 7: no MoE layer; there are 0, 1"),
         (("--layers", "x"), "'x' is not a list of numbers"),
         (("--tokens", "0"), "numbers from 1 up"),
-        (("--device", "quantum"), "--device quantum: not usable here"),
+        (("--device", "quantum"), "'quantum' is none of cpu, cuda, cuda:1"),
+        (("--device", "meta"), "'meta' is none of"),
+        (("--device", "cuda:77"), "cuda:77: not usable here"),
+        (("--tokens", "1-999999999999"), "numbers from 1 up to 16384"),
+        (("--tokens", "1-100"), "100 numbers; from 1 to 64"),
+        (("--tokens", "9" * 5000), "is not a list of numbers"),
+        (("--tokens", "5-2"), "0 numbers"),
+        (("--seed", "-1"), "--seed"),
+        (("--seed", "9" * 30), "--seed"),
+        (("--tp", "9" * 30), "--tp"),
+        (("--sample", "0"), "--sample"),
+        (("--json", tmp_path), "it is a folder"),
         (("--json", tmp_path / "no" / "r.json"), "its folder does not exist"),
         (("--original", tmp_path / "none"), "no such directory"),
     ):
         result = run("verify", directory, *arguments)
         assert result.exit_code == 2, result.output
         assert message in result.output
+        assert isinstance(result.exception, SystemExit)
     assert "no such directory" in run("verify", tmp_path / "none").output
+    assert "no such directory" in run("verify", "x" * 5000).output
 
 
 def test_json_that_cannot_be_written(directory: Path) -> None:
@@ -233,3 +249,155 @@ def test_help_and_version() -> None:
     assert "verify" in run("--help").output
     assert "Exit status" in run("verify", "--help").output
     assert __version__ in run("--version").output
+
+
+def test_hosts_that_refuse_the_split_are_named(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "model", [random_experts(4, 128, 192)], top_k=2)
+    result = run("verify", directory, "--tp", "2", "--ep", "2", "--tokens", "1", "--json", tmp_path / "report.json")
+    assert result.exit_code == 0, result.output
+    assert "warning: TensorRT-LLM from August 2026 on refuses it: intermediate size 96 per rank" in result.output
+    assert "no answer from ranks" not in result.output
+    assert len(json.loads((tmp_path / "report.json").read_text())["layers"][0]["warnings"]) == 1
+    assert "refuses it" not in run("verify", directory, "--tokens", "1").output
+
+
+def test_nothing_compared_is_no_pass(directory: Path, tmp_path: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    result = run("verify", directory, "--json", tmp_path / "r.json")
+    assert result.exit_code == 3
+    assert "model.layers.0.mlp: ACTIVATION" in result.output
+    assert result.output.strip().splitlines()[-1].startswith("NOTHING COMPARED: 0 of 2 MoE layers on b12x")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["passed"], report["status"]) == (False, "nothing compared")
+
+
+def test_a_layer_that_cannot_be_used_loses_no_other(directory: Path, tmp_path: Path) -> None:
+    edit_tensors(directory, **{E0.replace("0.mlp", "1.mlp") + "down_proj.weight_scale_2": torch.tensor(float("nan"))})
+    result = run("verify", directory, "--json", tmp_path / "r.json")
+    assert result.exit_code == 2
+    assert "model.layers.1.mlp.experts.0.down_proj.weight_scale_2 is nan" in result.output
+    assert re.search(r"model\.layers\.0\.mlp +b12x .* ok", result.output)
+    assert result.output.strip().splitlines()[-1].startswith("FAIL: 1 of 2 MoE layers on b12x")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [layer["passed"] for layer in report["layers"]] == [True]
+    assert list(report["errors"]) == ["model.layers.1.mlp"]
+    assert report["status"] == "unusable"
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+    from trtllm_b12x import verification
+
+    verify_layer, seen = verification.verify_layer, []
+
+    def watched(checkpoint: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append(json.loads((tmp_path / "r.json").read_text()))
+        if layer.index == 1 and interrupted:
+            raise KeyboardInterrupt
+        shares: list[float] = []
+        report = verify_layer(checkpoint, layer, *arguments, **{**options, "progress": shares.append})
+        assert len(shares) > 10
+        assert shares == sorted(shares)
+        assert shares[-1] == 1.0
+        return report
+
+    monkeypatch.setattr(verification, "verify_layer", watched)
+    result = run("verify", directory, "--json", tmp_path / "r.json")
+    assert [(report["status"], len(report["layers"])) for report in seen] == [("running", 0), ("running", 1)]
+    last = json.loads((tmp_path / "r.json").read_text())
+    if interrupted:
+        assert result.exit_code == 130
+        assert "interrupted: 1 of 2 layers were verified" in result.output
+        assert (last["status"], last["passed"], len(last["layers"])) == ("interrupted", False, 1)
+    else:
+        assert result.exit_code == 0
+        assert (last["status"], last["passed"], len(last["layers"])) == ("passed", True, 2)
+
+
+def test_sample(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, [random_experts(2, 128, 16, seed=i) for i in range(5)], top_k=1)
+    result = run("verify", tmp_path, "--sample", "3", "--tokens", "8")
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"^model\.layers\.(\d)\.mlp ", result.output, re.MULTILINE) == ["0", "2", "4"]
+    assert "PASS: 3 of 3 MoE layers on b12x (5 in all)" in result.output
+
+
+def test_json_on_standard_output(directory: Path) -> None:
+    result = CliRunner().invoke(main, ["verify", str(directory), "--tokens", "8", "--json", "-"])
+    assert json.loads(result.stdout)["status"] == "passed"
+    assert "PASS: 2 of 2" in result.stderr
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 110, 160])
+def test_the_verdict_stays_on_a_narrow_terminal(directory: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("verify", directory, "--layers", "0", "--tokens", "8").output.splitlines()
+    (row,) = [line for line in lines if "s.0.mlp" in line]
+    assert row.endswith("  ok")
+    assert len(row) <= columns
+    assert re.search(r" 0\.00\d\d ", row)
+
+
+def test_names_that_a_terminal_would_obey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.setenv("COLUMNS", "160")
+    write_checkpoint(tmp_path, [random_experts(2, 128, 16)], top_k=1)
+    file = tmp_path / "model.safetensors"
+    odd = "[bold]\x1b[31mm[/]\u202e.layers.0.mlp"
+    save_file({name.replace("model.layers.0.mlp", odd): tensor for name, tensor in load_file(file).items()}, file)
+    result = run("verify", tmp_path, "--tokens", "8")
+    assert result.exit_code == 0, result.output
+    assert r"[bold]\x1b[31mm[/]\u202e.layers.0.mlp  b12x" in result.output
+    assert "\x1b" not in result.output
+
+
+def swapped(tensors: dict[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
+    other = {"experts": {"0": "1", "1": "0"}, "gate and up": {"w1": "w3", "w3": "w1"}}[what]
+    return {".".join(other.get(part, part) for part in key.split(".")): tensor for key, tensor in tensors.items()}
+
+
+def test_what_changed_places_is_found_with_the_original_only(tmp_path: Path) -> None:
+    sound = [random_experts(3, 128, 64, seed=seed) for seed in (0, 1)]
+    plain = []
+    for layer in sound:
+        keys = [key.removesuffix(".weight") for key in layer if key.endswith(".weight")]
+        parts = ("weight", "weight_scale", "weight_scale_2")
+        plain.append({f"{key}.weight": dequantize_weight(*(layer[f"{key}.{part}"] for part in parts)) for key in keys})
+    original = write_checkpoint(tmp_path / "original", plain, top_k=2, quantization={"quant_algo": None})
+    mutants = {
+        "nothing": sound,
+        "experts": [swapped(sound[0], "experts"), sound[1]],
+        "gate and up": [swapped(sound[0], "gate and up"), sound[1]],
+        "layers": sound[::-1],
+    }
+    for name, layers in mutants.items():
+        directory = write_checkpoint(tmp_path / name, layers, top_k=2)
+        blind = run("verify", directory, "--tokens", "8")
+        assert blind.exit_code == 0, blind.output
+        assert "not told without --original: experts, layers, or gate and up that changed places" in blind.output
+        result = run("verify", directory, "--tokens", "8", "--original", original)
+        assert "not told without" not in result.output
+        assert result.exit_code == (0 if name == "nothing" else 1), result.output
+        assert ("weights differ from the original's (bound 20 %): expert 0" in result.output) == (name != "nothing")
+    for words in ("What a checkpoint cannot tell by itself", "--original"):
+        assert words in run("verify", "--help").output
+
+
+def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
+    layers = [random_experts(2, 128, 16, seed=i) for i in range(25)]
+    write_checkpoint(tmp_path / "model", layers, top_k=1)
+    command = [sys.executable, "-m", "trtllm_b12x", "verify", str(tmp_path / "model"), "--json", str(tmp_path / "r.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("model.layers.0.mlp "):
+                process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    assert re.fullmatch(r"interrupted: \d+ of 25 layers were verified\n", lines[-1])
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["status"] == "interrupted"
+    assert 0 < len(report["layers"]) < 25

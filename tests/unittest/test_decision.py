@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtllm_b12x.decision import Deployment, Environment, PayloadFault, Problem, RejectReason, decide
+from trtllm_b12x.decision import Deployment, Environment, PayloadFault, Problem, RejectReason, decide, refused_by_hosts
 
 KERNEL = Environment(kernel="k", activations=frozenset({"Swiglu", "Relu2"}), hidden_size_multiple=128, expert_parallel=True)
-
-SHAPE = Problem(num_experts=512, top_k=10, hidden_size=2560, intermediate_size=640)
 
 CASES = [
     (RejectReason.DISABLED, Problem(), Deployment(), Environment(enabled=False)),
@@ -29,9 +27,20 @@ CASES = [
         for dsl in ("4.5.0", "4.8.1")
     ),
     (RejectReason.FLASHINFER_MISSING, Problem(), Deployment(), Environment(flashinfer="none")),
-    (RejectReason.FLASHINFER_TOO_OLD, Problem(), Deployment(), Environment(flashinfer="0.6.16", exact_scales=False)),
-    (RejectReason.FLASHINFER_SHAPE, SHAPE, Deployment(), Environment(flashinfer="0.6.18.post1", exact_scales=True)),
-    (RejectReason.FLASHINFER_SHAPE, SHAPE, Deployment(), Environment(flashinfer="0.7.0", exact_scales=True)),
+    *(
+        (RejectReason.FLASHINFER_TOO_OLD, Problem(), Deployment(), Environment(flashinfer=version, exact_scales=exact))
+        for version, exact in (("0.6.0", False), ("0.6.16", False), ("0.6.17", True), ("0.6.17.post9", True))
+    ),
+    (RejectReason.FLASHINFER_BROKEN, Problem(), Deployment(), Environment(flashinfer="0.7.2", flashinfer_fault="cut off")),
+    (RejectReason.FLASHINFER_BROKEN, Problem(), Deployment(), Environment(flashinfer="0.7.2", exact_scales=False)),
+    (
+        RejectReason.FLASHINFER_BROKEN,
+        Problem(),
+        Deployment(),
+        Environment(flashinfer="0.6.18", mismatched=("flashinfer-cubin",)),
+    ),
+    (RejectReason.REQUIREMENT, Problem(), Deployment(), Environment(unmet=("nvidia-cutlass-dsl>=4.6.2a0 (4.5.0 is installed)",))),
+    (RejectReason.REQUIREMENT, Problem(), Deployment(), Environment(unmet=("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",))),
     (RejectReason.QUANTIZATION, Problem(quant_algo="FP8"), Deployment(), KERNEL),
     (RejectReason.QUANTIZATION, Problem(quant_algo="none"), Deployment(), KERNEL),
     (RejectReason.GROUP_SIZE, Problem(quant_algo="NVFP4", group_size=32), Deployment(), KERNEL),
@@ -115,35 +124,106 @@ def test_force_needs_a_proof() -> None:
     assert not decide(Problem(), environment=replace(bad, compile_proved=True, force=False)).served
 
 
-@pytest.mark.parametrize(("version", "served"), [("0.6.8", False), ("0.6.9", True), ("0.6.16", True)])
-def test_baked_scales_are_admitted_by_name_only(version: str, served: bool) -> None:
-    old = Environment(flashinfer=version, exact_scales=False, dsl="4.8.1", payload_cuda=(13, 0))
-    assert not decide(Problem(), environment=old).served
-    verdict = decide(Problem(), environment=replace(old, allow_baked_scales=True))
-    assert verdict.served == served
-    assert [("subnormal" in warning) for warning in verdict.warnings] == [True] * served
+PINS_1_3: dict[str, Any] = {"flashinfer": "0.6.11", "exact_scales": False, "dsl": "4.5.0"}
+NEW: dict[str, Any] = {"flashinfer": "0.7.2.post1", "exact_scales": True, "dsl": "4.8.1", "payload_cuda": (13, 4)}
+BOTH = 'pip install "flashinfer-python>=0.7.2,<0.8" "nvidia-cutlass-dsl[cu13]==4.8.1"'
 
 
-def test_remedies_fit_what_is_installed() -> None:
-    def commands(**facts: Any) -> tuple[str, ...]:
-        (rejection,) = decide(Problem(), environment=Environment(**facts)).rejections
-        return rejection.commands
+def repair(deployment: Deployment | None = None, **facts: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Commands and moves, which are the same whichever of the packages' reasons one reads."""
+    found = {(r.commands, r.moves) for r in decide(Problem(), deployment, Environment(**facts)).rejections}
+    (only,) = found
+    return only
 
-    old = {"flashinfer": "0.6.16", "exact_scales": False}
-    assert commands(**old, dsl="4.5.0", payload_cuda=(13, 1)) == ('pip install "flashinfer-python==0.6.17"',)
-    assert commands(**old, dsl="4.6.2", payload_cuda=(13, 1)) == ('pip install "flashinfer-python>=0.7.2,<0.8"',)
-    assert commands(dsl="4.5.0", payload_cuda=(12, 9), payload_fault=PayloadFault.CU13_MISSING) == (
-        "pip install nvidia-cutlass-dsl-libs-cu13==4.5.0",
+
+@pytest.mark.parametrize("fault", [PayloadFault.CU13_MISSING, PayloadFault.SHADOWED, PayloadFault.CRASH])
+def test_one_command_mends_everything_that_packages_cause(fault: PayloadFault) -> None:
+    facts = {**PINS_1_3, "payload_cuda": (12, 9), "payload_fault": fault}
+    assert decide(Problem(), environment=Environment(**facts)).reasons == (
+        RejectReason.DSL_PAYLOAD,
+        RejectReason.FLASHINFER_TOO_OLD,
     )
-    assert commands(dsl="4.5.0", payload_cuda=(12, 9), payload_fault=PayloadFault.SHADOWED) == (
-        "pip install --force-reinstall --no-deps nvidia-cutlass-dsl-libs-cu13==4.5.0",
+    commands, moves = repair(**facts)
+    assert commands == (BOTH,)
+    assert moves == ("flashinfer-python 0.6.11", "nvidia-cutlass-dsl 4.5.0")
+
+
+def test_what_is_good_enough_stays() -> None:
+    main = {**NEW, "flashinfer": "0.6.18", "dsl": "4.7.0", "expert_parallel": False}
+    newer = ('pip install "flashinfer-python>=0.7.2,<0.8"',)
+    assert decide(Problem(), environment=Environment(**main)).served
+    assert repair(Deployment(ep_size=2), **main) == (
+        newer,
+        ("flashinfer-python 0.6.18",),
     )
-    assert commands(dsl="4.8.1", payload_cuda=(0, 0), payload_fault=PayloadFault.CRASH)[-1].endswith("libs-cu13==4.8.1")
+    old = {**main, "flashinfer": "0.6.16", "exact_scales": False}
+    assert repair(**old) == (newer, ("flashinfer-python 0.6.16",))
 
 
-def test_moving_a_pin_is_said() -> None:
-    (rejection,) = decide(Problem(), environment=Environment(host="1.2", flashinfer="0.6.0", exact_scales=False)).rejections
-    assert "TensorRT-LLM pins it" in rejection.detail
+@pytest.mark.parametrize(
+    ("facts", "commands"),
+    [
+        ({"dsl": "none"}, ('pip install "nvidia-cutlass-dsl[cu13]==4.8.1"',)),
+        ({"flashinfer": "none", "dsl": "none"}, (BOTH,)),
+        (
+            {**NEW, "dsl": "4.7.0", "payload_cuda": (12, 9), "payload_fault": PayloadFault.CU13_MISSING},
+            ('pip install "nvidia-cutlass-dsl-libs-cu13==4.7.0"',),
+        ),
+        (
+            {
+                **NEW,
+                "payload_cuda": (0, 0),
+                "payload_fault": PayloadFault.DAMAGED,
+                "dsl_wheels": ("x", "x-cu13"),
+            },
+            ("pip install --force-reinstall --no-deps x==4.8.1 x-cu13==4.8.1",),
+        ),
+        (
+            {**NEW, "payload_cuda": (0, 0), "payload_fault": PayloadFault.IMPORT, "missing": ("cuda-bindings>=12.8",)},
+            ('pip install "cuda-bindings>=12.8"',),
+        ),
+        (
+            {**NEW, "payload_cuda": (0, 0), "payload_fault": PayloadFault.FOREIGN, "dsl_in_the_way": ("cutlass",)},
+            ("pip uninstall -y cutlass",),
+        ),
+        ({**NEW, "payload_cuda": (0, 0), "payload_fault": PayloadFault.NO_ANSWER}, ()),
+        ({**NEW, "payload_cuda": (12, 9), "payload_fault": PayloadFault.DRIVER}, ()),
+        ({**NEW, "flashinfer_fault": "cut off"}, ("pip install --force-reinstall --no-deps flashinfer-python==0.7.2.post1",)),
+        (
+            {**NEW, "flashinfer_fault": "cut off", "unrecorded": ("flashinfer-python",)},
+            ("pip install --ignore-installed --no-deps flashinfer-python==0.7.2.post1",),
+        ),
+        ({**NEW, "flashinfer_fault": "No module named 'triton'", "missing": ("triton",)}, ('pip install "triton"',)),
+        (
+            {**NEW, "dsl": "4.6.0", "unmet": ("nvidia-cutlass-dsl>=4.6.2a0 (4.6.0 is installed)",)},
+            ('pip install "nvidia-cutlass-dsl[cu13]==4.8.1"',),
+        ),
+        (
+            {**NEW, "unmet": ("nvidia-cutlass-dsl-libs-base==4.8.1 (4.7.0 is installed)",)},
+            ('pip install "nvidia-cutlass-dsl[cu13]==4.8.1"',),
+        ),
+        ({**NEW, "unmet": ("apache-tvm-ffi<0.2,>=0.1.11 (0.1.6 is installed)",)}, ('pip install "apache-tvm-ffi<0.2,>=0.1.11"',)),
+        (
+            {**NEW, "flashinfer": "0.6.18", "mismatched": ("flashinfer-cubin 0.6.11",)},
+            ("pip uninstall -y flashinfer-cubin",),
+        ),
+        (
+            {**PINS_1_3, "mismatched": ("flashinfer-cubin 0.6.12",), "unrecorded": ("nvidia-cutlass-dsl",)},
+            (
+                "pip install --ignore-installed --no-deps nvidia-cutlass-dsl==4.5.0",
+                BOTH,
+            ),
+        ),
+    ],
+)
+def test_commands(facts: dict[str, Any], commands: tuple[str, ...]) -> None:
+    """Each is run in a real environment in ``tests/integration/test_payload.py``."""
+    assert repair(**facts)[0] == commands
+
+
+def test_a_pin_of_the_hosts_is_called_one() -> None:
+    rejections = decide(Problem(), environment=Environment(host="A", **PINS_1_3, payload_cuda=(13, 1))).rejections
+    assert "this moves flashinfer-python 0.6.11 (TensorRT-LLM pins and uses it)" in str(rejections[0])
 
 
 # ---- properties ----------------------------------------------------------------------------------------------------------
@@ -184,7 +264,11 @@ environments = st.builds(
     enabled=maybe_bool,
     force=st.booleans(),
     compile_proved=maybe_bool,
-    allow_baked_scales=st.booleans(),
+    mismatched=st.just(()) | st.just(("flashinfer-cubin 0.6.11",)),
+    unmet=st.just(()) | st.just(("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",)),
+    missing=st.just(()) | st.just(("triton",)),
+    flashinfer_fault=st.sampled_from(["", "cut off"]),
+    unrecorded=st.just(()) | st.just(("nvidia-cutlass-dsl",)),
     host=st.none() | st.sampled_from(["none", "unsupported", "1.2"]),
     sm=st.none() | st.sampled_from([0, 90, 100, 120, 121]),
     toolkit_cuda=cuda,
@@ -230,7 +314,9 @@ STRICTER: dict[str, Any] = {
     "expert_parallel": False,
     "compile_proved": False,
     "force": False,
-    "allow_baked_scales": False,
+    "mismatched": ("flashinfer-cubin 0.6.11",),
+    "unmet": ("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",),
+    "flashinfer_fault": "cut off",
     "deterministic": False,
     "only_deterministic": True,
 }
@@ -248,7 +334,7 @@ def test_it_never_raises_and_every_rejection_can_be_read(
     for rejection in verdict.rejections:
         assert rejection.detail
         assert rejection.remedy
-        assert all(command.startswith("pip install ") for command in rejection.commands)
+        assert all(command.startswith(("pip install ", "pip uninstall -y ")) for command in rejection.commands)
     if verdict.served:
         assert problem.quant_algo in (None, "NVFP4")
         assert environment.sm in (None, 120, 121)
@@ -272,3 +358,30 @@ def test_a_stricter_fact_never_turns_no_into_yes(
     facts[position] = replace(facts[position], **{field: STRICTER[field]})
     if not before.served:
         assert not decide(*facts).served
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (Problem(quant_algo="NVFP4", activation="Swiglu", intermediate_size=160), ["160 per rank is no multiple of 64"]),
+        (Problem(quant_algo="NVFP4", activation="Swiglu", intermediate_size=192), []),
+        (Problem(quant_algo="NVFP4", activation="Relu2", intermediate_size=160), []),
+        (Problem(quant_algo="FP8", activation="Swiglu", intermediate_size=160), []),
+        (Problem(quant_algo="NVFP4", group_size=32, intermediate_size=192), ["NVFP4 with group size 32"]),
+        (Problem(quant_algo="NVFP4", group_size=16), []),
+        (Problem(), []),
+    ],
+)
+def test_what_hosts_refuse_before_us(problem: Problem, words: list[str]) -> None:
+    found = refused_by_hosts(problem)
+    assert len(found) == len(words)
+    assert all(line.startswith("TensorRT-LLM from August 2026 on") for line in found)
+    assert all(word in line for word, line in zip(words, found, strict=True))
+
+
+def test_weight_only_experts_are_named() -> None:
+    (rejection,) = decide(Problem(quant_algo="W4A16_NVFP4")).rejections
+    assert rejection.reason is RejectReason.QUANTIZATION
+    assert "W4A16_NVFP4" in rejection.detail
+    assert "not NVFP4" not in rejection.detail
+    assert "bf16 activations" in rejection.detail

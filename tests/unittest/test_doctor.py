@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import trtllm_b12x
@@ -30,8 +33,8 @@ def run(monkeypatch: pytest.MonkeyPatch, facts: Environment, *arguments: Any) ->
 def test_active(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, GOOD)
     assert result.exit_code == 0, result.output
-    assert "NVFP4 Swiglu: FlashInferNvfp4Sm12xFusedMoE" in result.output
-    assert "NVFP4 Relu2: FlashInferNvfp4Sm12xFusedMoE" in result.output
+    assert "NVFP4 Swiglu would be FlashInferNvfp4Sm12xFusedMoE" in result.output
+    assert "NVFP4 Relu2 would be FlashInferNvfp4Sm12xFusedMoE" in result.output
     assert result.output.splitlines()[-1] == "b12x WOULD serve decode here, inside TensorRT-LLM"
 
 
@@ -39,21 +42,82 @@ def test_every_problem_once_with_its_command(monkeypatch: pytest.MonkeyPatch) ->
     result = run(monkeypatch, FIELD)
     assert result.exit_code == 1
     lines = result.output.splitlines()
-    assert "   $ pip install --force-reinstall --no-deps nvidia-cutlass-dsl-libs-cu13==4.5.0" in lines
-    assert '   $ pip install "flashinfer-python==0.6.17"' in lines
+    commands = [line for line in lines if line.startswith("   $ ")]
+    assert commands == ['   $ pip install "flashinfer-python>=0.7.2,<0.8" "nvidia-cutlass-dsl[cu13]==4.8.1"']
+    assert "It moves flashinfer-python 0.6.16, nvidia-cutlass-dsl 4.5.0." in lines
     assert sum(line.startswith(("1. DSL_PAYLOAD", "2. FLASHINFER_TOO_OLD")) for line in lines) == 2
-    assert lines[-1].startswith("b12x will NOT serve decode here")
+    assert lines[-1].startswith("b12x WOULD NOT serve decode here")
 
 
 @pytest.mark.parametrize(
     "facts", [GOOD, FIELD, Environment(), dataclasses.replace(GOOD, sm=0), dataclasses.replace(GOOD, host="unsupported")]
 )
 def test_eighty_columns_and_no_escape_codes(monkeypatch: pytest.MonkeyPatch, facts: Environment) -> None:
-    monkeypatch.setenv("TRTLLM_B12X_UNKNOWN", "1")
     output = run(monkeypatch, facts).output
     assert "\x1b" not in output
     assert all(len(line) <= 80 or line.startswith("   $ ") for line in output.splitlines())
-    assert len(output.splitlines()) < 40
+    assert len(output.splitlines()) < 50
+
+
+def test_an_unknown_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_B12X", "nope")
+    result = run(monkeypatch, GOOD)
+    assert result.exit_code == 2
+    assert "TRTLLM_B12X=nope is none of 0, 1, force" in result.output
+    monkeypatch.setenv("TRTLLM_B12X", "1")
+    monkeypatch.setenv("TRTLLM_B12X_UNKNOWN", "1")
+    assert run(monkeypatch, GOOD).exit_code == 2
+
+
+def test_what_is_and_what_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = dataclasses.replace(GOOD, host="A")
+    here = run(monkeypatch, inside).output
+    assert "NVFP4 Swiglu is FlashInferNvfp4Sm12xFusedMoE" in here
+    assert here.splitlines()[-1] == "b12x WILL serve decode here"
+    elsewhere = run(monkeypatch, inside, "--target", "sm_121a").output
+    assert "NVFP4 Swiglu would be FlashInferNvfp4Sm12xFusedMoE" in elsewhere
+    assert elsewhere.splitlines()[-1] == "b12x WOULD serve decode on sm_121a"
+    assert "b12x will NOT serve" in run(monkeypatch, dataclasses.replace(inside, sm=90)).output
+
+
+def test_it_is_a_bug_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    (tmp_path / "trtllm_b12x").mkdir()
+    (tmp_path / ".cache/flashinfer").mkdir(parents=True)
+    (tmp_path / ".cache/flashinfer/kernel.so").write_bytes(bytes(2_500_000))
+    facts = dataclasses.replace(GOOD, payload_file="/somewhere/cutlass/__init__.py", payload_kept=True, dsl_wheels=("pytest",))
+    told = dict(json.loads(run(monkeypatch, facts, "--json").output)["facts"][::-1])
+    assert {"trtllm-b12x", "Python", "torch", "TensorRT-LLM", "GPU", "driver", "toolkit", "FlashInfer", "CuTe DSL"} <= set(told)
+    assert sys.executable in told["Python"]
+    assert torch.__version__ in told["torch"]
+    assert "from /somewhere/cutlass/__init__.py, as an earlier process read it (trtllm-b12x cache clear)" in told["CuTe DSL"]
+    output = run(monkeypatch, facts).output
+    assert f"pytest {pytest.__version__}" in output
+    assert "flashinfer: 2.5 MB" in output
+
+
+def test_without_torch() -> None:
+    """The whole command; a checkpoint is the one thing that it cannot read then."""
+    code = "import sys; sys.modules['torch'] = None; from trtllm_b12x.cli import main; main()"
+    command = [sys.executable, "-c", code, "doctor", "--target", "sm_120a"]
+    result = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert result.returncode in (0, 1), result.stderr
+    assert json.loads(result.stdout)["environment"]["sm"] == 120
+    result = subprocess.run([*command, "--checkpoint", "."], capture_output=True, text=True)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "--checkpoint needs torch" in result.stderr
+
+
+def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "trtllm_b12x").mkdir()
+    (tmp_path / "trtllm_b12x/payload.json").write_text("{}")
+    shown = CliRunner().invoke(main, ["cache"])
+    assert (shown.exit_code, shown.output) == (0, f"{tmp_path / 'trtllm_b12x'}: 2 bytes\n")
+    assert CliRunner().invoke(main, ["cache", "clear"]).output == "2 bytes removed\n"
+    assert not (tmp_path / "trtllm_b12x").exists()
+    assert CliRunner().invoke(main, ["cache", "clear"]).output == "0 bytes removed\n"
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +146,7 @@ def test_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
     result = run(monkeypatch, GOOD, "--checkpoint", tmp_path)
     assert result.exit_code == 0
-    assert result.output.count("NVFP4 Swiglu 2 experts, top 1, 128 x 64: FlashInferNvfp4Sm12xFusedMoE") == 1
+    assert result.output.count("NVFP4 Swiglu 2 experts, top 1, 128 x 64 would be FlashInferNvfp4Sm12xFusedMoE") == 1
     result = run(monkeypatch, GOOD, "--checkpoint", tmp_path / "none")
     assert result.exit_code == 2
     assert "no such directory" in result.output

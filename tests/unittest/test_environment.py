@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import packaging
 import pytest
 import torch
 
 from trtllm_b12x import environment
 from trtllm_b12x.decision import PayloadFault
+from trtllm_b12x.environment import answers as kept_answers
+from trtllm_b12x.environment import cute_dsl, gpu, packages
 
 
 def program(directory: Path, name: str, text: str) -> None:
@@ -70,10 +74,23 @@ def test_no_usable_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: st
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environment.gpu_sm() == 0
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(environment, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
+    monkeypatch.setattr(gpu, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
     assert environment.gpu_sm() == 0
     (tmp_path / "nvidiactl").touch()
     assert environment.gpu_sm() is None
+
+
+def test_a_slow_nvidia_smi_is_not_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver without persistence mode takes its time to start; a program that fails says so at once."""
+    file = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(gpu, "TIMEOUT_S", 0.3)
+    for text, expected in (("exec sleep 5", None), ("exit 9", 0)):
+        file.write_text(f"#!/bin/sh\n{text}\n")
+        file.chmod(0o755)
+        assert environment.gpu_sm() == expected
+        assert environment.driver_cuda() is None
+        assert environment.cards() == []
 
 
 def test_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +158,9 @@ def distribution(site: Path, name: str, version: str, files: list[Path], hashes:
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    rows = [f"{file.relative_to(site)},{(hashes or {}).get(file) or environment._hash(file)},1" for file in files]
+    rows = [
+        f"{file.relative_to(site)},{(hashes or {}).get(file) or packages.digest(file)},{file.stat().st_size}" for file in files
+    ]
     (info / "RECORD").write_text("\n".join(rows) + "\n")
 
 
@@ -150,7 +169,8 @@ def site(tmp_path: Path) -> Path:
     """Site packages of an environment whose CuTe DSL says CUDA 12.9 and counts how often it is imported."""
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    (site / "filelock").symlink_to(Path(filelock.__file__).parent)
+    for module in (filelock, packaging):
+        (site / module.__name__).symlink_to(Path(str(module.__file__)).parent)
     (site / "ours.pth").write_text(str(Path(__file__).parents[2]))
     package = site / "cutlass" / "base_dsl"
     package.mkdir(parents=True)
@@ -166,7 +186,8 @@ REPORT = """
 import json
 from trtllm_b12x import environment
 found = environment.inspect_payload()
-print(json.dumps([found.version, found.cuda, found.fault and found.fault.name, found.detail]))
+fault = found.fault and found.fault.name
+print(json.dumps([found.version, found.cuda, fault, found.detail, found.in_the_way, found.flashinfer_fault]))
 """
 
 
@@ -187,7 +208,7 @@ def payload(site: Path, times: int = 1, **variables: str) -> dict[str, Any]:
     processes = [process(site, REPORT, **variables) for _ in range(times)]
     answers = [json.loads(running.communicate(timeout=120)[0]) for running in processes]
     assert all(answer == answers[0] for answer in answers)
-    return dict(zip(("version", "cuda", "fault", "detail"), answers[0], strict=True))
+    return dict(zip(("version", "cuda", "fault", "detail", "in_the_way", "flashinfer_fault"), answers[0], strict=True))
 
 
 def imports(site: Path) -> int:
@@ -233,6 +254,101 @@ def test_an_import_that_fails_or_kills(site: Path, statement: str, fault: Payloa
     assert words in found["detail"]
 
 
+@pytest.mark.parametrize("statement", ["raise ImportError('x')", "import os; os.kill(os.getpid(), 11)"])
+def test_only_what_was_read_is_kept(site: Path, statement: str) -> None:
+    """An import that fails today may work tomorrow, without a file of the wheels having changed."""
+    init = site / "cutlass/__init__.py"
+    good, marker = init.read_text(), home(site) / "fails"
+    marker.touch()
+    init.write_text(f"import os\nif os.path.exists({str(marker)!r}): {statement}\n{good}")
+    assert payload(site)["cuda"] == [0, 0]
+    assert not (home(site) / "cache/trtllm_b12x/payload.json").exists()
+    marker.unlink()
+    assert payload(site)["cuda"] == [12, 9]
+    marker.touch()
+    assert payload(site)["cuda"] == [12, 9]  # kept
+
+
+@pytest.mark.parametrize("how", ["slow", "killed"])
+def test_what_may_not_come_again_is_called_so(site: Path, how: str) -> None:
+    statement = "import time; time.sleep(60)" if how == "slow" else "import os; os.kill(os.getpid(), 9)"
+    (site / "cutlass/__init__.py").write_text(statement)
+    found = json.loads(
+        process(site, f"from trtllm_b12x.environment import cute_dsl; cute_dsl.PROBE_TIMEOUT_S = 1{REPORT}").communicate()[0]
+    )
+    assert found[1:3] == [[0, 0], "NO_ANSWER"]
+    assert ("none within 1 s" if how == "slow" else "SIGKILL") in found[3]
+    assert not (home(site) / "cache/trtllm_b12x/payload.json").exists()
+
+
+def test_the_look_runs_nothing_of_the_working_directory(site: Path, tmp_path: Path) -> None:
+    """A server is started anywhere: ``./json.py`` and ``./cutlass`` are not the installation's."""
+    folder = tmp_path / "work"
+    (folder / "cutlass").mkdir(parents=True)
+    for file in ("json.py", "csv.py", "cutlass/__init__.py"):
+        (folder / file).write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write({file!r})\n")
+    code = f"import os, sys; sys.path.remove(''); os.chdir({str(folder)!r}){REPORT}"
+    assert json.loads(process(site, code).communicate()[0])[1] == [12, 9]
+    assert not (tmp_path / "executed").exists()
+
+
+def test_another_package_named_cutlass(site: Path, tmp_path: Path) -> None:
+    """The CuTe DSL's own lies in a folder that comes later on the path, as with PyPI's ``cutlass`` beside DSL 4.5."""
+    (site / "later").mkdir()
+    (site / "cutlass").rename(site / "later/cutlass")
+    (site / "later.pth").write_text(str(site / "later"))
+    info = site / "nvidia_cutlass_dsl_libs_base-4.5.0.dist-info"
+    (info / "RECORD").write_text((info / "RECORD").read_text().replace("cutlass/", "later/cutlass/"))
+    assert payload(site)["cuda"] == [12, 9]
+    other = site / "cutlass/__init__.py"
+    other.parent.mkdir()
+    other.touch()
+    found = payload(site)
+    assert (found["fault"], found["in_the_way"]) == ("FOREIGN", [])
+    assert found["detail"] == f"{other}; rename it, or take its folder off PYTHONPATH"
+    distribution(site, "cutlass", "0.0.1", [other])
+    assert payload(site)["in_the_way"] == ["cutlass"]
+    other.unlink()
+    other.parent.rmdir()
+    assert payload(site)["cuda"] == [12, 9]
+
+
+def test_files_that_are_not_the_wheels(site: Path) -> None:
+    """The payload says 13, but a library's tail is zeros, or a module was cut off."""
+    (site / "cutlass/base_dsl/version_info.py").write_text("class CUDA_VERSION: major, minor = 13, 1\n")
+    library, module = site / "cutlass/lib.so", site / "cutlass/ops.py"
+    library.write_bytes(b"x" * 5000)
+    module.write_text("a = 1\nb = 2\n")
+    distribution(site, "nvidia-cutlass-dsl-libs-cu13", "4.5.0", [library, module])
+    assert payload(site)["cuda"] == [13, 1]
+    library.write_bytes(b"x" * 4000 + bytes(1000))
+    found = payload(site)
+    assert (found["cuda"], found["fault"], found["detail"]) == ([0, 0], "DAMAGED", str(library))
+    library.write_bytes(b"x" * 5000)
+    module.write_text("a = 1\n")
+    assert payload(site)["detail"] == str(module)
+    module.write_text("a = 1\nb = 2  # edited\n")
+    assert payload(site)["cuda"] == [13, 1]
+
+
+def test_flashinfers_import_is_tried_too(site: Path) -> None:
+    package = site / "flashinfer/fused_moe/cute_dsl/blackwell_sm12x"
+    package.mkdir(parents=True)
+    for folder in (site / "flashinfer", *(site / "flashinfer").rglob("*/")):
+        (folder / "__init__.py").touch()
+    assert payload(site)["flashinfer_fault"] == ""  # as before b12x
+    (package / "moe_dispatch.py").write_text("import triton_that_is_not_there\n")
+    (site / "torch.py").write_text("class cuda:\n is_available = staticmethod(lambda: False)\n")
+    found = payload(site)
+    assert found["cuda"] == [12, 9]
+    assert "No module named 'triton_that_is_not_there'" in found["flashinfer_fault"]
+    (package / "moe_dispatch.py").write_text("import os; os.abort()\n")
+    assert payload(site)["flashinfer_fault"].endswith("SIGABRT")
+    (package / "moe_dispatch.py").write_text("")
+    assert payload(site)["flashinfer_fault"] == ""
+    assert json.loads((home(site) / "cache/trtllm_b12x/payload.json").read_text())
+
+
 def test_shadowed_unknown_and_driver(site: Path) -> None:
     """Both wheels own the same file; the disk holds base's."""
     file = site / "cutlass/base_dsl/version_info.py"
@@ -240,7 +356,7 @@ def test_shadowed_unknown_and_driver(site: Path) -> None:
     distribution(site, "nvidia-cutlass-dsl-libs-cu13", "4.5.0", [file], {file: other})
     assert payload(site)["fault"] == "SHADOWED"
     record = site / "nvidia_cutlass_dsl_libs_cu13-4.5.0.dist-info/RECORD"
-    record.write_text(record.read_text().replace(other, environment._hash(file)))
+    record.write_text(record.read_text().replace(other, packages.digest(file)))
     assert payload(site, PATH="/usr/bin:/bin")["fault"] == "UNKNOWN"
     program(home(site) / "bin", "nvidia-smi", "CUDA Version: 12.8 ")
     found = payload(site, PATH=f"{home(site) / 'bin'}:/usr/bin:/bin")
@@ -259,7 +375,7 @@ def test_the_look_has_no_mpi_rank_and_no_promotion(site: Path) -> None:
 
 
 def test_where_it_is_imported_it_is_read(site: Path) -> None:
-    running = process(site, "import cutlass" + REPORT.replace("found =", "environment._look_cached = None; found ="))
+    running = process(site, "import cutlass" + REPORT.replace("found =", "environment.cute_dsl._look_cached = None; found ="))
     assert json.loads(running.communicate(timeout=120)[0])[1] == [12, 9]
     assert imports(site) == 1
 
@@ -272,25 +388,29 @@ def test_force_asks_for_a_proof_once(site: Path, compiles: bool) -> None:
     package.mkdir(parents=True)
     (site / "flashinfer" / "__init__.py").touch()
     (package / "b12x_moe.py").write_text(WRAPPER)
-    distribution(site, "flashinfer-python", "0.6.17", [])
+    (package / "blackwell_sm12x").mkdir()
+    (package / "blackwell_sm12x/moe_dispatch.py").touch()
+    distribution(site, "flashinfer-python", "0.6.18", [])
     code = f"""
-from trtllm_b12x import environment as e
+import dataclasses
+from trtllm_b12x import decision, environment as e
 from trtllm_b12x.kernels import prove
 def proof(target):
     open({str(home(site) / "proofs")!r}, 'a').write(target + ' ')
     return prove.Proof(target, {compiles})
 prove.prove = proof
 e.toolkit_cuda = lambda: (13, 0)
-facts = e.probe()
-print(facts.force, facts.compile_proved, e.decide(e.Problem(), environment=facts).served)
+facts = dataclasses.replace(e.probe(), unmet=())  # the wheels that lie beside torch, of other versions
+print(facts.force, facts.compile_proved, decision.decide(decision.Problem(), environment=facts).served)
 """
     (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
     inputs = {"PATH": f"{home(site) / 'bin'}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0"}
-    for _ in range(2):
+    for _ in range(2 if compiles else 1):
         running = process(site, code, TRTLLM_B12X="force", **inputs)
         assert running.communicate(timeout=120)[0].split() == ["True", str(compiles), str(compiles)]
     assert (home(site) / "proofs").read_text() == "sm_121a "
-    assert process(site, code, **inputs).communicate(timeout=120)[0].split() == ["False", "None", "False"]
+    assert ("compile" in (home(site) / "cache/trtllm_b12x/payload.json").read_text()) == compiles  # what failed is asked again
+    assert not compiles or process(site, code, **inputs).communicate(timeout=120)[0].split() == ["False", "None", "False"]
 
 
 def test_another_card_starts_without_a_look(site: Path) -> None:
@@ -302,7 +422,158 @@ def test_another_card_starts_without_a_look(site: Path) -> None:
     assert imports(site) == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "home_of_user", "expected"),
+    [
+        ("/some/where", "/root", "/some/where/trtllm_b12x"),
+        ("rel", "/root", "/root/.cache/trtllm_b12x"),
+        (None, "/root", "/root/.cache/trtllm_b12x"),
+        (None, None, None),
+        ("rel", None, None),
+        (None, "rel", None),
+    ],
+)
+def test_where_the_cache_lies(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, home_of_user: str | None, expected: str | None
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+    if home_of_user is None:  # a container's UID without an entry in /etc/passwd
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    else:
+        monkeypatch.setenv("HOME", home_of_user)
+    assert kept_answers.directory() == (None if expected is None else Path(expected))
+    if expected is None:
+        assert kept_answers.once("question", lambda: "answer", bool) == ("answer", False)
+        assert (kept_answers.contents(), kept_answers.clear()) == ([], 0)
+
+
+def test_no_link_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Who may write into a shared cache must not choose what we write over."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "trtllm_b12x"
+    folder.mkdir()
+    (folder / f"payload.json.{os.getpid()}").symlink_to(victim)
+    assert kept_answers.once("question", lambda: [1], bool) == ([1], False)
+    assert kept_answers.once("question", lambda: [2], bool) == ([1], True)
+    assert victim.read_text() == "precious"
+
+
+def test_what_an_answer_depends_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another FlashInfer, driver, search path or setting of FlashInfer's asks anew."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    keys = [cute_dsl.installation_key()]
+    kernel = tmp_path / "flashinfer/cute_dsl/kernel.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("1")
+    (tmp_path / "flashinfer/__init__.py").touch()
+    distribution(tmp_path, "flashinfer-python", "0.7.2", [kernel])
+    importlib.invalidate_caches()
+    keys.append(cute_dsl.installation_key())
+    kernel.write_text("23")
+    keys.append(cute_dsl.installation_key())
+    assert keys[-1] == cute_dsl.installation_key()
+    for name in ("PYTHONPATH", "FLASHINFER_DISABLE_VERSION_CHECK", "CUTE_DSL_ARCH"):
+        monkeypatch.setenv(name, "1")
+        keys.append(cute_dsl.installation_key())
+    monkeypatch.setattr(gpu, "driver_cuda", lambda: (13, 3))
+    keys.append(cute_dsl.installation_key())
+    assert len(set(keys)) == len(keys)
+
+
+ENV_0_6_18 = "raise RuntimeError"
+ENV_0_7_2 = 'logger.warning("Ignoring incompatible flashinfer-cubin package")'
+
+
+@pytest.mark.parametrize(
+    ("version", "source", "variables", "expected"),
+    [
+        ("0.6.18", ENV_0_6_18, {}, ("flashinfer-cubin 0.6.11", "flashinfer-jit-cache 0.6.11+cu130")),
+        ("0.6.18", ENV_0_6_18, {"FLASHINFER_CUBIN_DIR": "/x"}, ("flashinfer-jit-cache 0.6.11+cu130",)),
+        ("0.6.18", ENV_0_6_18, {"FLASHINFER_DISABLE_VERSION_CHECK": "1"}, ()),
+        ("0.6.11", ENV_0_6_18, {}, ()),
+        ("0.7.2", ENV_0_7_2, {}, ()),
+    ],
+)
+def test_kernel_wheels_of_another_version(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    source: str,
+    variables: dict[str, str],
+    expected: tuple[str, ...],
+) -> None:
+    (tmp_path / "flashinfer/jit").mkdir(parents=True)
+    (tmp_path / "flashinfer/__init__.py").touch()
+    (tmp_path / "flashinfer/_build_meta.py").write_text(f'"""Build."""\n__version__ = "{version}"\n')
+    (tmp_path / "flashinfer/jit/env.py").write_text(source)
+    distribution(tmp_path, "flashinfer-cubin", "0.6.11", [])
+    distribution(tmp_path, "flashinfer-jit-cache", "0.6.11+cu130", [])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    for name in ("FLASHINFER_CUBIN_DIR", "FLASHINFER_DISABLE_VERSION_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment.inspect_flashinfer().mismatched == expected
+
+
+def test_the_copy_that_loads_and_what_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder on the path before site-packages hides the installed one, whose metadata may be found first all the same."""
+    for folder, version in (("first", "0.7.1"), ("second", "0.7.2")):
+        package = tmp_path / folder / "flashinfer"
+        kernels = package / "fused_moe/cute_dsl/blackwell_sm12x"
+        kernels.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "_build_meta.py").write_text(f'__version__ = "{version}"\n')
+        (kernels / "moe_static_kernel.py").write_text("a = 1\n" * 10)
+    distribution(tmp_path / "second", "flashinfer-python", "0.7.2", [kernels / "moe_static_kernel.py"])
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "second"))
+    assert environment.inspect_flashinfer().version == "0.7.2"
+    monkeypatch.syspath_prepend(str(tmp_path / "first"))
+    assert environment.inspect_flashinfer().version == "0.7.1"
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    for damage in (lambda: (kernels / "moe_static_kernel.py").write_text("a = 1\n"), (kernels / "moe_static_kernel.py").unlink):
+        assert environment.inspect_flashinfer().fault == ""
+        damage()
+        assert environment.inspect_flashinfer().fault == f"missing or cut off: moe_static_kernel.py, in {kernels}"
+        (kernels / "moe_static_kernel.py").write_text("a = 1\n" * 10)
+
+
+def test_what_packages_require_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "asker-1.0.dist-info"
+    info.mkdir()
+    wants = ["pytest>=9999", "pytest>=1", "nobody-has-this<3", 'pytest>=9999; extra == "x"', "torch>=999a0"]
+    lines = "".join(f"Requires-Dist: {want}\n" for want in wants)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: asker\nVersion: 1.0\n{lines}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    unmet, missing = packages.requirements(packages.installed(["asker", "nobody"]).values())
+    assert unmet == [f"pytest>=9999 ({pytest.__version__} is installed)", f"torch>=999a0 ({torch.__version__} is installed)"]
+    assert missing == ["nobody-has-this<3"]
+
+
 def test_no_dsl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # of another test of this process
     assert environment.inspect_payload() == environment.Payload()
     assert environment.inspect_flashinfer() == environment.FlashInfer()
+
+
+POLICY = ("FLASHINFER_TOO_OLD", "REQUIREMENT", "DSL_PAYLOAD")
+"""Reasons that refuse what compiles: releases whose kernels are known wrong, versions that packages exclude themselves, payloads
+below CUDA 13 (``TRTLLM_B12X=force`` admits those that a compile proves) and files that are not their wheels'."""
+
+
+def test_no_compile_refutes_what_was_said_of_real_environments() -> None:
+    table = json.loads((Path(__file__).parents[1] / "integration/environments.json").read_text())
+    assert table
+    for name, row in table.items():
+        assert row["compiles"] or not row["active"], name
+        if row["compiles"] and not row["active"]:
+            assert all(reason.startswith(POLICY) for reason in row["reasons"]), name

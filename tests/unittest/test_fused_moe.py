@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import verification
+from trtllm_b12x import log, verification
 from trtllm_b12x.crossover import crossover
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
@@ -182,6 +183,11 @@ def test_what_is_refused_behaves_as_the_host_to_the_bit(arguments: dict[str, Any
     if reason is RejectReason.QUANTIZATION:
         plain = {k: torch.randn(128, 128).bfloat16() for k in tensors if k.endswith(".weight")}
         tensors = plain
+    if reason is RejectReason.QUANTIZATION and host.leaves:  # a class of one format, ours as the host's
+        for cls in (FlashInferNvfp4Sm12xFusedMoE, host.CutlassFusedMoE):
+            with pytest.raises(ValueError, match="implements quant=nvfp4"):
+                cls(**_backend_arguments(arguments))
+        return
     # The class is bound before the layer's own configuration is known, as with per-layer quantization.
     backend = FlashInferNvfp4Sm12xFusedMoE(**_backend_arguments(arguments))
     parent = host.CutlassFusedMoE(**_backend_arguments(arguments))
@@ -238,6 +244,10 @@ def test_weights_created_anew_for_another_quantization(layer: tuple[Any, dict[st
     assert backend.kernel is not None
     backend.quant_config = None
     backend._weights_created = False
+    if host.leaves:  # the wrapper binds another class
+        with pytest.raises(ValueError, match="implements quant=nvfp4"):
+            backend.create_weights()
+        return
     backend.create_weights()
     assert backend.kernel is None
     assert backend.verdict.reasons == (RejectReason.QUANTIZATION,)
@@ -249,3 +259,50 @@ def test_weights_created_anew_for_another_quantization(layer: tuple[Any, dict[st
     with verification._kernel_calls(backend) as count:
         assert layers.run_moe(backend, x, ids, scales, output_dtype=torch.bfloat16).isfinite().all()
     assert count() == 0
+
+
+# ---- faults --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fault_in_a_call_is_the_hosts_to_answer_and_said_once(
+    layer: tuple[Any, dict[str, torch.Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    module, tensors = layer
+    log.forget()
+    x, logits = layers.inputs(module, 5, tensors)
+    attempts = []
+
+    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        attempts.append(args)
+        raise ZeroDivisionError("in the kernel")
+
+    module.backend.kernel.run = broken
+    ids, scales = module.routing_method.apply(logits)
+    buffer = torch.full((5, 128), float("nan"), dtype=torch.bfloat16)
+    result = layers.run_moe(module.backend, x, ids, scales, output_dtype=torch.bfloat16, moe_output=buffer)
+    assert result is buffer
+    assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
+    assert torch.equal(module(x, logits), result)
+    assert len(attempts) == 1
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "stays on CUTLASS: KERNEL_PLAN_FAILED: ZeroDivisionError: in the kernel" in line
+    layers.load(module, tensors)
+    assert module.backend.kernel is None
+    assert trtllm_b12x.status().reasons["KERNEL_PLAN_FAILED"] >= 1
+
+
+def test_an_error_that_is_the_hosts_too_stays_the_hosts(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    module, tensors = layer
+    plain = layers.load(layers.create(6, 128, 192, top_k=3, promote=False), tensors)
+    x, logits = layers.inputs(module, 5, tensors)
+    ids, scales = module.routing_method.apply(logits)
+    small = torch.empty(4, 128, dtype=torch.bfloat16)  # too small for the call
+    errors = []
+    for backend in (module.backend, plain.backend):
+        given, sf = backend.quantize_input(x, post_quant_comm=False)
+        with pytest.raises((RuntimeError, ValueError, TypeError, IndexError)) as raised:
+            layers.run_moe(backend, given, ids, scales, sf, output_dtype=torch.bfloat16, moe_output=small)
+        errors.append((raised.type, str(raised.value)))
+    assert errors[0] == errors[1]
+    assert module.backend.kernel is not None  # the call was wrong, not the kernel
+    assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05

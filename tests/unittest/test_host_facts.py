@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.hosts.build import build
 from tests.hosts.extract import extract
@@ -54,7 +57,7 @@ def test_every_generation_has_its_sources() -> None:
     assert tuple(contract.facts()) == contract.GENERATIONS
     for generation, facts in contract.facts().items():
         assert set(facts["functions"]) == set(contract.relied_on(generation))
-        for module in ("create_moe", "fused_moe_cutlass", "quantization"):
+        for module in ("create_moe", contract.backend(generation).partition(".")[0], "quantization"):
             assert module in facts["sources"], generation
 
 
@@ -85,4 +88,44 @@ def swapped(y: Any, x: Any, *, scale: float = 1.0) -> None: ...
 )
 def test_what_a_host_may_change(function: Callable[..., None], found: list[str]) -> None:
     recorded = ["x", "y", "*", "scale=1.0", "**kwargs"]
-    assert list(contract._lacking(recorded, list(inspect.signature(function).parameters.values()))) == found
+    assert list(contract._missing(recorded, list(inspect.signature(function).parameters.values()))) == found
+
+
+def read_of(owners: set[str], *files: str) -> set[str]:
+    """Attributes, and parameters by name, that these files of the package read of what they call ``self`` and so on."""
+    root = Path(contract.__file__).parents[1]
+    nodes = [node for file in files for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8")))]
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in owners
+    } | {
+        str(node.slice.value)
+        for node in nodes
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and ast.unparse(node.value) == "parameters"
+    }
+
+
+def test_the_contract_covers_what_is_read() -> None:
+    """Read off the code: whoever reads another name of the host has to add it."""
+    from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE as Ours
+
+    layer = Ours.__new__(Ours)
+    torch.nn.Module.__init__(layer)
+    bare = set(dir(layer)) - {
+        name for base in Ours.__mro__ if base.__module__.startswith("trtllm_b12x.host.emb") for name in vars(base)
+    }
+    assigned = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[Ours.__module__])))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    found = read_of({"self"}, "fused_moe.py", "host/calls.py") | read_of({"module"}, "quantization.py", "host/weights.py")
+    read = {name for name in found - bare - assigned if not name.startswith("b12x_")} - {"kernel"}
+    optional = {"_moe_lora_active"}  # asked for with hasattr
+    by_the_registry = {"rank"}
+    assert (read - optional) | by_the_registry == {*contract.LAYER, *contract.WEIGHTS, "quant_method"}
+    assert read_of({"ctx"}, "host/calls.py") == set(contract.RECORDS["MoERunContext"])
+    assert read_of({"plan"}, "host/calls.py") == set(contract.RECORDS["MoECommPlan"])
+    assert read_of({"problem"}, "selection.py") >= set(contract.QUESTION["MoEProblem"])
+    assert read_of({"deployment"}, "selection.py") >= set(contract.QUESTION["MoEDeployment"])

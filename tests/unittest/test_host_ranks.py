@@ -1,4 +1,4 @@
-"""What ranks tell each other at load, over a real key-value store; over real MPI workers: integration/test_hosts.py."""
+"""How ranks reach each other, over a real key-value store; over real MPI workers: integration/test_hosts.py."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ def store(monkeypatch: pytest.MonkeyPatch) -> torch.distributed.HashStore:
     store = torch.distributed.HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(ranks, "TIMEOUT_S", 0.2)
-    monkeypatch.setattr(ranks, "_rounds", 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     return store
 
 
-def mapping(rank: int, *group: int) -> SimpleNamespace:
-    return SimpleNamespace(rank=rank, world_size=4, tp_group=list(group))
+def mapping(rank: int, *group: int, world_size: int = 4) -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, world_size=world_size, tp_group=list(group))
 
 
-def test_alone_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: 1 / 0)
-    assert ranks.exchange(mapping(2, 2), "text") == {2: "text"}
+def test_the_group_is_the_pipeline_stages() -> None:
+    assert ranks.group_of(mapping(2, 3, 2)) == [2, 3]
+    assert ranks.group_of(SimpleNamespace(rank=0, world_size=2)) == [0, 1]
 
 
-def test_ranks_of_a_stage_hear_each_other_and_no_other_stage(store: torch.distributed.HashStore) -> None:
-    store.set("trtllm_b12x/1/3", "no memory")
-    store.set("trtllm_b12x/1/0", "of another stage")
-    assert ranks.exchange(mapping(2, 2, 3), "") == {2: "", 3: "no memory"}
-    assert store.get("trtllm_b12x/1/2") == b""
+def test_messages_arrive_once_in_order_and_in_their_group_alone(store: torch.distributed.HashStore) -> None:
+    lines = {(rank, group): ranks.connect(mapping(rank, *group)) for group in ((0, 1), (2, 3), (0, 1, 2, 3)) for rank in group}
+    for word in ("a", "b", "ü\n" * 20000):
+        lines[1, (0, 1)].send(0, "vote", word)  # type: ignore[union-attr]
+    heard = list(lines[0, (0, 1)].receive())  # type: ignore[union-attr]
+    assert heard == [(1, ("vote", "a")), (1, ("vote", "b")), (1, ("vote", "ü\n" * 20000))]
+    assert [list(line.receive()) for line in lines.values() if line is not None] == [[]] * 8
 
 
-def test_who_does_not_answer_is_not_waited_for(store: torch.distributed.HashStore, caplog: pytest.LogCaptureFixture) -> None:
-    store.set("trtllm_b12x/1/0", "early")
-    assert ranks.exchange(mapping(1, 0, 1, 2, 3), "late") == {1: "late", 0: "early"}
-    assert "rank 1: no answer from ranks [2, 3]" in caplog.text
-    store.set("trtllm_b12x/2/3", "in the next round")
-    assert ranks.exchange(mapping(1, 1, 3), "") == {1: "", 3: "in the next round"}
+def test_simulated_ranks_are_not_connected(store: torch.distributed.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks.connect(mapping(0, 0, 1, world_size=8)) is None  # a group of fewer processes than ranks
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    assert ranks.connect(mapping(0, 0, 1)) is None

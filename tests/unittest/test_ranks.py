@@ -27,7 +27,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_ranks_add_up(checkpoint: Checkpoint, tp: int, ep: int) -> None:
+def test_ranks_add_up(checkpoint: Checkpoint, tp: int, ep: int, caplog: pytest.LogCaptureFixture) -> None:
     (layer,) = checkpoint.layers
     report = verify_layer(checkpoint, layer, TOKENS, ranks=Ranks(tp, ep), require_b12x=True)
     assert report.passed, (report.failures, [case.failures for case in report.cases])
@@ -39,6 +39,10 @@ def test_ranks_add_up(checkpoint: Checkpoint, tp: int, ep: int) -> None:
     assert report.bytes.padding == matrices * padded * 128 * 9 // 16
     assert report.bytes.extra_payload == report.bytes.extra_scales == 0
     assert report.bytes.scalars <= 16 * EXPERTS * tp
+    assert [line.split(" refuses")[0] for line in report.warnings] == (
+        ["TensorRT-LLM from August 2026 on"] if layer.gated and size % 64 else []
+    )
+    assert "answer" not in caplog.text  # nobody is asked about simulated ranks
 
 
 def test_ranks_that_do_not_divide(checkpoint: Checkpoint) -> None:

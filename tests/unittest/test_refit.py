@@ -9,6 +9,7 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
+from trtllm_b12x import verification
 
 
 def storages(backend: Any) -> dict[str, int]:
@@ -85,6 +86,209 @@ def test_calibration_copied_over_is_followed_at_the_hook() -> None:
     module.backend.post_load_weights()
     assert storages(module.backend) == before
     assert_serves(module, second)
+
+
+def calibrated(factor: float, **arguments: Any) -> dict[str, torch.Tensor]:
+    """Other weights, and input scales times ``factor``."""
+    tensors = random_experts(4, 128, 256, seed=1, **arguments)
+    return {name: tensor * factor if name.endswith("input_scale") else tensor for name, tensor in tensors.items()}
+
+
+def other_storage(module: Any, other: Any) -> None:
+    for name, parameter in other.backend.named_parameters():
+        getattr(module.backend, name).data = parameter.data.clone()
+
+
+def other_parameters(module: Any, other: Any) -> None:
+    for name, parameter in list(other.backend.named_parameters()):
+        setattr(module.backend, name, torch.nn.Parameter(parameter.data.clone(), requires_grad=False))
+    module.backend.quant_method.setup_quant_scales(module.backend)  # the host's own record holds parameters
+
+
+def in_place(module: Any, other: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in other.backend.named_parameters():
+            getattr(module.backend, name).copy_(parameter)
+
+
+def state_dict(module: Any, other: Any) -> None:
+    module.load_state_dict(other.state_dict())
+
+
+def assigned(module: Any, other: Any) -> None:
+    module.load_state_dict({name: tensor.clone() for name, tensor in other.state_dict().items()}, assign=True)
+
+
+REFITS = [copy_over, other_storage, other_parameters, in_place, state_dict, assigned]
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize("refit", REFITS, ids=lambda refit: refit.__name__)
+def test_no_hook_is_called(refit: Any, factor: float) -> None:
+    """Decode, prefill and decode again are those of a fresh load, to the bit."""
+    first, second = random_experts(4, 128, 256), calibrated(factor)
+    module, other = (layers.load(layers.create(4, 128, 256), tensors) for tensors in (first, second))
+    assert_serves(module, first)
+    refit(module, other)
+    for tokens in (3, 70, 40):
+        x, logits = layers.inputs(module, tokens, second)
+        with verification._kernel_calls(module.backend) as count:
+            assert torch.equal(module(x, logits), other(x, logits)), tokens
+        assert count() == (tokens < 64)
+
+
+def test_every_parameter_by_itself() -> None:
+    """One tensor after the other moves: at each step b12x computes what a kernel does that is bound anew."""
+    first, second = random_experts(4, 128, 256), calibrated(4.0)
+    module, other = (layers.load(layers.create(4, 128, 256), tensors) for tensors in (first, second))
+    x, logits = layers.inputs(module, 5, second)
+    for name, parameter in other.backend.named_parameters():
+        getattr(module.backend, name).data = parameter.data.clone()
+        result = module(x, logits)
+        module.backend.kernel.bind(module.backend.quant_method.kernel_weights(module.backend))
+        assert torch.equal(result, module(x, logits)), name
+
+
+@pytest.mark.parametrize("change", ["transposed", "unaligned", "another size"])
+def test_what_the_kernel_cannot_read_is_left_to_the_host(change: str) -> None:
+    """Not silently wrong: the layer stops serving, the host answers or says what is wrong, as it does alone."""
+    tensors = random_experts(4, 128, 256)
+    module, plain = (layers.load(layers.create(4, 128, 256, promote=p), tensors) for p in (True, False))
+    x, logits = layers.inputs(module, 5, tensors)
+
+    def answer(layer: Any) -> Any:
+        parameter = layer.backend.w2_weight
+        if change == "transposed":
+            parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+        elif change == "unaligned":
+            room = torch.empty(parameter.numel() + 1, dtype=parameter.dtype)[1:]
+            parameter.data = room.view(parameter.shape).copy_(parameter.data)
+        else:
+            parameter.data = parameter.data[:, :, :8].contiguous()
+        try:
+            return layer(x, logits)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    ours, alone = answer(module), answer(plain)
+    if isinstance(alone, str):
+        assert ours == alone
+        return
+    assert torch.equal(ours, alone)
+    assert module.backend.kernel is None
+    assert "not contiguous, or not at a multiple of 16 bytes" in str(module.backend.verdict)
+    layers.load(module, tensors)
+    assert module.backend.kernel is None  # for good
+
+
+@pytest.mark.parametrize("loaded_in", [True, False])
+def test_loaded_in_inference_mode_and_called_outside_or_the_other_way(loaded_in: bool) -> None:
+    first, second = random_experts(4, 128, 256), calibrated(4.0)
+    with torch.inference_mode(loaded_in):
+        module, other = (layers.load(layers.create(4, 128, 256), tensors) for tensors in (first, second))
+        copy_over(module, other)
+    x, logits = layers.inputs(module, 5, second)
+    with torch.inference_mode(not loaded_in):
+        assert torch.equal(module(x, logits), other(x, logits))
+    assert module.backend.kernel is not None
+
+
+# ---- state dicts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_state_dicts_of_the_hosts_layer_and_ours_are_one(gated: bool) -> None:
+    tensors = random_experts(4, 128, 256, gated)
+    ours, plain = (layers.load(layers.create(4, 128, 256, gated=gated, promote=p), tensors) for p in (True, False))
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    other = random_experts(4, 128, 256, gated, seed=3)
+    for source_promoted in (True, False):
+        source = layers.load(layers.create(4, 128, 256, gated=gated, promote=source_promoted), other)
+        target = layers.load(layers.create(4, 128, 256, gated=gated, promote=not source_promoted), tensors)
+        target.load_state_dict(source.state_dict())
+        x, logits = layers.inputs(target, 70, other)
+        assert torch.equal(target(x, logits), source(x, logits))
+        if not source_promoted:
+            assert_serves(target, other)
+
+
+def test_a_ratio_of_gate_and_up_goes_with_the_state_dict() -> None:
+    first, second = random_experts(4, 128, 256, up_to_gate=3.0), random_experts(4, 128, 256, seed=1)
+    ours = layers.load(layers.create(4, 128, 256), first)
+    assert set(ours.backend.state_dict()) - set(layers.create(4, 128, 256, promote=False).backend.state_dict()) == {
+        "b12x_up_to_gate"
+    }
+    target = layers.load(layers.create(4, 128, 256), second)
+    target.load_state_dict(ours.state_dict())
+    assert_serves(target, first)
+    plain = layers.load(layers.create(4, 128, 256, promote=False), second)
+    with pytest.raises(RuntimeError, match="b12x_up_to_gate"):  # the host has no place for it
+        plain.load_state_dict(ours.state_dict())
+    ours.load_state_dict(layers.load(plain, second).state_dict())  # one scale again
+    assert_serves(ours, second)
+
+
+def test_padding_is_named() -> None:
+    tensors = random_experts(4, 128, 192)
+    ours, plain = (layers.load(layers.create(4, 128, 192, promote=p), tensors) for p in (True, False))
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch.*tile of 256.*TRTLLM_B12X=0"):
+        ours.load_state_dict(plain.state_dict())
+    assert_serves(layers.load(ours, tensors), tensors)
+
+
+# ---- by name, and from nothing -------------------------------------------------------------------------------------------
+
+
+def from_meta(**arguments: Any) -> Any:
+    """As hosts build: on meta tensors, then memory as it comes."""
+    with torch.device("meta"):
+        module = layers.create(4, 128, 256, **arguments)
+        if not getattr(module, "backend", module)._weights_created:
+            module.create_weights()
+    module._apply(lambda t: torch.full_like(t, 7, device="cpu") if t.is_meta else t)
+    return module
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.4, 3.0])
+def test_parameters_that_arrive_by_name(ratio: float) -> None:
+    """A peer's parameters, copied before the post-load hooks run (ModelExpress), nothing loaded here."""
+    tensors = random_experts(4, 128, 256, up_to_gate=ratio)
+    source, target = layers.load(layers.create(4, 128, 256), tensors), from_meta()
+    target_parameters = dict(target.named_parameters())
+    for name, parameter in source.named_parameters():
+        target_parameters[name].data.copy_(parameter.data)
+    for module in target.modules():
+        for hook in ("post_load_weights", "cache_derived_state"):
+            if hasattr(module, hook):
+                getattr(module, hook)()
+    for tokens in (5, 70):
+        x, logits = layers.inputs(source, tokens, tensors)
+        assert torch.equal(target(x, logits), source(x, logits))
+    assert_serves(target, tensors)
+
+
+def test_a_model_without_weights_has_no_ratio() -> None:
+    """Dummy weights fill what is in the state dict and is floating; a refit by a peer without b12x writes no ratio."""
+    target, tensors = from_meta(), random_experts(4, 128, 256)
+    for tensor in target.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.data.uniform_(-1e-3, 1e-3)
+    target.post_load_weights()
+    target.load_state_dict(layers.load(layers.create(4, 128, 256, promote=False), tensors).state_dict())
+    target.post_load_weights()
+    assert_serves(target, tensors)
+
+
+@pytest.mark.parametrize(("gate", "up"), [(1e-45, 1.0), (1.0, 1e-45), (1e-30, 1e30), (0.0, 1.0)])
+def test_scales_that_float32_has_no_ratio_for(gate: float, up: float) -> None:
+    """The host alone loads them."""
+    tensors = random_experts(4, 128, 256)
+    for expert in range(4):
+        tensors[f"{expert}.w1.weight_scale_2"] = torch.tensor(gate)
+        tensors[f"{expert}.w3.weight_scale_2"] = torch.tensor(up)
+    module = layers.load(layers.create(4, 128, 256), tensors)
+    for tokens in (5, 70):
+        assert not module(torch.randn(tokens, 128).bfloat16(), torch.randn(tokens, 4)).any()
 
 
 @pytest.mark.embedded  # later hosts load parts

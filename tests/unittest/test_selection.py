@@ -11,7 +11,7 @@ import torch
 
 import trtllm_b12x
 from trtllm_b12x import host as _host
-from trtllm_b12x import selection
+from trtllm_b12x import log, selection
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
@@ -136,18 +136,23 @@ def test_a_plain_subclass_is_refused_and_not_wrapped(monkeypatch: pytest.MonkeyP
 )
 @pytest.mark.parametrize("name", ["TRTLLMGenFusedMoE", "CuteDslFusedMoE", "DeepGemmFusedMoE"])
 def test_named_backends_without_a_kernel_on_this_card(
-    monkeypatch: pytest.MonkeyPatch, name: str, sm: int, keep: str, promoted: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, sm: int, keep: str, promoted: bool
 ) -> None:
+    """TRTLLM is the models' own word for a protocol: it stays, and one line says what to set."""
     from trtllm_b12x import environment
     from trtllm_b12x.decision import Environment
 
     named = type(name, (host.CutlassFusedMoE,), {})
+    log.forget()
     monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: named)
     monkeypatch.setattr(environment, "probe", lambda always_look=False: Environment(sm=sm))
     monkeypatch.setenv("TRTLLM_B12X_KEEP_BACKEND", keep)
     trtllm_b12x.install()
-    expected = FlashInferNvfp4Sm12xFusedMoE if promoted and name != "DeepGemmFusedMoE" else named
-    assert create_moe.get_moe_cls(config()) is expected
+    expected = FlashInferNvfp4Sm12xFusedMoE if promoted and name == "CuteDslFusedMoE" else named
+    for _ in range(2):
+        assert create_moe.get_moe_cls(config()) is expected
+    told = [record for record in caplog.records if "set moe_config.backend: CUTLASS" in record.getMessage()]
+    assert len(told) == (promoted and name == "TRTLLMGenFusedMoE")
     assert create_moe.get_moe_cls(config(host.QuantAlgo.FP8)) is named
     trtllm_b12x.uninstall()
 

@@ -22,6 +22,18 @@ def test_every_value_and_the_default(switch: settings.Switch[str], monkeypatch: 
     assert settings.complaints() == [f"{switch.name}=nonsense is none of {', '.join(switch.values)}; {switch.default} is used"]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("false", "0"), ("OFF", "0"), (" No ", "0"), ("true", "1"), ("on", "1"), ("YES", "1"), ("Force", "force"), ("", "1")],
+)
+def test_what_people_write_for_off_and_on(monkeypatch: pytest.MonkeyPatch, text: str, value: str) -> None:
+    monkeypatch.setenv("TRTLLM_B12X", text)
+    monkeypatch.setenv("TRTLLM_B12X_LOG", "debug")
+    assert settings.ENABLED() == value
+    assert settings.LOG() == "DEBUG"
+    assert settings.complaints() == []
+
+
 def test_unknown_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTLLM_B12X_GATHERBF16", "1")
     monkeypatch.setenv("TRTLLM_B12XY", "not ours")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +55,67 @@ def test_a_later_draft_model_gets_a_line_of_its_own(caplog: pytest.LogCaptureFix
     draft = layers.load(layers.create(4, 128, 192), tensors)
     assert lines(caplog) == [f"rank 0: {n} of {n} MoE layers on b12x, decode below 64 tokens" for n in (1, 2)]
     assert draft is not main
+
+
+def test_while_a_layer_is_built_and_where_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may ask at any time."""
+    create_weights = layers.host.NVFP4CutlassFusedMoEMethod.create_weights
+    seen = []
+
+    def asking(self: Any, module: Any) -> None:
+        seen.append(trtllm_b12x.status())
+        create_weights(self, module)
+        seen.append(trtllm_b12x.status())
+
+    monkeypatch.setattr(layers.host.NVFP4CutlassFusedMoEMethod, "create_weights", asking)
+    module = layers.create(4, 128, 192)
+    assert [(status.promoted, status.padding_bytes) for status in seen] == [(1, 0), (1, 0)]
+    assert trtllm_b12x.status().padding_bytes > 0
+    module.backend._parameters.clear()
+    assert trtllm_b12x.status().padding_bytes == 0
+
+
+FORKS = """
+import os, threading, time, torch
+torch.set_num_threads(1)
+from tests import layers
+import trtllm_b12x
+names, create_moe = vars(layers.host.create_moe), layers.host.create_moe
+hosts, inside, go = names["CutlassFusedMoE"], threading.Event(), threading.Event()
+init = layers.host.CutlassFusedMoE.__init__
+def waiting(self, *args, **kwargs):
+    if threading.current_thread() is not threading.main_thread():
+        inside.set()
+        go.wait()
+    init(self, *args, **kwargs)
+layers.host.CutlassFusedMoE.__init__ = waiting
+trtllm_b12x.install()
+thread = threading.Thread(target=layers.build, args=(4, 128, 192))
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    ok = names["CutlassFusedMoE"] is hosts
+    module = layers.build(4, 128, 192)
+    ok = ok and trtllm_b12x.status().promoted == 1 and names["CutlassFusedMoE"] is hosts
+    os._exit(0 if ok else 3)
+for _ in range(300):
+    pid, code = os.waitpid(child, os.WNOHANG)
+    if pid:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, 9)
+    code = "the child hangs"
+go.set()
+thread.join()
+print(code)
+"""
+
+
+def test_a_fork_while_a_thread_builds() -> None:
+    result = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert result.stdout == "0\n", result.stdout + result.stderr
 
 
 def test_nothing_is_said_where_nothing_is_on_b12x(caplog: pytest.LogCaptureFixture) -> None:

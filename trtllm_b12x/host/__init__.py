@@ -9,14 +9,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import threading
 from functools import cache
 from types import SimpleNamespace
+
+from trtllm_b12x import locks
 
 _embedded = False
 _failure = ""
 """Of the last :func:`load`."""
-_loading = threading.RLock()
+_loading = locks.new()
 
 
 class UnsupportedHostError(RuntimeError):

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from . import UnsupportedHostError, contract
 from .calls import ContextCalls, EndsWithCachedState, EndsWithPostLoad, KeywordCalls
-from .weights import DirectWeights, StagedWeights
+from .leaves import Candidate, tables
+from .weights import CachedWeights, DirectWeights, StagedWeights
 
+_MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
+"""``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``); LoRA on attention leaves them as they are."""
 _CONSTANTS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar")
 
 
@@ -22,7 +26,7 @@ def embedded() -> SimpleNamespace:
     from . import embedded as names
 
     exported = {name: getattr(names, name) for name in names.__all__}
-    return _with_differences(SimpleNamespace(**exported), generation="embedded", is_tuning=lambda: False)
+    return _with_differences(SimpleNamespace(**exported, leaves=()), generation="embedded", is_tuning=lambda: False)
 
 
 def tensorrt_llm() -> SimpleNamespace:
@@ -39,14 +43,17 @@ def tensorrt_llm() -> SimpleNamespace:
     generation = contract.recognize()
     package = contract.facts()[generation]["package"]
     # By import_module: as an attribute of its package, create_moe is the function.
-    create_moe, cutlass, quantization = (
-        importlib.import_module(f"{package}.{name}") for name in ("create_moe", "fused_moe_cutlass", "quantization")
+    backend, _, cutlass = contract.backend(generation).partition(".")
+    create_moe, classes, quantization = (
+        importlib.import_module(f"{package}.{name}") for name in ("create_moe", backend, "quantization")
     )
     utils = importlib.import_module("tensorrt_llm._torch.utils")
     tuner = importlib.import_module("tensorrt_llm._torch.autotuner").AutoTuner
     names = SimpleNamespace(
         create_moe=create_moe,
-        CutlassFusedMoE=cutlass.CutlassFusedMoE,
+        CutlassFusedMoE=getattr(classes, cutlass),
+        leaves=tuple(classes.CUTLASS_LEAVES) if generation == "C3" else (),
+        tables=partial(tables, package, getattr(classes, cutlass)),
         NVFP4CutlassFusedMoEMethod=quantization.NVFP4CutlassFusedMoEMethod,
         MoEWeightLoadingMode=quantization.MoEWeightLoadingMode,
         TensorParallelMode=quantization.TensorParallelMode,
@@ -78,11 +85,20 @@ def _with_differences(names: SimpleNamespace, **facts: Any) -> SimpleNamespace:
         # A and B name classes by get_moe_cls, compare them exactly and hand out keywords; from C1 on a class is resolved from
         # tables and run_moe takes a context.
         has_get_moe_cls=named,
-        Layer=metaclass("Layer", (calls, end), {}),
-        Weights=DirectWeights if facts["generation"] in ("embedded", "A0", "A") else StagedWeights,
+        # The class is chosen, ours too, before a backend is built.
+        chooses_first=named or bool(names.leaves),
+        Layer=metaclass("Layer", (calls, end, *((Candidate,) if names.leaves else ())), {}),
+        Weights=_weights(facts["generation"]),
         activation_name=_activation_name(names),
         activation_constants=_activation_constants,
+        has_moe_lora_targets=_has_moe_lora_targets,
     )
+
+
+def _weights(generation: str) -> type:
+    if generation in ("embedded", "A0", "A"):
+        return DirectWeights
+    return StagedWeights if generation == "B" else CachedWeights
 
 
 def _equality(cutlass: type) -> dict[str, Any]:
@@ -111,3 +127,9 @@ def _activation_constants(get: Callable[[str], Any]) -> bool:
     constants = getattr(get("activation"), "constants", None)
     given = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
     return any(value is not None for value in given)
+
+
+def _has_moe_lora_targets(model_config: Any) -> bool:
+    """The host's function of that name, which has moved between generations and is missing in the early ones."""
+    targets = getattr(getattr(model_config, "lora_config", None), "lora_target_modules", None) or ()
+    return any(str(name).lower() in _MOE_LORA_MODULES for name in targets)

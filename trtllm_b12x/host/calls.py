@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
         def _weights_are_ready(self) -> None: ...
 
+        def validate_configurable_moe(self, moe: Any) -> None: ...
+
+        def _moe_lora_active(self, lora_params: Any) -> bool: ...
+
+        def _behind_alltoall(self) -> None: ...
+
         def _serve(self, *args: Any) -> torch.Tensor | None: ...
+
+        def _leave_to_the_host(self, error: Exception) -> None: ...
 
         def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]: ...
 
@@ -48,7 +56,27 @@ class EndsWithCachedState(_Backend):
         self._weights_are_ready()
 
 
-class KeywordCalls(_Backend):
+class _Calls(_Backend):
+    def validate_configurable_moe(self, moe: Any) -> None:
+        """The wrapper hands itself over, its communication chosen (late 1.3 and later; earlier ones tell it call by call)."""
+        super().validate_configurable_moe(moe)
+        try:
+            if getattr(moe, "enable_alltoall", False):
+                self._behind_alltoall()
+        except Exception as error:
+            self._leave_to_the_host(error)
+
+    def _only_cutlass(self, do_finalize: bool, lora_params: Any, enable_alltoall: bool | None) -> bool:
+        """Unfinalized output, LoRA on these experts, and ids that an all-to-all may have padded."""
+        if enable_alltoall:
+            self._behind_alltoall()
+        if not do_finalize or enable_alltoall:
+            return True
+        # Hosts hand over what there is for any layer, attention's too.
+        return lora_params is not None and (not hasattr(self, "_moe_lora_active") or self._moe_lora_active(lora_params))
+
+
+class KeywordCalls(_Calls):
     """Generations A and B (TensorRT-LLM 1.2 and 1.3), and the embedded host: one keyword per fact.
 
     A host that compares classes exactly gives them to nobody but ``CutlassFusedMoE`` (``ConfigurableMoE._get_backend_kwargs``).
@@ -68,17 +96,18 @@ class KeywordCalls(_Backend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Experts on ``x (T, H)``, ids ``(T, k)`` and scales ``(T, k)`` float32; ``(T, H)`` in ``output_dtype``."""
-        cutlass_only = (
-            not kwargs.get("do_finalize", True) or kwargs.get("lora_params") is not None or kwargs.get("enable_alltoall")
-        )
-        if not cutlass_only:
-            result = self._serve(x, x_sf, token_selected_experts, token_final_scales, output_dtype, moe_output)
-            if result is not None:
-                return result
+        fault = None
+        try:
+            if not self._only_cutlass(kwargs.get("do_finalize", True), kwargs.get("lora_params"), kwargs.get("enable_alltoall")):
+                result = self._serve(x, x_sf, token_selected_experts, token_final_scales, output_dtype, moe_output)
+                if result is not None:
+                    return result
+        except Exception as error:
+            fault = error
         quantized, scales = self._quantize_late(x, x_sf, is_sf_swizzled)
         if quantized is not x:
             output_dtype = output_dtype or x.dtype
-        return super().run_moe(
+        result = super().run_moe(
             quantized,
             token_selected_experts,
             token_final_scales,
@@ -90,23 +119,32 @@ class KeywordCalls(_Backend):
             moe_output=moe_output,
             **kwargs,
         )
+        if fault is not None:  # ours, not the call's: the host has just answered it
+            self._leave_to_the_host(fault)
+        return result
 
 
-class ContextCalls(_Backend):
+class ContextCalls(_Calls):
     """Generations C1 and C2: a frozen ``MoERunContext`` whose ``comm_plan`` says what the communication did."""
 
     def run_moe(self, ctx: Any, *, workspace: dict[str, Any] | None = None) -> torch.Tensor:
         """``ctx.x (T, H)``, ``ctx.token_selected_experts (T, k)``, ``ctx.token_final_scales (T, k)``; ``(T, H)``."""
-        plan = ctx.comm_plan
+        plan, fault = ctx.comm_plan, None
         if plan is not None:  # without one the host says what is wrong
-            if ctx.do_finalize and ctx.lora_params is None and not plan.enable_alltoall:
-                result = self._serve(
-                    ctx.x, ctx.x_sf, ctx.token_selected_experts, ctx.token_final_scales, ctx.output_dtype, plan.moe_output
-                )
-                if result is not None:
-                    return result
+            try:
+                if not self._only_cutlass(ctx.do_finalize, ctx.lora_params, plan.enable_alltoall):
+                    result = self._serve(
+                        ctx.x, ctx.x_sf, ctx.token_selected_experts, ctx.token_final_scales, ctx.output_dtype, plan.moe_output
+                    )
+                    if result is not None:
+                        return result
+            except Exception as error:
+                fault = error
             quantized, scales = self._quantize_late(ctx.x, ctx.x_sf, plan.input_sf_swizzled)
             if quantized is not ctx.x:
                 dtype = ctx.output_dtype or ctx.x.dtype
                 ctx = dataclasses.replace(ctx, x=quantized, x_sf=scales, output_dtype=dtype)
-        return super().run_moe(ctx, workspace=workspace)
+        result = super().run_moe(ctx, workspace=workspace)
+        if fault is not None:  # ours, not the call's: the host has just answered it
+            self._leave_to_the_host(fault)
+        return result

@@ -6,6 +6,7 @@ A function is given by its parameters in order, ``name``, ``name=default``, ``*`
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -13,12 +14,13 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from . import UnsupportedHostError
 
-GENERATIONS = ("A0", "A", "B", "C1", "C2")
-"""Oldest first: 1.2 (early and late), 1.3, 1.3 with ``run_moe(ctx)``, and the package's new place."""
+GENERATIONS = ("A0", "A", "B", "C1", "C2", "C3")
+"""Oldest first: 1.2 (early and late), 1.3, 1.3 with ``run_moe(ctx)``, the package's new place, a class per quantization."""
 
 _BUILD = "create_moe.create_moe_backend"
 _READ = ("moe_cls", "model_config", "dtype", "bias", "apply_router_weight_on_input")
@@ -42,16 +44,79 @@ _STAGED_METHOD = (
 )
 _CACHED = ("transform_weights", "cache_derived_state")
 
+LAYER = (
+    "_using_dynamic_load_balancer",
+    "apply_router_weight_on_input",
+    "bias",
+    "dtype",
+    "ep_size",
+    "expert_size_per_partition",
+    "hidden_size",
+    "initial_local_expert_ids",
+    "intermediate_size",
+    "intermediate_size_per_partition",
+    "is_gated_activation",
+    "layer_load_balancer",
+    "num_experts",
+    "parallel_size",
+    "quant_config",
+    "rank",
+    "routing_method",
+    "slot_start",
+    "tp_rank",
+    "tp_size",
+    "use_dp",
+)
+"""What is read of a layer that the host has built; asked of each (:func:`lacking`), because no class tells."""
+WEIGHTS = (
+    "fc2_alpha",
+    "fc2_input_scale",
+    "fc31_alpha",
+    "fc31_input_scale",
+    "quant_scales",
+    "w2_weight",
+    "w2_weight_scale",
+    "w3_w1_weight",
+    "w3_w1_weight_scale",
+)
+"""What is read of a layer with NVFP4 weights; the host's quantization module names them."""
+RECORDS = {
+    "MoERunContext": (
+        "comm_plan",
+        "do_finalize",
+        "lora_params",
+        "output_dtype",
+        "token_final_scales",
+        "token_selected_experts",
+        "x",
+        "x_sf",
+    ),
+    "MoECommPlan": ("enable_alltoall", "input_sf_swizzled", "moe_output"),
+}
+"""Fields of a call's records that are read, from C1 on."""
+QUESTION = {
+    "MoEProblem": ("activation", "activation_constants", "bias", "dtype_act", "hidden_size", "quant"),
+    "MoEDeployment": ("eplb_enabled", "moe_lora_enabled"),
+    "MoEEligibility": ("detail", "eligible", "reject_reason"),
+}
+"""Fields of the records in which the host asks a candidate, in C3, and is answered."""
+
+
+def backend(generation: str) -> str:
+    """The class that CUTLASS with NVFP4 builds, and ours inherits: ``module.class``."""
+    return "cutlass.TrtllmCutlassNvfp4Impl" if generation == "C3" else "fused_moe_cutlass.CutlassFusedMoE"
+
 
 def relied_on(generation: str) -> tuple[str, ...]:
     """Functions that are patched, overridden or called: ``module.function``, or ``module.class.method``, inherited ones too."""
     context, staged = generation.startswith("C"), generation not in ("A0", "A")
-    backend = (*_BACKEND, *(("cache_derived_state",) if context else ()))
+    functions = (*_BACKEND, *(("cache_derived_state",) if context else ()), *(("can_implement",) if generation == "C3" else ()))
     method = (*_METHOD, *(_STAGED_METHOD if staged else ()), *(_CACHED if context else ()))
     return (
         _BUILD,
         *(() if context else ("create_moe.get_moe_cls",)),
-        *(f"fused_moe_cutlass.CutlassFusedMoE.{name}" for name in backend),
+        *(("moe_resolution.resolve_moe_cls",) if generation == "C3" else ()),
+        *(f"{backend(generation)}.{name}" for name in functions),
         *(f"quantization.NVFP4CutlassFusedMoEMethod.{name}" for name in method),
     )
 
@@ -104,12 +169,88 @@ def _differences(generation: str) -> Iterator[str]:
             found: Any = importlib.import_module(f"{known['package']}.{module}")
             for part in path.split("."):
                 found = getattr(found, part)
-            actual = list(inspect.signature(found).parameters.values())
+            actual = list(inspect.signature(getattr(found, "__func__", found)).parameters.values())
         except (ImportError, AttributeError, TypeError, ValueError):
             yield f"{name} is missing"
             continue
-        lacking = _unread(actual) if name == _BUILD else _lacking(known["functions"][name], actual)
-        yield from (f"{name}: {difference}" for difference in lacking)
+        differences = _unread(actual) if name == _BUILD else _missing(known["functions"][name], actual)
+        yield from (f"{name}: {difference}" for difference in differences)
+    yield from _names(known["package"], backend(generation))
+    if generation.startswith("C"):
+        yield from _fields(known["package"], {**RECORDS, **(QUESTION if generation == "C3" else {})})
+        yield from _tables(known["package"], backend(generation))
+
+
+def lacking(layer: Any) -> list[str]:
+    """Names of :data:`LAYER` that a layer of this host does not have."""
+    return [name for name in LAYER if not hasattr(layer, name)]
+
+
+def _tables(package: str, known: str) -> Iterator[str]:
+    """A class that nothing builds must not pass for the one that CUTLASS means: promotion would be on, and idle."""
+    try:
+        module, _, name = known.partition(".")
+        cutlass = getattr(importlib.import_module(f"{package}.{module}"), name)
+        resolution = importlib.import_module(f"{package}.moe_resolution")
+        if cutlass not in resolution.BACKEND_FAMILY["CUTLASS"] or cutlass not in resolution.IMPL_PRIORITY:
+            yield f"moe_backend CUTLASS does not lead to {name}"
+        elif inspect.isabstract(cutlass):
+            yield f"{known} is abstract: other classes are built in its place"
+        elif known == backend("C3"):
+            if cutlass not in resolution.FALLBACK_IMPLS:
+                yield f"moe_resolution.FALLBACK_IMPLS is without {name}"
+            if not hasattr(importlib.import_module(f"{package}.impl_contract").MoERejectReason, "PATH_NOT_ENABLED"):
+                yield "impl_contract.MoERejectReason has no PATH_NOT_ENABLED"
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        yield f"moe_resolution is another: {type(error).__name__}: {error}"
+
+
+def _fields(package: str, records: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    for record, names in records.items():
+        try:
+            there = {f.name for f in dataclasses.fields(getattr(importlib.import_module(f"{package}.impl_contract"), record))}
+        except (ImportError, AttributeError, TypeError):
+            yield f"impl_contract.{record} is missing"
+            continue
+        yield from (f"impl_contract.{record} has no field {name}" for name in names if name not in there)
+
+
+def _names(package: str, known: str) -> Iterator[str]:
+    """Attributes of a layer that only loading makes, by the host's code: a name that is nowhere in it is not there."""
+    try:
+        quantization = importlib.import_module(f"{package}.quantization")
+        module, _, name = known.partition(".")
+        cutlass = getattr(importlib.import_module(f"{package}.{module}"), name)
+    except (ImportError, AttributeError):
+        return  # reported by name
+    named = set().union(*map(_named, _code(quantization)))
+    yield from (f"quantization names no {name}" for name in WEIGHTS if name not in named)
+    builders = [vars(base)["create_weights"] for base in cutlass.__mro__ if "create_weights" in vars(base)]
+    if not any("quant_method" in _named(function.__code__) for function in builders if isinstance(function, FunctionType)):
+        yield f"{name}.create_weights sets no quant_method"
+
+
+def _code(module: ModuleType) -> Iterator[CodeType]:
+    for value in list(vars(module).values()):
+        for member in list(vars(value).values()) if isinstance(value, type) else (value,):
+            if isinstance(member, (classmethod, staticmethod)):
+                member = member.__func__
+            elif isinstance(member, property):
+                member = member.fget
+            while isinstance(member, FunctionType):
+                yield member.__code__
+                member = getattr(member, "__wrapped__", None)
+
+
+def _named(code: CodeType) -> set[str]:
+    """Attributes, and texts, by which parameters are registered."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _named(constant)
+        elif isinstance(constant, (str, tuple)):
+            found |= {part for part in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(part, str)}
+    return found
 
 
 def _staging(package: str) -> Iterator[str]:
@@ -130,7 +271,7 @@ def _unread(actual: list[inspect.Parameter]) -> Iterator[str]:
         yield f"no parameter {' or '.join(_ACTIVATION)}"
 
 
-def _lacking(recorded: list[str], actual: list[inspect.Parameter]) -> Iterator[str]:
+def _missing(recorded: list[str], actual: list[inspect.Parameter]) -> Iterator[str]:
     """Recorded parameters must be there, positional ones in their place; new ones must be optional."""
     there = {parameter.name: parameter for parameter in actual}
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

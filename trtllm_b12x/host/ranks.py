@@ -1,89 +1,117 @@
-"""What another rank has to know before the first request: that a kernel cannot be had there.
+"""How processes that share layers reach each other: short messages, in order, for which nobody has to be waiting.
 
-Ranks that share a layer answer each other by text, through whatever the host's processes have in common.  A rank that does not
-answer in time counts as one that has nothing to say: no collective call is made that could wait for ever.
+No collective call is made, which could wait for ever for a rank on which nothing of ours runs.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import json
 import sys
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol
 
-from trtllm_b12x.log import logger
+Message = tuple[str, ...]
 
-TIMEOUT_S = 900.0
-"""Other ranks may still be compiling."""
 _TAG = 12120
 """Of our messages between MPI ranks."""
-_rounds = 0
 
 
-def exchange(mapping: Any, text: str) -> dict[int, str]:
-    """``text`` of every rank that shares the layers of ``mapping``'s stage, by rank; of those that answered.
+class Line(Protocol):
+    """Between the ranks of one group."""
 
-    Every such rank has to call it as often as the others.
+    def send(self, rank: int, *words: str) -> None:
+        """To another rank of the group; returns at once."""
+
+    def receive(self) -> Iterator[tuple[int, Message]]:
+        """What has arrived since the last call: sender and words, each sender's in the order they were sent."""
+
+
+def group_of(mapping: Any) -> list[int]:
+    """Ranks that share the layers of ``mapping``'s pipeline stage, in order; experts and their halves are spread over these."""
+    return sorted(int(rank) for rank in getattr(mapping, "tp_group", None) or range(int(mapping.world_size)))
+
+
+def connect(mapping: Any) -> Line | None:
+    """The line to the other ranks of :func:`group_of`; None where nothing connects this process to so many.
+
+    torch.distributed's store where that is initialized (Ray, and hosts that have both), else MPI.
     """
-    global _rounds
-    _rounds += 1
-    mine = int(mapping.rank)
-    group = [int(rank) for rank in getattr(mapping, "tp_group", None) or range(int(mapping.world_size))]
-    others = [rank for rank in group if rank != mine]
-    answers = {mine: text}
-    if not others:
-        return answers
     import torch
 
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        answers.update(_by_store(mine, others, text))
-    elif "mpi4py.MPI" in sys.modules and "tensorrt_llm" in sys.modules:
-        answers.update(_by_messages(importlib.import_module("tensorrt_llm._utils").mpi_comm(), others, text))
-    silent = [rank for rank in others if rank not in answers]
-    if silent:
-        logger.warning("rank %d: no answer from ranks %s about their kernels; each goes its own way", mine, silent)
-    return answers
+    mine, group = int(mapping.rank), group_of(mapping)
+    enough = int(mapping.world_size)
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() >= enough:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return StoreLine(_get_default_store(), mine, group)
+    if "mpi4py.MPI" in sys.modules and "tensorrt_llm" in sys.modules:
+        comm = importlib.import_module("tensorrt_llm._utils").mpi_comm()
+        if comm.Get_size() >= enough:
+            return MpiLine(comm, mine, group)
+    return None
 
 
-def _by_store(mine: int, others: list[int], text: str) -> dict[int, str]:
-    """The key-value store behind torch.distributed; under Ray, and where a host's ranks have both."""
-    from torch.distributed.distributed_c10d import _get_default_store
+class StoreLine:
+    """Over the key-value store behind torch.distributed: each rank numbers its messages to each other."""
 
-    store = _get_default_store()
-    store.set(f"trtllm_b12x/{_rounds}/{mine}", text)
-    until = time.monotonic() + TIMEOUT_S
-    found = {}
-    for rank in others:
-        key = f"trtllm_b12x/{_rounds}/{rank}"
-        try:
-            store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
-            found[rank] = store.get(key).decode()
-        except RuntimeError:  # DistStoreError of newer torch is one
-            continue
-    return found
+    def __init__(self, store: Any, mine: int, group: list[int]) -> None:
+        import torch
 
+        self._store = torch.distributed.PrefixStore(f"trtllm_b12x/{'-'.join(map(str, group))}", store)
+        self._mine = mine
+        self._sent, self._received = (dict.fromkeys((rank for rank in group if rank != mine), 0) for _ in range(2))
 
-def _by_messages(comm: Any, others: list[int], text: str) -> dict[int, str]:
-    """Point to point: nothing is left open but a small send to a rank that never looks."""
-    for rank in others:
-        comm.isend((_rounds, text), dest=rank, tag=_TAG)
-    found: dict[int, str] = {}
+    def send(self, rank: int, *words: str) -> None:
+        self._store.set(f"{self._mine}/{rank}/{self._sent[rank]}", json.dumps(words))
+        self._sent[rank] += 1
 
-    def look() -> bool:
-        for rank in others:
-            while rank not in found and comm.iprobe(source=rank, tag=_TAG):
-                number, answer = comm.recv(source=rank, tag=_TAG)
-                if number == _rounds:  # else of a round that timed out here
-                    found[rank] = answer
-        return len(found) == len(others)
-
-    _wait(look)
-    return found
+    def receive(self) -> Iterator[tuple[int, Message]]:
+        for rank in self._received:
+            while self._store.check([key := f"{rank}/{self._mine}/{self._received[rank]}"]):
+                self._received[rank] += 1
+                yield rank, tuple(json.loads(self._store.get(key)))
 
 
-def _wait(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + TIMEOUT_S
-    while not done() and time.monotonic() < until:
-        time.sleep(0.001)
+class MpiLine:
+    """Point to point.  Lines of several groups share the communicator, hence what arrives."""
+
+    _sending: ClassVar[list[Any]] = []  # a request that is dropped before it is done takes its message with it
+    _arrived: ClassVar[dict[tuple[int, ...], list[tuple[int, Message]]]] = defaultdict(list)
+
+    def __init__(self, comm: Any, mine: int, group: list[int]) -> None:
+        self._comm, self._mine, self._group = comm, mine, tuple(group)
+        atexit.register(self._finish)
+
+    def send(self, rank: int, *words: str) -> None:
+        data = json.dumps([self._group, words]).encode()
+        self._sending.append(self._comm.Isend(data, dest=rank, tag=_TAG))
+
+    def receive(self) -> Iterator[tuple[int, Message]]:
+        self._poll()
+        yield from self._arrived.pop(self._group, [])
+
+    def _poll(self) -> None:
+        from mpi4py import MPI
+
+        self._sending[:] = [request for request in self._sending if not request.Test()]
+        status = MPI.Status()
+        while (message := self._comm.Improbe(tag=_TAG, status=status)) is not None:
+            buffer = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv(buffer)
+            group, words = json.loads(buffer)
+            self._arrived[tuple(group)].append((status.Get_source(), tuple(words)))
+
+    def _finish(self) -> None:
+        """Take what nobody asked for any more: MPI may end the whole job over a message that is left (MPICH 5, spawned ranks)."""
+        from mpi4py import MPI
+
+        for _ in range(20):
+            if MPI.Is_finalized():
+                return
+            self._poll()
+            time.sleep(0.001)

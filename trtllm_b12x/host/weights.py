@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     class _Method:
         """What the mixin finds behind and before it."""
 
-        ratios_are_set: bool
-
         def load_quant_scales(self, module: Any, weights: Any) -> None: ...
 
         def process_weights_after_loading(self, module: Any) -> None: ...
@@ -62,7 +60,7 @@ class DirectWeights(_Method):
 
 
 class StagedWeights(_Method):
-    """Generations B, C1 and C2."""
+    """Generation B."""
 
     def _reconcile_and_compute_alphas(self, module: Any, tmp_weight_scale_2: Any, *args: Any, **kwargs: Any) -> None:
         local = getattr(module, "tmp_weight_scale_2", None)  # the other dictionary is the load balancer's
@@ -79,13 +77,17 @@ class StagedWeights(_Method):
     def _interleave_w2_weight_scale(self, dst_w2_weight_scale: torch.Tensor) -> None:
         """Done already, when the scales were written: the host would do it to every expert, loaded or not."""
 
-    def finalize_streamed_expert(self, module: Any, local_slot_id: int) -> None:
-        """Nothing is staged."""
-
     def post_load_weights(self, module: Any) -> None:
         self.before_quant_scales(module)
         super().post_load_weights(module)
         self.after_quant_scales(module)
+
+
+class CachedWeights(StagedWeights):
+    """Generations C1 and C2: the end of a load is two hooks, of which another process may run the second alone."""
+
+    def finalize_streamed_expert(self, module: Any, local_slot_id: int) -> None:
+        """Nothing is staged."""
 
     def transform_weights(self, module: Any) -> None:
         if hasattr(module, "tmp_raw_input_scales"):  # a load in groups may end without it
@@ -94,6 +96,5 @@ class StagedWeights(_Method):
         self.before_quant_scales(module)
 
     def cache_derived_state(self, module: Any) -> None:
-        self.ratios_are_set = True  # transformed here, or shared by a process that did: parameters are read only
         super().cache_derived_state(module)
         self.after_quant_scales(module)

@@ -17,8 +17,6 @@ from trtllm_b12x import host, settings
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.environment import probe
 
-from .local_ids import local_ids, warm_up
-
 __all__ = [
     "Geometry",
     "Kernel",
@@ -29,8 +27,6 @@ __all__ = [
     "environment",
     "first_line",
     "kernel_class",
-    "local_ids",
-    "warm_up",
 ]
 
 
@@ -63,7 +59,7 @@ class Geometry:
     intermediate_size: int
     activation: str
     expert_parallel: bool = False
-    """Some ids are negative: experts of other ranks."""
+    """Many ids are those of other ranks' experts."""
 
     @property
     def gated(self) -> bool:
@@ -162,9 +158,14 @@ class Kernel(ABC):
             PlanError: compiling or allocating failed; nothing is kept.
         """
 
+    @property
     @abstractmethod
-    def bind(self, weights: KernelWeights) -> None:
-        """Take the layer's tensors; only views are made.
+    def device(self) -> torch.device:
+        """That it was planned for, as it was given."""
+
+    @abstractmethod
+    def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
+        """Take the layer's tensors, those of the experts from ``first_expert`` on; only views are made.
 
         Raises:
             ValueError: a tensor has the wrong shape or dtype; the message names it.
@@ -174,9 +175,17 @@ class Kernel(ABC):
     def self_test(self) -> None:
         """Compare with the reference on the weights that are bound, and leave out what misses its bound.
 
+        To be called after every :meth:`bind`: weights that say nothing leave the test to later ones, and what was not tested does
+        not serve.
+
         Raises:
             PlanError: nothing is left.
         """
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        """:meth:`plan` may be asked for this device."""
+        return True
 
     def serves(self, tokens: int) -> bool:
         """:meth:`run` takes this many tokens."""
@@ -207,8 +216,9 @@ class Kernel(ABC):
 
         Args:
             x: ``(tokens, H)`` bfloat16, not quantized.
-            token_selected_experts: ``(tokens, top_k)`` integers, local ids; negative means unrouted.
-            token_final_scales: ``(tokens, top_k)`` float32.
+            token_selected_experts: ``(tokens, top_k)`` integers of any type, global ids; one that is none of this rank's is
+                unrouted.
+            token_final_scales: ``(tokens, top_k)``, any float type.
             out: ``(tokens, H)`` bfloat16 to write into.
 
         Returns:

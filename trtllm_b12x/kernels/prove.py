@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trtllm_b12x.environment import child
+
 TARGETS = {"sm_120a": 188, "sm_121a": 48}
 """Target to the SM count of its largest card (RTX PRO 6000, GB10)."""
 TIMEOUT_S = 300
@@ -36,12 +38,20 @@ class Proof:
 
 
 def prove(target: str) -> Proof:
-    """Run this module in a subprocess; a crash or a hang is an answer too."""
-    command = [sys.executable, "-m", "trtllm_b12x.kernels.prove", target]
-    environment = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": ""}
+    """Run :func:`main` in a subprocess; a crash or a hang is an answer too.  Nothing of the working directory is imported."""
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from trtllm_b12x.kernels.prove import main; main()"
+    environment = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, stdin=subprocess.DEVNULL
+            [sys.executable, "-c", code, target],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            env=environment,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
         return Proof(target, False, f"no result within {TIMEOUT_S} s")
@@ -87,34 +97,16 @@ def _compile(target: str, directory: Path) -> Proof:
 
 
 def _micro_kernel(target: str) -> Any:
-    """FlashInfer's own compile function, 0.6.17 to 0.7.2: 16 experts, top 4, 512 x 256, 2 tokens, SwiGLU."""
+    """FlashInfer's own compile function, 0.6.18 to 0.7.2: 16 experts, top 4, 512 x 256, 2 tokens, SwiGLU."""
     import torch
 
-    _answer_for_the_gpu(torch, target)
+    child.answer_for_the_gpu(torch, TARGETS[target], int(target[3:5]), int(target[5]))
     from flashinfer.fused_moe.cute_dsl.blackwell_sm12x import moe_dispatch
 
     count = TARGETS[target]
     for name in ("get_num_sm", "get_max_active_clusters"):
         setattr(moe_dispatch, name, lambda *arguments: count)
     return moe_dispatch._get_micro_kernel(16, 16, m=2, k=512, n=256, num_topk=4, max_rows=8)
-
-
-def _answer_for_the_gpu(torch: Any, target: str) -> None:
-    """FlashInfer 0.6.17 asks for a GPU while it is imported (gdn_kernels) and while it builds a launch."""
-    major, minor = int(target[3:5]), int(target[5])
-
-    class Properties:
-        name = target
-        multi_processor_count = TARGETS[target]
-        total_memory = 96 << 30
-
-    Properties.major, Properties.minor = major, minor  # type: ignore[attr-defined]
-    if torch.cuda.is_available():
-        return
-    torch.cuda.get_device_properties = lambda *arguments: Properties
-    torch.cuda.get_device_capability = lambda *arguments: (major, minor)
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.current_stream = lambda *arguments: type("Stream", (), {"cuda_stream": 0})()
 
 
 def _telling_line(text: str) -> str:

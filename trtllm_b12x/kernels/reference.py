@@ -28,6 +28,7 @@ from trtllm_b12x.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, rou
 
 from . import Geometry, Kernel, KernelFeatures, KernelWeights
 from .layout import plain_scales
+from .routes import Table
 
 _PARTIAL_COLUMNS = 256
 """Columns of FC2's inner dimension that the static kernel accumulates before it rounds."""
@@ -58,12 +59,16 @@ class ReferenceKernel(Kernel):
         if geometry.hidden_size % 128 or geometry.intermediate_size % 128:
             sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
             raise ValueError(f"{sizes} must be multiples of 128")
-        self.geometry, self.capacity, self.device = geometry, capacity, device
+        self.geometry, self.capacity, self._device = geometry, capacity, device
         self.gated = geometry.gated
 
-    def bind(self, weights: KernelWeights) -> None:
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
         weights.check(self.geometry)
-        self.weights = weights
+        self.weights, self.table = weights, Table(first_expert, self.geometry.num_experts)
 
     def self_test(self) -> None:
         """It is what others are compared with."""
@@ -78,21 +83,19 @@ class ReferenceKernel(Kernel):
         if x.shape[0] > self.capacity:
             raise ValueError(f"{x.shape[0]} tokens exceed the planned capacity of {self.capacity}")
         w, size = self.weights, self.geometry.intermediate_size
-        scales1, scales2 = plain_scales(w.w1_weight_sf), plain_scales(w.w2_weight_sf)
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in token_selected_experts.unique().tolist():
-            if expert < 0:
-                continue
-            token, slot = (token_selected_experts == expert).nonzero(as_tuple=True)
+        local = self.table.local(token_selected_experts)
+        for expert in local[local >= 0].unique().tolist():
+            token, slot = (local == expert).nonzero(as_tuple=True)
             x_codes = self._quantized(x[token], w.input_global_scale[expert])
-            fc1 = (x_codes @ dequantize(w.w1_weight[expert], scales1[expert]).T) * w.folded_w1_alpha[expert]
+            fc1 = (x_codes @ _dequantized(w.w1_weight, w.w1_weight_sf, expert).T) * w.folded_w1_alpha[expert]
             if self.gated:
                 up, gate = fc1[:, :size], fc1[:, size:]
                 inner = gate * torch.sigmoid(gate) * up
             else:
                 inner = torch.relu(fc1) ** 2
             inner_codes = self._quantized(inner.to(torch.bfloat16), w.fc2_input_scale[expert])
-            w2 = dequantize(w.w2_weight[expert], scales2[expert])
+            w2 = _dequantized(w.w2_weight, w.w2_weight_sf, expert)
             factor = (token_final_scales[token, slot].float() * w.w2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
             for first in range(0, size, _PARTIAL_COLUMNS):
                 columns = slice(first, first + _PARTIAL_COLUMNS)
@@ -116,3 +119,7 @@ class ReferenceKernel(Kernel):
         usable = (block_scale > 0) & (divisor != 0)
         codes = round_to_e2m1(torch.where(usable, blocks * inverse, torch.zeros_like(blocks)))
         return (decode_e2m1(codes) * block_scale).flatten(-2)
+
+
+def _dequantized(weight: torch.Tensor, block_scales: torch.Tensor, expert: int) -> torch.Tensor:
+    return dequantize(weight[expert], plain_scales(block_scales[..., expert : expert + 1])[0])

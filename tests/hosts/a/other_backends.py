@@ -15,6 +15,15 @@ class _Other(MoE):
     def create_weights(self) -> None:
         self._weights_created = True
 
+    def load_weights(self, weights: list[Any], allow_partial_loading: bool = False) -> None:
+        pass
+
+    def quantize_input(self, x: Any, **kwargs: Any) -> tuple[Any, None]:
+        return x, None
+
+    def run_moe(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{type(self).__name__} has no kernels here")
+
 
 class CuteDslFusedMoE(_Other):
     pass

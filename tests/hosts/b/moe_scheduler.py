@@ -8,7 +8,7 @@ import torch
 from tensorrt_llm._torch.utils import EventType, Fp4QuantizedTensor
 
 from .fused_moe_cutlass import CutlassFusedMoE
-from .other_backends import DenseGEMMFusedMoE
+from .other_backends import DenseGEMMFusedMoE, TRTLLMGenFusedMoE
 
 
 class ExternalCommMoEScheduler:
@@ -18,6 +18,7 @@ class ExternalCommMoEScheduler:
     def forward(self, x: Any, router_logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         moe = self.moe
         all_rank_num_tokens = kwargs.get("all_rank_num_tokens") or [x.shape[0]]
+        self.do_finalize = kwargs.get("do_finalize", True)
         output_dtype = kwargs.get("output_dtype") if isinstance(x, Fp4QuantizedTensor) else x.dtype
         assert output_dtype is not None
         num_chunks = -(-sum(all_rank_num_tokens) // moe.moe_max_num_tokens)
@@ -87,4 +88,6 @@ class ExternalCommMoEScheduler:
                 kwargs["tuner_num_tokens"] = sum(all_rank_num_tokens or [])
                 kwargs["tuner_top_k"] = moe.routing_method.experts_per_token
             kwargs["moe_output"] = None
+        elif isinstance(moe.backend, TRTLLMGenFusedMoE):
+            kwargs["do_finalize"] = self.do_finalize
         return kwargs

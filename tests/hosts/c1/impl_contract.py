@@ -109,6 +109,7 @@ class MoERejectReason(str, Enum):
     LORA_UNSUPPORTED = "lora_unsupported"
     ACTIVATION_UNSUPPORTED = "activation_unsupported"
     EPLB_UNSUPPORTED = "eplb_unsupported"
+    PATH_NOT_ENABLED = "path_not_enabled"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ What is patched, why, and what would make it unnecessary (FlashInfer 0.7.2.post1
 * ``torch.cuda.get_device_capability``: the entry points ask it (``utils.py``, ``supported_compute_capability``).
 * ``get_num_sm``, ``get_max_active_clusters``: the grid of a card, for instance 48 for GB10.  The CTAs of a grid wait for each
   other, so it must not exceed what the GPU holds at once.
-* ``moe_dispatch.build_and_load_cute_dsl_kernel``: the one door through which static, micro and dynamic kernels come.
-* ``compile_direct_micro_kernel``, ``MoEDirectMicroKernel.launch``: direct micro has a door of its own, without TVM-FFI.
+* ``moe_dispatch.build_and_load_cute_dsl_kernel``: the one door through which static, micro and dynamic kernels come, and every
+  kernel of the package's driver.
+* ``compile_direct_micro_kernel``, ``MoEDirectMicroKernel.launch``: FlashInfer's own launcher goes past that door with direct
+  micro, without TVM-FFI.  The package's driver does not use them.
 """
 
 from __future__ import annotations

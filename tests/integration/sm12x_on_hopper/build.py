@@ -50,7 +50,8 @@ class Options:
     sm: int = 120
     """120 or 121: the card they are compiled for."""
     mend_micro: bool = True
-    """Add the barrier that the micro kernel lacks (docs/flashinfer-micro-barrier.md)."""
+    """Add the barrier that FlashInfer's own micro kernel lacks (docs/flashinfer-micro-barrier.md).  The package's driver compiles
+    it from a mended source, under another name, which is taken as it is."""
     stagger: bool = False
     """Let every warp sleep at random behind each barrier: what hangs on timing shows."""
     line_info: bool = False

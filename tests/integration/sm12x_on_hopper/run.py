@@ -307,7 +307,7 @@ def _preparations(bed: Bed, layer: Layer, index: int, projections: list[str]) ->
         "exact, reciprocal FC2 scale": (replace(exact, fc2_input_scale=exact.fc2_input_scale.reciprocal()), ()),
         "baked, FC2 scale 1": (replace(baked, fc2_input_scale=unit, w2_alpha=unit), ("input_global_scale",)),
     }
-    weight_error = strict_reference.baked_weight_error(layer.checkpoint, shape.num_experts, projections, DEVICE)
+    weight_error = strict_reference.baked_weight_error(layer.checkpoint, range(shape.num_experts), projections, DEVICE)
     for job in _one_per_kernel(shape):
         calls = [draw_call(layer, job.tokens, seed) for seed in range(-(-64 // job.tokens))]
         yardsticks = [Yardsticks.of(layer, call) for call in calls]

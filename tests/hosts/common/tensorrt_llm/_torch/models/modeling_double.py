@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorrt_llm.models.modeling_utils import QuantConfig
+
 try:
     from tensorrt_llm._torch.moe.fused_moe import create_moe
     from tensorrt_llm._torch.moe.fused_moe.routing import RenormalizeMoeRoutingMethod
@@ -34,4 +36,4 @@ class Model(nn.Module):
         for index in excluded:
             for module in getattr(self, f"layer{index}").modules():
                 if hasattr(module, "quant_config"):
-                    module.quant_config = None
+                    module.quant_config = QuantConfig()  # as apply_quant_config_exclude_modules

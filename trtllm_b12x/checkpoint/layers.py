@@ -1,31 +1,22 @@
-"""ModelOpt NVFP4 checkpoints: which MoE layers they hold, and their tensors one at a time.
-
-A checkpoint is a directory as ``modelopt.torch.export.export_hf_checkpoint`` writes it: ``config.json``, ``hf_quant_config.json``
-(or ``quantization_config`` inside ``config.json``) and safetensors, in one file or in shards with an index.  Only headers
-are read until a tensor is asked for; tensors are memory-mapped.
-"""
+"""The MoE layers of a checkpoint, and their tensors by the host's names."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-
-class CheckpointError(ValueError):
-    """The checkpoint cannot be used; the message names file, tensor and remedy."""
-
+from .files import CheckpointError, TensorFiles, expect_directory, read_json, typed
+from .pattern import moe_layers
+from .quantization import Quantization
 
 _EXPERT_TENSOR = re.compile(
-    r"(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\."
+    r"(?P<layer>.+)\.experts\.(?P<expert>[0-9]{1,9})\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\."
     r"(?P<kind>weight|weight_scale|weight_scale_2|input_scale|pre_quant_scale|bias)"
 )
 """One tensor per expert: Qwen3-MoE ``model.layers.N.mlp``, Nemotron-H ``backbone.layers.N.mixer``, Mixtral's w1, w2, w3."""
@@ -86,10 +77,18 @@ class LayerWeights(Mapping[str, torch.Tensor]):
     def __init__(self, checkpoint: Checkpoint, layer: MoELayer) -> None:
         self._checkpoint, self._layer = checkpoint, layer
         self._kinds = tuple(_NVFP4_DTYPES) if layer.quant_algo == "NVFP4" else ("weight",)
+        self._scalars: dict[str, torch.Tensor] = {}  # everyone asks for them, expert by expert
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        name, tensor = self._read(key)
         kind = key.rpartition(".")[2]
+        if kind not in ("weight_scale_2", "input_scale"):
+            return self._sound(key, kind)
+        if key not in self._scalars:
+            self._scalars[key] = self._sound(key, kind).clone()
+        return self._scalars[key]
+
+    def _sound(self, key: str, kind: str) -> torch.Tensor:
+        name, tensor = self._read(key)
         if kind == "weight_scale":
             # 0x7F is E4M3's NaN; the kernels read the scale without its sign.
             bad = bool((tensor.view(torch.uint8) >= 0x7F).any())
@@ -144,7 +143,7 @@ def _stacked_name(layer: str, projection: str, kind: str) -> str:
 
 
 class Checkpoint:
-    """A checkpoint directory.
+    """A checkpoint directory; a context manager that closes its files.
 
     Raises:
         CheckpointError: the directory, its configuration or a tensor header cannot be used.
@@ -152,79 +151,32 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory}: no such directory; give the folder that holds config.json")
-        config = self._json("config.json")
+        expect_directory(self.directory)
+        config = read_json(self.directory / "config.json")
         # Multimodal configurations nest the language model's.
         nested: dict[str, Any] = next(
             (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), {}
         )
         self._config: dict[str, Any] = {**config, **nested}
-        self._quantization = _Quantization.from_files(self)
-        self._files: dict[str, Any] = {}
-        self._file_of_tensor = self._locate_tensors()
+        self._quantization = Quantization.from_files(self.directory, self._config)
+        self._files = TensorFiles(self.directory)
 
-    # ---- tensors -----------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
 
     def file_of(self, name: str) -> Path:
-        try:
-            return self.directory / self._file_of_tensor[name]
-        except KeyError:
-            raise CheckpointError(f"{self.directory}: tensor {name} is missing; copy or export the checkpoint again") from None
+        """
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        return self._files.file_of(name)
 
     def tensor(self, name: str, index: int | None = None) -> torch.Tensor:
         """The named tensor on the CPU, backed by the file; only entry ``index`` of its first dimension if given."""
-        path = self.file_of(name)
-        try:
-            file = self._open(path.name)
-            return file.get_tensor(name) if index is None else file.get_slice(name)[index]
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}); copy or export the file again") from error
-
-    def header(self, name: str) -> tuple[str, list[int]]:
-        """Dtype (safetensors' name) and shape, without reading the data."""
-        path = self.file_of(name)
-        try:
-            entry = self._open(path.name).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}); copy or export the file again") from error
-        return entry.get_dtype(), entry.get_shape()
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self.directory / file
-            try:
-                self._files[file] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path}: cannot be opened ({error}); copy or export the file again") from error
-        return self._files[file]
-
-    def _locate_tensors(self) -> dict[str, str]:
-        index = self.directory / "model.safetensors.index.json"
-        if index.exists():
-            weight_map = self._json(index.name).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-                raise CheckpointError(f"{index}: has no weight_map; export the checkpoint again")
-            for file in sorted(set(weight_map.values())):
-                if not (self.directory / file).is_file():
-                    raise CheckpointError(f"{self.directory / file}: named by {index.name} but missing; copy the shard")
-            return weight_map
-        files = sorted(path.name for path in self.directory.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{self.directory}: holds no *.safetensors; give the folder that export_hf_checkpoint wrote")
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (no dict)
-
-    def _json(self, name: str) -> dict[str, Any]:
-        path = self.directory / name
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: missing; give the folder that export_hf_checkpoint wrote") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}); copy or export the checkpoint again") from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path}: holds no JSON object; copy or export the checkpoint again")
-        return content
+        return self._files.tensor(name, index)
 
     # ---- layers ------------------------------------------------------------------------------------------------------
 
@@ -236,7 +188,7 @@ class Checkpoint:
             CheckpointError: no layer at all, or one whose tensors are incomplete or contradict the configuration.
         """
         found: dict[str, _Found] = {}
-        for name in self._file_of_tensor:
+        for name in self._files:
             match = _EXPERT_TENSOR.fullmatch(name) or _STACKED_TENSOR.fullmatch(name)
             if match:
                 groups = match.groupdict()
@@ -249,17 +201,39 @@ class Checkpoint:
                 f"{self.directory}: no MoE layers (no tensors named *.experts.N.*_proj.weight or *.experts.gate_up_proj); "
                 "verify takes mixture-of-experts checkpoints"
             )
-        layers = (self._layer(name, tensors) for name, tensors in found.items())
+        if not self._quantization.said and any("weight_scale_2" in layer.kinds for layer in found.values()):
+            raise CheckpointError(
+                f"{self.directory / 'hf_quant_config.json'}: missing, though the experts are NVFP4's by their tensors; "
+                "copy it from the export"
+            )
+        self._expect_promised(found)
+        algorithms = self._quantization.of_experts(found)
+        layers = (self._layer(name, tensors, *algorithms[name]) for name, tensors in found.items())
         return sorted(layers, key=lambda layer: (layer.index, layer.name))
 
     def weights(self, layer: MoELayer) -> LayerWeights:
         return LayerWeights(self, layer)
 
-    def _layer(self, name: str, found: _Found) -> MoELayer:
+    def _expect_promised(self, found: Mapping[str, _Found]) -> None:
+        """Each layer that the configuration makes an MoE layer has experts."""
+        path = self.directory / "config.json"
+        promised = moe_layers(path, self._config)
+        if promised is None:
+            return
+        trunks: dict[str, set[int]] = {}  # a multi-token-prediction module counts its layers from 0 again
+        for name in found:
+            trunks.setdefault(re.sub(r"\.[0-9]+\.", ".", f".{name}."), set()).add(_index(name))
+        held = max(trunks.values(), key=len)
+        missing = next((index for index in promised if index not in held), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{path}: promises experts in layer {missing}, but no tensor of them is there; copy or export it again"
+            )
+
+    def _layer(self, name: str, found: _Found, algo: str, group_size: int | None) -> MoELayer:
         top_k = self._setting("num_experts_per_tok", "num_experts_per_token")
         if top_k is None:
             raise CheckpointError(f"{self.directory / 'config.json'}: num_experts_per_tok is missing; restore it")
-        algo, group_size = self._quantization.of_experts(name)
         packed = 2 if algo == "NVFP4" else 1
         projections = _host_names(found.experts.get(0, set()))
         if projections is None:
@@ -276,11 +250,13 @@ class Checkpoint:
         else:
             expected = self._setting("num_experts", "num_local_experts", "n_routed_experts")
             num_experts = expected if expected is not None else len(found.experts)
-            odd = sorted(set(range(num_experts)) ^ set(found.experts))
-            if odd:
+            if num_experts != len(found.experts) or max(found.experts) != num_experts - 1:
+                # The first that is missing, or the first that is too many.
+                odd = next((e for e in range(min(num_experts, len(found.experts) + 1)) if e not in found.experts), None)
+                odd = min(e for e in found.experts if e >= num_experts) if odd is None else odd
                 raise CheckpointError(
                     f"{self.directory}: {name} has tensors of {len(found.experts)} experts where {num_experts} are expected "
-                    f"(expert {odd[0]} is odd); copy or export the checkpoint again"
+                    f"(expert {odd} is odd); copy or export the checkpoint again"
                 )
             weight = f"{name}.experts.0.{projections['w1']}.weight"
             rows, inner = self._shape(weight, 2)
@@ -290,12 +266,16 @@ class Checkpoint:
                 f"{self.file_of(weight)}: {weight} leaves {num_experts} experts of {rows} x {inner * packed} with "
                 f"top_k {top_k}; copy or export the checkpoint again"
             )
+        if algo == "none" and self._files.header(weight)[0] == "U8":
+            raise CheckpointError(
+                f"{self.file_of(weight)}: {weight} is packed, but {self._quantization.path.name} says that it is not quantized; "
+                "restore its list of excluded modules"
+            )
         gated = "w3" in projections
-        words = (self._config.get(key) for key in ("mlp_hidden_act", "hidden_act", "hidden_activation"))
-        word = next((word for word in words if isinstance(word, str)), "silu")
+        word = self._activation()
         layer = MoELayer(
             name=name,
-            index=int(next(iter(re.findall(r"\.(\d+)\.", f".{name}.")[-1:]), 0)),
+            index=_index(name),
             num_experts=num_experts,
             top_k=top_k,
             hidden_size=inner * packed,
@@ -338,7 +318,7 @@ class Checkpoint:
                     self._expect(_stacked_name(layer.name, own, kind), _NVFP4_DTYPES[kind], shape)
 
     def _expect(self, name: str, expected_dtype: str, shape: list[int]) -> None:
-        dtype, found = self.header(name)
+        dtype, found = self._files.header(name)
         if found == [1] and shape == []:
             found = []
         if (dtype, found) != (expected_dtype, shape):
@@ -348,15 +328,23 @@ class Checkpoint:
             )
 
     def _shape(self, name: str, dimensions: int) -> list[int]:
-        _, shape = self.header(name)
+        _, shape = self._files.header(name)
         if len(shape) != dimensions:
             raise CheckpointError(
                 f"{self.file_of(name)}: {name} has shape {shape}, expected {dimensions} dimensions; export the checkpoint again"
             )
         return shape
 
+    def _activation(self) -> str:
+        path = self.directory / "config.json"
+        words = (typed(path, self._config, key, str) for key in ("mlp_hidden_act", "hidden_act", "hidden_activation"))
+        word = next((word for word in words if word is not None), None)
+        if word is None:
+            raise CheckpointError(f"{path}: hidden_act is missing, so nothing says what the experts compute; restore it")
+        return str(word)
+
     def _setting(self, *names: str) -> int | None:
-        values = (_typed(self.directory / "config.json", self._config, name, int) for name in names)
+        values = (typed(self.directory / "config.json", self._config, name, int) for name in names)
         return next((value for value in values if value is not None), None)
 
 
@@ -369,26 +357,9 @@ class _Found:
     stacked: bool = False
 
 
-def _matches(name: str, pattern: str) -> bool:
-    if not pattern.startswith("re:"):
-        return fnmatchcase(name, pattern)
-    try:
-        return re.fullmatch(pattern[3:], name) is not None
-    except re.error:
-        return False
-
-
-def _typed(path: Path, section: Mapping[str, Any], key: str, kind: type) -> Any:
-    """``section[key]``, which must be of this kind if it is there; None if it is not."""
-    value = section.get(key)
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise CheckpointError(
-            f"{path}: {key} is {json.dumps(value)[:80]}, not {_KINDS[kind]}; copy or export the checkpoint again"
-        )
-    return value
-
-
-_KINDS = {int: "a number", str: "a string", list: "a list", dict: "an object"}
+def _index(name: str) -> int:
+    """The layer's number in its name."""
+    return int(next(iter(re.findall(r"\.([0-9]{1,9})\.", f".{name}.")[-1:]), 0))
 
 
 def _host_names(projections: set[str]) -> dict[str, str] | None:
@@ -401,56 +372,3 @@ def _host_names(projections: set[str]) -> dict[str, str] | None:
     if projections == {"up_proj", "down_proj"}:
         return {"w1": "up_proj", "w2": "down_proj"}
     return None
-
-
-@dataclass(frozen=True)
-class _Quantization:
-    """``quantization`` of hf_quant_config.json, or ``quantization_config`` of config.json: the same facts, other keys."""
-
-    algo: str | None
-    group_size: int | None
-    exclude: tuple[str, ...]
-    per_layer: Mapping[str, Mapping[str, Any]]
-
-    @classmethod
-    def from_files(cls, checkpoint: Checkpoint) -> _Quantization:
-        path = checkpoint.directory / "hf_quant_config.json"
-        if path.exists():
-            section = _typed(path, checkpoint._json(path.name), "quantization", dict)
-            if section is None:
-                raise CheckpointError(f"{path}: has no quantization section; export the checkpoint again")
-            excluded, group_size = _typed(path, section, "exclude_modules", list), _typed(path, section, "group_size", int)
-        else:
-            path = checkpoint.directory / "config.json"
-            section = _typed(path, checkpoint._config, "quantization_config", dict) or {}
-            excluded = _typed(path, section, "ignore", list)
-            groups = (_typed(path, section, "config_groups", dict) or {}).values()
-            weights = [_typed(path, group, "weights", dict) or {} for group in groups if isinstance(group, dict)]
-            group_size = next((_typed(path, entry, "group_size", int) for entry in weights), None)
-        # nvidia-modelopt 0.47 with transformers 5.23 appends "\0" and a sentinel to names it renames back.
-        patterns = tuple(str(pattern).split("\0")[0].rstrip(".") for pattern in excluded or ())
-        layers = _typed(path, section, "quantized_layers", dict) or {}
-        per_layer = {}
-        for name in layers:
-            entry = _typed(path, layers, name, dict) or {}
-            per_layer[name] = {key: _typed(path, entry, key, kind) for key, kind in (("quant_algo", str), ("group_size", int))}
-        return cls(_typed(path, section, "quant_algo", str), group_size, patterns, per_layer)
-
-    def of_experts(self, layer: str) -> tuple[str, int | None]:
-        """Algorithm (``none`` if not quantized) and group size of the layer's experts."""
-        # As the host does: a pattern may name the projection or any module around it, as a wildcard or after "re:".
-        parts = f"{layer}.experts.0.down_proj".split(".")
-        names = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        if self.algo is None or any(_matches(name, pattern) for pattern in self.exclude for name in names):
-            return "none", None
-        if self.algo != "MIXED_PRECISION":
-            return self.algo, self.group_size or (16 if self.algo == "NVFP4" else None)
-        entries = {
-            (entry.get("quant_algo"), entry.get("group_size"))
-            for module, entry in self.per_layer.items()
-            if module.startswith(f"{layer}.experts")
-        }
-        if len(entries) != 1:
-            return ("MIXED_PRECISION" if entries else "none"), None
-        algo, group_size = entries.pop()
-        return str(algo), group_size or (16 if algo == "NVFP4" else None)

@@ -1,0 +1,290 @@
+"""What is no checkpoint of nvidia-modelopt's NVFP4, and what only looks like one: each has its own sentence, none hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import random_experts, write_checkpoint
+from tests.unittest.test_checkpoint import edit_json, edit_tensors
+from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, quantization
+from trtllm_b12x.cli import main
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", [random_experts(2, 128, 16, seed=i) for i in range(3)], top_k=1)
+
+
+def message(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        _ = Checkpoint(directory).layers
+    assert str(directory) in str(error.value)
+    return str(error.value)
+
+
+# ---- other formats ---------------------------------------------------------------------------------------------------
+
+W4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
+    "compressed-tensors NVFP4": (
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": {"weights": W4}}},
+        "is NVFP4 as llm-compressor writes it .* vLLM serves it",
+    ),
+    "compressed-tensors, group by scheme": (
+        {"quant_method": "compressed-tensors", "config_groups": {"NVFP4": {"weights": W4}}},
+        "is NVFP4 as llm-compressor writes it",
+    ),
+    "compressed-tensors FP8": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}}}},
+        "is compressed-tensors .* with weights of 8 bits, not NVFP4",
+    ),
+    "block FP8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "is FP8 with a scale per 128 x 128 block"),
+    "FP8": ({"quant_method": "fp8"}, "is FP8 with one scale per tensor"),
+    "MXFP4": ({"quant_method": "mxfp4"}, "is MXFP4 .*TensorRT-LLM serves it"),
+    "GPTQ": ({"quant_method": "gptq", "bits": 4}, "is GPTQ"),
+    "AWQ": ({"quant_method": "awq", "bits": 4}, "is AWQ"),
+    "unknown": ({"quant_method": "xyz"}, "is quantized by xyz"),
+}
+
+
+@pytest.mark.parametrize(("section", "words"), FOREIGN.values(), ids=FOREIGN)
+def test_other_formats_are_named(directory: Path, section: dict[str, Any], words: str) -> None:
+    (directory / "hf_quant_config.json").unlink()
+    edit_json(directory / "config.json", quantization_config=section)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {words}.*nvidia-modelopt"):
+        Checkpoint(directory)
+
+
+def test_huggingface_nvfp4_is_read_as_by_the_host(directory: Path) -> None:
+    (directory / "hf_quant_config.json").unlink()
+    section = {"quant_method": "nvfp4", "modules_to_not_convert": ["model.layers.2.*"]}
+    edit_json(directory / "config.json", quantization_config=section)
+    plain = {n: torch.ones(1, 1) for n in load_file(directory / "model.safetensors") if "layers.2" in n and n.endswith(".weight")}
+    edit_tensors(directory, **plain)
+    assert [(layer.quant_algo, layer.group_size) for layer in Checkpoint(directory).layers[:2]] == [("NVFP4", 16)] * 2
+    assert Checkpoint(directory).layers[2].quant_algo == "none"
+
+
+@pytest.mark.parametrize("algo", sorted(set(quantization.OTHER_ALGORITHMS) - {"none"}))
+def test_other_algorithms_of_modelopt_are_named(directory: Path, algo: str) -> None:
+    edit_json(directory / "hf_quant_config.json", quantization={"quant_algo": algo})
+    result = CliRunner().invoke(main, ["verify", str(directory)])
+    assert result.exit_code == 2
+    assert f"not an NVFP4 checkpoint, its experts are {quantization.OTHER_ALGORITHMS[algo]}; quantize it with" in result.output
+
+
+# ---- folders and files -----------------------------------------------------------------------------------------------
+
+
+def test_no_word_of_quantization(directory: Path) -> None:
+    (directory / "hf_quant_config.json").unlink()
+    assert "hf_quant_config.json: missing, though the experts are NVFP4's" in message(directory)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "hf_quant_config.json"])
+def test_git_lfs_pointer(directory: Path, name: str) -> None:
+    (directory / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123\n")
+    assert f"{name}: is a Git LFS pointer, not the file itself; run git lfs pull" in message(directory)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_root_of_the_hub_cache(directory: Path, tmp_path: Path, depth: int) -> None:
+    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "0123"
+    shutil.copytree(directory, snapshot)
+    root = snapshot.parents[depth]
+    assert message(root).endswith(f"is a folder of the Hugging Face cache, not a checkpoint; give {snapshot}")
+    assert len(Checkpoint(snapshot).layers) == 3
+
+
+def test_shards_in_a_folder_below(directory: Path) -> None:
+    (directory / "sub").mkdir()
+    (directory / "model.safetensors").rename(directory / "sub" / "model.safetensors")
+    assert "its *.safetensors lie in sub/, but TensorRT-LLM loads only" in message(directory)
+
+
+def test_an_index_that_names_a_folder_below(tmp_path: Path) -> None:
+    """A file of that name in the folder itself is another file."""
+    write_checkpoint(tmp_path, [random_experts(2, 128, 16)], top_k=1, shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    mapping = json.loads(index.read_text())["weight_map"]
+    edit_json(index, weight_map={name: f"sub/{file}" for name, file in mapping.items()})
+    assert "names sub/model-00001-of-00002.safetensors, but TensorRT-LLM loads only what lies in" in message(tmp_path)
+
+
+def test_a_second_file_beside_the_index(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, [random_experts(2, 128, 16)], top_k=1, shards=2)
+    stale = load_file(tmp_path / "model-00001-of-00002.safetensors")
+    save_file(stale, tmp_path / "consolidated.safetensors")  # the host leaves this one out
+    (tmp_path / ".model.safetensors").write_bytes(b"hidden files too")
+    assert len(Checkpoint(tmp_path).layers) == 1
+    save_file(stale, tmp_path / "model.safetensors")
+    assert "and so does model-00001-of-00002.safetensors; TensorRT-LLM loads both files" in message(tmp_path)
+
+
+def test_files_are_closed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, [random_experts(2, 128, 16)], top_k=1, shards=2)
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    with Checkpoint(tmp_path) as checkpoint:
+        weight = checkpoint.weights(checkpoint.layers[0])["0.w1.weight"]
+        assert mapped()
+    kept = weight.clone()
+    assert torch.equal(weight, kept)
+    del weight
+    assert not mapped()
+
+
+def test_without_permission() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs to become another user")
+    directory = Path(tempfile.mkdtemp())
+    try:
+        directory.chmod(0o755)
+        write_checkpoint(directory, [random_experts(2, 128, 16)], top_k=1)
+        for path in directory.iterdir():
+            path.chmod(0o644)
+        for name in ("config.json", "hf_quant_config.json", "model.safetensors"):
+            (directory / name).chmod(0o600)
+            os.seteuid(65534)
+            try:
+                assert f"{name}: may not be read by this user" in message(directory)
+            finally:
+                os.seteuid(0)
+            (directory / name).chmod(0o644)
+    finally:
+        shutil.rmtree(directory)
+
+
+# ---- what the configuration promises ---------------------------------------------------------------------------------
+
+PATTERNS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "every layer": ({"model_type": "mixtral", "num_hidden_layers": 4}, 3),
+    "as many as there are": ({"model_type": "mixtral", "num_hidden_layers": 3}, None),
+    "a family that is not known": ({"model_type": "new", "num_hidden_layers": 4}, None),
+    "sparse step": ({"decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 4}, 3),
+    "sparse step, dense by name": ({"decoder_sparse_step": 1, "mlp_only_layers": [3], "num_hidden_layers": 4}, None),
+    "dense first": ({"first_k_dense_replace": 1, "num_hidden_layers": 4}, 3),
+    "dense first, every third": ({"first_k_dense_replace": 1, "moe_layer_freq": 3, "num_hidden_layers": 5}, 3),
+    "frequency listed": ({"first_k_dense_replace": 0, "moe_layer_freq": [1, 1, 1, 0, 1], "num_hidden_layers": 5}, 4),
+    "blocks": ({"layers_block_type": ["moe", "mamba", "moe", "attention", "moe"], "num_hidden_layers": 5}, 4),
+    "blocks, not counted": ({"layers_block_type": ["moe", "moe", "moe", "attention", "moe"]}, 4),
+    "letters": ({"hybrid_override_pattern": "EM*E", "num_hidden_layers": 4}, 3),
+    "kinds of MLP": ({"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_hidden_layers": 4}, 3),
+    "Llama 4": ({"moe_layers": [0, 1, 2, 3], "num_hidden_layers": 4}, 3),
+    "Llama 4, every other": ({"interleave_moe_layer_step": 2, "num_hidden_layers": 4}, 3),
+    "nested": ({"text_config": {"model_type": "qwen3_moe", "num_hidden_layers": 4}}, 3),
+}
+
+
+@pytest.mark.parametrize(("config", "missing"), PATTERNS.values(), ids=PATTERNS)
+def test_a_layer_that_is_promised_and_gone(directory: Path, config: dict[str, Any], missing: int | None) -> None:
+    edit_json(directory / "config.json", **config)
+    if missing is None:
+        assert len(Checkpoint(directory).layers) == 3
+    else:
+        assert f"promises experts in layer {missing}, but no tensor" in message(directory)
+
+
+def test_another_modules_layers_do_not_stand_in(directory: Path) -> None:
+    """Multi-token prediction counts its own from 0."""
+    edit_json(directory / "config.json", model_type="qwen3_moe", num_hidden_layers=3)
+    file = directory / "model.safetensors"
+    save_file({n.replace("model.layers.0", "mtp.layers.0"): t for n, t in load_file(file).items()}, file)
+    assert "promises experts in layer 0" in message(directory)
+
+
+@pytest.mark.parametrize("value", [None, 5, ["silu"]])
+def test_an_activation_that_is_not_said(directory: Path, value: Any) -> None:
+    edit_json(directory / "config.json", hidden_act=value)
+    assert "config.json: hidden_act is" in message(directory)
+
+
+def test_packed_experts_that_are_said_to_be_plain(directory: Path) -> None:
+    section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.1.*"]}
+    edit_json(directory / "hf_quant_config.json", quantization=section)
+    assert "is packed, but hf_quant_config.json says that it is not quantized" in message(directory)
+
+
+# ---- nothing hangs, nothing crashes ----------------------------------------------------------------------------------
+
+
+def test_a_regular_expression_that_never_ends(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "_REGEX_SECONDS", 1.0)
+    section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": [r"re:(\w+\.?)+!", "re:(", "*a*b*c*d*e*f*g*h*"]}
+    edit_json(directory / "hf_quant_config.json", quantization=section)
+    assert r"takes more than 1 s (the longest is (\w+\.?)+!)" in message(directory)
+
+
+def raw(name: str, content: bytes | str) -> Callable[[Path], None]:
+    return lambda d: (d / name).unlink() or (d / name).write_bytes(content if isinstance(content, bytes) else content.encode())  # type: ignore[func-returns-value,return-value]
+
+
+def replaced(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    return lambda d: (d / name).unlink() or make(d / name)  # type: ignore[func-returns-value]
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "deep": (raw("config.json", "[" * 100_000), "nested too deeply"),
+    "deep, complete": (raw("config.json", '{"a":' * 50_000 + "1" + "}" * 50_000), "nested too deeply"),
+    "integer of 5,000 digits": (raw("config.json", '{"num_experts_per_tok": ' + "9" * 5000 + "}"), "cannot be read"),
+    "half a surrogate pair": (raw("config.json", '{"hidden_act": "\\ud800"}'), "half a surrogate pair"),
+    "no text": (raw("config.json", b"\xff\xfe{"), "cannot be read"),
+    "endless": (replaced("config.json", lambda p: p.symlink_to("/dev/zero")), "a pipe, socket or device"),
+    "pipe": (replaced("config.json", os.mkfifo), "a pipe, socket or device"),
+    "pipe of tensors": (replaced("model.safetensors", os.mkfifo), "a pipe, socket or device"),
+    "huge": (lambda d: os.truncate(d / "config.json", 1 << 30), "this is no configuration"),
+    "1e10 experts": (lambda d: edit_json(d / "config.json", num_experts=1e10), "not a whole number"),
+    "10**10 experts": (lambda d: edit_json(d / "config.json", num_experts=10**10), "expert 2 is odd"),
+    "no experts": (lambda d: edit_json(d / "config.json", num_experts=-1), "are expected"),
+    "10**12 layers": (lambda d: edit_json(d / "config.json", num_hidden_layers=10**12), "from 1 to 10000 is meant"),
+    "10**30 experts per token": (lambda d: edit_json(d / "config.json", num_experts_per_tok=10**30), "top_k"),
+    "shard's name too long": (
+        lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}})),
+        "named by model.safetensors.index.json but missing",
+    ),
+    "shard's name with a NUL": (
+        lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x\0y"}})),
+        "named by model.safetensors.index.json but missing",
+    ),
+    "shard of an absolute path": (
+        lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "/etc/passwd"}})),
+        "loads only what lies in",
+    ),
+    "number of an expert too long": (
+        lambda d: save_file({f"l.0.mlp.experts.{'9' * 5000}.up_proj.weight": torch.zeros(1)}, d / "model.safetensors"),
+        "no MoE layers",
+    ),
+    "layer's number too long": (
+        lambda d: save_file(
+            {n.replace("layers.0.", f"layers.{'9' * 5000}."): t for n, t in load_file(d / "model.safetensors").items()},
+            d / "model.safetensors",
+        ),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_input_is_an_error(directory: Path, damage: Callable[[Path], Any], words: str) -> None:
+    damage(directory)
+    result = CliRunner().invoke(main, ["verify", str(directory), "--tokens", "8", "--sample", "1"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    if words:
+        assert result.exit_code == 2
+        (line,) = result.output.splitlines()
+        assert line.startswith(f"error: {directory}")
+        assert words in line
+        assert len(line) < 1000

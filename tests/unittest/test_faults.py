@@ -1,0 +1,128 @@
+"""A fault of ours, anywhere, costs speed and a line: never the host's import, load or call, and never a number."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+
+import trtllm_b12x
+from tests import faults, layers
+from tests.checkpoints import random_experts
+from trtllm_b12x import bootstrap, log, registry, votes
+
+EVERY = 1 if layers.host.generation == "embedded" or os.environ.get("FAULTS") == "all" else 12
+"""In doubles of TensorRT-LLM one function of twelve, ``FAULTS=all`` for each."""
+
+HOSTS = ("nvfp4", "host.adapters._equality")
+"""What the embedded host computes with, and what a host asks when it compares classes."""
+SEAMS = (
+    "bootstrap.patch",
+    "bootstrap._Loader",
+    "selection._promoting.<locals>.wrapper",
+    "selection._building.<locals>.wrapper",
+    "selection._known_as_cutlass",
+    "quantization._or_as_the_host.<locals>.guarded",
+    "fused_moe.FlashInferNvfp4Sm12xFusedMoE._weights_are_ready",
+    "fused_moe.FlashInferNvfp4Sm12xFusedMoE._quantize_late",
+)
+"""The guards themselves, and what stands in the host's place."""
+PLACING = (
+    "quantization.NVFP4Sm12xFusedMoEMethod._shard",
+    "quantization._interleave",
+    "host.adapters._block_scale_interleave",
+)
+"""A tensor that could not be placed is a load that failed: anything but an error would be a wrong number."""
+
+TENSORS = {ratio: random_experts(4, 128, 128, up_to_gate=ratio) for ratio in (1.0, 2.0)}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    trtllm_b12x.uninstall()
+    registry.forget()
+    log.forget()
+    votes.forget()
+
+
+@functools.cache
+def calls(ratio: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    module = layers.create(4, 128, 128, promote=False)
+    return [layers.inputs(module, tokens, TENSORS[ratio]) for tokens in (5, 70)]
+
+
+def flow(ratio: float = 1.0) -> tuple[Any, list[torch.Tensor]]:
+    """Of a host: its modules are imported, a layer is built, loaded, moved, called on both sides of the crossover, twice."""
+    bootstrap.patch(sys.modules[layers.host.create_moe.__name__])
+    module = layers.build(4, 128, 128)
+    if not getattr(module, "backend", module)._weights_created:
+        module.create_weights()
+    outputs = []
+    for _ in range(2):
+        layers.load(module, TENSORS[ratio])
+        module._apply(torch.clone)
+        module.load_state_dict(module.state_dict(), strict=False)
+        outputs += [module(x, logits) for x, logits in calls(ratio)]
+    return module.backend, outputs
+
+
+def overrides(name: str) -> bool:
+    """It stands in the place of a method that the host has, and calls."""
+    parents = (layers.host.CutlassFusedMoE, layers.host.NVFP4CutlassFusedMoEMethod)
+    modules = ("fused_moe.", "quantization.", "host.calls.", "host.weights.")
+    return name.startswith(modules) and any(hasattr(parent, name.rpartition(".")[2]) for parent in parents)
+
+
+def guarded(code: CodeType) -> bool:
+    name = faults.name(code)
+    return not overrides(name) and not name.startswith((*HOSTS, *SEAMS, *PLACING))
+
+
+def distance(results: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0])
+def test_every_function_that_a_host_reaches(ratio: float, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="trtllm_b12x")
+    calls(ratio)
+    backend, expected = flow(ratio)
+    assert backend.kernel is not None
+    trtllm_b12x.uninstall()
+    plain = layers.load(layers.build(4, 128, 128), TENSORS[ratio])
+    # Where gate and up differ in scale, the host has the larger one for both: what is lost is the exactness, at most.
+    alone = [plain(x, logits) for x, logits in calls(ratio)] * 2
+    assert (distance(expected, alone) > 0.1) == (ratio != 1)
+    forget()
+    among = faults.functions()
+    reached = [code for code in faults.called(functools.partial(flow, ratio)) if guarded(code)]
+    assert len(reached) > 60
+    if ratio != 1:
+        reached = [code for code in reached if faults.name(code).startswith(("quantization", "host.weights", "fused_moe"))]
+    for code in reached[::EVERY]:
+        forget()
+        caplog.clear()
+        name = faults.name(code)
+        with faults.injected(code, among):
+            try:
+                backend, outputs = flow(ratio)
+            except Exception as error:
+                raise AssertionError(f"{name} reaches the host") from error
+        errors = [distance(outputs, right) for right in (expected, alone)]
+        assert min(errors) < 0.02, (name, errors)
+        kernel = getattr(backend, "kernel", None)
+        if kernel is None:
+            assert caplog.records or bootstrap.failure, f"{name} costs the kernel, and nothing is said"

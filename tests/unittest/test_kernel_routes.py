@@ -1,0 +1,76 @@
+"""The launch that makes a host's routes a kernel's: on a GPU as it is, without one in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trtllm_b12x.kernels import routes
+
+EXPERTS, FIRST = 16, 32
+IDS = [32, 47, 33, 31, 48, -1, 2**31 - 1, -(2**31), 32, 33]
+"""Of ten routes four are not of experts 32 to 47."""
+HELD = [True, True, True, False, False, False, False, False, True, True]
+
+
+def on(device: str) -> dict[str, list[list[float]]]:
+    """Both kernels on :data:`IDS`, for every pair of types, and once on an id that 32 bits would make another's."""
+    found: dict[str, list[list[float]]] = {}
+    scales = torch.arange(1, len(IDS) + 1, device=device) / 8
+    for unrouted in (-1, 0):
+        table = routes.Table(FIRST, EXPERTS, unrouted)
+        for ids_type in (torch.int32, torch.int64):
+            for scales_type in (torch.float32, torch.bfloat16, torch.float16):
+                ids = torch.tensor(IDS, device=device, dtype=ids_type)
+                if ids_type is torch.int64:
+                    ids[3] = FIRST + 2**32
+                out = torch.full((4, len(IDS)), -7, dtype=torch.int32, device=device)
+                floats = out[1].view(torch.float32)
+                routes.prepare(table, ids, scales.to(scales_type), (out[0], floats))
+                prepared = [out[0].tolist(), floats.tolist(), table.local(ids).tolist()]
+                if unrouted == 0:
+                    used = out[0, :1]
+                    routes.compact(table, ids, scales.to(scales_type), (out[2], out[3], used, floats))
+                    prepared += [out[2].tolist(), out[3].tolist(), used.tolist(), floats.tolist()]
+                found[f"{unrouted} {ids_type} {scales_type}"] = prepared
+    return found
+
+
+def test_routes_outside_the_table_become_unrouted_ones() -> None:
+    if torch.cuda.is_available():
+        found = on("cuda")
+    else:
+        code = "import json; from tests.unittest.test_kernel_routes import on; print(json.dumps(on('cpu')))"
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        found = json.loads(result.stdout)
+    assert len(found) == 12
+    for name, (ids, scales, in_torch, *compacted) in found.items():
+        unrouted = int(name.split()[0])
+        expected = [i - FIRST if held else unrouted for i, held in zip(IDS, HELD, strict=True)]
+        assert ids == in_torch == expected, name
+        assert scales == [(at + 1) / 8 if held else 0 for at, held in enumerate(HELD)]
+        if compacted:
+            numbers, experts, (used,), scales_again = compacted
+            assert used == 3  # 0, which is also what the others became, 15 and 1
+            assert experts[:3] == [0, 15, 1]
+            assert [experts[int(number)] for number in numbers] == expected
+            assert scales_again == scales
+
+
+@pytest.mark.parametrize("ids", [[[0, 5, 9], [4, -1, 3]], [[2**31 - 1, 4, 7], [8, 0, -5]]])
+def test_in_torch_for_machines_without_a_gpu(ids: list[list[int]]) -> None:
+    table = routes.Table(4, 4)
+    for dtype in (torch.int32, torch.int64):
+        local = table.local(torch.tensor(ids, dtype=dtype))
+        assert local.dtype is torch.int32
+        assert local.tolist() == [[i - 4 if 4 <= i < 8 else -1 for i in row] for row in ids]

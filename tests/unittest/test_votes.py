@@ -1,0 +1,213 @@
+"""Votes of ranks, each in a thread of its own over a real key-value store; with layers, in processes: test_distributed.py."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trtllm_b12x import votes
+from trtllm_b12x.host import ranks
+from trtllm_b12x.votes import _Table
+
+Answers = dict[str, str | None]
+Job = Callable[[_Table, Answers], None]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks that were never heard of are given up soon; those that were, never in a test."""
+    monkeypatch.setattr(votes, "PRESENCE_S", 0.3)
+    yield
+    votes.forget()
+
+
+def hold(jobs: dict[int, Job], absent: tuple[int, ...] = (), late: dict[int, float] | None = None) -> dict[int, Answers]:
+    """What each rank comes to; ``absent`` ones belong to the group, and are never there."""
+    store = torch.distributed.HashStore()
+    group = tuple(sorted([*jobs, *absent]))
+    answers: dict[int, Answers] = {rank: {} for rank in jobs}
+
+    def run(rank: int) -> None:
+        time.sleep((late or {}).get(rank, 0.0))
+        table = _Table(ranks.StoreLine(store, rank, list(group)), rank, group)
+        jobs[rank](table, answers[rank])
+        table.settle(final=True)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a rank waits for ever"
+    return answers
+
+
+def votes_on(*layers: str, **errors: str) -> Job:
+    """Layers in this order; ``errors`` says what stands against some of them."""
+
+    def job(table: _Table, answers: Answers) -> None:
+        for layer in layers:
+            count = sum(key.startswith(layer) for key in answers)
+            table.cast(layer, errors.get(layer), lambda answer, key=f"{layer}{count or ''}": answers.update({key: answer}))  # type: ignore[misc]
+
+    return job
+
+
+def test_all_or_none() -> None:
+    heard = hold({0: votes_on("a", "b"), 1: votes_on("a", "b", b="no memory"), 2: votes_on("a", "b")})
+    assert heard == {
+        0: {"a": None, "b": "rank 1: no memory"},
+        1: {"a": None, "b": "no memory"},
+        2: {"a": None, "b": "rank 1: no memory"},
+    }
+
+
+def test_the_leader_says_no() -> None:
+    heard = hold({4: votes_on("a", a="no memory"), 5: votes_on("a")})
+    assert heard == {4: {"a": "no memory"}, 5: {"a": "rank 4: no memory"}}
+
+
+def test_layers_in_another_order_are_not_mistaken_for_each_other() -> None:
+    orders = ("abc", "cab", "bca")
+    heard = hold({rank: votes_on(*orders[rank], **({"b": "no memory"} if rank == 1 else {})) for rank in range(3)})
+    for rank, answers in heard.items():
+        assert answers == {"a": None, "b": "no memory" if rank == 1 else "rank 1: no memory", "c": None}
+
+
+def test_the_second_layer_of_the_same_sizes_has_its_own_answer() -> None:
+    def second_fails(table: _Table, answers: Answers) -> None:
+        table.cast("a", None, lambda answer: answers.update(a=answer))
+        table.cast("a", "no memory", lambda answer: answers.update(a1=answer))
+
+    assert hold({0: votes_on("a", "a"), 1: second_fails})[0] == {"a": None, "a1": "rank 1: no memory"}
+
+
+def test_layers_that_one_rank_has_alone_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model of rank 1, met before what both share.  The rank that has it waits for the others, in vain."""
+    monkeypatch.setattr(votes, "TIMEOUT_S", 0.5)
+    heard = hold({0: votes_on("a"), 1: votes_on("draft", "a")})
+    assert heard[0] == {"a": None}
+    assert heard[1] == {"draft": "rank 0 does not answer", "a": None}
+
+
+@pytest.mark.parametrize("decliner", [0, 1, 2])
+def test_a_rank_that_serves_nothing_is_not_waited_for(decliner: int) -> None:
+    def declines(table: _Table, answers: Answers) -> None:
+        table.decline("DSL_PAYLOAD: CUDA 12.9")
+        table.decline("said once")
+        votes_on("b")(table, answers)  # a layer that was promoted before the refusal
+
+    start = time.monotonic()
+    jobs = {rank: votes_on("a", "b") for rank in range(3)}
+    heard = hold({**jobs, decliner: declines})
+    assert time.monotonic() - start < 5
+    for rank, answers in heard.items():
+        mine = rank == decliner
+        assert answers["b"] == f"{'' if mine else f'rank {decliner}: '}DSL_PAYLOAD: CUDA 12.9"
+        assert mine or answers["a"] == f"rank {decliner}: DSL_PAYLOAD: CUDA 12.9"
+
+
+@pytest.mark.parametrize("absent", [0, 1, 3])
+def test_a_rank_that_is_not_there_is_named_once_and_waited_for_once(absent: int, caplog: pytest.LogCaptureFixture) -> None:
+    start = time.monotonic()
+    present = [rank for rank in range(4) if rank != absent]
+    heard = hold({rank: votes_on(*(f"layer {i}" for i in range(20))) for rank in present}, absent=(absent,))
+    assert time.monotonic() - start < 5
+    said = [answer or "" for answers in heard.values() for answer in answers.values()]
+    assert len(said) == 60
+    assert all(answer.endswith(f"rank {absent} does not answer") for answer in said)
+    for rank in present:
+        assert caplog.text.count(f"rank {rank}: no answer from ranks [{absent}]") == int(rank == present[0] or absent == 0)
+
+
+def test_a_rank_that_was_there_and_died_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(votes, "TIMEOUT_S", 0.5)
+    heard = hold({0: votes_on("a", "b", "c"), 1: votes_on("a", "b", "c"), 2: votes_on("a")})
+    assert heard[0] == {"a": None, "b": "rank 2 does not answer", "c": "rank 2 does not answer"}
+    assert heard[1]["a"] is None
+    assert all((heard[1][layer] or "").endswith("rank 2 does not answer") for layer in "bc")
+    assert caplog.text.count("no answer from ranks [2]") == 1
+
+
+def test_a_long_reason_arrives_cut() -> None:
+    heard = hold({0: votes_on("a"), 1: votes_on("a", a="x" * 16384)})
+    assert heard[0] == {"a": f"rank 1: {'x' * 500}"}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nobody_ever_comes_to_another_answer(seed: int) -> None:
+    """Any order, any reasons, ranks that are off, absent, or as late as others' patience."""
+    draw = random.Random(seed)
+    layers = [f"layer {i}" for i in range(6)]
+    everybody = range(draw.choice([2, 3, 4]))
+    absent = tuple(rank for rank in everybody if draw.random() < 0.1)[:1]
+    present = [rank for rank in everybody if rank not in absent]
+    declining = {rank for rank in present if draw.random() < 0.15}
+    against = {rank: {layer for layer in layers if draw.random() < 0.1} for rank in present}
+    late = {rank: draw.choice([0.0, 0.0, 0.29, 0.3, 0.31]) for rank in present}
+
+    def job(rank: int, order: list[str]) -> Job:
+        def run(table: _Table, answers: Answers) -> None:
+            pause = random.Random(seed + rank)
+            for position, layer in enumerate(order):
+                if rank in declining and position == 3:
+                    table.decline("refused")
+                time.sleep(pause.random() / 200)
+                error = "failed" if layer in against[rank] else None
+                table.cast(layer, error, lambda answer, layer=layer: answers.update({layer: answer}))  # type: ignore[misc]
+
+        return run
+
+    heard = hold({rank: job(rank, draw.sample(layers, len(layers))) for rank in present}, absent, late)
+    for layer in layers:
+        served = {heard[rank][layer] is None for rank in present}
+        assert len(served) == 1, (layer, heard)
+        assert served == {False} or not (absent or any(layer in against[rank] for rank in present))
+
+
+# ---- the module's own door -------------------------------------------------------------------------------------------------
+
+
+def alone(rank: int = 2) -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, world_size=4, tp_group=[rank])
+
+
+def test_alone_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: 1 / 0)
+    heard: list[str | None] = []
+    votes.announce(alone())
+    votes.decline(alone(), "refused")
+    votes.cast(alone(), "a", None, heard.append)
+    votes.cast(None, "a", "failed", heard.append)
+    assert heard == [None, "failed"]
+
+
+def test_a_line_that_breaks_is_a_no_and_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class Line:
+        def __init__(self, good: int) -> None:
+            self.good = good
+
+        def send(self, rank: int, *words: str) -> None:
+            self.good -= 1
+            if self.good < 0:
+                raise RuntimeError("Connection reset by peer\nwith a trace")
+
+        def receive(self) -> list[tuple[int, tuple[str, ...]]]:
+            return []
+
+    mapping = SimpleNamespace(rank=0, world_size=2, tp_group=[0, 1])
+    heard: list[str | None] = []
+    for good in (0, 1):
+        monkeypatch.setattr(ranks, "connect", lambda mapping, good=good: Line(good))
+        votes.announce(mapping)
+        votes.cast(mapping, "a", None, heard.append)
+        votes.cast(mapping, "b", "failed", heard.append)
+    reason = "other ranks cannot be asked: RuntimeError: Connection reset by peer"
+    assert heard == [reason, "failed"] * 2
+    assert caplog.text.count(reason) == 1

@@ -1,0 +1,108 @@
+"""What a bug report has to hold, as rows of text.  No torch, FlashInfer or CuTe DSL is imported here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from trtllm_b12x import __version__, environment
+from trtllm_b12x.decision import Environment
+from trtllm_b12x.environment import answers
+
+_HOSTS = {
+    "none": "not installed (the embedded host stands in)",
+    "unsupported": "of a shape that is not known",
+    "installed": "not looked at",
+}
+_SM_COUNT = """
+import json, torch
+found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([p.multi_processor_count for p in found]))
+"""
+
+
+def version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def cuda(found: tuple[int, int] | None) -> str:
+    return "unknown" if found is None else f"CUDA {found[0]}.{found[1]}" if found[0] else "none"
+
+
+def rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> list[tuple[str, str]]:
+    """(name, value) in the order in which they are printed."""
+    gpu = "unknown" if e.sm is None else f"SM{e.sm}" if e.sm else "none"
+    cards = environment.cards()
+    host_version = version("tensorrt_llm")
+    host = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
+    return [
+        ("trtllm-b12x", __version__),
+        ("Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}"),
+        ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
+        ("TensorRT-LLM", f"{host_version}, {host}" if host_version else host),
+        ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
+        *(("", card) for card in [*cards, *(_sm_counts() if cards else [])]),
+        ("driver", cuda(driver)),
+        ("toolkit", f"{cuda(e.toolkit_cuda)} (nvcc or torch, as FlashInfer sees it)"),
+        ("FlashInfer", "not installed" if e.flashinfer == "none" else f"{e.flashinfer}{_features(e)}"),
+        *(("", line) for line in [_versions("flashinfer-cubin", "flashinfer-jit-cache")] if line),
+        ("CuTe DSL", "not installed" if e.dsl == "none" else _payload(e)),
+        *(("", line) for line in [_versions(*e.dsl_wheels)] if line),
+        *(("cache", line) for line in _caches()),
+    ]
+
+
+def _versions(*names: str) -> str:
+    return ", ".join(f"{name} {found}" for name in names if (found := version(name)))
+
+
+def _payload(e: Environment) -> str:
+    kept = ", as an earlier process read it (trtllm-b12x cache clear)" if e.payload_kept else ""
+    where = f", from {e.payload_file}" if e.payload_file else ""
+    return f"{e.dsl}, payload that loads: {cuda(e.payload_cuda)}{where}{kept}"
+
+
+def _features(e: Environment) -> str:
+    if e.exact_scales is None:
+        return ""
+    scales = "exact scales" if e.exact_scales else "no exact scales"
+    return f" ({scales}, {'expert parallelism' if e.expert_parallel else 'no expert parallelism'})"
+
+
+def _sm_counts() -> list[str]:
+    """From torch, in a process of its own: it may not import, and it makes a CUDA context."""
+    try:
+        output = subprocess.run([sys.executable, "-c", _SM_COUNT], capture_output=True, text=True, timeout=60, cwd="/").stdout
+        return [f"SM count: {', '.join(map(str, json.loads(output)))}"]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ["SM count: unknown, torch does not say"]
+
+
+def _caches() -> list[str]:
+    """Ours and FlashInfer's folder of compiled kernels (``jit/env.py``), with their sizes."""
+    found = []
+    ours = answers.directory()
+    if ours is None:
+        found.append("none: neither XDG_CACHE_HOME nor HOME is an absolute path")
+    base = os.environ.get("FLASHINFER_WORKSPACE_BASE")
+    theirs = Path(base) if base else _home()
+    for folder in (ours, None if theirs is None else theirs / ".cache" / "flashinfer"):
+        if folder is not None and folder.is_dir():
+            size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+            found.append(f"{folder}: {size / 1e6:.1f} MB")
+    return found
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None

@@ -1,0 +1,248 @@
+"""What ``verify`` prints, line by line as layers are done, and the JSON that it keeps up to date."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trtllm_b12x import __version__
+from trtllm_b12x.crossover import crossover
+
+if TYPE_CHECKING:
+    from trtllm_b12x.verification import CaseReport, LayerReport, Tolerances
+
+_NAME_WIDTH = 24
+"""A layer's name is cut to this before a column is left out for it."""
+
+
+def plain(text: object) -> str:
+    """Names come from the checkpoint: what a terminal would obey, or cannot encode, is shown as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(text))
+
+
+# ---- table -----------------------------------------------------------------------------------------------------------
+
+
+def _numbers(path: str, name: str) -> Callable[[LayerReport], str]:
+    return lambda report: worst([case for case in report.cases if case.path == path], name)
+
+
+_Column = tuple[str, int, Callable[["LayerReport"], str]]
+
+_COLUMNS: tuple[_Column, ...] = (
+    ("served by", 9, lambda report: report.served_by),
+    ("E/k/H/I", 16, lambda r: f"{r.num_experts}/{r.top_k}/{r.hidden_size}/{r.intermediate_size}"),
+    ("b12x\nkernel", 6, _numbers("b12x", "rel_l2_kernel")),
+    ("b12x\nfloat32", 7, _numbers("b12x", "rel_l2_none")),
+    ("b12x\nratio", 6, _numbers("b12x", "ratio")),
+    ("cutlass\nkernel", 7, _numbers("cutlass", "rel_l2_kernel")),
+    ("cutlass\nfloat32", 7, _numbers("cutlass", "rel_l2_none")),
+    ("cutlass\nratio", 7, _numbers("cutlass", "ratio")),
+    ("padding", 13, lambda report: f"{report.bytes.padding:,}" if report.bytes else "-"),
+    ("extra\nbytes", 5, lambda r: f"{r.bytes.extra_payload + r.bytes.extra_scales:,}" if r.bytes else "-"),
+    ("baked\nscales", 6, lambda report: percent(report.baked_weight_error)),
+    ("", 4, lambda report: ("ok" if report.passed else "FAIL") if report.compared or not report.passed else "-"),
+)
+
+_DROPPED = (
+    "E/k/H/I",
+    "padding",
+    "baked\nscales",
+    "b12x\nratio",
+    "cutlass\nratio",
+    "extra\nbytes",
+    "b12x\nfloat32",
+    "cutlass\nfloat32",
+    "served by",
+)
+"""What a narrow terminal leaves out, in this order; it is in the JSON."""
+
+
+class Table:
+    """One line per layer, printed when it is done."""
+
+    def __init__(self, names: list[str], tolerances: Tolerances, to_stderr: bool) -> None:
+        width, longest = _width(to_stderr), max(len(plain(name)) for name in names)
+        dropped = 0
+        while dropped < len(_DROPPED) and self._taken(dropped) + min(longest, _NAME_WIDTH) > width:
+            dropped += 1
+        self._columns = [column for column in _COLUMNS if column[0] not in _DROPPED[:dropped]]
+        self._name_width = max(8, min(longest, width - self._taken(dropped)))
+        self._to_stderr, self._started, self._tolerances = to_stderr, False, tolerances
+
+    @staticmethod
+    def _taken(dropped: int) -> int:
+        return sum(2 + width for title, width, _ in _COLUMNS if title not in _DROPPED[:dropped])
+
+    def add(self, report: LayerReport) -> None:
+        if not self._started:
+            self._started = True
+            bounds = self._tolerances
+            self.line(
+                f"relative L2 (worst case); bounds: kernel {bounds.kernel:g}; float32 {bounds.none:g}, ratio {bounds.ratio:g}"
+            )
+            titles = [title.rpartition("\n") for title, *_ in _COLUMNS if title in [c[0] for c in self._columns]]
+            for part in (0, 2):
+                self._row("layer" if part else "", [title[part] for title in titles])
+        name = plain(report.name)
+        if len(name) > self._name_width:
+            name = "..." + name[3 - self._name_width :]
+        self._row(name, [cell(report) for _, _, cell in self._columns])
+        self._details(report)
+
+    def _row(self, name: str, cells: list[str]) -> None:
+        padded = [
+            cell.ljust(width) if title == "served by" else cell.rjust(width)
+            for cell, (title, width, _) in zip(cells, self._columns, strict=True)
+        ]
+        self.line("  ".join((name.ljust(self._name_width), *padded)).rstrip())
+
+    def _details(self, report: LayerReport) -> None:
+        warnings = (f"warning: {warning}" for warning in report.warnings)
+        for text in (*report.reasons, *warnings, *(f"FAIL {failure}" for failure in report.failures)):
+            self.line(f"{report.name}: {text}")
+        for case in report.cases:
+            for failure in case.failures:
+                self.line(f"{report.name}: FAIL {case.tokens} tokens, outliers x {case.outliers:g}, on {case.path}: {failure}")
+        if report.weight_error is not None:
+            outputs = worst([case for case in report.cases if case.outliers <= 1], "original_error")
+            self.line(f"{report.name}: against the unquantized model: weights {percent(report.weight_error)}, outputs {outputs}")
+        for note in report.notes:
+            self.line(f"{report.name}: {note}")
+
+    def line(self, text: str) -> None:
+        click.echo(plain(text), err=self._to_stderr)
+
+
+def _width(to_stderr: bool) -> int:
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    stream = sys.stderr if to_stderr else sys.stdout
+    return shutil.get_terminal_size().columns if stream.isatty() else 160
+
+
+def worst(cases: list[CaseReport], name: str) -> str:
+    values = [value for case in cases if (value := getattr(case, name)) is not None]
+    return f"{max(values):.4f}" if values else "-"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+@contextmanager
+def progress(layers: int) -> Iterator[tuple[Callable[[float], None], Callable[[], Any]]]:
+    """A bar with an estimate on standard error: what sets how many layers are done, and a context in which lines may be printed.
+
+    Quiet where standard error is no terminal.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    bar = Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True, redirect_stdout=False, redirect_stderr=False
+    )
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        bar.stop()
+        try:
+            yield
+        finally:
+            bar.start()
+
+    with bar:
+        task = bar.add_task(f"verifying {layers} layers", total=layers)
+        yield (lambda done: bar.update(task, completed=done)), paused
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+class Json:
+    """The report as a file that is whole at any time: rewritten after each layer beside ``path``, then renamed.
+
+    ``-`` and pipes and devices get it once, at the end.
+
+    Raises:
+        OSError: it cannot be written; at once, not after an hour.
+    """
+
+    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
+        self.path, self._header = path, {"trtllm_b12x": __version__, **header}
+        # A new or a plain file; what is a pipe or a device is written to, not replaced.
+        self._at_once = path is not None and str(path) != "-" and (path.is_file() or not path.exists())
+        if path is not None and path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        self.write([], {}, "running")
+
+    def write(self, reports: list[LayerReport], errors: dict[str, str], status: str) -> None:
+        """``status``: running, passed, failed, unusable, nothing compared, interrupted."""
+        if self.path is None or (status == "running" and not self._at_once):
+            return
+        content = {
+            **self._header,
+            "status": status,
+            "passed": status == "passed",
+            "errors": errors,
+            "layers": [
+                {**dataclasses.asdict(report), "passed": report.passed, "cases": [_case(case) for case in report.cases]}
+                for report in reports
+            ],
+        }
+        text = json.dumps(_finite(content), indent=2, allow_nan=False, default=str) + "\n"
+        if str(self.path) == "-":
+            click.echo(text, nl=False)
+        elif not self._at_once:
+            self.path.write_text(text, encoding="utf-8")
+        else:
+            temporary = self.path.with_name(f".{self.path.name[:200]}.{os.getpid()}")
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(self.path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def header(checkpoint: Path, device: str, tp: int, ep: int, seed: int) -> dict[str, Any]:
+    """What the numbers were computed with."""
+    from trtllm_b12x.kernels import kernel_class
+    from trtllm_b12x.verification import Tolerances
+
+    return {
+        "checkpoint": checkpoint,
+        "device": device,
+        "tp": tp,
+        "ep": ep,
+        "seed": seed,
+        "kernel": kernel_class(device).features.name,
+        "crossover": crossover(),
+        "tolerances": dataclasses.asdict(Tolerances()),
+    }
+
+
+def _case(case: CaseReport) -> dict[str, Any]:
+    return {**dataclasses.asdict(case), "ratio": case.ratio}
+
+
+def _finite(value: Any) -> Any:
+    """Floats that JSON has no word for as strings, ``inf`` and ``nan``."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,125 @@
+"""Facts about this machine for :func:`trtllm_b12x.decision.decide`, probed once per process.
+
+Static facts come first: package metadata, RECORD files, nvidia-smi, source text.  Neither FlashInfer nor the CuTe DSL is imported
+here and no CUDA context is made; a child process imports them once per installation (:mod:`.cute_dsl`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from functools import cache
+
+from trtllm_b12x import host, settings
+from trtllm_b12x.decision import Environment
+
+from . import answers, packages
+from .cute_dsl import WHEELS, Payload, inspect_payload, installation_key
+from .flashinfer import FlashInfer, distribution_of, inspect_flashinfer
+from .gpu import cards, driver_cuda, gpu_sm, toolkit_cuda
+
+__all__ = [
+    "FlashInfer",
+    "Payload",
+    "cards",
+    "compile_error",
+    "driver_cuda",
+    "gpu_sm",
+    "inspect_flashinfer",
+    "inspect_payload",
+    "probe",
+    "toolkit_cuda",
+]
+
+_COMPILED_WITH = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
+"""Of FlashInfer's requirements those whose version its kernels feel; the rest only has to be there."""
+
+
+@cache
+def probe(always_look: bool = False) -> Environment:
+    """Everything, for the process that asks.
+
+    The CuTe DSL's payload is looked at unless nothing could make b12x serve here (or with ``always_look``): on another card, or
+    switched off, a server starts without it.
+    """
+    state, detail = host.state()
+    flashinfer = inspect_flashinfer()
+    installed = flashinfer.version != "none"
+    wheels = packages.installed(WHEELS)
+    dsl = wheels.get("nvidia-cutlass-dsl")
+    facts = Environment(
+        enabled=settings.ENABLED() != "0",
+        force=settings.ENABLED() == "force",
+        host=state,
+        host_detail=detail,
+        sm=gpu_sm(),
+        toolkit_cuda=toolkit_cuda(),
+        dsl="none" if dsl is None else dsl.version,
+        dsl_wheels=tuple(wheels),
+        flashinfer=flashinfer.version,
+        flashinfer_fault=flashinfer.fault,
+        mismatched=flashinfer.mismatched,
+        kernel="b12x" if flashinfer.b12x else None,
+        activations=frozenset({"Swiglu", "Relu2"}) if flashinfer.b12x else None,
+        hidden_size_multiple=128,
+        exact_scales=flashinfer.exact_scales if installed else None,
+        expert_parallel=flashinfer.negative_ids if installed else None,
+        deterministic=flashinfer.tile == 256 if installed else None,
+        only_deterministic=settings.DETERMINISTIC(),
+        gather_bf16=settings.GATHER_BF16(),
+    )
+    if not always_look and (facts.enabled is False or facts.host == "unsupported" or facts.sm not in (None, 120, 121)):
+        return facts
+    payload = inspect_payload()
+    origin = packages.origin("flashinfer")
+    ours = distribution_of(origin) if origin is not None else None
+    stated = [*wheels.values(), *([ours] if ours is not None else [])]
+    unmet, missing = packages.requirements(stated)
+    if importlib.util.find_spec("triton") is None:  # FlashInfer's b12x module imports it and does not say so
+        missing.append("triton")
+    facts = replace(
+        facts,
+        dsl=payload.version if dsl is not None else "none",
+        payload_cuda=payload.cuda,
+        payload_fault=payload.fault,
+        payload_detail=payload.detail,
+        payload_file=payload.file,
+        payload_kept=payload.kept,
+        dsl_in_the_way=payload.in_the_way,
+        flashinfer_fault=facts.flashinfer_fault or ("" if facts.mismatched else payload.flashinfer_fault),
+        unmet=tuple(text for text in unmet if text.startswith(_COMPILED_WITH)),
+        missing=tuple(missing) if _lacks_a_module(payload) else (),
+        unrecorded=tuple(name for name, d in _named(wheels, ours).items() if not d.read_text("RECORD")),
+    )
+    if facts.force and facts.sm in (120, 121) and payload.cuda is not None and payload.cuda < (13, 0):
+        facts = replace(facts, compile_proved=not compile_error(f"sm_{facts.sm}a"))
+    return facts
+
+
+def _lacks_a_module(payload: Payload) -> bool:
+    """An import failed for a module that is neither FlashInfer's nor the CuTe DSL's."""
+    module = re.search(r"No module named '(\w+)", f"{payload.detail} {payload.flashinfer_fault}")
+    return module is not None and module[1] not in ("cutlass", "nvidia_cutlass_dsl", "flashinfer")
+
+
+def _named(
+    wheels: dict[str, packages.Distribution], flashinfer: packages.Distribution | None
+) -> dict[str, packages.Distribution]:
+    return {**wheels, **({"flashinfer-python": flashinfer} if flashinfer is not None else {})}
+
+
+def compile_error(target: str) -> str:
+    """What stands against compiling FlashInfer's kernels for ``target`` (``sm_120a``): empty, or one line.
+
+    A child compiles one the first time on an installation, because a payload that imports may still end the process that uses it;
+    that it passed is kept.
+    """
+    from trtllm_b12x.kernels.prove import prove
+
+    def ask() -> str:
+        proof = prove(target)
+        return "" if proof.compiled else proof.error or "the compile failed and does not say why"
+
+    error, _ = answers.once(f"compile {target} {installation_key()}", ask, keep=lambda answer: answer == "")
+    return str(error)

@@ -1,0 +1,86 @@
+"""What loads: run as a file, in a process that may die of it.  Prints one JSON line per question that it could answer.
+
+``{"cutlass": {...}}``: version, CUDA payload and file of the CuTe DSL, or the error.  ``{"flashinfer": {...}}``: the error of
+importing what makes FlashInfer's kernels, if it is there.  Standard library only and nothing of ours: the file is all it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from typing import Any
+
+DISPATCH = "flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch"
+
+
+def say(question: str, **answer: Any) -> None:
+    print("\n" + json.dumps({question: answer}), flush=True)
+
+
+def error_of(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def file_of(package: str) -> str:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return ""
+    if spec is None:
+        return ""
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+
+
+def answer_for_the_gpu(torch: Any, sm_count: int, major: int, minor: int) -> None:
+    """FlashInfer 0.6.17 and 0.6.18 ask for a GPU while they are imported (``gdn_kernels``) and while they build a launch."""
+
+    class Properties:
+        name = f"sm_{major}{minor}a"
+        multi_processor_count = sm_count
+        total_memory = 96 << 30
+
+    Properties.major, Properties.minor = major, minor  # type: ignore[attr-defined]
+    if torch.cuda.is_available():
+        return
+    torch.cuda.get_device_properties = lambda *arguments: Properties
+    torch.cuda.get_device_capability = lambda *arguments: (major, minor)
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.current_stream = lambda *arguments: type("Stream", (), {"cuda_stream": 0})()
+
+
+def main() -> None:
+    file = file_of("cutlass")
+    try:
+        from cutlass.base_dsl.version_info import CUDA_VERSION
+
+        module = sys.modules["cutlass"]
+        version = str(getattr(module, "__version__", "") or "")
+        say("cutlass", cuda=[CUDA_VERSION.major, CUDA_VERSION.minor], version=version, file=module.__file__ or file)
+    except Exception as error:
+        say("cutlass", error=error_of(error), file=file)
+        return
+    try:
+        init = file_of("flashinfer")
+        if not init:
+            return
+        kernels = os.path.join(os.path.dirname(init), *DISPATCH.split(".")[1:]) + ".py"
+        if not os.path.exists(kernels):  # older than b12x, which its version says; or damaged, which RECORD says
+            say("flashinfer", error="", file=init)
+            return
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # after the DSL chose its payload by the driver: torch need not touch the card
+        import torch
+
+        answer_for_the_gpu(torch, 188, 12, 0)
+        importlib.import_module(DISPATCH)
+        say("flashinfer", error="", file=file_of("flashinfer"))
+    except Exception as error:
+        say("flashinfer", error=error_of(error), file=file_of("flashinfer"))
+
+
+if __name__ == "__main__":
+    here = os.path.dirname(os.path.abspath(__file__))  # before Python 3.11 PYTHONSAFEPATH does not keep it off
+    sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+    main()

@@ -1,0 +1,249 @@
+"""The CuTe DSL as it loads.  Which of its payloads does cannot be known without loading it; a subprocess looks, because an import
+that kills the process must not kill the server."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtllm_b12x import __version__
+from trtllm_b12x.decision import PayloadFault
+
+from . import answers, child, flashinfer, gpu, packages
+
+PROBE_TIMEOUT_S = 120
+WHEELS = (
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+)
+_IMPORTED = ("apache-tvm-ffi", "triton", "torch", "cuda-python", "cuda-bindings", "numpy", "protobuf")
+_MPI_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "MPI_", "MPICH_", "MV2_", "HYDRA_", "SLURM_", "I_MPI_")
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The CuTe DSL as it loads, and what importing FlashInfer's kernels on it says."""
+
+    version: str = "none"
+    """Of the copy that loads; of the metadata where none does."""
+    cuda: tuple[int, int] | None = None
+    """(0, 0) where nothing loads."""
+    fault: PayloadFault | None = None
+    detail: str = ""
+    file: str = ""
+    """``__init__.py`` of the ``cutlass`` that loads."""
+    in_the_way: tuple[str, ...] = ()
+    """Distributions that brought it, where it is not the CuTe DSL's."""
+    flashinfer_fault: str = ""
+    kept: bool = False
+    """The answer of an earlier look."""
+
+
+def inspect_payload() -> Payload:
+    """Which payload loads, and why it is not a CUDA 13 one."""
+    wheels = packages.installed(WHEELS)
+    if "nvidia-cutlass-dsl" not in wheels:
+        return Payload()
+    look, kept = _look(wheels)
+    payload = Payload(
+        version=look.get("version") or wheels["nvidia-cutlass-dsl"].version,
+        cuda=(0, 0),
+        file=look.get("file", ""),
+        flashinfer_fault=look.get("flashinfer", ""),
+        kept=kept,
+    )
+    if "error" in look:
+        fault = PayloadFault[look["fault"]]
+        if fault is not PayloadFault.IMPORT or not _foreign(payload.file, wheels):
+            return replace(payload, fault=fault, detail=f"{look['error']}, in {payload.file}" if payload.file else look["error"])
+        owners = _owners(payload.file)
+        advice = "" if owners else "; rename it, or take its folder off PYTHONPATH"
+        return replace(payload, fault=PayloadFault.FOREIGN, detail=payload.file + advice, in_the_way=owners)
+    cuda = (int(look["cuda"][0]), int(look["cuda"][1]))
+    if look.get("damaged"):
+        return replace(payload, cuda=(0, 0), fault=PayloadFault.DAMAGED, detail=look["damaged"])
+    if cuda >= (13, 0):
+        return replace(payload, cuda=cuda)
+    fault, detail = _why_not_13(wheels)
+    return replace(payload, cuda=cuda, fault=fault, detail=detail)
+
+
+def _look(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], bool]:
+    """What loads, here where it is loaded already, else in a subprocess once per installation."""
+    here = _look_here() if "cutlass" in sys.modules else None
+    if here is not None and (child.DISPATCH in sys.modules or packages.origin("flashinfer") is None):
+        return here, False
+    look, kept = _look_cached(wheels)
+    return ({**look, **here} if here is not None else look), kept
+
+
+def _look_here() -> dict[str, Any]:
+    module = sys.modules["cutlass"]
+    found = {"file": str(getattr(module, "__file__", "") or ""), "version": str(getattr(module, "__version__", "") or "")}
+    try:
+        from cutlass.base_dsl.version_info import CUDA_VERSION
+
+        return {**found, "cuda": [CUDA_VERSION.major, CUDA_VERSION.minor]}
+    except Exception as error:
+        return {**found, "error": packages.first_line(error), "fault": PayloadFault.IMPORT.name}
+
+
+def _look_cached(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], bool]:
+    answer: tuple[dict[str, Any], bool] = answers.once(
+        f"payload {installation_key()}", functools.partial(_look_in_subprocess, wheels), _was_read
+    )
+    return answer
+
+
+def _was_read(look: Any) -> bool:
+    """Only this is kept: a payload that told its version, with files that are its wheels', and kernels that import."""
+    return isinstance(look, dict) and bool(look.get("cuda")) and not look.get("flashinfer") and not look.get("damaged")
+
+
+def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, Any]:
+    """Import the DSL where a crash costs nothing: not from the working directory, without this process's MPI rank, without us."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
+    environment |= {"TRTLLM_B12X": "0", "PYTHONSAFEPATH": "1"}
+    try:
+        result = subprocess.run(
+            [sys.executable, child.__file__],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_TIMEOUT_S,
+            env=environment,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+        )
+        output, how = result.stdout, _ending(result)
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        how = (PayloadFault.NO_ANSWER, f"none within {PROBE_TIMEOUT_S} s")
+    except OSError as error:  # no memory for a process, no file handles
+        output, how = "", (PayloadFault.NO_ANSWER, packages.first_line(error))
+    told: dict[str, Any] = {}
+    for line in output.splitlines():
+        if line.startswith(('{"cutlass"', '{"flashinfer"')):
+            told |= json.loads(line)
+    look: dict[str, Any] = told.get("cutlass") or {"error": how[1], "fault": how[0].name, "file": ""}
+    if "error" in look:
+        return {"fault": PayloadFault.IMPORT.name, **look}
+    if "flashinfer" in told:
+        raised = told["flashinfer"]["error"]
+        look["flashinfer"] = f"import of its kernels: {raised}" if raised else ""
+    elif packages.origin("flashinfer") is not None:
+        look["flashinfer"] = f"import of its kernels: {how[1]}"
+    look["damaged"] = _damage(wheels) if tuple(look["cuda"]) >= (13, 0) else ""
+    return look
+
+
+def _ending(result: subprocess.CompletedProcess[str]) -> tuple[PayloadFault, str]:
+    """What a process says by its death; SIGKILL is the kernel's, out of memory, and may not come again."""
+    if result.returncode < 0:
+        number = -result.returncode
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        return (PayloadFault.NO_ANSWER if number == signal.SIGKILL else PayloadFault.CRASH), name
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    if result.returncode:
+        return PayloadFault.IMPORT, lines[-1] if lines else f"exit status {result.returncode}"
+    return PayloadFault.CRASH, "the process ended without an answer"
+
+
+def _damage(wheels: dict[str, packages.Distribution]) -> str:
+    """Files of the CUDA 13 payload that are not those of a wheel: cut off, or a library with other bytes."""
+    owned: dict[Path, list[packages.Recorded]] = {}
+    for name, wheel in wheels.items():
+        if not name.endswith("cu12"):
+            for path, entry in packages.record(wheel).items():
+                owned.setdefault(path, []).append(entry)
+    for path, entries in owned.items():
+        if path.suffix == ".so":
+            bad = packages.digest(path) not in {entry.digest for entry in entries}
+        else:
+            bad = path.suffix == ".py" and all(packages.shortened({path: entry}) for entry in entries)
+        if bad:
+            return str(path)
+    return ""
+
+
+def _foreign(file: str, wheels: dict[str, packages.Distribution]) -> bool:
+    """The CuTe DSL's own file is known, and this is another."""
+    own = {path for wheel in wheels.values() for path in packages.record(wheel) if path.match("cutlass/__init__.py")}
+    return bool(file and own) and Path(file) not in own
+
+
+def _owners(file: str) -> tuple[str, ...]:
+    found = {
+        distribution.metadata["Name"]
+        for distribution in importlib.metadata.distributions()
+        if not distribution.metadata["Name"].startswith("nvidia-cutlass-dsl")
+        and any(Path(str(distribution.locate_file(path))) == Path(file) for path in distribution.files or ())
+    }
+    return tuple(sorted(found))
+
+
+def _why_not_13(wheels: dict[str, packages.Distribution]) -> tuple[PayloadFault, str]:
+    names = ", ".join(f"{name.removeprefix('nvidia-cutlass-dsl-')} {wheel.version}" for name, wheel in wheels.items())
+    cu13 = wheels.get("nvidia-cutlass-dsl-libs-cu13")
+    if cu13 is None:
+        return PayloadFault.CU13_MISSING, names
+    base = wheels.get("nvidia-cutlass-dsl-libs-base")
+    shared = packages.record(base) if base is not None else {}
+    for path, recorded in packages.record(cu13).items():
+        # Only what both wheels own, with other contents: version_info.py and the libraries before DSL 4.6.
+        if path in shared and shared[path].digest != recorded.digest and packages.digest(path) != recorded.digest:
+            return PayloadFault.SHADOWED, names
+    driver = gpu.driver_cuda()
+    if driver is not None and driver < (13, 0):
+        return PayloadFault.DRIVER, f"the driver supports CUDA {driver[0]}.{driver[1]}"
+    return PayloadFault.UNKNOWN, names
+
+
+def installation_key() -> str:
+    """Changes with everything that an answer depends on: interpreter, driver, search path, versions, and files written over."""
+    variables = sorted(
+        (name, value)
+        for name, value in os.environ.items()
+        if name in ("PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD") or re.match("CUTE_DSL_|FLASHINFER_", name)
+    )
+    head = (__version__, sys.executable, platform.python_version(), sysconfig.get_platform(), gpu.driver_cuda(), variables)
+    key = hashlib.sha256(repr(head).encode())
+    files: list[Path] = []
+    for name, distribution in packages.installed((*WHEELS, "flashinfer-python", *_IMPORTED)).items():
+        key.update(f"{name} {distribution.version} {distribution.locate_file('')}\n".encode())
+        files += _files(distribution) if name in WHEELS else []
+    for package in ("cutlass", "flashinfer"):
+        key.update(f"{package} {packages.origin(package)}\n".encode())
+    for path in [*files, *flashinfer.kernel_sources()]:
+        try:
+            status = path.stat()
+            key.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+        except OSError:
+            key.update(f"{path} missing\n".encode())
+    return key.hexdigest()
+
+
+def _files(wheel: packages.Distribution) -> list[Path]:
+    recorded = [path for path in packages.record(wheel) if path.suffix in (".so", ".py", ".pth")]
+    if recorded:
+        return recorded
+    folder = Path(str(wheel.locate_file("nvidia_cutlass_dsl")))  # no RECORD: what lies in its folder
+    return [path for path in sorted(folder.rglob("*")) if path.suffix in (".so", ".py")]

@@ -1,0 +1,117 @@
+"""FlashInfer as it would load: version, what its kernels can do, and what stands in their way.  Read, never imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtllm_b12x.decision import EXPERT_PARALLEL_FLASHINFER, version_tuple
+
+from . import packages
+
+_KERNELS = ("flashinfer/fused_moe/cute_dsl/blackwell_sm12x/", "flashinfer/cute_dsl/", "flashinfer/jit/")
+"""Folders of what planning runs."""
+_WRAPPER = "fused_moe/cute_dsl/b12x_moe.py"
+
+
+@dataclass(frozen=True)
+class FlashInfer:
+    """The flashinfer-python that an import would take, from its metadata and its source."""
+
+    version: str = "none"
+    b12x: bool = False
+    exact_scales: bool = False
+    """``B12xMoEWrapper.run`` takes ``input_global_scale``."""
+    shared_workspaces: bool = False
+    """``B12xMoEWrapper`` takes ``shared_static_workspace``."""
+    negative_ids: bool = False
+    """Every kernel skips them: no signature shows it; from 0.7.2, by comparison of the wheels' kernels."""
+    tile: int = 128
+    """What the intermediate size is padded to: 256 where the static kernel keeps groups of 256 columns."""
+    fault: str = ""
+    """Kernel files that are gone or cut off."""
+    mismatched: tuple[str, ...] = ()
+    """``name version`` of the wheels for whose version the import raises."""
+
+
+def inspect_flashinfer() -> FlashInfer:
+    init = packages.origin("flashinfer")
+    if init is None:
+        return FlashInfer()
+    distribution = distribution_of(init)
+    # The copy that loads says its own version; metadata may be another copy's, further on the path.
+    told = re.search(r"""^__version__\s*=\s*["']([^"']+)""", packages.source(init, "_build_meta.py"), re.MULTILINE)
+    version = told[1] if told else distribution.version if distribution is not None else ""
+    if not version:
+        return FlashInfer()
+    arguments = _method_arguments(packages.source(init, _WRAPPER), "B12xMoEWrapper")
+    dispatch = packages.source(init, "fused_moe/cute_dsl/blackwell_sm12x/moe_dispatch.py")
+    return FlashInfer(
+        version=version,
+        b12x=bool(arguments),
+        exact_scales="input_global_scale" in arguments.get("run", ()),
+        shared_workspaces="shared_static_workspace" in arguments.get("__init__", ()),
+        negative_ids=bool(arguments) and version_tuple(version) >= EXPERT_PARALLEL_FLASHINFER,
+        tile=256 if "_STATIC_RETAINED_GROUP_N" in dispatch else 128,
+        fault=_damage(distribution),
+        mismatched=_mismatched(version, packages.source(init, "jit/env.py")),
+    )
+
+
+def distribution_of(init: Path) -> packages.Distribution | None:
+    """The metadata that belongs to the copy at ``init``, else the first on the path."""
+    found = list(importlib.metadata.distributions(name="flashinfer-python"))
+    beside = (d for d in found if Path(str(d.locate_file("flashinfer/__init__.py"))) == init)
+    return next(beside, found[0] if found else None)
+
+
+def kernel_sources() -> list[Path]:
+    """What planning runs, of the copy that loads."""
+    init = packages.origin("flashinfer")
+    found = [] if init is None else [path for name in _KERNELS for path in (init.parents[1] / name).rglob("*.py")]
+    return sorted(found)
+
+
+def _damage(distribution: packages.Distribution | None) -> str:
+    short = (
+        packages.shortened(packages.record(distribution, under=(*_KERNELS, f"flashinfer/{_WRAPPER}")))
+        if distribution is not None
+        else []
+    )
+    return f"missing or cut off: {', '.join(path.name for path in short[:3])}, in {short[0].parent}" if short else ""
+
+
+def _mismatched(version: str, environment_source: str) -> tuple[str, ...]:
+    """``flashinfer/jit/env.py`` raises for kernel wheels of another version; from 0.7.2 on it ignores such wheels."""
+    if os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK") or version == "0.0.0+unknown":
+        return ()
+    if "Ignoring incompatible flashinfer-cubin" in environment_source:
+        return ()
+    found = []
+    for name, wheel in packages.installed(("flashinfer-cubin", "flashinfer-jit-cache")).items():
+        if name == "flashinfer-cubin":
+            fits = wheel.version == version or "FLASHINFER_CUBIN_DIR" in os.environ
+        else:  # its version ends in the toolkit's: 0.6.18+cu130
+            fits = wheel.version.startswith(version)
+        if not fits:
+            found.append(f"{name} {wheel.version}")
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4)
+def _method_arguments(source: str, class_name: str) -> dict[str, set[str]]:
+    """Method name to argument names of one class; empty where the class is not there."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
+            return {m.name: {a.arg for a in [*m.args.posonlyargs, *m.args.args, *m.args.kwonlyargs]} for m in methods}
+    return {}

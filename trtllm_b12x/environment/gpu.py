@@ -1,0 +1,76 @@
+"""The card, its driver and the CUDA toolkit, without a CUDA context."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from .packages import origin, source
+
+TIMEOUT_S = 30
+_DRIVER_DEVICE = Path("/dev/nvidiactl")
+
+
+def _smi(*arguments: str) -> str | None:
+    """What nvidia-smi prints; empty where it fails or is not there, None where it does not say (too slow, not to be run).
+
+    A driver that starts up, or a container that hides the program, is not a machine without a GPU.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None if _DRIVER_DEVICE.exists() else ""
+    try:
+        return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
+    except subprocess.CalledProcessError:
+        return ""
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def gpu_sm() -> int | None:
+    """major * 10 + minor of the first GPU that CUDA_VISIBLE_DEVICES leaves; 0 without one, None if it cannot be told."""
+    output = _smi("--query-gpu=index,uuid,compute_cap", "--format=csv,noheader")
+    if output is None:
+        return None
+    gpus = [[cell.strip() for cell in row] for row in csv.reader(output.splitlines()) if len(row) == 3]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        first = visible.split(",")[0].strip()
+        slice_of_any = first.startswith("MIG-")  # the query lists whole GPUs, not their MIG instances
+        chosen = [gpu for gpu in gpus if first and (slice_of_any or gpu[0] == first or gpu[1].startswith(first))]
+        by_number = first.isdigit() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"  # by speed; nvidia-smi's: by bus
+        if chosen and (slice_of_any or by_number) and len({gpu[2] for gpu in gpus}) > 1:
+            return None
+        gpus = chosen
+    if not gpus or not re.fullmatch(r"\d+\.\d+", gpus[0][2]):
+        return 0
+    major, minor = gpus[0][2].split(".")
+    return int(major) * 10 + int(minor)
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """Newest CUDA version the driver supports, from nvidia-smi; None where there is no driver or it does not say."""
+    match = re.search(r"CUDA (?:UMD )?Version:\s*(\d+)\.(\d+)", _smi() or "")
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def cards() -> list[str]:
+    """``name, memory, driver version`` of every GPU, as nvidia-smi lists them."""
+    output = _smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader") or ""
+    return [", ".join(cell.strip() for cell in row) for row in csv.reader(output.splitlines()) if len(row) == 3]
+
+
+def toolkit_cuda() -> tuple[int, int]:
+    """What FlashInfer's ``get_cuda_version`` would say: nvcc's version, else the one torch is built with; (0, 0) for neither."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = str(Path(home) / "bin" / "nvcc") if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    try:
+        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
+        match = re.search(r"release (\d+)\.(\d+),", output)
+    except (OSError, subprocess.SubprocessError):
+        match = re.search(r"^cuda\b.*=\s*'(\d+)\.(\d+)", source(origin("torch"), "version.py"), re.MULTILINE)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

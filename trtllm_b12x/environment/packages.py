@@ -1,0 +1,115 @@
+"""What is installed, from its metadata: versions, RECORD files, and the requirements that packages state themselves."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+Distribution = importlib.metadata.Distribution
+
+
+def installed(names: Iterable[str]) -> dict[str, Distribution]:
+    """Those of ``names`` that are installed; of one that is found twice on the path, the first."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A file as its wheel brought it."""
+
+    digest: str
+    """In RECORD's own form (``sha256=...``)."""
+    size: int | None
+
+
+def record(distribution: Distribution, under: tuple[str, ...] = ("",)) -> dict[Path, Recorded]:
+    """Installed file, of those whose name starts so, to what RECORD says of it; empty without a RECORD."""
+    root, entries = Path(str(distribution.locate_file(""))), {}
+    lines = (line for line in (distribution.read_text("RECORD") or "").splitlines() if line.startswith(under))
+    for row in csv.reader(lines):
+        if len(row) >= 2 and row[1]:
+            size = int(row[2]) if len(row) > 2 and row[2].isdigit() else None
+            entries[root / row[0]] = Recorded(row[1], size)
+    return entries
+
+
+def digest(path: Path) -> str:
+    """A file's hash in RECORD's form, empty where it cannot be read."""
+    found = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                found.update(block)
+    except OSError:
+        return ""
+    return "sha256=" + base64.urlsafe_b64encode(found.digest()).decode().rstrip("=")
+
+
+def shortened(files: dict[Path, Recorded]) -> list[Path]:
+    """Files that are gone, or shorter than their wheel's.  One that somebody edited is not told from here."""
+    found = []
+    for path, recorded in files.items():
+        try:
+            size = path.stat().st_size
+        except OSError:
+            size = -1
+        if size < 0 or (recorded.size is not None and size < recorded.size):
+            found.append(path)
+    return found
+
+
+def requirements(distributions: Iterable[Distribution]) -> tuple[list[str], list[str]]:
+    """What they require and is not met, ``requirement (version is installed)``, and requirements of what is not installed."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    unmet: list[str] = []
+    missing: list[str] = []
+    for distribution in distributions:
+        for text in distribution.requires or ():
+            try:
+                requirement = Requirement(text)
+                if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                    continue
+                version = importlib.metadata.version(requirement.name)
+                if requirement.specifier.contains(version, prereleases=True):
+                    continue
+                unmet.append(f"{requirement.name}{requirement.specifier} ({version} is installed)")
+            except importlib.metadata.PackageNotFoundError:
+                missing.append(f"{requirement.name}{requirement.specifier}")
+            except InvalidRequirement:
+                continue
+    return list(dict.fromkeys(unmet)), list(dict.fromkeys(missing))
+
+
+def origin(package: str) -> Path | None:
+    """``__init__.py`` of the copy that an import would take; nothing is imported."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def source(package: Path | None, relative: str) -> str:
+    """Text of a file beside a package's ``__init__.py``, empty where there is none."""
+    try:
+        return "" if package is None else (package.parent / relative).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,321 @@
+"""FlashInfer's SM12x kernels: planned once per geometry and device, launched without FlashInfer's own launcher.
+
+``B12xMoEWrapper`` and ``launch_sm120_moe`` compile, fold, expand and validate at every call, cache weights by address, pick the
+kernel by rules of their own and add up to four small launches to a call of one token.  Here all of that is done at load:
+``compiler.py`` makes the kernels, ``scratch.py`` their memory, ``launch.py`` a call.
+
+The dynamic kernel is not used: its warps may miss a claim (docs/flashinfer-dynamic-claim.md), and
+:func:`trtllm_b12x.crossover.crossover` ends before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trtllm_b12x import environment, host, locks, settings
+from trtllm_b12x.decision import OLDEST_FLASHINFER
+from trtllm_b12x.kernels import Geometry, Kernel, KernelFeatures, KernelWeights, PlanError, Workspace, first_line, routes
+from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
+from trtllm_b12x.kernels.streams import Turn
+from trtllm_b12x.log import logger
+
+from .compiler import ACTIVATIONS, DISPATCH, Candidate, Compiler, sizes
+from .launch import DIRECT_MICRO, Signature
+from .launch import compacted as compacted_route
+from .scratch import Scratch, fitting
+
+_NO_CACHE = "FLASHINFER_CUTE_DSL_DISABLE_CACHE"
+
+_RECIPROCALS = 0.02
+"""Relative L2.  Direct micro multiplies by reciprocals of scales also for ReLU2, where the others and the reference divide
+(``moe_direct_micro_kernel.py:714``).  Block scales on a rounding tie fall apart, which is frequent where a calibrated amax is a
+power of two; seen: 0.014 over many tokens."""
+
+
+def _features(flashinfer: environment.FlashInfer) -> KernelFeatures:
+    return KernelFeatures(
+        name="b12x",
+        activations=frozenset(ACTIVATIONS),
+        tile=flashinfer.tile,
+        hidden_size_multiple=128,
+        negative_ids=flashinfer.negative_ids,
+        graph_safe=True,
+        # From 0.7.0 static keeps each route's result and adds them up in order, in the groups of 256 columns that make its tile.
+        deterministic=flashinfer.tile == 256,
+        versions=f"flashinfer-python>={'.'.join(map(str, OLDEST_FLASHINFER))}" if flashinfer.b12x else "",
+    )
+
+
+@dataclass
+class _Plan:
+    """Everything that layers of one geometry share on one device."""
+
+    geometry: Geometry
+    device: torch.device
+    scratch: Scratch
+    """Of calls that are launched; :meth:`of_capture` has the others'."""
+    pristine: torch.Tensor
+    signatures: dict[str, Signature]
+    candidates: dict[int, list[Candidate]]
+    """Token count to what could serve it, best first; after the self-test what may."""
+    turn: Turn
+    outcomes: list[Outcome] = field(default_factory=list)
+    tested: bool = False
+    """Until then nothing serves."""
+    lock: Any = field(default_factory=locks.new)
+    captured: tuple[int, Scratch] | None = None
+
+    def of_capture(self, capture: int) -> Scratch:
+        """Scratch memory of the graph that is being captured, from its own memory, which lives as long as it does.
+
+        So replays may overlap with each other and with calls.  Layers of one graph share it; captures that share a pool, of which
+        no two replay at a time, get the same memory again, once this one lets go.
+        """
+        if self.captured is None or self.captured[0] != capture:
+            self.captured = None
+            self.captured = capture, self.scratch.another(self.pristine)
+        return self.captured[1]
+
+
+_plans: weakref.WeakValueDictionary[tuple[Any, ...], _Plan] = weakref.WeakValueDictionary()
+_failed: dict[tuple[Any, ...], str] = {}
+_lock = locks.new()
+
+
+class B12xKernel(Kernel):
+    """FlashInfer's static, micro and direct micro kernel on one layer: views of its tensors, and the plan of its geometry."""
+
+    features = _features(environment.inspect_flashinfer())
+
+    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """Allocate one workspace and compile every kernel for up to ``capacity`` tokens, or share what another layer planned.
+
+        Raises:
+            ValueError: an activation or a size that the kernels do not take.
+            PlanError: compiling failed, for every layer of the geometry, or memory ran out, for this one; nothing is kept.
+        """
+        if geometry.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(ACTIVATIONS))}")
+        if geometry.hidden_size % self.features.hidden_size_multiple or geometry.intermediate_size % self.features.tile:
+            raise ValueError(
+                f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size} must be multiples of "
+                f"{self.features.hidden_size_multiple} and {self.features.tile}"
+            )
+        capacity = fitting(geometry, capacity)
+        self.geometry, self.capacity = geometry, capacity
+        key = (geometry, capacity, str(device), settings.DETERMINISTIC())
+        with _lock:
+            if key in _failed:
+                raise PlanError(_failed[key])
+            plan = _plans.get(key)
+            if plan is None:
+                try:
+                    _compile_elsewhere_first(device)
+                    with torch.inference_mode(False):  # whatever the host loads in: the tensors outlive it
+                        plan = _plans[key] = _cached_or_not(functools.partial(_make_plan, geometry, capacity, device))
+                except Exception as error:
+                    message = first_line(error)  # not the error, whose frames hold the workspace
+                    if not isinstance(error, torch.OutOfMemoryError):  # memory may be there for the next layer, or load
+                        _failed[key] = message
+                    raise PlanError(message) from error
+        self._plan, self._key = plan, key
+        self._sizes = frozenset(plan.candidates)
+
+    def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
+        weights.check(self.geometry)
+        self.weights = weights  # the kernels are given addresses: these views keep the memory
+        self.first_expert = first_expert
+        self._bound = self._bind_to(self._plan.scratch)
+        count = self.geometry.num_experts
+        self._tables = {True: routes.Table(first_expert, count), False: routes.Table(first_expert, count, unrouted=0)}
+
+    def _bind_to(self, scratch: Scratch) -> dict[str, list[Any]]:
+        used = {c.kind.name for candidates in self._plan.candidates.values() for c in candidates}
+        return {name: self._plan.signatures[name].bind(scratch, self.weights) for name in used}
+
+    def self_test(self) -> None:
+        """Run every kernel of the plan on the card, once per plan, and drop those that miss their bound.
+
+        Weights that say nothing (all zero, not finite) leave it to the next layer's or the next load's; nothing serves till then.
+
+        Raises:
+            PlanError: no kernel is left for some token count; the message has the numbers.
+        """
+        plan = self._plan
+        with plan.lock:
+            if plan.tested:
+                return
+            started = time.monotonic()
+            try:
+                outcomes = examine(self._tests(), self.geometry, self.weights, self.first_expert)
+                if outcomes is None:
+                    logger.info("b12x kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
+                    return
+                plan.outcomes = outcomes
+                bad = {(o.kernel, o.variant) for o in outcomes if not o.passed}
+                for tokens, candidates in plan.candidates.items():
+                    plan.candidates[tokens] = [c for c in candidates if (c.kind.name, c.variant) not in bad]
+                    if not plan.candidates[tokens]:
+                        raise PlanError("; ".join(str(o) for o in outcomes if not o.passed))
+            except Exception as error:
+                with _lock:
+                    _plans.pop(self._key, None)
+                    if not isinstance(error, torch.OutOfMemoryError):
+                        _failed[self._key] = first_line(error)
+                raise PlanError(first_line(error)) from error
+            finally:
+                if self._plan.device.type == "cuda":
+                    torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+            plan.tested = True
+            logger.info("b12x kernels for %s: tested in %.2f s", self.geometry, time.monotonic() - started)
+            for outcome in plan.outcomes:
+                log = logger.debug if outcome.passed else logger.warning
+                log("self-test, %s: %s", self.geometry, outcome)
+
+    def _tests(self) -> Iterator[Examinee]:
+        """Each compiled kernel at the most and at the fewest tokens that it could serve."""
+        served: dict[tuple[str, int], list[tuple[int, Candidate]]] = {}
+        for tokens, candidates in sorted(self._plan.candidates.items()):
+            for candidate in candidates:
+                served.setdefault((candidate.kind.name, candidate.variant), []).append((tokens, candidate))
+        for (name, variant), found in served.items():
+            for tokens, candidate in dict((found[-1], found[0])).items():
+                # Before 0.7.0 static adds up in atomics too.
+                atomic = candidate.kind.atomic_sums or not self.features.deterministic
+                yield Examinee(name, variant, tokens, atomic, functools.partial(self._launch, candidate))
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def serves(self, tokens: int) -> bool:
+        return self._plan.tested and tokens in self._sizes
+
+    def rounding(self, tokens: int) -> float:
+        kind = self._plan.candidates[tokens][0].kind
+        if kind is DIRECT_MICRO:
+            return 0.0 if self.geometry.gated else _RECIPROCALS
+        return self.geometry.atomic_rounding if kind.atomic_sums or not self.features.deterministic else 0.0
+
+    def summary(self) -> tuple[str, ...]:
+        served: dict[str, list[int]] = {}
+        for tokens, candidates in self._plan.candidates.items():
+            served.setdefault(candidates[0].kind.name, []).append(tokens)
+        lines = [f"{name}: {_ranges(sizes)} tokens" for name, sizes in served.items()]
+        if not self._plan.tested:
+            return (*lines, "not before the self-test, which waits for weights that are neither all zero nor not finite")
+        return (*lines, *(f"left out: {outcome}" for outcome in self._plan.outcomes if not outcome.passed))
+
+    @property
+    def device(self) -> torch.device:
+        return self._plan.device
+
+    @property
+    def workspace(self) -> Workspace | None:
+        return Workspace(id(self._plan), self._plan.scratch.nbytes())
+
+    def run(
+        self,
+        x: torch.Tensor,
+        token_selected_experts: torch.Tensor,
+        token_final_scales: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        candidates = self._plan.candidates.get(x.shape[0])
+        if candidates is None:
+            planned = _ranges(sorted(self._sizes))
+            raise ValueError(
+                f"no kernel is planned for {x.shape[0]} tokens, only for {planned}: plan() with a capacity that covers it"
+            )
+        return self._launch(candidates[0], x, token_selected_experts, token_final_scales, out)
+
+    def _launch(
+        self,
+        candidate: Candidate,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        scales: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x, ids, scales = _aligned(x.contiguous()), ids.contiguous(), scales.contiguous()
+        direct = out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0
+        result = out if direct and out is not None else torch.empty_like(x)
+        table = self._tables[candidate.kind.skips_negative_ids and self.features.negative_ids]
+        with self._plan.turn as capture:
+            scratch, bound = self._plan.scratch, self._bound
+            if capture:
+                scratch = self._plan.of_capture(capture)
+                bound = self._bind_to(scratch)
+            candidate.launch(bound[candidate.kind.name], scratch, table, x, ids, scales, result)
+        return result if out is None or direct else out.copy_(result)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``[1, 2, 3, 8]`` to ``1-3, 8``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """At an address that the kernels can load 16 bytes from: a chunk of a longer call may begin anywhere."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+# ---- planning ------------------------------------------------------------------------------------------------------------
+
+
+def _compile_elsewhere_first(device: torch.device) -> None:
+    """Inside TensorRT-LLM: what has never compiled on this installation must not be tried in the server's own process."""
+    if host.installed() and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        error = environment.compile_error(f"sm_{major}{minor}a")
+        if error:
+            raise PlanError(error)
+
+
+def _cached_or_not(make: Callable[[], _Plan]) -> _Plan:
+    """``make()``; once more without FlashInfer's kernel cache where that is what failed, as in a home that cannot be written."""
+    before = os.environ.get(_NO_CACHE, "0")
+    try:
+        return make()
+    except OSError as error:
+        if before == "1":
+            raise
+        advice = "FLASHINFER_WORKSPACE_BASE names another folder"
+        logger.warning("FlashInfer cannot use its kernel cache, kernels are compiled at every start: %s (%s)", error, advice)
+    os.environ[_NO_CACHE] = "1"
+    try:
+        return make()
+    finally:
+        os.environ[_NO_CACHE] = before
+
+
+def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan:
+    started = time.monotonic()
+    logger.info("b12x kernels for %s: compiling, or loading from FlashInfer's cache", geometry)
+    dispatch = importlib.import_module(DISPATCH)
+    scratch = Scratch.allocate(dispatch, geometry, capacity, device)
+    compiler = Compiler(dispatch, geometry, scratch, device)
+    if compiler.micro is None:
+        logger.info("FlashInfer's micro kernel is left out: its source is not one whose barriers can be told")
+    candidates = {tokens: list(compiler.candidates(tokens)) for tokens in sizes(dispatch, capacity)}
+    compacted = {
+        tokens * geometry.top_k for tokens, found in candidates.items() if any(c.launch.route is compacted_route for c in found)
+    }
+    routes.warm_up(device, tuple(sorted(compacted)))
+    logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
+    return _Plan(geometry, device, scratch, scratch.pristine(), compiler.signatures, candidates, Turn.of(device))

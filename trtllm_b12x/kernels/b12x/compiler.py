@@ -1,0 +1,207 @@
+"""The kernels of one geometry, compiled or loaded from FlashInfer's cache.
+
+What remains of FlashInfer is what makes its kernels: ``moe_dispatch._get_static_kernel`` and ``_get_micro_kernel``,
+``build_direct_micro_kernel`` and ``compile_direct_micro_kernel``, ``build_and_load_cute_dsl_kernel`` and the tuning tables, the
+same from 0.6.18 to 0.7.2.  All three kinds come through TVM-FFI, which takes the stream of the call, and are kept on disk.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_b12x import locks, settings
+from trtllm_b12x.kernels import Geometry
+
+from . import sources
+from .launch import DIRECT_MICRO, MICRO, STATIC, Kind, Launch, Signature, compacted, one_expert_a_slot
+from .scratch import Scratch
+
+DISPATCH = "flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch"
+_DIRECT = DISPATCH.replace("moe_dispatch", "moe_direct_micro_kernel")
+ACTIVATIONS = {"Swiglu": "silu", "Relu2": "relu2"}
+"""Names of the host's ``ActivationType`` to FlashInfer's."""
+FIXED_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40, 48, 56, 64)
+"""Token counts that are planned where a kernel is compiled for one only (FlashInfer before 0.7.2): the host's default batch sizes
+of CUDA graphs.  Calls of other sizes are CUTLASS's."""
+_COMPILED_IN = ("self", "max_active_clusters", "stream")
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""Kernels that FlashInfer keeps no hold of.  Never emptied: a captured graph launches them without holding them."""
+_lock = locks.new()
+
+
+@dataclass
+class Candidate:
+    """A compiled kernel for one token count."""
+
+    kind: Kind
+    launch: Launch
+    variant: int
+    """Kernels of one variant are the same code."""
+
+
+def sizes(dispatch: Any, capacity: int) -> list[int]:
+    """Every token count from 0.7.2 on, whose static kernel does not depend on it."""
+    key = getattr(dispatch, "_static_kernel_cache_key", None)
+    free = key is not None and "m" not in inspect.signature(key).parameters
+    return [size for size in (range(1, capacity + 1) if free else FIXED_SIZES) if size <= capacity]
+
+
+def signatures(dispatch: Any) -> dict[str, Signature]:
+    """The run-time arguments of each kind.
+
+    Raises:
+        ValueError: FlashInfer's kernels take an argument that is not known here.
+    """
+    kernels = {STATIC: dispatch.MoEStaticKernel, MICRO: dispatch.MoEMicroKernel, DIRECT_MICRO: dispatch.MoEDirectMicroKernel}
+    found = {}
+    for kind, kernel in kernels.items():
+        names = tuple(name for name in inspect.signature(kernel.__call__).parameters if name not in _COMPILED_IN)
+        found[kind.name] = Signature(kind, names)
+    return found
+
+
+class Compiler:
+    """Makes the candidates of one geometry, in the sizes and with the grids that FlashInfer's launcher would choose."""
+
+    def __init__(self, dispatch: Any, geometry: Geometry, scratch: Scratch, device: torch.device) -> None:
+        self.dispatch, self.geometry, self.scratch, self.device = dispatch, geometry, scratch, device
+        self.signatures = signatures(dispatch)
+        self.activation = ACTIVATIONS[geometry.activation]
+        self.variants: dict[int, int] = {}
+        sms = dispatch.get_num_sm(torch.device("cuda"))
+        self.most_clusters = min(dispatch.get_max_active_clusters(1), sms)
+        # Without a gate both input scales are the same for all experts, which FlashInfer tells by tensors of one element.
+        self.shared = not geometry.gated
+        self.micro = sources.micro(dispatch)
+
+    def candidates(self, tokens: int) -> Iterator[Candidate]:
+        """What FlashInfer would take for so many tokens (moe_dispatch.py:1552 and :1636 of 0.7.2.post1), and static behind it."""
+        small = False
+        makers: tuple[tuple[Kind, Callable[[int], Launch | None]], ...] = (
+            (DIRECT_MICRO, self._direct_micro),
+            (MICRO, self._micro),
+            (STATIC, self._static),
+        )
+        for kind, make in makers:
+            if self.geometry.expert_parallel and not kind.skips_negative_ids:
+                continue
+            if settings.DETERMINISTIC() and not kind.deterministic:
+                continue
+            if kind is not STATIC and tokens > getattr(self.dispatch, "_MICRO_MAX_TOKENS", 0):
+                continue
+            launch = None if small and kind is MICRO else make(tokens)
+            if launch is not None:
+                small = True
+                variant = self.variants.setdefault(id(launch.function), len(self.variants))
+                yield Candidate(kind, launch, variant)
+
+    def _static(self, tokens: int) -> Launch:
+        d, rows = self.dispatch, tokens * self.geometry.top_k
+        clusters = min(d._lookup_mac_ladder(d._STATIC_MAC_LADDER, rows) or self.most_clusters, self.most_clusters)
+        if rows < 40:
+            clusters = min(clusters, 64)
+        function, _ = d._get_static_kernel(**self._sizes(tokens), mac_override=clusters)
+        return Launch(function, self.signatures[STATIC.name])
+
+    def _micro(self, tokens: int) -> Launch | None:
+        d, g = self.dispatch, self.geometry
+        rows = tokens * g.top_k
+        if self.micro is None or rows > (
+            d._MICRO_COMPACT_CUTOVER_PAIRS_MULTI_TOPK if g.top_k > 1 else d._MICRO_COMPACT_CUTOVER_PAIRS
+        ):
+            return None
+        tiles = rows * max(1, -(-g.intermediate_size // 128))
+        clusters = min(d._lookup_mac_ladder(d._MICRO_MAC_LADDER, rows) or self.most_clusters, tiles, self.most_clusters)
+        get, digest = d._get_micro_kernel, self.micro.digest
+        if digest:  # as another kernel, in memory and on disk
+            get = sources.with_globals(
+                get,
+                MoEMicroKernel=self.micro.kernel,
+                _MICRO_KERNEL_CACHE=_compiled,
+                _disk_kernel_name=lambda prefix, key: d._disk_kernel_name(f"barrier_{digest}_{prefix}", key),
+            )
+        function, _ = get(
+            **self._sizes(tokens),
+            share_input_across_experts=self.shared and tokens == 1,
+            share_expert_scales=self.shared,
+            single_token=tokens == 1,
+            mac_override=clusters,
+        )
+        signature = self.signatures[MICRO.name]
+        if tokens > 1:
+            return Launch(function, signature, compacted)
+        if not g.gated:
+            return Launch(function, signature)
+        return Launch(function, signature, one_expert_a_slot, {"active_expert_count": self.scratch.slot_count})
+
+    def _direct_micro(self, tokens: int) -> Launch | None:
+        d, g, ws = self.dispatch, self.geometry, self.scratch.workspace
+        rows, barriers = tokens * g.top_k, getattr(ws, "dm_barrier_count", None)
+        if barriers is None or barriers.numel() < rows + tokens * 16:
+            return None
+        direct = importlib.import_module(_DIRECT)
+        # Before 0.7.2 it multiplied by the input scales that all others divide by (docs/flashinfer-direct-micro-scales.md).
+        if "input_scales_are_reciprocal" not in inspect.signature(direct.build_direct_micro_kernel).parameters:
+            return None
+        if rows >= d._DIRECT_MICRO_CUTOVER_PAIRS or g.intermediate_size > d._DIRECT_MICRO_MAX_N:
+            return None
+        size = (tokens, g.hidden_size, g.intermediate_size, g.top_k, g.num_experts)
+        if not d.MoEDirectMicroKernel.is_supported(*size):
+            return None
+        kernel = direct.build_direct_micro_kernel(
+            g.num_experts,
+            tokens,
+            *size[1:4],
+            activation=self.activation,
+            fast_math=True,
+            share_input_across_experts=self.shared and tokens == 1,
+            share_expert_scales=self.shared,
+            single_token=tokens == 1,
+            device=self.device,
+        )
+        constants = {"m_val": tokens, "grid_x": kernel.grid_x}
+        return Launch(self._compiled_direct(direct, kernel), self.signatures[DIRECT_MICRO.name], constants=constants)
+
+    def _compiled_direct(self, direct: Any, kernel: Any) -> Any:
+        """As FlashInfer compiles it, but through TVM-FFI and its cache on disk, as the other kinds.
+
+        The body is compiled for its own block size, so that registers cannot keep it from being launched.
+        """
+        d = self.dispatch
+        key = ("direct_micro", kernel.__cache_key__)
+        with _lock:
+            if key not in _compiled:
+                runtime = importlib.import_module("cutlass.cute.runtime")
+                compile_kernel = sources.with_globals(
+                    direct.compile_direct_micro_kernel,
+                    current_cuda_stream=lambda: runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+                )
+                # A module of its own: FlashInfer empties one whose sources are not those of the last kernel.
+                _compiled[key] = d.build_and_load_cute_dsl_kernel(
+                    f"{d._CUTE_DSL_MODULE}_direct_micro",
+                    d._disk_kernel_name("direct_micro", key),
+                    lambda: compile_kernel(kernel, topk_ids_dtype=torch.int32, options="--enable-tvm-ffi"),
+                    extra_key_files=(*d._kernel_source_files(), direct.__file__),
+                )
+            return _compiled[key]
+
+    def _sizes(self, tokens: int) -> dict[str, Any]:
+        g, ws = self.geometry, self.scratch.workspace
+        return {
+            "state_E": int(ws.row_counts.shape[0]),
+            "weight_E": g.num_experts,
+            "m": tokens,
+            "k": g.hidden_size,
+            "n": g.intermediate_size,
+            "num_topk": g.top_k,
+            "max_rows": ws.max_rows,
+            "topk_ids_dtype": torch.int32,
+            "activation": self.activation,
+        }

@@ -1,0 +1,108 @@
+"""Scratch memory of a geometry: one for all calls that are launched, one for each graph that is captured."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_b12x.kernels import Geometry
+
+_SMALL = 1 << 16
+"""Bytes.  What has to start from known values (barriers, counters) is smaller; larger planes are written before they are read."""
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """FlashInfer's static workspace, and the routes of a call in the kernels' form.
+
+    Its barriers count in memory and leave it as they found it, so it is filled once, and no two launches may use it at a time.
+    """
+
+    workspace: Any
+    """``Sm120StaticMoEWorkspace`` (moe_dispatch.py).  Of several tensors on one storage only the first is used."""
+    ids: torch.Tensor
+    """``(capacity * top_k,)`` int32; :mod:`trtllm_b12x.kernels.routes` writes it."""
+    scales: torch.Tensor
+    """``(capacity * top_k,)`` float32."""
+    slots: torch.Tensor
+    """``(top_k,)`` int32, 0 to top_k - 1: never written, and kept for ever, as graphs may read it."""
+    slot_count: torch.Tensor
+    """``(1,)`` int32, top_k."""
+
+    @staticmethod
+    def allocate(dispatch: Any, geometry: Geometry, capacity: int, device: torch.device) -> Scratch:
+        """By FlashInfer's own constructor."""
+        rows = capacity * geometry.top_k
+        workspace = dispatch.allocate_sm120_static_workspace(
+            state_E=geometry.num_experts,
+            weight_E=geometry.num_experts,
+            max_rows=rows,
+            k=geometry.hidden_size,
+            n=geometry.intermediate_size,
+            num_topk=geometry.top_k,
+            device=device,
+        )
+        routes = torch.empty(2, rows, dtype=torch.int32, device=device)
+        return Scratch(workspace, routes[0], routes[1].view(torch.float32), *_slots(geometry.top_k, str(device)))
+
+    def planes(self) -> dict[str, torch.Tensor]:
+        """The tensors of the workspace that are no views of others, small ones first."""
+        planes: dict[int, tuple[str, torch.Tensor]] = {}
+        for name in (field.name for field in dataclasses.fields(self.workspace)):
+            plane = getattr(self.workspace, name)
+            if isinstance(plane, torch.Tensor):
+                planes.setdefault(plane.data_ptr(), (name, plane))
+        return dict(sorted(planes.values(), key=lambda named: named[1].nbytes > _SMALL))
+
+    def pristine(self) -> torch.Tensor:
+        """What :meth:`another` starts from, uint8, some kilobytes; to be taken before the first launch."""
+        return torch.cat([_padded(plane) for plane in self.planes().values() if plane.nbytes <= _SMALL])
+
+    def another(self, pristine: torch.Tensor) -> Scratch:
+        """As large, by two allocations and one copy; under capture all three are the graph's own."""
+        planes = self.planes()
+        arena = torch.empty(sum(_rounded(plane.nbytes) for plane in planes.values()), dtype=torch.uint8, device=pristine.device)
+        arena[: pristine.numel()].copy_(pristine)
+        made, at = {}, 0
+        for name, plane in planes.items():
+            made[name] = arena[at : at + plane.nbytes].view(plane.dtype).view(plane.shape)
+            at += _rounded(plane.nbytes)
+        routes = torch.empty(2, self.ids.numel(), dtype=torch.int32, device=pristine.device)
+        workspace = dataclasses.replace(self.workspace, **made)
+        return Scratch(workspace, routes[0], routes[1].view(torch.float32), self.slots, self.slot_count)
+
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in (*self.planes().values(), self.ids, self.scales))
+
+
+@functools.cache
+def _slots(top_k: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    slots = torch.arange(top_k, dtype=torch.int32, device=device)
+    return slots, torch.full((1,), top_k, dtype=torch.int32, device=device)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padded(plane: torch.Tensor) -> torch.Tensor:
+    flat = plane.reshape(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, _rounded(plane.nbytes) - plane.nbytes))
+
+
+def fitting(geometry: Geometry, capacity: int) -> int:
+    """As many tokens up to ``capacity`` as FlashInfer has 32-bit offsets for in its largest plane, the packed activations.
+
+    ``(experts + rows / 32) x rows x hidden_size / 2`` bytes (``_check_memref_limit``, moe_dispatch.py:148 of 0.7.2.post1).
+    """
+
+    def plane(tokens: int) -> int:
+        rows = tokens * geometry.top_k
+        return (geometry.num_experts + -(-rows // 32)) * rows * geometry.hidden_size // 2
+
+    return next((tokens for tokens in range(capacity, 1, -1) if plane(tokens) < 2**31), 1)

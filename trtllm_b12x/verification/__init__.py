@@ -1,0 +1,21 @@
+"""Load one MoE layer the way the host does, run it, and measure it against :mod:`trtllm_b12x.strict_reference`."""
+
+from .bounds import Tolerances, relative_l2
+from .draw import Case, draw_activations
+from .layer import _kernel_calls as _kernel_calls
+from .layer import judge, problem_of, verify_layer
+from .report import BytesReport, CaseReport, LayerReport, Ranks
+
+__all__ = [
+    "BytesReport",
+    "Case",
+    "CaseReport",
+    "LayerReport",
+    "Ranks",
+    "Tolerances",
+    "draw_activations",
+    "judge",
+    "problem_of",
+    "relative_l2",
+    "verify_layer",
+]

@@ -1,0 +1,339 @@
+"""One layer: load it the way the host does, run it, measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trtllm_b12x import host as _host
+from trtllm_b12x import selection, strict_reference
+from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
+from trtllm_b12x.crossover import crossover
+from trtllm_b12x.decision import Deployment, Problem, Verdict, decide, refused_by_hosts
+from trtllm_b12x.kernels import environment, kernel_class
+from trtllm_b12x.strict_reference import Arithmetic
+
+from .bits import bits_exact, count_bytes, examine_codes, wrong_scalars
+from .bounds import Tolerances, exceeds, misses, relative_l2, squares
+from .draw import EXPERTS, Batch, Case, draw
+from .report import BytesReport, CaseReport, LayerReport, Ranks
+
+_POINTS = {"b12x": Arithmetic.KERNEL, "cutlass": Arithmetic.CUTLASS}
+
+_SEVERAL = 8
+"""Tokens of a call that tell what quantization costs the layer: 0.13 to 0.2 for sound ones; of single ones 0.6 was seen."""
+
+_LOADED, _RUN, _JUDGED = 0.2, 0.6, 0.9
+"""Shares of a layer's time that are over by then, roughly."""
+
+
+def verify_layer(
+    checkpoint: Checkpoint,
+    layer: MoELayer,
+    cases: Sequence[Case],
+    *,
+    ranks: Ranks | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    require_b12x: bool = False,
+    original: Checkpoint | None = None,
+    tolerances: Tolerances | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> LayerReport:
+    """Measure one layer.  Peak host memory is the layer's bytes, padded to the kernel's tile, and 200 MB.
+
+    Every expert's codes, block scales and scales are compared; a case's tokens go to :data:`draw.EXPERTS` of the experts.
+    A layer that the decision refuses is reported with its reasons and not run: the host's own class serves it.
+
+    Args:
+        progress: called with the share of the work that is done, from 0 to 1.
+
+    Raises:
+        CheckpointError: a tensor is unusable, or the ranks do not divide the layer.
+    """
+    ranks = ranks or Ranks()
+    for size, parts, what in ((layer.intermediate_size, ranks.tp, "tp"), (layer.num_experts, ranks.ep, "ep")):
+        if size % parts:
+            raise CheckpointError(f"--{what} {parts}: {layer.name} has {size} to divide; choose a divisor")
+    verdict = judge(layer, ranks, device)
+    report = LayerReport(
+        name=layer.name,
+        index=layer.index,
+        activation=layer.activation,
+        quant_algo=layer.quant_algo,
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        served_by="b12x" if verdict.served else "cutlass",
+        reasons=list(map(str, verdict.rejections)),
+        warnings=refused_by_hosts(problem_of(layer, ranks)),
+    )
+    if not verdict.served:
+        if require_b12x:
+            report.failures.append("served by CUTLASS: " + "; ".join(report.reasons))
+        return report
+    weights = checkpoint.weights(layer)
+    routing, batches = draw(checkpoint, layer, cases, seed, device)
+    examine_codes(checkpoint, layer, report)
+    outputs: list[Any] = [0.0] * len(batches)
+    paths: list[set[str]] = [set() for _ in batches]
+    rounding: dict[int, float] = {}
+    unplanned: set[int] = set()  # a FlashInfer that compiles for fixed sizes
+    report.bytes = BytesReport(weights.nbytes, -weights.nbytes, 0, 0, 0)
+    report.bits_exact = True
+    steps, step = ranks.tp * ranks.ep * (len(batches) + 1), 0
+    for mapping in ranks.mappings():
+        module = _build(layer, routing, mapping, device)
+        module.load_weights([weights])
+        module.post_load_weights()
+        if module.backend.kernel is None:
+            report.served_by = "cutlass"
+            report.failures.append(f"rank {mapping.rank} left b12x: {module.backend.verdict}")
+        else:
+            count_bytes(module.backend, report.bytes)
+            report.bits_exact &= bits_exact(module.backend, weights, layer)
+            wrong = wrong_scalars(module.backend, weights, layer)
+            if wrong:
+                report.failures.append(f"rank {mapping.rank}: {', '.join(wrong)} differ from the checkpoint's scales")
+        step += 1
+        progress(_LOADED + (_RUN - _LOADED) * step / steps)
+        for index, batch in enumerate(batches):
+            with _kernel_calls(module.backend) as count:
+                outputs[index] = outputs[index] + module(batch.call.x, batch.logits).float()
+            paths[index].add("b12x" if count() else "cutlass")
+            kernel, tokens = module.backend.kernel, cases[batch.case].tokens
+            if kernel is not None and kernel.serves(tokens):
+                rounding[batch.case] = max(rounding.get(batch.case, 0.0), kernel.rounding(tokens))
+            elif kernel is not None and tokens <= kernel.capacity:
+                unplanned.add(batch.case)
+            step += 1
+            progress(_LOADED + (_RUN - _LOADED) * step / steps)
+        del module
+    if not report.bits_exact:
+        report.failures.append("the kernel's FP4 codes or block scales differ from the checkpoint's")
+    if report.bytes.extra_payload or report.bytes.extra_scales:
+        report.failures.append("payload or block scales exist twice")
+    run = sorted(_experts(batches, range(len(batches))))
+    report.experts_run = len(run)
+    report.baked_weight_error = strict_reference.baked_weight_error(weights, run[:EXPERTS], tuple(layer.projections), device)
+    bounds = tolerances or Tolerances()
+    _measure(weights, layer, cases, batches, outputs, paths, rounding, device, original, report, bounds, progress)
+    for position, case in enumerate(report.cases):
+        expected = "b12x" if case.tokens < crossover(report.top_k) and position not in unplanned else "cutlass"
+        if case.path != expected:
+            case.failures.append(f"served by {case.path}, not by {expected}")
+    if require_b12x and not any(case.path == "b12x" for case in report.cases):
+        limit = crossover(report.top_k)
+        report.failures.append(f"no call of fewer than {limit} tokens, b12x was not run: add a smaller count to --tokens")
+    progress(1.0)
+    return report
+
+
+def judge(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Verdict:
+    """The verdict that the layer will get on every rank, from what the checkpoint alone tells."""
+    return decide(problem_of(layer, ranks), Deployment(ranks.tp, ranks.ep), environment(kernel_class(device)))
+
+
+def problem_of(layer: MoELayer, ranks: Ranks) -> Problem:
+    """What one rank has to compute of the layer."""
+    return Problem(
+        quant_algo=layer.quant_algo,
+        group_size=layer.group_size,
+        activation_dtype="bfloat16",
+        activation=layer.activation,
+        activation_constants=layer.activation_constants,
+        pre_quant_scale=layer.pre_quant_scale,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size // ranks.tp,
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        bias=layer.bias,
+        apply_router_weight_on_input=layer.apply_router_weight_on_input,
+    )
+
+
+def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:
+    """The layer as the host builds it with ``moe_backend: CUTLASS``, without weights."""
+    host = _host.load()
+    selection.install()
+    quant_config = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=layer.group_size)
+    with torch.device(device):
+        return host.create_moe.create_moe(
+            routing,
+            layer.num_experts,
+            layer.hidden_size,
+            layer.intermediate_size,
+            dtype=torch.bfloat16,
+            model_config=host.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
+            layer_idx=layer.index,
+            activation_type=host.ActivationType[layer.activation],
+        )
+
+
+def _measure(
+    weights: LayerWeights,
+    layer: MoELayer,
+    cases: Sequence[Case],
+    batches: Sequence[Batch],
+    outputs: Sequence[torch.Tensor],
+    paths: Sequence[set[str]],
+    rounding: dict[int, float],
+    device: str,
+    original: Checkpoint | None,
+    report: LayerReport,
+    bounds: Tolerances,
+    progress: Callable[[float], None],
+) -> None:
+    """Every case's numbers, and what is beyond its bound."""
+    served = ["+".join(sorted(found)) for found in paths]
+    experts = sum(len(_experts(batches, [i for i, p in enumerate(served) if p == path])) for path in set(served))
+    judged = 0
+
+    def on_expert() -> None:
+        nonlocal judged
+        judged += 1
+        progress(_RUN + (_JUDGED - _RUN) * judged / experts)
+
+    strict: dict[int, list[torch.Tensor]] = {}
+    for path in sorted(set(served)):
+        mine = [index for index, p in enumerate(served) if p == path]
+        arithmetics = [Arithmetic.NONE, Arithmetic.UNQUANTIZED, *([_POINTS[path]] if path in _POINTS else [])]
+        calls = [batches[index].call for index in mine]
+        found = strict_reference.outputs(weights, layer.num_experts, layer.gated, calls, arithmetics, device, on_expert)
+        strict.update(zip(mine, found, strict=True))
+    calls = [batch.call for batch in batches]
+    plain = None if original is None else _against_original(original, weights, layer, calls, device, report, bounds)
+    calibrated: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+    for position, case in enumerate(cases):
+        mine = [index for index, batch in enumerate(batches) if batch.case == position]
+        result = torch.cat([outputs[i] for i in mine])
+        none, unquantized = (torch.cat([strict[i][a] for i in mine]) for a in (0, 1))
+        path = "+".join(sorted(set().union(*(paths[i] for i in mine))))
+        exact = torch.cat([strict[i][2] for i in mine]) if path in _POINTS else None
+        wanted = None if plain is None else torch.cat([plain[i][0] for i in mine])
+        case_report = CaseReport(
+            tokens=case.tokens,
+            outliers=case.outliers,
+            calls=len(mine),
+            experts=len(_experts(batches, mine)),
+            path=path,
+            rel_l2_none=relative_l2(result, none),
+            error=relative_l2(result, unquantized),
+            reference_error=relative_l2(none, unquantized),
+            rel_l2_kernel=None if exact is None else relative_l2(result, exact),
+            rounding=rounding.get(position, 0.0),
+            original_error=None if wanted is None else relative_l2(result, wanted),
+        )
+        case_report.failures.extend(_failures(case_report, bounds, result, none, unquantized, exact))
+        report.cases.append(case_report)
+        if case.outliers <= 1:
+            calibrated.append((case.tokens, (none, unquantized, result, *(() if wanted is None else (wanted,)))))
+    if calibrated:
+        # The largest activation of a call is the calibrated one: a single token is a large one, and saturates FC2's input.
+        several = [parts for tokens, parts in calibrated if tokens >= _SEVERAL] or [parts for _, parts in calibrated]
+        none, unquantized, result, *rest = (torch.cat(parts) for parts in zip(*several, strict=True))
+        report.reference_error = relative_l2(none, unquantized)
+        if not report.reference_error <= bounds.reference:
+            report.failures.append(
+                f"quantizing activations costs {100 * report.reference_error:.0f} % of the output (16 % is usual, "
+                f"{100 * bounds.reference:.0f} % allowed): the input scales are not those of these weights"
+            )
+        for wanted in rest:
+            error = relative_l2(result, wanted)
+            if not error <= bounds.original:
+                report.failures.append(
+                    f"outputs differ from the original's by {100 * error:.0f} % (bound {100 * bounds.original:.0f} %)"
+                )
+
+
+def _experts(batches: Sequence[Batch], indices: Iterable[int]) -> set[int]:
+    return set().union(*(batches[i].call.token_selected_experts.unique().tolist() for i in indices))
+
+
+def _failures(
+    case: CaseReport,
+    bounds: Tolerances,
+    result: torch.Tensor,
+    none: torch.Tensor,
+    unquantized: torch.Tensor,
+    exact: torch.Tensor | None,
+) -> Iterator[str]:
+    if exact is not None:
+        bound = max(bounds.kernel, case.rounding)
+        if misses(squares(result - exact), squares(exact), bound):
+            yield f"rel_l2_kernel {case.rel_l2_kernel:.4g} > {bound:g}"
+    if exceeds(squares(result - none), bounds.none**2 * squares(none)):
+        yield f"rel_l2_none {case.rel_l2_none:.4g} > {bounds.none:g}"
+    if exceeds(squares(result - unquantized), bounds.ratio**2 * squares(none - unquantized)):
+        yield f"ratio {case.ratio:.4g} > {bounds.ratio:g}"
+
+
+def _against_original(
+    original: Checkpoint,
+    weights: LayerWeights,
+    layer: MoELayer,
+    calls: Sequence[Any],
+    device: str,
+    report: LayerReport,
+    bounds: Tolerances,
+) -> list[list[torch.Tensor]]:
+    """Compare every matrix; the original's outputs."""
+    match = next((other for other in original.layers if _same_layer(other, layer)), None)
+    if match is None:
+        raise CheckpointError(
+            f"{original.directory}: has no unquantized layer {layer.name} of the same sizes; "
+            "give the unquantized model of this checkpoint"
+        )
+    plain = original.weights(match)
+    distance = norm = 0.0
+    wrong = []
+    for expert in range(layer.num_experts):
+        for name, own in layer.projections.items():
+            difference, size = strict_reference.weight_error(weights, plain, expert, name, device)
+            if not size < float("inf"):
+                raise CheckpointError(f"{original.directory}: {layer.name} holds weights that are not finite; give a sound model")
+            if not difference <= bounds.weight * size:
+                share = f"by {100 * difference / size:.0f} %" if size else "from zeros"
+                wrong.append(f"expert {expert} {own} {share}")
+            distance, norm = distance + difference**2, norm + size**2
+    report.weight_error = (distance / norm) ** 0.5 if norm else 0.0
+    if wrong:
+        listed = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        report.failures.append(f"weights differ from the original's (bound {100 * bounds.weight:.0f} %): {listed}")
+    return strict_reference.outputs(plain, layer.num_experts, layer.gated, calls, (Arithmetic.UNQUANTIZED,), device)
+
+
+def _same_layer(other: MoELayer, layer: MoELayer) -> bool:
+    """Unquantized, of the same sizes, under the same name but for the nesting of a multimodal model."""
+
+    def identity(one: MoELayer) -> tuple[object, ...]:
+        sizes = (one.num_experts, one.hidden_size, one.intermediate_size, one.gated)
+        return one.name.replace("language_model.", ""), sizes
+
+    return other.quant_algo == "none" and identity(other) == identity(layer)
+
+
+@contextmanager
+def _kernel_calls(backend: Any) -> Iterator[Callable[[], int]]:
+    """Counts the calls that reach the layer's kernel."""
+    kernel = getattr(backend, "kernel", None)
+    count = 0
+    if kernel is None:
+        yield lambda: 0
+        return
+    run = kernel.run
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return run(*args, **kwargs)
+
+    kernel.run = counted
+    try:
+        yield lambda: count
+    finally:
+        del kernel.run

@@ -1,0 +1,286 @@
+"""Ranks that share a layer serve it with the same kernels, all of them, or with the host's: each votes, the lowest decides.
+
+A vote is about one layer (its sizes as the model has them, its place, and how often it was asked about), and says what stands
+against it on this rank, if anything.  Whoever votes no goes on at once; whoever votes yes waits for the decision.  A rank on
+which the package refuses everything says so once (:func:`decline`); one that was never heard of counts as a no after
+:data:`PRESENCE_S`, and is not waited for again.
+
+Two ranks never come to different answers, whoever is late: only the lowest rank says yes, once every other has; and nobody
+promises it a yes before it was heard of.  Ranks that meet layers in different orders do not wait for each other: such a vote
+stays open until more of them are cast.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from . import host, locks
+from .decision import Problem, decide
+from .host import ranks
+from .log import logger
+
+PRESENCE_S = 30.0
+"""Ranks build their layers at about the same time, and say that they are there; votes come when weights are loaded."""
+TIMEOUT_S = 900.0
+"""Of a rank that is there: it may still be loading or compiling."""
+_LONGEST = 500
+"""Characters of a reason: what MPI sends at once, whether or not somebody receives."""
+
+Settled = Callable[[str | None], None]
+"""Told what keeps the layer off the kernels, on this rank or another (``rank 1: ...``); None if nothing does."""
+
+failed: dict[Hashable, str] = {}
+"""Geometries that this rank could serve and another could not, and why: no further layer of theirs is tried."""
+
+_lock = locks.new()
+_tables: dict[tuple[int, ...], _Table] = {}
+_complained = False
+
+
+def announce(mapping: Any) -> None:
+    """This rank will vote on layers of ``mapping``: said when the first is built."""
+    with _lock:
+        try:
+            _table(mapping)
+        except Exception as error:
+            _unreachable(error)
+
+
+def decline(mapping: Any, reason: str) -> None:
+    """Nothing will be served on this rank, for ``reason``; the others need not wait."""
+    with _lock:
+        try:
+            table = _table(mapping)
+            if table is not None:
+                table.decline(reason)
+        except Exception as error:
+            _unreachable(error)
+
+
+def stand_aside(model_config: Any, refused: str) -> None:
+    """A layer was built as the host builds it.  :func:`decline` where no NVFP4 layer of this process can fare better.
+
+    Args:
+        model_config: the host's, for its ``mapping``.
+        refused: why promotion is off here, if it is; else what this rank's environment refuses by itself counts.
+    """
+    from . import kernels
+
+    try:
+        verdict = decide(Problem(quant_algo="NVFP4"), environment=kernels.environment())
+        reason = refused or ("" if verdict.served else str(verdict))
+        if reason:
+            decline(model_config.mapping, reason)
+    except Exception as error:  # the layer is the host's, and so is what happens to it
+        logger.debug("other ranks were not told that this one serves nothing: %s", error)
+
+
+def cast(mapping: Any, about: str, error: str | None, settled: Settled) -> None:
+    """Vote on one layer.  ``settled`` is called with the answer: before this returns, but for ranks in different orders.
+
+    Args:
+        mapping: the layer's; ranks of one pipeline stage vote together.  None, or a single rank: nobody is asked.
+        about: what every rank says of this layer alike, sizes and place.
+        error: what stands against it here, one line.
+        settled: see :data:`Settled`.
+    """
+    with _lock:
+        try:
+            table = _table(mapping)
+        except Exception as exception:
+            settled(error or _unreachable(exception))
+            return
+        if table is None:
+            settled(error)
+            return
+        try:
+            table.cast(about, error, settled)
+        except Exception as exception:
+            table.close(_unreachable(exception))
+
+
+def settle() -> None:
+    """Wait for every vote that is still open, whatever order the ranks are in."""
+    with _lock:
+        for table in _tables.values():
+            try:
+                table.settle(final=True)
+            except Exception as error:
+                table.close(_unreachable(error))
+
+
+def forget() -> None:
+    """Start over, as a new process would."""
+    global _complained
+    with _lock:
+        _tables.clear()
+        failed.clear()
+        _complained = False
+
+
+def _unreachable(error: Exception) -> str:
+    """Why this rank says no where the line fails."""
+    reason = f"other ranks cannot be asked: {type(error).__name__}: {error}".splitlines()[0]
+    _complain(reason)
+    return reason
+
+
+def _complain(text: str) -> None:
+    global _complained
+    if not _complained:
+        _complained = True
+        logger.warning(text)
+
+
+def _table(mapping: Any) -> _Table | None:
+    """Of the group of ``mapping``; None where this rank is alone, or nothing connects it to the others (simulated ranks)."""
+    if mapping is None:
+        return None
+    group = tuple(ranks.group_of(mapping))
+    if len(group) < 2:
+        return None
+    if group not in _tables:
+        line = ranks.connect(mapping)
+        if line is None:
+            if host.installed():
+                _complain(f"rank {mapping.rank}: neither torch.distributed nor MPI connects ranks {list(group)}: none is asked")
+            return None
+        _tables[group] = _Table(line, int(mapping.rank), group)
+    return _tables[group]
+
+
+class _Table:
+    """What the ranks of one group have said."""
+
+    def __init__(self, line: ranks.Line, mine: int, group: tuple[int, ...]) -> None:
+        self._line, self._mine, self._leader = line, mine, group[0]
+        self._others = [rank for rank in group if rank != mine]
+        self._here: set[int] = set()
+        self._gone: set[int] = set()
+        self._declined: dict[int, str] = {}
+        self._votes: dict[str, dict[int, str]] = defaultdict(dict)
+        """By layer and rank; empty is a yes."""
+        self._decisions: dict[str, str] = {}
+        self._asked: Counter[str] = Counter()
+        self._open: dict[str, Settled] = {}
+        self._untold: list[str] = []
+        """Yes votes that wait for the leader to be heard of."""
+        self._say("here")
+
+    def decline(self, reason: str) -> None:
+        if self._mine not in self._declined:
+            self._declined[self._mine] = reason
+            self._say("declined", reason)
+
+    def cast(self, about: str, error: str | None, settled: Settled) -> None:
+        self._asked[about] += 1
+        key = f"{about} #{self._asked[about]}"
+        error = error or self._declined.get(self._mine)
+        self._votes[key][self._mine] = error or ""
+        if error is None:
+            self._open[key] = settled
+            self._untold.append(key)
+        else:
+            settled(error)
+            self._say("vote", key, error)
+            if self._leads:
+                self._decide(key, f"rank {self._mine}: {error}")
+        self.settle()
+
+    def settle(self, *, final: bool = False) -> None:
+        for key in list(self._open):
+            answer = self._await(key, final)
+            if answer is not None:
+                self._open.pop(key)(answer or None)
+
+    def close(self, reason: str) -> None:
+        """The line is dead."""
+        for key in list(self._open):
+            self._open.pop(key)(reason)
+
+    @property
+    def _leads(self) -> bool:
+        return self._mine == self._leader
+
+    def _say(self, *words: str) -> None:
+        for rank in self._others:
+            if rank not in self._gone:
+                self._line.send(rank, *words[:-1], words[-1][:_LONGEST])
+
+    def _hear(self) -> None:
+        for rank, (kind, *words) in self._line.receive():
+            self._here.add(rank)
+            if kind == "declined":
+                self._declined[rank] = words[0]
+            elif kind == "vote":
+                self._votes[words[0]][rank] = words[1]
+            elif kind == "decision":
+                self._decisions[words[0]] = words[1]
+        if self._leads or self._leader in self._here:
+            for key in self._untold:
+                self._say("vote", key, "")
+            self._untold.clear()
+
+    def _decide(self, key: str, answer: str) -> str:
+        self._decisions[key] = answer
+        self._say("decision", key, answer)
+        return answer
+
+    def _await(self, key: str, final: bool) -> str | None:
+        """Empty for yes, or what stands against it; None if other layers have to be voted on first."""
+        start, pause = time.monotonic(), 0.001
+        while True:
+            self._hear()
+            answers = {other: self._answer(other) for other in self._open}  # of all: others may wait for another one's
+            answer = answers[key]
+            if answer is None:
+                answer = self._without_the_gone(key, time.monotonic() - start)
+            if answer is not None or (not final and self._crossed(key)):
+                return answer
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def _answer(self, key: str) -> str | None:
+        if key in self._decisions:
+            return self._decisions[key]
+        said = {**self._votes[key], **self._declined}
+        if not self._leads:
+            return f"rank {self._leader}: {self._declined[self._leader]}" if self._leader in self._declined else None
+        refusing = [rank for rank in said if said[rank]]  # this rank too, if it declined after its vote
+        if refusing:
+            return self._decide(key, f"rank {refusing[0]}: {said[refusing[0]]}")
+        return self._decide(key, "") if all(rank in said for rank in self._others) else None
+
+    def _missing(self, key: str) -> list[int]:
+        return [rank for rank in self._others if rank not in self._votes[key]]
+
+    def _without_the_gone(self, key: str, waited: float) -> str | None:
+        """A no, once a rank that this one depends on has not been heard of for too long."""
+        asked = self._missing(key) if self._leads else [self._leader]
+        patience = TIMEOUT_S if self._leads else 2 * TIMEOUT_S  # the leader may have begun to wait later, and gives up first
+        gone = [rank for rank in asked if rank in self._gone or waited > (patience if rank in self._here else PRESENCE_S)]
+        if not gone:
+            return None
+        new = [rank for rank in gone if rank not in self._gone]
+        if new:
+            logger.warning(
+                "rank %d: no answer from ranks %s: layers that they share run on the host's kernels, on all ranks; "
+                "is trtllm-b12x installed and on there?",
+                self._mine,
+                new,
+            )
+        answer = f"rank {gone[0]} does not answer"
+        if self._leads:
+            self._decide(key, answer)
+        self._untold.clear()
+        self.decline(answer)  # from now on
+        self._gone.update(new)  # it was told so, should it come yet
+        return answer
+
+    def _crossed(self, key: str) -> bool:
+        """A rank that has not voted on this layer has voted on another, which it met before and this rank has yet to meet."""
+        missing = self._missing(key)
+        return any(self._mine not in votes and rank in votes for votes in self._votes.values() for rank in missing)
