@@ -23,7 +23,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --ignore tests/integration/test_payload.py $(TESTS)
 
 test-wheels: $(VENV)/.test
-	$(BIN)/python -m pytest tests/integration/test_payload.py
+	$(BIN)/python -m pytest -n 2 tests/integration/test_payload.py
 
 environments: $(VENV)/.test
 	$(BIN)/python -m tests.integration.environments --again

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from filelock import FileLock
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -72,16 +73,17 @@ def pip(*arguments: str, **variables: str) -> None:
 def unpacked(name: str, version: str) -> Path:
     """A wheel's files with the RECORD that pip writes, once per machine."""
     folder = STORE / f"{name}-{version}"
-    if not folder.is_dir():
-        (STORE / "wheels").mkdir(parents=True, exist_ok=True)
+    (STORE / "wheels").mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():
+            return folder
         with tempfile.TemporaryDirectory(dir=STORE) as temporary:
             pip("download", "--no-deps", "--dest", temporary, f"{name}=={version}")
             (wheel,) = Path(temporary).glob("*.whl")
             target = Path(temporary) / "files"
             pip("install", "--no-deps", "--target", str(target), str(wheel))
             wheel.replace(STORE / "wheels" / wheel.name)
-            if not folder.is_dir():  # another process may have been quicker
-                target.replace(folder)
+            target.replace(folder)
     return folder
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from email import message_from_string
@@ -103,3 +104,21 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     # Without a bound, no version that a host has can be wrong.
     assert {r for r in requirements if "extra ==" not in r} == {"click", "filelock", "packaging", "rich", "safetensors", "torch"}
     assert set(metadata.get_all("Provides-Extra") or ()) == {"kernels", "expert-parallel"}
+
+
+def test_the_source_distribution_is_whole(wheel: Path, tmp_path: Path) -> None:
+    """The wheel made of it is the same, and its tests run where no git is."""
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)], cwd=ROOT, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as sources:
+        sources.extractall(tmp_path, filter="data")
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    for path in (".ci/run", "Makefile", "requirements/constraints.txt", "tests/integration/environments.json"):
+        assert (folder / path).is_file()
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "wheel")]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(folder)], check=True)
+    (again,) = (tmp_path / "wheel").glob("*.whl")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert {info.filename: info.CRC for info in one.infolist()} == {info.filename: info.CRC for info in other.infolist()}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unittest/test_decision.py"]
+    subprocess.run(tests, cwd=folder, check=True, env={**os.environ, "GIT_DIR": str(tmp_path / "none")})

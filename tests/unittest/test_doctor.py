@@ -17,6 +17,7 @@ import trtllm_b12x
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
 from trtllm_b12x import environment
+from trtllm_b12x.cli import facts as rows
 from trtllm_b12x.cli import main
 from trtllm_b12x.decision import Environment, PayloadFault, RejectReason
 
@@ -179,3 +180,10 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["verify", str(tmp_path), "--require-b12x"])
     assert result.exit_code == 1
     assert "DISABLED: TRTLLM_B12X=0" in result.output
+
+
+def test_bandwidth_is_what_data_sheets_say() -> None:
+    """Memory clock (kHz) and bus width (bits) as CUDA gives them: an RTX 5090, an H100 SXM, one that does not say."""
+    assert rows.device(170, 14_001_000, 512) == "170 SMs, memory bandwidth 1792 GB/s"
+    assert rows.device(132, 2_619_000, 5120) == "132 SMs, memory bandwidth 3352 GB/s"
+    assert rows.device(48, 0, 256) == "48 SMs, memory bandwidth unknown"

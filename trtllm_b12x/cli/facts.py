@@ -19,10 +19,11 @@ _HOSTS = {
     "unsupported": "of a shape that is not known",
     "installed": "not looked at",
 }
-_SM_COUNT = """
+_DEVICES = """
 import json, torch
 found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-print(json.dumps([p.multi_processor_count for p in found]))
+names = ("multi_processor_count", "memory_clock_rate", "memory_bus_width")
+print(json.dumps([[getattr(p, name, 0) for name in names] for p in found]))
 """
 
 
@@ -49,7 +50,7 @@ def rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> 
         ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
         ("TensorRT-LLM", f"{host_version}, {host}" if host_version else host),
         ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
-        *(("", card) for card in [*cards, *(_sm_counts() if cards else [])]),
+        *(("", card) for card in [*cards, *(_devices() if cards else [])]),
         ("driver", cuda(driver)),
         ("toolkit", f"{cuda(e.toolkit_cuda)} (nvcc or torch, as FlashInfer sees it)"),
         ("FlashInfer", "not installed" if e.flashinfer == "none" else f"{e.flashinfer}{_features(e)}"),
@@ -77,13 +78,19 @@ def _features(e: Environment) -> str:
     return f" ({scales}, {'expert parallelism' if e.expert_parallel else 'no expert parallelism'})"
 
 
-def _sm_counts() -> list[str]:
+def _devices() -> list[str]:
     """From torch, in a process of its own: it may not import, and it makes a CUDA context."""
     try:
-        output = subprocess.run([sys.executable, "-c", _SM_COUNT], capture_output=True, text=True, timeout=60, cwd="/").stdout
-        return [f"SM count: {', '.join(map(str, json.loads(output)))}"]
+        output = subprocess.run([sys.executable, "-c", _DEVICES], capture_output=True, text=True, timeout=60, cwd="/").stdout
+        return [device(*numbers) for numbers in json.loads(output)]
     except (OSError, ValueError, subprocess.SubprocessError):
-        return ["SM count: unknown, torch does not say"]
+        return ["SM count and bandwidth: unknown, torch does not say"]
+
+
+def device(sm_count: int, memory_khz: int, bus_bits: int) -> str:
+    """SM count and memory bandwidth: two transfers a clock over the whole bus, which is what data sheets state."""
+    bandwidth = 2e3 * memory_khz * bus_bits / 8
+    return f"{sm_count} SMs, memory bandwidth {f'{bandwidth / 1e9:.0f} GB/s' if bandwidth else 'unknown'}"
 
 
 def _caches() -> list[str]:
