@@ -241,7 +241,7 @@ def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
     scratch, table = kernel._plan.scratch, kernel._tables[False]
     bound = kernel._bound[candidate.kind.name]
     runs: dict[str, Callable[[], Any]] = {
-        "the launch alone": lambda: launch(bound, scratch, table, x, ids, scales, out),
+        "the launch alone": lambda: launch(bound, scratch, table, kernel.weights.input_scales, x, ids, scales, out),
         "run_moe": lambda: layers.run_moe(backend, x, ids, scales, moe_output=out),
         "run_moe, output allocated": lambda: layers.run_moe(backend, x, ids, scales),
     }

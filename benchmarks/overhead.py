@@ -86,7 +86,6 @@ def main() -> None:
     for name, call in (
         ("is it b12x's", lambda: backend._in_range(x)),
         ("are the addresses those that the kernel was given", backend._read_addresses),
-        ("input scales anew, outside CUDA graphs", backend._derive_anew),
     ):
         best = min(timeit.repeat(call, number=number, repeat=5))
         print(f"each decode call, {name}: {1e9 * best / number:6.0f} ns")

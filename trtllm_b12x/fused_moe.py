@@ -15,11 +15,11 @@ from . import kernels, log, registry, settings, votes
 from .crossover import crossover
 from .decision import Deployment, Problem, Rejection, RejectReason, Verdict, decide
 from .host import contract
-from .quantization import RATIO, READ_BY_KERNELS, NVFP4Sm12xFusedMoEMethod
+from .quantization import RATIO, READ_BY_KERNELS, SCALARS_READ_BY_KERNELS, NVFP4Sm12xFusedMoEMethod
 
 host = _host.load()
 
-_read_by_kernels = itemgetter(*READ_BY_KERNELS)
+_read_by_kernels = itemgetter(*READ_BY_KERNELS, *SCALARS_READ_BY_KERNELS)
 
 
 class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: ignore[name-defined]
@@ -337,7 +337,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         """
         if not self._in_range(x) or x_sf is not None or token_selected_experts is None or token_final_scales is None:
             if isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod) and self.quant_method.ratio:
-                self._derive_anew()
+                self._derive_for_cutlass()
             return None
         self._follow()
         return self._run_kernel(x, token_selected_experts, token_final_scales, output_dtype, moe_output)
@@ -349,15 +349,14 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             assert self.kernel is not None
             self.kernel.bind(self.quant_method.kernel_weights(self), self.slot_start)
             self._addresses = addresses
-        self._derive_anew()
 
     def _read_addresses(self) -> tuple[int, ...]:
         return tuple(map(torch.Tensor.data_ptr, _read_by_kernels(self._parameters)))
 
-    def _derive_anew(self) -> None:
+    def _derive_for_cutlass(self) -> None:
         """Not into a CUDA graph: there it would cost every replay, for what changes with the weights alone."""
         if not (self._parameters[RATIO].is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.quant_method.update_scalars(self)
+            self.quant_method.derive_for_cutlass(self)
 
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
         """bf16 that :meth:`quantize_input` passed through and the kernel does not serve, with the scale layout of this call."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import host as _host
-from .kernels import KernelWeights, first_line
+from .kernels import InputScales, KernelWeights, first_line
 from .kernels.layout import mma_scale_view
 from .log import logger
 
@@ -20,6 +20,8 @@ READ_BY_KERNELS = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight
 """The host's parameters whose memory the kernels are given."""
 RATIO = "b12x_up_to_gate"
 """The one parameter that the host's layers do not have."""
+SCALARS_READ_BY_KERNELS = ("fc31_input_scale", "fc2_input_scale", RATIO)
+"""Parameters of which every call derives the divisors of its activations."""
 
 _LARGEST = 2.0**100
 """Ratio that float32 has room for."""
@@ -214,7 +216,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
     @_or_as_the_host
     def after_quant_scales(self, module: Any) -> None:
         if not module.b12x_up_to_gate.is_meta:
-            self.update_scalars(module)
+            self.input_scales(module).derive()
 
     def setup_quant_scales(self, module: Any) -> None:
         super().setup_quant_scales(module)
@@ -225,7 +227,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
     def _set_up_ratio(self, module: Any) -> None:
         self.ratio = self.has_ratio(module)
         if self.ratio:
-            self.update_scalars(module)
+            self.derive_for_cutlass(module)
             module.quant_scales = module.quant_scales._replace(fc2_act_global=module.b12x_fc2_act_global)
 
     def has_ratio(self, module: Any) -> bool:
@@ -233,19 +235,25 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         ratio = module.b12x_up_to_gate
         return not ratio.is_meta and bool((ratio.data != 1).any())
 
-    @torch.inference_mode()  # the buffers may come from a load inside it, and then be written nowhere else
-    def update_scalars(self, module: Any) -> None:
-        """What is derived from the host's input scales, in place and without synchronizing.
+    @staticmethod
+    def input_scales(module: Any) -> InputScales:
+        """FlashInfer divides activations by the checkpoint's ``input_scale``, the host multiplies by its reciprocal.
 
-        FlashInfer divides activations by them (the checkpoint's ``input_scale``), the host multiplies by their
-        reciprocals.  The host's alphas, ``weight_scale_2 * input_scale``, are the kernels' own.
+        The host's alphas, ``weight_scale_2 * input_scale``, are the kernels' own.
         """
+        return InputScales(
+            fc31_input_scale=module.fc31_input_scale.data,
+            fc2_input_scale=module.fc2_input_scale.data,
+            up_to_gate=module.b12x_up_to_gate.data,
+            fc1_divisor=module.b12x_input_global_scale,
+            fc2_divisor=module.b12x_fc2_input_scale,
+        )
+
+    @torch.inference_mode()  # as InputScales.derive
+    def derive_for_cutlass(self, module: Any) -> None:
+        """FC2's input scale of each expert for the host's operator, where gate and up differ."""
         parameters, buffers = module._parameters, module._buffers  # a module's attributes take a microsecond each
-        ratio, fc2 = parameters[RATIO], parameters["fc2_input_scale"]
-        torch.reciprocal(parameters["fc31_input_scale"].expand_as(ratio), out=buffers["b12x_input_global_scale"])
-        torch.div(fc2.reciprocal(), ratio, out=buffers["b12x_fc2_input_scale"])
-        if self.ratio:
-            torch.mul(fc2, ratio, out=buffers["b12x_fc2_act_global"])
+        torch.mul(parameters["fc2_input_scale"], parameters[RATIO], out=buffers["b12x_fc2_act_global"])
 
     def padding_bytes(self, module: Any) -> int:
         """Zeros in payload and block scales that fill the tile, on this rank."""
@@ -283,6 +291,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
             w2_alpha=module.fc2_alpha.data,
             fc2_input_scale=module.b12x_fc2_input_scale,
             input_global_scale=module.b12x_input_global_scale,
+            input_scales=self.input_scales(module),
         )
 
 

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from trtllm_b12x.kernels import routes
+from trtllm_b12x.kernels import InputScales, routes
 
 EXPERTS, FIRST = 16, 32
 IDS = [32, 47, 33, 31, 48, -1, 2**31 - 1, -(2**31), 32, 33]
@@ -42,17 +43,51 @@ def on(device: str) -> dict[str, list[list[float]]]:
     return found
 
 
-def test_routes_outside_the_table_become_unrouted_ones() -> None:
+def divisors_on(device: str) -> dict[str, list[list[float]]]:
+    """Both kernels' divisors of more experts than a block has, and what torch makes of the same input scales."""
+    experts, found = 1100, {}
+    ratio = torch.rand(experts, device=device) + 0.5
+    ids, scales = torch.zeros(8, dtype=torch.int32, device=device), torch.ones(8, device=device)
+    for fc2 in (torch.tensor(3.7, device=device), torch.rand(experts, device=device) + 0.1):
+        derived = InputScales(torch.tensor(0.037, device=device), fc2, ratio, *torch.zeros(2, experts, device=device))
+        given = (derived.fc1_divisor, derived.fc2_divisor)
+        table, out = routes.Table(0, experts), torch.empty(3, 8, dtype=torch.int32, device=device)
+        floats = torch.empty(8, device=device)
+        results = []
+        for launch in (
+            lambda: routes.prepare(table, ids, scales, (out[0], floats), derived),  # noqa: B023
+            lambda: routes.compact(table, ids, scales, (out[0], out[1], out[2, :1], floats), derived),  # noqa: B023
+            derived.derive,
+        ):
+            for divisor in given:
+                divisor.zero_()
+            launch()
+            results.append([*given[0].tolist(), *given[1].tolist()])
+        found[str(fc2.numel())] = results
+    return found
+
+
+def in_triton(function: str) -> Any:
+    """``function(device)``, with Triton's interpreter where there is no GPU."""
     if torch.cuda.is_available():
-        found = on("cuda")
-    else:
-        code = "import json; from tests.unittest.test_kernel_routes import on; print(json.dumps(on('cpu')))"
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
-        )
-        assert result.returncode == 0, result.stderr
-        found = json.loads(result.stdout)
+        return globals()[function]("cuda")
+    code = f"import json; from tests.unittest.test_kernel_routes import {function}; print(json.dumps({function}('cpu')))"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_divisors_are_derived_in_the_same_launch() -> None:
+    for prepared, compacted, in_torch in in_triton("divisors_on").values():
+        assert prepared == compacted == in_torch
+        assert 0 not in in_torch
+
+
+def test_routes_outside_the_table_become_unrouted_ones() -> None:
+    found = in_triton("on")
     assert len(found) == 12
     for name, (ids, scales, in_torch, *compacted) in found.items():
         unrouted = int(name.split()[0])

@@ -13,6 +13,7 @@ import torch
 from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x import quantization
 from trtllm_b12x.checkpoint import Checkpoint
+from trtllm_b12x.kernels import InputScales
 from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
 from trtllm_b12x.verification import Case, LayerReport, Tolerances, verify_layer
 
@@ -27,11 +28,11 @@ def verified(tmp_path: Path, gated: bool = True) -> LayerReport:
 
 
 def inverted_scale_map(patch: pytest.MonkeyPatch) -> None:
-    def update(self: Any, module: Any) -> None:
-        module.b12x_input_global_scale.copy_(module.fc31_input_scale)
-        module.b12x_fc2_input_scale.copy_(module.fc2_input_scale)
+    def derive(self: InputScales) -> None:
+        self.fc1_divisor.copy_(self.fc31_input_scale)
+        self.fc2_divisor.copy_(self.fc2_input_scale)
 
-    patch.setattr(Method, "update_scalars", update)
+    patch.setattr(InputScales, "derive", derive)
 
 
 def alpha_without_the_input_scale(patch: pytest.MonkeyPatch) -> None:

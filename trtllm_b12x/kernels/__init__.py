@@ -19,6 +19,7 @@ from trtllm_b12x.environment import probe
 
 __all__ = [
     "Geometry",
+    "InputScales",
     "Kernel",
     "KernelFeatures",
     "KernelWeights",
@@ -81,6 +82,31 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class InputScales:
+    """Where the divisors of a layer's activations come from: the host's parameters, which anyone may overwrite without a word.
+
+    Hence a call derives the divisors before it reads them, in the launch that it makes for its routes.
+    """
+
+    fc31_input_scale: torch.Tensor
+    """One float32: what the host multiplies FC1's input by."""
+    fc2_input_scale: torch.Tensor
+    """One float32, or ``(E,)``."""
+    up_to_gate: torch.Tensor
+    """``(E,)`` float32: up's ``weight_scale_2`` over gate's."""
+    fc1_divisor: torch.Tensor
+    """``(E,)`` float32, written: ``1 / fc31_input_scale``."""
+    fc2_divisor: torch.Tensor
+    """``(E,)`` float32, written: ``1 / fc2_input_scale / up_to_gate``."""
+
+    @torch.inference_mode()  # what is written may come from a load inside it, and then be written nowhere else
+    def derive(self) -> None:
+        """In place, without synchronizing, in torch; :func:`trtllm_b12x.kernels.routes.prepare` does the same on a GPU."""
+        torch.reciprocal(self.fc31_input_scale.expand_as(self.up_to_gate), out=self.fc1_divisor)
+        torch.div(self.fc2_input_scale.reciprocal(), self.up_to_gate, out=self.fc2_divisor)
+
+
+@dataclass(frozen=True)
 class KernelWeights:
     """What FlashInfer's kernels take besides the call's own tensors, by the names of ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py).
 
@@ -106,6 +132,8 @@ class KernelWeights:
     """``(E,)`` float32: the divisor of FC2's input (ModelOpt's ``input_scale``)."""
     input_global_scale: torch.Tensor
     """``(E,)`` float32, the same for all experts: the divisor of FC1's input."""
+    input_scales: InputScales | None = None
+    """What the last two are derived from at every call; None where they are constants."""
 
     @property
     def w1_alpha(self) -> torch.Tensor:
@@ -113,7 +141,7 @@ class KernelWeights:
         return self.folded_w1_alpha / self.input_global_scale
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "input_scales"}
 
     def check(self, geometry: Geometry) -> None:
         """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take."""

@@ -83,6 +83,8 @@ class ReferenceKernel(Kernel):
         if x.shape[0] > self.capacity:
             raise ValueError(f"{x.shape[0]} tokens exceed the planned capacity of {self.capacity}")
         w, size = self.weights, self.geometry.intermediate_size
+        if w.input_scales is not None:
+            w.input_scales.derive()
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         local = self.table.local(token_selected_experts)
         for expert in local[local >= 0].unique().tolist():

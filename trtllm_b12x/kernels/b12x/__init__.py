@@ -255,7 +255,7 @@ class B12xKernel(Kernel):
             if capture:
                 scratch = self._plan.of_capture(capture)
                 bound = self._bind_to(scratch)
-            candidate.launch(bound[candidate.kind.name], scratch, table, x, ids, scales, result)
+            candidate.launch(bound[candidate.kind.name], scratch, table, self.weights.input_scales, x, ids, scales, result)
         return result if out is None or direct else out.copy_(result)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.kernels import KernelWeights, routes
+from trtllm_b12x.kernels import InputScales, KernelWeights, routes
 
 from .scratch import Scratch
 
@@ -125,30 +125,37 @@ class Signature:
 
 
 _Routes = tuple[torch.Tensor, torch.Tensor]
-_Route = Callable[[Scratch, routes.Table, torch.Tensor, torch.Tensor], _Routes]
-"""(scratch, table, ids, scales) to what the kernel takes as ids and scales; one launch."""
+_Route = Callable[[Scratch, routes.Table, torch.Tensor, torch.Tensor, InputScales | None], _Routes]
+"""(scratch, table, ids, scales, input scales) to what the kernel takes as ids and scales, divisors derived; one launch."""
 
 
-def as_they_come(scratch: Scratch, table: routes.Table, ids: torch.Tensor, scales: torch.Tensor) -> _Routes:
+def as_they_come(
+    scratch: Scratch, table: routes.Table, ids: torch.Tensor, scales: torch.Tensor, input_scales: InputScales | None
+) -> _Routes:
     rows = ids.numel()
     into = scratch.ids[:rows], scratch.scales[:rows]
-    routes.prepare(table, ids, scales, into)
+    routes.prepare(table, ids, scales, into, input_scales)
     return into
 
 
-def one_expert_a_slot(scratch: Scratch, table: routes.Table, ids: torch.Tensor, scales: torch.Tensor) -> _Routes:
+def one_expert_a_slot(
+    scratch: Scratch, table: routes.Table, ids: torch.Tensor, scales: torch.Tensor, input_scales: InputScales | None
+) -> _Routes:
     """Micro on one token with a gate: every slot is an expert of its own, whose id is looked up.  Of FlashInfer's four helper
     launches three make constants."""
     rows = ids.numel()
-    routes.prepare(table, ids, scales, (scratch.workspace.weight_expert_ids, scratch.scales))
+    routes.prepare(table, ids, scales, (scratch.workspace.weight_expert_ids, scratch.scales), input_scales)
     return scratch.slots[:rows], scratch.scales[:rows]
 
 
-def compacted(scratch: Scratch, table: routes.Table, ids: torch.Tensor, scales: torch.Tensor) -> _Routes:
+def compacted(
+    scratch: Scratch, table: routes.Table, ids: torch.Tensor, scales: torch.Tensor, input_scales: InputScales | None
+) -> _Routes:
     """Micro on several tokens: experts that occur are numbered, as FlashInfer's Triton kernel does."""
     rows, ws = ids.numel(), scratch.workspace
     numbers = ws.compact_topk_ids[:rows]
-    routes.compact(table, ids, scales, (numbers, ws.weight_expert_ids, ws.active_expert_count, scratch.scales))
+    into = numbers, ws.weight_expert_ids, ws.active_expert_count, scratch.scales
+    routes.compact(table, ids, scales, into, input_scales)
     return numbers, scratch.scales[:rows]
 
 
@@ -177,13 +184,14 @@ class Launch:
         bound: list[Any],
         scratch: Scratch,
         table: routes.Table,
+        input_scales: InputScales | None,
         x: torch.Tensor,
         ids: torch.Tensor,
         scales: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         """``bound`` by :meth:`Signature.bind`; ids of any integer and scales of any float type, both contiguous."""
-        ids, scales = self.route(scratch, table, ids, scales)
+        ids, scales = self.route(scratch, table, ids, scales, input_scales)
         given = bound.copy()
         for place, value in self._constants:
             given[place] = value
