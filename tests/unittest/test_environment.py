@@ -558,6 +558,22 @@ def test_what_packages_require_of_each_other(tmp_path: Path, monkeypatch: pytest
     assert missing == ["nobody-has-this<3"]
 
 
+@pytest.mark.parametrize(
+    ("dsl", "tvm_ffi", "met"), [("4.6.0", "0.1.9", False), ("4.6.0", "0.1.10", True), ("4.5.0", "0.1.6", True)]
+)
+def test_what_the_dsl_requires_and_does_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dsl: str, tvm_ffi: str, met: bool
+) -> None:
+    for name, version in (("nvidia_cutlass_dsl", dsl), ("apache_tvm_ffi", tvm_ffi)):
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    unmet, missing = packages.requirements(packages.installed(["nvidia-cutlass-dsl"]).values())
+    assert unmet == ([] if met else [f"apache-tvm-ffi>=0.1.10 ({tvm_ffi} is installed)"])
+    assert not missing
+
+
 def test_no_dsl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # of another test of this process

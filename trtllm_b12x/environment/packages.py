@@ -70,6 +70,18 @@ def shortened(files: dict[Path, Recorded]) -> list[Path]:
     return found
 
 
+_UNSTATED = {"nvidia-cutlass-dsl": (">=4.6", "apache-tvm-ffi>=0.1.10")}
+"""What a release needs and its metadata does not say.  ``cutlass_dsl/tvm_ffi_provider.py`` of the CuTe DSL hands
+``map_dataclass_to_tuple`` to ``tvm_ffi.utils.make_kwargs_wrapper`` from 4.6.0 on, which takes it from 0.1.10 on."""
+
+
+def _unstated(distribution: Distribution) -> list[str]:
+    from packaging.specifiers import SpecifierSet
+
+    versions, requirement = _UNSTATED.get(distribution.metadata["Name"].lower(), ("", ""))
+    return [requirement] if versions and SpecifierSet(versions).contains(distribution.version, prereleases=True) else []
+
+
 def requirements(distributions: Iterable[Distribution]) -> tuple[list[str], list[str]]:
     """What they require and is not met, ``requirement (version is installed)``, and requirements of what is not installed."""
     from packaging.requirements import InvalidRequirement, Requirement
@@ -77,7 +89,7 @@ def requirements(distributions: Iterable[Distribution]) -> tuple[list[str], list
     unmet: list[str] = []
     missing: list[str] = []
     for distribution in distributions:
-        for text in distribution.requires or ():
+        for text in (*(distribution.requires or ()), *_unstated(distribution)):
             try:
                 requirement = Requirement(text)
                 if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
