@@ -67,6 +67,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def _get_quant_method(self) -> Any:
         self.kernel = self._parked = self._agreed = None  # the host may create weights anew, for another quantization
+        self._load = votes.load()
         try:
             self._kernel_class = kernels.kernel_class()
             self._judge_and_record()
@@ -126,7 +127,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         self.kernel = None if error or self._fault else kernel
         if error is not None and self.verdict.served:
             if kernel is not None:
-                votes.failed[self._geometry()] = error
+                self._load.failed[self._geometry()] = error
             # The parameters serve CUTLASS as they are: the layer is slower, the server lives.
             self._judge_and_record(plan_error=error)
             if self.w2_weight.is_cuda:
@@ -143,8 +144,9 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         """The kernel with the weights, planned and tested before if it is new, or what failed."""
         try:
             geometry = self._geometry()
-            if self._agreed or geometry in votes.failed:
-                return None, self._agreed or votes.failed[geometry]
+            refused = self._load.failed.get(geometry) if self._agreed is None else self._agreed
+            if refused:
+                return None, refused
             weights = self.quant_method.kernel_weights(self)
             self._addresses = self._read_addresses()
             if self.kernel is not None and self.kernel.device == self.w2_weight.device:

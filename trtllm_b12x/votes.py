@@ -7,14 +7,16 @@ which the package refuses everything says so once (:func:`decline`); one that wa
 
 Two ranks never come to different answers, whoever is late: only the lowest rank says yes, once every other has; and nobody
 promises it a yes before it was heard of.  Ranks that meet layers in different orders do not wait for each other: such a vote
-stays open until more of them are cast.
+stays open until more of them are cast.  What the line does not take is said again, in order; one that takes nothing for
+:data:`PRESENCE_S` is a no.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import host, locks
@@ -32,12 +34,28 @@ _LONGEST = 500
 Settled = Callable[[str | None], None]
 """Told what keeps the layer off the kernels, on this rank or another (``rank 1: ...``); None if nothing does."""
 
-failed: dict[Hashable, str] = {}
-"""Geometries that this rank could serve and another could not, and why: no further layer of theirs is tried."""
+
+@dataclass
+class Load:
+    """Layers that were built before any of them was voted on; whatever is built later is another model's.  They hold it."""
+
+    failed: dict[Hashable, str] = field(default_factory=dict)
+    """Geometries that this rank could serve and another could not, and why: no further layer of theirs is tried."""
+
 
 _lock = locks.new()
+_load: Load | None = None
+"""The one that layers join which are built now; None once a layer of it was voted on."""
 _tables: dict[tuple[int, ...], _Table] = {}
 _complained = False
+
+
+def load() -> Load:
+    """Of a layer that is built now."""
+    global _load
+    with _lock:
+        _load = _load or Load()
+        return _load
 
 
 def announce(mapping: Any) -> None:
@@ -87,7 +105,9 @@ def cast(mapping: Any, about: str, error: str | None, settled: Settled) -> None:
         error: what stands against it here, one line.
         settled: see :data:`Settled`.
     """
+    global _load
     with _lock:
+        _load = None
         try:
             table = _table(mapping)
         except Exception as exception:
@@ -114,11 +134,10 @@ def settle() -> None:
 
 def forget() -> None:
     """Start over, as a new process would."""
-    global _complained
+    global _complained, _load
     with _lock:
         _tables.clear()
-        failed.clear()
-        _complained = False
+        _complained, _load = False, None
 
 
 def _unreachable(error: Exception) -> str:
@@ -168,18 +187,26 @@ class _Table:
         self._open: dict[str, Settled] = {}
         self._untold: list[str] = []
         """Yes votes that wait for the leader to be heard of."""
+        self._unsent: deque[tuple[int, ranks.Message]] = deque()
+        self._broken: float | None = None
+        """Since when the line fails."""
+        self._dead = False
+        """For too long: it is not waited for until it works again."""
         self._say("here")
+        self._exchange()
 
     def decline(self, reason: str) -> None:
         if self._mine not in self._declined:
             self._declined[self._mine] = reason
             self._say("declined", reason)
+            self._exchange()
 
     def cast(self, about: str, error: str | None, settled: Settled) -> None:
         self._asked[about] += 1
         key = f"{about} #{self._asked[about]}"
         error = error or self._declined.get(self._mine)
         self._votes[key][self._mine] = error or ""
+        self._broken = self._broken if self._dead else None  # what failed in between may be over
         if error is None:
             self._open[key] = settled
             self._untold.append(key)
@@ -195,20 +222,49 @@ class _Table:
             answer = self._await(key, final)
             if answer is not None:
                 self._open.pop(key)(answer or None)
+        self._exchange()
+        while self._unsent:  # the others wait for it, and this rank may have nothing more to ask
+            time.sleep(0.01)
+            self._exchange()
 
     def close(self, reason: str) -> None:
-        """The line is dead."""
+        """The line is dead: a no, but for what is decided already.  Should it come back, the others hear of it."""
+        self._untold.clear()
         for key in list(self._open):
-            self._open.pop(key)(reason)
+            answer = self._decisions.get(key)
+            if answer is None:
+                answer = self._votes[key][self._mine] = reason
+                self._say("vote", key, reason)
+                if self._leads:
+                    self._decide(key, f"rank {self._mine}: {reason}")
+            self._open.pop(key)(answer or None)
 
     @property
     def _leads(self) -> bool:
         return self._mine == self._leader
 
     def _say(self, *words: str) -> None:
-        for rank in self._others:
-            if rank not in self._gone:
-                self._line.send(rank, *words[:-1], words[-1][:_LONGEST])
+        """With the next :meth:`_exchange`."""
+        self._unsent.extend((rank, (*words[:-1], words[-1][:_LONGEST])) for rank in self._others if rank not in self._gone)
+
+    def _exchange(self) -> None:
+        """Send what is unsent and hear what has arrived.  What fails is tried again by the next call.
+
+        Raises:
+            Exception: the line's own, once it has failed for too long.
+        """
+        try:
+            self._hear()
+            while self._unsent:
+                rank, words = self._unsent[0]
+                self._line.send(rank, *words)
+                self._unsent.popleft()
+            self._broken, self._dead = None, False
+        except Exception:
+            self._broken = self._broken or time.monotonic()
+            self._dead = self._dead or time.monotonic() - self._broken > PRESENCE_S
+            if self._dead:
+                raise
 
     def _hear(self) -> None:
         for rank, (kind, *words) in self._line.receive():
@@ -233,7 +289,7 @@ class _Table:
         """Empty for yes, or what stands against it; None if other layers have to be voted on first."""
         start, pause = time.monotonic(), 0.001
         while True:
-            self._hear()
+            self._exchange()
             answers = {other: self._answer(other) for other in self._open}  # of all: others may wait for another one's
             answer = answers[key]
             if answer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -116,6 +117,40 @@ def a_kernel_that_one_rank_cannot_have(rank: int) -> None:
     assert trtllm_b12x.status().reasons == {"KERNEL_PLAN_FAILED": 1}
 
 
+def a_later_load_is_asked_anew(rank: int) -> None:
+    """Layers of one load keep to what became of the first of their sizes, also at a refit; the next load has another chance."""
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from trtllm_b12x.kernels.reference import ReferenceKernel
+
+    plan, bind, tensors = ReferenceKernel.plan, ReferenceKernel.bind, random_experts(4, 128, 256)
+    mapping = {"world_size": WORLD, "rank": rank, "tp_size": WORLD, "moe_ep_size": WORLD}
+    planned, failing = [], False
+
+    def counts(self: Any, *arguments: Any) -> None:
+        planned.append(self)
+        plan(self, *arguments)
+
+    def may_fail(self: Any, *arguments: Any) -> None:
+        if failing and rank == 1:
+            raise MemoryError("no memory now")
+        bind(self, *arguments)
+
+    ReferenceKernel.plan, ReferenceKernel.bind = counts, may_fail  # type: ignore
+    modules = [layers.create(4, 128, 256, mapping=mapping, layer_idx=index) for index in range(4)]
+    for index, module in enumerate(modules):
+        failing = index == 1
+        layers.load(module, tensors)
+    assert [module.backend.kernel is not None for module in modules] == [True, False, False, False]
+    assert len(planned) == 2 + rank  # rank 1 could have had the third, and heard that rank 0 did not try
+    for module in modules:
+        layers.load(module, tensors)
+    assert [module.backend.verdict.served for module in modules] == [True, False, False, False]
+    later = layers.load(layers.create(4, 128, 256, mapping=mapping), tensors)
+    assert later.backend.kernel is not None
+    ReferenceKernel.plan, ReferenceKernel.bind = plan, bind  # type: ignore
+
+
 def votes_about_layers(rank: int) -> None:
     """Each vote is about one layer: met in another order, built on one rank alone, or failing at the second of its sizes."""
     from tests import layers
@@ -170,13 +205,11 @@ def what_is_gathered_is_agreed(rank: int) -> None:
     os.environ["TRTLLM_B12X_GATHER_BF16"] = str(1 - rank)
     judged(["ATTENTION_DP"] if rank else ["KERNEL_PLAN_FAILED"])
     os.environ["TRTLLM_B12X_GATHER_BF16"] = "1"
-    votes.failed.clear()
     plan = ReferenceKernel.plan
     if rank == 1:
         ReferenceKernel.plan = lambda *arguments: 1 / 0  # type: ignore
     judged(["KERNEL_PLAN_FAILED"])
     ReferenceKernel.plan = plan  # type: ignore
-    votes.failed.clear()
     judged([])
     assert time.monotonic() - start < votes.PRESENCE_S
 
@@ -203,18 +236,24 @@ def a_rank_without_the_package(rank: int) -> None:
     assert sum("no answer from ranks [1]" in line for line in lines) == 1 - rank
 
 
+def in_turn(jobs: tuple[Callable[[int], None], ...], rank: int) -> None:
+    """In the same processes, which take seconds to start."""
+    for job in jobs:
+        job(rank)
+
+
 EMBEDDED = [
-    pytest.param(job, marks=pytest.mark.embedded)
-    for job in (
-        a_kernel_that_one_rank_cannot_have,
-        votes_about_layers,
-        what_is_gathered_is_agreed,
-        a_rank_without_the_package,
+    pytest.param(jobs, marks=pytest.mark.embedded)
+    for jobs in (
+        (a_later_load_is_asked_anew, a_kernel_that_one_rank_cannot_have),
+        (votes_about_layers,),
+        (what_is_gathered_is_agreed,),
+        (a_rank_without_the_package,),
     )
 ]
 """In doubles: MPI workers, in test_hosts.py."""
 
 
-@pytest.mark.parametrize("job", [reduced, attention_dp, *EMBEDDED])
-def test_ranks(job: Callable[[int], None], tmp_path: Path) -> None:
-    run_ranks(job, tmp_path)
+@pytest.mark.parametrize("jobs", [(reduced, attention_dp), *EMBEDDED], ids=lambda jobs: jobs[0].__name__)
+def test_ranks(jobs: tuple[Callable[[int], None], ...], tmp_path: Path) -> None:
+    run_ranks(functools.partial(in_turn, jobs), tmp_path)

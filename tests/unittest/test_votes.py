@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +28,39 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     votes.forget()
 
 
-def hold(jobs: dict[int, Job], absent: tuple[int, ...] = (), late: dict[int, float] | None = None) -> dict[int, Answers]:
-    """What each rank comes to; ``absent`` ones belong to the group, and are never there."""
+class ShakyStore:
+    """One operation of seven fails, before or after it took effect."""
+
+    def __init__(self, store: Any, seed: int) -> None:
+        self._store, self._draw = store, random.Random(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        def operation(*arguments: Any) -> Any:
+            when = self._draw.random()
+            if when < 0.07:
+                raise RuntimeError("Connection reset by peer")
+            result = getattr(self._store, name)(*arguments)
+            if when > 0.93:
+                raise RuntimeError("Connection reset by peer")
+            return result
+
+        return operation
+
+
+def hold(
+    jobs: dict[int, Job], absent: tuple[int, ...] = (), late: dict[int, float] | None = None, shaky: int | None = None
+) -> dict[int, Answers]:
+    """What each rank comes to; ``absent`` ones belong to the group, and are never there; ``shaky`` is the seed of faults."""
     store = torch.distributed.HashStore()
     group = tuple(sorted([*jobs, *absent]))
     answers: dict[int, Answers] = {rank: {} for rank in jobs}
 
     def run(rank: int) -> None:
         time.sleep((late or {}).get(rank, 0.0))
-        table = _Table(ranks.StoreLine(store, rank, list(group)), rank, group)
+        line = ranks.StoreLine(store, rank, list(group))
+        if shaky is not None:
+            line._store = ShakyStore(line._store, shaky + rank)  # type: ignore[assignment]
+        table = _Table(line, rank, group)
         jobs[rank](table, answers[rank])
         table.settle(final=True)
 
@@ -140,9 +165,9 @@ def test_a_long_reason_arrives_cut() -> None:
     assert heard[0] == {"a": f"rank 1: {'x' * 500}"}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(18))
 def test_nobody_ever_comes_to_another_answer(seed: int) -> None:
-    """Any order, any reasons, ranks that are off, absent, or as late as others' patience."""
+    """Any order, any reasons, ranks that are off, absent, or as late as others' patience; a line that fails now and then."""
     draw = random.Random(seed)
     layers = [f"layer {i}" for i in range(6)]
     everybody = range(draw.choice([2, 3, 4]))
@@ -164,11 +189,50 @@ def test_nobody_ever_comes_to_another_answer(seed: int) -> None:
 
         return run
 
-    heard = hold({rank: job(rank, draw.sample(layers, len(layers))) for rank in present}, absent, late)
+    shaky = seed if seed % 2 else None
+    heard = hold({rank: job(rank, draw.sample(layers, len(layers))) for rank in present}, absent, late, shaky)
     for layer in layers:
         served = {heard[rank][layer] is None for rank in present}
         assert len(served) == 1, (layer, heard)
         assert served == {False} or not (absent or any(layer in against[rank] for rank in present))
+
+
+def test_a_line_that_fails_now_and_then_costs_nothing() -> None:
+    layers = [f"layer {i}" for i in range(20)]
+    heard = hold({rank: votes_on(*layers) for rank in range(3)}, shaky=7)
+    assert heard == {rank: dict.fromkeys(layers) for rank in range(3)}
+
+
+def test_a_line_that_comes_back_tells_what_was_given_up() -> None:
+    """Rank 1 waited in vain for a line that took nothing; rank 0 has not decided yet, and hears of it."""
+    over = threading.Event()
+
+    class Gap:
+        def __init__(self, store: Any) -> None:
+            self._store, self.open = store, False
+
+        def __getattr__(self, name: str) -> Any:
+            if self.open:
+                raise RuntimeError("Connection reset by peer")
+            return getattr(self._store, name)
+
+    def first(table: _Table, answers: Answers) -> None:
+        over.wait(10)
+        votes_on("a", "b")(table, answers)
+
+    def second(table: _Table, answers: Answers) -> None:
+        gap = table._line._store = Gap(table._line._store)  # type: ignore[attr-defined]
+        while 0 not in table._here:
+            table._exchange()
+        gap.open = True
+        with pytest.raises(RuntimeError):
+            votes_on("a")(table, answers)
+        table.close("reset")
+        gap.open = False
+        over.set()
+        votes_on("b")(table, answers)
+
+    assert hold({0: first, 1: second}) == {0: {"a": "rank 1: reset", "b": None}, 1: {"a": "reset", "b": None}}
 
 
 # ---- the module's own door -------------------------------------------------------------------------------------------------
@@ -211,3 +275,12 @@ def test_a_line_that_breaks_is_a_no_and_said_once(monkeypatch: pytest.MonkeyPatc
     reason = "other ranks cannot be asked: RuntimeError: Connection reset by peer"
     assert heard == [reason, "failed"] * 2
     assert caplog.text.count(reason) == 1
+
+
+def test_a_load_is_what_was_built_before_a_vote() -> None:
+    first = votes.load()
+    assert votes.load() is first
+    votes.cast(None, "a", "failed", lambda answer: None)
+    second = votes.load()
+    assert second is not first
+    assert votes.load() is second

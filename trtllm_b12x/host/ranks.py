@@ -73,8 +73,9 @@ class StoreLine:
     def receive(self) -> Iterator[tuple[int, Message]]:
         for rank in self._received:
             while self._store.check([key := f"{rank}/{self._mine}/{self._received[rank]}"]):
+                words = json.loads(self._store.get(key))  # may fail, and is then asked for again
                 self._received[rank] += 1
-                yield rank, tuple(json.loads(self._store.get(key)))
+                yield rank, tuple(words)
 
 
 class MpiLine:
