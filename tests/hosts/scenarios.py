@@ -1,6 +1,6 @@
 """What is done in a process of its own with a double of TensorRT-LLM on the path: ``python -m tests.hosts.scenarios NAME ...``.
 
-Each prints one JSON object, the last line, for ``tests/integration/test_hosts.py``.
+Each prints one JSON object, the last line, for ``tests/integration/test_hosts.py``.  ``serve`` runs many, each in a child.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -729,7 +731,38 @@ def renamed(generation: str, folder: str) -> dict[str, Any]:
     return {"outcomes": outcomes}
 
 
+def serve() -> None:
+    """Scenarios as they come in, a line of JSON each, in children of this process, which has imported what takes long.
+
+    Nothing of ours or the host's is imported here: the import hook that the interpreter started with is all there is.
+    """
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(300)
+            for stream, path in zip((1, 2), request["files"], strict=True):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+            os.environ.clear()
+            os.environ.update(request["environment"])
+            sys.argv = [sys.argv[0], *request["arguments"]]
+            code = 1
+            try:
+                main()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
 def main() -> None:
+    if sys.argv[1] == "serve":
+        serve()
+        return
     scenario: Callable[..., dict[str, Any]] = globals()[sys.argv[1]]
     arguments = [argument for argument in sys.argv[2:] if argument != "reversed"]
     print("\n" + json.dumps(scenario(*arguments)))

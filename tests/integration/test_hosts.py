@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,13 @@ def machine(base: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session", params=GENERATIONS)
-def double(request: pytest.FixtureRequest, base: Path, machine: dict[str, str]) -> dict[str, str]:
+def double(request: pytest.FixtureRequest, base: Path, machine: dict[str, str]) -> Iterator[dict[str, str]]:
     """Variables of a machine that has the card and this generation's double."""
     folder = build(request.param, base / "doubles" / request.param)
-    return {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}", "GENERATION": request.param}
+    yield {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}", "GENERATION": request.param}
+    server = _servers.pop(request.param, None)
+    if server is not None:
+        server.communicate()
 
 
 def hosts_own(double: dict[str, str]) -> tuple[str, str]:
@@ -112,13 +116,37 @@ def hosts_own(double: dict[str, str]) -> tuple[str, str]:
     return (LEAF, UNQUANTIZED_LEAF) if double["GENERATION"] == "C3" else (HOSTS, HOSTS)
 
 
+STARTS = {"before_import", "spawned", "mpi_worker"}
+"""Scenarios about how a process starts, each in an interpreter of its own; others are forked from one that has imported torch."""
+_servers: dict[str, subprocess.Popen[str]] = {}
+
+
 def scenario(python: Path, variables: dict[str, str], name: str, *arguments: str, **more: str) -> dict[str, Any]:
-    command = [str(python), "-m", "tests.hosts.scenarios", name, *arguments]
+    command = [str(python), "-m", "tests.hosts.scenarios"]
     directory = Path(variables["XDG_CACHE_HOME"]).parent  # not the checkout: it would be imported
-    result = subprocess.run(command, env={**variables, **more}, cwd=directory, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return {**answer, "stderr": result.stderr}
+    environment = {**variables, **more}
+    if name in STARTS or "TRTLLM_B12X" in more or "GENERATION" not in variables:
+        result = subprocess.run(
+            [*command, name, *arguments], env=environment, cwd=directory, capture_output=True, text=True, timeout=300
+        )
+        code, output, errors = result.returncode, result.stdout, result.stderr
+    else:
+        generation = variables["GENERATION"]
+        if generation not in _servers:
+            _servers[generation] = subprocess.Popen(
+                [*command, "serve"], env=variables, cwd=directory, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        requests, answers = _servers[generation].stdin, _servers[generation].stdout
+        assert requests is not None
+        assert answers is not None
+        files = [directory / f"{generation}.{stream}" for stream in ("out", "err")]
+        request = {"arguments": [name, *arguments], "environment": environment, "files": [str(file) for file in files]}
+        print(json.dumps(request), file=requests, flush=True)
+        code = int(answers.readline())
+        output, errors = (file.read_text() for file in files)
+    assert code == 0, output + errors
+    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return {**answer, "stderr": errors}
 
 
 TIMINGS = ["before_import", "after_import", "by_itself", "spawned", "mpi_worker"]
