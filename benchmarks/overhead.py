@@ -79,12 +79,12 @@ def main() -> None:
         ("no, four reasons", Environment(enabled=False, sm=90, dsl="none", flashinfer="none")),
     ):
         number = 20_000
-        best = min(timeit.repeat(lambda: decide(problem, Deployment(1, 1), facts), number=number, repeat=5))  # noqa: B023
+        best = min(timeit.repeat(lambda: decide(problem, Deployment(1), facts), number=number, repeat=5))  # noqa: B023
         print(f"decide ({name}): {1e6 * best / number:6.1f} us")
     backend = layers.load(layers.create(8, 128, 256), random_experts(8, 128, 256)).backend
     x, number = torch.zeros(1, 128, dtype=torch.bfloat16), 20_000
     for name, call in (
-        ("is it b12x's", lambda: backend._in_range(x)),
+        ("is it b12x's", lambda: backend._kernel_for(x)),
         ("are the addresses those that the kernel was given", backend._read_addresses),
     ):
         best = min(timeit.repeat(call, number=number, repeat=5))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
+import types
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch
 import trtllm_b12x
 from tests.hosts import names
 from trtllm_b12x import host as _host
-from trtllm_b12x import strict_reference
+from trtllm_b12x import registry, strict_reference
 from trtllm_b12x.strict_reference import Arithmetic, Call
 
 host = _host.load()
@@ -61,6 +63,46 @@ def build(
         **activation(gated),
         **arguments,
     )
+
+
+def explained() -> list[tuple[str, list[str], list[str]]]:
+    """Configs with what ``explain()`` says of each, and what became of the layer that the host built."""
+    found = []
+    for algo, lora, dynamic, ranks, dp in itertools.product(
+        ("NVFP4", "MIXED_PRECISION"),
+        ((), ("moe_gate",)),
+        (False, True),
+        ({}, {"moe_ep_size": 2}, {"moe_tp_size": 2}),
+        (False, True),
+    ):
+        mapping = host.Mapping(**{"world_size": 2, "tp_size": 2, **ranks} if ranks else {}, enable_attention_dp=dp)
+        nvfp4 = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16)
+        config = host.ModelConfig(
+            quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algo), group_size=16),
+            mapping=mapping,
+            lora_config=types.SimpleNamespace(lora_target_modules=lora),
+            skip_create_weights_in_init=True,
+            use_cuda_graph=bool(dp and lora),
+        )
+        object.__setattr__(config, "force_dynamic_quantization", dynamic)
+        override = nvfp4 if algo == "MIXED_PRECISION" else None
+        said = [reason.name for reason in trtllm_b12x.explain(config, override).reasons]
+        arguments = {"model_config": config, "override_quant_config": override, **activation(True)}
+        try:
+            routing = host.RenormalizeMoeRoutingMethod(2)
+            module = host.create_moe.create_moe(routing, 4, 128, 256, dtype=torch.bfloat16, **arguments)
+        except ValueError:  # hosts from C1 on have no kernel for LoRA on NVFP4 experts
+            assert "LORA" in said
+            continue
+        layer = getattr(module, "backend", module)
+        if not getattr(layer, "_weights_created", True):
+            for part in (module, layer) if override is not None else ():
+                part.quant_config = override  # as the host's loader has it
+            module.create_weights()
+            layer = getattr(module, "backend", module)
+        verdict = next(verdict for built, verdict in reversed(registry.alive()) if built is layer)
+        found.append((str(config), said, [reason.name for reason in verdict.reasons]))
+    return found
 
 
 def activation(gated: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def explain(model_config: object, override_quant_config: object = None) -> "Verd
     """The verdict on a host's ``ModelConfig``, as the CUTLASS backend will get it in this process.
 
     Args:
-        model_config: as ``get_moe_cls`` takes it; quantization is read from it.
+        model_config: as ``get_moe_cls`` takes it.
         override_quant_config: of one layer, where it differs.
 
     Raises:
@@ -28,13 +28,14 @@ def explain(model_config: object, override_quant_config: object = None) -> "Verd
     Returns:
         A :class:`trtllm_b12x.decision.Verdict`; printing it gives every reason with its remedy.
     """
-    from . import environment, selection
+    from . import kernels
     from .decision import decide
+    from .host import questions
 
-    problem = selection.problem_of(model_config, override_quant_config)
-    if problem is None:
+    question = questions.of_model(model_config, override_quant_config)
+    if question is None:
         raise TypeError(f"{type(model_config).__name__} is no ModelConfig of the host: it has no quant_config")
-    return decide(problem, environment=environment.probe())
+    return decide(*question, kernels.environment())
 
 
 def uninstall() -> None:

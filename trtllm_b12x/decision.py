@@ -7,6 +7,7 @@ each time.  :func:`decide` returns every reason that applies, not only the first
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -39,7 +40,6 @@ class Problem:
 class Deployment:
     """How the ranks share the layer."""
 
-    tp_size: int | None = None
     ep_size: int | None = None
     attention_dp: bool | None = None
     """Ranks bring tokens of their own, which are gathered."""
@@ -461,8 +461,9 @@ def refused_by_hosts(problem: Problem) -> list[str]:
     return [f"{who} refuses it: {wrong}" for who, wrong in found if wrong is not None]
 
 
+@functools.lru_cache(maxsize=256)
 def decide(problem: Problem, deployment: Deployment | None = None, environment: Environment | None = None) -> Verdict:
-    """Apply every rule; a rule without its facts abstains."""
+    """Apply every rule; a rule without its facts abstains.  A model's layers mostly ask the same: kept."""
     facts = (problem, deployment or Deployment(), environment or Environment())
     findings = {reason: finding for reason, rule in _RULES.items() if (finding := rule(*facts)) is not None}
     newer = facts[2].flashinfer is not None and not _NEWER_FLASHINFER.isdisjoint(findings)

@@ -12,10 +12,10 @@ import torch
 
 from . import host as _host
 from . import kernels, log, registry, settings, votes
-from .crossover import crossover
-from .decision import Deployment, Problem, Rejection, RejectReason, Verdict, decide
-from .host import contract
+from .decision import Rejection, RejectReason, Verdict, decide
+from .host import contract, questions
 from .quantization import RATIO, READ_BY_KERNELS, SCALARS_READ_BY_KERNELS, NVFP4Sm12xFusedMoEMethod
+from .schedule import HOSTS, Schedule, crossover
 
 host = _host.load()
 
@@ -33,12 +33,10 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     """What runs in its place."""
     verdict: Verdict
     """The latest, from ``create_weights`` on."""
-    kernel: kernels.Kernel | None = None
-    """Set once weights are loaded, if b12x serves the layer."""
-    _parked: kernels.Kernel | None = None
-    """The kernel of a layer that was moved to where it cannot run, until it is back."""
-    crossover: int = 0
-    """First token count that takes CUTLASS."""
+    schedule = HOSTS
+    """Has kernels once weights are loaded, if b12x serves the layer."""
+    _parked = HOSTS
+    """Of a layer that was moved to where its kernels cannot run, until it is back."""
     _fault = ""
     """First line of what went wrong in a call; the layer is then the host's."""
     _addresses: tuple[int, ...] = ()
@@ -50,12 +48,9 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
-        config = kwargs.get("model_config")
-        self._lora = host.has_moe_lora_targets(config)
+        self._config = questions.of_config(kwargs.get("model_config"))
+        self._mapping = getattr(kwargs.get("model_config"), "mapping", None)
         self._alltoall = False
-        self._dynamic_quantization = bool(getattr(config, "force_dynamic_quantization", False))
-        self._cuda_graphs = bool(getattr(config, "use_cuda_graph", False))
-        self._mapping = getattr(config, "mapping", None)
         self._gather_bf16 = False
         with suppress(Exception):
             self._gather_bf16 = settings.GATHER_BF16()
@@ -66,7 +61,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def _get_quant_method(self) -> Any:
-        self.kernel = self._parked = self._agreed = None  # the host may create weights anew, for another quantization
+        self.retire_kernels()
+        self._agreed = None  # the host may create weights anew, for another quantization
         self._load = votes.load()
         try:
             self._kernel_class = kernels.kernel_class()
@@ -87,13 +83,18 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
                 if not self._open:  # the others wait for this rank's
                     self._vote(None, self._fault)
 
-    def retire_kernel(self) -> None:
-        """No further call is the kernel's.  Graphs that were captured before go on: their scratch memory is their own."""
-        self.kernel = self._parked = None
+    @property
+    def kernel(self) -> kernels.Kernel | None:
+        """The first of the schedule's."""
+        return next(iter(self.schedule.kernels), None)
+
+    def retire_kernels(self) -> None:
+        """No further call is a kernel's.  Graphs that were captured before go on: their scratch memory is their own."""
+        self.schedule = self._parked = HOSTS
 
     def _leave_to_the_host(self, error: Exception) -> None:
         """After a fault of ours: the host's own path for good, and a line."""
-        self.retire_kernel()
+        self.retire_kernels()
         log.logger.debug("MoE layer %s", getattr(self, "layer_idx", "?"), exc_info=error)
         self._fault = self._fault or f"{type(error).__name__}: {error}".splitlines()[0]
         self.verdict = Verdict((Rejection(RejectReason.KERNEL_PLAN_FAILED, self._fault),))
@@ -124,7 +125,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         self._open = False
         if self._agreed is None:
             self._agreed = error or ""
-        self.kernel = None if error or self._fault else kernel
+        self.schedule = Schedule([kernel] if kernel is not None and not (error or self._fault) else [])
         if error is not None and self.verdict.served:
             if kernel is not None:
                 self._load.failed[self._geometry()] = error
@@ -153,9 +154,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
                 self.kernel.bind(weights, self.slot_start)
                 self.kernel.self_test()
                 return self.kernel, None
-            self.crossover = crossover(self.routing_method.experts_per_token)
             kernel = self._kernel_class()
-            kernel.plan(geometry, self.crossover - 1, self.w2_weight.device)
+            kernel.plan(geometry, crossover(geometry.top_k) - 1, self.w2_weight.device)
             kernel.bind(weights, self.slot_start)
             kernel.self_test()
             return kernel, None
@@ -185,37 +185,11 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         lacking = contract.lacking(self)
         if lacking:
             raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
-        algo = self.quant_config.quant_algo if self.quant_config is not None else None
-        divided = self.intermediate_size % self.tp_size == 0  # else the host's shards differ in size
-        problem = Problem(
-            quant_algo="none" if algo is None else str(getattr(algo, "value", algo)),
-            group_size=getattr(self.quant_config, "group_size", None),
-            activation_dtype=None if self.dtype is None else str(self.dtype).removeprefix("torch."),
-            activation=self._activation_name(),
-            activation_constants=host.activation_constants(lambda name: getattr(self, name, None)),
-            pre_quant_scale=getattr(self, "fc31_act_scale", None) is not None,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size_per_partition if divided else self.intermediate_size / self.tp_size,
-            num_experts=self.num_experts,
-            top_k=self.routing_method.experts_per_token,
-            dynamic_quantization=self._dynamic_quantization,
-            bias=bool(self.bias),
-            apply_router_weight_on_input=self.apply_router_weight_on_input,
-        )
-        balancer = self.layer_load_balancer
-        deployment = Deployment(
-            tp_size=self.tp_size,
-            ep_size=self.ep_size,
-            attention_dp=self.use_dp and self.parallel_size > 1,
-            load_balancer="none" if balancer is None else "dynamic" if self._using_dynamic_load_balancer() else "static",
-            alltoall=self._alltoall,
-            lora=self._lora,
-            cuda_graphs=self._cuda_graphs,
-        )
-        return decide(problem, deployment, replace(kernels.environment(self._kernel_class), plan_error=plan_error))
+        question = questions.of_layer(self, self._config, self._alltoall)
+        return decide(*question, replace(kernels.environment(self._kernel_class), plan_error=plan_error))
 
     def _activation_name(self) -> str:
-        return str(host.activation_name(lambda name: getattr(self, name, None)))
+        return questions.activation_name(lambda name: getattr(self, name, None))
 
     def _geometry(self) -> kernels.Geometry:
         return kernels.Geometry(
@@ -229,7 +203,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kernel, whose views and workspace are this layer's: a copy runs on CUTLASS until its weights are loaded."""
-        return {**self.__dict__, "kernel": None, "_parked": None}
+        return {**self.__dict__, "schedule": HOSTS, "_parked": HOSTS}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moved or converted: the kernel follows, or waits until the layer is back where it can run."""
@@ -237,12 +211,13 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         module = super()._apply(*args, **kwargs)
         if ratio is not None and ratio.is_meta and not self.b12x_up_to_gate.is_meta:
             self.b12x_up_to_gate.data.fill_(1)  # what it is given here is not even zeros
-        kernel, self.kernel, self._parked = self.kernel or self._parked, None, None
+        schedule = self.schedule if self.schedule.kernels else self._parked
+        self.retire_kernels()
         try:
-            if kernel is not None and not kernel.runs_on(self.w2_weight.device):
-                self._parked = kernel
-            elif kernel is not None:
-                self.kernel = kernel
+            if not all(kernel.runs_on(self.w2_weight.device) for kernel in schedule.kernels):
+                self._parked = schedule
+            elif schedule.kernels:
+                self.schedule = schedule
                 self._weights_are_ready()
         except Exception as error:
             self._leave_to_the_host(error)
@@ -281,20 +256,17 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
                 "with TRTLLM_B12X=0, or load the checkpoint"
             )
         self.quant_method.refresh(self)
-        if self.kernel is not None:
+        if self.schedule.kernels:
             self._weights_are_ready()
 
     # ---- call --------------------------------------------------------------------------------------------------------
 
-    def _in_range(self, x: Any) -> bool:
-        """Not quantized yet, and few enough tokens for the kernel."""
-        return (
-            self.kernel is not None
-            and isinstance(x, torch.Tensor)
-            and x.dtype is torch.bfloat16
-            and self.kernel.serves(x.shape[0])
-            and not host.is_tuning()  # CUTLASS's tactics for few tokens are found as without us
-        )
+    def _kernel_for(self, x: Any) -> kernels.Kernel | None:
+        """Of input that is not quantized yet; None where the call is the host's."""
+        if not isinstance(x, torch.Tensor) or x.dtype is not torch.bfloat16:
+            return None
+        kernel = self.schedule.at(x.shape[0])
+        return None if kernel is None or host.is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
         """As the parent, except that what b12x will serve passes through: it quantizes by itself.
@@ -305,7 +277,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         """
         try:
             self._conclude()
-            serves = not post_quant_comm and self._in_range(x)
+            serves = not post_quant_comm and self._kernel_for(x) is not None
         except Exception as error:
             self._leave_to_the_host(error)
             serves = False
@@ -320,7 +292,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         if not self._alltoall:
             self._alltoall = True
             self._judge_and_record()
-            self.retire_kernel()
+            self.retire_kernels()
 
     def _serve(
         self,
@@ -337,19 +309,27 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         forms of a call (:mod:`trtllm_b12x.host.calls`) sort out before: LoRA, unfinalized output, and ids from an
         all-to-all, which may hold a padding id.  ``moe_output`` is written and returned if given.
         """
-        if not self._in_range(x) or x_sf is not None or token_selected_experts is None or token_final_scales is None:
+        kernel = self._kernel_for(x)
+        if kernel is None or x_sf is not None or token_selected_experts is None or token_final_scales is None:
             if isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod) and self.quant_method.ratio:
                 self._derive_for_cutlass()
             return None
         self._follow()
-        return self._run_kernel(x, token_selected_experts, token_final_scales, output_dtype, moe_output)
+        # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
+        # reduces.
+        direct = moe_output if moe_output is not None and moe_output.dtype is torch.bfloat16 else None
+        result = kernel.run(x, token_selected_experts, token_final_scales, out=direct)
+        if moe_output is None:
+            return result if output_dtype in (None, torch.bfloat16) else result.to(output_dtype)
+        return moe_output if direct is not None else moe_output.copy_(result)
 
     def _follow(self) -> None:
         """The kernel reads the parameters as they are now, also where somebody replaced or overwrote them and called no hook."""
         addresses = self._read_addresses()
         if addresses != self._addresses:
-            assert self.kernel is not None
-            self.kernel.bind(self.quant_method.kernel_weights(self), self.slot_start)
+            weights = self.quant_method.kernel_weights(self)
+            for kernel in self.schedule.kernels:
+                kernel.bind(weights, self.slot_start)
             self._addresses = addresses
 
     def _read_addresses(self) -> tuple[int, ...]:
@@ -367,20 +347,3 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             quantized: tuple[Any, torch.Tensor | None] = super().quantize_input(x, post_quant_comm=not swizzled)
             return quantized
         return x, x_sf
-
-    def _run_kernel(
-        self,
-        x: torch.Tensor,
-        token_selected_experts: torch.Tensor,
-        token_final_scales: torch.Tensor,
-        output_dtype: torch.dtype | None,
-        moe_output: torch.Tensor | None,
-    ) -> torch.Tensor:
-        assert self.kernel is not None
-        # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
-        # reduces.
-        direct = moe_output if moe_output is not None and moe_output.dtype is torch.bfloat16 else None
-        result = self.kernel.run(x, token_selected_experts, token_final_scales, out=direct)
-        if moe_output is None:
-            return result if output_dtype in (None, torch.bfloat16) else result.to(output_dtype)
-        return moe_output if direct is not None else moe_output.copy_(result)

@@ -194,7 +194,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         if not self.fault:
             self.fault = first_line(error)
             logger.debug("scales of a MoE layer", exc_info=error)
-        module.retire_kernel()
+        module.retire_kernels()
         ratio = getattr(module, RATIO, None)
         if ratio is None or ratio.is_meta:
             return

@@ -85,7 +85,7 @@ def status() -> Status:
     gc.collect()  # a failed attempt's layers hold each other
     layers = alive()
     served = [module for module, verdict in layers if verdict.served]
-    bound = [kernel for kernel in (module.kernel for module in served) if kernel is not None]
+    bound = [kernel for module in served for kernel in module.schedule.kernels]
     reasons = Counter(reason.name for _, verdict in layers for reason in verdict.reasons)
     state, detail = host.state()
     return Status(
@@ -137,5 +137,6 @@ def _report() -> None:
         if not served or line == _last_line:
             return
         _last_line = line
-    below = served[0].crossover
-    logger.info("rank %d: %d of %d MoE layers on b12x, decode below %d tokens", served[0].rank, *line, below)
+    first, *_, last = sorted(module.schedule.below for module in served) * 2
+    below = f"{first} to {last}" if first < last else str(last)
+    logger.info("rank %d: %d of %d MoE layers on b12x, decode below %s tokens", served[0].rank, *line, below)

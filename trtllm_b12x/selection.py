@@ -12,13 +12,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from . import bootstrap, environment, locks, log, registry, settings, votes
 from . import host as _host
-from .decision import Deployment, Environment, Problem, RejectReason, Verdict, decide
+from .decision import Environment, Problem, RejectReason, Verdict, decide
+from .host import questions
 
 _lock = locks.new()
 """Of the layers that are built; held while the host imports and constructs."""
@@ -268,35 +269,33 @@ def refusal(problem: Any, deployment: Any) -> str | None:
     """Why b12x does not serve what a host of C3 asks about, in its own records; None if it does."""
     if _adapter() is None:
         return "promotion is off"
-    known = Problem(
-        quant_algo=problem.quant or "none",
-        activation=problem.activation,
-        activation_constants=bool(problem.activation_constants),
-        activation_dtype=str(problem.dtype_act).removeprefix("torch."),
-        bias=problem.bias,
-        hidden_size=problem.hidden_size,
-    )
-    balancer = "registered" if deployment.eplb_enabled else "none"
-    shared = Deployment(lora=deployment.moe_lora_enabled, load_balancer=balancer)
-    verdict = decide(known, shared, environment=_facts())
+    verdict = decide(*questions.of_candidate(problem, deployment), _facts())
     return None if verdict.served else "; ".join(map(str, verdict.rejections))
+
+
+_SAID_BY_THE_LAYER = frozenset({RejectReason.EXPERT_PARALLEL, RejectReason.ATTENTION_DP, RejectReason.CUDA_GRAPHS})
+"""Where other ranks may come to another answer, and wait for this one's vote: a layer that is none of ours has none."""
+
+
+def _to_be_built(verdict: Verdict) -> bool:
+    """As a layer of ours, which behaves as the host's where the verdict is no."""
+    return _SAID_BY_THE_LAYER.issuperset(verdict.reasons)
 
 
 def _class_for(host: Any, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     moe_cls = _without_broken_b12x(moe_cls, host)
-    problem = problem_of(*args, **kwargs)
-    if problem is None or (moe_cls is not host.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
+    model_config = args[0] if args else kwargs.get("model_config")
+    question = questions.of_model(model_config, args[1] if len(args) > 1 else kwargs.get("override_quant_config"))
+    if question is None or (moe_cls is not host.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
         return moe_cls
-    model_config = _model_config(args, kwargs)
-    known = replace(problem, dynamic_quantization=_dynamic_quantization(model_config))
-    verdict = decide(known, _deployment(host, model_config), environment=_facts())
+    verdict = decide(*question, _facts())
     if moe_cls.__name__ == _NAMED_BY_MODELS:
-        if verdict.served:
+        if _to_be_built(verdict):
             _warn_of_trtllm(model_config)
         return moe_cls
-    if verdict.served:
+    if _to_be_built(verdict):
         return _our_class()
-    log.announce(verdict, f"moe_backend {model_config.moe_backend}", _rank(model_config))
+    log.announce(verdict, f"moe_backend {getattr(model_config, 'moe_backend', '?')}", _rank(model_config))
     return moe_cls
 
 
@@ -331,11 +330,10 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
             call.arguments["moe_cls"], verdict, ours = ours.hosts_class, None, None
             module = create_moe_backend(*call.args, **call.kwargs)  # or the error is the host's
             refuse(error)
-        if verdict is not None and not verdict.served:
-            with suppress(Exception):
-                registry.record(module, verdict, ready=True)
         if ours is None:
             with suppress(Exception):
+                if verdict is not None:
+                    registry.record(module, verdict, ready=True)
                 if verdict is not None or refused():
                     votes.stand_aside(call.arguments.get("model_config"), refused())
         return module
@@ -350,17 +348,24 @@ def _backend_for(host: Any, call: inspect.BoundArguments) -> tuple[Any, Verdict 
     promoted_before = _is_ours(asked)
     if not promoted_before and not any(moe_cls is cutlass for cutlass in (host.CutlassFusedMoE, *host.leaves)):
         return moe_cls, None
-    verdict = decide(*_layer_facts(host, _flat(call), quantization=not promoted_before), environment=_facts())
+    verdict = decide(*questions.of_call(_flat(call), quantization=not promoted_before), _facts())
+    ours = _to_be_built(verdict)
     # Where the class is chosen first, yes or no was said already; elsewhere the host's answer is CutlassFusedMoE.
-    if verdict.served and (promoted_before or not host.chooses_first):
+    if ours and (promoted_before or not host.chooses_first):
         if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
             _warn_of_trtllm(model_config)
         return _our_class(), verdict
-    if verdict.served:
+    if ours:
         return moe_cls, None  # somebody named the host's class
     if promoted_before or not host.has_get_moe_cls:
         log.announce(verdict, "MoE layer", _rank(model_config))
     return (host.CutlassFusedMoE if promoted_before else moe_cls), verdict
+
+
+def _flat(call: inspect.BoundArguments) -> dict[str, Any]:
+    """Arguments by name, those of a ``**arguments`` too."""
+    several = (p.name for p in call.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    return {**call.arguments, **call.arguments.get(next(several, ""), {})}
 
 
 def _warn_of_trtllm(model_config: Any) -> None:
@@ -429,70 +434,6 @@ def _without_broken_b12x(moe_cls: Any, host: Any) -> Any:
         return moe_cls
     log.announce(Verdict(rejections), f"moe_backend CUTEDSL ({moe_cls.__name__})")
     return host.CutlassFusedMoE
-
-
-# ---- what is known when --------------------------------------------------------------------------------------------------
-
-
-def _model_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else kwargs.get("model_config")
-
-
-def problem_of(*args: Any, **kwargs: Any) -> Problem | None:
-    """What is known when only a class is asked for: the quantization, unless it is settled layer by layer.
-
-    Takes the arguments of ``get_moe_cls``, which grew over the generations; None where they are none that we know.
-    """
-    model_config = _model_config(args, kwargs)
-    override = args[1] if len(args) > 1 else kwargs.get("override_quant_config")
-    try:
-        quant_config = override if override is not None else model_config.quant_config
-        algo = None if quant_config is None else quant_config.quant_algo
-    except AttributeError:
-        return None
-    name = "none" if algo is None else str(getattr(algo, "value", algo))
-    return Problem(quant_algo=None if name == "MIXED_PRECISION" else name)
-
-
-def _flat(call: inspect.BoundArguments) -> dict[str, Any]:
-    """Arguments by name, those of a ``**arguments`` too."""
-    several = (p.name for p in call.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
-    return {**call.arguments, **call.arguments.get(next(several, ""), {})}
-
-
-def _layer_facts(host: Any, arguments: dict[str, Any], quantization: bool) -> tuple[Problem, Deployment]:
-    """What ``create_moe_backend`` is told.  The quantization may still change per layer: judged only where it is all there is."""
-    model_config = arguments.get("model_config")
-    known = problem_of(model_config) if quantization else None
-    dtype = arguments.get("dtype")
-    problem = replace(
-        known or Problem(),
-        activation=host.activation_name(arguments.get),
-        activation_constants=host.activation_constants(arguments.get),
-        activation_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-        bias=bool(arguments.get("bias")),
-        apply_router_weight_on_input=bool(arguments.get("apply_router_weight_on_input")),
-        dynamic_quantization=_dynamic_quantization(model_config),
-        hidden_size=arguments.get("hidden_size"),
-    )
-    return problem, _deployment(host, model_config)
-
-
-def _dynamic_quantization(model_config: Any) -> bool:
-    return bool(getattr(model_config, "force_dynamic_quantization", False))
-
-
-def _deployment(host: Any, model_config: Any) -> Deployment:
-    balanced = getattr(host.create_moe, "get_moe_load_balancer", lambda: None)() is not None
-    return Deployment(
-        lora=host.has_moe_lora_targets(model_config),
-        # The host's own test for the one that moves weights while it serves: updates per iteration.
-        load_balancer=None if not balanced else "dynamic" if _updates(model_config) else "static",
-    )
-
-
-def _updates(model_config: Any) -> int:
-    return int(getattr(getattr(model_config, "moe_load_balancer", None), "layer_updates_per_iter", 0) or 0)
 
 
 # ---- the host's autotuner ------------------------------------------------------------------------------------------------

@@ -449,7 +449,8 @@ def unusual() -> dict[str, Any]:
     import trtllm_b12x
     from tests import layers
     from trtllm_b12x import host as hosts
-    from trtllm_b12x import registry, selection
+    from trtllm_b12x import registry
+    from trtllm_b12x.host import questions
 
     host = hosts.load()
     create_moe = host.create_moe.create_moe
@@ -493,9 +494,16 @@ def unusual() -> dict[str, Any]:
     registry.record(other, other.verdict, ready=False)
     left = trtllm_b12x.status().layers
 
-    selection._layer_facts = None  # type: ignore[assignment]
+    explained = layers.explained()
+    questions.of_call = None  # type: ignore[assignment]
     failed = type(build()).__name__
-    return {"gate": gate, "threads": {name: built.count(name) for name in built}, "left": left, "failed": failed}
+    return {
+        "gate": gate,
+        "threads": {name: built.count(name) for name in built},
+        "left": left,
+        "failed": failed,
+        "explained": explained,
+    }
 
 
 def shared() -> dict[str, Any]:

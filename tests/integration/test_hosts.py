@@ -198,6 +198,9 @@ def test_threads_failures_and_pipeline_ranks(python: Path, double: dict[str, str
     assert result["gate"] in ([], [OURS, OURS])
     assert result["threads"] == {f"torch.bfloat16 {OURS}": 60, f"torch.float16 {hosts_own(double)[0]}": 60}
     assert result["left"] == 0
+    assert len(result["explained"]) == (24 if double["GENERATION"].startswith("C") else 48)
+    for config, said, became in result["explained"]:
+        assert said == became, config
     assert result["failed"] == hosts_own(double)[0]
     assert result["stderr"].count("promotion is off in this process") == 1
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.unittest.test_checkpoint import BROKEN, E0, edit_tensors
-from trtllm_b12x import __version__
+from trtllm_b12x import __version__, registry
 from trtllm_b12x.cli import main
 from trtllm_b12x.strict_reference import dequantize_weight
 
@@ -81,6 +81,29 @@ def test_a_damaged_layer_fails(directory: Path) -> None:
     assert result.output.strip().splitlines()[-1].startswith("FAIL: 2 of 2")
 
 
+def test_fewer_tokens_than_asked_for_where_the_kernel_says_why(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As FlashInfer's offsets leave 43 of 46 tokens of 512 experts, top 22, 8192 x 1024."""
+    from trtllm_b12x.kernels.reference import ReferenceKernel
+
+    plan = ReferenceKernel.plan
+
+    def fewer(self: Any, geometry: Any, capacity: int, device: Any) -> None:
+        plan(self, geometry, min(capacity, 43), device)
+        self.limited = "no offsets for more than 43"
+
+    registry.forget()
+    caplog.set_level("INFO", logger="trtllm_b12x")
+    monkeypatch.setattr(ReferenceKernel, "plan", fewer)
+    result = run("verify", directory, "--require-b12x", "--tokens", "43,44,46", "--json", "-")
+    assert result.exit_code == 0
+    layer = json.loads(result.stdout)["layers"][0]
+    assert [case["path"] for case in layer["cases"]] == ["b12x", "cutlass", "cutlass", "cutlass"]
+    assert layer["notes"] == ["b12x serves fewer than 44 tokens: no offsets for more than 43"]
+    assert "decode below 44 tokens" in caplog.text
+
+
 def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
     from trtllm_b12x.kernels.reference import ReferenceKernel
@@ -93,7 +116,7 @@ def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyP
         patch.setattr(ReferenceKernel, "capacity", 0, raising=False)
         patch.setattr(ReferenceKernel, "plan", lambda self, geometry, *_: setattr(self, "geometry", geometry))
         assert "served by cutlass, not by b12x" in run("verify", directory).output
-    monkeypatch.setattr(FlashInferNvfp4Sm12xFusedMoE, "_in_range", lambda self, x: False)
+    monkeypatch.setattr(FlashInferNvfp4Sm12xFusedMoE, "_kernel_for", lambda self, x: None)
     result = run("verify", directory)
     assert result.exit_code == 1
     assert "served by cutlass, not by b12x" in result.output

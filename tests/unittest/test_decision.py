@@ -112,7 +112,7 @@ def test_what_the_field_runs_is_served() -> None:
             bias=False,
             apply_router_weight_on_input=False,
         )
-        deployment = Deployment(2, 2, attention_dp=False, alltoall=False, load_balancer="none", lora=False, cuda_graphs=True)
+        deployment = Deployment(2, attention_dp=False, alltoall=False, load_balancer="none", lora=False, cuda_graphs=True)
         assert str(decide(problem, deployment, KERNEL)) == "b12x"
 
 
@@ -251,7 +251,6 @@ problems = st.builds(
 )
 deployments = st.builds(
     Deployment,
-    tp_size=sizes,
     ep_size=sizes,
     attention_dp=maybe_bool,
     alltoall=maybe_bool,

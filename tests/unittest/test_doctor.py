@@ -157,6 +157,7 @@ def test_explain_is_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     from trtllm_b12x.host import embedded as host
 
     monkeypatch.setattr(environment, "probe", lambda: FIELD)
+    monkeypatch.setattr("trtllm_b12x.host.installed", lambda: True)
     config = host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo.FP8))
     verdict = trtllm_b12x.explain(config)
     assert verdict.reasons == (RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_TOO_OLD, RejectReason.QUANTIZATION)

@@ -124,17 +124,17 @@ class B12xMoEWrapper:
 @pytest.mark.parametrize(
     ("version", "wrapper", "dispatch", "expected"),
     [
-        ("0.6.0", "", "", (False, False, False, False, 128)),
+        ("0.6.0", "", "", (False, False, False, 128)),
         (
             "0.6.16",
-            WRAPPER.replace(", input_global_scale=None", "").replace("shared_static_workspace", "x"),
+            WRAPPER.replace(", input_global_scale=None", ""),
             "",
-            (True, False, False, False, 128),
+            (True, False, False, 128),
         ),
-        ("0.6.18.post1", WRAPPER.replace("shared_static_workspace", "x"), "", (True, True, False, False, 128)),
-        ("0.7.0", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, True, True, False, 256)),
-        ("0.7.2.post1", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, True, True, True, 256)),
-        ("0.7.2", "class B12xMoEWrapper: (", "", (False, False, False, False, 128)),
+        ("0.6.18.post1", WRAPPER, "", (True, True, False, 128)),
+        ("0.7.0", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, True, False, 256)),
+        ("0.7.2.post1", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, True, True, 256)),
+        ("0.7.2", "class B12xMoEWrapper: (", "", (False, False, False, 128)),
     ],
 )
 def test_flashinfer_is_read_not_imported(
@@ -150,7 +150,7 @@ def test_flashinfer_is_read_not_imported(
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # another test may have imported the real one
     found = environment.inspect_flashinfer()
     assert found.version == version
-    assert (found.b12x, found.exact_scales, found.shared_workspaces, found.negative_ids, found.tile) == expected
+    assert (found.b12x, found.exact_scales, found.negative_ids, found.tile) == expected
 
 
 def distribution(site: Path, name: str, version: str, files: list[Path], hashes: dict[Path, str] | None = None) -> None:

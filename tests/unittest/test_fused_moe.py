@@ -11,10 +11,10 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x import log, verification
-from trtllm_b12x.crossover import crossover
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.host.embedded import fp4_quantize
+from trtllm_b12x.schedule import crossover
 
 host = layers.host
 

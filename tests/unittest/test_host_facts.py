@@ -121,11 +121,12 @@ def test_the_contract_covers_what_is_read() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
     found = read_of({"self"}, "fused_moe.py", "host/calls.py") | read_of({"module"}, "quantization.py", "host/weights.py")
+    found |= read_of({"layer"}, "host/questions.py")
     read = {name for name in found - bare - assigned if not name.startswith("b12x_")} - {"kernel"}
     optional = {"_moe_lora_active"}  # asked for with hasattr
     by_the_registry = {"rank"}
     assert (read - optional) | by_the_registry == {*contract.LAYER, *contract.WEIGHTS, "quant_method"}
     assert read_of({"ctx"}, "host/calls.py") == set(contract.RECORDS["MoERunContext"])
     assert read_of({"plan"}, "host/calls.py") == set(contract.RECORDS["MoECommPlan"])
-    assert read_of({"problem"}, "selection.py") >= set(contract.QUESTION["MoEProblem"])
-    assert read_of({"deployment"}, "selection.py") >= set(contract.QUESTION["MoEDeployment"])
+    assert read_of({"problem"}, "host/questions.py") >= set(contract.QUESTION["MoEProblem"])
+    assert read_of({"deployment"}, "host/questions.py") >= set(contract.QUESTION["MoEDeployment"])

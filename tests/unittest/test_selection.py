@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import trtllm_b12x
+from tests import layers
 from trtllm_b12x import host as _host
 from trtllm_b12x import log, selection
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+from trtllm_b12x.host import questions
 
 host = _host.load()
 create_moe = host.create_moe
@@ -83,7 +85,7 @@ def test_what_only_the_builder_knows_leaves_the_hosts_class() -> None:
 
 
 def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(FlashInferNvfp4Sm12xFusedMoE, "_activation_name")
+    monkeypatch.setattr(questions, "of_layer", lambda layer, *facts: layer.gone)
     trtllm_b12x.install()
     module = create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
     assert module.backend.verdict.reasons == (RejectReason.HOST,)
@@ -112,6 +114,17 @@ def test_arguments_that_the_function_may_grow(monkeypatch: pytest.MonkeyPatch) -
     assert create_moe.get_moe_cls(cfg=config()) is host.CutlassFusedMoE
     assert create_moe.get_moe_cls(object()) is host.CutlassFusedMoE
     trtllm_b12x.uninstall()
+
+
+def test_explain_agrees_with_what_is_built() -> None:
+    trtllm_b12x.install()
+    rows = layers.explained()
+    assert {reason for _, said, _ in rows for reason in said} == {"LORA", "DYNAMIC_QUANTIZATION", "ATTENTION_DP", "CUDA_GRAPHS"}
+    for asked, said, became in rows:
+        assert said == became, asked
+    for algo in (host.QuantAlgo.FP8, None):
+        assert trtllm_b12x.explain(config(algo)).reasons == (RejectReason.QUANTIZATION,)
+        assert create_moe.get_moe_cls(config(algo)) is host.CutlassFusedMoE
 
 
 def test_a_name_bound_early_answers_as_the_host_after_uninstall() -> None:

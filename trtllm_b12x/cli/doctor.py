@@ -90,12 +90,12 @@ def _problems(ctx: click.Context, checkpoint: Path) -> tuple[Problem, ...]:
     """The different problems that the checkpoint's layers pose, in the model's order."""
     try:
         from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
-        from trtllm_b12x.verification import Ranks, problem_of
+        from trtllm_b12x.host import questions
     except ImportError as error:  # torch, which the rest of doctor can do without
         click.echo(f"error: --checkpoint needs torch: {error}", err=True)
         ctx.exit(2)
     try:
-        return tuple(dict.fromkeys(problem_of(layer, Ranks()) for layer in Checkpoint(checkpoint).layers))
+        return tuple(dict.fromkeys(questions.of_checkpoint(layer)[0] for layer in Checkpoint(checkpoint).layers))
     except CheckpointError as error:
         click.echo(f"error: {error}", err=True)
         ctx.exit(2)

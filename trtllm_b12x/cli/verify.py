@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_b12x.crossover import crossover
+from trtllm_b12x.schedule import crossover
 
 from .verify_output import Json, Table, header, percent, plain, progress
 

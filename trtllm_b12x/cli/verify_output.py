@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtllm_b12x import __version__
-from trtllm_b12x.crossover import crossover
+from trtllm_b12x.schedule import crossover
 
 if TYPE_CHECKING:
     from trtllm_b12x.verification import CaseReport, LayerReport, Tolerances

@@ -27,8 +27,6 @@ class FlashInfer:
     b12x: bool = False
     exact_scales: bool = False
     """``B12xMoEWrapper.run`` takes ``input_global_scale``."""
-    shared_workspaces: bool = False
-    """``B12xMoEWrapper`` takes ``shared_static_workspace``."""
     negative_ids: bool = False
     """Every kernel skips them: no signature shows it; from 0.7.2, by comparison of the wheels' kernels."""
     tile: int = 128
@@ -55,7 +53,6 @@ def inspect_flashinfer() -> FlashInfer:
         version=version,
         b12x=bool(arguments),
         exact_scales="input_global_scale" in arguments.get("run", ()),
-        shared_workspaces="shared_static_workspace" in arguments.get("__init__", ()),
         negative_ids=bool(arguments) and version_tuple(version) >= EXPERT_PARALLEL_FLASHINFER,
         tile=256 if "_STATIC_RETAINED_GROUP_N" in dispatch else 128,
         fault=_damage(distribution),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,6 @@ from . import UnsupportedHostError, contract
 from .calls import ContextCalls, EndsWithCachedState, EndsWithPostLoad, KeywordCalls
 from .leaves import Candidate, tables
 from .weights import CachedWeights, DirectWeights, StagedWeights
-
-_MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
-"""``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``); LoRA on attention leaves them as they are."""
-_CONSTANTS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar")
 
 
 def embedded() -> SimpleNamespace:
@@ -89,9 +84,6 @@ def _with_differences(names: SimpleNamespace, **facts: Any) -> SimpleNamespace:
         chooses_first=named or bool(names.leaves),
         Layer=metaclass("Layer", (calls, end, *((Candidate,) if names.leaves else ())), {}),
         Weights=_weights(facts["generation"]),
-        activation_name=_activation_name(names),
-        activation_constants=_activation_constants,
-        has_moe_lora_targets=_has_moe_lora_targets,
     )
 
 
@@ -109,27 +101,3 @@ def _equality(cutlass: type) -> dict[str, Any]:
     hash agree, identity stays: never key a dict, set or cache by this class.
     """
     return {"__eq__": lambda cls, other: other is cutlass or other is cls, "__hash__": lambda cls: hash(cutlass)}
-
-
-def _activation_name(names: Any) -> Callable[[Callable[[str], Any]], str]:
-    """Of a layer; ``get`` looks up an argument of ``create_moe_backend``, or an attribute of the layer."""
-
-    def activation_name(get: Callable[[str], Any]) -> str:
-        kind = getattr(get("activation"), "kind", None)  # C2; older ones have activation_type
-        kind = get("activation_type") if kind is None else kind
-        return str(names.ActivationType(names.ActivationType.Swiglu if kind is None else kind).name)
-
-    return activation_name
-
-
-def _activation_constants(get: Callable[[str], Any]) -> bool:
-    """Are SwiGLU's alpha, beta or limit given?"""
-    constants = getattr(get("activation"), "constants", None)
-    given = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
-    return any(value is not None for value in given)
-
-
-def _has_moe_lora_targets(model_config: Any) -> bool:
-    """The host's function of that name, which has moved between generations and is missing in the early ones."""
-    targets = getattr(getattr(model_config, "lora_config", None), "lora_target_modules", None) or ()
-    return any(str(name).lower() in _MOE_LORA_MODULES for name in targets)

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import torch
 
+from trtllm_b12x import environment as machine
 from trtllm_b12x import host, settings
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.environment import probe
 
 __all__ = [
     "Geometry",
@@ -175,6 +175,9 @@ class Kernel(ABC):
     features: ClassVar[KernelFeatures]
     geometry: Geometry
     capacity: int
+    """Most tokens that it was planned for."""
+    limited = ""
+    """Why these are fewer than :meth:`plan` was asked for."""
     weights: KernelWeights
 
     @abstractmethod
@@ -271,9 +274,8 @@ def environment(kernel: type[Kernel] | None = None) -> Environment:
     The embedded host runs on any machine, so there the machine says nothing.
     """
     features = (kernel or kernel_class()).features
-    machine = probe() if host.installed() else Environment()
     return replace(
-        machine,
+        machine.probe() if host.installed() else Environment(),
         enabled=settings.ENABLED() != "0",
         gather_bf16=settings.GATHER_BF16(),
         only_deterministic=settings.DETERMINISTIC(),
@@ -301,5 +303,5 @@ def kernel_class(device: str | None = None) -> type[Kernel]:
 def _card_is_there() -> bool:
     if not torch.cuda.is_available():
         return False
-    sm = probe().sm if host.installed() else None  # torch's answer would create a CUDA context in whoever only asks
+    sm = machine.probe().sm if host.installed() else None  # torch's answer would create a CUDA context in whoever only asks
     return sm in (120, 121) if sm else torch.cuda.get_device_capability() in ((12, 0), (12, 1))

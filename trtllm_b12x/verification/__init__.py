@@ -3,7 +3,7 @@
 from .bounds import Tolerances, relative_l2
 from .draw import Case, draw_activations
 from .layer import _kernel_calls as _kernel_calls
-from .layer import judge, problem_of, verify_layer
+from .layer import judge, verify_layer
 from .report import BytesReport, CaseReport, LayerReport, Ranks
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Tolerances",
     "draw_activations",
     "judge",
-    "problem_of",
     "relative_l2",
     "verify_layer",
 ]

@@ -11,9 +11,10 @@ import torch
 from trtllm_b12x import host as _host
 from trtllm_b12x import selection, strict_reference
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
-from trtllm_b12x.crossover import crossover
-from trtllm_b12x.decision import Deployment, Problem, Verdict, decide, refused_by_hosts
+from trtllm_b12x.decision import Verdict, decide, refused_by_hosts
+from trtllm_b12x.host import questions
 from trtllm_b12x.kernels import environment, kernel_class
+from trtllm_b12x.schedule import crossover
 from trtllm_b12x.strict_reference import Arithmetic
 
 from .bits import bits_exact, count_bytes, examine_codes, wrong_scalars
@@ -70,7 +71,7 @@ def verify_layer(
         intermediate_size=layer.intermediate_size,
         served_by="b12x" if verdict.served else "cutlass",
         reasons=list(map(str, verdict.rejections)),
-        warnings=refused_by_hosts(problem_of(layer, ranks)),
+        warnings=refused_by_hosts(questions.of_checkpoint(layer, ranks.tp, ranks.ep)[0]),
     )
     if not verdict.served:
         if require_b12x:
@@ -82,6 +83,7 @@ def verify_layer(
     outputs: list[Any] = [0.0] * len(batches)
     paths: list[set[str]] = [set() for _ in batches]
     rounding: dict[int, float] = {}
+    limit = crossover(layer.top_k)
     unplanned: set[int] = set()  # a FlashInfer that compiles for fixed sizes
     report.bytes = BytesReport(weights.nbytes, -weights.nbytes, 0, 0, 0)
     report.bits_exact = True
@@ -90,10 +92,14 @@ def verify_layer(
         module = _build(layer, routing, mapping, device)
         module.load_weights([weights])
         module.post_load_weights()
-        if module.backend.kernel is None:
+        schedule = module.backend.schedule
+        if not schedule.kernels:
             report.served_by = "cutlass"
             report.failures.append(f"rank {mapping.rank} left b12x: {module.backend.verdict}")
         else:
+            if schedule.limited and schedule.below < limit:
+                limit = schedule.below
+                report.notes.append(f"b12x serves fewer than {limit} tokens: {schedule.limited}")
             count_bytes(module.backend, report.bytes)
             report.bits_exact &= bits_exact(module.backend, weights, layer)
             wrong = wrong_scalars(module.backend, weights, layer)
@@ -105,10 +111,11 @@ def verify_layer(
             with _kernel_calls(module.backend) as count:
                 outputs[index] = outputs[index] + module(batch.call.x, batch.logits).float()
             paths[index].add("b12x" if count() else "cutlass")
-            kernel, tokens = module.backend.kernel, cases[batch.case].tokens
-            if kernel is not None and kernel.serves(tokens):
+            tokens = cases[batch.case].tokens
+            kernel = schedule.at(tokens)
+            if kernel is not None:
                 rounding[batch.case] = max(rounding.get(batch.case, 0.0), kernel.rounding(tokens))
-            elif kernel is not None and tokens <= kernel.capacity:
+            elif tokens < schedule.below:
                 unplanned.add(batch.case)
             step += 1
             progress(_LOADED + (_RUN - _LOADED) * step / steps)
@@ -123,11 +130,10 @@ def verify_layer(
     bounds = tolerances or Tolerances()
     _measure(weights, layer, cases, batches, outputs, paths, rounding, device, original, report, bounds, progress)
     for position, case in enumerate(report.cases):
-        expected = "b12x" if case.tokens < crossover(report.top_k) and position not in unplanned else "cutlass"
+        expected = "b12x" if case.tokens < limit and position not in unplanned else "cutlass"
         if case.path != expected:
             case.failures.append(f"served by {case.path}, not by {expected}")
     if require_b12x and not any(case.path == "b12x" for case in report.cases):
-        limit = crossover(report.top_k)
         report.failures.append(f"no call of fewer than {limit} tokens, b12x was not run: add a smaller count to --tokens")
     progress(1.0)
     return report
@@ -135,25 +141,7 @@ def verify_layer(
 
 def judge(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Verdict:
     """The verdict that the layer will get on every rank, from what the checkpoint alone tells."""
-    return decide(problem_of(layer, ranks), Deployment(ranks.tp, ranks.ep), environment(kernel_class(device)))
-
-
-def problem_of(layer: MoELayer, ranks: Ranks) -> Problem:
-    """What one rank has to compute of the layer."""
-    return Problem(
-        quant_algo=layer.quant_algo,
-        group_size=layer.group_size,
-        activation_dtype="bfloat16",
-        activation=layer.activation,
-        activation_constants=layer.activation_constants,
-        pre_quant_scale=layer.pre_quant_scale,
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size // ranks.tp,
-        num_experts=layer.num_experts,
-        top_k=layer.top_k,
-        bias=layer.bias,
-        apply_router_weight_on_input=layer.apply_router_weight_on_input,
-    )
+    return decide(*questions.of_checkpoint(layer, ranks.tp, ranks.ep), environment(kernel_class(device)))
 
 
 def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:

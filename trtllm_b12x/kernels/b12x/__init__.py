@@ -5,7 +5,7 @@ kernel by rules of their own and add up to four small launches to a call of one 
 ``compiler.py`` makes the kernels, ``scratch.py`` their memory, ``launch.py`` a call.
 
 The dynamic kernel is not used: its warps may miss a claim (docs/flashinfer-dynamic-claim.md), and
-:func:`trtllm_b12x.crossover.crossover` ends before it.
+:func:`trtllm_b12x.schedule.crossover` ends before it.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class B12xKernel(Kernel):
                 f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size} must be multiples of "
                 f"{self.features.hidden_size_multiple} and {self.features.tile}"
             )
-        capacity = fitting(geometry, capacity)
+        asked, capacity = capacity, fitting(geometry, capacity)
         self.geometry, self.capacity = geometry, capacity
+        self.limited = f"FlashInfer has no offsets for more than {capacity} tokens of this geometry" if capacity < asked else ""
         key = (geometry, capacity, str(device), settings.DETERMINISTIC())
         with _lock:
             if key in _failed:
@@ -128,7 +129,6 @@ class B12xKernel(Kernel):
                         _failed[key] = message
                     raise PlanError(message) from error
         self._plan, self._key = plan, key
-        self._sizes = frozenset(plan.candidates)
 
     def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
         weights.check(self.geometry)
@@ -198,7 +198,8 @@ class B12xKernel(Kernel):
         return device.type == "cuda"
 
     def serves(self, tokens: int) -> bool:
-        return self._plan.tested and tokens in self._sizes
+        plan = self._plan
+        return plan.tested and tokens in plan.candidates
 
     def rounding(self, tokens: int) -> float:
         kind = self._plan.candidates[tokens][0].kind
@@ -232,7 +233,7 @@ class B12xKernel(Kernel):
     ) -> torch.Tensor:
         candidates = self._plan.candidates.get(x.shape[0])
         if candidates is None:
-            planned = _ranges(sorted(self._sizes))
+            planned = _ranges(sorted(self._plan.candidates))
             raise ValueError(
                 f"no kernel is planned for {x.shape[0]} tokens, only for {planned}: plan() with a capacity that covers it"
             )

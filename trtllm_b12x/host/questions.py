@@ -1,0 +1,176 @@
+"""What a host or a checkpoint says of a layer, as :class:`Problem` and :class:`Deployment`: the one place that asks them.
+
+Facts become known in steps, and each function tells what is known at its own: the rest is None, and the rules about it abstain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trtllm_b12x.decision import Deployment, Problem
+
+from . import UnsupportedHostError, load
+
+if TYPE_CHECKING:
+    from trtllm_b12x.checkpoint import MoELayer
+
+Question = tuple[Problem, Deployment]
+
+_MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
+"""``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``); LoRA on attention leaves them as they are."""
+_CONSTANTS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar")
+
+
+def of_model(model_config: Any, override: Any = None) -> Question | None:
+    """Of each layer of a host's ``ModelConfig``; None where it is none that we know.
+
+    Quantization that is settled layer by layer is not known.
+    """
+    try:
+        quant_config = override if override is not None else model_config.quant_config
+        quantization = _quantization(quant_config)
+    except AttributeError:
+        return None
+    if quantization["quant_algo"] == "MIXED_PRECISION":
+        quantization = {}
+    problem, deployment = of_config(model_config)
+    return replace(problem, **quantization), deployment
+
+
+def of_call(arguments: dict[str, Any], *, quantization: bool) -> Question:
+    """Of the layer that ``create_moe_backend`` is asked for.
+
+    Args:
+        arguments: by name.
+        quantization: the model's counts; it may still change per layer, so only where it is all there is.
+    """
+    model_config = arguments.get("model_config")
+    problem, deployment = (of_model(model_config) if quantization else None) or of_config(model_config)
+    known = replace(
+        problem,
+        activation=activation_name(arguments.get),
+        activation_constants=activation_constants(arguments.get),
+        activation_dtype=_dtype_name(arguments.get("dtype")),
+        bias=bool(arguments.get("bias")),
+        apply_router_weight_on_input=bool(arguments.get("apply_router_weight_on_input")),
+        hidden_size=arguments.get("hidden_size"),
+    )
+    return known, deployment
+
+
+def of_candidate(problem: Any, deployment: Any) -> Question:
+    """Of what a host of C3 asks about, in its own records (``MoEProblem``, ``MoEDeployment``)."""
+    known = Problem(
+        quant_algo=problem.quant or "none",
+        activation=problem.activation,
+        activation_constants=bool(problem.activation_constants),
+        activation_dtype=_dtype_name(problem.dtype_act),
+        bias=problem.bias,
+        hidden_size=problem.hidden_size,
+    )
+    balancer = "registered" if deployment.eplb_enabled else "none"
+    return known, Deployment(lora=deployment.moe_lora_enabled, load_balancer=balancer)
+
+
+def of_layer(layer: Any, config: Question, alltoall: bool) -> Question:
+    """Of a layer that the host has built: all there is to know, its final quantization too.
+
+    Args:
+        layer: see :data:`trtllm_b12x.host.contract.LAYER`.
+        config: :func:`of_config` when it was built.
+        alltoall: its tokens come from an all-to-all.
+    """
+    problem, deployment = config
+    divided = layer.intermediate_size % layer.tp_size == 0  # else the host's shards differ in size
+    size = layer.intermediate_size_per_partition if divided else layer.intermediate_size / layer.tp_size
+    known = replace(
+        problem,
+        **_quantization(layer.quant_config),
+        activation_dtype=_dtype_name(layer.dtype),
+        activation=activation_name(lambda name: getattr(layer, name, None)),
+        activation_constants=activation_constants(lambda name: getattr(layer, name, None)),
+        pre_quant_scale=getattr(layer, "fc31_act_scale", None) is not None,
+        hidden_size=layer.hidden_size,
+        intermediate_size=size,
+        num_experts=layer.num_experts,
+        top_k=layer.routing_method.experts_per_token,
+        bias=bool(layer.bias),
+        apply_router_weight_on_input=layer.apply_router_weight_on_input,
+    )
+    balanced = layer.layer_load_balancer is not None
+    balancer = "none" if not balanced else "dynamic" if layer._using_dynamic_load_balancer() else "static"
+    attention_dp = layer.use_dp and layer.parallel_size > 1
+    return known, replace(deployment, ep_size=layer.ep_size, attention_dp=attention_dp, alltoall=alltoall, load_balancer=balancer)
+
+
+def of_checkpoint(source: MoELayer, tp: int = 1, ep: int = 1) -> Question:
+    """Of one of ``tp * ep`` ranks, from what the checkpoint alone tells."""
+    known = Problem(
+        quant_algo=source.quant_algo,
+        group_size=source.group_size,
+        activation_dtype="bfloat16",
+        activation=source.activation,
+        activation_constants=source.activation_constants,
+        pre_quant_scale=source.pre_quant_scale,
+        hidden_size=source.hidden_size,
+        intermediate_size=source.intermediate_size // tp,
+        num_experts=source.num_experts,
+        top_k=source.top_k,
+        bias=source.bias,
+        apply_router_weight_on_input=source.apply_router_weight_on_input,
+    )
+    return known, Deployment(ep_size=ep)
+
+
+def activation_name(get: Callable[[str], Any]) -> str:
+    """Of a layer; ``get`` looks up an argument of ``create_moe_backend``, or an attribute of the layer."""
+    kind = getattr(get("activation"), "kind", None)  # C2; older ones have activation_type
+    kind = get("activation_type") if kind is None else kind
+    names = load().ActivationType
+    return str(names(names.Swiglu if kind is None else kind).name)
+
+
+def activation_constants(get: Callable[[str], Any]) -> bool:
+    """Are SwiGLU's alpha, beta or limit given?"""
+    constants = getattr(get("activation"), "constants", None)
+    given = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
+    return any(value is not None for value in given)
+
+
+def of_config(model_config: Any) -> Question:
+    """What a ``ModelConfig`` says beside the quantization; what of it is not there counts as its default."""
+    mapping = getattr(model_config, "mapping", None)
+    # The host's function of that name has moved between generations and is missing in the early ones.
+    lora = getattr(getattr(model_config, "lora_config", None), "lora_target_modules", None) or ()
+    return Problem(dynamic_quantization=bool(getattr(model_config, "force_dynamic_quantization", False))), Deployment(
+        ep_size=getattr(mapping, "moe_ep_size", None),
+        attention_dp=bool(getattr(mapping, "enable_attention_dp", False)) and getattr(mapping, "tp_size", 1) > 1,
+        load_balancer=_load_balancer(model_config),
+        lora=any(str(name).lower() in _MOE_LORA_MODULES for name in lora),
+        cuda_graphs=bool(getattr(model_config, "use_cuda_graph", False)),
+    )
+
+
+def _load_balancer(model_config: Any) -> str | None:
+    """The one that is registered; whether the layer will have it is not known yet."""
+    registered = None
+    with suppress(UnsupportedHostError):
+        registered = getattr(load().create_moe, "get_moe_load_balancer", lambda: None)()
+    if registered is None:
+        return None
+    # The host's own test for the one that moves weights while it serves: updates per iteration.
+    updates = getattr(getattr(model_config, "moe_load_balancer", None), "layer_updates_per_iter", 0)
+    return "dynamic" if int(updates or 0) else "static"
+
+
+def _quantization(quant_config: Any) -> dict[str, Any]:
+    algo = quant_config.quant_algo if quant_config is not None else None
+    name = "none" if algo is None else str(getattr(algo, "value", algo))
+    return {"quant_algo": name, "group_size": getattr(quant_config, "group_size", None)}
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
