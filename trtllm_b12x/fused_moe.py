@@ -61,10 +61,10 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def _get_quant_method(self) -> Any:
-        self.retire_kernels()
-        self._agreed = None  # the host may create weights anew, for another quantization
-        self._load = votes.load()
+        self._agreed = None
         try:
+            self.retire_kernels()  # the host may create weights anew, for another quantization
+            self._load = votes.load()
             self._kernel_class = kernels.kernel_class()
             self._judge_and_record()
             if self.verdict.served:
@@ -94,7 +94,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def _leave_to_the_host(self, error: Exception) -> None:
         """After a fault of ours: the host's own path for good, and a line."""
-        self.retire_kernels()
+        self.schedule = self._parked = HOSTS
         log.logger.debug("MoE layer %s", getattr(self, "layer_idx", "?"), exc_info=error)
         self._fault = self._fault or f"{type(error).__name__}: {error}".splitlines()[0]
         self.verdict = Verdict((Rejection(RejectReason.KERNEL_PLAN_FAILED, self._fault),))
