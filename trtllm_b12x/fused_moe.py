@@ -212,8 +212,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         if ratio is not None and ratio.is_meta and not self.b12x_up_to_gate.is_meta:
             self.b12x_up_to_gate.data.fill_(1)  # what it is given here is not even zeros
         schedule = self.schedule if self.schedule.kernels else self._parked
-        self.retire_kernels()
         try:
+            self.retire_kernels()
             if not all(kernel.runs_on(self.w2_weight.device) for kernel in schedule.kernels):
                 self._parked = schedule
             elif schedule.kernels:
