@@ -141,12 +141,17 @@ def run_moe(
     return backend.run_moe(context, workspace=None)
 
 
+def mapped(module: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without a gate as the host's mapper of Nemotron-H has it: w3 of no rows, and w1's scalars."""
+    if module.is_gated_activation:
+        return tensors
+    w1 = {name: tensor for name, tensor in tensors.items() if ".w1." in name}
+    up = {name.replace(".w1.", ".w3."): tensor[:0] if tensor.dim() == 2 else tensor for name, tensor in w1.items()}
+    return {**tensors, **up}
+
+
 def load(module: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    if not module.is_gated_activation:  # as the host's mapper of Nemotron-H has it: no rows, and w1's scalars
-        w1 = {name: tensor for name, tensor in tensors.items() if ".w1." in name}
-        up = {name.replace(".w1.", ".w3."): tensor[:0] if tensor.dim() == 2 else tensor for name, tensor in w1.items()}
-        tensors = {**tensors, **up}
-    module.load_weights([tensors])
+    module.load_weights([mapped(module, tensors)])
     module.post_load_weights()
     return module
 

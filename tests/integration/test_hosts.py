@@ -205,9 +205,34 @@ def test_threads_failures_and_pipeline_ranks(python: Path, double: dict[str, str
     assert result["stderr"].count("promotion is off in this process") == 1
 
 
-def test_shared_weights(python: Path, double: dict[str, str]) -> None:
-    if double["GENERATION"].startswith("C"):  # earlier hosts share none
-        assert scenario(python, double, "shared", ENABLE_CONFIGURABLE_MOE="1")["equal"] == [True, True]
+def wrapped(python: Path, double: dict[str, str], name: str, *arguments: str) -> dict[str, Any]:
+    return scenario(python, double, name, *arguments, ENABLE_CONFIGURABLE_MOE="1")
+
+
+@pytest.mark.parametrize("form", ["loaded", "transformed"])
+def test_parameters_from_a_peer(python: Path, double: dict[str, str], form: str) -> None:
+    """Since late 1.3, in the form that was derived of them since C1; gate and up with one scale, and with two."""
+    if double["GENERATION"] in (("A0", "A") if form == "loaded" else ("A0", "A", "B")):
+        return
+    assert wrapped(python, double, "from_a_peer", form)["equal"] == {ratio: [True, True] for ratio in ("1.0", "0.4", "3.0")}
+
+
+def test_groups(python: Path, double: dict[str, str]) -> None:
+    if double["GENERATION"].startswith("C"):  # earlier hosts have no such stream
+        assert wrapped(python, double, "in_groups")["equal"]
+
+
+def test_buckets_in_any_order(python: Path, double: dict[str, str]) -> None:
+    """Hosts of 1.2 refuse parts, with us as without."""
+    answer = wrapped(python, double, "in_buckets", "yes")
+    if double["GENERATION"] in ("A0", "A"):
+        assert answer["error"] == wrapped(python, double, "in_buckets", "no")["error"]
+    else:
+        assert answer["equal"] == [True] * 6
+
+
+def test_fused_gate_and_up(python: Path, double: dict[str, str]) -> None:
+    assert wrapped(python, double, "fused_gate_up")["equal"]
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
@@ -563,9 +588,3 @@ def test_ranks_of_an_mpi_session_do_not_wait_for_one_that_refuses(python: Path, 
 def test_no_hook_is_left_to_itself(python: Path, double: dict[str, str]) -> None:
     streamed = [] if double["GENERATION"] != "C1" else ["finalize_streamed_expert"]  # C2's
     assert scenario(python, double, "hooks")["orphans"] == streamed
-
-
-def test_fused_gate_and_up(python: Path, double: dict[str, str]) -> None:
-    if double["GENERATION"] not in ("A0", "A"):  # whose double reads tensors of single experts alone
-        result = scenario(python, double, "fused_gate_up", ENABLE_CONFIGURABLE_MOE="1")
-        assert (result["equal"], result["kernel"]) == ([True, True], True)

@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+from tensorrt_llm._experts import of_expert
 from tensorrt_llm._torch.modules.linear import TensorParallelMode, load_weight_shard
 from torch import nn
 
@@ -44,23 +45,21 @@ class FusedMoEMethodBase:
         names = inspect.getfullargspec(self.load_expert_w3_w1_weight).args
         more = {"allow_partial_loading": False} if "allow_partial_loading" in names else {}
         for slot, expert in enumerate(module.initial_local_expert_ids):
-            w1, w2 = weights[f"{expert}.w1.weight"], weights[f"{expert}.w2.weight"]
-            self.load_expert_w3_w1_weight(
-                module, w1, self.up(module, weights, expert, "weight"), module.w3_w1_weight.data[slot], **more
-            )
+            w1, w3, w2 = self.halves(module, weights, expert, "weight")
+            self.load_expert_w3_w1_weight(module, w1, w3, module.w3_w1_weight.data[slot], **more)
             self.load_expert_w2_weight(module, w2, module.w2_weight.data[slot])
             module._add_raw_shared_weights_for_unmap([w1, w2])
         self.load_quant_scales(module, weights)
         self.process_weights_after_loading(module)
 
     @staticmethod
-    def up(module: Any, weights: Any, expert: int, kind: str) -> Any:
-        """w3; without a gate, what the Nemotron-H mapper makes of it: no rows, or w1's scalar."""
-        name = f"{expert}.w3.{kind}"
-        if name in weights or module.is_gated_activation:
-            return weights[name]
-        w1 = weights[f"{expert}.w1.{kind}"]
-        return w1[:0] if w1.dim() == 2 else w1
+    def halves(module: Any, weights: Any, expert: int, kind: str) -> tuple[Any, Any, Any]:
+        """w1, w3 and w2; w3 without a gate is what the Nemotron-H mapper makes of it: no rows, or w1's scalar."""
+        given = of_expert(module, weights, expert, kind)
+        w1 = given["w1"]
+        if not module.is_gated_activation:
+            given.setdefault("w3", w1[:0] if w1.dim() == 2 else w1)
+        return w1, given["w3"], given["w2"]
 
     def post_load_weights(self, module: Any) -> None:
         self.setup_quant_scales(module)
@@ -147,11 +146,9 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         dst_w2_alpha.copy_(1.0 / (final_fc2_input_scale * (1.0 / w2_weight_scale_2)))
 
     def load_quant_scales(self, module: Any, weights: Any) -> None:
-        every = range(module.num_experts)
-        w1 = torch.stack([weights[f"{e}.w1.input_scale"].reshape(()) for e in every])
-        w3 = torch.stack([self.up(module, weights, e, "input_scale").reshape(()) for e in every])
+        every = [self.halves(module, weights, e, "input_scale") for e in range(module.num_experts)]
+        w1, w3, w2 = (torch.stack([scale.reshape(()) for scale in scales]) for scales in zip(*every, strict=True))
         assert torch.allclose(w1, w3), "w1_input_scale != w3_input_scale"
-        w2 = torch.stack([weights[f"{e}.w2.input_scale"].reshape(()) for e in every])
         module.fc31_input_scale.data.copy_(w1.max().reciprocal())
         module.fc2_input_scale.data.copy_(w2.max().reciprocal())
         self.load_all_fp4_weight_scales_and_alphas(
@@ -175,19 +172,13 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         dst_fc2_alpha: torch.Tensor,
     ) -> None:
         for slot, e in enumerate(load_expert_ids):
-            w1 = weights[f"{e}.w1.weight_scale_2"].reshape(()).float()
-            w3 = self.up(module, weights, e, "weight_scale_2").reshape(()).float()
+            w1, w3, w2 = (scale.reshape(()).float() for scale in self.halves(module, weights, e, "weight_scale_2"))
             if not torch.allclose(w1, w3):
                 w1 = w3 = torch.maximum(w1, w3)
-            self.load_expert_w3_w1_weight_scale_nvfp4(
-                module,
-                weights[f"{e}.w1.weight_scale"],
-                self.up(module, weights, e, "weight_scale"),
-                dst_w3_w1_weight_scale[slot],
-            )
-            self.load_expert_w2_weight_scale_nvfp4(module, weights[f"{e}.w2.weight_scale"], dst_w2_weight_scale[slot])
+            gate, up, down = self.halves(module, weights, e, "weight_scale")
+            self.load_expert_w3_w1_weight_scale_nvfp4(module, gate, up, dst_w3_w1_weight_scale[slot])
+            self.load_expert_w2_weight_scale_nvfp4(module, down, dst_w2_weight_scale[slot])
             self.load_expert_fc31_alpha_nvfp4(w1, w3, module.fc31_input_scale.data, dst_fc31_alpha[slot])
-            w2 = weights[f"{e}.w2.weight_scale_2"].reshape(()).float()
             self.load_expert_fc2_alpha_nvfp4(w2, module.fc2_input_scale.data, dst_fc2_alpha[slot])
 
     def setup_quant_scales(self, module: Any) -> None:

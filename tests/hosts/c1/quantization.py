@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from tensorrt_llm._experts import of_expert
 from tensorrt_llm._torch.modules.linear import TensorParallelMode, load_weight_shard
 from torch import nn
 
@@ -23,27 +24,6 @@ __all__ = ["MoEWeightLoadingMode", "TensorParallelMode", "load_weight_shard"]
 
 FUSED_MOE_NVFP4_WEIGHT_DTYPE = torch.int64
 FUSED_MOE_NVFP4_WEIGHT_BLOCK_SCALE_DTYPE = torch.int32
-
-
-def _of_expert(module: Any, weights: Any, expert: int, kind: str) -> dict[str, torch.Tensor]:
-    """What there is of w1, w3 and w2."""
-    if module.weight_loading_mode is MoEWeightLoadingMode.FUSED_GATE_UP_PROJ:
-        return _of_fused(weights, expert, "" if kind == "weight" else f"_{kind}")
-    if module.weight_loading_mode is not MoEWeightLoadingMode.VANILLA:
-        raise NotImplementedError(f"the double loads per-expert and fused tensors, not {module.weight_loading_mode}")
-    names = {half: f"{expert}.{half}.{kind}" for half in ("w1", "w3", "w2")}
-    return {half: weights[name] for half, name in names.items() if name in weights}
-
-
-def _of_fused(weights: Any, expert: int, suffix: str) -> dict[str, torch.Tensor]:
-    """All experts in one tensor, gate before up, matrices transposed; one scalar for all."""
-    found = {}
-    if (gate_up := weights.get(f"gate_up_proj{suffix}")) is not None:
-        halves = (gate_up, gate_up) if gate_up.dim() < 3 else gate_up[expert].transpose(0, 1).chunk(2, dim=0)
-        found.update(zip(("w1", "w3"), halves, strict=True))
-    if (down := weights.get(f"down_proj{suffix}")) is not None:
-        found["w2"] = down if down.dim() < 3 else down[expert].transpose(0, 1).contiguous()
-    return found
 
 
 def _shard(module: Any, tensor: torch.Tensor, mode: TensorParallelMode, destination: torch.Tensor) -> torch.Tensor:
@@ -78,7 +58,7 @@ class FusedMoEMethodBase(ABC):
         allow_partial_loading: bool = False,
     ) -> None:
         for slot, expert in enumerate(load_expert_ids):
-            given = _of_expert(module, weights, expert, "weight")
+            given = of_expert(module, weights, expert, "weight")
             hook = self.load_expert_w3_w1_weight
             more = _named(hook, allow_partial_loading=allow_partial_loading, expert_idx=slot)
             hook(module, given.get("w1"), given.get("w3"), dst_w3_w1_weights_tensor[slot], **more)
@@ -219,14 +199,14 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
     ) -> None:
         hook = self.load_expert_w3_w1_weight_scale_nvfp4
         for slot, expert in enumerate(load_expert_ids):
-            given = {} if ignore_weight_scale else _of_expert(module, weights, expert, "weight_scale")
+            given = {} if ignore_weight_scale else of_expert(module, weights, expert, "weight_scale")
             if "w1" in given or "w3" in given:
                 more = _named(hook, expert_idx=slot)
                 hook(module, given.get("w1"), given.get("w3"), dst_w3_w1_weight_scale[slot], **more)
             if "w2" in given:
                 self.load_expert_w2_weight_scale_nvfp4(module, given["w2"], dst_w2_weight_scale[slot])
             module._add_raw_shared_weights_for_unmap(list(given.values()))
-            scales = _of_expert(module, weights, expert, "weight_scale_2")
+            scales = of_expert(module, weights, expert, "weight_scale_2")
             if scales:
                 tmp_weight_scale_2.setdefault(slot, {}).update(scales)
 
@@ -235,7 +215,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
             module.tmp_raw_input_scales = {}
         for expert in range(module.num_experts):  # of all ranks
             entry = module.tmp_raw_input_scales.setdefault(expert, {})
-            scales = _of_expert(module, weights, expert, "input_scale")
+            scales = of_expert(module, weights, expert, "input_scale")
             entry.update({half: scale[...].reshape([]) for half, scale in scales.items()})
         if not hasattr(module, "tmp_weight_scale_2"):
             module.tmp_weight_scale_2 = {}

@@ -1,12 +1,14 @@
 """The order in which a model comes to be: built on meta tensors, or anew if that fails; moved; loaded by many threads; walked.
 
 Source: ``ModelLoader.load`` of every generation (ids 57588011916 and 56800572848 of the code index), and ``MetaInitMode`` of
-``models/modeling_utils.py`` (ids 1046435088 and 57359368733).
+``models/modeling_utils.py`` (ids 1046435088 and 57359368733).  ``checkpoint_format: MX`` since late 1.3 (ids 55196330698 and
+51771642756; ``modelexpress.trtllm_live_transfer``, id 56799963122), groups with ``shared_host_producer`` (id 56800572848),
+buckets by ``WorkerExtension.update_weights`` of ``rlhf_utils`` (ids 35967582012 and 57386396095).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,10 +38,36 @@ class MetaInitMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def load(build: Callable[[], nn.Module], weights: dict[str, dict[str, torch.Tensor]] | None) -> nn.Module:
+class Peer:
+    """What ModelExpress hands on: parameters by name, one of each address; ``transformed``: after the source's walk."""
+
+    def __init__(self, transformed: bool = False) -> None:
+        self.transformed = transformed
+        self.published: dict[str, torch.Tensor] = {}
+
+    def publish(self, model: nn.Module) -> None:
+        seen: set[int] = set()
+        for name, parameter in model.named_parameters():
+            if parameter.data_ptr() not in seen:
+                seen.add(parameter.data_ptr())
+                self.published[name] = parameter.data.clone()
+
+    def receive(self, model: nn.Module) -> None:
+        """Bytes of the same name and length."""
+        for name, parameter in model.named_parameters():
+            source = self.published.get(name)
+            if source is not None and source.nbytes == parameter.nbytes:
+                parameter.data.copy_(source)
+
+
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""Attribute of the model to the tensors of that layer."""
+
+
+def load(build: Callable[[], nn.Module], weights: Tensors | list[Tensors] | None, peer: Peer | None = None) -> nn.Module:
     """``built_once`` of the model says that it was not built anew.
 
-    ``weights``: attribute of the model to the tensors of that layer; None is ``LoadFormat.DUMMY``."""
+    ``weights``: None is ``LoadFormat.DUMMY``, a list a stream of groups; nothing of it is loaded where the peer has published."""
     try:
         with MetaInitMode():
             model = build()
@@ -50,15 +78,39 @@ def load(build: Callable[[], nn.Module], weights: dict[str, dict[str, torch.Tens
         model = build()
         _create_weights(model)
         model.built_once = False
-    if weights is None:
+    receives = peer is not None and bool(peer.published)
+    if peer is not None and receives:
+        peer.receive(model)
+    elif isinstance(weights, list):
+        for group in weights:
+            _load_weights(model, group, allow_partial_loading=True)
+        _walk_process_weights_after_loading(model)
+    elif weights is None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data.uniform_(-1e-3, 1e-3)
     else:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda item: getattr(model, item[0]).load_weights([item[1]]), weights.items()))
-    walk(model)
+    if peer is not None and not receives and not peer.transformed:
+        peer.publish(model)
+    if peer is not None and receives and peer.transformed:
+        for module in kept(model):
+            if hasattr(module, "_weights_transformed"):
+                module._weights_transformed = True
+        for module in kept(model):
+            if hasattr(module, "cache_derived_state"):
+                module.cache_derived_state()
+    else:
+        walk(model)
+    if peer is not None and not receives and peer.transformed:
+        peer.publish(model)
     return model
+
+
+def _load_weights(model: nn.Module, weights: Tensors, *, allow_partial_loading: bool) -> None:
+    for name, tensors in weights.items():
+        getattr(model, name).load_weights([tensors], allow_partial_loading=allow_partial_loading)
 
 
 def _create_weights(model: nn.Module) -> None:
@@ -68,8 +120,39 @@ def _create_weights(model: nn.Module) -> None:
             module.create_weights()
 
 
-def walk(model: nn.Module) -> None:
+def kept(model: nn.Module) -> Iterator[Any]:
+    """Not ``ConfigurableMoE``, which leaves its weights to its backend, nor layers of other pipeline ranks."""
     for module in model.modules():
-        hook: Any = getattr(module, "post_load_weights", None)
-        if hook is not None and not getattr(module, "_weights_removed", False):
-            hook()
+        if not getattr(module, "_weights_removed", False):
+            yield module
+
+
+def walk(model: nn.Module) -> None:
+    for module in kept(model):
+        if hasattr(module, "post_load_weights"):
+            module.post_load_weights()
+
+
+def _walk_process_weights_after_loading(model: nn.Module) -> None:
+    """Once per wrapper or backend, by the wrapper, which has no weights: neither is processed."""
+    delegated = {id(module.backend) for module in model.modules() if hasattr(module, "backend")}
+    for module in kept(model):
+        if id(module) not in delegated and hasattr(module, "process_weights_after_loading"):
+            module.process_weights_after_loading()
+
+
+def update_weights(model: nn.Module, bucket: Tensors | None) -> None:
+    """``WorkerExtension.update_weights`` of RLHF: one bucket after the other, then None."""
+    if not hasattr(model, "first_pre_reload_weights"):
+        for module in kept(model):
+            if hasattr(module, "pre_reload_weights"):
+                module.pre_reload_weights()
+        model.first_pre_reload_weights = True
+    if bucket is not None:
+        _load_weights(model, bucket, allow_partial_loading=True)
+        return
+    for module in kept(model):
+        for hook in ("process_weights_after_loading", "post_load_weights"):
+            if hasattr(module, hook):
+                getattr(module, hook)()
+    del model.first_pre_reload_weights
