@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 LAYERS = {
     "A0": ("a",),
     "A": ("a",),
-    "B": ("a", "b", "c1/quantization.py"),
+    "B": ("a", "b", "c1/quantization.py", "c1/communication.py", "c1/moe_lora.py"),
     "C1": ("c1",),
     "C2": ("c1", "c2"),
     "C3": ("c1", "c2", "c3"),
@@ -35,9 +35,21 @@ DIFFERENCES = {
             ("            enable_alltoall=bool(enable_alltoall),\n", ""),
         ],
     },
-    # Late 1.3: partial loading, a parameter for LoRA, and a hook.
+    # Late 1.3: partial loading, LoRA, and a hook.
     "B": {
         "fused_moe_cutlass": [
+            ("from .interface import MoE\n", "from .interface import MoE\nfrom .moe_lora import has_moe_lora_targets\n"),
+            (
+                "        self._weights_created = False\n",
+                "        self._moe_lora_enabled = has_moe_lora_targets(model_config.lora_config)\n"
+                "        self._weights_created = False\n",
+            ),
+            (
+                "    def _supports_load_balancer(self)",
+                "    def _moe_lora_active(self, lora_params: dict[str, Any] | None) -> bool:\n"
+                "        return self._moe_lora_enabled and bool(lora_params)\n\n"
+                "    def _supports_load_balancer(self)",
+            ),
             (
                 "        enable_alltoall: bool | None = None,\n    )",
                 "        enable_alltoall: bool | None = None,\n        lora_params: Any = None,\n    )",

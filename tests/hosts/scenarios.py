@@ -288,6 +288,57 @@ def alltoall() -> dict[str, Any]:
     return {"loaded": loaded, "promoted": status.promoted, "reasons": status.reasons, "sent": sent}
 
 
+def uneven() -> dict[str, Any]:
+    """Attention-DP over one rank of two: padded to the fullest rank, and in more chunks than this rank has tokens."""
+    import torch
+
+    import trtllm_b12x
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from trtllm_b12x import host as _host
+    from trtllm_b12x.verification import _kernel_calls
+
+    host, tensors = _host.load(), random_experts(4, 128, 256)
+    communication = importlib.import_module(f"{host.create_moe.__package__}.communication")
+    sent: list[list[int]] = []
+
+    class Alone(communication.AllGatherReduceScatter):  # type: ignore[name-defined]
+        """The other rank's tokens are left out."""
+
+        def __init__(self) -> None:
+            pass
+
+        def dispatch(self, *given: Any, **named: Any) -> tuple[Any, ...]:
+            sent.append(list(named["all_rank_num_tokens"]))
+            assert len(named["hidden_states"]) == sent[-1][0]
+            return tuple(
+                named[name] for name in ("hidden_states", "hidden_states_sf", "token_selected_slots", "token_final_scales")
+            )
+
+        def combine(self, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+            return hidden_states
+
+    communication.CommunicationFactory.create_strategy = staticmethod(lambda *given, **named: Alone())
+    trtllm_b12x.install()
+    mapping = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}
+    layer = layers.load(layers.create(4, 128, 256, mapping=mapping, max_num_tokens=200, moe_max_num_tokens=32), tensors)
+    x, logits = layers.inputs(layer, 9, tensors)
+    zeros = torch.cat([x[:5], torch.zeros(4, 128, dtype=x.dtype)])
+    calls: dict[str, tuple[Any, ...]] = {
+        "even": (x, logits, [9, 9], False),
+        "padded": (zeros, logits, [5, 9], True),
+        "empty": (x[:3], logits[:3], [3, 100], False),
+    }
+    whole, result = None, {}
+    for name, (rows, scores, counts, padding) in calls.items():
+        sent.clear()
+        with _kernel_calls(layer.backend) as count:
+            output = layer(rows, scores, all_rank_num_tokens=counts, use_dp_padding=padding)
+        whole = output if whole is None else whole
+        result[name] = [list(output.shape), bool(torch.equal(output, whole[: counts[0]])), count(), sent[0], sent[-1]]
+    return result
+
+
 def naive() -> dict[str, Any]:
     """What happens here to a plain subclass, and that ours is none; each order of asking in a process of its own."""
     import torch
@@ -570,7 +621,12 @@ def tuning() -> dict[str, Any]:
         with autotuner.autotune(tune), _kernel_calls(module.backend) as count:
             module(x, logits)
         counts.append(count())
-    return {"alone": alone, "guarded": guarded, "cleared": cleared, "kernel_calls": counts}
+    tuner, missed = autotuner.AutoTuner.get(), []
+    module.backend.retire_kernel()
+    for tokens in (3, 5, 40):
+        module(*layers.inputs(module, tokens, tensors))
+        missed.append(len(tuner.missed))
+    return {"alone": alone, "guarded": guarded, "cleared": cleared, "kernel_calls": counts, "missed": missed}
 
 
 def ranks_apart() -> dict[str, Any]:

@@ -355,6 +355,18 @@ def test_behind_an_alltoall(python: Path, double: dict[str, str]) -> None:
     assert result["sent"] == ["torch.uint8" if told else "torch.bfloat16", "torch.uint8"]
 
 
+def test_padded_and_empty_chunks(python: Path, double: dict[str, str]) -> None:
+    """A rank without tokens of its own in a chunk sends its first chunk again (B), or one of zeros; all of it is b12x's."""
+    generation = double["GENERATION"]
+    if generation in ("A0", "A"):  # whose doubles cut no attention-DP batches
+        return
+    result = scenario(python, double, "uneven", ENABLE_CONFIGURABLE_MOE="1", TRTLLM_B12X_GATHER_BF16="1")
+    assert result["even"] == [[9, 128], True, 1, [9, 9], [9, 9]]
+    assert result["padded"] == [[5, 128], True, 1, [9, 9], [9, 9]]
+    chunks, last = (4, [1, 25]) if generation == "B" else (7, [1, 14])
+    assert result["empty"] == [[3, 128], True, chunks, [1, last[1] + (generation != "B")], last]
+
+
 def test_the_numbers_are_the_embedded_hosts(python: Path, double: dict[str, str], tmp_path: Path) -> None:
     import torch
 
@@ -392,6 +404,7 @@ def test_the_autotuner(python: Path, double: dict[str, str]) -> None:
     assert result["guarded"] == "((4, 2), (-1,), (3,))"
     assert result["cleared"]
     assert result["kernel_calls"] == [0, 1]  # while it tunes, CUTLASS sees the small counts
+    assert result["missed"] == [0, 0, 2]  # and has tactics for them: 40 tokens were never tuned, for either GEMM
 
 
 # ---- what must not be there, and what must not matter --------------------------------------------------------------------

@@ -16,8 +16,8 @@ class AllGatherReduceScatter(communication.AllGatherReduceScatter):
     def __init__(self, mapping: Any) -> None:
         super().__init__(mapping.tp_rank)
 
-    def dispatch(self, *, use_dp_padding: bool | None = None, **arguments: Any) -> Any:  # type: ignore[override]
-        return super().dispatch(**arguments)
+    def dispatch(self, *given: Any, use_dp_padding: bool | None = None, **arguments: Any) -> Any:  # type: ignore[override]
+        return super().dispatch(*given, **arguments)
 
     def combine(self, final_hidden_states: torch.Tensor, all_rank_max_num_tokens: int | None = None) -> torch.Tensor:
         return super().combine(final_hidden_states)

@@ -68,6 +68,8 @@ def fused_moe(
 ) -> list[torch.Tensor]:
     if output_dtype is torch.uint8:
         raise RuntimeError("Invalid output type Byte")
+    assert (tuner_num_tokens is not None) == (tuner_top_k is not None) == enable_alltoall
+    _choose_tactics(x[:tuner_num_tokens], experts, fc1, fc2)
     result = ops.fused_moe(
         x,
         experts,
@@ -84,3 +86,21 @@ def fused_moe(
         out_tensor=out_tensor,
     )
     return [] if out_tensor is not None else [result]
+
+
+def _choose_tactics(x: torch.Tensor, experts: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor) -> None:
+    """As ``custom_ops/torch_custom_ops.py`` (id 614158097): the tuner is asked for each GEMM, in buckets of powers of two."""
+    from tensorrt_llm._torch.autotuner import AutoTuner, DynamicTensorSpec, TuningConfig
+
+    config = TuningConfig((DynamicTensorSpec(0, 0, _buckets, _bucket),), tune_max_num_tokens=8192)
+    for gemm_idx in (1, 2):
+        name = f"trtllm::fused_moe::gemm{gemm_idx}"
+        AutoTuner.get().choose_one(name, ["MoERunner"], config, [x, fc1, None, fc2, None], gemm_idx=gemm_idx)
+
+
+def _bucket(tokens: int) -> int:
+    return 1 << max(tokens.bit_length() - 1, 0)
+
+
+def _buckets(tokens: int) -> tuple[int, ...]:
+    return tuple(1 << power for power in range(_bucket(tokens).bit_length()))

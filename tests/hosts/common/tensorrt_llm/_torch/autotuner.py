@@ -1,4 +1,7 @@
-"""The part of the autotuner that a call reaches: profiles for shapes.  Before PR 12310, hence unguarded."""
+"""The part of the autotuner that a call reaches: a tactic for the shapes of an operator.  Before PR 12310, hence unguarded.
+
+Source: id 3648310208.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+import torch
 
 
 @dataclass(unsafe_hash=True)
@@ -24,11 +29,42 @@ class ConstraintSpec:
     infer_shape: Callable[[Any], int]
 
 
+@dataclass(frozen=True)
+class TuningConfig:
+    dynamic_tensor_specs: tuple[DynamicTensorSpec, ...] = ()
+    constraint_specs: tuple[ConstraintSpec, ...] = ()
+    tune_max_num_tokens: int | None = None
+
+
 class AutoTuner:
     _instance: AutoTuner | None = None
 
     def __init__(self) -> None:
         self.is_tuning_mode = False
+        self.cache: dict[tuple[Any, ...], int] = {}
+        self.missed: list[tuple[Any, ...]] = []
+        """What was asked for outside of tuning and not tuned before: the host warns, and takes the fallback."""
+
+    def choose_one(
+        self, custom_op: str, runners: list[Any], tuning_config: TuningConfig, inputs: list[Any], **kwargs: Any
+    ) -> tuple[Any, int]:
+        """Runner and tactic.  While it tunes, every bucket up to the given size is profiled."""
+        shapes = [tuple(tensor.size()) if isinstance(tensor, torch.Tensor) else (0,) for tensor in inputs]
+        specs, constraints = tuning_config.dynamic_tensor_specs, tuning_config.constraint_specs
+        wanted = self._key(custom_op, shapes, specs, constraints, tuning_config.tune_max_num_tokens)
+        if wanted not in self.cache and self.is_tuning_mode:
+            for spec in specs:
+                for size in spec.gen_tuning_buckets(shapes[spec.input_idx][spec.dim_idx]):
+                    shape = list(shapes[spec.input_idx])
+                    shape[spec.dim_idx] = size
+                    profile = [*shapes[: spec.input_idx], tuple(shape), *shapes[spec.input_idx + 1 :]]
+                    self.cache[self._key(custom_op, profile, specs, constraints, None, False)] = 0
+        elif wanted not in self.cache:
+            self.missed.append(wanted)
+        return runners[0], self.cache.get(wanted, -1)
+
+    def _key(self, custom_op: str, shapes: list[tuple[int, ...]], *given: Any) -> tuple[Any, ...]:
+        return custom_op, self._find_nearest_profile(tuple(shapes), *given)
 
     @classmethod
     def get(cls) -> AutoTuner:
