@@ -23,8 +23,9 @@ from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.build import Options
 from tests.integration.sm12x_on_hopper.kernels import SMALL_SWIGLU, Shape
 from tests.integration.sm12x_on_hopper.problem import draw
+from trtllm_b12x import process
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.b12x import B12xKernel, _plans, compiler, sources
+from trtllm_b12x.kernels.b12x import B12xKernel, compiler, sources
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 WIDE = Shape("SwiGLU, 2048 x 768", 16, 8, 2048, 768, True)
@@ -238,7 +239,7 @@ def measure(count: int, replays: int, most_seconds: float) -> list[Soaked]:
 
 def without_the_barrier(count: int, most_seconds: float) -> list[Soaked]:
     """Micro as FlashInfer ships it, for comparison; nothing where its self-test finds it."""
-    _plans.clear()
+    process.forget()
     compiler._compiled.clear()
     name = SMALL_SWIGLU.name, "micro, FlashInfer's own"
     with mock.patch.object(sources, "with_barrier", lambda source: source), sm12x_on_hopper(options=Options(mend_micro=False)):

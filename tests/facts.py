@@ -12,9 +12,7 @@ GOOD = Environment(
     dsl="4.8.1",
     payload_cuda=(13, 4),
     flashinfer="0.7.2.post1",
-    kernel="b12x",
-    activations=frozenset({"Swiglu", "Relu2"}),
-    hidden_size_multiple=128,
     exact_scales=True,
     expert_parallel=True,
+    tile=256,
 )

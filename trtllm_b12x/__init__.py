@@ -2,7 +2,7 @@
 
 TYPE_CHECKING = False  # not from typing: every Python process of the environment runs this module
 if TYPE_CHECKING:
-    from .decision import Verdict
+    from .decision import Resolution
     from .registry import Status
 
 __version__ = "0.1.0"
@@ -15,8 +15,8 @@ def install() -> None:
     selection.install()
 
 
-def explain(model_config: object, override_quant_config: object = None) -> "Verdict":
-    """The verdict on a host's ``ModelConfig``, as the CUTLASS backend will get it in this process.
+def explain(model_config: object, override_quant_config: object = None) -> "Resolution":
+    """Which kernels serve a host's ``ModelConfig`` and why not the others, as the CUTLASS backend will get it in this process.
 
     Args:
         model_config: as ``get_moe_cls`` takes it.
@@ -26,16 +26,15 @@ def explain(model_config: object, override_quant_config: object = None) -> "Verd
         TypeError: ``model_config`` is something else.
 
     Returns:
-        A :class:`trtllm_b12x.decision.Verdict`; printing it gives every reason with its remedy.
+        A :class:`trtllm_b12x.decision.Resolution`; printing it gives every reason with its remedy.
     """
     from . import kernels
-    from .decision import decide
     from .host import questions
 
     question = questions.of_model(model_config, override_quant_config)
     if question is None:
         raise TypeError(f"{type(model_config).__name__} is no ModelConfig of the host: it has no quant_config")
-    return decide(*question, kernels.environment())
+    return kernels.resolve(question)
 
 
 def uninstall() -> None:

@@ -1,16 +1,20 @@
-"""Will b12x serve this layer?  A pure function from facts to a verdict; it imports nothing of ours.
+"""Which kernels will serve this layer?  A pure function from facts to verdicts; it imports nothing of ours.
 
 ``None`` in any field means unknown: the rule about it abstains.  Facts become known in steps (selection sees the
 quantization, construction the shapes, weight creation the layer's final quantization), and the same function is asked
-each time.  :func:`decide` returns every reason that applies, not only the first.
+each time.  :func:`decide` returns every reason that speaks against one family of kernels, not only the first; :func:`resolve`
+asks about several.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
+
+from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class PayloadFault(Enum):
 
 @dataclass(frozen=True)
 class Environment:
-    """The card, the packages and what the kernels can do; versions are ``"none"`` where the package is not installed."""
+    """The card and the packages; versions are ``"none"`` where the package is not installed."""
 
     enabled: bool | None = None
     """``TRTLLM_B12X`` is not 0."""
@@ -109,19 +113,14 @@ class Environment:
     """Where an import failed, such requirements of which no version is installed."""
     unrecorded: tuple[str, ...] = ()
     """Distributions without RECORD, which pip cannot uninstall."""
-    kernel: str | None = None
-    activations: frozenset[str] | None = None
-    hidden_size_multiple: int | None = None
     exact_scales: bool | None = None
-    """The kernel takes the activation's global scale by itself (``input_global_scale``)."""
+    """FlashInfer's kernels take the activation's global scale by themselves (``input_global_scale``)."""
     expert_parallel: bool | None = None
-    graph_safe: bool | None = None
-    deterministic: bool | None = None
-    """The kernel can be restricted to reruns that agree to the bit."""
+    """Each of them skips negative ids."""
+    tile: int | None = None
+    """What its kernels' intermediate size is a multiple of."""
     only_deterministic: bool = False
     """``TRTLLM_B12X_DETERMINISTIC``."""
-    plan_error: str | None = None
-    """First line of what planning the kernel raised."""
     gather_bf16: bool = False
     """``TRTLLM_B12X_GATHER_BF16``: attention-DP ranks gather tokens that are not quantized."""
 
@@ -156,6 +155,7 @@ class RejectReason(Enum):
     LOAD_BALANCER = "remove moe_config.load_balancer"
     LORA = "nothing to do: CUTLASS serves LoRA"
     DETERMINISTIC = "install FlashInfer 0.7.2 or newer, or unset TRTLLM_B12X_DETERMINISTIC"
+    KERNELS = "unset TRTLLM_B12X_KERNELS, or let it name kernels that run on this device"
     KERNEL_PLAN_FAILED = "run trtllm-b12x doctor --compile, and report the line if it passes"
     CUDA_GRAPHS = "nothing to do: CUTLASS serves captured graphs where the kernel cannot be captured"
 
@@ -163,6 +163,39 @@ class RejectReason(Enum):
     def mendable(self) -> bool:
         """The user can do something about it: worth a warning, not only information."""
         return not self.value.startswith("nothing to do")
+
+
+@dataclass(frozen=True)
+class KernelFeatures:
+    """What the kernels of one family serve, and which rules bind them; where it is None, a rule abstains."""
+
+    name: str
+    activations: frozenset[str] = frozenset()
+    """Names of the host's ``ActivationType`` members; none: not known."""
+    tile: int = 128
+    """The intermediate size they take is a multiple of this: weights are padded to it."""
+    hidden_size_multiple: int = 1
+    negative_ids: bool | None = None
+    """A negative expert id is an unrouted slot, hence expert parallelism."""
+    graph_safe: bool | None = None
+    deterministic: bool | None = None
+    """They can be restricted to kernels whose reruns agree to the bit (``TRTLLM_B12X_DETERMINISTIC``)."""
+    versions: str = ""
+    """Of flashinfer-python, as a requirement; empty where it does not matter."""
+    arithmetic: str = "KERNEL"
+    """Where they round: a member of :class:`trtllm_b12x.strict_reference.Arithmetic`."""
+    quantizations: frozenset[str] = frozenset({"NVFP4"})
+    """Names of the host's ``QuantAlgo`` members."""
+    dtypes: frozenset[str] = frozenset({"bfloat16"})
+    """Of activations."""
+    oldest_sm: int = 120
+    newest_sm: int = 121
+    """Cards they run on, major * 10 + minor; inside TensorRT-LLM it is one of :data:`SERVED_SM` besides."""
+    bound_by: frozenset[RejectReason] = frozenset(RejectReason)
+    """Rules that speak against them; a family is free of every other, as one that needs no FlashInfer of its rules."""
+
+
+SERVED_SM = (120, 121)
 
 
 @dataclass(frozen=True)
@@ -185,10 +218,9 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Served if nothing speaks against it."""
+    """On one family: it serves the layer if nothing speaks against it."""
 
     rejections: tuple[Rejection, ...] = ()
-    """What a setting let pass, and what it costs."""
 
     @property
     def served(self) -> bool:
@@ -199,10 +231,59 @@ class Verdict:
         return tuple(rejection.reason for rejection in self.rejections)
 
     def __str__(self) -> str:
-        return "b12x" if self.served else "cutlass: " + "; ".join(map(str, self.rejections))
+        return "; ".join(map(str, self.rejections))
 
 
-_Rule = Callable[[Problem, Deployment, Environment], str | None]
+@dataclass(frozen=True)
+class Resolution:
+    """On one layer: each family that was considered, the preferred one first, with the verdict on it.
+
+    The layer is served if any family is eligible; then ``rejections`` is empty, and ``refused`` says why not the others.
+    """
+
+    verdicts: tuple[tuple[str, Verdict], ...]
+
+    @staticmethod
+    def left_to_the_host(reason: RejectReason, detail: str) -> Resolution:
+        """Whatever the family."""
+        return Resolution((("", Verdict((Rejection(reason, detail),))),))
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Those that are eligible, in order."""
+        return tuple(name for name, verdict in self.verdicts if verdict.served)
+
+    @property
+    def refused(self) -> tuple[tuple[str, Rejection], ...]:
+        """Family and rejection, each rejection once, with the first family that it is about."""
+        found: dict[Rejection, str] = {}
+        for name, verdict in self.verdicts:
+            for rejection in verdict.rejections:
+                found.setdefault(rejection, name)
+        return tuple((name, rejection) for rejection, name in found.items())
+
+    @property
+    def served(self) -> bool:
+        return bool(self.families)
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """What keeps the layer with the host."""
+        return () if self.served else tuple(rejection for _, rejection in self.refused)
+
+    @property
+    def reasons(self) -> tuple[RejectReason, ...]:
+        return tuple(dict.fromkeys(rejection.reason for rejection in self.rejections))
+
+    def __str__(self) -> str:
+        several = len(self.verdicts) > 1
+        found = "; ".join(f"{name}: {rejection}" if several else str(rejection) for name, rejection in self.refused)
+        if not self.served:
+            return f"cutlass: {found}"
+        return ", ".join(self.families) + (f"; not {found}" if found else "")
+
+
+_Rule = Callable[[Problem, Deployment, Environment, KernelFeatures], str | None]
 """Says what is wrong, or None."""
 
 OLDEST_FLASHINFER = (0, 6, 18)
@@ -217,32 +298,34 @@ COMPLETE_DSL = "4.8.1"
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version: ``0.7.2.post1`` to (0, 7, 2)."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    """The release of a version: ``0.7.2.post1`` and ``0.7.2+cu130`` to (0, 7, 2); without its last number before that release.
+
+    Nothing of what is no version.
+    """
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return ()
+    return found.release[:-1] if found.pre else found.release
 
 
-def _disabled(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _disabled(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "TRTLLM_B12X=0" if e.enabled is False else None
 
 
-def _host(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _host(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if e.host != "unsupported":
         return None
     return e.host_detail or "this version of trtllm-b12x has no adapter for the installed TensorRT-LLM"
 
 
-def _sm(p: Problem, d: Deployment, e: Environment) -> str | None:
-    if e.sm in (None, 120, 121):
+def _sm(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if e.sm is None or e.sm in SERVED_SM:
         return None
     return f"the GPU is SM{e.sm}" if e.sm else "no GPU is visible"
 
 
-def _toolkit(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _toolkit(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     """FlashInfer's own check: nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py)."""
     if e.toolkit_cuda is None or e.toolkit_cuda >= (13, 0):
         return None
@@ -251,11 +334,11 @@ def _toolkit(p: Problem, d: Deployment, e: Environment) -> str | None:
     return f"FlashInfer finds CUDA {e.toolkit_cuda[0]}.{e.toolkit_cuda[1]}, b12x needs 13"
 
 
-def _dsl_missing(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _dsl_missing(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "nvidia-cutlass-dsl is not installed" if e.dsl == "none" else None
 
 
-def _dsl_payload(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _dsl_payload(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     """Environments where the CUDA 12 payload loads compile invalid PTX and die at model start (TensorRT-LLM issue 15853)."""
     if e.payload_cuda is None or e.payload_cuda >= (13, 0) or e.dsl == "none":
         return None
@@ -269,11 +352,11 @@ def _dsl_payload(p: Problem, d: Deployment, e: Environment) -> str | None:
     return detail
 
 
-def _flashinfer_missing(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _flashinfer_missing(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "flashinfer-python is not installed" if e.flashinfer == "none" else None
 
 
-def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if e.flashinfer in (None, "none"):
         return None
     if version_tuple(e.flashinfer or "") < OLDEST_FLASHINFER:
@@ -281,7 +364,7 @@ def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment) -> str | None
     return None
 
 
-def _flashinfer_broken(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _flashinfer_broken(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if e.mismatched:
         return f"import of flashinfer-python {e.flashinfer} raises: {', '.join(e.mismatched)} is of another version"
     if not e.flashinfer_fault and e.exact_scales is False and version_tuple(e.flashinfer or "") >= OLDEST_FLASHINFER:
@@ -289,104 +372,105 @@ def _flashinfer_broken(p: Problem, d: Deployment, e: Environment) -> str | None:
     return e.flashinfer_fault or None
 
 
-def _requirement(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _requirement(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return f"not met: {', '.join(e.unmet)}" if e.unmet else None
 
 
-def _quantization(p: Problem, d: Deployment, e: Environment) -> str | None:
-    if p.quant_algo in (None, "NVFP4"):
+def _quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if p.quant_algo is None or p.quant_algo in f.quantizations:
         return None
     if p.quant_algo == "W4A16_NVFP4":
         return "the experts are W4A16_NVFP4: NVFP4 weights for bf16 activations, the kernels quantize activations to FP4"
-    return f"the experts are {'not quantized' if p.quant_algo == 'none' else p.quant_algo}, not NVFP4"
+    what = "not quantized" if p.quant_algo == "none" else p.quant_algo
+    return f"the experts are {what}, not {' or '.join(sorted(f.quantizations))}"
 
 
-def _group_size(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _group_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     # 128 is the default of the host's QuantConfig, that is, unset: NVFP4 methods do not read it, or (2026) refuse what they read.
     if p.quant_algo != "NVFP4" or p.group_size in (None, 16, 128):
         return None
     return f"NVFP4 with group size {p.group_size}"
 
 
-def _pre_quant_scale(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _pre_quant_scale(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "the experts carry AWQ pre-quantization scales" if p.pre_quant_scale else None
 
 
-def _dynamic_quantization(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _dynamic_quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "the host rewrites alphas and input scales at every call" if p.dynamic_quantization else None
 
 
-def _activation_dtype(p: Problem, d: Deployment, e: Environment) -> str | None:
-    if p.activation_dtype in (None, "bfloat16"):
+def _activation_dtype(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if p.activation_dtype is None or p.activation_dtype in f.dtypes:
         return None
-    return f"activations are {p.activation_dtype}, the kernels compute in bfloat16"
+    return f"activations are {p.activation_dtype}, the kernels compute in {' or '.join(sorted(f.dtypes))}"
 
 
-def _activation(p: Problem, d: Deployment, e: Environment) -> str | None:
-    if p.activation is None or e.activations is None or p.activation in e.activations:
+def _activation(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if p.activation is None or not f.activations or p.activation in f.activations:
         return None
-    return f"activation {p.activation}, the kernel has {', '.join(sorted(e.activations))}"
+    return f"activation {p.activation}, the kernel has {', '.join(sorted(f.activations))}"
 
 
-def _activation_constants(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _activation_constants(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "SwiGLU with alpha, beta or limit" if p.activation_constants else None
 
 
-def _hidden_size(p: Problem, d: Deployment, e: Environment) -> str | None:
-    if p.hidden_size is None or e.hidden_size_multiple is None or p.hidden_size % e.hidden_size_multiple == 0:
+def _hidden_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if p.hidden_size is None or p.hidden_size % f.hidden_size_multiple == 0:
         return None
-    return f"hidden size {p.hidden_size} is no multiple of {e.hidden_size_multiple}"
+    return f"hidden size {p.hidden_size} is no multiple of {f.hidden_size_multiple}"
 
 
-def _intermediate_size(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _intermediate_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     # A block scale covers 16 columns of w2; a rank that starts inside a block has no scale of its own.
     if p.intermediate_size is None or p.intermediate_size % 16 == 0:
         return None
     return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 16"
 
 
-def _bias(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _bias(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "the experts have a bias" if p.bias else None
 
 
-def _router_weight_on_input(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _router_weight_on_input(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "the router weight is applied to the input" if p.apply_router_weight_on_input else None
 
 
-def _expert_parallel(p: Problem, d: Deployment, e: Environment) -> str | None:
-    if d.ep_size in (None, 1) or e.expert_parallel is not False:
+def _expert_parallel(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if d.ep_size in (None, 1) or f.negative_ids is not False:
         return None
-    return f"expert parallelism over {d.ep_size} ranks, and kernel {e.kernel} does not skip negative ids"
+    return f"expert parallelism over {d.ep_size} ranks, and kernel {f.name} does not skip negative ids"
 
 
-def _attention_dp(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _attention_dp(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if not d.attention_dp or e.gather_bf16:
         return None
     return "attention-DP ranks gather tokens that the host has quantized, the kernels take bf16"
 
 
-def _alltoall(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _alltoall(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "ids from an all-to-all hold padding, and tokens come quantized" if d.alltoall else None
 
 
-def _load_balancer(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _load_balancer(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if d.load_balancer in (None, "none"):
         return None
     return f"a {d.load_balancer} load balancer moves experts between slots"
 
 
-def _cuda_graphs(p: Problem, d: Deployment, e: Environment) -> str | None:
-    if not d.cuda_graphs or e.graph_safe is not False:
+def _cuda_graphs(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if not d.cuda_graphs or f.graph_safe is not False:
         return None
-    return f"kernel {e.kernel} cannot be captured in a CUDA graph"
+    return f"kernel {f.name} cannot be captured in a CUDA graph"
 
 
-def _lora(p: Problem, d: Deployment, e: Environment) -> str | None:
+def _lora(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     return "LoRA on the experts" if d.lora else None
 
 
-def _deterministic(p: Problem, d: Deployment, e: Environment) -> str | None:
-    if not e.only_deterministic or e.deterministic is not False:
+def _deterministic(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if not e.only_deterministic or f.deterministic is not False:
         return None
     return f"no kernel of flashinfer-python {e.flashinfer} that serves every call adds up in a fixed order"
 
@@ -419,7 +503,6 @@ _RULES: dict[RejectReason, _Rule] = {
     RejectReason.LOAD_BALANCER: _load_balancer,
     RejectReason.LORA: _lora,
     RejectReason.DETERMINISTIC: _deterministic,
-    RejectReason.KERNEL_PLAN_FAILED: lambda p, d, e: e.plan_error,
     RejectReason.CUDA_GRAPHS: _cuda_graphs,
 }
 
@@ -461,28 +544,65 @@ def refused_by_hosts(problem: Problem) -> list[str]:
     return [f"{who} refuses it: {wrong}" for who, wrong in found if wrong is not None]
 
 
+UNKNOWN = KernelFeatures("b12x")
+"""Nothing is known of the kernels, and every rule binds them."""
+
+
 @functools.lru_cache(maxsize=256)
-def decide(problem: Problem, deployment: Deployment | None = None, environment: Environment | None = None) -> Verdict:
-    """Apply every rule; a rule without its facts abstains.  A model's layers mostly ask the same: kept."""
-    facts = (problem, deployment or Deployment(), environment or Environment())
-    findings = {reason: finding for reason, rule in _RULES.items() if (finding := rule(*facts)) is not None}
-    newer = facts[2].flashinfer is not None and not _NEWER_FLASHINFER.isdisjoint(findings)
-    repair = _repair(facts[2], newer) if newer or not _PACKAGES.isdisjoint(findings) else ((), ())
+def decide(
+    problem: Problem,
+    deployment: Deployment | None = None,
+    environment: Environment | None = None,
+    features: KernelFeatures = UNKNOWN,
+    plan_error: str | None = None,
+) -> Verdict:
+    """Apply every rule that binds the family; a rule without its facts abstains.  A model's layers mostly ask the same: kept.
+
+    Args:
+        plan_error: first line of what planning its kernels raised.
+    """
+    environment = environment or Environment()
+    facts = (problem, deployment or Deployment(), environment, features)
+    findings = {
+        reason: finding
+        for reason, rule in _RULES.items()
+        if reason in features.bound_by and (finding := rule(*facts)) is not None
+    }
+    if plan_error is not None:
+        findings[RejectReason.KERNEL_PLAN_FAILED] = plan_error
+    newer = RejectReason.FLASHINFER_TOO_OLD in features.bound_by and environment.flashinfer is not None
+    newer = newer and not _NEWER_FLASHINFER.isdisjoint(findings)
+    repair = _repair(environment, newer) if newer or not _PACKAGES.isdisjoint(findings) else ((), ())
     mended = _PACKAGES | _NEWER_FLASHINFER if newer else _PACKAGES
     return Verdict(tuple(Rejection(r, text, *(repair if r in mended else ())) for r, text in findings.items()))
 
 
+def resolve(
+    problem: Problem,
+    deployment: Deployment | None,
+    environment: Environment | None,
+    families: Iterable[tuple[str, KernelFeatures]],
+    plan_errors: Mapping[str, str] = MappingProxyType({}),
+) -> Resolution:
+    """:func:`decide` for each family, in their order."""
+    facts = (problem, deployment, environment)
+    found = tuple((name, decide(*facts, features, plan_errors.get(name))) for name, features in families)
+    if found:
+        return Resolution(found)
+    return Resolution.left_to_the_host(RejectReason.KERNELS, "no kernels that are considered run on this device")
+
+
 def _repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Commands that mend all that packages cause, and ``name version`` of what they move.  What is good enough stays."""
-    moves, install, reinstall = [], [], []
+    moves, install, reinstall, nothing = [], [], [], (Problem(), Deployment())
     pinned = "" if e.host in (None, "none") else " (TensorRT-LLM pins and uses it)"
     unmet = {_name(requirement) for requirement in e.unmet}
 
-    flashinfer_moves = newer_flashinfer or e.flashinfer == "none" or _flashinfer_too_old(Problem(), Deployment(), e) is not None
+    flashinfer_moves = newer_flashinfer or e.flashinfer == "none" or _flashinfer_too_old(*nothing, e, UNKNOWN) is not None
     if flashinfer_moves:
         install.append(COMPLETE_FLASHINFER)
         moves += [f"flashinfer-python {e.flashinfer}{pinned}"] if e.flashinfer != "none" else []
-    elif _flashinfer_broken(Problem(), Deployment(), e) and not e.mismatched and not e.missing:
+    elif _flashinfer_broken(*nothing, e, UNKNOWN) and not e.mismatched and not e.missing:
         reinstall.append(f"flashinfer-python=={e.flashinfer}")
 
     too_old = version_tuple(e.dsl or "") < OLDEST_DSL
@@ -494,7 +614,7 @@ def _repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tu
         moves += [f"nvidia-cutlass-dsl {e.dsl}{pinned}"] if e.dsl not in ("none", version) else []
     elif fault is PayloadFault.CU13_MISSING:
         install.append(f"nvidia-cutlass-dsl-libs-cu13=={e.dsl}")
-    elif _dsl_payload(Problem(), Deployment(), e) and not e.missing and not e.dsl_in_the_way and fault not in _NOT_PIPS:
+    elif _dsl_payload(*nothing, e, UNKNOWN) and not e.missing and not e.dsl_in_the_way and fault not in _NOT_PIPS:
         # Before DSL 4.6 wheels share paths: cu13 last, and alone where it was only written over.
         wheels = e.dsl_wheels or ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13")
         shadowed = fault is PayloadFault.SHADOWED

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from . import host as _host
 from . import kernels, log, registry, settings, votes
-from .decision import Rejection, RejectReason, Verdict, decide
+from .decision import RejectReason, Resolution
 from .host import contract, questions
 from .quantization import RATIO, READ_BY_KERNELS, SCALARS_READ_BY_KERNELS, NVFP4Sm12xFusedMoEMethod
 from .schedule import HOSTS, Schedule, crossover
 
 host = _host.load()
+
+_SPARE = "kernels that are preferred serve every call"
+"""What a family is left out for that nothing speaks against."""
 
 _read_by_kernels = itemgetter(*READ_BY_KERNELS, *SCALARS_READ_BY_KERNELS)
 
@@ -31,7 +36,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     hosts_class = host.CutlassFusedMoE
     """What runs in its place."""
-    verdict: Verdict
+    verdict: Resolution
     """The latest, from ``create_weights`` on."""
     schedule = HOSTS
     """Has kernels once weights are loaded, if b12x serves the layer."""
@@ -41,16 +46,21 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     """First line of what went wrong in a call; the layer is then the host's."""
     _addresses: tuple[int, ...] = ()
     """Of the parameters that the kernel reads, when it was bound."""
-    _agreed: str | None = None
-    """What the ranks that share the layer came to: empty for b12x, else what stands against it; None before they voted."""
-    _open = False
-    """The vote is cast, its answer not there yet."""
+    _kernels: Mapping[str, type[kernels.Kernel]] = MappingProxyType({})
+    """Families that are considered, in order."""
+    _plan_errors: Mapping[str, str] = MappingProxyType({})
+    _dtype = torch.bfloat16
+    """Of tokens that kernels are given."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
         self._config = questions.of_config(kwargs.get("model_config"))
         self._mapping = getattr(kwargs.get("model_config"), "mapping", None)
         self._alltoall = False
+        self._agreed: dict[str, str] = {}
+        """By family, what the ranks that share the layer came to: empty for its kernels, else what stands against them."""
+        self._open: set[str] = set()
+        """Families on which the vote is cast, its answer not there yet."""
         self._gather_bf16 = False
         with suppress(Exception):
             self._gather_bf16 = settings.GATHER_BF16()
@@ -61,14 +71,15 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def _get_quant_method(self) -> Any:
-        self._agreed = None
+        self._agreed = {}
         try:
             self.retire_kernels()  # the host may create weights anew, for another quantization
             self._load = votes.load()
-            self._kernel_class = kernels.kernel_class()
+            self._kernels, self._dtype = kernels.considered(), self.dtype or torch.bfloat16
             self._judge_and_record()
             if self.verdict.served:
-                return NVFP4Sm12xFusedMoEMethod(self._kernel_class.features.tile)
+                tiles = (self._kernels[name].features.tile for name in self.verdict.families)
+                return NVFP4Sm12xFusedMoEMethod(math.lcm(*tiles))
         except Exception as error:
             self._leave_to_the_host(error)
         return super()._get_quant_method()
@@ -80,8 +91,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         except Exception as error:
             self._leave_to_the_host(error)
             with suppress(Exception):
-                if not self._open:  # the others wait for this rank's
-                    self._vote(None, self._fault)
+                for name in set(settings.KERNELS.listed()) - self._open:  # the others wait for this rank's
+                    self._vote(name, None, self._fault)
 
     @property
     def kernel(self) -> kernels.Kernel | None:
@@ -97,7 +108,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         self.schedule = self._parked = HOSTS
         log.logger.debug("MoE layer %s", getattr(self, "layer_idx", "?"), exc_info=error)
         self._fault = self._fault or f"{type(error).__name__}: {error}".splitlines()[0]
-        self.verdict = Verdict((Rejection(RejectReason.KERNEL_PLAN_FAILED, self._fault),))
+        self.verdict = Resolution.left_to_the_host(RejectReason.KERNEL_PLAN_FAILED, self._fault)
         with suppress(Exception):
             self._announce_and_record(ready=True)
 
@@ -107,55 +118,65 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
                 return
             fault = self._fault or self.quant_method.fault
-            self._judge_and_record(plan_error=fault or None)  # AWQ scales show only now
-        kernel, error = self._bound_kernel() if self.verdict.served else (None, str(self.verdict))
-        self._vote(kernel, error)
-
-    def _vote(self, kernel: kernels.Kernel | None, error: str | None) -> None:
-        """Once per layer; a layer that is loaded again keeps to what was agreed."""
-        settled = functools.partial(self._settle, kernel)
-        if self._agreed is not None or RejectReason.QUANTIZATION in self.verdict.reasons:
-            settled(self._agreed or error)
-        else:
-            self._open = True
-            votes.cast(self._mapping, self._about(), error, settled)
-
-    def _settle(self, kernel: kernels.Kernel | None, error: str | None) -> None:
-        """Take the kernel, or leave it for what went wrong here or on another rank: ranks that share a layer compute it alike."""
-        self._open = False
-        if self._agreed is None:
-            self._agreed = error or ""
-        self.schedule = Schedule([kernel] if kernel is not None and not (error or self._fault) else [])
-        if error is not None and self.verdict.served:
+            self._judge_and_record(dict.fromkeys(self._kernels, fault) if fault else {})  # AWQ scales show only now
+        bound: dict[str, kernels.Kernel] = {}
+        for name in settings.KERNELS.listed():
+            kernel, error = self._bound_kernel(name, Schedule(bound))
             if kernel is not None:
-                self._load.failed[self._geometry()] = error
+                bound[name] = kernel
+            self._vote(name, kernel, error)
+
+    def _vote(self, name: str, kernel: kernels.Kernel | None, error: str | None) -> None:
+        """Once per layer and family; a layer that is loaded again keeps to what was agreed."""
+        settled = functools.partial(self._settle, name, kernel)
+        if name in self._agreed or RejectReason.QUANTIZATION in self.verdict.reasons:
+            settled(self._agreed.get(name) or error)
+        else:
+            self._open.add(name)
+            votes.cast(self._mapping, f"{self._about()}, {name}", error, settled)
+
+    def _settle(self, name: str, kernel: kernels.Kernel | None, error: str | None) -> None:
+        """Take the kernel, or leave it for what went wrong here or on another rank: ranks that share a layer compute it alike."""
+        self._open.discard(name)
+        self._agreed.setdefault(name, error or "")
+        chosen = {family: other for family, other in self.schedule.families.items() if family != name}
+        if kernel is not None and not (error or self._fault):
+            chosen[name] = kernel
+        self.schedule = Schedule({family: chosen[family] for family in self._kernels if family in chosen})
+        if error not in (None, _SPARE) and name in self.verdict.families:
+            if kernel is not None:
+                self._load.failed[name, self._geometry()] = error
             # The parameters serve CUTLASS as they are: the layer is slower, the server lives.
-            self._judge_and_record(plan_error=error)
+            self._judge_and_record({**self._plan_errors, name: error})
             if self.w2_weight.is_cuda:
                 del kernel
                 torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
         with suppress(Exception):
-            registry.record(self, self.verdict, ready=True)
+            registry.record(self, self.verdict, ready=self._agreed.keys() >= set(settings.KERNELS.listed()))
 
     def _conclude(self) -> None:
         if self._open:
             votes.settle()
 
-    def _bound_kernel(self) -> tuple[kernels.Kernel | None, str | None]:
-        """The kernel with the weights, planned and tested before if it is new, or what failed."""
+    def _bound_kernel(self, name: str, before: Schedule) -> tuple[kernels.Kernel | None, str | None]:
+        """The kernel with the weights, planned and tested before if it is new, or what failed.
+
+        Args:
+            before: what preferred families serve.
+        """
+        if name not in self.verdict.families:
+            return None, str(self.verdict)
         try:
-            geometry = self._geometry()
-            refused = self._load.failed.get(geometry) if self._agreed is None else self._agreed
-            if refused:
-                return None, refused
+            geometry, kernel = self._geometry(), self.schedule.families.get(name)
+            most = crossover(geometry.top_k) - 1
+            refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
+            if refused or before.serves_all(most):
+                return None, refused or _SPARE
             weights = self.quant_method.kernel_weights(self)
             self._addresses = self._read_addresses()
-            if self.kernel is not None and self.kernel.device == self.w2_weight.device:
-                self.kernel.bind(weights, self.slot_start)
-                self.kernel.self_test()
-                return self.kernel, None
-            kernel = self._kernel_class()
-            kernel.plan(geometry, crossover(geometry.top_k) - 1, self.w2_weight.device)
+            if kernel is None or kernel.device != self.w2_weight.device:
+                kernel = self._kernels[name]()
+                kernel.plan(geometry, most, self.w2_weight.device)
             kernel.bind(weights, self.slot_start)
             kernel.self_test()
             return kernel, None
@@ -168,12 +189,13 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         sizes = f"{self.hidden_size} x {self.intermediate_size}, {self._activation_name()}"
         return f"{experts}, {sizes}, tp {self.tp_size}, ep {self.ep_size}, layer {getattr(self, 'layer_idx', '?')}"
 
-    def _judge_and_record(self, plan_error: str | None = None) -> None:
+    def _judge_and_record(self, plan_errors: dict[str, str] | None = None) -> None:
         try:
-            self.verdict = self._judge(plan_error)
+            self._plan_errors = plan_errors or {}
+            self.verdict = self._judge()
         except Exception as error:  # an attribute that this host's layers do not have: the host's own class would not care
             detail = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.verdict = Verdict((Rejection(RejectReason.HOST, detail),))
+            self.verdict = Resolution.left_to_the_host(RejectReason.HOST, detail)
         with suppress(Exception):
             self._announce_and_record(ready=False)
 
@@ -181,12 +203,12 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         log.announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0))
         registry.record(self, self.verdict, ready=ready)
 
-    def _judge(self, plan_error: str | None = None) -> Verdict:
+    def _judge(self) -> Resolution:
         lacking = contract.lacking(self)
         if lacking:
             raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
         question = questions.of_layer(self, self._config, self._alltoall)
-        return decide(*question, replace(kernels.environment(self._kernel_class), plan_error=plan_error))
+        return kernels.resolve(question, self._kernels, self._plan_errors)
 
     def _activation_name(self) -> str:
         return questions.activation_name(lambda name: getattr(self, name, None))
@@ -263,7 +285,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def _kernel_for(self, x: Any) -> kernels.Kernel | None:
         """Of input that is not quantized yet; None where the call is the host's."""
-        if not isinstance(x, torch.Tensor) or x.dtype is not torch.bfloat16:
+        if not isinstance(x, torch.Tensor) or x.dtype is not self._dtype:
             return None
         kernel = self.schedule.at(x.shape[0])
         return None if kernel is None or host.is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
@@ -282,7 +304,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             self._leave_to_the_host(error)
             serves = False
         # By what was agreed, not by the kernel: one that is lost later on this rank alone changes nothing of what is sent.
-        agreed = self._gather_bf16 and self._agreed == "" and not self._alltoall
+        agreed = self._gather_bf16 and "" in self._agreed.values() and not self._alltoall
         if serves or (post_quant_comm and agreed and isinstance(x, torch.Tensor)):
             return x, None
         return super().quantize_input(x, post_quant_comm=post_quant_comm, **kwargs)
@@ -317,10 +339,10 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         self._follow()
         # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
         # reduces.
-        direct = moe_output if moe_output is not None and moe_output.dtype is torch.bfloat16 else None
+        direct = moe_output if moe_output is not None and moe_output.dtype is x.dtype else None
         result = kernel.run(x, token_selected_experts, token_final_scales, out=direct)
         if moe_output is None:
-            return result if output_dtype in (None, torch.bfloat16) else result.to(output_dtype)
+            return result if output_dtype in (None, x.dtype) else result.to(output_dtype)
         return moe_output if direct is not None else moe_output.copy_(result)
 
     def _follow(self) -> None:

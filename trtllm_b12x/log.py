@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import logging
 
-from . import locks, settings
+from . import locks, process, settings
 from .bootstrap import say
-from .decision import RejectReason, Verdict
+from .decision import RejectReason, Resolution
 
 logger = logging.getLogger("trtllm_b12x")
-_said: set[RejectReason | str] = set()
+_said: set[tuple[str, RejectReason] | str] = set()
 _lock = locks.new()
 
 
-def announce(verdict: Verdict, subject: str, rank: int = 0) -> None:
+def announce(resolution: Resolution, subject: str, rank: int = 0) -> None:
     """Log each rejection whose reason this process has not logged yet.
 
     A warning on rank 0 where something can be done, with the commands.  For debugging only, elsewhere, and where the card, the
     model or the deployment is simply another one: then what else could be mended would not help either.
     """
-    hopeless = not all(rejection.reason.mendable for rejection in verdict.rejections)
-    for rejection in verdict.rejections:
-        if not _first_time(rejection.reason):
-            continue
+    preferred = next((name for name, verdict in resolution.verdicts if not verdict.rejections), "")
+    for name, verdict in resolution.verdicts:
+        if not verdict.rejections:
+            break  # those behind it are not missed
+        hopeless = not all(rejection.reason.mendable for rejection in verdict.rejections)
         level = logging.DEBUG if hopeless or rank else logging.WARNING
-        logger.log(level, "rank %d: %s stays on CUTLASS: %s", rank, subject, rejection)
+        where = f"is served by {preferred}, not by {name}" if preferred else "stays on CUTLASS"
+        for rejection in verdict.rejections:
+            if _first_time((name if preferred else "", rejection.reason)):
+                logger.log(level, "rank %d: %s %s: %s", rank, subject, where, rejection)
 
 
 def once(message: str) -> None:
@@ -33,7 +37,7 @@ def once(message: str) -> None:
         logger.warning(message)
 
 
-def _first_time(what: RejectReason | str) -> bool:
+def _first_time(what: tuple[str, RejectReason] | str) -> bool:
     with _lock:
         new = what not in _said
         _said.add(what)
@@ -61,7 +65,7 @@ def configure() -> None:
         logger.warning(complaint)
 
 
-def forget() -> None:
-    """Start over, as a new process would."""
+@process.kept
+def _forget() -> None:
     with _lock:
         _said.clear()

@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import host, locks
-from .decision import Verdict
+from . import host, locks, process
+from .decision import Resolution
 from .log import logger
 
 _lock = locks.new()
@@ -18,7 +18,7 @@ _lock = locks.new()
 @dataclass
 class _Entry:
     module: weakref.ref[Any]
-    verdict: Verdict
+    verdict: Resolution
     ready: bool
 
 
@@ -41,7 +41,9 @@ class Status:
     layers: int
     """MoE layers of the CUTLASS backend that are alive."""
     promoted: int
-    """Of these, on b12x."""
+    """Of these, on kernels of ours."""
+    families: dict[str, int] = field(default_factory=dict)
+    """Kernel family to the number of layers that it serves; a layer may have several."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Reject reason to the number of layers it keeps on CUTLASS."""
     padding_bytes: int = 0
@@ -54,7 +56,7 @@ class Status:
     """Geometry to the kernels that serve it, and to those that the self-test left out, with the numbers."""
 
 
-def record(module: Any, verdict: Verdict, ready: bool) -> None:
+def record(module: Any, verdict: Resolution, ready: bool) -> None:
     """A layer and its latest verdict; ``ready`` once its weights are loaded, or where nothing waits for them."""
     with _lock:
         for entry in _entries:
@@ -67,7 +69,7 @@ def record(module: Any, verdict: Verdict, ready: bool) -> None:
         _report()
 
 
-def alive() -> list[tuple[Any, Verdict]]:
+def alive() -> list[tuple[Any, Resolution]]:
     """Layers that still exist, in the order of their construction.
 
     The host builds a model on meta tensors first and, if that fails, anew: what is left of the attempt does not count.  Nor do
@@ -95,6 +97,7 @@ def status() -> Status:
         patches=selection.patched(),
         layers=len(layers),
         promoted=len(served),
+        families=dict(Counter(name for module in served for name in module.schedule.families)),
         reasons=dict(reasons),
         padding_bytes=sum(_bytes(module, "padding_bytes") for module in served),
         scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
@@ -110,8 +113,8 @@ def _bytes(module: Any, what: str) -> int:
         return 0
 
 
-def forget() -> None:
-    """Start over, as a new process would."""
+@process.kept
+def _forget() -> None:
     global _last_line, _collected
     with _lock:
         _entries.clear()
@@ -139,4 +142,6 @@ def _report() -> None:
         _last_line = line
     first, *_, last = sorted(module.schedule.below for module in served) * 2
     below = f"{first} to {last}" if first < last else str(last)
-    logger.info("rank %d: %d of %d MoE layers on b12x, decode below %s tokens", served[0].rank, *line, below)
+    names = Counter("+".join(module.schedule.families) or "no kernel yet" for module in served)
+    on = ", ".join(f"{count} on {name}" for name, count in names.items()) if len(names) > 1 else f"on {next(iter(names))}"
+    logger.info("rank %d: %d of %d MoE layers %s, decode below %s tokens", served[0].rank, *line, on, below)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,14 +25,20 @@ def crossover(top_k: int = 1) -> int:
 class Schedule:
     """Of one layer: a token count to the bound kernel that serves it, the first that does; to None where the host does."""
 
-    def __init__(self, kernels: Iterable[Kernel] = ()) -> None:
-        self.kernels = tuple(kernels)
+    def __init__(self, families: Mapping[str, Kernel]) -> None:
+        self.families = families
+        """In order."""
+        self.kernels = tuple(families.values())
 
     def at(self, tokens: int) -> Kernel | None:
         for kernel in self.kernels:
             if kernel.serves(tokens):
                 return kernel
         return None
+
+    def serves_all(self, most: int) -> bool:
+        """Every count from 1 to ``most``."""
+        return bool(self.kernels) and all(self.at(tokens) is not None for tokens in range(1, most + 1))
 
     @property
     def below(self) -> int:
@@ -45,5 +51,5 @@ class Schedule:
         return "; ".join(kernel.limited for kernel in self.kernels if kernel.limited)
 
 
-HOSTS = Schedule()
+HOSTS = Schedule({})
 """No kernel at any count."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from . import bootstrap, environment, locks, log, registry, settings, votes
 from . import host as _host
-from .decision import Environment, Problem, RejectReason, Verdict, decide
+from .decision import Problem, RejectReason, Resolution, Verdict, decide
 from .host import questions
 
 _lock = locks.new()
@@ -195,10 +195,10 @@ def _adapter() -> Any:
             return None
 
 
-def _facts() -> Environment:
+def _resolve(question: questions.Question) -> Resolution:
     from . import kernels  # torch is there by now
 
-    return kernels.environment()
+    return kernels.resolve(question)
 
 
 def _is_ours(moe_cls: Any) -> bool:
@@ -269,17 +269,17 @@ def refusal(problem: Any, deployment: Any) -> str | None:
     """Why b12x does not serve what a host of C3 asks about, in its own records; None if it does."""
     if _adapter() is None:
         return "promotion is off"
-    verdict = decide(*questions.of_candidate(problem, deployment), _facts())
-    return None if verdict.served else "; ".join(map(str, verdict.rejections))
+    resolution = _resolve(questions.of_candidate(problem, deployment))
+    return None if resolution.served else "; ".join(map(str, resolution.rejections))
 
 
 _SAID_BY_THE_LAYER = frozenset({RejectReason.EXPERT_PARALLEL, RejectReason.ATTENTION_DP, RejectReason.CUDA_GRAPHS})
 """Where other ranks may come to another answer, and wait for this one's vote: a layer that is none of ours has none."""
 
 
-def _to_be_built(verdict: Verdict) -> bool:
-    """As a layer of ours, which behaves as the host's where the verdict is no."""
-    return _SAID_BY_THE_LAYER.issuperset(verdict.reasons)
+def _to_be_built(resolution: Resolution) -> bool:
+    """As a layer of ours, which behaves as the host's where the answer is no."""
+    return any(_SAID_BY_THE_LAYER.issuperset(verdict.reasons) for _, verdict in resolution.verdicts)
 
 
 def _class_for(host: Any, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -288,7 +288,7 @@ def _class_for(host: Any, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str,
     question = questions.of_model(model_config, args[1] if len(args) > 1 else kwargs.get("override_quant_config"))
     if question is None or (moe_cls is not host.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
         return moe_cls
-    verdict = decide(*question, _facts())
+    verdict = _resolve(question)
     if moe_cls.__name__ == _NAMED_BY_MODELS:
         if _to_be_built(verdict):
             _warn_of_trtllm(model_config)
@@ -341,14 +341,14 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
     return wrapper
 
 
-def _backend_for(host: Any, call: inspect.BoundArguments) -> tuple[Any, Verdict | None]:
+def _backend_for(host: Any, call: inspect.BoundArguments) -> tuple[Any, Resolution | None]:
     """The class to build, and the verdict on the layer if it is one of CUTLASS's."""
     asked, model_config = call.arguments["moe_cls"], call.arguments.get("model_config")
     moe_cls = _without_broken_b12x(asked, host)
     promoted_before = _is_ours(asked)
     if not promoted_before and not any(moe_cls is cutlass for cutlass in (host.CutlassFusedMoE, *host.leaves)):
         return moe_cls, None
-    verdict = decide(*questions.of_call(_flat(call), quantization=not promoted_before), _facts())
+    verdict = _resolve(questions.of_call(_flat(call), quantization=not promoted_before))
     ours = _to_be_built(verdict)
     # Where the class is chosen first, yes or no was said already; elsewhere the host's answer is CutlassFusedMoE.
     if ours and (promoted_before or not host.chooses_first):
@@ -432,7 +432,7 @@ def _without_broken_b12x(moe_cls: Any, host: Any) -> Any:
     rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)
     if not rejections:
         return moe_cls
-    log.announce(Verdict(rejections), f"moe_backend CUTEDSL ({moe_cls.__name__})")
+    log.announce(Resolution((("b12x", Verdict(rejections)),)), f"moe_backend CUTEDSL ({moe_cls.__name__})")
     return host.CutlassFusedMoE
 
 

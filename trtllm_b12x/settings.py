@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from .families import FAMILIES
+
 _PREFIX = "TRTLLM_B12X"
 _Value = TypeVar("_Value", str, bool)
 _WORDS = {"false": "0", "off": "0", "no": "0", "true": "1", "on": "1", "yes": "1"}
@@ -30,6 +32,21 @@ class Switch(Generic[_Value]):
         word = text.strip()
         word = _WORDS.get(word.lower(), word)
         return next((value for value in self.values if value.lower() == word.lower()), word)
+
+    def knows(self, text: str) -> bool:
+        return self.read(text) in self.values
+
+
+class Order(Switch[str]):
+    """A variable that lists some of ``values``, in an order of its own."""
+
+    def listed(self) -> tuple[str, ...]:
+        """What it lists, else all there are."""
+        words = (self.read(word) for word in os.environ.get(self.name, "").split(","))
+        return tuple(dict.fromkeys(word for word in words if word in self.values)) or tuple(self.values)
+
+    def knows(self, text: str) -> bool:
+        return all(not word.strip() or super(Order, self).knows(word) for word in text.split(","))
 
 
 _ON_OFF = {"0": False, "1": True}
@@ -58,6 +75,12 @@ KEEP_BACKEND = Switch(
     "0",
     "1 leaves every backend but CUTLASS alone, also CUTEDSL where it has no NVFP4 kernel for SM12x",
 )
+KERNELS = Order(
+    f"{_PREFIX}_KERNELS",
+    {family.name: family.name for family in FAMILIES},
+    ",".join(family.name for family in FAMILIES),
+    "kernel families to consider, in this order",
+)
 LOG = Switch(
     f"{_PREFIX}_LOG",
     {level: level for level in ("DEBUG", "INFO", "WARNING", "ERROR")},
@@ -65,7 +88,7 @@ LOG = Switch(
     "level of the logger trtllm_b12x",
 )
 
-SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, DETERMINISTIC, GATHER_BF16, KEEP_BACKEND, LOG)
+SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, DETERMINISTIC, GATHER_BF16, KEEP_BACKEND, KERNELS, LOG)
 
 
 def complaints() -> list[str]:
@@ -77,7 +100,7 @@ def complaints() -> list[str]:
             switch = known.get(name)
             if switch is None:
                 found.append(f"{name} is no setting of trtllm_b12x; there are {', '.join(known)}")
-            elif value.strip() and switch.read(value) not in switch.values:
+            elif value.strip() and not switch.knows(value):
                 choices = ", ".join(switch.values)
                 found.append(f"{name}={value} is none of {choices}; {switch.default} is used")
     return found

@@ -19,8 +19,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import host, locks
-from .decision import Problem, decide
+from . import host, locks, process
+from .decision import Deployment, Problem
 from .host import ranks
 from .log import logger
 
@@ -40,7 +40,7 @@ class Load:
     """Layers that were built before any of them was voted on; whatever is built later is another model's.  They hold it."""
 
     failed: dict[Hashable, str] = field(default_factory=dict)
-    """Geometries that this rank could serve and another could not, and why: no further layer of theirs is tried."""
+    """Families and geometries that this rank could serve and another could not, and why: no further layer of theirs is tried."""
 
 
 _lock = locks.new()
@@ -88,7 +88,7 @@ def stand_aside(model_config: Any, refused: str) -> None:
     from . import kernels
 
     try:
-        verdict = decide(Problem(quant_algo="NVFP4"), environment=kernels.environment())
+        verdict = kernels.resolve((Problem(quant_algo="NVFP4"), Deployment()))
         reason = refused or ("" if verdict.served else str(verdict))
         if reason:
             decline(model_config.mapping, reason)
@@ -132,8 +132,8 @@ def settle() -> None:
                 table.close(_unreachable(error))
 
 
-def forget() -> None:
-    """Start over, as a new process would."""
+@process.kept
+def _forget() -> None:
     global _complained, _load
     with _lock:
         _tables.clear()

@@ -500,7 +500,7 @@ def unusual() -> dict[str, Any]:
     import trtllm_b12x
     from tests import layers
     from trtllm_b12x import host as hosts
-    from trtllm_b12x import registry
+    from trtllm_b12x import process, registry
     from trtllm_b12x.host import questions
 
     host = hosts.load()
@@ -541,7 +541,7 @@ def unusual() -> dict[str, Any]:
     other._parameters.clear()
     other._buffers.clear()
     other._weights_removed = True
-    registry.forget()
+    process.forget()
     registry.record(other, other.verdict, ready=False)
     left = trtllm_b12x.status().layers
 

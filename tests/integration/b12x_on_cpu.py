@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from tests.integration.sm12x_on_hopper import problem
+from trtllm_b12x import process
 from trtllm_b12x.kernels import Geometry, b12x
 from trtllm_b12x.kernels.b12x import B12xKernel, compiler, sources
 from trtllm_b12x.kernels.b12x.compiler import DISPATCH
@@ -71,7 +72,7 @@ def attempt(dispatch: Any) -> dict[str, Any]:
     gc.collect()
     workspaces = [o for o in gc.get_objects() if type(o).__name__ == "Sm120StaticMoEWorkspace"]
     found = {"errors": errors, "plans": len(b12x._plans), "workspaces": len(workspaces), "remembered": bool(b12x._failed)}
-    b12x._failed.clear()
+    process.forget()
     return found
 
 

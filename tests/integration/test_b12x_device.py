@@ -18,7 +18,7 @@ from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.integration.sm12x_on_hopper import Bed, sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.build import Options
-from trtllm_b12x import votes
+from trtllm_b12x import process
 from trtllm_b12x.checkpoint import Checkpoint
 from trtllm_b12x.host.embedded import AuxStreamType
 from trtllm_b12x.kernels import b12x
@@ -47,10 +47,8 @@ def unplanned(bed: Bed) -> Iterator[None]:
 
 
 def forget() -> None:
-    b12x._plans.clear()
-    b12x._failed.clear()
+    process.forget()
     compiler._compiled.clear()
-    votes.forget()
 
 
 def built(gated: bool = True, seed: int = 0, **arguments: Any) -> tuple[Any, dict[str, torch.Tensor]]:

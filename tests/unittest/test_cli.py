@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.unittest.test_checkpoint import BROKEN, E0, edit_tensors
-from trtllm_b12x import __version__, registry
+from trtllm_b12x import __version__, process
 from trtllm_b12x.cli import main
 from trtllm_b12x.strict_reference import dequantize_weight
 
@@ -93,7 +93,7 @@ def test_fewer_tokens_than_asked_for_where_the_kernel_says_why(
         plan(self, geometry, min(capacity, 43), device)
         self.limited = "no offsets for more than 43"
 
-    registry.forget()
+    process.forget()
     caplog.set_level("INFO", logger="trtllm_b12x")
     monkeypatch.setattr(ReferenceKernel, "plan", fewer)
     result = run("verify", directory, "--require-b12x", "--tokens", "43,44,46", "--json", "-")

@@ -9,9 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtllm_b12x.decision import Deployment, Environment, PayloadFault, Problem, RejectReason, decide, refused_by_hosts
+from trtllm_b12x import families
+from trtllm_b12x.decision import (
+    Deployment,
+    Environment,
+    KernelFeatures,
+    PayloadFault,
+    Problem,
+    RejectReason,
+    decide,
+    refused_by_hosts,
+    resolve,
+    version_tuple,
+)
 
-KERNEL = Environment(kernel="k", activations=frozenset({"Swiglu", "Relu2"}), hidden_size_multiple=128, expert_parallel=True)
+KERNEL = Environment()
+FEATURES = KernelFeatures("k", frozenset({"Swiglu", "Relu2"}), 128, 128, negative_ids=True, graph_safe=True, deterministic=True)
+POOR = replace(FEATURES, negative_ids=False, graph_safe=False, deterministic=False)
 
 CASES = [
     (RejectReason.DISABLED, Problem(), Deployment(), Environment(enabled=False)),
@@ -46,7 +60,6 @@ CASES = [
     (RejectReason.GROUP_SIZE, Problem(quant_algo="NVFP4", group_size=32), Deployment(), KERNEL),
     (RejectReason.PRE_QUANT_SCALE, Problem(pre_quant_scale=True), Deployment(), KERNEL),
     (RejectReason.DYNAMIC_QUANTIZATION, Problem(dynamic_quantization=True), Deployment(), KERNEL),
-    (RejectReason.KERNEL_PLAN_FAILED, Problem(), Deployment(), Environment(plan_error="ptxas failed")),
     (RejectReason.ACTIVATION_DTYPE, Problem(activation_dtype="float16"), Deployment(), KERNEL),
     (RejectReason.ACTIVATION, Problem(activation="Geglu"), Deployment(), KERNEL),
     (RejectReason.ACTIVATION_CONSTANTS, Problem(activation_constants=True), Deployment(), KERNEL),
@@ -54,32 +67,80 @@ CASES = [
     (RejectReason.INTERMEDIATE_SIZE, Problem(intermediate_size=24), Deployment(), KERNEL),
     (RejectReason.BIAS, Problem(bias=True), Deployment(), KERNEL),
     (RejectReason.ROUTER_WEIGHT_ON_INPUT, Problem(apply_router_weight_on_input=True), Deployment(), KERNEL),
-    (RejectReason.EXPERT_PARALLEL, Problem(), Deployment(ep_size=2), Environment(kernel="k", expert_parallel=False)),
+    (RejectReason.EXPERT_PARALLEL, Problem(), Deployment(ep_size=2), KERNEL),
     (RejectReason.LOAD_BALANCER, Problem(), Deployment(load_balancer="dynamic"), KERNEL),
     (RejectReason.LOAD_BALANCER, Problem(), Deployment(load_balancer="static"), KERNEL),
     (RejectReason.ATTENTION_DP, Problem(), Deployment(attention_dp=True), KERNEL),
     (RejectReason.ALLTOALL, Problem(), Deployment(alltoall=True), KERNEL),
-    (RejectReason.CUDA_GRAPHS, Problem(), Deployment(cuda_graphs=True), Environment(kernel="k", graph_safe=False)),
+    (RejectReason.CUDA_GRAPHS, Problem(), Deployment(cuda_graphs=True), KERNEL),
     (RejectReason.LORA, Problem(), Deployment(lora=True), KERNEL),
     (
         RejectReason.DETERMINISTIC,
         Problem(),
         Deployment(),
-        Environment(flashinfer="0.6.18", deterministic=False, only_deterministic=True),
+        Environment(flashinfer="0.6.18", only_deterministic=True),
     ),
 ]
 
 
 @pytest.mark.parametrize(("reason", "problem", "deployment", "environment"), CASES, ids=lambda v: getattr(v, "name", ""))
 def test_each_reason_alone(reason: RejectReason, problem: Problem, deployment: Deployment, environment: Environment) -> None:
-    verdict = decide(problem, deployment, environment)
+    features = POOR if reason in POORLY else FEATURES
+    verdict = decide(problem, deployment, environment, features)
     assert verdict.reasons == (reason,)
     assert not verdict.served
     assert verdict.rejections[0].remedy in str(verdict)
+    free = replace(features, bound_by=features.bound_by - {reason})
+    assert decide(problem, deployment, environment, free).served
+
+
+POORLY = {RejectReason.EXPERT_PARALLEL, RejectReason.CUDA_GRAPHS, RejectReason.DETERMINISTIC}
 
 
 def test_every_reason_has_a_case() -> None:
-    assert {case[0] for case in CASES} == set(RejectReason)
+    (plan,) = decide(Problem(), plan_error="ptxas failed").rejections
+    (none,) = resolve(Problem(), None, None, ()).rejections
+    assert {case[0] for case in CASES} | {plan.reason, none.reason} == set(RejectReason)
+
+
+def test_a_family_is_bound_by_its_own_rules_alone() -> None:
+    """W4A16 in another compiler: any card from SM80 on, other activations, dtypes and sizes, and nothing of FlashInfer's."""
+    own = {
+        RejectReason.TOOLKIT,
+        RejectReason.DSL_MISSING,
+        RejectReason.DSL_PAYLOAD,
+        RejectReason.FLASHINFER_MISSING,
+        RejectReason.FLASHINFER_TOO_OLD,
+        RejectReason.FLASHINFER_BROKEN,
+        RejectReason.REQUIREMENT,
+        RejectReason.BIAS,
+        RejectReason.ACTIVATION_CONSTANTS,
+    }
+    other = KernelFeatures(
+        "other",
+        frozenset({"Swiglu", "Geglu"}),
+        tile=16,
+        hidden_size_multiple=16,
+        negative_ids=True,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        bound_by=frozenset(RejectReason) - own,
+    )
+    bare = Environment(enabled=True, host="B", sm=120, toolkit_cuda=(12, 9), dsl="none", flashinfer="none")
+    asked = Problem(
+        quant_algo="NVFP4", activation="Geglu", activation_dtype="float16", bias=True, activation_constants=True, hidden_size=80
+    )
+    found = resolve(asked, Deployment(ep_size=2), bare, (("b12x", FEATURES), ("other", other)))
+    assert (found.served, found.families, found.reasons) == (True, ("other",), ())
+    refused = {rejection.reason for name, rejection in found.refused if name == "b12x"}
+    assert refused >= own - {RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_TOO_OLD} - {
+        RejectReason.FLASHINFER_BROKEN,
+        RejectReason.REQUIREMENT,
+    }
+    assert str(found).startswith("other; not b12x: TOOLKIT: ")
+    neither = resolve(replace(asked, quant_algo="FP8"), None, bare, (("b12x", FEATURES), ("other", other)))
+    assert not neither.served
+    assert [name for name, rejection in neither.refused if rejection.reason is RejectReason.QUANTIZATION] == ["b12x"]  # once
+    assert not resolve(asked, None, replace(bare, sm=90), (("other", other),)).served
 
 
 def test_unknown_facts_speak_against_nothing() -> None:
@@ -113,7 +174,7 @@ def test_what_the_field_runs_is_served() -> None:
             apply_router_weight_on_input=False,
         )
         deployment = Deployment(2, attention_dp=False, alltoall=False, load_balancer="none", lora=False, cuda_graphs=True)
-        assert str(decide(problem, deployment, KERNEL)) == "b12x"
+        assert str(resolve(problem, deployment, KERNEL, [("b12x", FEATURES)])) == "b12x"
 
 
 def test_force_needs_a_proof() -> None:
@@ -131,7 +192,8 @@ BOTH = 'pip install "flashinfer-python>=0.7.2,<0.8" "nvidia-cutlass-dsl[cu13]==4
 
 def repair(deployment: Deployment | None = None, **facts: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Commands and moves, which are the same whichever of the packages' reasons one reads."""
-    found = {(r.commands, r.moves) for r in decide(Problem(), deployment, Environment(**facts)).rejections}
+    e = Environment(**facts)
+    found = {(r.commands, r.moves) for r in decide(Problem(), deployment, e, families.b12x(e)).rejections}
     (only,) = found
     return only
 
@@ -275,14 +337,18 @@ environments = st.builds(
     payload_cuda=cuda,
     payload_fault=st.none() | st.sampled_from(PayloadFault),
     flashinfer=versions,
-    activations=st.none() | st.just(frozenset({"Swiglu", "Relu2"})),
-    hidden_size_multiple=st.none() | st.just(128),
     exact_scales=maybe_bool,
-    expert_parallel=maybe_bool,
-    graph_safe=maybe_bool,
     gather_bf16=st.booleans(),
-    deterministic=maybe_bool,
     only_deterministic=st.booleans(),
+)
+kinds = st.builds(
+    KernelFeatures,
+    name=st.just("k"),
+    activations=st.just(frozenset()) | st.just(frozenset({"Swiglu", "Relu2"})),
+    hidden_size_multiple=st.just(1) | st.just(128),
+    negative_ids=maybe_bool,
+    graph_safe=maybe_bool,
+    deterministic=maybe_bool,
 )
 
 STRICTER: dict[str, Any] = {
@@ -310,7 +376,7 @@ STRICTER: dict[str, Any] = {
     "toolkit_cuda": (12, 9),
     "payload_cuda": (12, 9),
     "exact_scales": False,
-    "expert_parallel": False,
+    "negative_ids": False,
     "compile_proved": False,
     "force": False,
     "mismatched": ("flashinfer-cubin 0.6.11",),
@@ -323,11 +389,11 @@ STRICTER: dict[str, Any] = {
 
 
 @settings(max_examples=500, deadline=None)
-@given(problems, deployments, environments)
+@given(problems, deployments, environments, kinds)
 def test_it_never_raises_and_every_rejection_can_be_read(
-    problem: Problem, deployment: Deployment, environment: Environment
+    problem: Problem, deployment: Deployment, environment: Environment, features: KernelFeatures
 ) -> None:
-    verdict = decide(problem, deployment, environment)
+    verdict = decide(problem, deployment, environment, features)
     assert verdict.served == (verdict.reasons == ())
     assert len(set(verdict.reasons)) == len(verdict.reasons)
     for rejection in verdict.rejections:
@@ -347,11 +413,11 @@ def test_it_never_raises_and_every_rejection_can_be_read(
 
 
 @settings(max_examples=500, deadline=None)
-@given(problems, deployments, environments, st.sampled_from(sorted(STRICTER)))
+@given(problems, deployments, environments, kinds, st.sampled_from(sorted(STRICTER)))
 def test_a_stricter_fact_never_turns_no_into_yes(
-    problem: Problem, deployment: Deployment, environment: Environment, field: str
+    problem: Problem, deployment: Deployment, environment: Environment, features: KernelFeatures, field: str
 ) -> None:
-    facts: list[Any] = [problem, deployment, environment]
+    facts: list[Any] = [problem, deployment, environment, features]
     before = decide(*facts)
     position = next(i for i, record in enumerate(facts) if field in {f.name for f in fields(record)})
     facts[position] = replace(facts[position], **{field: STRICTER[field]})
@@ -376,6 +442,14 @@ def test_what_hosts_refuse_before_us(problem: Problem, words: list[str]) -> None
     assert len(found) == len(words)
     assert all(line.startswith("TensorRT-LLM from August 2026 on") for line in found)
     assert all(word in line for word, line in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [("0.7.2", (0, 7, 2)), ("0.7.2+cu130", (0, 7, 2)), ("0.7.2.post1", (0, 7, 2)), ("0.7.2rc1", (0, 7)), ("x", ()), ("none", ())],
+)
+def test_versions(text: str, release: tuple[int, ...]) -> None:
+    assert version_tuple(text) == release
 
 
 def test_weight_only_experts_are_named() -> None:

@@ -16,7 +16,7 @@ import torch
 import trtllm_b12x
 from tests import faults, layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import bootstrap, log, registry, votes
+from trtllm_b12x import bootstrap, process
 
 EVERY = 1 if layers.host.generation == "embedded" or os.environ.get("FAULTS") == "all" else 12
 """In doubles of TensorRT-LLM one function of twelve, ``FAULTS=all`` for each."""
@@ -53,9 +53,7 @@ def _fresh() -> Iterator[None]:
 
 def forget() -> None:
     trtllm_b12x.uninstall()
-    registry.forget()
-    log.forget()
-    votes.forget()
+    process.forget()
 
 
 @functools.cache

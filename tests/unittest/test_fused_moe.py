@@ -10,7 +10,7 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import log, verification
+from trtllm_b12x import process, verification
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.host.embedded import fp4_quantize
@@ -268,7 +268,7 @@ def test_a_fault_in_a_call_is_the_hosts_to_answer_and_said_once(
     layer: tuple[Any, dict[str, torch.Tensor]], caplog: pytest.LogCaptureFixture
 ) -> None:
     module, tensors = layer
-    log.forget()
+    process.forget()
     x, logits = layers.inputs(module, 5, tensors)
     attempts = []
 

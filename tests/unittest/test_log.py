@@ -7,23 +7,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from trtllm_b12x import log
-from trtllm_b12x.decision import Environment, Problem, RejectReason, decide
+from trtllm_b12x import log, process
+from trtllm_b12x.decision import UNKNOWN, Environment, Problem, RejectReason, Resolution, resolve
 
 
 @pytest.fixture(autouse=True)
 def _fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    log.forget()
+    process.forget()
     caplog.set_level(logging.DEBUG, logger="trtllm_b12x")
     yield
-    log.forget()
+    process.forget()
 
 
-MENDABLE = decide(Problem(), environment=Environment(dsl="none"))
-ANOTHER_CARD = decide(Problem(), environment=Environment(sm=90))
+def b12x(**facts: Any) -> Resolution:
+    return resolve(Problem(), None, Environment(**facts), [("b12x", UNKNOWN)])
+
+
+MENDABLE, ANOTHER_CARD = b12x(dsl="none"), b12x(sm=90)
 
 
 def test_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -43,7 +47,7 @@ def test_levels(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_would_not_help_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    log.announce(decide(Problem(), environment=Environment(sm=90, dsl="none", flashinfer="none")), "MoE layer 0")
+    log.announce(b12x(sm=90, dsl="none", flashinfer="none"), "MoE layer 0")
     assert {record.levelno for record in caplog.records} == {logging.DEBUG}
     assert len(caplog.records) == 3
 

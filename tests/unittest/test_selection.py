@@ -12,7 +12,7 @@ import torch
 import trtllm_b12x
 from tests import layers
 from trtllm_b12x import host as _host
-from trtllm_b12x import log, selection
+from trtllm_b12x import process, selection
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.host import questions
@@ -95,7 +95,7 @@ def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPa
 def test_whatever_goes_wrong_the_host_builds_what_it_would_have_built(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(selection, "_facts", lambda: 1 / 0)
+    monkeypatch.setattr(selection, "_resolve", lambda question: 1 / 0)
     trtllm_b12x.install()
     for _ in range(2):
         routing = host.RenormalizeMoeRoutingMethod(2)
@@ -156,7 +156,7 @@ def test_named_backends_without_a_kernel_on_this_card(
     from trtllm_b12x.decision import Environment
 
     named = type(name, (host.CutlassFusedMoE,), {})
-    log.forget()
+    process.forget()
     monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: named)
     monkeypatch.setattr(environment, "probe", lambda always_look=False: Environment(sm=sm))
     monkeypatch.setenv("TRTLLM_B12X_KEEP_BACKEND", keep)

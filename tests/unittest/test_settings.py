@@ -9,7 +9,7 @@ import pytest
 from trtllm_b12x import settings
 
 
-@pytest.mark.parametrize("switch", settings.SWITCHES, ids=lambda s: s.name)
+@pytest.mark.parametrize("switch", [s for s in settings.SWITCHES if s is not settings.KERNELS], ids=lambda s: s.name)
 def test_every_value_and_the_default(switch: settings.Switch[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert switch.name.startswith("TRTLLM_B12X")
     monkeypatch.delenv(switch.name, raising=False)
@@ -32,6 +32,22 @@ def test_what_people_write_for_off_and_on(monkeypatch: pytest.MonkeyPatch, text:
     assert settings.ENABLED() == value
     assert settings.LOG() == "DEBUG"
     assert settings.complaints() == []
+
+
+def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name: name for name in ("b12x", "other", "third")}
+    order = settings.Order("TRTLLM_B12X_KERNELS", names, ",".join(names), "")
+    monkeypatch.setattr(settings, "SWITCHES", (order,))
+    for text, listed, complaints in (
+        ("", ("b12x", "other", "third"), 0),
+        (" Third, b12x,", ("third", "b12x"), 0),
+        ("tritn,other,other", ("other",), 1),
+        ("tritn", ("b12x", "other", "third"), 1),
+    ):
+        monkeypatch.setenv(order.name, text)
+        assert order.listed() == listed
+        assert len(settings.complaints()) == complaints
+    assert settings.complaints() == ["TRTLLM_B12X_KERNELS=tritn is none of b12x, other, third; b12x,other,third is used"]
 
 
 def test_unknown_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,17 +14,15 @@ import pytest
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import log, registry
+from trtllm_b12x import process
 
 
 @pytest.fixture(autouse=True)
 def _fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    registry.forget()
-    log.forget()
+    process.forget()
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
     yield
-    registry.forget()
-    log.forget()
+    process.forget()
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

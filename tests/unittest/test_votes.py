@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from trtllm_b12x import votes
+from trtllm_b12x import process, votes
 from trtllm_b12x.host import ranks
 from trtllm_b12x.votes import _Table
 
@@ -25,7 +25,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranks that were never heard of are given up soon; those that were, never in a test."""
     monkeypatch.setattr(votes, "PRESENCE_S", 0.3)
     yield
-    votes.forget()
+    process.forget()
 
 
 class ShakyStore:

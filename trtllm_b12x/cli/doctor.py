@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from trtllm_b12x import __version__
-from trtllm_b12x.decision import Environment, Problem, Verdict, decide
+from trtllm_b12x import __version__, families
+from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution, resolve
 
 from . import facts
 
@@ -53,7 +53,9 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         proof = prove(target or ("sm_121a" if environment.sm == 121 else "sm_120a"))
         environment = dataclasses.replace(environment, compile_proved=proof.compiled)
     problems = _USUAL if checkpoint is None else _problems(ctx, checkpoint)
-    verdicts = [(_name(problem), decide(problem, environment=environment)) for problem in problems]
+    order = {family.name: family for family in families.FAMILIES}
+    rows = [(name, order[name].features(environment)) for name in settings.KERNELS.listed()]
+    verdicts = [(_name(problem), resolve(problem, None, environment, rows)) for problem in problems]
     active = any(verdict.served for _, verdict in verdicts) and (proof is None or proof.compiled)
     driver = driver_cuda()
     told = facts.rows(environment, target, driver)
@@ -108,24 +110,26 @@ def _name(problem: Problem) -> str:
     return " ".join(words)
 
 
-def _class_name(verdict: Verdict) -> str:
+def _class_name(verdict: Resolution) -> str:
     return "FlashInferNvfp4Sm12xFusedMoE" if verdict.served else "CutlassFusedMoE"
 
 
-def _verdict_json(name: str, verdict: Verdict) -> dict[str, Any]:
+def _verdict_json(name: str, verdict: Resolution) -> dict[str, Any]:
     rejections = [
         {
+            "family": family,
             "reason": r.reason.name,
             "detail": r.detail,
             "remedy": r.remedy,
             "commands": list(r.commands),
             "moves": list(r.moves),
         }
-        for r in verdict.rejections
+        for family, r in verdict.refused
     ]
     return {
         "layers": name,
         "served": verdict.served,
+        "families": verdict.families,
         "class": _class_name(verdict),
         "rejections": rejections,
     }
@@ -144,7 +148,7 @@ def _screen(
     told: list[tuple[str, str]],
     target: str | None,
     proof: Any,
-    verdicts: list[tuple[str, Verdict]],
+    verdicts: list[tuple[str, Resolution]],
     active: bool,
 ) -> None:
     """At most 80 columns, no color: it is pasted into issues and found in logs."""
@@ -156,12 +160,19 @@ def _screen(
     click.echo()
     # Without a host, or for a card that is not here, nothing is: it would be.
     would = e.host == "none" or target is not None
+    several = len(verdicts[0][1].verdicts) > 1
     for name, verdict in verdicts:
-        click.echo(textwrap.fill(f"{name} {'would be' if would else 'is'} {_class_name(verdict)}", 80, subsequent_indent="  "))
-    problems = list(dict.fromkeys(rejection for _, verdict in verdicts for rejection in verdict.rejections))
+        on = f" on {' and '.join(verdict.families)}" if several and verdict.served else ""
+        words = f"{name} {'would be' if would else 'is'} {_class_name(verdict)}{on}"
+        click.echo(textwrap.fill(words, 80, subsequent_indent="  "))
+    about: dict[Rejection, str] = {}
+    for _, verdict in verdicts:
+        for family, rejection in verdict.refused:
+            about.setdefault(rejection, family)
+    problems = list(about)
     for number, rejection in enumerate(problems, 1):
         click.echo()
-        words = f"{rejection.reason.name}: {rejection.detail}"
+        words = f"{f'not {about[rejection]}: ' if several else ''}{rejection.reason.name}: {rejection.detail}"
         click.echo(textwrap.fill(words, 80, initial_indent=f"{number}. ", subsequent_indent="   "))
         if not rejection.commands:
             click.echo(textwrap.fill(rejection.remedy, 80, initial_indent="   -> ", subsequent_indent="      "))
@@ -175,15 +186,14 @@ def _screen(
     hook = _hook(e)
     if hook:
         click.echo(textwrap.fill(hook, 80) + "\n")
+    named = " and ".join(dict.fromkeys(family for _, verdict in verdicts for family in verdict.families)) or "b12x"
     if not active:
         verb = "WOULD NOT" if would else "will NOT"
-        click.echo(f"b12x {verb} serve decode here: the host's own CUTLASS class runs")
+        click.echo(f"{named} {verb} serve decode here: the host's own CUTLASS class runs")
     elif would:
-        click.echo(
-            "b12x WOULD serve decode here, inside TensorRT-LLM" if target is None else f"b12x WOULD serve decode on {target}"
-        )
+        click.echo(f"{named} WOULD serve decode {'here, inside TensorRT-LLM' if target is None else f'on {target}'}")
     else:
-        click.echo("b12x WILL serve decode here")
+        click.echo(f"{named} WILL serve decode here")
 
 
 def _hook(e: Environment) -> str:

@@ -272,20 +272,21 @@ def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -
 
 def _summary(run: _Run, bounds: Tolerances, status: int, in_all: int) -> str:
     reports = run.reports
-    served = [report for report in reports if report.served_by == "b12x"]
+    served = [report for report in reports if report.served_by != "cutlass"]
+    on = "+".join(dict.fromkeys(report.served_by for report in served)) or "b12x"
     if status == NOTHING_COMPARED:
-        return f"NOTHING COMPARED: 0 of {len(reports)} MoE layers on b12x, CUTLASS serves every one for the reasons above"
+        return f"NOTHING COMPARED: 0 of {len(reports)} MoE layers on {on}, CUTLASS serves every one for the reasons above"
     errors = [
         (case.rel_l2_kernel, max(bounds.kernel, case.rounding))
         for report in served
         for case in report.cases
-        if case.rel_l2_kernel is not None and case.path == "b12x"
+        if case.rel_l2_kernel is not None and case.path != "cutlass"
     ]
     extra = sum(report.bytes.extra_payload + report.bytes.extra_scales for report in served if report.bytes)
     padding = sum(report.bytes.padding for report in served if report.bytes)
     baked = [report.baked_weight_error for report in reports if report.baked_weight_error is not None]
     looked_at = len(reports) + len(run.errors)
-    parts = [f"{len(served)} of {looked_at} MoE layers on b12x" + (f" ({in_all} in all)" if in_all != looked_at else "")]
+    parts = [f"{len(served)} of {looked_at} MoE layers on {on}" + (f" ({in_all} in all)" if in_all != looked_at else "")]
     if errors:
         worst, bound = max(errors)
         parts.append(f"worst relative L2 {worst:.4f} (bound {bound:.3g})")

@@ -28,12 +28,26 @@ __all__ = [
     "gpu_sm",
     "inspect_flashinfer",
     "inspect_payload",
+    "of_flashinfer",
     "probe",
     "toolkit_cuda",
 ]
 
 _COMPILED_WITH = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
 """Of FlashInfer's requirements those whose version its kernels feel; the rest only has to be there."""
+
+
+def of_flashinfer(found: FlashInfer) -> Environment:
+    """What is told by reading it alone."""
+    installed = found.version != "none"
+    return Environment(
+        flashinfer=found.version,
+        flashinfer_fault=found.fault,
+        mismatched=found.mismatched,
+        exact_scales=found.exact_scales if installed else None,
+        expert_parallel=found.negative_ids if installed else None,
+        tile=found.tile if installed else None,
+    )
 
 
 @cache
@@ -44,11 +58,10 @@ def probe(always_look: bool = False) -> Environment:
     switched off, a server starts without it.
     """
     state, detail = host.state()
-    flashinfer = inspect_flashinfer()
-    installed = flashinfer.version != "none"
     wheels = packages.installed(WHEELS)
     dsl = wheels.get("nvidia-cutlass-dsl")
-    facts = Environment(
+    facts = replace(
+        of_flashinfer(inspect_flashinfer()),
         enabled=settings.ENABLED() != "0",
         force=settings.ENABLED() == "force",
         host=state,
@@ -57,15 +70,6 @@ def probe(always_look: bool = False) -> Environment:
         toolkit_cuda=toolkit_cuda(),
         dsl="none" if dsl is None else dsl.version,
         dsl_wheels=tuple(wheels),
-        flashinfer=flashinfer.version,
-        flashinfer_fault=flashinfer.fault,
-        mismatched=flashinfer.mismatched,
-        kernel="b12x" if flashinfer.b12x else None,
-        activations=frozenset({"Swiglu", "Relu2"}) if flashinfer.b12x else None,
-        hidden_size_multiple=128,
-        exact_scales=flashinfer.exact_scales if installed else None,
-        expert_parallel=flashinfer.negative_ids if installed else None,
-        deterministic=flashinfer.tile == 256 if installed else None,
         only_deterministic=settings.DETERMINISTIC(),
         gather_bf16=settings.GATHER_BF16(),
     )

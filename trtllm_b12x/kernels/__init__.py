@@ -2,20 +2,25 @@
 
 A kernel has three moments: :meth:`Kernel.plan` may allocate and compile, :meth:`Kernel.bind` takes views, and
 :meth:`Kernel.run` does neither.  Between the last two, once at load, :meth:`Kernel.self_test` compares what it computes with the
-reference.  What a kernel can do is data (:class:`KernelFeatures`), which the decision reads.
+reference.  What a kernel can do is data (:class:`KernelFeatures`), which the decision reads; which kernels there are says
+:mod:`trtllm_b12x.families`.
 """
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 
+from trtllm_b12x import decision, families, host, settings
 from trtllm_b12x import environment as machine
-from trtllm_b12x import host, settings
-from trtllm_b12x.decision import Environment
+from trtllm_b12x.decision import Environment, KernelFeatures, Resolution
+from trtllm_b12x.host.questions import Question
 
 __all__ = [
     "Geometry",
@@ -25,29 +30,11 @@ __all__ = [
     "KernelWeights",
     "PlanError",
     "Workspace",
+    "considered",
     "environment",
     "first_line",
-    "kernel_class",
+    "resolve",
 ]
-
-
-@dataclass(frozen=True)
-class KernelFeatures:
-    """What a kernel can do, for :mod:`trtllm_b12x.decision` and for weight creation."""
-
-    name: str
-    activations: frozenset[str]
-    """Names of the host's ``ActivationType`` members."""
-    tile: int
-    """The intermediate size it takes is a multiple of this."""
-    hidden_size_multiple: int
-    negative_ids: bool
-    """A negative expert id is an unrouted slot, hence expert parallelism."""
-    graph_safe: bool
-    deterministic: bool
-    """It can be restricted to kernels whose reruns agree to the bit (``TRTLLM_B12X_DETERMINISTIC``)."""
-    versions: str
-    """Of flashinfer-python, as a requirement; empty where it does not matter."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +201,11 @@ class Kernel(ABC):
         """
 
     @classmethod
+    def available(cls) -> bool:
+        """What makes these kernels is installed."""
+        return True
+
+    @classmethod
     def runs_on(cls, device: torch.device) -> bool:
         """:meth:`plan` may be asked for this device."""
         return True
@@ -246,14 +238,14 @@ class Kernel(ABC):
         """Experts on ``x``.
 
         Args:
-            x: ``(tokens, H)`` bfloat16, not quantized.
+            x: ``(tokens, H)`` in one of the features' dtypes, not quantized.
             token_selected_experts: ``(tokens, top_k)`` integers of any type, global ids; one that is none of this rank's is
                 unrouted.
             token_final_scales: ``(tokens, top_k)``, any float type.
-            out: ``(tokens, H)`` bfloat16 to write into.
+            out: ``(tokens, H)`` in the dtype of ``x``, to write into.
 
         Returns:
-            ``(tokens, H)`` bfloat16, ``out`` if given, else a tensor of the caller's own.
+            ``(tokens, H)`` in the dtype of ``x``, ``out`` if given, else a tensor of the caller's own.
 
         Raises:
             ValueError: no kernel is planned for so many tokens.
@@ -268,40 +260,61 @@ class Workspace:
     nbytes: int
 
 
-def environment(kernel: type[Kernel] | None = None) -> Environment:
-    """What :func:`trtllm_b12x.decision.decide` is to know of this process: the machine, inside TensorRT-LLM, and its kernel.
+def environment() -> Environment:
+    """What a decision is to know of this process's machine, inside TensorRT-LLM.
 
     The embedded host runs on any machine, so there the machine says nothing.
     """
-    features = (kernel or kernel_class()).features
     return replace(
         machine.probe() if host.installed() else Environment(),
         enabled=settings.ENABLED() != "0",
         gather_bf16=settings.GATHER_BF16(),
         only_deterministic=settings.DETERMINISTIC(),
-        kernel=features.name,
-        activations=features.activations,
-        hidden_size_multiple=features.hidden_size_multiple,
-        expert_parallel=features.negative_ids,
-        graph_safe=features.graph_safe,
-        deterministic=features.deterministic,
     )
 
 
-def kernel_class(device: str | None = None) -> type[Kernel]:
-    """The kernel of layers that are made on ``device``, torch's default one if not given; TensorRT-LLM's are on its GPU.
+def considered(device: str | None = None) -> dict[str, type[Kernel]]:
+    """Family to its kernels, in order, for layers that are made on ``device``, torch's default one if not given.
 
-    FlashInfer's on an SM120 or SM121, where FlashInfer has them, else torch's.
+    TensorRT-LLM's layers are on its GPU.  Where torch sees no card that the family's kernels run on, what stands in for them.
     """
-    from .b12x import B12xKernel
-    from .reference import ReferenceKernel
-
     on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
-    return B12xKernel if on_gpu and B12xKernel.features.versions and _card_is_there() else ReferenceKernel
+    rows = {family.name: family for family in families.FAMILIES}
+    found = {}
+    for row in (rows[name] for name in settings.KERNELS.listed()):
+        kernel = _load(row.kernel)
+        if on_gpu and kernel.available() and _card_is_there(kernel.features):
+            found[row.name] = kernel
+        elif row.stand_in:
+            found[row.name] = _load(row.stand_in)
+    return found
 
 
-def _card_is_there() -> bool:
+def resolve(
+    question: Question, kernels: Mapping[str, type[Kernel]] | None = None, plan_errors: Mapping[str, str] = MappingProxyType({})
+) -> Resolution:
+    """Which families serve a layer in this process, and why not the others.
+
+    Args:
+        question: of :mod:`trtllm_b12x.host.questions`.
+        kernels: :func:`considered`.
+        plan_errors: family to what planning its kernels for the layer has raised.
+    """
+    asked = ((name, kernel.features) for name, kernel in (considered() if kernels is None else kernels).items())
+    return decision.resolve(*question, environment(), tuple(asked), plan_errors)
+
+
+def _load(place: str) -> type[Kernel]:
+    module, _, name = place.partition(":")
+    found: type[Kernel] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _card_is_there(features: KernelFeatures) -> bool:
     if not torch.cuda.is_available():
         return False
     sm = machine.probe().sm if host.installed() else None  # torch's answer would create a CUDA context in whoever only asks
-    return sm in (120, 121) if sm else torch.cuda.get_device_capability() in ((12, 0), (12, 1))
+    if not sm:
+        major, minor = torch.cuda.get_device_capability()
+        sm = 10 * major + minor
+    return features.oldest_sm <= sm <= features.newest_sm

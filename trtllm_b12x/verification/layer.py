@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,18 +11,16 @@ import torch
 from trtllm_b12x import host as _host
 from trtllm_b12x import selection, strict_reference
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
-from trtllm_b12x.decision import Verdict, decide, refused_by_hosts
+from trtllm_b12x.decision import Resolution, refused_by_hosts
 from trtllm_b12x.host import questions
-from trtllm_b12x.kernels import environment, kernel_class
-from trtllm_b12x.schedule import crossover
+from trtllm_b12x.kernels import considered, resolve
+from trtllm_b12x.schedule import HOSTS, crossover
 from trtllm_b12x.strict_reference import Arithmetic
 
 from .bits import bits_exact, count_bytes, examine_codes, wrong_scalars
 from .bounds import Tolerances, exceeds, misses, relative_l2, squares
 from .draw import EXPERTS, Batch, Case, draw
 from .report import BytesReport, CaseReport, LayerReport, Ranks
-
-_POINTS = {"b12x": Arithmetic.KERNEL, "cutlass": Arithmetic.CUTLASS}
 
 _SEVERAL = 8
 """Tokens of a call that tell what quantization costs the layer: 0.13 to 0.2 for sound ones; of single ones 0.6 was seen."""
@@ -69,8 +67,8 @@ def verify_layer(
         top_k=layer.top_k,
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
-        served_by="b12x" if verdict.served else "cutlass",
-        reasons=list(map(str, verdict.rejections)),
+        served_by=next(iter(verdict.families), "cutlass"),
+        reasons=[f"not {name}: {r}" if verdict.served else str(r) for name, r in verdict.refused],
         warnings=refused_by_hosts(questions.of_checkpoint(layer, ranks.tp, ranks.ep)[0]),
     )
     if not verdict.served:
@@ -84,6 +82,9 @@ def verify_layer(
     paths: list[set[str]] = [set() for _ in batches]
     rounding: dict[int, float] = {}
     limit = crossover(layer.top_k)
+    points = {"cutlass": Arithmetic.CUTLASS}
+    points |= {name: Arithmetic[kernel.features.arithmetic] for name, kernel in considered(device).items()}
+    kernels: set[str] = set()
     unplanned: set[int] = set()  # a FlashInfer that compiles for fixed sizes
     report.bytes = BytesReport(weights.nbytes, -weights.nbytes, 0, 0, 0)
     report.bits_exact = True
@@ -94,12 +95,13 @@ def verify_layer(
         module.post_load_weights()
         schedule = module.backend.schedule
         if not schedule.kernels:
+            report.failures.append(f"rank {mapping.rank} left {verdict.families[0]}: {module.backend.verdict}")
             report.served_by = "cutlass"
-            report.failures.append(f"rank {mapping.rank} left b12x: {module.backend.verdict}")
         else:
+            kernels |= schedule.families.keys()
             if schedule.limited and schedule.below < limit:
                 limit = schedule.below
-                report.notes.append(f"b12x serves fewer than {limit} tokens: {schedule.limited}")
+                report.notes.append(f"{'+'.join(schedule.families)} serves fewer than {limit} tokens: {schedule.limited}")
             count_bytes(module.backend, report.bytes)
             report.bits_exact &= bits_exact(module.backend, weights, layer)
             wrong = wrong_scalars(module.backend, weights, layer)
@@ -108,9 +110,9 @@ def verify_layer(
         step += 1
         progress(_LOADED + (_RUN - _LOADED) * step / steps)
         for index, batch in enumerate(batches):
-            with _kernel_calls(module.backend) as count:
+            with _kernel_calls(module.backend) as calls:
                 outputs[index] = outputs[index] + module(batch.call.x, batch.logits).float()
-            paths[index].add("b12x" if count() else "cutlass")
+            paths[index] |= set(calls) or {"cutlass"}
             tokens = cases[batch.case].tokens
             kernel = schedule.at(tokens)
             if kernel is not None:
@@ -128,20 +130,24 @@ def verify_layer(
     report.experts_run = len(run)
     report.baked_weight_error = strict_reference.baked_weight_error(weights, run[:EXPERTS], tuple(layer.projections), device)
     bounds = tolerances or Tolerances()
-    _measure(weights, layer, cases, batches, outputs, paths, rounding, device, original, report, bounds, progress)
+    if kernels and report.served_by != "cutlass":
+        report.served_by = "+".join(name for name in verdict.families if name in kernels)
+    _measure(weights, layer, cases, batches, outputs, paths, points, rounding, device, original, report, bounds, progress)
     for position, case in enumerate(report.cases):
-        expected = "b12x" if case.tokens < limit and position not in unplanned else "cutlass"
-        if case.path != expected:
-            case.failures.append(f"served by {case.path}, not by {expected}")
-    if require_b12x and not any(case.path == "b12x" for case in report.cases):
-        report.failures.append(f"no call of fewer than {limit} tokens, b12x was not run: add a smaller count to --tokens")
+        ours = case.tokens < limit and position not in unplanned
+        expected = verdict.families if ours else ("cutlass",)
+        if case.path not in expected:
+            case.failures.append(f"served by {case.path}, not by {' or '.join(expected)}")
+    if require_b12x and not any(case.path in verdict.families for case in report.cases):
+        named = " or ".join(verdict.families)
+        report.failures.append(f"no call of fewer than {limit} tokens, {named} was not run: add a smaller count to --tokens")
     progress(1.0)
     return report
 
 
-def judge(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Verdict:
-    """The verdict that the layer will get on every rank, from what the checkpoint alone tells."""
-    return decide(*questions.of_checkpoint(layer, ranks.tp, ranks.ep), environment(kernel_class(device)))
+def judge(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
+    """What the layer will get on every rank, from what the checkpoint alone tells."""
+    return resolve(questions.of_checkpoint(layer, ranks.tp, ranks.ep), considered(device))
 
 
 def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:
@@ -169,6 +175,7 @@ def _measure(
     batches: Sequence[Batch],
     outputs: Sequence[torch.Tensor],
     paths: Sequence[set[str]],
+    points: Mapping[str, Arithmetic],
     rounding: dict[int, float],
     device: str,
     original: Checkpoint | None,
@@ -189,7 +196,7 @@ def _measure(
     strict: dict[int, list[torch.Tensor]] = {}
     for path in sorted(set(served)):
         mine = [index for index, p in enumerate(served) if p == path]
-        arithmetics = [Arithmetic.NONE, Arithmetic.UNQUANTIZED, *([_POINTS[path]] if path in _POINTS else [])]
+        arithmetics = [Arithmetic.NONE, Arithmetic.UNQUANTIZED, *([points[path]] if path in points else [])]
         calls = [batches[index].call for index in mine]
         found = strict_reference.outputs(weights, layer.num_experts, layer.gated, calls, arithmetics, device, on_expert)
         strict.update(zip(mine, found, strict=True))
@@ -201,7 +208,7 @@ def _measure(
         result = torch.cat([outputs[i] for i in mine])
         none, unquantized = (torch.cat([strict[i][a] for i in mine]) for a in (0, 1))
         path = "+".join(sorted(set().union(*(paths[i] for i in mine))))
-        exact = torch.cat([strict[i][2] for i in mine]) if path in _POINTS else None
+        exact = torch.cat([strict[i][2] for i in mine]) if path in points else None
         wanted = None if plain is None else torch.cat([plain[i][0] for i in mine])
         case_report = CaseReport(
             tokens=case.tokens,
@@ -305,23 +312,25 @@ def _same_layer(other: MoELayer, layer: MoELayer) -> bool:
     return other.quant_algo == "none" and identity(other) == identity(layer)
 
 
+class _Calls(list[str]):
+    """Families whose kernels were called, in order; calling it counts them."""
+
+    def __call__(self) -> int:
+        return len(self)
+
+
 @contextmanager
-def _kernel_calls(backend: Any) -> Iterator[Callable[[], int]]:
-    """Counts the calls that reach the layer's kernel."""
-    kernel = getattr(backend, "kernel", None)
-    count = 0
-    if kernel is None:
-        yield lambda: 0
-        return
-    run = kernel.run
+def _kernel_calls(backend: Any) -> Iterator[_Calls]:
+    """Counts the calls that reach the layer's kernels."""
+    calls, schedule = _Calls(), getattr(backend, "schedule", HOSTS)
 
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return run(*args, **kwargs)
+    def counting(name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: (calls.append(name), run(*args, **kwargs))[1]  # type: ignore[func-returns-value]
 
-    kernel.run = counted
+    for name, kernel in schedule.families.items():
+        kernel.run = counting(name, kernel.run)  # type: ignore[method-assign]
     try:
-        yield lambda: count
+        yield calls
     finally:
-        del kernel.run
+        for kernel in schedule.kernels:
+            del kernel.run

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import environment, host, locks, settings
-from trtllm_b12x.decision import OLDEST_FLASHINFER
-from trtllm_b12x.kernels import Geometry, Kernel, KernelFeatures, KernelWeights, PlanError, Workspace, first_line, routes
+from trtllm_b12x import environment, families, host, locks, process, settings
+from trtllm_b12x.kernels import Geometry, Kernel, KernelWeights, PlanError, Workspace, first_line, routes
 from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
 from trtllm_b12x.kernels.streams import Turn
 from trtllm_b12x.log import logger
@@ -39,20 +38,6 @@ _RECIPROCALS = 0.02
 """Relative L2.  Direct micro multiplies by reciprocals of scales also for ReLU2, where the others and the reference divide
 (``moe_direct_micro_kernel.py:714``).  Block scales on a rounding tie fall apart, which is frequent where a calibrated amax is a
 power of two; seen: 0.014 over many tokens."""
-
-
-def _features(flashinfer: environment.FlashInfer) -> KernelFeatures:
-    return KernelFeatures(
-        name="b12x",
-        activations=frozenset(ACTIVATIONS),
-        tile=flashinfer.tile,
-        hidden_size_multiple=128,
-        negative_ids=flashinfer.negative_ids,
-        graph_safe=True,
-        # From 0.7.0 static keeps each route's result and adds them up in order, in the groups of 256 columns that make its tile.
-        deterministic=flashinfer.tile == 256,
-        versions=f"flashinfer-python>={'.'.join(map(str, OLDEST_FLASHINFER))}" if flashinfer.b12x else "",
-    )
 
 
 @dataclass
@@ -91,10 +76,22 @@ _failed: dict[tuple[Any, ...], str] = {}
 _lock = locks.new()
 
 
+@process.kept
+def _forget() -> None:
+    with _lock:
+        _plans.clear()
+        _failed.clear()
+
+
 class B12xKernel(Kernel):
     """FlashInfer's static, micro and direct micro kernel on one layer: views of its tensors, and the plan of its geometry."""
 
-    features = _features(environment.inspect_flashinfer())
+    _flashinfer = environment.inspect_flashinfer()
+    features = families.b12x(environment.of_flashinfer(_flashinfer))
+
+    @classmethod
+    def available(cls) -> bool:
+        return cls._flashinfer.b12x
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Allocate one workspace and compile every kernel for up to ``capacity`` tokens, or share what another layer planned.
@@ -250,7 +247,7 @@ class B12xKernel(Kernel):
         x, ids, scales = _aligned(x.contiguous()), ids.contiguous(), scales.contiguous()
         direct = out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0
         result = out if direct and out is not None else torch.empty_like(x)
-        table = self._tables[candidate.kind.skips_negative_ids and self.features.negative_ids]
+        table = self._tables[candidate.kind.skips_negative_ids and bool(self.features.negative_ids)]
         with self._plan.turn as capture:
             scratch, bound = self._plan.scratch, self._bound
             if capture:

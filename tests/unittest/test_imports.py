@@ -1,0 +1,83 @@
+"""Who may import whom, read from the code."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import trtllm_b12x
+
+ROOT = Path(trtllm_b12x.__file__).parent
+FILES = {path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__"): path for path in ROOT.rglob("*.py")}
+
+LIGHT = ("decision", "families", "settings", "log", "locks", "process", "registry", "selection", "schedule", "environment", "cli")
+"""Imported without torch: in every process of the host, or by a command on a machine that has none."""
+RULES = (
+    # (who, must not import whom, why)
+    ("decision", ("trtllm_b12x",), "it is pure"),
+    ("families", ("trtllm_b12x.kernels", "trtllm_b12x.environment", "trtllm_b12x.host"), "rows name modules, they do not import"),
+    (
+        "environment",
+        ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.selection"),
+        "it knows no kernels",
+    ),
+    ("strict_reference", ("trtllm_b12x.kernels", "trtllm_b12x.host", "trtllm_b12x.quantization"), "the judge shares nothing"),
+    ("kernels", ("trtllm_b12x.fused_moe", "trtllm_b12x.quantization", "trtllm_b12x.selection"), "kernels know no layer"),
+    ("checkpoint", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.host"), "files are files"),
+    ("schedule", ("trtllm_b12x.host", "trtllm_b12x.fused_moe"), "it is asked, and asks kernels alone"),
+    ("host", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.verification"), "the host knows nothing of ours"),
+)
+
+
+def imports(name: str, late: bool = True) -> set[str]:
+    """Absolute names; with ``late`` also of imports inside functions, never those for type checkers alone."""
+    found, path = set(), FILES[name]
+    package = ["trtllm_b12x", *name.split("/")]
+    if path.name != "__init__.py":
+        package.pop()
+    nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            nodes += node.orelse
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not late:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[: len(package) + 1 - node.level], *([node.module] if node.module else [])])
+            base = base if node.level else str(node.module)
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or name.startswith(f"{room}/")
+
+
+@pytest.mark.parametrize(("room", "forbidden", "why"), RULES, ids=[rule[0] for rule in RULES])
+def test_no_import_runs_back(room: str, forbidden: tuple[str, ...], why: str) -> None:
+    files = [name for name in FILES if within(name, room)]
+    assert files
+    for name in files:
+        wrong = {found for found in imports(name, late=False) if any(f"{found}.".startswith(f"{rule}.") for rule in forbidden)}
+        wrong -= {found for found in wrong if found == "trtllm_b12x"}
+        assert not wrong, f"{name} imports {sorted(wrong)}: {why}"
+
+
+def test_neighbors_have_one_door_each() -> None:
+    for name in FILES:
+        found = {module.partition(".")[0] for module in imports(name)}
+        assert "tensorrt_llm" not in found or within(name, "host"), name
+        outside = not within(name, "kernels") and not within(name, "environment")
+        assert not (found & {"flashinfer", "cutlass", "triton"} and outside), name
+
+
+def test_what_must_do_without_torch_does() -> None:
+    for name in FILES:
+        if any(within(name, room) for room in LIGHT):
+            assert "torch" not in {module.partition(".")[0] for module in imports(name, late=False)}, name
