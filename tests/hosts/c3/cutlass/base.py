@@ -7,7 +7,7 @@ from typing import Any
 from ....model_config import ModelConfig
 from .._generation import ACTIVATIONS
 from ..impl_base import MoEImplBase, apply_moe_impl_construction_state
-from ..impl_contract import MoERunContext, canonical_quant
+from ..impl_contract import canonical_quant
 from .eligibility import SmSupport, identity_quant
 
 
@@ -60,9 +60,3 @@ class CutlassFusedMoEBase(MoEImplBase):
 
     def supports_moe_output_in_alltoall_workspace(self) -> bool:
         return True
-
-    def _tuner_shapes(self, ctx: MoERunContext, enable_alltoall: bool | None) -> tuple[int | None, int | None]:
-        if not enable_alltoall:
-            return None, None
-        rows = ctx.all_rank_num_tokens
-        return sum(rows) if rows is not None else ctx.x.shape[0] * self.mapping.tp_size, self.routing_method.top_k
