@@ -409,7 +409,7 @@ def test_what_changed_places_is_found_with_the_original_only(tmp_path: Path) -> 
 
 
 def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
-    layers = [random_experts(2, 128, 16, seed=i) for i in range(25)]
+    layers = [random_experts(2, 128, 16)] * 150  # the signal must find it at work, however busy the machine
     write_checkpoint(tmp_path / "model", layers, top_k=1)
     command = [sys.executable, "-m", "trtllm_b12x", "verify", str(tmp_path / "model"), "--json", str(tmp_path / "r.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -420,7 +420,7 @@ def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
             if line.startswith("model.layers.0.mlp "):
                 process.send_signal(signal.SIGINT)
         assert process.wait() == 130
-    assert re.fullmatch(r"interrupted: \d+ of 25 layers were verified\n", lines[-1])
+    assert re.fullmatch(r"interrupted: \d+ of 150 layers were verified\n", lines[-1])
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["status"] == "interrupted"
-    assert 0 < len(report["layers"]) < 25
+    assert 0 < len(report["layers"]) < 150
