@@ -1,0 +1,177 @@
+"""Random NVFP4 experts as a host stores them, and the layer in float32 with unquantized activations.
+
+Every activation, bias and padding that a kernel may be given; :mod:`trtllm_b12x.strict_reference` has the checkpoint's tensors
+and two activations only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_b12x.kernels import Geometry, KernelWeights
+from trtllm_b12x.kernels.triton import GATED, Epilogue
+from trtllm_b12x.strict_reference import decode_fp4
+
+INPUT_SCALE = (0.0123, 0.00045)
+"""Of FC1 and FC2: what a kernel that multiplied by one of them would be off by."""
+
+
+@dataclass
+class Layer:
+    """E local experts, H hidden size, I intermediate size, r = 2 if gated (rows [up; gate])."""
+
+    geometry: Geometry
+    w1: torch.Tensor
+    """``(E, r*I, H/2)`` uint8."""
+    s1: torch.Tensor
+    """``(E, r*I, H/16)`` float8_e4m3fn, in rows."""
+    w2: torch.Tensor
+    """``(E, H, I/2)`` uint8."""
+    s2: torch.Tensor
+    """``(E, H, I/16)`` float8_e4m3fn."""
+    scale_1: torch.Tensor
+    """``(E,)`` float32: ``weight_scale_2`` of gate."""
+    scale_2: torch.Tensor
+    epilogue: Epilogue
+
+    def kernel_weights(self) -> KernelWeights:
+        ones = torch.ones_like(self.scale_1)
+        fc1, fc2 = INPUT_SCALE
+        ratio = ones if self.epilogue.up_to_gate is None else self.epilogue.up_to_gate
+        return KernelWeights(
+            w1_weight=self.w1,
+            w1_weight_sf=interleaved(self.s1),
+            folded_w1_alpha=self.scale_1 * fc1,
+            w2_weight=self.w2,
+            w2_weight_sf=interleaved(self.s2),
+            w2_alpha=self.scale_2 * fc2,
+            fc2_input_scale=ones * fc2 / ratio,
+            input_global_scale=ones * fc1,
+        )
+
+    def expected(
+        self, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, first: int = 0, weight_on_input: bool = False
+    ) -> torch.Tensor:
+        """float32 ``(tokens, H)``."""
+        g, extra = self.geometry, self.epilogue
+        result = torch.zeros(x.shape[0], g.hidden_size, device=x.device)
+        local = ids.long() - first
+        for e in local[(local >= 0) & (local < g.num_experts)].unique().tolist():
+            token, slot = (local == e).nonzero(as_tuple=True)
+            weight = scales[token, slot].float().unsqueeze(1)
+            fc1 = x[token].float() @ (dequantized(self.w1[e], self.s1[e]) * self.scale_1[e]).T
+            fc1 = fc1 * (weight if weight_on_input else 1)
+            bias = extra.w1_bias[e].float() if extra.w1_bias is not None else torch.zeros(fc1.shape[1], device=x.device)
+            if g.activation in GATED:
+                up, gate = fc1.chunk(2, dim=1)
+                up = up if extra.up_to_gate is None else up * extra.up_to_gate[e]
+                up_bias, gate_bias = bias.chunk(2)
+                inner = self._gated(e, up + up_bias, gate + gate_bias)
+            else:
+                inner = plain(g.activation, fc1 + bias)
+            fc2 = inner @ (dequantized(self.w2[e], self.s2[e]) * self.scale_2[e]).T
+            if extra.w2_bias is not None:
+                fc2 = fc2 + extra.w2_bias[e].float()
+            result.index_add_(0, token, fc2 if weight_on_input else fc2 * weight)
+        return result
+
+    def _gated(self, e: int, up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if self.geometry.activation == "Swiglu":
+            return torch.nn.functional.silu(gate) * up
+        if self.geometry.activation == "Geglu":
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
+        extra = self.epilogue
+        alpha, beta, limit = (
+            value if tensor is None else float(tensor[e])
+            for tensor, value in ((extra.swiglu_alpha, 1.0), (extra.swiglu_beta, 0.0), (extra.swiglu_limit, math.inf))
+        )
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + beta)
+
+
+def plain(activation: str, values: torch.Tensor) -> torch.Tensor:
+    if activation == "Relu2":
+        return torch.relu(values) ** 2
+    if activation == "Silu":
+        return torch.nn.functional.silu(values)
+    return torch.nn.functional.gelu(values)
+
+
+def dequantized(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    values = decode_fp4(weight)
+    return (values.unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def interleaved(scales: torch.Tensor) -> torch.Tensor:
+    """Row-major ``(E, rows, blocks)`` to what the kernels take, tiles of 128 rows and 4 blocks padded with what is no number."""
+    experts, rows, blocks = scales.shape
+    tall, wide = -(-rows // 128), -(-blocks // 4)
+    padded = torch.full((experts, tall * 128, wide * 4), 0x7F, dtype=torch.uint8, device=scales.device)
+    padded[:, :rows, :blocks] = scales.view(torch.uint8)
+    tiles = padded.view(experts, tall, 4, 32, wide, 4).permute(0, 1, 4, 3, 2, 5).contiguous()
+    return tiles.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
+
+
+def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, bias: bool = False, ratio: bool = False) -> Layer:
+    """Every code, and block scales of every size, subnormal ones too; products of about one."""
+    generator = torch.Generator(device).manual_seed(seed)
+    g, gated = geometry, geometry.activation in GATED
+    rows = (2 if gated else 1) * g.intermediate_size
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=device, generator=generator)
+
+    def scales(*shape: int) -> torch.Tensor:
+        drawn = uniform(*shape) * 2 + 0.1
+        small = uniform(*shape)
+        return torch.where(small < 0.1, drawn * 2**-8, torch.where(small > 0.98, drawn * 8, drawn)).to(torch.float8_e4m3fn)
+
+    def size(inner: int) -> torch.Tensor:
+        """Of weight scales, so that ``inner`` products of unit values sum to about one."""
+        return (0.5 + uniform(g.num_experts)) * (0.2 / math.sqrt(inner))
+
+    extra = Epilogue(
+        up_to_gate=0.5 + uniform(g.num_experts) if ratio and gated else None,
+        w1_bias=(uniform(g.num_experts, rows) - 0.5) if bias else None,
+        w2_bias=(uniform(g.num_experts, g.hidden_size) - 0.5) if bias else None,
+        **(
+            {
+                "swiglu_alpha": torch.full((g.num_experts,), 1.702, device=device),
+                "swiglu_beta": torch.ones(g.num_experts, device=device),
+                "swiglu_limit": 0.7 + uniform(g.num_experts),
+            }
+            if g.activation == "SwigluBias"
+            else {}
+        ),
+    )
+    experts, hidden, inner = g.num_experts, g.hidden_size, g.intermediate_size
+    w1, s1 = codes(experts, rows, hidden // 2), scales(experts, rows, hidden // 16)
+    w2, s2 = codes(experts, hidden, inner // 2), scales(experts, hidden, inner // 16)
+    return Layer(g, w1, s1, w2, s2, size(hidden), size(inner), extra)
+
+
+def random_call(
+    geometry: Geometry,
+    tokens: int,
+    experts: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, global ids of ``experts`` (those of the layer), and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, geometry.hidden_size, generator=generator).to(dtype)
+    ids = torch.rand(tokens, experts or geometry.num_experts, generator=generator).argsort(1)[:, : geometry.top_k].int()
+    scales = torch.softmax(torch.randn(tokens, geometry.top_k, generator=generator), 1)
+    return x.to(device), ids.contiguous().to(device), scales.to(device)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2."""
+    return float((found.float() - expected).norm() / expected.norm())

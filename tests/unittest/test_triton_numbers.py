@@ -1,0 +1,189 @@
+"""The Triton kernels' numbers, in Triton's interpreter, against the layer in float32; ``test_triton_device.py`` has a GPU's."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.triton import ACTIVATIONS, Form, TritonKernel
+from trtllm_b12x.kernels.triton.tiles import Tile, Tiles
+from trtllm_b12x.nvfp4 import pack_fp4
+
+BOUND = 0.004
+"""Relative L2 of bfloat16's rounding of the activation's result and of the output; seen: 0.0026."""
+LARGE = Tiles(8, Tile(128, 128, 4, 2), Tile(128, 128, 4, 2))
+"""The interpreter takes as long for a small tile as for a large one."""
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {}
+
+
+def case(name: str, *arguments: Any) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., dict[str, Any]]]:
+    def add(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        CASES[name] = functools.partial(function, *arguments)
+        return function
+
+    return add
+
+
+def bound(layer: Layer, form: Form, first: int = 0, found: Tiles = LARGE, tokens: int = 24) -> TritonKernel:
+    kernel = TritonKernel(form)
+    kernel.plan(layer.geometry, tokens, torch.device("cpu"))
+    for count in range(1, tokens + 1):
+        kernel.set_tiles(count, found)
+    kernel.bind(layer.kernel_weights(), first, layer.epilogue)
+    return kernel
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``torch.empty`` at its worst: not a number, and as an integer a large one."""
+    fill = torch.nan if dtype.is_floating_point else 0x3FFFFFFF
+    return torch.full(shape, fill, dtype=dtype, device=device)
+
+
+def on_activation(activation: str) -> dict[str, Any]:
+    layer = random_layer(Geometry(3, 2, 128, 128, activation), bias=activation in ("SwigluBias", "Relu2"), ratio=True)
+    form = Form(bias=torch.float32 if layer.epilogue.w1_bias is not None else None)
+    call = random_call(layer.geometry, 2)
+    return {"error": distance(bound(layer, form).run(*call), layer.expected(*call))}
+
+
+for _activation in ACTIVATIONS:
+    case(_activation, _activation)(on_activation)
+
+
+@case("off every tile, expert parallel, sorted")
+def _() -> dict[str, Any]:
+    """H and I multiples of 16 alone; int64 ids of which most are not this rank's, bfloat16 scales, a token without a route."""
+    layer = random_layer(Geometry(3, 3, 144, 80, "Swiglu", expert_parallel=True), ratio=True)
+    kernel = bound(layer, Form(), first=4, found=Tiles(8, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2)))
+    x, ids, scales = random_call(layer.geometry, 4, experts=9)
+    ids, scales = ids.long(), scales.bfloat16()
+    ids[0, 1], ids[2], ids[3, 0] = -1, torch.tensor([-1, 2**40 + 4, 7]), 4
+    out = torch.full((4, 144), torch.nan, dtype=torch.bfloat16)
+    kernel.run(x, ids, scales, out=out)
+    return {"error": distance(out, layer.expected(x, ids, scales, 4)), "zeros": not out[2].any().item()}
+
+
+@case("several blocks of one expert")
+def _() -> dict[str, Any]:
+    """All of 20 tokens take the same two experts, once sorted by a launch of its own and once by every program."""
+    layer = random_layer(Geometry(3, 2, 128, 128, "Relu2"))
+    kernel = bound(layer, Form())
+    x, _, scales = random_call(layer.geometry, 20)
+    ids = torch.tensor([[2, 0]], dtype=torch.int32).repeat(20, 1)
+    expected = layer.expected(x, ids, scales)
+    inline, launched = kernel.run(x, ids, scales), kernel.run(x, ids.long(), scales)
+    return {"error": distance(inline, expected), "same": torch.equal(inline, launched)}
+
+
+@case("float16")
+def _() -> dict[str, Any]:
+    """Products of gate and up beyond what float16 holds, and outputs that it does."""
+    layer = random_layer(Geometry(2, 1, 128, 128, "Swiglu"))
+    layer.scale_1 *= 1024
+    layer.scale_2 *= 2.0**-20
+    x, ids, scales = random_call(layer.geometry, 2, dtype=torch.float16)
+    found = bound(layer, Form(dtype=torch.float16)).run(x, ids, scales)
+    return {"error": distance(found, layer.expected(x, ids, scales)), "dtype": str(found.dtype)}
+
+
+@case("quantized input", True)
+@case("quantized input, scales in rows", False)
+def _(swizzled: bool) -> dict[str, Any]:
+    layer = random_layer(Geometry(3, 2, 144, 128, "Swiglu"))
+    _, ids, scales = random_call(layer.geometry, 2)
+    codes = torch.randint(0, 16, (2, 144), dtype=torch.uint8)
+    sf = (torch.rand(2, 9) * 100).to(torch.float8_e4m3fn)
+    magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
+    x = magnitude * sf.float().repeat_interleave(16, 1) * INPUT_SCALE[0]
+    given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
+    kernel = bound(layer, Form(quantized=True, swizzled=swizzled))
+    found = kernel.run(pack_fp4(codes), ids, scales, x_sf=given)
+    return {"error": distance(found, layer.expected(x, ids, scales))}
+
+
+@case("router weight on the input")
+def _() -> dict[str, Any]:
+    layer = random_layer(Geometry(2, 1, 128, 128, "Swiglu"))
+    call = random_call(layer.geometry, 2)
+    call[2].copy_(torch.tensor([[0.4], [0.9]]))
+    kernel = bound(layer, Form(weight_on_input=True))
+    expected = layer.expected(*call, weight_on_input=True)
+    again = kernel.run(call[0], call[1].long(), call[2])
+    found = kernel.run(*call)
+    return {"error": distance(found, expected), "same": torch.equal(found, again)}
+
+
+@case("tokens apart")
+def _() -> dict[str, Any]:
+    """Not a number in one token, whatever it shares a block with, leaves the others' bits alone."""
+    layer = random_layer(Geometry(3, 2, 128, 128, "Swiglu"))
+    kernel = bound(layer, Form())
+    x, ids, scales = random_call(layer.geometry, 3)
+    before = kernel.run(x, ids, scales)
+    x[1, 5], scales[2, 0] = torch.nan, torch.inf
+    after = kernel.run(x, ids, scales)
+    same = torch.equal(before[0], after[0])
+    return {"error": 0.0, "same": same, "marked": bool(after[1].isnan().all() and not after[2].isfinite().any())}
+
+
+@case("small tiles")
+def _() -> dict[str, Any]:
+    """A tile of 128 rows by several programs: sums of a token are added up by whichever comes last."""
+    layer = random_layer(Geometry(2, 2, 128, 128, "Silu"))
+    call = random_call(layer.geometry, 1)
+    large = bound(layer, Form()).run(*call)
+    small = bound(layer, Form(), found=Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 2, 2))).run(*call)
+    return {"error": distance(small, layer.expected(*call)), "same": torch.equal(small, large)}
+
+
+def run_all() -> dict[str, dict[str, Any]]:
+    found = {}
+    with mock.patch("trtllm_b12x.kernels.triton.torch.empty", poisoned):
+        for name, function in CASES.items():
+            torch.manual_seed(0)
+            found[name] = function()
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    code = "import json; from tests.unittest.test_triton_numbers import run_all; print(json.dumps(run_all()))"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, dict[str, Any]] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_layer_in_float32(name: str, results: dict[str, dict[str, Any]]) -> None:
+    found = results[name]
+    assert found.pop("error") < BOUND
+    assert found.pop("dtype", "torch.float16") == "torch.float16"
+    assert all(found.values()), found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_and_the_interpreter_it_does_not_run() -> None:
+    cpu = torch.device("cpu")
+    assert not TritonKernel.runs_on(cpu)
+    with pytest.raises(RuntimeError, match="do not run on cpu"):
+        TritonKernel().plan(Geometry(4, 2, 128, 128, "Swiglu"), 8, cpu)
+    with pytest.raises(ValueError, match="Identity"):
+        TritonKernel().plan(Geometry(4, 2, 128, 128, "Identity"), 8, cpu)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        TritonKernel().plan(Geometry(4, 2, 128, 136, "Swiglu"), 8, cpu)
