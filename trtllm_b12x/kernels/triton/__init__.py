@@ -165,13 +165,7 @@ class TritonKernel(Kernel):
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Compile every kernel for 1 to ``capacity`` tokens, or share what another layer compiled."""
-        _refuse(geometry)
-        self.geometry, self.capacity, self._device = geometry, min(capacity, _most_tokens(geometry)), device
-        self.gated = geometry.activation in GATED
-        self.card = self._card or card_of(device)
-        on_gpu = device.type == "cuda"
-        self.ptx = on_gpu
-        self.overlap = on_gpu and (self.card.capability >= 90 if self._overlap is None else self._overlap)
+        self.describe(geometry, capacity, device)
         key = (geometry, self.capacity, str(device), self.form, self.card, self.overlap)
         with _lock:
             if key in _failed:
@@ -183,6 +177,19 @@ class TritonKernel(Kernel):
                     _failed[key] = first_line(error)
                     raise PlanError(_failed[key]) from error
             self._plan = _plans[key]
+
+    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """What :meth:`variants` goes by; compiles nothing.
+
+        Raises:
+            ValueError: no kernel of the family serves ``geometry``.
+        """
+        _refuse(geometry)
+        self.geometry, self.capacity, self._device = geometry, min(capacity, _most_tokens(geometry)), device
+        self.gated = geometry.activation in GATED
+        self.card = self._card or card_of(device)
+        self.ptx = device.type == "cuda"
+        self.overlap = self.ptx and (self.card.capability >= 90 if self._overlap is None else self._overlap)
 
     def _make_plan(self) -> _Plan:
         if self._device.type != "cuda" and not interpreted():
@@ -225,11 +232,11 @@ class TritonKernel(Kernel):
                     if name != "route_kernel":  # the others get them in one form
                         types = types[:1]
                     for ids, scales in types:
-                        given = self._types(name, quantized, ids, scales, tokens)
+                        given = self.argument_types(name, quantized, ids, scales, tokens)
                         kernel.warmup(*given, grid=(1,), **constants, **options)
         return len(seen)
 
-    def _types(self, name: str, quantized: bool, ids: torch.dtype, scales: torch.dtype, tokens: int) -> list[Any]:
+    def argument_types(self, name: str, quantized: bool, ids: torch.dtype, scales: torch.dtype, tokens: int) -> list[Any]:
         """The arguments of a kernel up to its constants, as types."""
         x, byte, f, i = self.form.dtype, torch.uint8, torch.float32, torch.int32
         if name == "route_kernel":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtllm_b12x.kernels import Geometry
 
@@ -38,40 +38,41 @@ class Tiles:
     """What a call is launched with."""
 
     routes: int
-    """Of one expert in a block: 8, 16, 32 or 64."""
+    """Of one expert in a block: 8, 16 or 32."""
     fc1: Tile
     fc2: Tile
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
+    """Tiles of a table's row, before they are fitted to a geometry."""
+
     most: float
-    """Routes per expert up to which the row holds."""
+    """Routes per expert up to which it holds."""
     routes: int
-    fc1: tuple[int, int, int]
-    """Rows, warps, stages."""
-    fc2: tuple[int, int, int]
+    fc1: Tile
+    fc2: Tile
 
 
-# ``python -m benchmarks.moe_tiles`` searches them on a GPU and prints them so.  Keyed by whether a multiprocessor has shared
-# memory for 256 columns a stage (8.0, 9.0, 10.0: 164 KB and more) or for 128 (8.6, 8.9, 12.x: about 100 KB).
-TABLE: dict[int, tuple[_Row, ...]] = {
-    256: (
-        _Row(5.0, 8, fc1=(32, 2, 4), fc2=(32, 2, 4)),
-        _Row(11.0, 16, fc1=(32, 2, 3), fc2=(32, 2, 3)),
-        _Row(24.0, 32, fc1=(64, 4, 3), fc2=(64, 4, 3)),
-        _Row(float("inf"), 64, fc1=(64, 4, 2), fc2=(64, 4, 2)),
+LARGE, SMALL = "large", "small"
+"""Shared memory of a multiprocessor: 164 KB and more (8.0, 9.0, 10.0), or about 100 KB (8.6, 8.9, 12.x)."""
+TABLE: dict[str, tuple[Row, ...]] = {
+    LARGE: (
+        Row(5.0, 8, Tile(32, 256, 2, 4), Tile(32, 256, 2, 4)),
+        Row(11.0, 16, Tile(32, 128, 2, 4), Tile(32, 128, 2, 4)),
+        Row(float("inf"), 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
     ),
-    128: (
-        _Row(5.0, 8, fc1=(32, 2, 4), fc2=(32, 2, 4)),
-        _Row(11.0, 16, fc1=(32, 2, 4), fc2=(32, 2, 4)),
-        _Row(24.0, 32, fc1=(64, 4, 3), fc2=(64, 4, 3)),
-        _Row(float("inf"), 64, fc1=(64, 4, 2), fc2=(64, 4, 2)),
+    SMALL: (
+        Row(5.0, 8, Tile(32, 128, 2, 4), Tile(32, 128, 2, 4)),
+        Row(11.0, 16, Tile(32, 128, 2, 4), Tile(32, 128, 2, 4)),
+        Row(float("inf"), 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
     ),
 }
+"""By what compiles well: blocks of 64 routes spill, 256 columns with 16 routes take 228 registers.  ``python -m
+benchmarks.moe_tiles`` measures on a GPU and prints rows as they stand here."""
 _LARGE_SHARED_MEMORY = 160 << 10
 _PROGRAMS_PER_MULTIPROCESSOR = 1.4
-"""At least, where rows can be divided; one program of 32 rows keeps about 30 KB on their way."""
+"""At least, where rows can be divided; one program of 32 rows and 256 columns keeps about 30 KB on their way."""
 
 
 def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1) -> Tiles:
@@ -80,24 +81,27 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1) -> Tiles:
     Args:
         ranks: that share the experts; so many times fewer routes are this one's.
     """
-    columns = 256 if card.shared_memory >= _LARGE_SHARED_MEMORY else 128
+    table = TABLE[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
     routes = -(-tokens * geometry.top_k // ranks)
     experts = min(geometry.num_experts, routes)
-    row = next(row for row in TABLE[columns] if routes <= row.most * experts)
+    row = next(row for row in table if routes <= row.most * experts)
+    hidden, size = geometry.hidden_size, geometry.intermediate_size
+    if row.routes > 16:  # narrower tiles of so many routes spill
+        return Tiles(row.routes, fitted(row.fc1, hidden), fitted(row.fc2, size))
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
+    return Tiles(row.routes, _divided(fitted(row.fc1, hidden), size, wanted), _divided(fitted(row.fc2, size), hidden, wanted))
 
-    def tile(given: tuple[int, int, int], rows: int, inner: int) -> Tile:
-        height, warps, stages = given
-        while height > 16 and (rows // height) * experts < _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors:
-            height, warps = height // 2, max(1, warps // 2)
-        # An inner dimension that ends in half a stage would be multiplied as zeros.
-        half = columns == 256 and 0 < inner % 256 <= 128 and inner < 1024
-        return Tile(height, 128 if half else columns, warps, stages)
 
-    return Tiles(
-        row.routes,
-        tile(row.fc1, geometry.intermediate_size, geometry.hidden_size),
-        tile(row.fc2, geometry.hidden_size, geometry.intermediate_size),
-    )
+def fitted(tile: Tile, inner: int) -> Tile:
+    """Fewer columns where the last stage would multiply zeros for half of its time."""
+    return replace(tile, columns=128) if 0 < inner % 256 <= 128 else tile
+
+
+def _divided(tile: Tile, rows: int, programs: float) -> Tile:
+    """Fewer rows, to have at least so many programs of an expert."""
+    while tile.rows > 16 and rows // tile.rows < programs:
+        tile = replace(tile, rows=tile.rows // 2, num_warps=max(1, tile.num_warps // 2))
+    return tile
 
 
 def blocks(geometry: Geometry, tokens: int, routes: int) -> int:

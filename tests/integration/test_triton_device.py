@@ -1,0 +1,207 @@
+"""The Triton kernels on a GPU: numbers, captured graphs, streams, reruns, ranks, a soak."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.triton import ACTIVATIONS, Epilogue, Form, TritonKernel, source
+from trtllm_b12x.nvfp4 import pack_fp4
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU of capability 8.0 or newer"
+)
+BOUND = 0.004
+TOKENS = (1, 2, 7, 8, 16, 33, 63, 128, 256)
+CUDA = torch.device("cuda", 0)
+
+
+def planned(
+    layer: Layer, form: Form | None = None, first: int = 0, capacity: int = 256, overlap: bool | None = None
+) -> TritonKernel:
+    kernel = TritonKernel(form, overlap=overlap)
+    kernel.plan(layer.geometry, capacity, CUDA)
+    kernel.bind(layer.kernel_weights(), first, layer.epilogue)
+    return kernel
+
+
+@pytest.fixture(scope="module")
+def swiglu() -> Layer:
+    return random_layer(Geometry(16, 4, 512, 384, "Swiglu"), "cuda", ratio=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16])
+def test_numbers(activation: str, bias: torch.dtype | None) -> None:
+    layer = random_layer(Geometry(16, 4, 512, 256, activation), "cuda", bias=bias is not None, ratio=True)
+    if bias is torch.bfloat16:
+        values = vars(layer.epilogue)
+        layer.epilogue = Epilogue(**{**values, "w1_bias": values["w1_bias"].bfloat16(), "w2_bias": values["w2_bias"].bfloat16()})
+    kernel = planned(layer, Form(bias=bias))
+    for tokens in TOKENS:
+        call = random_call(layer.geometry, tokens, device="cuda", seed=tokens)
+        assert distance(kernel.run(*call), layer.expected(*call)) < BOUND, tokens
+
+
+@pytest.mark.parametrize(("hidden", "size"), [(144, 80), (2880, 720), (512, 192), (272, 2688), (7168, 256)])
+def test_sizes_off_every_tile(hidden: int, size: int) -> None:
+    layer = random_layer(Geometry(8, 3, hidden, size, "Swiglu"), "cuda")
+    kernel = planned(layer, capacity=63)
+    for tokens in (1, 5, 30, 63):
+        call = random_call(layer.geometry, tokens, device="cuda")
+        assert distance(kernel.run(*call), layer.expected(*call)) < BOUND
+
+
+@pytest.mark.parametrize("ids_type", [torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("scales_type", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_rank_of_several(ids_type: torch.dtype, scales_type: torch.dtype) -> None:
+    """Shares of four ranks sum to the whole; ids outside, -1, and tokens without a route."""
+    layer = random_layer(Geometry(8, 4, 512, 256, "Relu2", expert_parallel=True), "cuda")
+    kernels = {first: planned(layer, Form(ranks=4), first, 63) for first in (0, 24)}
+    for tokens in (1, 9, 63):
+        x, ids, scales = random_call(layer.geometry, tokens, experts=32, device="cuda")
+        ids, scales = ids.to(ids_type), scales.to(scales_type)
+        ids[0, 0] = -1
+        ids[-1] = 31
+        for first, kernel in kernels.items():
+            out = torch.full_like(x, torch.nan)
+            kernel.run(x, ids, scales, out=out)
+            expected = layer.expected(x, ids, scales, first)
+            assert not out[(expected == 0).all(1)].any()
+            assert not expected.any() or distance(out, expected) < BOUND
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_float16(large: bool) -> None:
+    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu"), "cuda")
+    if large:  # products of gate and up beyond what float16 holds
+        layer.scale_1 *= 1024
+        layer.scale_2 *= 2.0**-20
+    kernel = planned(layer, Form(dtype=torch.float16))
+    for tokens in TOKENS:
+        call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
+        result = kernel.run(*call)
+        assert result.dtype is torch.float16
+        assert distance(result, layer.expected(*call)) < BOUND
+
+
+@pytest.mark.parametrize("swizzled", [True, False])
+def test_input_that_arrives_quantized(swizzled: bool) -> None:
+    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu"), "cuda")
+    kernel = planned(layer, Form(quantized=True, swizzled=swizzled), capacity=160)
+    for tokens in (1, 8, 130):
+        x, ids, scales = random_call(layer.geometry, tokens, device="cuda")
+        assert distance(kernel.run(x, ids, scales), layer.expected(x, ids, scales)) < BOUND
+        codes = torch.randint(0, 16, (tokens, 512), dtype=torch.uint8, device="cuda")
+        sf = (torch.rand(tokens, 32, device="cuda") * 100).to(torch.float8_e4m3fn)
+        magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda")[(codes & 7).long()]
+        values = torch.where(codes >= 8, -magnitude, magnitude) * sf.float().repeat_interleave(16, 1) * INPUT_SCALE[0]
+        given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
+        found = kernel.run(pack_fp4(codes), ids, scales, x_sf=given)
+        assert distance(found, layer.expected(values, ids, scales)) < BOUND
+
+
+def test_the_router_weight_on_the_input() -> None:
+    layer = random_layer(Geometry(8, 1, 512, 256, "Swiglu"), "cuda")
+    kernel = planned(layer, Form(weight_on_input=True))
+    for tokens in TOKENS:
+        x, ids, _ = random_call(layer.geometry, tokens, device="cuda")
+        scales = torch.rand(tokens, 1, device="cuda")
+        assert distance(kernel.run(x, ids, scales), layer.expected(x, ids, scales, weight_on_input=True)) < BOUND
+
+
+def test_instructions_and_arithmetic_are_the_same_bits(swiglu: Layer) -> None:
+    """What the interpreter runs, compiled, against the inline PTX."""
+    kernel, plain = planned(swiglu), planned(swiglu, Form(ranks=1, swizzled=False))
+    plain.ptx = False
+    for tokens in TOKENS:
+        call = random_call(swiglu.geometry, tokens, device="cuda")
+        assert torch.equal(kernel.run(*call), plain.run(*call)), tokens
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_reruns_and_tokens_apart(swiglu: Layer, overlap: bool) -> None:
+    if overlap and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no programmatic dependent launch")
+    kernel = planned(swiglu, overlap=overlap)
+    for tokens in TOKENS:
+        x, ids, scales = random_call(swiglu.geometry, tokens, device="cuda")
+        first = kernel.run(x, ids, scales)
+        for _ in range(20):
+            assert torch.equal(kernel.run(x, ids, scales), first)
+        assert torch.equal(kernel.run(x, ids.long(), scales), first)  # sorted by a launch of its own
+        marked, weights = x.clone(), scales.clone()
+        marked[tokens // 2, 3], weights[-1, 0] = torch.nan, torch.inf
+        after = kernel.run(marked, ids, weights)
+        others = torch.ones(tokens, dtype=torch.bool, device="cuda")
+        others[tokens // 2] = others[-1] = False
+        assert torch.equal(after[others], first[others])
+        assert after[tokens // 2].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 63, 256])
+def test_graphs_follow_their_inputs_and_weights(swiglu: Layer, tokens: int) -> None:
+    kernel, other = planned(swiglu), random_layer(swiglu.geometry, "cuda", seed=5, ratio=True)
+    buffers = random_call(swiglu.geometry, tokens, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = kernel.run(*buffers)
+    kept = swiglu.w1.clone()
+    for seed in (1, 2, 3):
+        given = random_call(swiglu.geometry, tokens, device="cuda", seed=seed)
+        for buffer, value in zip(buffers, given, strict=True):
+            buffer.copy_(value)
+        graph.replay()
+        assert torch.equal(result, kernel.run(*given))
+    swiglu.w1.copy_(other.w1)
+    graph.replay()
+    assert distance(result, swiglu.expected(*buffers)) < BOUND
+    swiglu.w1.copy_(kept)
+
+
+def test_streams_and_graphs_at_a_time(swiglu: Layer) -> None:
+    kernel = planned(swiglu)
+    calls = [random_call(swiglu.geometry, tokens, device="cuda", seed=tokens) for tokens in (1, 16, 63, 200)]
+    expected = [kernel.run(*call) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    results: list[list[torch.Tensor]] = [[] for _ in calls]
+    for _ in range(30):
+        for place, (stream, call) in enumerate(zip(streams, calls, strict=True)):
+            with torch.cuda.stream(stream):
+                results[place].append(kernel.run(*call))
+    torch.cuda.synchronize()
+    for found, wanted in zip(results, expected, strict=True):
+        assert all(torch.equal(result, wanted) for result in found)
+
+
+def test_nothing_is_compiled_after_the_plan(swiglu: Layer) -> None:
+    kernel = planned(swiglu, capacity=80)
+    names = ("route_kernel", "fc1_kernel", "fc2_kernel")
+    before = [len(getattr(source, name).device_caches[0][0]) for name in names]
+    for tokens in range(1, 81):
+        x, ids, scales = random_call(swiglu.geometry, tokens, device="cuda")
+        for given in (ids, ids.long()):
+            for weights in (scales, scales.bfloat16()):
+                kernel.run(x, given, weights)
+    assert [len(getattr(source, name).device_caches[0][0]) for name in names] == before
+
+
+def test_a_soak_of_random_counts(swiglu: Layer) -> None:
+    """10,000 calls; every hundredth is compared with float32, every one with the first of its count and seed."""
+    kernel, drawn = planned(swiglu), random.Random(0)
+    calls = {
+        (tokens, seed): random_call(swiglu.geometry, tokens, device="cuda", seed=seed) for tokens in TOKENS for seed in range(3)
+    }
+    first = {key: kernel.run(*call) for key, call in calls.items()}
+    for key, call in calls.items():
+        assert distance(first[key], swiglu.expected(*call)) < BOUND
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(10_000):
+        key = drawn.choice(list(calls))
+        wrong += (kernel.run(*calls[key]) != first[key]).sum()
+    assert int(wrong) == 0

@@ -1,0 +1,57 @@
+"""The Triton kernels compiled without a GPU, for Hopper and both Blackwells of this package: what instructions they became."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import sass
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.triton.compiler import Compiled, compile_for
+from trtllm_b12x.kernels.triton.tiles import Card
+
+QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
+CARDS = {90: Card(132, 228 << 10, 90), 120: Card(188, 100 << 10, 120), 121: Card(48, 100 << 10, 121)}
+LIMIT = {"fc1_kernel": 7.6, "fc2_kernel": 8.2}
+"""Lane instructions per byte of FP4 in the loop; seen: 6.8 to 7.3 and 7.3 to 7.8 with Triton 3.5 to 3.9.  A conversion of layouts
+between codes and products adds one to each, scales that are spread by shuffles two."""
+
+SERVED = [(90, 1, ()), (90, 32, ("fc1_kernel", "route_kernel")), (120, 32, ()), (121, 1, ("fc1_kernel",))]
+
+
+def load(made: Compiled, folder: Path) -> Path:
+    path = folder / f"{made.name}.cubin"
+    path.write_bytes(made.cubin)
+    return path
+
+
+@pytest.mark.parametrize(("capability", "tokens", "only"), SERVED)
+def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, ...], tmp_path: Path) -> None:
+    names = []
+    for made in compile_for(CARDS[capability], QWEN3_30B, tokens, only=only):
+        names.append(made.name)
+        assert re.search(rf"\.target sm_{capability}", made.ptx)
+        cubin = load(made, tmp_path)
+        used = sass.resources(cubin)
+        assert used["STACK"] == used["LOCAL"] == 0, used
+        if made.name == "route_kernel":
+            continue
+        assert used["REG"] <= 168
+        # Two programs, with what each launch reserves, find room on a multiprocessor.
+        assert 2 * (made.shared_memory + 1024) <= CARDS[capability].shared_memory
+        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in made.ptx
+        assert "griddepcontrol.wait" in made.ptx
+        loop = sass.product_loop(cubin)
+        assert any(code.startswith("HMMA") for code in loop)
+        # Codes go to shared memory asynchronously, and from there, 16 bytes at a time, to the lanes that multiply them.
+        assert any(code.startswith("LDGSTS") for code in loop)
+        assert loop["LDS.128"]
+        assert not any(code.startswith(("STS", "LDSM", "SHFL", "LDG.", "LDL", "STL")) for code in loop), loop
+        halves = 2 if made.name == "fc1_kernel" else 1
+        size = halves * made.constants["BN"] * made.constants["BK"] // 2
+        assert loop.total() * made.num_warps * 32 / size <= LIMIT[made.name]
+    assert names == list(only or ["route_kernel"] * (tokens * 8 > 64) + ["fc1_kernel", "fc2_kernel"]) or sorted(names) == sorted(
+        only
+    )

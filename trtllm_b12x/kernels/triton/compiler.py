@@ -1,0 +1,83 @@
+"""A plan's kernels compiled for a card that is not here: for tests, and to say beforehand whether an environment can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_b12x.kernels import Geometry
+
+from . import Form, TritonKernel
+from .tiles import Card
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel."""
+
+    name: str
+    constants: dict[str, Any]
+    num_warps: int
+    shared_memory: int
+    """Bytes."""
+    ptx: str
+    cubin: bytes
+
+
+def compile_for(
+    card: Card,
+    geometry: Geometry,
+    tokens: int,
+    form: Form | None = None,
+    *,
+    quantized: bool = False,
+    inline: bool | None = None,
+    only: tuple[str, ...] = (),
+) -> Iterator[Compiled]:
+    """The kernels that a call of ``tokens`` launches on ``card``.
+
+    Args:
+        inline: whether programs find their routes by themselves, as some calls may; None: as the plan has it.
+        only: names; all if empty.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from . import source
+
+    kernel = TritonKernel(form, card)
+    kernel.describe(geometry, tokens, torch.device("cuda"))
+    step = kernel.step(tokens)
+    for name, _, constants, options in kernel.variants(step, step.inline if inline is None else inline, quantized):
+        if only and name not in only:
+            continue
+        function = getattr(source, name)
+        types = kernel.argument_types(name, quantized, torch.int32, torch.float32, tokens)
+        signature = dict.fromkeys(function.arg_names, "constexpr")
+        given = dict(zip(function.arg_names, types, strict=False))
+        signature |= {argument: _POINTERS[kind] if isinstance(kind, torch.dtype) else "i32" for argument, kind in given.items()}
+        # What alignment changes is specialized by it at a launch too (``source.py``).
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, parameter in enumerate(function.params)
+            if signature[parameter.name].startswith("*") and not parameter.do_not_specialize_on_alignment
+        }
+        made = triton.compile(
+            ASTSource(function, signature=signature, constexprs=constants, attrs=aligned),
+            target=GPUTarget("cuda", card.capability, 32),
+            options=options,
+        )
+        yield Compiled(name, constants, options["num_warps"], made.metadata.shared, made.asm["ptx"], made.asm["cubin"])
