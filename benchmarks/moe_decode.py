@@ -14,6 +14,7 @@ of 16 bits cost: no activation, no sum).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -69,6 +70,8 @@ class Measured:
     bytes_per_clock_sm: float
     floor: float | None
     launches: int
+    host_us: float
+    """Of a call outside a graph, until it has been launched."""
     error: float
     tiles: str
 
@@ -181,6 +184,7 @@ def measure(
                 size / seconds / clock / kernels[0].card.multiprocessors,
                 FLOORS.get(name, {}).get(count) if label == "TP1" and routing == "random" else None,
                 2 if kernels[0].step(count).inline else 3,
+                host_microseconds(functools.partial(kernels[0].run, x, calls[0][1], scales)),
                 error,
                 str(kernels[0].step(count).tiles),
             )
@@ -189,6 +193,17 @@ def measure(
             print(" | ".join(row(line)), flush=True)
             found.append(line)
     return found
+
+
+def host_microseconds(run: Callable[[], Any]) -> float:
+    """Median; each call waits for the one before it to end, so that no queue fills."""
+    times = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(times)
 
 
 def clock_rate() -> float:
@@ -227,13 +242,27 @@ def bfloat16_floor(name: str, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
 
 # ---- tables --------------------------------------------------------------------------------------------------------------
 
-TITLES = ("layer", "split", "routing", "tokens", "us", "experts", "MB", "of copy", "floor", "B/clock/SM", "launches", "error")
+TITLES = (
+    "layer",
+    "split",
+    "routing",
+    "tokens",
+    "us",
+    "experts",
+    "MB",
+    "of copy",
+    "floor",
+    "B/clock/SM",
+    "launches",
+    "host us",
+    "error",
+)
 
 
 def row(m: Measured) -> list[str]:
     floor = "-" if m.floor is None else f"{m.floor:.2f}{'' if m.fraction >= m.floor else ' missed'}"
-    return [m.geometry, m.split, m.routing, str(m.tokens), f"{m.us:.1f}", f"{m.experts:.1f}", f"{m.megabytes:.1f}",
-            f"{m.fraction:.2f}", floor, f"{m.bytes_per_clock_sm:.1f}", str(m.launches), f"{m.error:.4f}"]  # fmt: skip
+    numbers = [f"{m.us:.1f}", f"{m.experts:.1f}", f"{m.megabytes:.1f}", f"{m.fraction:.2f}", floor, f"{m.bytes_per_clock_sm:.1f}"]
+    return [m.geometry, m.split, m.routing, str(m.tokens), *numbers, str(m.launches), f"{m.host_us:.0f}", f"{m.error:.4f}"]
 
 
 def markdown(results: dict[str, Any], lines: list[Measured]) -> str:

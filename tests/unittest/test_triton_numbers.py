@@ -149,6 +149,26 @@ def _() -> dict[str, Any]:
     return {"error": distance(small, layer.expected(*call)), "same": torch.equal(small, large)}
 
 
+@case("self-test")
+def _() -> dict[str, Any]:
+    """Right kernels pass it; an alpha that they were not told of, and a token that is off, do not."""
+    layer = random_layer(Geometry(2, 2, 128, 128, "SwigluBias"), bias=True, ratio=True)
+    layer.s1 = (layer.s1.float() / 16).to(torch.float8_e4m3fn)
+    kernel = bound(layer, Form(bias=torch.float32), tokens=2)
+    kernel._plan.tested = False
+    silent = not kernel.serves(1)
+    kernel.self_test()
+    passed = kernel.serves(2)
+    kernel._plan.tested = False
+    kernel.weights.folded_w1_alpha[1] *= 1.1  # the kernels follow, what they are compared with too
+    kernel.self_test()
+    kernel._fc2 = (*kernel._fc2[:2], kernel._fc2[2] * 1.03, *kernel._fc2[3:])
+    kernel._plan.tested = False
+    with pytest.raises(RuntimeError, match=r"error 0\.02"):
+        kernel.self_test()
+    return {"error": 0.0, "silent": silent, "passed": passed}
+
+
 def run_all() -> dict[str, dict[str, Any]]:
     found = {}
     with mock.patch("trtllm_b12x.kernels.triton.torch.empty", poisoned):

@@ -19,7 +19,9 @@ import torch
 
 from trtllm_b12x import locks
 from trtllm_b12x.kernels import Geometry, Kernel, KernelFeatures, KernelWeights, PlanError, first_line
+from trtllm_b12x.log import logger
 
+from .examination import faults
 from .tiles import INLINE_ROUTES, Card, Tiles, blocks, tiles
 from .toolchain import missing
 
@@ -112,6 +114,7 @@ class _Plan:
     launches: dict[tuple[int, bool, bool], dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Tokens, inline, quantized input: name of a kernel to its constants and options."""
     compiled: int = 0
+    tested: bool = False
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
@@ -339,7 +342,28 @@ class TritonKernel(Kernel):
             raise ValueError(f"biases are of types {types}, planned for {self.form.bias}")
 
     def self_test(self) -> None:
-        """Left to who wires the family: the reference of ``self_test.py`` quantizes activations, these kernels do not."""
+        """Each set of tiles at its fewest and most tokens, once per plan; until then nothing serves.
+
+        Raises:
+            PlanError: a kernel is wrong; the message has the numbers.
+        """
+        if self._plan.tested:
+            return
+        sizes: dict[tuple[Tiles, bool], list[int]] = {}
+        for tokens, step in self._plan.steps.items():
+            sizes.setdefault((step.tiles, step.inline), []).append(tokens)
+        try:
+            found = faults(self, sorted({tokens for same in sizes.values() for tokens in (same[0], same[-1])}))
+        except Exception as error:
+            raise PlanError(first_line(error)) from error
+        if found:
+            raise PlanError("; ".join(found))
+        if found is None:
+            logger.info("triton kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
+        self._plan.tested = found is not None
+
+    def serves(self, tokens: int) -> bool:
+        return self._plan.tested and tokens in self._plan.steps
 
     @property
     def device(self) -> torch.device:
