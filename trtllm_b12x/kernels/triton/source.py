@@ -43,7 +43,7 @@ _BFLOAT16 = tl.constexpr(
     """{
     .reg .b32 s, m, t, z;
     mov.b32 z, 0x80008000;
-    prmt.b32 s, $10, 0, 0x0404;
+    prmt.b32 s, $10, 0, 0x4040;
     shl.b32 s, s, 4;
     mov.b32 t, 0x7b807b80;
     fma.rn.bf16x2 s, s, t, z;
@@ -62,7 +62,7 @@ _BFLOAT16 = tl.constexpr(
 _FLOAT16 = tl.constexpr(
     """{
     .reg .b32 s, m, t;
-    prmt.b32 s, $10, 0, 0x0404;
+    prmt.b32 s, $10, 0, 0x4040;
     shl.b32 s, s, 7;
     mov.b32 t, 0x74007400;
     mul.rn.f16x2 s, s, t;

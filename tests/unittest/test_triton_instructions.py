@@ -1,0 +1,83 @@
+"""The inline PTX that turns codes into 16-bit floats, executed here, one instruction after the other, on every code and scale."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from trtllm_b12x.kernels.triton import source
+from trtllm_b12x.nvfp4 import decode_e2m1
+
+Registers = dict[str, torch.Tensor]
+"""32 bits each, as int64."""
+
+
+def floats(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Low and high half of each register, ``(2, n)`` float64."""
+    halves = torch.stack((bits & 0xFFFF, bits >> 16))
+    return (halves - ((halves & 0x8000) << 1)).to(torch.int16).view(dtype).double()
+
+
+def multiplied(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``mul.rn`` of both halves, which must be exact."""
+    exact = floats(a, dtype) * floats(b, dtype)
+    rounded = exact.to(dtype)
+    assert torch.equal(rounded.double(), exact)
+    low, high = rounded.view(torch.int16).long() & 0xFFFF
+    return low | high << 16
+
+
+def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
+    state = dict(inputs)
+
+    def read(operand: str) -> torch.Tensor:
+        return state[operand] if operand in state else torch.tensor(int(operand, 0))
+
+    for line in assembly.strip().strip("{}").split(";"):
+        name, *rest = line.replace(",", " ").split() or [""]
+        if name in ("", ".reg"):
+            continue
+        target, operands = rest[0], [read(operand) for operand in rest[1:]]
+        if name == "mov.b32":
+            state[target] = operands[0]
+        elif name == "shl.b32":
+            state[target] = operands[0] << operands[1] & 0xFFFFFFFF
+        elif name == "shr.b32":
+            state[target] = operands[0] >> operands[1]
+        elif name == "and.b32":
+            state[target] = operands[0] & operands[1]
+        elif name == "lop3.b32":
+            assert int(operands[3]) == 0xEA  # (a and b) or c
+            state[target] = operands[0] & operands[1] | operands[2]
+        elif name == "prmt.b32":
+            source_bytes = operands[0] | operands[1] << 32
+            picked = [source_bytes >> 8 * (int(operands[2]) >> 4 * i & 7) & 0xFF for i in range(4)]
+            state[target] = picked[0] | picked[1] << 8 | picked[2] << 16 | picked[3] << 24
+        elif re.match(r"(fma|mul)\.rn\.(bf16x2|f16x2)", name):
+            if name.startswith("fma"):
+                assert int(operands[2]) == 0x80008000  # plus negative zero
+            state[target] = multiplied(*torch.broadcast_tensors(operands[0], operands[1]), dtype)
+        else:
+            raise AssertionError(f"{name} is not known here")
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_times_every_scale(dtype: torch.dtype) -> None:
+    assembly = str((source._BFLOAT16 if dtype is torch.bfloat16 else source._FLOAT16).value)
+    generator = torch.Generator().manual_seed(0)
+    bytes_of_scales = torch.arange(0x7F).repeat_interleave(64)  # all that are numbers
+    codes = torch.stack([torch.randperm(16, generator=generator) for _ in bytes_of_scales])  # of two words, lowest nibble first
+    words = (codes.view(-1, 2, 8) << 4 * torch.arange(8)).sum(2)
+    inputs = {"$8": words[:, 0], "$9": words[:, 1], "$10": bytes_of_scales, "$11": bytes_of_scales}
+    state = execute(assembly, inputs, dtype)
+    scales = bytes_of_scales.to(torch.uint8).view(torch.float8_e4m3fn).double()
+    for product in range(8):
+        found = floats(state[f"${product}"], dtype)
+        for parity in range(2):
+            code = codes[:, 8 * (product // 4) + 4 * parity + product % 4]
+            expected = decode_e2m1(code).double() * scales / 256
+            assert torch.equal(found[parity], expected), (product, parity)
+            assert torch.equal(found[parity].signbit(), code >= 8)
