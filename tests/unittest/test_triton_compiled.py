@@ -39,6 +39,10 @@ def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, .
         if made.name == "route_kernel":
             continue
         assert used["REG"] <= 168
+        # The assembly takes two words of a row at a time: a lane's first registers must be neighboring columns.
+        assert re.search(
+            r"packed_element = 2.*tensor<\d+x\d+xi32, #ttg.dot_op<{opIdx = 0, parent = #mma, kWidth = [24]}>", made.ttgir
+        )
         # Two programs, with what each launch reserves, find room on a multiprocessor.
         assert 2 * (made.shared_memory + 1024) <= CARDS[capability].shared_memory
         assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in made.ptx

@@ -58,7 +58,7 @@ def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
         elif re.match(r"(fma|mul)\.rn\.(bf16x2|f16x2)", name):
             if name.startswith("fma"):
                 assert int(operands[2]) == 0x80008000  # plus negative zero
-            state[target] = multiplied(*torch.broadcast_tensors(operands[0], operands[1]), dtype)
+            state[target] = multiplied(operands[0], operands[1].expand_as(operands[0]), dtype)
         else:
             raise AssertionError(f"{name} is not known here")
     return state

@@ -32,6 +32,7 @@ class Compiled:
     num_warps: int
     shared_memory: int
     """Bytes."""
+    ttgir: str
     ptx: str
     cubin: bytes
 
@@ -80,4 +81,5 @@ def compile_for(
             target=GPUTarget("cuda", card.capability, 32),
             options=options,
         )
-        yield Compiled(name, constants, options["num_warps"], made.metadata.shared, made.asm["ptx"], made.asm["cubin"])
+        code = (made.asm[stage] for stage in ("ttgir", "ptx", "cubin"))
+        yield Compiled(name, constants, options["num_warps"], made.metadata.shared, *code)
