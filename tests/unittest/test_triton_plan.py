@@ -66,8 +66,8 @@ def test_a_layer_s_tensors_are_checked() -> None:
     weights = layer.kernel_weights()
     check(layer.geometry, weights)
     for name, tensor in weights.tensors().items():
+        cut: dict[str, Any] = {name: tensor[:-1]}
         with pytest.raises(ValueError, match=name):
-            cut: dict[str, Any] = {name: tensor[:-1]}
             check(layer.geometry, dataclasses.replace(weights, **cut))
     with pytest.raises(ValueError, match=r"w1_weight_sf.*contiguous"):
         check(layer.geometry, dataclasses.replace(weights, w1_weight_sf=weights.w1_weight_sf.contiguous()))
