@@ -622,7 +622,7 @@ def tuning() -> dict[str, Any]:
             module(x, logits)
         counts.append(count())
     tuner, missed = autotuner.AutoTuner.get(), []
-    module.backend.retire_kernel()
+    module.backend.retire_kernels()
     for tokens in (3, 5, 40):
         module(*layers.inputs(module, tokens, tensors))
         missed.append(len(tuner.missed))
