@@ -85,6 +85,7 @@ def test_each_damage_and_what_mends_it(complete: Environment) -> None:
         ("FlashInfer 0.7.2.post1, DSL 4.8.1 without cu13", ["DSL_PAYLOAD"], "loads its CUDA 12.9 payload", 0),
         ("cu13 of another version", ["DSL_PAYLOAD", "REQUIREMENT"], "nvidia-cutlass-dsl-libs-base==4.7.0", 0),
         ("tvm-ffi 0.1.6", ["REQUIREMENT"], "apache-tvm-ffi<0.2,>=0.1.11 (0.1.6 is installed)", 1),
+        ("tvm-ffi 0.1.6 with 0.6.18", ["REQUIREMENT"], "apache-tvm-ffi>=0.1.10 (0.1.6 is installed)", 1),
         ("cubin of another version", ["FLASHINFER_BROKEN"], "flashinfer-cubin 0.6.13", 0),
         ("no FlashInfer", ["FLASHINFER_MISSING"], "is not installed", 0),
         ("no DSL", ["DSL_MISSING"], "is not installed", 0),
