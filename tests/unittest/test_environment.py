@@ -569,9 +569,11 @@ def test_what_the_dsl_requires_and_does_not_say(
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    unmet, missing = packages.requirements(packages.installed(["nvidia-cutlass-dsl"]).values())
-    assert unmet == ([] if met else [f"apache-tvm-ffi>=0.1.10 ({tvm_ffi} is installed)"])
-    assert not missing
+    found = packages.installed(["nvidia-cutlass-dsl"]).values()
+    assert packages.requirements(found) == ([] if met else [f"apache-tvm-ffi>=0.1.10 ({tvm_ffi} is installed)"], [])
+    with (tmp_path / f"nvidia_cutlass_dsl-{dsl}.dist-info" / "METADATA").open("a") as metadata:
+        metadata.write("Requires-Dist: apache-tvm-ffi>=0.1.11\n")
+    assert packages.requirements(found) == ([f"apache-tvm-ffi>=0.1.11 ({tvm_ffi} is installed)"], [])  # told once
 
 
 def test_no_dsl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,23 +86,24 @@ def requirements(distributions: Iterable[Distribution]) -> tuple[list[str], list
     """What they require and is not met, ``requirement (version is installed)``, and requirements of what is not installed."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    unmet: list[str] = []
+    unmet: dict[str, str] = {}
     missing: list[str] = []
-    for distribution in distributions:
-        for text in (*(distribution.requires or ()), *_unstated(distribution)):
-            try:
-                requirement = Requirement(text)
-                if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-                    continue
-                version = importlib.metadata.version(requirement.name)
-                if requirement.specifier.contains(version, prereleases=True):
-                    continue
-                unmet.append(f"{requirement.name}{requirement.specifier} ({version} is installed)")
-            except importlib.metadata.PackageNotFoundError:
-                missing.append(f"{requirement.name}{requirement.specifier}")
-            except InvalidRequirement:
+    found = list(distributions)
+    stated = [text for distribution in found for text in distribution.requires or ()]
+    for text in (*stated, *(text for distribution in found for text in _unstated(distribution))):
+        try:
+            requirement = Requirement(text)
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
                 continue
-    return list(dict.fromkeys(unmet)), list(dict.fromkeys(missing))
+            version = importlib.metadata.version(requirement.name)
+            met = requirement.specifier.contains(version, prereleases=True)
+            if not met and (text in stated or requirement.name not in unmet.values()):
+                unmet[f"{requirement.name}{requirement.specifier} ({version} is installed)"] = requirement.name
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(f"{requirement.name}{requirement.specifier}")
+        except InvalidRequirement:
+            continue
+    return list(unmet), list(dict.fromkeys(missing))
 
 
 def origin(package: str) -> Path | None:
