@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import require_gpu
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.integration.sm12x_on_hopper import sm12x_on_hopper
@@ -317,6 +318,7 @@ def _table(titles: list[str], rows: list[list[Any]]) -> list[str]:
 
 
 def main() -> None:
+    require_gpu()
     results: dict[str, Any] = {
         "versions": {name: importlib.metadata.version(name) for name in ("flashinfer-python", "nvidia-cutlass-dsl", "torch")},
         "gpu": torch.cuda.get_device_name(),

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks import require_gpu
 from tests.nvfp4_layer import Layer, distance, random_call, random_layer
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton import Form, TritonKernel
@@ -317,6 +318,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--seconds", type=float, default=540)
     given = parser.parse_args()
+    require_gpu()
     deadline = time.monotonic() + given.seconds
     bandwidth = copy_bandwidth()
     results: dict[str, Any] = {

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import require_gpu
 from benchmarks.moe_decode import GEOMETRIES, graph_seconds, routes, stack
 from tests.nvfp4_layer import random_call
 from trtllm_b12x.kernels.triton import TritonKernel
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--routes", type=int, action="append", choices=list(CANDIDATES), default=None)
     parser.add_argument("--seconds", type=float, default=540)
     given = parser.parse_args()
+    require_gpu()
     deadline = time.monotonic() + given.seconds
     times: list[dict[str, Any]] = []
     names = given.geometry or ["Qwen3-30B-A3B", "Nemotron-3-Super"]

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks import require_gpu
 from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.build import Options
 from tests.integration.sm12x_on_hopper.kernels import SMALL_SWIGLU, Shape
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for one kernel beside one kind of work")
     parser.add_argument("--replays", type=int, default=300, help="overlapping ones")
     arguments = parser.parse_args()
+    require_gpu()
     versions = {name: importlib.metadata.version(name) for name in ("flashinfer-python", "nvidia-cutlass-dsl", "torch")}
     with sm12x_on_hopper():
         rows = measure(arguments.calls, arguments.replays, arguments.seconds)
