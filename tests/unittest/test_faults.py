@@ -29,6 +29,7 @@ SEAMS = (
     "selection._promoting.<locals>.wrapper",
     "selection._building.<locals>.wrapper",
     "selection._resolving.<locals>.wrapper",
+    "host.leaves.Candidate.can_implement",
     "selection._known_as_cutlass",
     "quantization._or_as_the_host.<locals>.guarded",
     "fused_moe.FlashInferNvfp4Sm12xFusedMoE._weights_are_ready",
