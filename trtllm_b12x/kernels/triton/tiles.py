@@ -38,7 +38,7 @@ class Tiles:
     """What a call is launched with."""
 
     routes: int
-    """Of one expert in a block: 8, 16 or 32."""
+    """Of one expert in a block: 1, where experts are seldom shared, 8, 16 or 32."""
     fc1: Tile
     fc2: Tile
 
@@ -48,7 +48,7 @@ class Row:
     """Tiles of a table's row, before they are fitted to a geometry."""
 
     most: float
-    """Routes per expert up to which it holds."""
+    """Routes per expert of the layer up to which it holds."""
     routes: int
     fc1: Tile
     fc2: Tile
@@ -58,21 +58,24 @@ LARGE, SMALL = "large", "small"
 """Shared memory of a multiprocessor: 164 KB and more (8.0, 9.0, 10.0), or about 100 KB (8.6, 8.9, 12.x)."""
 TABLE: dict[str, tuple[Row, ...]] = {
     LARGE: (
-        Row(5.0, 8, Tile(32, 256, 2, 4), Tile(32, 256, 2, 4)),
-        Row(11.0, 16, Tile(32, 128, 2, 4), Tile(32, 128, 2, 4)),
+        Row(0.1, 1, Tile(64, 256, 4, 4), Tile(64, 128, 4, 3)),
+        Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 128, 8, 3)),
+        Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 128, 4, 3)),
+        Row(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3)),
         Row(float("inf"), 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
     ),
     SMALL: (
-        Row(5.0, 8, Tile(32, 128, 2, 4), Tile(32, 128, 2, 4)),
-        Row(11.0, 16, Tile(32, 128, 2, 4), Tile(32, 128, 2, 4)),
+        Row(0.3, 1, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
+        Row(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+        Row(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3)),
         Row(float("inf"), 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
     ),
 }
-"""By what compiles well: blocks of 64 routes spill, 256 columns with 16 routes take 228 registers.  ``python -m
-benchmarks.moe_tiles`` measures on a GPU and prints rows as they stand here."""
+"""Large: measured on an H200 with the layers of Qwen3-30B-A3B and Nemotron-3-Super (``python -m benchmarks.moe_tiles``).  Small: the
+same with half of the columns where shared memory asks for it, not measured.  Blocks of 64 routes spill."""
 _LARGE_SHARED_MEMORY = 160 << 10
-_PROGRAMS_PER_MULTIPROCESSOR = 1.4
-"""At least, where rows can be divided; one program of 32 rows and 256 columns keeps about 30 KB on their way."""
+_PROGRAMS_PER_MULTIPROCESSOR = 0.7
+"""At least, where rows can be divided."""
 
 
 def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1) -> Tiles:
@@ -84,7 +87,7 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1) -> Tiles:
     table = TABLE[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
     routes = -(-tokens * geometry.top_k // ranks)
     experts = min(geometry.num_experts, routes)
-    row = next(row for row in table if routes <= row.most * experts)
+    row = next(row for row in table if routes <= row.most * geometry.num_experts)
     hidden, size = geometry.hidden_size, geometry.intermediate_size
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fitted(row.fc1, hidden), fitted(row.fc2, size))
