@@ -87,8 +87,14 @@ def patch(module: "ModuleType") -> None:
 
         selection.patch(module)
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        failure = first_line(error)
         say(f"[trtllm_b12x] [WARNING] {module.__name__} is left alone: {failure} (run trtllm-b12x doctor)")
+
+
+def first_line(error: BaseException) -> str:
+    """``Type: message``, whatever the message holds."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def say(line: str) -> None:
