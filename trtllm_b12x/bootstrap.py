@@ -1,8 +1,10 @@
 """What ``trtllm_b12x.pth`` starts in a process that imports TensorRT-LLM: wait for its MoE package, then rebind its names.
 
-The ``.pth`` itself reads no file: it leaves a finder that imports this module once ``tensorrt_llm`` is imported.  From Python
-3.15 on ``trtllm_b12x.start`` (PEP 829) takes its place.  Standard library only, no import (not even ``__future__``) that the
-interpreter has not made already, and nothing here ever raises.  TensorRT-LLM builds the model in spawned MPI or Ray workers,
+The ``.pth`` itself reads no file: it leaves a finder that calls :func:`startup` once ``tensorrt_llm`` is imported.  What it costs
+is its compilation, token by token, hence no class and one string for what can wait; and a function whose globals are ``site``'s
+would keep these until the interpreter's last moment, which costs as much again, hence ``eval``.  From Python 3.15 on
+``trtllm_b12x.start`` (PEP 829) takes its place.  Standard library only, no import (not even ``__future__``) that the interpreter
+has not made already, and nothing here ever raises.  TensorRT-LLM builds the model in spawned MPI or Ray workers,
 which run no code of the user's: this is how they are reached.
 """
 
@@ -85,8 +87,14 @@ def patch(module: "ModuleType") -> None:
 
         selection.patch(module)
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        failure = first_line(error)
         say(f"[trtllm_b12x] [WARNING] {module.__name__} is left alone: {failure} (run trtllm-b12x doctor)")
+
+
+def first_line(error: BaseException) -> str:
+    """``Type: message``, whatever the message holds."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def say(line: str) -> None:
@@ -105,7 +113,7 @@ def start() -> None:
 
 
 def startup() -> None:
-    """What ``trtllm_b12x.start`` names: :func:`start`, unless ``TRTLLM_B12X`` says no; that is read first."""
+    """What ``trtllm_b12x.start`` and the ``.pth`` name: :func:`start`, unless ``TRTLLM_B12X`` says no."""
     if os.environ.get("TRTLLM_B12X", "").strip().lower() not in ("0", "false", "off", "no"):
         start()
 
@@ -121,4 +129,4 @@ def stop() -> None:
 
 
 def _waits(finder: object) -> bool:
-    return getattr(finder, "__name__", "") == "TrtllmB12xWaits"
+    return "TrtllmB12xWaits" in getattr(getattr(finder, "find_spec", None), "__globals__", ())

@@ -107,7 +107,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         """After a fault of ours: the host's own path for good, and a line."""
         self.schedule = self._parked = HOSTS
         log.logger.debug("MoE layer %s", getattr(self, "layer_idx", "?"), exc_info=error)
-        self._fault = self._fault or f"{type(error).__name__}: {error}".splitlines()[0]
+        self._fault = self._fault or kernels.first_line(error)
         self.verdict = Resolution.left_to_the_host(RejectReason.KERNEL_PLAN_FAILED, self._fault)
         with suppress(Exception):
             self._announce_and_record(ready=True)
@@ -194,7 +194,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             self._plan_errors = plan_errors or {}
             self.verdict = self._judge()
         except Exception as error:  # an attribute that this host's layers do not have: the host's own class would not care
-            detail = f"{type(error).__name__}: {error}".splitlines()[0]
+            detail = kernels.first_line(error)
             self.verdict = Resolution.left_to_the_host(RejectReason.HOST, detail)
         with suppress(Exception):
             self._announce_and_record(ready=False)

@@ -378,7 +378,7 @@ def _warn_of_trtllm(model_config: Any) -> None:
 def refuse(error: Exception) -> None:
     """The host's own answer from here on, and one warning."""
     global _refused
-    _refused = f"{type(error).__name__}: {error}".splitlines()[0]
+    _refused = bootstrap.first_line(error)
     with suppress(Exception):
         log.logger.warning("promotion is off in this process, the host's own classes run: %s", _refused, exc_info=error)
 

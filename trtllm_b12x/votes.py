@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import host, locks, process
+from .bootstrap import first_line
 from .decision import Deployment, Problem
 from .host import ranks
 from .log import logger
@@ -142,7 +143,7 @@ def _forget() -> None:
 
 def _unreachable(error: Exception) -> str:
     """Why this rank says no where the line fails."""
-    reason = f"other ranks cannot be asked: {type(error).__name__}: {error}".splitlines()[0]
+    reason = f"other ranks cannot be asked: {first_line(error)}"
     _complain(reason)
     return reason
 

@@ -25,6 +25,15 @@ def model_config(backend: str = "CUTLASS", algo: str | None = "NVFP4", **argumen
     return ModelConfig(quant_config=quant_config, moe_backend=backend, **arguments)
 
 
+def logged() -> list[str]:
+    """What the package says from now on, for as long as this process lives."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trtllm_b12x").addHandler(handler)
+    return lines
+
+
 def build_and_run(config: Any = None, listen: bool = True) -> dict[str, Any]:
     """A model through the file that bound ``create_moe`` early, by the host's own loader, and one decode call."""
     import torch
@@ -34,12 +43,7 @@ def build_and_run(config: Any = None, listen: bool = True) -> dict[str, Any]:
     import trtllm_b12x
     from tests.checkpoints import random_experts
 
-    lines: list[str] = []
-    logger = logging.getLogger("trtllm_b12x")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    if listen:
-        logger.addHandler(handler)
+    lines = logged() if listen else []
     config = config or model_config(skip_create_weights_in_init=True)
     tensors = random_experts(4, 128, 192)
     model = model_loader.load(lambda: Model(config, 3, excluded=(2,)), {f"layer{i}": tensors for i in (0, 1)})
@@ -100,40 +104,6 @@ def mpi_worker() -> dict[str, Any]:
     return result
 
 
-def two_ranks() -> dict[str, Any]:
-    """Two of the session's workers share a layer; the second cannot plan its kernel."""
-    from mpi4py.futures import MPIPoolExecutor
-
-    from tests.hosts import scenarios
-
-    with MPIPoolExecutor(max_workers=2, path=sys.path, env={}) as pool:
-        answers = list(pool.map(scenarios.failing_on_the_second, range(2)))
-    return {str(answer["rank"]): answer for answer in answers}
-
-
-def failing_on_the_second(_: int) -> dict[str, Any]:
-    from mpi4py import MPI
-
-    from tests import layers
-    from tests.checkpoints import random_experts
-    from trtllm_b12x.kernels.reference import ReferenceKernel
-
-    rank, plan = MPI.COMM_WORLD.Get_rank(), ReferenceKernel.plan
-
-    def fails(self: Any, geometry: Any, *arguments: Any) -> None:
-        if rank == 1 and geometry.num_experts == 2:
-            raise MemoryError("no memory for 2 experts")
-        plan(self, geometry, *arguments)
-
-    ReferenceKernel.plan = fails  # type: ignore
-    verdicts = []
-    for experts in (4, 4, 8):
-        mapping = {"world_size": 2, "rank": rank, "tp_size": 2, "moe_ep_size": 2}
-        module = layers.load(layers.create(experts, 128, 256, mapping=mapping), random_experts(experts, 128, 256))
-        verdicts.append(str(module.backend.verdict))
-    return {"rank": rank, "verdicts": verdicts}
-
-
 def spawned() -> dict[str, Any]:
     import multiprocessing
 
@@ -141,16 +111,63 @@ def spawned() -> dict[str, Any]:
         return pool.apply(build_and_run)
 
 
-def ray_worker() -> dict[str, Any]:
+def ray_ranks() -> dict[str, Any]:
+    """Two actors as the host's Ray executor has them: a model each, then layers that the second refuses, then one without it."""
     import ray
+    from torch.distributed import TCPStore
 
+    from tests.hosts import scenarios
+
+    # As RayExecutor tells its workers; for the whole job: nothing is started that does not serve.
+    port = TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
+    told = {"TLLM_DISABLE_MPI": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": dict(os.environ)})
+    environment = {"env_vars": {**os.environ, **told}}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     try:
-        result: dict[str, Any] = ray.get(ray.remote(build_and_run).remote())
-        return {**result, "ray": ray.__version__}
+        ranks: list[Any] = [ray.remote(scenarios.RayRank).remote(rank) for rank in range(2)]
+        models = ray.get([rank.model.remote() for rank in ranks], timeout=120)
+        answers = ray.get([rank.refusing.remote() for rank in ranks], timeout=60)
+        ray.kill(ranks[1])
+        return {"models": models, "ranks": answers, "alone": ray.get(ranks[0].alone.remote(), timeout=60)}
     finally:
         ray.shutdown()
+
+
+class RayRank:
+    def __init__(self, rank: int) -> None:
+        import torch
+
+        self._rank = rank
+        where = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        torch.distributed.init_process_group("gloo", init_method=where, world_size=2, rank=rank)
+
+    def model(self) -> dict[str, Any]:
+        from tensorrt_llm.mapping import Mapping
+
+        mapping = Mapping(world_size=2, rank=self._rank, tp_size=2, moe_ep_size=2)
+        return build_and_run(model_config(skip_create_weights_in_init=True, mapping=mapping))
+
+    def refusing(self) -> dict[str, Any]:
+        return refusing(self._rank)
+
+    def alone(self) -> dict[str, Any]:
+        """The other rank was there, and is no more."""
+        import time
+
+        from tests import layers
+        from tests.checkpoints import random_experts
+        from trtllm_b12x import votes
+
+        lines, start = logged(), time.monotonic()
+        votes.TIMEOUT_S = 1.0
+        verdicts = []
+        for _ in range(3):
+            mapping = {"world_size": 2, "rank": self._rank, "tp_size": 2, "moe_ep_size": 2}
+            layer = layers.load(layers.create(8, 128, 256, mapping=mapping), random_experts(8, 128, 256))
+            verdicts.append(str(layer.backend.verdict))
+        named = [line for line in lines if "no answer from ranks [1]" in line]
+        return {"verdicts": verdicts, "named": named, "seconds": time.monotonic() - start}
 
 
 def worker_main(_torch_model_class_mapping: dict[str, type]) -> dict[str, Any]:
@@ -630,7 +647,7 @@ def tuning() -> dict[str, Any]:
 
 
 def ranks_apart() -> dict[str, Any]:
-    """Two of the session's workers, of which the second says no: with a long reason, then to everything."""
+    """Two of the session's workers, of which the second says no: to a kernel, with a long reason, then to everything."""
     from mpi4py.futures import MPIPoolExecutor
 
     from tests.hosts import scenarios
@@ -641,16 +658,23 @@ def ranks_apart() -> dict[str, Any]:
 
 
 def refusing_on_the_second(_: int) -> dict[str, Any]:
-    import time
-
     from mpi4py import MPI
+
+    signal.alarm(90)  # should one rank fail, the other waits for its vote for long; this ends both
+    return refusing(MPI.COMM_WORLD.Get_rank(), then_all=True)
+
+
+def refusing(rank: int, then_all: bool = False) -> dict[str, Any]:
+    """What becomes of layers on one of two ranks: two of a geometry that rank 1 cannot plan, one of another, and two that
+    rank 1 builds when it serves nothing any more."""
+    import time
 
     from tests import layers
     from tests.checkpoints import random_experts
     from trtllm_b12x import environment
     from trtllm_b12x.kernels.reference import ReferenceKernel
 
-    rank, start, verdicts = MPI.COMM_WORLD.Get_rank(), time.monotonic(), []
+    start, verdicts = time.monotonic(), []
     plan, payload = ReferenceKernel.plan, environment.inspect_payload
 
     def fails(self: Any, geometry: Any, *arguments: Any) -> None:
@@ -659,13 +683,14 @@ def refusing_on_the_second(_: int) -> dict[str, Any]:
         plan(self, geometry, *arguments)
 
     ReferenceKernel.plan = fails  # type: ignore
-    for experts, cuda in ((4, (13, 4)), (8, (13, 4)), (12, (12, 9)), (12, (12, 9))):
-        if rank == 1 and cuda < (13, 0):  # found for real in tests/integration/test_payload.py
+    for experts in (4, 4, 8, *((12, 12) if then_all else ())):
+        if rank == 1 and experts == 12:  # found for real in tests/integration/test_payload.py
             environment.inspect_payload = lambda: environment.Payload("4.8.1", (12, 9))
             environment.probe.cache_clear()
         mapping = {"world_size": 2, "rank": rank, "tp_size": 2, "moe_ep_size": 2}
         module = layers.load(layers.create(experts, 128, 256, mapping=mapping), random_experts(experts, 128, 256))
-        verdicts.append(str(getattr(module.backend, "verdict", type(module.backend).__name__)))
+        backend = getattr(module, "backend", module)
+        verdicts.append(str(getattr(backend, "verdict", type(backend).__name__)))
     environment.inspect_payload = payload
     return {"rank": rank, "verdicts": verdicts, "seconds": time.monotonic() - start}
 

@@ -124,17 +124,18 @@ def pth(code: str, **variables: str) -> list[str]:
 FOUND = """
 print(sum(name.startswith('trtllm_b12x') for name in sys.modules))
 import tensorrt_llm
-print([getattr(finder, '__name__', type(finder).__name__) for finder in sys.meta_path[:2]])
+from trtllm_b12x import bootstrap
+print(*[type(finder).__name__ for finder in sys.meta_path[:2]], bootstrap.watching())
 """
 
 
 def test_the_pth_reads_nothing_until_the_host_is_imported(tmp_path: Path) -> None:
-    assert pth(FOUND, folder=str(tmp_path)) == ["0", "['Finder',", "'TrtllmB12xWaits']"]
+    assert pth(FOUND, folder=str(tmp_path)) == ["0", "Finder", "SimpleNamespace", "True"]
 
 
 @pytest.mark.parametrize("word", ["0", "false", " OFF ", "No"])
-def test_off_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    assert pth(FOUND, folder=str(tmp_path), TRTLLM_B12X=word)[1] == "['BuiltinImporter',"
+def test_off_watches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    assert pth(FOUND, folder=str(tmp_path), TRTLLM_B12X=word)[1:] == ["SimpleNamespace", "type", "True"]  # it still waits
     monkeypatch.setattr(sys, "meta_path", [])
     monkeypatch.setenv("TRTLLM_B12X", word)
     bootstrap.startup()

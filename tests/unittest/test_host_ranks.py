@@ -1,4 +1,4 @@
-"""How ranks reach each other, over a real key-value store; over real MPI workers: integration/test_hosts.py."""
+"""How ranks reach each other, over a real key-value store; over real MPI workers and Ray actors: integration/test_hosts.py."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_b12x import __version__
+from trtllm_b12x.bootstrap import first_line
 from trtllm_b12x.decision import PayloadFault
 
 from . import answers, child, flashinfer, gpu, packages
@@ -100,7 +101,7 @@ def _look_here() -> dict[str, Any]:
 
         return {**found, "cuda": [CUDA_VERSION.major, CUDA_VERSION.minor]}
     except Exception as error:
-        return {**found, "error": packages.first_line(error), "fault": PayloadFault.IMPORT.name}
+        return {**found, "error": first_line(error), "fault": PayloadFault.IMPORT.name}
 
 
 def _look_cached(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], bool]:
@@ -135,7 +136,7 @@ def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, A
         output = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
         how = (PayloadFault.NO_ANSWER, f"none within {PROBE_TIMEOUT_S} s")
     except OSError as error:  # no memory for a process, no file handles
-        output, how = "", (PayloadFault.NO_ANSWER, packages.first_line(error))
+        output, how = "", (PayloadFault.NO_ANSWER, first_line(error))
     told: dict[str, Any] = {}
     for line in output.splitlines():
         if line.startswith(('{"cutlass"', '{"flashinfer"')):

@@ -121,8 +121,3 @@ def source(package: Path | None, relative: str) -> str:
         return "" if package is None else (package.parent / relative).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

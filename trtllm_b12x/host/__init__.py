@@ -13,6 +13,7 @@ from functools import cache
 from types import SimpleNamespace
 
 from trtllm_b12x import locks
+from trtllm_b12x.bootstrap import first_line
 
 _embedded = False
 _failure = ""
@@ -51,8 +52,7 @@ def load() -> SimpleNamespace:
         except UnsupportedHostError as error:
             failure = error
         except Exception as error:  # a name that no function of the contract stands for
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            failure = UnsupportedHostError(f"TensorRT-LLM cannot be adapted: {reason}")
+            failure = UnsupportedHostError(f"TensorRT-LLM cannot be adapted: {first_line(error)}")
         _failure = str(failure)
         raise failure
 

@@ -10,6 +10,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from trtllm_b12x.bootstrap import first_line
+
 from . import UnsupportedHostError, contract
 from .calls import ContextCalls, EndsWithCachedState, EndsWithPostLoad, KeywordCalls
 from .leaves import Candidate, tables
@@ -33,8 +35,7 @@ def tensorrt_llm() -> SimpleNamespace:
     try:
         importlib.import_module("tensorrt_llm")
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UnsupportedHostError(f"importing tensorrt_llm fails: {reason}") from error
+        raise UnsupportedHostError(f"importing tensorrt_llm fails: {first_line(error)}") from error
     generation = contract.recognize()
     package = contract.facts()[generation]["package"]
     # By import_module: as an attribute of its package, create_moe is the function.

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from trtllm_b12x import decision, families, host, settings
+from trtllm_b12x import bootstrap, decision, families, host, settings
 from trtllm_b12x import environment as machine
 from trtllm_b12x.decision import Environment, KernelFeatures, Resolution
 from trtllm_b12x.host.questions import Question
@@ -152,8 +152,8 @@ class PlanError(RuntimeError):
 
 def first_line(error: BaseException) -> str:
     """``Type: message``, one line; the message alone of a :class:`PlanError`."""
-    text = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
-    return text.strip().splitlines()[0]
+    line = bootstrap.first_line(error)
+    return line.removeprefix("PlanError: ") if isinstance(error, PlanError) else line
 
 
 class Kernel(ABC):
