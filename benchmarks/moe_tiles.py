@@ -1,8 +1,8 @@
 """Search tiles of the Triton kernels on this GPU.
 
-``python -m benchmarks.moe_tiles OUT`` writes OUT.json, every tile's time, and prints rows for
-``trtllm_b12x/kernels/triton/tiles.py``: for each number of routes in a block the tile with the least time over all geometries
-relative to the best of each.  FC1's and FC2's are searched apart, the other's as the rule has it.  The defaults take 8 minutes.
+``python -m benchmarks.moe_tiles OUT`` writes OUT.json, every tile's time, and prints the best of each call: FC1 and FC2 apart,
+the other's as the rule has it, then the best of both together, which are rows for ``trtllm_b12x/kernels/triton/tiles.py``.
+``--calls`` narrows it; the defaults take 4 minutes on 16 cores, most of them to compile, in as many processes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import time
 from collections import defaultdict
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,88 +27,134 @@ from benchmarks import require_gpu
 from benchmarks.moe_decode import GEOMETRIES, graph_seconds, routes, stack
 from tests.nvfp4_layer import random_call
 from trtllm_b12x.kernels.triton import TritonKernel
-from trtllm_b12x.kernels.triton.tiles import Row, Tile, Tiles, fitted
+from trtllm_b12x.kernels.triton.tiles import Tile, Tiles, fitted
 
-CANDIDATES: dict[int, tuple[Tile, ...]] = {
-    count: tuple(
-        Tile(rows, columns, warps, stages)
-        for rows, columns, warps, stages in itertools.product((16, 32, 64), (128, 256), (1, 2, 4), (3, 4, 6))
-        # A warp takes 16 rows or 32; more routes than that spill in narrow tiles.
-        if 16 * warps <= rows <= 32 * warps and not (count >= 32 and (rows < 64 or columns > 128))
-    )
-    for count in (8, 16, 32)
-}
-TOKENS = {8: (1, 4, 16, 64), 16: (64, 128), 32: (256,)}
-"""Of a call, by how many routes a block has."""
+CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
+    ("Qwen3-30B-A3B", 1, (1, 8)),
+    ("Qwen3-30B-A3B", 4, (1, 8)),
+    ("Qwen3-30B-A3B", 8, (8,)),
+    ("Qwen3-30B-A3B", 64, (8,)),
+    ("Qwen3-30B-A3B", 128, (16,)),
+    ("Nemotron-3-Super", 1, (1, 8)),
+    ("Nemotron-3-Super", 32, (8,)),
+    ("Nemotron-3-Super", 256, (16,)),
+)
+"""Layer, tokens, and how many routes a block may have."""
+LAYERS = 6
+JOINED = 4
+"""So many of FC1's best are tried with as many of FC2's."""
 
 
-def seconds(kernels: list[TritonKernel], calls: list[Any], tokens: int, found: Tiles) -> float:
-    """Of a layer; infinity where it does not fit the card."""
-    for kernel in kernels:
-        kernel.set_tiles(tokens, found)
-    try:
-        return graph_seconds(lambda: [kernels[i].run(*call) for i, call in calls], replays=3) / len(calls)
-    except Exception:  # out of shared memory or registers
-        torch.cuda.synchronize()
-        return math.inf
+@dataclass(frozen=True)
+class Candidate:
+    """One product's tile in one call, the other product's as the rule has it."""
+
+    geometry: str
+    tokens: int
+    routes: int
+    product: str
+    tile: Tile
+
+
+def candidates(calls: tuple[tuple[str, int, tuple[int, ...]], ...]) -> Iterator[Candidate]:
+    for (name, tokens, blocks), product in itertools.product(calls, ("fc1", "fc2")):
+        inner = GEOMETRIES[name].hidden_size if product == "fc1" else GEOMETRIES[name].intermediate_size
+        for count in blocks:
+            for tile in dict.fromkeys(fitted(tile, inner) for tile in _tiles(count)):
+                yield Candidate(name, tokens, count, product, tile)
+
+
+def _tiles(count: int) -> Iterator[Tile]:
+    for rows, columns, warps, stages in itertools.product((16, 32, 64, 128), (128, 256), (1, 2, 4, 8), (2, 3, 4, 5)):
+        # A warp takes 16 rows or 32; more routes than eight spill in narrow or wide tiles.
+        if rows not in (16 * warps, 32 * warps) or (count > 8 and (columns > 128 or rows == 16 * warps)):
+            continue
+        # What would keep less than one tile on its way, or more than shared memory has.
+        if (stages == 2 and columns == 128) or (stages == 5 and columns == 256) or (rows == 128 and columns == 256):
+            continue
+        yield Tile(rows, columns, warps, stages)
+
+
+def compile_one(asked: Candidate) -> None:
+    """Into Triton's cache; what does not compile is left out when its turn comes."""
+    from trtllm_b12x.kernels.triton import source
+
+    kernel = TritonKernel()
+    kernel.describe(GEOMETRIES[asked.geometry], asked.tokens, torch.device("cuda", 0))
+    tiles = replace(kernel.step(asked.tokens).tiles, routes=asked.routes, **{asked.product: asked.tile})
+    step = kernel.step(asked.tokens, tiles)
+    for name, _, constants, options in kernel.variants(step, step.inline, False):
+        if name.startswith(asked.product):
+            given = kernel.argument_types(name, False, torch.int32, torch.float32, asked.tokens)
+            try:
+                getattr(source, name).warmup(*given, grid=(1,), **constants, **options)
+            except Exception as error:
+                print(f"{asked}: {error}"[:300], flush=True)
+
+
+class Timed:
+    """A call on several layers' weights."""
+
+    def __init__(self, kernels: list[TritonKernel], name: str, tokens: int) -> None:
+        geometry = GEOMETRIES[name]
+        self.kernels, self.tokens = kernels, tokens
+        x, _, scales = random_call(geometry, tokens, device="cuda")
+        self.calls = [(k, (x, routes(geometry, tokens, geometry.num_experts, False, i), scales)) for i, k in enumerate(kernels)]
+
+    def us(self, tiles: Tiles) -> float:
+        """Of a layer; infinity where it does not fit the card."""
+        for kernel in self.kernels:
+            kernel.set_tiles(self.tokens, tiles)
+        try:
+            return 1e6 * graph_seconds(lambda: [kernel.run(*call) for kernel, call in self.calls], replays=3) / len(self.calls)
+        except Exception:  # out of shared memory or registers
+            torch.cuda.synchronize()
+            return math.inf
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--geometry", action="append", choices=list(GEOMETRIES), default=None)
-    parser.add_argument("--routes", type=int, action="append", choices=list(CANDIDATES), default=None)
-    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--calls", type=int, nargs="+", choices=range(len(CALLS)), help="places in CALLS", default=None)
     given = parser.parse_args()
     require_gpu()
-    deadline = time.monotonic() + given.seconds
+    started = time.monotonic()
+    calls = CALLS if given.calls is None else tuple(CALLS[place] for place in given.calls)
+    plan = list(candidates(calls))
+    # Calls that differ in their number of tokens alone have kernels in common.
+    distinct = {replace(c, tokens=c.tokens * GEOMETRIES[c.geometry].top_k <= 64): c for c in plan}
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_one, distinct.values(), chunksize=2))
+    print(f"{len(distinct)} kernels in {time.monotonic() - started:.0f} s", flush=True)
     times: list[dict[str, Any]] = []
-    names = given.geometry or ["Qwen3-30B-A3B", "Nemotron-3-Super"]
-    for name in names:
-        geometry = GEOMETRIES[name]
-        layers = stack(geometry, 4)
+    for name in dict.fromkeys(name for name, *_ in calls):
+        layers = stack(GEOMETRIES[name], LAYERS)
         kernels = []
         for layer in layers:
             kernel = TritonKernel()
-            kernel.plan(geometry, 1, torch.device("cuda", torch.cuda.current_device()))
+            kernel.plan(GEOMETRIES[name], 1, torch.device("cuda", torch.cuda.current_device()))
             kernel.bind(layer.kernel_weights(), 0, layer.epilogue)
             kernels.append(kernel)
-        for count in given.routes or list(CANDIDATES):
-            for tokens, which in itertools.product(TOKENS[count], ("fc1", "fc2")):
-                x, _, scales = random_call(geometry, tokens, device="cuda")
-                calls = [(i, (x, routes(geometry, tokens, geometry.num_experts, False, i), scales)) for i in range(len(kernels))]
-                rule = replace(kernels[0].step(tokens).tiles, routes=count)
-                inner = geometry.hidden_size if which == "fc1" else geometry.intermediate_size
-                for tile in dict.fromkeys(fitted(tile, inner) for tile in CANDIDATES[count]):
-                    if time.monotonic() > deadline:
-                        break
-                    took = seconds(kernels, calls, tokens, replace(rule, fc1=tile) if which == "fc1" else replace(rule, fc2=tile))
-                    line = {"geometry": name, "routes": count, "tokens": tokens, "product": which, "us": 1e6 * took}
-                    times.append({**line, "tile": asdict(tile)})
-                    print(*line.values(), tile, flush=True)
+        for tokens, blocks in [(tokens, blocks) for called, tokens, blocks in calls if called == name]:
+            call, rule = Timed(kernels, name, tokens), kernels[0].step(tokens).tiles
+            print(f"{name}, {tokens} tokens: {call.us(rule):.1f} us by the rule, {rule}", flush=True)
+            best: dict[tuple[int, str], list[tuple[float, Tile]]] = defaultdict(list)
+            for asked in [c for c in plan if (c.geometry, c.tokens) == (name, tokens)]:
+                us = call.us(replace(rule, routes=asked.routes, **{asked.product: asked.tile}))
+                best[asked.routes, asked.product].append((us, asked.tile))
+                times.append({**asdict(asked), "us": us})
+            joint = []
+            for count in blocks:
+                fc1, fc2 = (sorted(best[count, product], key=lambda pair: pair[0])[:JOINED] for product in ("fc1", "fc2"))
+                joint += [Tiles(count, a, b) for (_, a), (_, b) in itertools.product(fc1, fc2)]
+            found = sorted(((call.us(tiles), tiles) for tiles in joint), key=lambda pair: pair[0])
+            for us, tiles in found[:3]:
+                print(f"    {us:.1f} us: {tiles}", flush=True)
         del kernels, layers
         torch.cuda.empty_cache()
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.with_suffix(".json").write_text(json.dumps(times, indent=1) + "\n")
-    for count in CANDIDATES:
-        best = {which: best_of([t for t in times if t["routes"] == count and t["product"] == which]) for which in ("fc1", "fc2")}
-        if all(best.values()):
-            print(f"        {Row({8: 5.0, 16: 11.0}.get(count, math.inf), count, Tile(**best['fc1']), Tile(**best['fc2']))},")
-
-
-def best_of(times: list[dict[str, Any]]) -> dict[str, int]:
-    """The tile whose times are the least multiples of the best of their call, on the geometric mean."""
-    least: dict[tuple[str, int], float] = defaultdict(lambda: math.inf)
-    for line in times:
-        call = (line["geometry"], line["tokens"])
-        least[call] = min(least[call], line["us"])
-    ratios: dict[Any, list[float]] = defaultdict(list)
-    for line in times:
-        ratios[tuple(line["tile"].items())].append(line["us"] / least[line["geometry"], line["tokens"]])
-    most = max(map(len, ratios.values()), default=0)
-    found = {tile: math.prod(r) ** (1 / len(r)) for tile, r in ratios.items() if len(r) == most}
-    return dict(min(found, key=lambda tile: found[tile])) if found else {}
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ def test_every_call_has_tiles_that_fit(geometry: Geometry, card: Card) -> None:
         assert blocks(geometry, tokens, found.routes) >= -(-routes // found.routes)
 
 
-def test_few_variants_and_the_fewest_launches() -> None:
-    kernel = TritonKernel(Form(quantized=True), H100)
+@pytest.mark.parametrize(("card", "most"), [(H100, 17), (RTX_PRO_6000, 14)])
+def test_few_variants_and_the_fewest_launches(card: Card, most: int) -> None:
+    kernel = TritonKernel(Form(quantized=True), card)
     kernel.describe(QWEN3_30B, 63, torch.device("cuda"))
     keys = set()
     for tokens in range(1, 64):
@@ -46,17 +47,17 @@ def test_few_variants_and_the_fewest_launches() -> None:
             made = kernel.variants(step, inline, quantized)
             assert len(made) <= CAPABILITY["launches"] - inline
             keys |= {key for _, key, _, _ in made}
-    assert len(keys) <= 14
+    assert len(keys) <= most
 
 
 def test_one_token_of_a_small_layer_takes_narrower_tiles() -> None:
     one, many = (tiles(Geometry(128, 8, 2048, 384, "Swiglu"), tokens, H100).fc1 for tokens in (1, 8))
-    assert (one.rows, many.rows) == (16, 32)
+    assert (one.rows, many.rows) == (32, 64)
     assert one.num_warps < many.num_warps
 
 
 def test_blocks_grow_with_the_routes_of_an_expert() -> None:
-    assert [tiles(QWEN3_30B, tokens, H100).routes for tokens in (1, 63, 128, 256)] == [8, 8, 16, 32]
+    assert [tiles(QWEN3_30B, tokens, H100).routes for tokens in (1, 8, 63, 128, 256)] == [1, 8, 8, 16, 32]
     assert tiles(QWEN3_30B, 256, H100, ranks=4).routes == 8
     assert all(table[-1].most == float("inf") for table in TABLE.values())
 

@@ -286,16 +286,16 @@ def _local(ids, first, count):
 
 
 @triton.jit
-def _own_block(ids, slot, routes, first, count, BM: tl.constexpr, MOST: tl.constexpr, ROUTES: tl.constexpr):
+def _own_block(ids, slot, routes, first, count, BM: tl.constexpr, WIDTH: tl.constexpr, ROUTES: tl.constexpr):
     """The block that route ``slot`` leads, from the ids of all (at most ``ROUTES``) routes.
 
-    Of the routes to one expert, every ``BM``-th leads a block of those that follow it: with one alone, nobody need look for others.
+    Of the routes to one expert, every ``BM``-th leads a block of those that follow it: where BM is 1, each.
 
     Returns:
-        expert (-1: it leads none), how many routes, and which, ``(MOST,)`` int32 (0 beyond).
+        expert (-1: it leads none), how many routes, and which, ``(WIDTH,)`` int32 (0 beyond).
     """
     if BM == 1:
-        return _local(tl.load(ids + slot), first, count), 1, slot + tl.zeros((MOST,), tl.int32)
+        return _local(tl.load(ids + slot), first, count), 1, slot + tl.zeros((WIDTH,), tl.int32)
     r = tl.arange(0, ROUTES)
     local = _local(tl.load(ids + r, mask=r < routes, other=-1), first, count)
     local = tl.where(r < routes, local, -1)
@@ -303,7 +303,7 @@ def _own_block(ids, slot, routes, first, count, BM: tl.constexpr, MOST: tl.const
     same = (local == expert).to(tl.int32)
     rank = tl.cumsum(same, axis=0) - 1
     own = tl.max(tl.where(r == slot, rank, 0), axis=0)
-    m = tl.arange(0, MOST)
+    m = tl.arange(0, WIDTH)
     listed = (same[None, :] != 0) & (rank[None, :] == own + m[:, None])
     members = tl.sum(tl.where(listed, r[None, :], 0), axis=1)
     return tl.where(own % BM == 0, expert, -1), tl.minimum(tl.sum(same, axis=0) - own, BM), members
@@ -462,8 +462,8 @@ def fc1_kernel(
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     routes = tokens * TOP_K
-    MOST: tl.constexpr = BM if BM > 8 else 8
-    m = tl.arange(0, MOST)
+    width: tl.constexpr = BM if BM > 8 else 8
+    m = tl.arange(0, width)
     if SORTED:
         order = workspace + tokens * TILES + 2 * routes
         entry = order + routes + slot * 3
@@ -475,7 +475,7 @@ def fc1_kernel(
     else:
         if (tile == 0) & (slot % TOP_K == 0):
             _start_token(slot // TOP_K, ids, out, workspace, first, experts, H, TOP_K, SLOTS, TILES, BLOCK)
-        expert, n, route = _own_block(ids, slot, routes, first, experts, BM, MOST, ROUTES)
+        expert, n, route = _own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
         if expert < 0:
             return
     e = expert.to(tl.int64)
@@ -488,11 +488,11 @@ def fc1_kernel(
     words = rows[:, None] * (H // 8) + tl.arange(0, BK // 8)[None, :]
     up_scales = _scale_offsets(tile, 0, BN, BK, SIZE, H)
     gate_scales = _scale_offsets(tile, 1, BN, BK, SIZE, H)
-    offsets, given, column = _inputs(route // TOP_K * H, n, MOST, BK)
-    up = tl.zeros((BN, MOST), tl.float32)
-    gate = tl.zeros((BN, MOST), tl.float32)
+    offsets, given, column = _inputs(route // TOP_K * H, n, width, BK)
+    up = tl.zeros((BN, width), tl.float32)
+    gate = tl.zeros((BN, width), tl.float32)
     for k in range(0, H, BK):
-        operands = _operands(_loaded(x, offsets, given, column, k, BK, H), MOST, BK)
+        operands = _operands(_loaded(x, offsets, given, column, k, BK, H), width, BK)
         up = _dot(_matrix(weight, block_scales, words, up_scales, k, there, BN, BK, SIZE, H, dtype, PTX), operands, up)
         if GATED:
             half = weight + SIZE * (H // 8)
@@ -500,7 +500,7 @@ def fc1_kernel(
     factor = tl.load(alpha + e) * 256.0
     if not QUANTIZED:
         factor /= tl.load(divisor + e)
-    scale = tl.full((MOST,), 1.0, tl.float32)
+    scale = tl.full((width,), 1.0, tl.float32)
     if SCALED_INPUT:
         if SORTED:
             held = tl.load(workspace + tokens * TILES + routes + route, mask=m < n, other=0)
@@ -554,8 +554,8 @@ def fc2_kernel(
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     routes = tokens * TOP_K
-    MOST: tl.constexpr = BM if BM > 8 else 8
-    m = tl.arange(0, MOST)
+    width: tl.constexpr = BM if BM > 8 else 8
+    m = tl.arange(0, width)
     # The routes are an earlier kernel's than the one before, which has waited for it: they are there already.
     if SORTED:
         local_ids = workspace + tokens * TILES
@@ -566,7 +566,7 @@ def fc2_kernel(
         route = tl.load(order + tl.load(entry + 1, mask=n > 0, other=0) + m, mask=m < n, other=0)
     else:
         local_ids = ids
-        expert, n, route = _own_block(ids, slot, routes, first, experts, BM, MOST, ROUTES)
+        expert, n, route = _own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
     rows = _rows(tile, BN, H)
     there = rows < H
     e = tl.maximum(expert, 0).to(tl.int64)
@@ -583,10 +583,10 @@ def fc2_kernel(
         return
     words = rows[:, None] * (SIZE // 8) + tl.arange(0, BK // 8)[None, :]
     offsets = _scale_offsets(tile, 0, BN, BK, H, SIZE)
-    inputs, given, column = _inputs(route * SIZE, n, MOST, BK)
-    sums = tl.zeros((BN, MOST), tl.float32)
+    inputs, given, column = _inputs(route * SIZE, n, width, BK)
+    sums = tl.zeros((BN, width), tl.float32)
     for k in range(0, SIZE, BK):
-        hs = _operands(_loaded(h, inputs, given, column, k, BK, SIZE), MOST, BK)
+        hs = _operands(_loaded(h, inputs, given, column, k, BK, SIZE), width, BK)
         w = _matrix(weight, block_scales, words, offsets, k, there, BN, BK, H, SIZE, tl.bfloat16, PTX)
         sums = _dot(w, hs, sums)
     sums *= tl.load(alpha + e) * 256.0 / (tl.load(divisor + e) * tl.load(up_to_gate + e))
@@ -601,7 +601,7 @@ def fc2_kernel(
     inside = there[:, None] & (m < n)[None, :]
     tl.store(partial + route[None, :] * H + rows[:, None], sums, mask=inside)
     token = route // TOP_K
-    expected = tl.zeros((MOST,), tl.int32)
+    expected = tl.zeros((width,), tl.int32)
     for k in tl.static_range(TOP_K):
         local = tl.load(local_ids + token * TOP_K + k, mask=m < n, other=-1)
         if not SORTED:
@@ -612,7 +612,7 @@ def fc2_kernel(
     last = (m < n) & (before == expected - 1)
     tl.debug_barrier()
     if tl.max(last.to(tl.int32), axis=0) > 0:
-        total = tl.zeros((BN, MOST), tl.float32)
+        total = tl.zeros((BN, width), tl.float32)
         for k in tl.static_range(TOP_K):
             local = tl.load(local_ids + token * TOP_K + k, mask=last, other=-1)
             if not SORTED:

@@ -71,8 +71,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(float("inf"), 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
     ),
 }
-"""Large: measured on an H200 with the layers of Qwen3-30B-A3B and Nemotron-3-Super (``python -m benchmarks.moe_tiles``).  Small: the
-same with half of the columns where shared memory asks for it, not measured.  Blocks of 64 routes spill."""
+"""Large: measured on an H200 with layers of Qwen3-30B-A3B and Nemotron-3-Super (``python -m benchmarks.moe_tiles``).  Small: not
+measured, the same with half of the columns, for shared memory.  Blocks of 64 routes spill."""
 _LARGE_SHARED_MEMORY = 160 << 10
 _PROGRAMS_PER_MULTIPROCESSOR = 0.7
 """At least, where rows can be divided."""
