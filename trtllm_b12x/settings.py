@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -44,6 +46,19 @@ class Order(Switch[str]):
         """What it lists, else all there are."""
         words = (self.read(word) for word in os.environ.get(self.name, "").split(","))
         return tuple(dict.fromkeys(word for word in words if word in self.values)) or tuple(self.values)
+
+    @contextmanager
+    def only(self, names: Iterable[str]) -> Iterator[None]:
+        """These alone are listed."""
+        before = os.environ.get(self.name)
+        os.environ[self.name] = ",".join(names)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[self.name]
+            else:
+                os.environ[self.name] = before
 
     def knows(self, text: str) -> bool:
         return all(not word.strip() or super(Order, self).knows(word) for word in text.split(","))

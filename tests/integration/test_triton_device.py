@@ -60,8 +60,8 @@ def test_sizes_off_every_tile(hidden: int, size: int) -> None:
 @pytest.mark.parametrize("scales_type", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_rank_of_several(ids_type: torch.dtype, scales_type: torch.dtype) -> None:
     """Shares of four ranks sum to the whole; ids outside, -1, and tokens without a route."""
-    layer = random_layer(Geometry(8, 4, 512, 256, "Relu2", expert_parallel=True), "cuda")
-    kernels = {first: planned(layer, Form(ranks=4), first, 63) for first in (0, 24)}
+    layer = random_layer(Geometry(8, 4, 512, 256, "Relu2", ranks=4), "cuda")
+    kernels = {first: planned(layer, None, first, 63) for first in (0, 24)}
     for tokens in (1, 9, 63):
         x, ids, scales = random_call(layer.geometry, tokens, experts=32, device="cuda")
         ids, scales = ids.to(ids_type), scales.to(scales_type)
@@ -77,11 +77,11 @@ def test_a_rank_of_several(ids_type: torch.dtype, scales_type: torch.dtype) -> N
 
 @pytest.mark.parametrize("large", [False, True])
 def test_float16(large: bool) -> None:
-    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu"), "cuda")
+    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu", torch.float16), "cuda")
     if large:  # products of gate and up beyond what float16 holds
         layer.scale_1 *= 1024
         layer.scale_2 *= 2.0**-20
-    kernel = planned(layer, Form(dtype=torch.float16))
+    kernel = planned(layer)
     for tokens in TOKENS:
         call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
         result = kernel.run(*call)
@@ -116,7 +116,7 @@ def test_the_router_weight_on_the_input() -> None:
 
 def test_instructions_and_arithmetic_are_the_same_bits(swiglu: Layer) -> None:
     """What the interpreter runs, compiled, against the inline PTX."""
-    kernel, plain = planned(swiglu), planned(swiglu, Form(ranks=1, swizzled=False))
+    kernel, plain = planned(swiglu), planned(swiglu, Form(swizzled=False))
     plain.ptx = False
     for tokens in TOKENS:
         call = random_call(swiglu.geometry, tokens, device="cuda")

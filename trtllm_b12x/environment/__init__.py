@@ -14,7 +14,7 @@ from functools import cache
 from trtllm_b12x import host, settings
 from trtllm_b12x.decision import Environment
 
-from . import answers, packages
+from . import answers, packages, triton
 from .cute_dsl import WHEELS, Payload, inspect_payload, installation_key
 from .flashinfer import FlashInfer, distribution_of, inspect_flashinfer
 from .gpu import cards, driver_cuda, gpu_sm, toolkit_cuda
@@ -31,6 +31,7 @@ __all__ = [
     "of_flashinfer",
     "probe",
     "toolkit_cuda",
+    "triton",
 ]
 
 _COMPILED_WITH = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
@@ -93,6 +94,7 @@ def probe(always_look: bool = False) -> Environment:
         dsl_in_the_way=payload.in_the_way,
         flashinfer_fault=facts.flashinfer_fault or ("" if facts.mismatched else payload.flashinfer_fault),
         unmet=tuple(text for text in unmet if text.startswith(_COMPILED_WITH)),
+        triton_lacks=triton.lacking(facts.sm),
         missing=tuple(missing) if _lacks_a_module(payload) else (),
         unrecorded=tuple(name for name, d in _named(wheels, ours).items() if not d.read_text("RECORD")),
     )
