@@ -17,13 +17,17 @@ def announce(resolution: Resolution, subject: str, rank: int = 0) -> None:
     """Log each rejection whose reason this process has not logged yet.
 
     A warning on rank 0 where something can be done, with the commands.  For debugging only, elsewhere, and where the card, the
-    model or the deployment is simply another one: then what else could be mended would not help either.  A layer that is served
-    has one line for each family that would have been preferred: information, unless its kernels have failed.
+    model or the deployment is simply another one: then what else could be mended would not help either; nor does what stands
+    against one family only, if the rest stands against another that is free of it.  A layer that is served has one line for each
+    family that would have been preferred: information, unless its kernels have failed.
     """
+    nearest = [set(verdict.reasons) for _, verdict in resolution.verdicts]
     preferred = next((name for name, verdict in resolution.verdicts if not verdict.rejections), "")
     for name, verdict in resolution.verdicts:
         if not verdict.rejections:
             break  # those behind it are not missed
+        if not preferred and any(reasons < set(verdict.reasons) for reasons in nearest):
+            continue
         hopeless = not all(rejection.reason.mendable for rejection in verdict.rejections)
         level = logging.DEBUG if hopeless or rank else logging.WARNING
         if not preferred:

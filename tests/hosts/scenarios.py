@@ -35,9 +35,16 @@ def build_and_run(config: Any = None, listen: bool = True) -> dict[str, Any]:
     from tests.checkpoints import random_experts
 
     lines: list[str] = []
+    warnings: list[str] = []
     logger = logging.getLogger("trtllm_b12x")
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        if record.levelno >= logging.WARNING:
+            warnings.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
     if listen:
         logger.addHandler(handler)
     config = config or model_config(skip_create_weights_in_init=True)
@@ -57,9 +64,11 @@ def build_and_run(config: Any = None, listen: bool = True) -> dict[str, Any]:
         "built_once": model.built_once,
         "generation": status.generation,
         "promoted": status.promoted,
+        "families": status.families,
         "layers": status.layers,
         "patches": list(status.patches),
         "log": lines,
+        "warnings": warnings,
     }
 
 

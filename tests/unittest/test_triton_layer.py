@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import process, strict_reference
+from trtllm_b12x import process, schedule, strict_reference
 from trtllm_b12x.kernels import Geometry, KernelWeights, PlanError
 from trtllm_b12x.kernels.layout import plain_scales
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
@@ -148,9 +153,9 @@ def test_the_next_family_takes_what_b12x_leaves(every_family: None, monkeypatch:
     """Top 22: b12x ends before its dynamic kernel, at 46 tokens."""
     tensors = random_experts(24, 128, 192)
     module = layers.load(layers.create(24, 128, 192, top_k=22), tensors)
-    schedule = module.backend.schedule
-    assert list(schedule.families) == ["b12x", "triton"]
-    assert [type(schedule.at(tokens)) for tokens in (46, 47, 63, 64)] == [
+    chosen = module.backend.schedule
+    assert list(chosen.families) == ["b12x", "triton"]
+    assert [type(chosen.at(tokens)) for tokens in (46, 47, 63, 64)] == [
         ReferenceKernel,
         UnquantizedReferenceKernel,
         UnquantizedReferenceKernel,
@@ -198,3 +203,30 @@ def test_gated_is_what_the_host_calls_so(activation: str) -> None:
     from trtllm_b12x.host.embedded.config import ActivationType, is_gated_activation
 
     assert Geometry(1, 1, 128, 128, activation).gated == is_gated_activation(ActivationType[activation])
+
+
+def in_the_interpreter() -> dict[str, Any]:
+    """The kernels themselves in a layer: self-test, numbers, and parameters that are overwritten, no hook called."""
+    schedule.DEFAULT_CROSSOVER = 3  # the interpreter takes seconds for a call
+    tensors, other = random_experts(3, 128, 192, up_to_gate=2.0), random_experts(3, 128, 192, seed=3, up_to_gate=0.5)
+    module = layers.load(layers.create(3, 128, 192), tensors)
+    found: dict[str, Any] = {"kernel": type(module.backend.kernel).__name__, "log": list(module.backend.kernel.summary())}
+    x, logits = layers.inputs(module, 2, tensors)
+    found["error"] = error(module, x, logits, tensors, Arithmetic.UNQUANTIZED)
+    fresh = layers.load(layers.create(3, 128, 192), other)
+    for name, parameter in fresh.backend.named_parameters():
+        module.backend.get_parameter(name).data.copy_(parameter)
+    found["followed"] = error(module, x, logits, other, Arithmetic.UNQUANTIZED)
+    return found
+
+
+def test_the_kernels_themselves_in_a_layer() -> None:
+    code = "import json; from tests.unittest.test_triton_layer import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRTLLM_B12X_KERNELS": "triton"}
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["kernel"], found["log"]) == ("TritonKernel", ["triton: 1 to 2 tokens"])
+    assert found["error"] < BOUND
+    assert found["followed"] < BOUND

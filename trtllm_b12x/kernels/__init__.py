@@ -304,14 +304,16 @@ def environment() -> Environment:
 def considered(device: str | None = None) -> dict[str, type[Kernel]]:
     """Family to its kernels, in order, for layers that are made on ``device``, torch's default one if not given.
 
-    TensorRT-LLM's layers are on its GPU.  Where torch sees no card that the family's kernels run on, what stands in for them.
+    TensorRT-LLM's layers are on its GPU.  Where torch sees no card that the family's kernels run on, what stands in for them; but
+    kernels that run on the CPU (Triton's, in its interpreter) stand in for themselves.
     """
     on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
     rows = {family.name: family for family in families.FAMILIES}
     found = {}
     for row in (rows[name] for name in settings.KERNELS.listed()):
         kernel = _load(row.kernel)
-        if on_gpu and kernel.available() and _card_is_there(kernel.features):
+        there = _card_is_there(kernel.features) if on_gpu else kernel.runs_on(torch.device("cpu"))
+        if there and kernel.available():
             found[row.name] = kernel
         elif row.stand_in:
             found[row.name] = _load(row.stand_in)

@@ -1,8 +1,8 @@
 """The kernels in torch, on the CPU and any GPU: Triton's, whose arithmetic needs no table, and b12x.
 
-b12x has FlashInfer's argument contract and the rounding points of its kernels.  It takes the very tensors FlashInfer would get and reads them the way the kernels do, so that a wrong layout shows as a
-wrong number.  Rounding follows the static kernel (the deterministic one), FlashInfer 0.7.2.post1, files below
-``flashinfer/fused_moe/cute_dsl/blackwell_sm12x`` unless named:
+b12x has FlashInfer's argument contract and the rounding points of its kernels.  It takes the very tensors FlashInfer would get
+and reads them the way the kernels do, so that a wrong layout shows as a wrong number.  Rounding follows the static kernel (the
+deterministic one), FlashInfer 0.7.2.post1, files below ``flashinfer/fused_moe/cute_dsl/blackwell_sm12x`` unless named:
 
 ==========================================================  =========================================================
 point                                                       source

@@ -267,8 +267,9 @@ def _failures(
             yield f"rel_l2_kernel {case.rel_l2_kernel:.4g} > {bound:g}"
     if quantizes and exceeds(squares(result - none), bounds.none**2 * squares(none)):
         yield f"rel_l2_none {case.rel_l2_none:.4g} > {bounds.none:g}"
-    if exceeds(squares(result - unquantized), bounds.ratio**2 * squares(none - unquantized)):
-        yield f"ratio {case.ratio:.4g} > {bounds.ratio:g}"
+    ratio = bounds.ratio if quantizes else 1.0
+    if exceeds(squares(result - unquantized), ratio**2 * squares(none - unquantized)):
+        yield f"ratio {case.ratio:.4g} > {ratio:g}"
 
 
 def _against_original(
