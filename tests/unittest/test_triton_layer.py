@@ -207,13 +207,13 @@ def test_gated_is_what_the_host_calls_so(activation: str) -> None:
 
 def in_the_interpreter() -> dict[str, Any]:
     """The kernels themselves in a layer: self-test, numbers, and parameters that are overwritten, no hook called."""
-    schedule.DEFAULT_CROSSOVER = 3  # the interpreter takes seconds for a call
-    tensors, other = random_experts(3, 128, 192, up_to_gate=2.0), random_experts(3, 128, 192, seed=3, up_to_gate=0.5)
-    module = layers.load(layers.create(3, 128, 192), tensors)
+    schedule.DEFAULT_CROSSOVER = 2  # the interpreter takes seconds for a call
+    tensors, other = random_experts(3, 128, 64, up_to_gate=2.0), random_experts(3, 128, 64, seed=3, up_to_gate=0.5)
+    module = layers.load(layers.create(3, 128, 64), tensors)
     found: dict[str, Any] = {"kernel": type(module.backend.kernel).__name__, "log": list(module.backend.kernel.summary())}
-    x, logits = layers.inputs(module, 2, tensors)
+    x, logits = layers.inputs(module, 1, tensors)
     found["error"] = error(module, x, logits, tensors, Arithmetic.UNQUANTIZED)
-    fresh = layers.load(layers.create(3, 128, 192), other)
+    fresh = layers.load(layers.create(3, 128, 64), other)
     for name, parameter in fresh.backend.named_parameters():
         module.backend.get_parameter(name).data.copy_(parameter)
     found["followed"] = error(module, x, logits, other, Arithmetic.UNQUANTIZED)
@@ -227,6 +227,6 @@ def test_the_kernels_themselves_in_a_layer() -> None:
     result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert (found["kernel"], found["log"]) == ("TritonKernel", ["triton: 1 to 2 tokens"])
+    assert (found["kernel"], found["log"]) == ("TritonKernel", ["triton: 1 to 1 tokens"])
     assert found["error"] < BOUND
     assert found["followed"] < BOUND
