@@ -117,7 +117,15 @@ def test_the_router_weight_on_the_input() -> None:
 
 
 @triton.jit
-def _decoded(words, scales, out, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr):  # noqa: N803
+def _decoded(  # type: ignore[no-untyped-def]
+    words,
+    scales,
+    out,
+    dtype: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PTX: tl.constexpr,  # noqa: N803
+):
     row = tl.arange(0, ROWS)[:, None]
     word, block = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, COLUMNS // 16)[None, :]
     given = tl.load(words + row * (COLUMNS // 8) + word), tl.load(scales + row * (COLUMNS // 16) + block)
