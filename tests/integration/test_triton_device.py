@@ -117,21 +117,15 @@ def test_the_router_weight_on_the_input() -> None:
 
 
 @triton.jit
-def _decoded(  # type: ignore[no-untyped-def]
-    words,
-    scales,
-    out,
-    dtype: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PTX: tl.constexpr,  # noqa: N803
+def decoded(  # type: ignore[no-untyped-def]
+    words, scales, out, dtype: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, ptx: tl.constexpr
 ):
-    row = tl.arange(0, ROWS)[:, None]
-    word, block = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, COLUMNS // 16)[None, :]
-    given = tl.load(words + row * (COLUMNS // 8) + word), tl.load(scales + row * (COLUMNS // 16) + block)
-    products = source._weights(given[0], given[1], ROWS, COLUMNS, dtype, PTX)
+    row = tl.arange(0, rows)[:, None]
+    word, block = tl.arange(0, columns // 8)[None, :], tl.arange(0, columns // 16)[None, :]
+    given = tl.load(words + row * (columns // 8) + word), tl.load(scales + row * (columns // 16) + block)
+    products = source._weights(given[0], given[1], rows, columns, dtype, ptx)
     for j in tl.static_range(8):
-        tl.store(out + j * (ROWS * COLUMNS // 8) + row * (COLUMNS // 8) + word, products[j])
+        tl.store(out + j * (rows * columns // 8) + row * (columns // 8) + word, products[j])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -145,7 +139,7 @@ def test_instructions_and_arithmetic_are_the_same_bits(dtype: torch.dtype) -> No
     found = torch.zeros(2, 8, 32, 32, dtype=dtype, device="cuda")
     for ptx in (False, True):
         kind = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
-        _decoded[(1,)](words, scales, found[int(ptx)], kind, 32, 256, ptx)
+        decoded[(1,)](words, scales, found[int(ptx)], kind, 32, 256, ptx)
     assert found[1].any()
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
 
