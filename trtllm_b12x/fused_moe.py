@@ -125,6 +125,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             if kernel is not None:
                 bound[name] = kernel
             self._vote(name, kernel, error)
+            if self._agreed.get(name):  # another rank is without it: the next family is wanted on this one too
+                bound.pop(name, None)
 
     def _vote(self, name: str, kernel: kernels.Kernel | None, error: str | None) -> None:
         """Once per layer and family; a layer that is loaded again keeps to what was agreed."""

@@ -76,13 +76,13 @@ DETERMINISTIC = Switch(
     f"{_PREFIX}_DETERMINISTIC",
     _ON_OFF,
     "0",
-    "1 takes kernels only whose reruns agree to the bit (static, direct micro), from FlashInfer 0.7.0 on",
+    "1 takes kernels only whose reruns agree to the bit (static, direct micro, Triton's), b12x from FlashInfer 0.7.0 on",
 )
 GATHER_BF16 = Switch(
     f"{_PREFIX}_GATHER_BF16",
     _ON_OFF,
     "0",
-    "1 lets attention-DP ranks gather bf16 tokens instead of NVFP4, four times the bytes, so that b12x can serve them",
+    "1 lets attention-DP ranks gather bf16 tokens instead of NVFP4, four times the bytes, so that kernels can serve them",
 )
 KEEP_BACKEND = Switch(
     f"{_PREFIX}_KEEP_BACKEND",

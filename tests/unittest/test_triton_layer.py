@@ -16,7 +16,7 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import process, schedule, strict_reference
+from trtllm_b12x import process, schedule, strict_reference, votes
 from trtllm_b12x.kernels import Geometry, KernelWeights, PlanError
 from trtllm_b12x.kernels.layout import plain_scales
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
@@ -196,6 +196,16 @@ def test_it_takes_over_where_b12x_fails(
     assert "1 of 1 MoE layers on triton, decode below 64 tokens" in caplog.text
     x, logits = layers.inputs(module, 9, tensors)
     assert error(module, x, logits, tensors, Arithmetic.UNQUANTIZED) < BOUND
+
+
+def test_it_takes_over_where_another_rank_is_without_b12x(every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cast(mapping: Any, about: str, error: str | None, settled: votes.Settled) -> None:
+        settled(error or ("rank 1: no compiler" if about.endswith("b12x") else None))
+
+    monkeypatch.setattr(votes, "cast", cast)
+    backend = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192)).backend
+    assert list(backend.schedule.families) == ["triton"]
+    assert str(backend.verdict).startswith("triton; not b12x: KERNEL_PLAN_FAILED: rank 1: no compiler")
 
 
 @pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"])
