@@ -52,12 +52,13 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
 
         proof = prove(target or ("sm_121a" if environment.sm == 121 else "sm_120a"))
         environment = dataclasses.replace(environment, compile_proved=proof.compiled)
-    failed = {"b12x": proof.error} if proof is not None and not proof.compiled else {}
     problems = _USUAL if checkpoint is None else _problems(ctx, checkpoint)
     order = {family.name: family for family in families.FAMILIES}
     rows = [(name, order[name].features(environment)) for name in settings.KERNELS.listed()]
-    verdicts = [(_name(problem), resolve(problem, None, environment, rows, failed)) for problem in problems]
-    active = any(verdict.served for _, verdict in verdicts)
+    verdicts = [(_name(problem), resolve(problem, None, environment, rows)) for problem in problems]
+    failed = "b12x" if proof is not None and not proof.compiled else ""
+    serving = [next((name for name in verdict.families if name != failed), "") for _, verdict in verdicts]
+    active = any(serving)
     driver = driver_cuda()
     told = facts.rows(environment, target, driver)
     if as_json:
@@ -72,7 +73,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         }
         click.echo(json.dumps(report, indent=2, default=_plain))
     else:
-        _screen(environment, told, target, proof, verdicts, active)
+        _screen(environment, told, target, proof, verdicts, serving)
     ctx.exit(0 if active else 1)
 
 
@@ -150,7 +151,7 @@ def _screen(
     target: str | None,
     proof: Any,
     verdicts: list[tuple[str, Resolution]],
-    active: bool,
+    serving: list[str],
 ) -> None:
     """At most 80 columns, no color: it is pasted into issues and found in logs."""
     if proof is not None:
@@ -189,9 +190,9 @@ def _screen(
     hook = _hook(e)
     if hook:
         click.echo(textwrap.fill(hook, 80) + "\n")
-    named = " and ".join(dict.fromkeys(verdict.families[0] for _, verdict in verdicts if verdict.served))
-    named = named or " and ".join(dict.fromkeys(family for _, verdict in verdicts for family, _ in verdict.verdicts))
-    if not active:
+    named = " and ".join(dict.fromkeys(filter(None, serving)))
+    if not named:
+        named = " and ".join(dict.fromkeys(family for _, verdict in verdicts for family, _ in verdict.verdicts))
         verb = "WOULD NOT" if would else "will NOT"
         click.echo(f"{named} {verb} serve decode here: the host's own CUTLASS class runs")
     elif would:
