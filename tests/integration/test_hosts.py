@@ -32,6 +32,7 @@ SUITE = [
     "tests/unittest/test_quantization.py",
     "tests/unittest/test_refit.py",
     "tests/unittest/test_faults.py",
+    "tests/unittest/test_triton_layer.py",
     "tests/integration/test_distributed.py",
 ]
 KEYWORD_SUITE = [*SUITE, "tests/unittest/test_calls.py"]  # which calls run_moe by keywords

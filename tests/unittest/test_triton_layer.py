@@ -80,7 +80,7 @@ def test_the_parameters_are_the_hosts_to_the_bit(gated: bool, size: int) -> None
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("size", [64, 80, 192, 208])
+@pytest.mark.parametrize("size", [64, 192, *(pytest.param(size, marks=pytest.mark.embedded) for size in (80, 208))])
 def test_bits_lie_where_the_kernels_read_them(gated: bool, size: int) -> None:
     """Tiles of 128 rows that hold the end of up and the start of gate; sizes that are multiples of 16 alone."""
     tensors = random_experts(3, 128, size, gated)
@@ -126,13 +126,13 @@ def test_a_refit_is_followed_without_a_word() -> None:
 
 @pytest.mark.parametrize("mapping", [{"moe_ep_size": 2}, {"moe_tp_size": 2}])
 def test_ranks(mapping: dict[str, int]) -> None:
-    tensors = random_experts(4, 128, 192)
-    whole = layers.load(layers.create(4, 128, 192), tensors)
+    tensors = random_experts(4, 128, 256)
+    whole = layers.load(layers.create(4, 128, 256), tensors)
     x, logits = layers.inputs(whole, 9, tensors)
     parts = []
     for rank in (0, 1):
         split = {"world_size": 2, "rank": rank, "tp_size": 2, **mapping}
-        module = layers.load(layers.create(4, 128, 192, mapping=split), tensors)
+        module = layers.load(layers.create(4, 128, 256, mapping=split), tensors)
         assert module.backend.kernel.geometry.ranks == mapping.get("moe_ep_size", 1)
         parts.append(module(x, logits).float())
     expected = whole(x, logits).float()
@@ -230,6 +230,7 @@ def in_the_interpreter() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.embedded
 def test_the_kernels_themselves_in_a_layer() -> None:
     code = "import json; from tests.unittest.test_triton_layer import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
     variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRTLLM_B12X_KERNELS": "triton"}

@@ -12,6 +12,7 @@ scale, which is the reciprocal of what that alpha contains.  Both are read by ev
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,8 +185,11 @@ class TritonKernel(Kernel):
             lacking = toolchain.lacking(self.card.capability)
             if lacking:
                 raise PlanError("; ".join(map(str, lacking)))
+            started = time.monotonic()
+            logger.info("triton kernels for %s: compiling, or loading from Triton's cache", self.geometry)
             with torch.cuda.device(self._device), torch.inference_mode(False):
                 plan.compiled = self._compile(plan)
+            logger.info("triton kernels for %s: %d in %.1f s", self.geometry, plan.compiled, time.monotonic() - started)
         return plan
 
     def step(self, tokens: int, found: Tiles | None = None) -> _Step:
@@ -352,6 +356,11 @@ class TritonKernel(Kernel):
         if found is None:
             logger.info("triton kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
         self._plan.tested = found is not None
+
+    def summary(self) -> tuple[str, ...]:
+        if self._plan.tested:
+            return super().summary()
+        return (*super().summary(), "not before the self-test, which waits for weights that are neither all zero nor not finite")
 
     @property
     def settled(self) -> bool:
