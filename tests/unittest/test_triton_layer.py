@@ -198,6 +198,13 @@ def test_it_takes_over_where_b12x_fails(
     assert error(module, x, logits, tensors, Arithmetic.UNQUANTIZED) < BOUND
 
 
+def test_explain_says_what_is_built(every_family: None) -> None:
+    trtllm_b12x.install()
+    for config, said, became in layers.explained():
+        assert said == became, config
+    trtllm_b12x.uninstall()
+
+
 def test_it_takes_over_where_another_rank_is_without_b12x(every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def cast(mapping: Any, about: str, error: str | None, settled: votes.Settled) -> None:
         settled(error or ("rank 1: no compiler" if about.endswith("b12x") else None))
