@@ -56,7 +56,7 @@ def probe(always_look: bool = False) -> Environment:
     """Everything, for the process that asks.
 
     The CuTe DSL's payload is looked at unless nothing could make b12x serve here (or with ``always_look``): on another card, or
-    switched off, a server starts without it.
+    switched off, a server starts without it.  What Triton lacks is told by files and a ptxas.
     """
     state, detail = host.state()
     wheels = packages.installed(WHEELS)
@@ -76,6 +76,9 @@ def probe(always_look: bool = False) -> Environment:
     )
     if not always_look and (facts.enabled is False or facts.host == "unsupported" or facts.sm not in (None, 120, 121)):
         return facts
+    facts = replace(facts, triton_lacks=triton.lacking(facts.sm))
+    if not always_look and "b12x" not in settings.KERNELS.listed():
+        return facts
     payload = inspect_payload()
     origin = packages.origin("flashinfer")
     ours = distribution_of(origin) if origin is not None else None
@@ -94,7 +97,6 @@ def probe(always_look: bool = False) -> Environment:
         dsl_in_the_way=payload.in_the_way,
         flashinfer_fault=facts.flashinfer_fault or ("" if facts.mismatched else payload.flashinfer_fault),
         unmet=tuple(text for text in unmet if text.startswith(_COMPILED_WITH)),
-        triton_lacks=triton.lacking(facts.sm),
         missing=tuple(missing) if _lacks_a_module(payload) else (),
         unrecorded=tuple(name for name, d in _named(wheels, ours).items() if not d.read_text("RECORD")),
     )
