@@ -35,15 +35,14 @@ class Schedule:
         """By token count, once that is settled."""
 
     def at(self, tokens: int) -> Kernel | None:
-        table = self._table or self._look_up()
-        return table[tokens] if tokens < len(table) else None
+        if self._table is None:
+            if not all(kernel.settled for kernel in self.kernels):
+                return self._first(tokens)
+            self._table = tuple(map(self._first, range(self.below)))
+        return self._table[tokens] if tokens < len(self._table) else None
 
-    def _look_up(self) -> tuple[Kernel | None, ...]:
-        counts = range(self.below)
-        table = tuple(next((kernel for kernel in self.kernels if kernel.serves(tokens)), None) for tokens in counts)
-        if all(kernel.settled for kernel in self.kernels):
-            self._table = table
-        return table
+    def _first(self, tokens: int) -> Kernel | None:
+        return next((kernel for kernel in self.kernels if kernel.serves(tokens)), None)
 
     def serves_all(self, most: int) -> bool:
         """Every count from 1 to ``most``."""
