@@ -72,7 +72,7 @@ def call(shape: Shape, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 def planned(shape: Shape, tensors: KernelWeights) -> B12xKernel:
     kernel = B12xKernel()
-    kernel.plan(geometry(shape), crossover(shape.top_k) - 1, torch.device("cuda", 0))
+    kernel.plan(geometry(shape), crossover(shape.top_k, [B12xKernel.features]) - 1, torch.device("cuda", 0))
     kernel.bind(tensors)
     return kernel
 
@@ -102,7 +102,7 @@ def count_launches(shape: Shape, tokens: int) -> dict[str, Any]:
     kernel = planned(shape, tensors)
     x, ids, scales = call(shape, tokens)
     long = ids.long()
-    plain = wrapper(shape, "cuda", crossover(shape.top_k) - 1)
+    plain = wrapper(shape, "cuda", crossover(shape.top_k, [B12xKernel.features]) - 1)
     given = arguments(tensors)
     one = {**given, "input_global_scale": given["input_global_scale"][:1], "fc2_input_scale": given["fc2_input_scale"][:1]}
     named = {"x": x, "token_selected_experts": ids, "token_final_scales": scales}
@@ -133,7 +133,7 @@ def memory(shape: Shape) -> dict[str, Any]:
     stack = LAYERS
     one, first = allocated(lambda: planned(shape, tensors))
     more, others = allocated(lambda: [planned(shape, tensors) for _ in range(stack - 1)])
-    capacity = crossover(shape.top_k) - 1
+    capacity = crossover(shape.top_k, [B12xKernel.features]) - 1
     small, _ = allocated(lambda: wrapper(shape, "cuda", capacity))
     found: dict[str, Any] = {
         "layer": shape.name,

@@ -32,7 +32,7 @@ def planned(shape: Shape, device: str) -> B12xKernel:
     kernel = B12xKernel()
     activation = "Swiglu" if shape.gated else "Relu2"
     geometry = Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
-    kernel.plan(geometry, crossover(shape.top_k) - 1, torch.device(device))
+    kernel.plan(geometry, crossover(shape.top_k, [B12xKernel.features]) - 1, torch.device(device))
     return kernel
 
 

@@ -30,7 +30,7 @@ import triton
 from benchmarks import require_gpu
 from tests.nvfp4_layer import Layer, distance, random_call, random_layer
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import Form, TritonKernel
+from trtllm_b12x.kernels.triton import TritonKernel
 
 GEOMETRIES: dict[str, Geometry] = {
     "Qwen3-30B-A3B": Geometry(128, 8, 2048, 768, "Swiglu"),
@@ -107,14 +107,12 @@ def graph_seconds(run: Callable[[], Any], replays: int = 5) -> float:
 
 def split(geometry: Geometry, tp: int, ep: int) -> Geometry:
     size = geometry.intermediate_size // tp
-    return replace(
-        geometry, num_experts=geometry.num_experts // ep, intermediate_size=-(-size // 16) * 16, expert_parallel=ep > 1
-    )
+    return replace(geometry, num_experts=geometry.num_experts // ep, intermediate_size=-(-size // 16) * 16, ranks=ep)
 
 
 def layer_bytes(geometry: Geometry) -> int:
     """Of one expert: codes and scales."""
-    rows = 2 if geometry.activation in ("Swiglu", "SwigluBias", "Geglu") else 1
+    rows = 2 if geometry.gated else 1
     return (rows + 1) * geometry.hidden_size * geometry.intermediate_size * 9 // 16
 
 
@@ -146,7 +144,7 @@ def measure(
     layers = stack(geometry, limit)
     kernels = []
     for layer in layers:
-        kernel = TritonKernel(Form(ranks=ep), overlap=overlap)
+        kernel = TritonKernel(overlap=overlap)
         kernel.plan(geometry, max(tokens), torch.device("cuda", torch.cuda.current_device()))
         kernel.bind(layer.kernel_weights(), 0, layer.epilogue)
         kernels.append(kernel)

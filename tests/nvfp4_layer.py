@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_b12x.kernels import Geometry, KernelWeights
-from trtllm_b12x.kernels.triton import GATED, Epilogue
+from trtllm_b12x.kernels import Geometry, InputScales, KernelWeights
+from trtllm_b12x.kernels.triton import Epilogue
 from trtllm_b12x.strict_reference import decode_fp4
 
 INPUT_SCALE = (0.0123, 0.00045)
@@ -35,12 +35,17 @@ class Layer:
     scale_1: torch.Tensor
     """``(E,)`` float32: ``weight_scale_2`` of gate."""
     scale_2: torch.Tensor
+    up_to_gate: torch.Tensor
+    """``(E,)`` float32."""
     epilogue: Epilogue
 
     def kernel_weights(self) -> KernelWeights:
-        ones = torch.ones_like(self.scale_1)
         fc1, fc2 = INPUT_SCALE
-        ratio = ones if self.epilogue.up_to_gate is None else self.epilogue.up_to_gate
+        fc31_input_scale = torch.full_like(self.scale_1[0], 1 / fc1)  # one for all experts
+        fc2_input_scale = torch.full_like(self.scale_1, 1 / fc2)  # one of each
+        divisors = torch.empty_like(self.scale_1), torch.empty_like(self.scale_1)
+        inputs = InputScales(fc31_input_scale, fc2_input_scale, self.up_to_gate, *divisors)
+        inputs.derive()
         return KernelWeights(
             w1_weight=self.w1,
             w1_weight_sf=interleaved(self.s1),
@@ -48,8 +53,9 @@ class Layer:
             w2_weight=self.w2,
             w2_weight_sf=interleaved(self.s2),
             w2_alpha=self.scale_2 * fc2,
-            fc2_input_scale=ones * fc2 / ratio,
-            input_global_scale=ones * fc1,
+            fc2_input_scale=inputs.fc2_divisor,
+            input_global_scale=inputs.fc1_divisor,
+            input_scales=inputs,
         )
 
     def expected(
@@ -65,9 +71,9 @@ class Layer:
             fc1 = x[token].float() @ (dequantized(self.w1[e], self.s1[e]) * self.scale_1[e]).T
             fc1 = fc1 * (weight if weight_on_input else 1)
             bias = extra.w1_bias[e].float() if extra.w1_bias is not None else torch.zeros(fc1.shape[1], device=x.device)
-            if g.activation in GATED:
+            if g.gated:
                 up, gate = fc1.chunk(2, dim=1)
-                up = up if extra.up_to_gate is None else up * extra.up_to_gate[e]
+                up = up * self.up_to_gate[e]
                 up_bias, gate_bias = bias.chunk(2)
                 inner = self._gated(e, up + up_bias, gate + gate_bias)
             else:
@@ -82,7 +88,7 @@ class Layer:
         if self.geometry.activation == "Swiglu":
             return torch.nn.functional.silu(gate) * up
         if self.geometry.activation == "Geglu":
-            return torch.nn.functional.gelu(gate, approximate="tanh") * up
+            return torch.nn.functional.gelu(gate) * up
         extra = self.epilogue
         alpha, beta, limit = (
             value if tensor is None else float(tensor[e])
@@ -118,8 +124,8 @@ def interleaved(scales: torch.Tensor) -> torch.Tensor:
 def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, bias: bool = False, ratio: bool = False) -> Layer:
     """Every code, and block scales of every size, subnormal ones too; products of about one."""
     generator = torch.Generator(device).manual_seed(seed)
-    g, gated = geometry, geometry.activation in GATED
-    rows = (2 if gated else 1) * g.intermediate_size
+    g = geometry
+    rows = (2 if g.gated else 1) * g.intermediate_size
 
     def codes(*shape: int) -> torch.Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
@@ -136,8 +142,8 @@ def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, bias: b
         """Of weight scales, so that ``inner`` products of unit values sum to about one."""
         return (0.5 + uniform(g.num_experts)) * (0.2 / math.sqrt(inner))
 
+    up_to_gate = 0.5 + uniform(g.num_experts) if ratio and g.gated else torch.ones(g.num_experts, device=device)
     extra = Epilogue(
-        up_to_gate=0.5 + uniform(g.num_experts) if ratio and gated else None,
         w1_bias=(uniform(g.num_experts, rows) - 0.5) if bias else None,
         w2_bias=(uniform(g.num_experts, g.hidden_size) - 0.5) if bias else None,
         **(
@@ -153,7 +159,7 @@ def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, bias: b
     experts, hidden, inner = g.num_experts, g.hidden_size, g.intermediate_size
     w1, s1 = codes(experts, rows, hidden // 2), scales(experts, rows, hidden // 16)
     w2, s2 = codes(experts, hidden, inner // 2), scales(experts, hidden, inner // 16)
-    return Layer(g, w1, s1, w2, s2, size(hidden), size(inner), extra)
+    return Layer(g, w1, s1, w2, s2, size(hidden), size(inner), up_to_gate, extra)
 
 
 def random_call(

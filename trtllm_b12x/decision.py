@@ -69,6 +69,18 @@ class PayloadFault(Enum):
 
 
 @dataclass(frozen=True)
+class Lacking:
+    """What is not there, and how to get it."""
+
+    what: str
+    remedy: str
+    """A command, or the variable that names it."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}"
+
+
+@dataclass(frozen=True)
 class Environment:
     """The card and the packages; versions are ``"none"`` where the package is not installed."""
 
@@ -119,6 +131,8 @@ class Environment:
     """Each of them skips negative ids."""
     tile: int | None = None
     """What its kernels' intermediate size is a multiple of."""
+    triton_lacks: tuple[Lacking, ...] | None = None
+    """What stands against compiling a Triton kernel for the card."""
     only_deterministic: bool = False
     """``TRTLLM_B12X_DETERMINISTIC``."""
     gather_bf16: bool = False
@@ -130,7 +144,7 @@ class RejectReason(Enum):
 
     DISABLED = "unset TRTLLM_B12X"
     HOST = "install a newer trtllm-b12x"
-    SM = "nothing to do: b12x kernels exist for SM120 and SM121 only"
+    SM = "nothing to do: SM120 and SM121 are served, no other card"
     TOOLKIT = "install a CUDA toolkit 13 (nvcc) and let CUDA_HOME name it"
     DSL_MISSING = "install the CuTe DSL with its CUDA 13 payload"
     DSL_PAYLOAD = "let the CuTe DSL load its CUDA 13 payload"
@@ -138,6 +152,7 @@ class RejectReason(Enum):
     FLASHINFER_TOO_OLD = "install a newer FlashInfer"
     FLASHINFER_BROKEN = "install FlashInfer anew"
     REQUIREMENT = "install what FlashInfer and the CuTe DSL require"
+    TRITON = "install what compiles Triton's kernels"
     QUANTIZATION = "quantize the experts with nvidia-modelopt's NVFP4_DEFAULT_CFG, or leave the layer to CUTLASS"
     GROUP_SIZE = "export the checkpoint with NVFP4's group size of 16"
     PRE_QUANT_SCALE = "export without AWQ pre-quantization scales (NVFP4_DEFAULT_CFG)"
@@ -191,7 +206,9 @@ class KernelFeatures:
     oldest_sm: int = 120
     newest_sm: int = 121
     """Cards they run on, major * 10 + minor; inside TensorRT-LLM it is one of :data:`SERVED_SM` besides."""
-    bound_by: frozenset[RejectReason] = frozenset(RejectReason)
+    most_routes: int | None = None
+    """(token, expert) pairs of a call, at most."""
+    bound_by: frozenset[RejectReason] = frozenset(RejectReason) - {RejectReason.TRITON}
     """Rules that speak against them; a family is free of every other, as one that needs no FlashInfer of its rules."""
 
 
@@ -206,10 +223,12 @@ class Rejection:
     """Shell commands, to be run in order.  They mend everything that packages cause, not this alone."""
     moves: tuple[str, ...] = ()
     """``name version`` of what they replace by another version."""
+    advice: str = ""
+    """What to do where no command can be given; empty: what the reason says."""
 
     @property
     def remedy(self) -> str:
-        return " && ".join(self.commands) or self.reason.value
+        return " && ".join(self.commands) or self.advice or self.reason.value
 
     def __str__(self) -> str:
         moves = f"; this moves {', '.join(self.moves)}" if self.moves else ""
@@ -376,11 +395,18 @@ def _requirement(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -
     return f"not met: {', '.join(e.unmet)}" if e.unmet else None
 
 
+def _triton(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "; ".join(item.what for item in e.triton_lacks or ()) or None
+
+
 def _quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if p.quant_algo is None or p.quant_algo in f.quantizations:
         return None
     if p.quant_algo == "W4A16_NVFP4":
-        return "the experts are W4A16_NVFP4: NVFP4 weights for bf16 activations, the kernels quantize activations to FP4"
+        what = "the experts are W4A16_NVFP4: NVFP4 weights for bf16 activations"
+        if f.arithmetic == "UNQUANTIZED":
+            return f"{what}, whose block scales the host keeps in another layout"
+        return f"{what}, the kernels quantize activations to FP4"
     what = "not quantized" if p.quant_algo == "none" else p.quant_algo
     return f"the experts are {what}, not {' or '.join(sorted(f.quantizations))}"
 
@@ -486,6 +512,7 @@ _RULES: dict[RejectReason, _Rule] = {
     RejectReason.FLASHINFER_TOO_OLD: _flashinfer_too_old,
     RejectReason.FLASHINFER_BROKEN: _flashinfer_broken,
     RejectReason.REQUIREMENT: _requirement,
+    RejectReason.TRITON: _triton,
     RejectReason.QUANTIZATION: _quantization,
     RejectReason.GROUP_SIZE: _group_size,
     RejectReason.PRE_QUANT_SCALE: _pre_quant_scale,
@@ -574,7 +601,13 @@ def decide(
     newer = newer and not _NEWER_FLASHINFER.isdisjoint(findings)
     repair = _repair(environment, newer) if newer or not _PACKAGES.isdisjoint(findings) else ((), ())
     mended = _PACKAGES | _NEWER_FLASHINFER if newer else _PACKAGES
-    return Verdict(tuple(Rejection(r, text, *(repair if r in mended else ())) for r, text in findings.items()))
+    triton = "; ".join(item.remedy for item in environment.triton_lacks or ())
+    return Verdict(
+        tuple(
+            Rejection(r, text, *(repair if r in mended else ((), ())), advice=triton if r is RejectReason.TRITON else "")
+            for r, text in findings.items()
+        )
+    )
 
 
 def resolve(

@@ -8,7 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .decision import OLDEST_FLASHINFER, Environment, KernelFeatures
+from .decision import OLDEST_FLASHINFER, Environment, KernelFeatures, RejectReason
+
+STATIC_ROUTED_ROWS = 1024
+"""Up to so many (token, expert) pairs FlashInfer takes its static kernel or a smaller one, beyond it the dynamic kernel, whose
+warps may miss a claim (docs/flashinfer-dynamic-claim.md): until that is mended b12x ends there."""
+_FLASHINFERS = {
+    RejectReason.TOOLKIT,
+    RejectReason.DSL_MISSING,
+    RejectReason.DSL_PAYLOAD,
+    RejectReason.FLASHINFER_MISSING,
+    RejectReason.FLASHINFER_TOO_OLD,
+    RejectReason.FLASHINFER_BROKEN,
+    RejectReason.REQUIREMENT,
+}
+"""Rules about what makes FlashInfer's kernels."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +48,34 @@ def b12x(e: Environment) -> KernelFeatures:
         graph_safe=True,
         # From 0.7.0 static keeps each route's result and adds them up in order, in the groups of 256 columns that make its tile.
         deterministic=None if e.tile is None else e.tile == 256,
+        most_routes=STATIC_ROUTED_ROWS,
         versions=f"flashinfer-python>={'.'.join(map(str, OLDEST_FLASHINFER))}",
+    )
+
+
+def triton(e: Environment) -> KernelFeatures:
+    """Whatever the machine has, so far as their rules let them run there at all."""
+    return KernelFeatures(
+        name="triton",
+        activations=frozenset({"Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"}),
+        # The kernels take any multiple of 16; hosts pad [up; gate] to 128 rows as one, and split it at half.
+        tile=64,
+        hidden_size_multiple=16,
+        negative_ids=True,
+        graph_safe=True,
+        deterministic=True,
+        arithmetic="UNQUANTIZED",
+        dtypes=frozenset({"bfloat16", "float16"}),
+        oldest_sm=80,
+        newest_sm=129,
+        bound_by=frozenset(RejectReason) - _FLASHINFERS,
     )
 
 
 FAMILIES: tuple[Family, ...] = (
     Family("b12x", b12x, "trtllm_b12x.kernels.b12x:B12xKernel", "trtllm_b12x.kernels.reference:ReferenceKernel"),
+    Family(
+        "triton", triton, "trtllm_b12x.kernels.triton:TritonKernel", "trtllm_b12x.kernels.reference:UnquantizedReferenceKernel"
+    ),
 )
 """A card that several can serve has the first that ``TRTLLM_B12X_KERNELS`` leaves."""

@@ -1,4 +1,4 @@
-"""``FlashInferNvfp4Sm12xFusedMoE``: the host's CUTLASS layer, with decode on b12x."""
+"""``FlashInferNvfp4Sm12xFusedMoE``: the host's CUTLASS layer, with decode on kernels of ours."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _read_by_kernels = itemgetter(*READ_BY_KERNELS, *SCALARS_READ_BY_KERNELS)
 
 
 class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: ignore[name-defined]
-    """NVFP4 MoE on SM120/SM121: calls of fewer tokens than the crossover run on b12x, all others as the parent has them.
+    """NVFP4 MoE on SM120/SM121: calls of fewer tokens than the crossover run on our kernels, all others as the parent has them.
 
-    Whether b12x serves the layer at all is decided in :meth:`create_weights`, when its final quantization is known;
+    Whether any serve the layer at all is decided in :meth:`create_weights`, when its final quantization is known;
     where it does not, the instance behaves as its parent to the letter.  ``verdict`` says why.
     """
 
@@ -39,7 +39,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     verdict: Resolution
     """The latest, from ``create_weights`` on."""
     schedule = HOSTS
-    """Has kernels once weights are loaded, if b12x serves the layer."""
+    """Has kernels once weights are loaded, if any serve the layer."""
     _parked = HOSTS
     """Of a layer that was moved to where its kernels cannot run, until it is back."""
     _fault = ""
@@ -125,6 +125,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             if kernel is not None:
                 bound[name] = kernel
             self._vote(name, kernel, error)
+            if self._agreed.get(name):  # another rank is without it: the next family is wanted on this one too
+                bound.pop(name, None)
 
     def _vote(self, name: str, kernel: kernels.Kernel | None, error: str | None) -> None:
         """Once per layer and family; a layer that is loaded again keeps to what was agreed."""
@@ -168,14 +170,15 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             return None, str(self.verdict)
         try:
             geometry, kernel = self._geometry(), self.schedule.families.get(name)
-            most = crossover(geometry.top_k) - 1
+            kind = self._kernels[name]
+            most = crossover(geometry.top_k, [kind.features]) - 1
             refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
             if refused or before.serves_all(most):
                 return None, refused or _SPARE
             weights = self.quant_method.kernel_weights(self)
             self._addresses = self._read_addresses()
             if kernel is None or kernel.device != self.w2_weight.device:
-                kernel = self._kernels[name]()
+                kernel = kind()
                 kernel.plan(geometry, most, self.w2_weight.device)
             kernel.bind(weights, self.slot_start)
             kernel.self_test()
@@ -220,7 +223,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             hidden_size=self.hidden_size,
             intermediate_size=2 * self.w2_weight.data.view(torch.uint8).shape[2],
             activation=self._activation_name(),
-            expert_parallel=self.ep_size > 1,
+            dtype=self._dtype,
+            ranks=self.ep_size,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -274,8 +278,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         if len(error_msgs) > errors:
             where, tile = prefix.rstrip(".") or type(self).__name__, self.quant_method.tile
             error_msgs.append(
-                f"{where} keeps its intermediate size on b12x's tile of {tile}: load the state_dict of a layer that does not "
-                "with TRTLLM_B12X=0, or load the checkpoint"
+                f"{where} keeps its intermediate size on its kernels' tile of {tile}: load the state_dict of a layer that does "
+                "not with TRTLLM_B12X=0, or load the checkpoint"
             )
         self.quant_method.refresh(self)
         if self.schedule.kernels:
@@ -291,7 +295,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         return None if kernel is None or host.is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
-        """As the parent, except that what b12x will serve passes through: it quantizes by itself.
+        """As the parent, except that what a kernel will serve passes through: it takes tokens that are not quantized.
 
         Before communication (``post_quant_comm``) the form of the tokens must not depend on anything of this rank: always
         the host's quantization, hence CUTLASS, or always bf16 where that was chosen (``TRTLLM_B12X_GATHER_BF16``) and every
@@ -327,8 +331,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     ) -> torch.Tensor | None:
         """The kernel's answer, or None where the call is CUTLASS's.
 
-        bf16 within the kernel's range means b12x, anything quantized is CUTLASS's.  So is what only CUTLASS does, which the
-        forms of a call (:mod:`trtllm_b12x.host.calls`) sort out before: LoRA, unfinalized output, and ids from an
+        What is not quantized, within a kernel's range, is the kernel's; anything quantized is CUTLASS's.  So is what only CUTLASS
+        does, which the forms of a call (:mod:`trtllm_b12x.host.calls`) sort out before: LoRA, unfinalized output, and ids from an
         all-to-all, which may hold a padding id.  ``moe_output`` is written and returned if given.
         """
         kernel = self._kernel_for(x)

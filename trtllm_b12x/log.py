@@ -6,7 +6,7 @@ import logging
 
 from . import locks, process, settings
 from .bootstrap import say
-from .decision import RejectReason, Resolution
+from .decision import Rejection, RejectReason, Resolution
 
 logger = logging.getLogger("trtllm_b12x")
 _said: set[tuple[str, RejectReason] | str] = set()
@@ -17,18 +17,36 @@ def announce(resolution: Resolution, subject: str, rank: int = 0) -> None:
     """Log each rejection whose reason this process has not logged yet.
 
     A warning on rank 0 where something can be done, with the commands.  For debugging only, elsewhere, and where the card, the
-    model or the deployment is simply another one: then what else could be mended would not help either.
+    model or the deployment is simply another one: then what else could be mended would not help either; nor does what stands
+    against one family only, if the rest stands against another that is free of it.  A layer that is served has one line for each
+    family that would have been preferred: information, unless its kernels have failed.
     """
+    nearest = [set(verdict.reasons) for _, verdict in resolution.verdicts]
     preferred = next((name for name, verdict in resolution.verdicts if not verdict.rejections), "")
     for name, verdict in resolution.verdicts:
         if not verdict.rejections:
             break  # those behind it are not missed
+        if not preferred and any(reasons < set(verdict.reasons) for reasons in nearest):
+            continue
         hopeless = not all(rejection.reason.mendable for rejection in verdict.rejections)
         level = logging.DEBUG if hopeless or rank else logging.WARNING
-        where = f"is served by {preferred}, not by {name}" if preferred else "stays on CUTLASS"
-        for rejection in verdict.rejections:
-            if _first_time((name if preferred else "", rejection.reason)):
-                logger.log(level, "rank %d: %s %s: %s", rank, subject, where, rejection)
+        if not preferred:
+            for rejection in verdict.rejections:
+                if _first_time(("", rejection.reason)):
+                    logger.log(level, "rank %d: %s stays on CUTLASS: %s", rank, subject, rejection)
+        elif sum(_first_time((name, reason)) for reason in verdict.reasons):
+            if level == logging.WARNING and RejectReason.KERNEL_PLAN_FAILED not in verdict.reasons:
+                level = logging.INFO
+            where = f"is served by {preferred}, not by {name}"
+            logger.log(level, "rank %d: %s %s: %s", rank, subject, where, _in_one(verdict.rejections))
+
+
+def _in_one(rejections: tuple[Rejection, ...]) -> str:
+    """Everything that is wrong, and what mends it, once."""
+    found = "; ".join(f"{rejection.reason.name}: {rejection.detail}" for rejection in rejections)
+    moves = ", ".join(dict.fromkeys(move for rejection in rejections for move in rejection.moves))
+    remedies = "; ".join(dict.fromkeys(rejection.remedy for rejection in rejections))
+    return f"{found} ({remedies}{f'; this moves {moves}' if moves else ''})"
 
 
 def once(message: str) -> None:

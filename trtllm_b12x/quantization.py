@@ -1,4 +1,4 @@
-"""``NVFP4Sm12xFusedMoEMethod``: the host's NVFP4 parameters, created on the kernel's tile, and the kernel's view of them."""
+"""``NVFP4Sm12xFusedMoEMethod``: the host's NVFP4 parameters, created on the kernels' tile, and the kernels' view of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from . import host as _host
 from .kernels import InputScales, KernelWeights, first_line
-from .kernels.layout import mma_scale_view
+from .kernels.layout import interleaved_rows, mma_scale_view
 from .log import logger
 
 host = _host.load()
@@ -28,7 +28,7 @@ _LARGEST = 2.0**100
 
 
 def _or_as_the_host(step: Callable[..., None]) -> Callable[..., None]:
-    """What fails in ``step`` costs the layer b12x and the exact scales of gate and up, not the load."""
+    """What fails in ``step`` costs the layer its kernels and the exact scales of gate and up, not the load."""
 
     @functools.wraps(step)
     def guarded(self: NVFP4Sm12xFusedMoEMethod, module: Any, *args: Any) -> None:
@@ -41,16 +41,17 @@ def _or_as_the_host(step: Callable[..., None]) -> Callable[..., None]:
 
 
 class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  # type: ignore[name-defined]
-    """One set of tensors for CUTLASS and b12x.
+    """One set of tensors for CUTLASS and the kernels.
 
     The parameters are the host's own (names, dtypes, meaning, 128x4-interleaved scales).  Only their intermediate
     dimension differs: w3, w1 and w2's columns are each padded with zeros to ``tile``, so that half of the rows is
-    the border between up and gate for every reader.  With E local experts, T = round_up(I, tile) and r = 2 if gated:
+    the border between up and gate for every reader.  Hosts pad the rows of both halves to 128 as one, so that with a tile of 64
+    nothing differs.  With E local experts, T = round_up(I, tile), or to 128 without a gate, and r = 2 if gated:
     ``w3_w1_weight (E, r*T, H/16)`` int64, ``w2_weight (E, H, T/16)`` int64, ``w3_w1_weight_scale (E, r*T, H/64)`` and
     ``w2_weight_scale (E, H, T/64)`` int32.  The host's CUTLASS operator takes the sizes from the tensors
     (``moeOp.cpp``), so it accepts them as they are.
 
-    What the kernel needs beyond views of these is the input scales as divisors, kept in buffers of the module for its
+    What b12x needs beyond views of these is the input scales as divisors, kept in buffers of the module for its
     whole life and rewritten in place: ``b12x_input_global_scale`` and ``b12x_fc2_input_scale``, both ``(E,)`` float32.
 
     One parameter is ours: ``b12x_up_to_gate (E,)`` float32, up's ``weight_scale_2`` over gate's, nearly always 1.  The host
@@ -98,7 +99,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         allow_partial_loading: bool = False,
         expert_idx: int = -1,
     ) -> None:
-        """Rows of this rank, each half at the start of its own tile-aligned half of ``dst (r*T, H/16)`` int64.
+        """Rows of this rank, each half at the start of its own half of ``dst (r*T, H/16)`` int64.
 
         Without a gate there is w1 alone, whatever comes as w3: hosts pass None or a tensor without rows.  A half that is None
         stays what it was (partial loading).
@@ -133,25 +134,19 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         dst_w3_w1_weight_scale: torch.Tensor,
         expert_idx: int = -1,
     ) -> None:
-        """Scales have the weights' rows, so they are placed alike, then interleaved.
-
-        The 128x4 layout permutes bytes within 128 rows, and each half is a multiple of that: a half is written by itself.
-        """
-        halves = (w3_weight_scale, w1_weight_scale) if module.is_gated_activation else (w1_weight_scale,)
-        destinations = dst_w3_w1_weight_scale.view(torch.uint8).chunk(len(halves))
-        for half, destination in zip(halves, destinations, strict=True):
-            if half is not None:
-                shard = self._shard(module, half, host.TensorParallelMode.COLUMN, destination.device)
-                destination.zero_()
-                destination[: shard.shape[0]].copy_(shard)
-                _interleave(destination)
+        """Scales have the weights' rows, so they are placed alike, in the 128x4 layout of both halves as one."""
+        if w1_weight_scale is not None or w3_weight_scale is not None:
+            rows = interleaved_rows(dst_w3_w1_weight_scale).flatten(0, 2).flatten(1)
+            self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, rows)
+            _interleave(rows, dst_w3_w1_weight_scale)
 
     def load_expert_w2_weight_scale_nvfp4(
         self, module: Any, w2_weight_scale: torch.Tensor | None, dst_w2_weight_scale: torch.Tensor
     ) -> None:
         if w2_weight_scale is not None:
-            self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
-            _interleave(dst_w2_weight_scale)
+            rows = interleaved_rows(dst_w2_weight_scale).flatten(0, 2).flatten(1)
+            self.load_expert_w2_weight(module, w2_weight_scale, rows)
+            _interleave(rows, dst_w2_weight_scale)
 
     @staticmethod
     def _shard(module: Any, tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
@@ -256,12 +251,11 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         torch.mul(parameters["fc2_input_scale"], parameters[RATIO], out=buffers["b12x_fc2_act_global"])
 
     def padding_bytes(self, module: Any) -> int:
-        """Zeros in payload and block scales that fill the tile, on this rank."""
-        logical = module.intermediate_size_per_partition
-        tile = -(-logical // self.tile) * self.tile
+        """Zeros in payload and block scales that fill the tile, on this rank; those that the host has too."""
+        logical, padded = module.intermediate_size_per_partition, 2 * module.w2_weight.data.view(torch.uint8).shape[2]
         names = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
         total = sum(getattr(module, name).data.nbytes for name in names)
-        return total * (tile - logical) // tile
+        return total * (padded - logical) // padded
 
     def scalar_bytes(self, module: Any) -> int:
         """What this method adds to the host's parameters."""
@@ -303,7 +297,7 @@ def _ratio(gate: float, up: float) -> float:
     return ratio if 1 / _LARGEST <= abs(ratio) <= _LARGEST else 0.0
 
 
-def _interleave(block_scales: torch.Tensor) -> None:
-    """Row-major bytes to the 128x4 layout, in place; ``(rows, columns/4)`` int32, rows % 128 == 0."""
-    interleaved = host.block_scale_interleave(block_scales.view(torch.uint8))
-    block_scales.copy_(interleaved.view(block_scales.dtype).reshape(block_scales.shape))
+def _interleave(rows: torch.Tensor, block_scales: torch.Tensor) -> None:
+    """Row-major uint8 ``(rows, columns)`` to the 128x4 layout, into ``(rows, columns/4)`` int32."""
+    lay = interleaved_rows(block_scales)
+    lay.copy_(rows.view(lay.shape))

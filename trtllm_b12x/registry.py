@@ -47,9 +47,9 @@ class Status:
     reasons: dict[str, int] = field(default_factory=dict)
     """Reject reason to the number of layers it keeps on CUTLASS."""
     padding_bytes: int = 0
-    """Zeros that fill the kernel's tile, in payload and block scales."""
+    """Zeros that fill the kernels' tile, in payload and block scales, those of the host's own padding among them."""
     scalar_bytes: int = 0
-    """Per-expert scalars that the kernel reads beside the host's own."""
+    """Per-expert scalars beside the host's own."""
     workspace_bytes: int = 0
     """Scratch memory, one for all layers of a geometry."""
     kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -102,8 +102,15 @@ def status() -> Status:
         padding_bytes=sum(_bytes(module, "padding_bytes") for module in served),
         scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
         workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
-        kernels={str(kernel.geometry): kernel.summary() for kernel in bound},
+        kernels=_summaries(bound),
     )
+
+
+def _summaries(kernels: list[Any]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, None]] = {}
+    for kernel in kernels:
+        found.setdefault(str(kernel.geometry), {}).update(dict.fromkeys(kernel.summary()))
+    return {geometry: tuple(lines) for geometry, lines in found.items()}
 
 
 def _bytes(module: Any, what: str) -> int:

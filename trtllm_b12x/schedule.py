@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .decision import KernelFeatures
     from .kernels import Kernel
 
 DEFAULT_CROSSOVER = 64
 """First token count that CUTLASS serves.  The value TensorRT-LLM's own b12x backend has fixed
 (``_PREFILL_VIA_CUTLASS_THRESHOLD``, PR 13773); no measurement of ours stands behind it."""
 
-STATIC_ROUTED_ROWS = 1024
-"""Up to so many (token, expert) pairs FlashInfer takes its static kernel or a smaller one, beyond it the dynamic kernel, whose
-warps may miss a claim (docs/flashinfer-dynamic-claim.md): until that is mended b12x ends there."""
 
+def crossover(top_k: int = 1, families: Iterable[KernelFeatures] = ()) -> int:
+    """Token count from which a call takes CUTLASS: kernels are asked to plan for fewer; a schedule has what came of it.
 
-def crossover(top_k: int = 1) -> int:
-    """Token count from which a call takes CUTLASS: kernels are asked to plan for fewer; a schedule has what came of it."""
-    return min(DEFAULT_CROSSOVER, STATIC_ROUTED_ROWS // top_k + 1)
+    Args:
+        families: that serve the layer; it ends where the last of them does.
+    """
+    limits = [DEFAULT_CROSSOVER if f.most_routes is None else f.most_routes // top_k + 1 for f in families]
+    return min(DEFAULT_CROSSOVER, max(limits, default=DEFAULT_CROSSOVER))
 
 
 class Schedule:
@@ -29,12 +31,18 @@ class Schedule:
         self.families = families
         """In order."""
         self.kernels = tuple(families.values())
+        self._table: tuple[Kernel | None, ...] | None = None
+        """By token count, once that is settled."""
 
     def at(self, tokens: int) -> Kernel | None:
-        for kernel in self.kernels:
-            if kernel.serves(tokens):
-                return kernel
-        return None
+        if self._table is None:
+            if not all(kernel.settled for kernel in self.kernels):
+                return self._first(tokens)
+            self._table = tuple(map(self._first, range(self.below)))
+        return self._table[tokens] if tokens < len(self._table) else None
+
+    def _first(self, tokens: int) -> Kernel | None:
+        return next((kernel for kernel in self.kernels if kernel.serves(tokens)), None)
 
     def serves_all(self, most: int) -> bool:
         """Every count from 1 to ``most``."""

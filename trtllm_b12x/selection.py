@@ -266,7 +266,7 @@ def _join(host: Any) -> None:
 
 
 def refusal(problem: Any, deployment: Any) -> str | None:
-    """Why b12x does not serve what a host of C3 asks about, in its own records; None if it does."""
+    """Why no kernels serve what a host of C3 asks about, in its own records; None if some do."""
     if _adapter() is None:
         return "promotion is off"
     resolution = _resolve(questions.of_candidate(problem, deployment))
@@ -372,7 +372,7 @@ def _warn_of_trtllm(model_config: Any) -> None:
     """From C1 on the host gives CUTLASS in its place by itself; the model goes on asking TRTLLM."""
     if not _rank(model_config):
         message = "moe_backend TRTLLM has no NVFP4 kernels for this card, and models expect what only it does"
-        log.once(f"{message}: set moe_config.backend: CUTLASS, which b12x then serves")
+        log.once(f"{message}: set moe_config.backend: CUTLASS, whose decode is then ours")
 
 
 def refuse(error: Exception) -> None:

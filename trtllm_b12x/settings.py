@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -45,6 +47,19 @@ class Order(Switch[str]):
         words = (self.read(word) for word in os.environ.get(self.name, "").split(","))
         return tuple(dict.fromkeys(word for word in words if word in self.values)) or tuple(self.values)
 
+    @contextmanager
+    def only(self, names: Iterable[str]) -> Iterator[None]:
+        """These alone are listed."""
+        before = os.environ.get(self.name)
+        os.environ[self.name] = ",".join(names)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[self.name]
+            else:
+                os.environ[self.name] = before
+
     def knows(self, text: str) -> bool:
         return all(not word.strip() or super(Order, self).knows(word) for word in text.split(","))
 
@@ -61,13 +76,13 @@ DETERMINISTIC = Switch(
     f"{_PREFIX}_DETERMINISTIC",
     _ON_OFF,
     "0",
-    "1 takes kernels only whose reruns agree to the bit (static, direct micro), from FlashInfer 0.7.0 on",
+    "1 takes kernels only whose reruns agree to the bit (static, direct micro, Triton's), b12x from FlashInfer 0.7.0 on",
 )
 GATHER_BF16 = Switch(
     f"{_PREFIX}_GATHER_BF16",
     _ON_OFF,
     "0",
-    "1 lets attention-DP ranks gather bf16 tokens instead of NVFP4, four times the bytes, so that b12x can serve them",
+    "1 lets attention-DP ranks gather bf16 tokens instead of NVFP4, four times the bytes, so that kernels can serve them",
 )
 KEEP_BACKEND = Switch(
     f"{_PREFIX}_KEEP_BACKEND",

@@ -25,10 +25,10 @@ def model_config(backend: str = "CUTLASS", algo: str | None = "NVFP4", **argumen
     return ModelConfig(quant_config=quant_config, moe_backend=backend, **arguments)
 
 
-def logged() -> list[str]:
-    """What the package says from now on, for as long as this process lives."""
+def logged(least: int = logging.NOTSET) -> list[str]:
+    """What the package says from now on, for as long as this process lives, at this level or above."""
     lines: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(least)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trtllm_b12x").addHandler(handler)
     return lines
@@ -44,6 +44,7 @@ def build_and_run(config: Any = None, listen: bool = True) -> dict[str, Any]:
     from tests.checkpoints import random_experts
 
     lines = logged() if listen else []
+    warnings = logged(logging.WARNING) if listen else []
     config = config or model_config(skip_create_weights_in_init=True)
     tensors = random_experts(4, 128, 192)
     model = model_loader.load(lambda: Model(config, 3, excluded=(2,)), {f"layer{i}": tensors for i in (0, 1)})
@@ -61,9 +62,11 @@ def build_and_run(config: Any = None, listen: bool = True) -> dict[str, Any]:
         "built_once": model.built_once,
         "generation": status.generation,
         "promoted": status.promoted,
+        "families": status.families,
         "layers": status.layers,
         "patches": list(status.patches),
         "log": lines,
+        "warnings": warnings,
     }
 
 

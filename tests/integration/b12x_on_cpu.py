@@ -83,7 +83,7 @@ PADDED = {2688: False, 1344: False, 640: True, 1856: False}
 def padded(dispatch: Any, size: int, gated: bool) -> dict[str, Any]:
     """Plan and bind a layer of that size on our tile, with FlashInfer's own padding out of order."""
     tile = B12xKernel.features.tile
-    geometry = Geometry(4, 2, 256, -(-size // tile) * tile, "Swiglu" if gated else "Relu2", expert_parallel=True)
+    geometry = Geometry(4, 2, 256, -(-size // tile) * tile, "Swiglu" if gated else "Relu2", ranks=2)
     with mock.patch.object(dispatch, "_pad_intermediate_to_tile", mock.Mock(side_effect=AssertionError("padded"))):
         kernel = B12xKernel()
         kernel.plan(geometry, 3, torch.device("cpu"))
@@ -98,7 +98,7 @@ def shared() -> dict[str, Any]:
     kernels = []
     for experts in (4, 4, 8):
         kernels.append(B12xKernel())
-        kernels[-1].plan(replace(GEOMETRY, num_experts=experts, expert_parallel=True), 2, torch.device("cpu"))
+        kernels[-1].plan(replace(GEOMETRY, num_experts=experts, ranks=2), 2, torch.device("cpu"))
     spaces = [kernel.workspace for kernel in kernels]
     unplanned = ""
     try:
@@ -122,7 +122,7 @@ def preferred(dispatch: Any) -> dict[str, Any]:
     for name, setting, parallel in (("any", "0", False), ("deterministic", "1", False), ("expert parallel", "0", True)):
         with mock.patch.dict(os.environ, TRTLLM_B12X_DETERMINISTIC=setting):
             kernel = B12xKernel()
-            kernel.plan(replace(GEOMETRY, expert_parallel=parallel), 1, torch.device("cpu"))
+            kernel.plan(replace(GEOMETRY, ranks=2 if parallel else 1), 1, torch.device("cpu"))
             found[name] = [candidate.kind.name for candidate in kernel._plan.candidates[1]]
     return found
 

@@ -109,8 +109,10 @@ class Environment:
                 subprocess.run([*command[:2], *command[3:]], check=True)
 
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        # About b12x: what Triton's kernels need is in all of them.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TRTLLM")}
         environment = {**inherited, "XDG_CACHE_HOME": str(self.directory / "cache"), "OMP_NUM_THREADS": "1"}
+        environment["TRTLLM_B12X_KERNELS"] = "b12x"
         result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.directory)
         assert not check or result.returncode == 0, result.stderr[-2000:]
         return result

@@ -34,6 +34,7 @@ SUITE = [
     "tests/unittest/test_quantization.py",
     "tests/unittest/test_refit.py",
     "tests/unittest/test_faults.py",
+    "tests/unittest/test_triton_layer.py",
     "tests/integration/test_distributed.py",
 ]
 KEYWORD_SUITE = [*SUITE, "tests/unittest/test_calls.py"]  # which calls run_moe by keywords
@@ -100,6 +101,7 @@ def machine(base: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRTLLM", "CUDA", "PYTHON"))}
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     found = {"CUDA_HOME": str(base / "machine"), "LD_LIBRARY_PATH": f"{sys.prefix}/lib"}  # of the MPI wheel
+    found["TRTLLM_B12X_KERNELS"] = "b12x"  # where a test does not say which families it is about
     return {**kept, **found, "PATH": path, "XDG_CACHE_HOME": str(base / "cache")}
 
 
@@ -196,6 +198,31 @@ def test_a_model_is_promoted_or_not(python: Path, double: dict[str, str], verdic
         expected |= {"create_moe.resolve_moe_cls", "moe_resolution.resolve_moe_cls"}
         expected |= {f"moe_resolution.{table}" for table in ("IMPL_PRIORITY", "BACKEND_FAMILY", "FALLBACK_IMPLS")}
     assert {".".join(name.split(".")[-2:]) for name in result["patches"]} == expected
+
+
+@pytest.mark.parametrize("timing", ["before_import", "by_itself", "mpi_worker"])
+def test_on_stock_pins_decode_runs_on_triton(python: Path, double: dict[str, str], tmp_path: Path, timing: str) -> None:
+    """FlashInfer is 1.2's, as far as its metadata and sources say."""
+    stock = tmp_path / "stock"
+    for file, text in {
+        "flashinfer/__init__.py": "",
+        "flashinfer/_build_meta.py": '__version__ = "0.6.0"\n',
+        "flashinfer_python-0.6.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 0.6.0\n",
+    }.items():
+        (stock / file).parent.mkdir(parents=True, exist_ok=True)
+        (stock / file).write_text(text)
+    others = {name: value for name, value in double.items() if name not in ("GENERATION", "TRTLLM_B12X_KERNELS")}
+    result = scenario(python, {**others, "PYTHONPATH": f"{stock}:{double['PYTHONPATH']}"}, timing)
+    assert result["generation"] == double["GENERATION"]
+    assert result["backends"][:2] == [OURS] * 2
+    assert result["kernels"] == [True, True, False]
+    assert result["finite"]
+    assert (result["promoted"], result["families"]) == (2, {"triton": 2})
+    assert result["log"].count("rank 0: 2 of 3 MoE layers on triton, decode below 64 tokens") == 1
+    (line,) = (line for line in result["log"] if "is served by triton, not by b12x" in line)
+    assert "FLASHINFER_TOO_OLD: flashinfer-python 0.6.0 is older than 0.6.18" in line
+    assert 'pip install "flashinfer-python>=0.7.2,<0.8"' in line
+    assert all("QUANTIZATION" in line for line in result["warnings"])  # of the third layer
 
 
 def test_the_line_is_seen(python: Path, double: dict[str, str]) -> None:

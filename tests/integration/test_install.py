@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from .environments import Environment
+
 ROOT = Path(__file__).parents[2]
 PINS = sorted((Path(__file__).parent / "host_pins").glob("*.txt"))
 
@@ -122,3 +124,11 @@ def test_the_source_distribution_is_whole(wheel: Path, tmp_path: Path) -> None:
         assert {info.filename: info.CRC for info in one.infolist()} == {info.filename: info.CRC for info in other.infolist()}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unittest/test_decision.py"]
     subprocess.run(tests, cwd=folder, check=True, env={**os.environ, "GIT_DIR": str(tmp_path / "none")})
+
+
+def test_where_torch_is_all_there_is_decode_would_run_on_triton(tmp_path: Path) -> None:
+    alone = Environment(tmp_path / "env")
+    command = (alone.python, "-m", "trtllm_b12x", "doctor", "--target", "sm_120a")
+    result = alone.run("env", "--unset=TRTLLM_B12X_KERNELS", *command)
+    assert "FlashInfer    not installed" in result.stdout.splitlines()
+    assert result.stdout.splitlines()[-1] == "triton WOULD serve decode on sm_120a"

@@ -18,6 +18,7 @@ from tests.checkpoints import random_experts, write_checkpoint
 from tests.unittest.test_checkpoint import BROKEN, E0, edit_tensors
 from trtllm_b12x import __version__, process
 from trtllm_b12x.cli import main
+from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.strict_reference import dequantize_weight
 
 
@@ -365,7 +366,7 @@ def test_the_verdict_stays_on_a_narrow_terminal(directory: Path, monkeypatch: py
 def test_names_that_a_terminal_would_obey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import load_file, save_file
 
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "170")
     write_checkpoint(tmp_path, [random_experts(2, 128, 16)], top_k=1)
     file = tmp_path / "model.safetensors"
     odd = "[bold]\x1b[31mm[/]\u202e.layers.0.mlp"
@@ -424,3 +425,32 @@ def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["status"] == "interrupted"
     assert 0 < len(report["layers"]) < 150
+
+
+def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_family: None) -> None:
+    """Each by its own rounding points, on its own tile; what each is off unquantized activations, side by side."""
+    write_checkpoint(tmp_path, [random_experts(8, 128, 192)], top_k=2)
+    result = run("verify", tmp_path, "--tokens", "8,70", "--require-b12x", "--json", tmp_path / "report.json")
+    assert result.exit_code == 0, result.output
+    assert "PASS: 1 of 1 MoE layers on b12x+triton" in result.output
+    b12x, triton = json.loads((tmp_path / "report.json").read_text())["layers"]
+    assert (b12x["served_by"], triton["served_by"]) == ("b12x", "triton")
+    assert (triton["bytes"]["padding"], triton["bits_exact"]) == (0, True)
+    for own, other in zip(triton["cases"], b12x["cases"], strict=True):
+        if own["path"] == "triton":
+            assert own["error"] == own["rel_l2_kernel"] < 0.004
+            assert own["error"] < 0.1 * other["error"]
+    result = run("verify", tmp_path, "--tokens", "8", "--kernels", "triton")
+    assert result.exit_code == 0
+    assert "MoE layers on triton" in result.output
+    assert "b12x" not in result.output
+    assert run("verify", tmp_path, "--kernels", "cutlass").exit_code == 2
+
+
+def test_numbers_that_are_not_the_familys_fail(tmp_path: Path, triton_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """b12x's own, as far off as quantizing activations makes them."""
+    write_checkpoint(tmp_path, [random_experts(8, 128, 256)], top_k=2)
+    monkeypatch.setattr(UnquantizedReferenceKernel, "_add", ReferenceKernel._add)
+    result = run("verify", tmp_path, "--tokens", "8")
+    assert result.exit_code == 1
+    assert "on triton: rel_l2_kernel" in result.output

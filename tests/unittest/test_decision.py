@@ -14,6 +14,7 @@ from trtllm_b12x.decision import (
     Deployment,
     Environment,
     KernelFeatures,
+    Lacking,
     PayloadFault,
     Problem,
     RejectReason,
@@ -25,6 +26,7 @@ from trtllm_b12x.decision import (
 
 KERNEL = Environment()
 FEATURES = KernelFeatures("k", frozenset({"Swiglu", "Relu2"}), 128, 128, negative_ids=True, graph_safe=True, deterministic=True)
+FEATURES = replace(FEATURES, bound_by=frozenset(RejectReason))
 POOR = replace(FEATURES, negative_ids=False, graph_safe=False, deterministic=False)
 
 CASES = [
@@ -55,6 +57,7 @@ CASES = [
     ),
     (RejectReason.REQUIREMENT, Problem(), Deployment(), Environment(unmet=("nvidia-cutlass-dsl>=4.6.2a0 (4.5.0 is installed)",))),
     (RejectReason.REQUIREMENT, Problem(), Deployment(), Environment(unmet=("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",))),
+    (RejectReason.TRITON, Problem(), Deployment(), Environment(triton_lacks=(Lacking("no gcc", "apt-get install gcc"),))),
     (RejectReason.QUANTIZATION, Problem(quant_algo="FP8"), Deployment(), KERNEL),
     (RejectReason.QUANTIZATION, Problem(quant_algo="none"), Deployment(), KERNEL),
     (RejectReason.GROUP_SIZE, Problem(quant_algo="NVFP4", group_size=32), Deployment(), KERNEL),

@@ -19,7 +19,8 @@ from tests.facts import GOOD
 from trtllm_b12x import environment
 from trtllm_b12x.cli import facts as rows
 from trtllm_b12x.cli import main
-from trtllm_b12x.decision import Environment, PayloadFault, RejectReason
+from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason
+from trtllm_b12x.kernels import prove
 
 FIELD = dataclasses.replace(
     GOOD, dsl="4.5.0", payload_cuda=(12, 9), payload_fault=PayloadFault.SHADOWED, flashinfer="0.6.16", exact_scales=False
@@ -188,3 +189,48 @@ def test_bandwidth_is_what_data_sheets_say() -> None:
     assert rows.device(170, 14_001_000, 512) == "170 SMs, memory bandwidth 1792 GB/s"
     assert rows.device(132, 2_619_000, 5120) == "132 SMs, memory bandwidth 3352 GB/s"
     assert rows.device(48, 0, 256) == "48 SMs, memory bandwidth unknown"
+
+
+STOCK = dataclasses.replace(
+    GOOD,
+    dsl="none",
+    payload_cuda=None,
+    flashinfer="none",
+    exact_scales=None,
+    expert_parallel=None,
+    tile=None,
+    toolkit_cuda=(0, 0),
+)
+"""torch and this package alone."""
+
+
+def test_where_triton_alone_serves(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
+    result = run(monkeypatch, STOCK, "--target", "sm_120a")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert "NVFP4 Swiglu would be FlashInferNvfp4Sm12xFusedMoE on triton" in lines
+    assert "b12x          refused: DSL_MISSING, FLASHINFER_MISSING" in lines
+    assert "triton        eligible for NVFP4 Swiglu, NVFP4 Relu2" in lines
+    assert any("not b12x: FLASHINFER_MISSING" in line for line in lines)
+    assert lines[-1] == "triton WOULD serve decode on sm_120a"
+    assert all(len(line) <= 80 or line.startswith("   $ ") for line in lines)
+
+
+def test_what_triton_lacks(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
+    facts = dataclasses.replace(STOCK, triton_lacks=(Lacking("no C compiler", "apt-get install gcc, or name one in CC"),))
+    result = run(monkeypatch, facts)
+    assert result.exit_code == 1
+    assert "Triton        no C compiler" in result.output.splitlines()
+    assert "not triton: TRITON: no C compiler" in result.output
+    assert "-> apt-get install gcc, or name one in CC" in result.output
+    assert result.output.splitlines()[-1].startswith("b12x and triton WOULD NOT serve decode here")
+    assert json.loads(run(monkeypatch, facts, "--json").output)["environment"]["triton_lacks"][0]["what"] == "no C compiler"
+
+
+def test_b12x_that_does_not_compile_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
+    monkeypatch.setattr(prove, "prove", lambda target: prove.Proof(target, False, "ptxas fatal"))
+    result = run(monkeypatch, GOOD, "--compile")
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-1] == "triton WOULD serve decode here, inside TensorRT-LLM"
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
+    assert run(monkeypatch, GOOD, "--compile").exit_code == 1

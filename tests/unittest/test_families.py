@@ -23,7 +23,9 @@ from trtllm_b12x.decision import KernelFeatures, RejectReason
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.b12x import B12xKernel
 from trtllm_b12x.kernels.b12x.compiler import ACTIVATIONS
-from trtllm_b12x.kernels.reference import ReferenceKernel
+from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.kernels.triton import ACTIVATIONS as TRITON_ACTIVATIONS
+from trtllm_b12x.kernels.triton import TritonKernel
 
 FREE_OF = {RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_MISSING, RejectReason.FLASHINFER_TOO_OLD}
 TOY = KernelFeatures(
@@ -46,6 +48,7 @@ def _catalog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     row = families.Family("toy", lambda facts: TOY, f"{__name__}:Toy", f"{__name__}:Toy")
     monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, row))
     monkeypatch.setitem(settings.KERNELS.values, "toy", "toy")
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x,toy")
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
     process.forget()
     yield
@@ -64,6 +67,7 @@ def test_what_the_catalog_says_is_what_the_kernels_say() -> None:
         assert family.features(machine) == kernels._load(family.kernel).features
         assert family.features(machine).name == family.name
     assert B12xKernel.features.activations == set(ACTIVATIONS) == ReferenceKernel.features.activations
+    assert TritonKernel.features.activations == set(TRITON_ACTIVATIONS) == UnquantizedReferenceKernel.features.activations
 
 
 def test_the_preferred_family_serves_every_call_by_itself() -> None:

@@ -39,7 +39,7 @@ SEAMS = (
 PLACING = (
     "quantization.NVFP4Sm12xFusedMoEMethod._shard",
     "quantization._interleave",
-    "host.adapters._block_scale_interleave",
+    "kernels.layout.interleaved_rows",
 )
 """A tensor that could not be placed is a load that failed: anything but an error would be a wrong number."""
 

@@ -10,8 +10,8 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import process, verification
-from trtllm_b12x.decision import RejectReason
+from trtllm_b12x import families, process, verification
+from trtllm_b12x.decision import Environment, RejectReason
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.host.embedded import fp4_quantize
 from trtllm_b12x.schedule import crossover
@@ -56,7 +56,9 @@ def test_both_sides_of_the_crossover(tokens: int, gated: bool) -> None:
 
 
 def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:
-    assert [crossover(top_k) for top_k in (1, 8, 16, 22, 1024)] == [64, 64, 64, 47, 2]
+    b12x, triton = families.b12x(Environment()), families.triton(Environment())
+    assert [crossover(top_k, [b12x]) for top_k in (1, 8, 16, 22, 1024)] == [64, 64, 64, 47, 2]
+    assert [crossover(top_k, [b12x, triton]) for top_k in (8, 1024)] == [64, 64]
     tensors = random_experts(24, 128, 128)
     module = layers.load(layers.create(24, 128, 128, top_k=22), tensors)
     for tokens, calls in ((46, 1), (47, 0)):

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from trtllm_b12x import log, process
-from trtllm_b12x.decision import UNKNOWN, Environment, Problem, RejectReason, Resolution, resolve
+from trtllm_b12x import families, log, process
+from trtllm_b12x.decision import UNKNOWN, Environment, Lacking, Problem, RejectReason, Resolution, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,27 @@ def test_what_would_not_help_is_no_warning(caplog: pytest.LogCaptureFixture) -> 
     log.announce(b12x(sm=90, dsl="none", flashinfer="none"), "MoE layer 0")
     assert {record.levelno for record in caplog.records} == {logging.DEBUG}
     assert len(caplog.records) == 3
+
+
+def test_what_stands_against_one_family_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The layer is served: a line of information for each family, with all that is wrong.  It is not: what keeps the nearest."""
+    facts = Environment(dsl="none", flashinfer="none")
+    rows = [(family.name, family.features(facts)) for family in families.FAMILIES]
+    for layer in range(3):
+        log.announce(resolve(Problem(quant_algo="NVFP4"), None, facts, rows), f"MoE layer {layer}")
+    (line,) = caplog.records
+    assert line.levelno == logging.INFO
+    assert "MoE layer 0 is served by triton, not by b12x: DSL_MISSING: " in line.getMessage()
+    assert "; FLASHINFER_MISSING: " in line.getMessage()
+    assert line.getMessage().count("pip install") == 1
+    caplog.clear()
+    log.announce(resolve(Problem(quant_algo="FP8"), None, facts, rows), "MoE layer 3")
+    (line,) = caplog.records
+    assert "MoE layer 3 stays on CUTLASS: QUANTIZATION" in line.getMessage()
+    log.announce(
+        resolve(Problem(quant_algo="NVFP4"), None, replace(facts, triton_lacks=(Lacking("no gcc", "cc"),)), rows), "layer"
+    )
+    assert "layer stays on CUTLASS: TRITON: no gcc (cc)" in caplog.text
 
 
 def test_other_ranks_do_not_repeat_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def interleave_skipped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(quantization, "_interleave", lambda block_scales: None)
+    patch.setattr(quantization, "_interleave", lambda rows, block_scales: block_scales.view(torch.uint8).copy_(rows))
 
 
 def split_at_the_padded_half(patch: pytest.MonkeyPatch) -> None:
@@ -67,9 +67,7 @@ def split_at_the_padded_half(patch: pytest.MonkeyPatch) -> None:
 
 def scales_shifted_by_one_row(patch: pytest.MonkeyPatch) -> None:
     original = quantization._interleave
-    patch.setattr(
-        quantization, "_interleave", lambda block_scales: (block_scales.copy_(block_scales.roll(1, 0)), original(block_scales))
-    )
+    patch.setattr(quantization, "_interleave", lambda rows, block_scales: original(rows.roll(1, 0), block_scales))
 
 
 def baked_block_scales(patch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ Run = Callable[..., torch.Tensor]
 def bound(gated: bool = True, expert_parallel: bool = False) -> ReferenceKernel:
     tensors = random_experts(8, 256, 320, gated)
     kernel = layers.load(layers.create(8, 256, 320, top_k=3, gated=gated), tensors).backend.kernel
-    kernel.geometry = dataclasses.replace(kernel.geometry, expert_parallel=expert_parallel)
+    kernel.geometry = dataclasses.replace(kernel.geometry, ranks=2 if expert_parallel else 1)
     return kernel
 
 

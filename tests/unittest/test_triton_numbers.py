@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.triton import ACTIVATIONS, Form, TritonKernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles
 from trtllm_b12x.nvfp4 import pack_fp4
@@ -66,7 +66,7 @@ for _activation in ACTIVATIONS:
 @case("off every tile, expert parallel, sorted")
 def _() -> dict[str, Any]:
     """H and I multiples of 16 alone; int64 ids of which most are not this rank's, bfloat16 scales, a token without a route."""
-    layer = random_layer(Geometry(3, 3, 144, 80, "Swiglu", expert_parallel=True), ratio=True)
+    layer = random_layer(Geometry(3, 3, 144, 80, "Swiglu", ranks=2), ratio=True)
     kernel = bound(layer, Form(), first=4, found=Tiles(8, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2)))
     x, ids, scales = random_call(layer.geometry, 4, experts=9)
     ids, scales = ids.long(), scales.bfloat16()
@@ -91,11 +91,11 @@ def _() -> dict[str, Any]:
 @case("float16")
 def _() -> dict[str, Any]:
     """Products of gate and up beyond what float16 holds, and outputs that it does."""
-    layer = random_layer(Geometry(2, 1, 128, 128, "Swiglu"))
+    layer = random_layer(Geometry(2, 1, 128, 128, "Swiglu", torch.float16))
     layer.scale_1 *= 1024
     layer.scale_2 *= 2.0**-20
     x, ids, scales = random_call(layer.geometry, 2, dtype=torch.float16)
-    found = bound(layer, Form(dtype=torch.float16)).run(x, ids, scales)
+    found = bound(layer, Form()).run(x, ids, scales)
     return {"error": distance(found, layer.expected(x, ids, scales)), "dtype": str(found.dtype)}
 
 
@@ -162,9 +162,16 @@ def _() -> dict[str, Any]:
     kernel._plan.tested = False
     kernel.weights.folded_w1_alpha[1] *= 1.1  # the kernels follow, what they are compared with too
     kernel.self_test()
+    inputs = kernel.weights.input_scales
+    assert inputs is not None
+    inputs.fc31_input_scale.mul_(1.1)
+    inputs.fc2_input_scale[0] *= 1.1
+    inputs.up_to_gate[1] *= 1.1
+    kernel._plan.tested = False
+    kernel.self_test()
     kernel._fc2 = (*kernel._fc2[:2], kernel._fc2[2] * 1.03, *kernel._fc2[3:])
     kernel._plan.tested = False
-    with pytest.raises(RuntimeError, match=r"error 0\.02"):
+    with pytest.raises(PlanError, match=r"error 0\.02"):
         kernel.self_test()
     return {"error": 0.0, "silent": silent, "passed": passed}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,12 @@ import pytest
 import torch
 
 from tests.nvfp4_layer import random_layer
+from trtllm_b12x import families
+from trtllm_b12x.decision import Environment, Problem, RejectReason, decide
+from trtllm_b12x.environment import packages
+from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import CAPABILITY, Epilogue, Form, TritonKernel, check, toolchain
+from trtllm_b12x.kernels.triton import Epilogue, Form, TritonKernel, check
 from trtllm_b12x.kernels.triton.tiles import TABLE, Card, blocks, tiles
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
@@ -45,7 +48,7 @@ def test_few_variants_and_the_fewest_launches(card: Card, most: int) -> None:
         step = kernel.step(tokens)
         for inline, quantized in ((step.inline, False), (False, True)):
             made = kernel.variants(step, inline, quantized)
-            assert len(made) <= CAPABILITY["launches"] - inline
+            assert len(made) <= 3 - inline
             keys |= {key for _, key, _, _ in made}
     assert len(keys) <= most
 
@@ -75,7 +78,7 @@ def test_a_layer_s_tensors_are_checked() -> None:
     kernel = TritonKernel(Form(), H100)
     kernel.describe(layer.geometry, 8, torch.device("cuda"))
     for epilogue, named in (
-        (Epilogue(up_to_gate=torch.ones(3)), "up_to_gate"),
+        (Epilogue(swiglu_alpha=torch.ones(3)), "swiglu_alpha"),
         (Epilogue(w1_bias=torch.ones(2, 160), w2_bias=torch.ones(2, 144)), "bias"),
         (Epilogue(swiglu_limit=torch.ones(2, dtype=torch.int32)), "swiglu_limit"),
     ):
@@ -83,28 +86,53 @@ def test_a_layer_s_tensors_are_checked() -> None:
             kernel.bind(weights, 0, epilogue)
 
 
-def test_no_c_compiler_is_said_with_what_mends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    assert toolchain.missing(90) == ()
+def test_what_a_compile_lacks_is_said_with_what_mends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CC", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert toolchain.lacking(90) == ()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    (item,) = toolchain.lacking(90)
+    assert "cannot be written" in str(item)
+    assert "TRITON_CACHE_DIR" in item.remedy
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    (item,) = toolchain.missing(90)
+    (item,) = toolchain.lacking(90)
     assert "no C compiler" in str(item)
     assert "CC" in item.remedy
     monkeypatch.setenv("CC", "no-such-compiler -O2")
-    (item,) = toolchain.missing(90)
+    (item,) = toolchain.lacking(90)
     assert "CC=no-such-compiler" in item.what
 
 
-@pytest.mark.parametrize(("release", "capability", "lacks"), [("12.8", 121, True), ("12.8", 120, False), ("12.9", 121, False)])
-def test_a_ptxas_older_than_the_card(release: str, capability: int, lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("release", "sm", "lacks"), [("12.8", 121, True), ("12.8", 120, False), ("12.9", 121, False)])
+def test_a_ptxas_older_than_the_card(release: str, sm: int, lacks: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Triton 3.5 brings CUDA 12.8's alone."""
-    said = f"Cuda compilation tools, release {release}, V{release}.93"
-    answer = subprocess.CompletedProcess([], 0, stdout=said, stderr="")
-    version = toolchain._version_of(Path("ptxas"), run=lambda *_, **__: answer)
-    monkeypatch.setattr(toolchain, "_version_of", lambda _: version)
-    found = toolchain.missing(capability)
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.93'\n")
+    ptxas.chmod(0o755)
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.setenv(name, str(ptxas))
+    found = toolchain.lacking(sm)
     assert bool(found) is lacks
     if lacks:
         assert "does not know sm_121" in found[0].what
         assert "_PATH" in found[0].remedy
         assert "12.9" in found[0].remedy
+
+
+@pytest.mark.parametrize(("version", "what"), [(None, "not installed"), ("3.4.1", "older than 3.5"), ("3.5.0+git1", "no ptxas")])
+def test_a_triton_that_is_not_there_or_too_old(
+    version: str | None, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if version is not None:
+        (tmp_path / "triton").mkdir()
+        (tmp_path / "triton/__init__.py").write_text(f'__version__ = "{version}"\n')
+    found = tmp_path / "triton/__init__.py" if version is not None else None
+    monkeypatch.setattr(packages, "origin", lambda name: found)
+    (item,) = toolchain.lacking(120)
+    assert what in item.what
+    facts = Environment(triton_lacks=(item,))
+    refused = decide(Problem(), environment=facts, features=families.triton(facts)).rejections
+    assert [(r.reason, r.remedy) for r in refused] == [(RejectReason.TRITON, item.remedy)]
+    assert decide(Problem(), environment=facts, features=families.b12x(facts)).served

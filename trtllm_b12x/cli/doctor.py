@@ -23,19 +23,19 @@ _USUAL = tuple(
 _TARGETS = {"sm_120a": 120, "sm_121a": 121}
 
 
-@click.command(short_help="Is b12x active here, and if not, why?")
+@click.command(short_help="Which kernels serve decode here, and why not the others?")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen.")
 @click.option("--compile", "compile_", is_flag=True, help="Prove the CuTe DSL: compile FlashInfer's micro kernel (seconds).")
 @click.option("--target", type=click.Choice(sorted(_TARGETS)), help="Judge for this card instead of the one that is here.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Judge this checkpoint's own MoE layers.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None, checkpoint: Path | None) -> None:
-    """Say whether b12x will serve decode here, why not, and the command that mends it.
+    """Say which kernels will serve decode here, why not the others, and the command that mends it.
 
-    Exit status: 0 it will be active, 1 it will not, 2 wrong usage or an unusable checkpoint.
+    Exit status: 0 some will, 1 none will, 2 wrong usage or an unusable checkpoint.
     """
     from trtllm_b12x import settings
-    from trtllm_b12x.environment import driver_cuda, probe
+    from trtllm_b12x.environment import driver_cuda, probe, triton
 
     for complaint in settings.complaints():
         click.echo(f"error: {complaint}", err=True)
@@ -44,8 +44,8 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     environment = probe(always_look=True)
     if target is not None:
         # Another machine's card; its toolkit is unknown where this one has none.
-        toolkit = environment.toolkit_cuda if environment.toolkit_cuda != (0, 0) else None
-        environment = dataclasses.replace(environment, sm=_TARGETS[target], toolkit_cuda=toolkit)
+        toolkit, sm = environment.toolkit_cuda if environment.toolkit_cuda != (0, 0) else None, _TARGETS[target]
+        environment = dataclasses.replace(environment, sm=sm, toolkit_cuda=toolkit, triton_lacks=triton.lacking(sm))
     proof = None
     if compile_:
         from trtllm_b12x.kernels.prove import prove
@@ -56,7 +56,9 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     order = {family.name: family for family in families.FAMILIES}
     rows = [(name, order[name].features(environment)) for name in settings.KERNELS.listed()]
     verdicts = [(_name(problem), resolve(problem, None, environment, rows)) for problem in problems]
-    active = any(verdict.served for _, verdict in verdicts) and (proof is None or proof.compiled)
+    failed = "b12x" if proof is not None and not proof.compiled else ""
+    serving = [next((name for name in verdict.families if name != failed), "") for _, verdict in verdicts]
+    active = any(serving)
     driver = driver_cuda()
     told = facts.rows(environment, target, driver)
     if as_json:
@@ -71,7 +73,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         }
         click.echo(json.dumps(report, indent=2, default=_plain))
     else:
-        _screen(environment, told, target, proof, verdicts, active)
+        _screen(environment, told, target, proof, verdicts, serving)
     ctx.exit(0 if active else 1)
 
 
@@ -149,7 +151,7 @@ def _screen(
     target: str | None,
     proof: Any,
     verdicts: list[tuple[str, Resolution]],
-    active: bool,
+    serving: list[str],
 ) -> None:
     """At most 80 columns, no color: it is pasted into issues and found in logs."""
     if proof is not None:
@@ -162,9 +164,11 @@ def _screen(
     would = e.host == "none" or target is not None
     several = len(verdicts[0][1].verdicts) > 1
     for name, verdict in verdicts:
-        on = f" on {' and '.join(verdict.families)}" if several and verdict.served else ""
+        on = f" on {', else '.join(verdict.families)}" if several and verdict.served else ""
         words = f"{name} {'would be' if would else 'is'} {_class_name(verdict)}{on}"
         click.echo(textwrap.fill(words, 80, subsequent_indent="  "))
+    for family, words in _families(verdicts) if several else ():
+        click.echo(textwrap.fill(words, 80, initial_indent=f"{family:<14}", subsequent_indent=" " * 14))
     about: dict[Rejection, str] = {}
     for _, verdict in verdicts:
         for family, rejection in verdict.refused:
@@ -186,14 +190,26 @@ def _screen(
     hook = _hook(e)
     if hook:
         click.echo(textwrap.fill(hook, 80) + "\n")
-    named = " and ".join(dict.fromkeys(family for _, verdict in verdicts for family in verdict.families)) or "b12x"
-    if not active:
+    named = " and ".join(dict.fromkeys(filter(None, serving)))
+    if not named:
+        named = " and ".join(dict.fromkeys(family for _, verdict in verdicts for family, _ in verdict.verdicts))
         verb = "WOULD NOT" if would else "will NOT"
         click.echo(f"{named} {verb} serve decode here: the host's own CUTLASS class runs")
     elif would:
         click.echo(f"{named} WOULD serve decode {'here, inside TensorRT-LLM' if target is None else f'on {target}'}")
     else:
         click.echo(f"{named} WILL serve decode here")
+
+
+def _families(verdicts: list[tuple[str, Resolution]]) -> list[tuple[str, str]]:
+    """Family and, in a line, for which layers nothing stands against it, or what does."""
+    found = []
+    for place, (family, _) in enumerate(verdicts[0][1].verdicts):
+        mine = [(name, verdict.verdicts[place][1]) for name, verdict in verdicts]
+        eligible = [name for name, verdict in mine if verdict.served]
+        against = dict.fromkeys(reason.name for _, verdict in mine for reason in verdict.reasons)
+        found.append((family, f"eligible for {', '.join(eligible)}" if eligible else f"refused: {', '.join(against)}"))
+    return found
 
 
 def _hook(e: Environment) -> str:

@@ -57,6 +57,7 @@ def rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> 
         *(("", line) for line in [_versions("flashinfer-cubin", "flashinfer-jit-cache")] if line),
         ("CuTe DSL", "not installed" if e.dsl == "none" else _payload(e)),
         *(("", line) for line in [_versions(*e.dsl_wheels)] if line),
+        *(("Triton", line) for line in [_triton(e)] if line),
         *(("cache", line) for line in _caches()),
     ]
 
@@ -69,6 +70,12 @@ def _payload(e: Environment) -> str:
     kept = ", as an earlier process read it (trtllm-b12x cache clear)" if e.payload_kept else ""
     where = f", from {e.payload_file}" if e.payload_file else ""
     return f"{e.dsl}, payload that loads: {cuda(e.payload_cuda)}{where}{kept}"
+
+
+def _triton(e: Environment) -> str:
+    if e.triton_lacks is None:
+        return ""
+    return "; ".join(item.what for item in e.triton_lacks) or "has a C compiler, a ptxas that knows the card, and a cache"
 
 
 def _features(e: Environment) -> str:

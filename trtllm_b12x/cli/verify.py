@@ -1,4 +1,4 @@
-"""``trtllm-b12x verify``: is this checkpoint right on b12x, to the bit and to the number?"""
+"""``trtllm-b12x verify``: is this checkpoint right on our kernels, to the bit and to the number?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trtllm_b12x import settings
+from trtllm_b12x.decision import Environment
+from trtllm_b12x.families import FAMILIES
 from trtllm_b12x.schedule import crossover
 
 from .verify_output import Json, Table, header, percent, plain, progress
@@ -64,6 +67,16 @@ def _device(ctx: click.Context, param: click.Parameter, name: str | None) -> str
     return name
 
 
+def _families(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return settings.KERNELS.listed()
+    names = tuple(dict.fromkeys(settings.KERNELS.read(word) for word in text.split(",")))
+    unknown = [name for name in names if name not in settings.KERNELS.values]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0][:40]!r} is none of {', '.join(settings.KERNELS.values)}")
+    return names
+
+
 def _default_tokens() -> list[int]:
     return sorted({1, 8, crossover() - 1, crossover(), 200})
 
@@ -75,7 +88,10 @@ def _default_tokens() -> list[int]:
 @click.option(
     "--tokens",
     type=_Numbers(1, 16_384, 64),
-    help=f"Token counts.  [default: {','.join(map(str, _default_tokens()))}; b12x serves fewer than {crossover()}]",
+    help=f"Token counts.  [default: {','.join(map(str, _default_tokens()))}; kernels serve fewer than {crossover()}]",
+)
+@click.option(
+    "--kernels", callback=_families, help=f"Kernel families, one after the other.  [default: {settings.KERNELS.name}, or all]"
 )
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the activations and the routing."
@@ -85,7 +101,7 @@ def _default_tokens() -> list[int]:
 @click.option(
     "--original", type=click.Path(path_type=Path), help="The unquantized model: bounds the weights' and outputs' true error."
 )
-@click.option("--require-b12x", is_flag=True, help="A layer that CUTLASS serves fails.")
+@click.option("--require-b12x", is_flag=True, help="A layer that none of the kernel families serves fails: CUTLASS has it.")
 @click.option("--device", callback=_device, help="cpu, cuda, cuda:1, ...  [default: cuda where there is one]")
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for standard output."
@@ -104,12 +120,15 @@ def verify(
     require_b12x: bool,
     device: str,
     json_file: Path | None,
+    kernels: tuple[str, ...],
 ) -> None:
     """Check the MoE layers of an NVFP4 CHECKPOINT (a folder that nvidia-modelopt exported).
 
-    Each layer is loaded as TensorRT-LLM loads it, run through b12x (few tokens) and CUTLASS (many), and compared with a
-    float32 reference that dequantizes the checkpoint's own tensors.  One further case has outliers four times as large as
-    calibrated.  Every expert's bits and scales are compared, and looked at for damage; a case's tokens go to 16 experts.
+    Each layer is loaded as TensorRT-LLM loads it, once for each kernel family that serves it, run through its kernels (few
+    tokens) and CUTLASS (many), and compared with a float32 reference that dequantizes the checkpoint's own tensors.  Kernels
+    that leave activations as they are (triton) are held to a reference that does so too.  One further case has outliers four
+    times as large as calibrated.  Every expert's bits and scales are compared, and looked at for damage; a case's tokens go to
+    16 experts.
 
     What a checkpoint cannot tell by itself: whether experts, layers, or gate and up changed places, or whose weights these are.
     With --original that is found too.
@@ -118,7 +137,8 @@ def verify(
     every layer), 130 interrupted.
     """
     try:
-        status = _verify(checkpoint, layers, sample, tokens, tp, ep, seed, original, require_b12x, device, json_file)
+        with settings.KERNELS.only(kernels):
+            status = _verify(checkpoint, layers, sample, tokens, tp, ep, seed, original, require_b12x, device, json_file)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         status = INTERRUPTED
@@ -189,25 +209,33 @@ class _Run:
 
     def verify(self, source: Checkpoint, chosen: list[MoELayer], counts: list[int], tp: int, ep: int) -> None:
         from trtllm_b12x.checkpoint import CheckpointError
-        from trtllm_b12x.verification import Case, Ranks, verify_layer
+        from trtllm_b12x.verification import Case, Ranks, judge, verify_layer
 
-        limit = min(crossover(layer.top_k) for layer in chosen)
+        limit = min(crossover(layer.top_k, [family.features(Environment())]) for layer in chosen for family in FAMILIES)
         cases = [Case(count) for count in counts] + [Case(max(c for c in counts if c < limit or c == counts[0]), 4.0)]
         with progress(len(chosen)) as (set_done, paused):
             for done, layer in enumerate(chosen):
-                try:
-                    found = verify_layer(
-                        source,
-                        layer,
-                        cases,
-                        ranks=Ranks(tp, ep),
-                        progress=lambda share, done=done: set_done(done + share),  # type: ignore[misc]
-                        **self._arguments,
-                    )
-                except (CheckpointError, MemoryError, RuntimeError) as error:
-                    with paused():
-                        self._failed(layer, error)
-                else:
+                verdict = judge(layer, Ranks(tp, ep), self._arguments["device"])
+                families: list[tuple[str, ...]] = [(family,) for family in verdict.families]
+                for number, family in enumerate(families or [settings.KERNELS.listed()]):
+                    part = 1 / max(len(families), 1)
+                    start = done + number * part
+                    try:
+                        with settings.KERNELS.only(family):
+                            found = verify_layer(
+                                source,
+                                layer,
+                                cases,
+                                ranks=Ranks(tp, ep),
+                                progress=lambda share, start=start, part=part: set_done(start + part * share),  # type: ignore[misc]
+                                **self._arguments,
+                            )
+                    except (CheckpointError, MemoryError, RuntimeError) as error:
+                        with paused():
+                            self._failed(layer, error)
+                        break
+                    if verdict.served and not number:
+                        found.reasons += [f"not {name}: {rejection}" for name, rejection in verdict.refused]
                     self.reports.append(found)
                     with paused():
                         self._table.add(found)
@@ -273,9 +301,10 @@ def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -
 def _summary(run: _Run, bounds: Tolerances, status: int, in_all: int) -> str:
     reports = run.reports
     served = [report for report in reports if report.served_by != "cutlass"]
-    on = "+".join(dict.fromkeys(report.served_by for report in served)) or "b12x"
+    on = "+".join(dict.fromkeys(report.served_by for report in served)) or "+".join(settings.KERNELS.listed())
+    layers = {report.name: report for report in reports}
     if status == NOTHING_COMPARED:
-        return f"NOTHING COMPARED: 0 of {len(reports)} MoE layers on {on}, CUTLASS serves every one for the reasons above"
+        return f"NOTHING COMPARED: 0 of {len(layers)} MoE layers on {on}, CUTLASS serves every one for the reasons above"
     errors = [
         (case.rel_l2_kernel, max(bounds.kernel, case.rounding))
         for report in served
@@ -283,10 +312,13 @@ def _summary(run: _Run, bounds: Tolerances, status: int, in_all: int) -> str:
         if case.rel_l2_kernel is not None and case.path != "cutlass"
     ]
     extra = sum(report.bytes.extra_payload + report.bytes.extra_scales for report in served if report.bytes)
-    padding = sum(report.bytes.padding for report in served if report.bytes)
+    padding = sum(report.bytes.padding for report in {report.name: report for report in served[::-1]}.values() if report.bytes)
     baked = [report.baked_weight_error for report in reports if report.baked_weight_error is not None]
-    looked_at = len(reports) + len(run.errors)
-    parts = [f"{len(served)} of {looked_at} MoE layers on {on}" + (f" ({in_all} in all)" if in_all != looked_at else "")]
+    looked_at = len({*layers, *run.errors})
+    parts = [
+        f"{len({report.name for report in served})} of {looked_at} MoE layers on {on}"
+        + (f" ({in_all} in all)" if in_all != looked_at else "")
+    ]
     if errors:
         worst, bound = max(errors)
         parts.append(f"worst relative L2 {worst:.4f} (bound {bound:.3g})")

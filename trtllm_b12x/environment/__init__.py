@@ -14,7 +14,7 @@ from functools import cache
 from trtllm_b12x import host, settings
 from trtllm_b12x.decision import Environment
 
-from . import answers, packages
+from . import answers, packages, triton
 from .cute_dsl import WHEELS, Payload, inspect_payload, installation_key
 from .flashinfer import FlashInfer, distribution_of, inspect_flashinfer
 from .gpu import cards, driver_cuda, gpu_sm, toolkit_cuda
@@ -31,6 +31,7 @@ __all__ = [
     "of_flashinfer",
     "probe",
     "toolkit_cuda",
+    "triton",
 ]
 
 _COMPILED_WITH = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
@@ -55,7 +56,7 @@ def probe(always_look: bool = False) -> Environment:
     """Everything, for the process that asks.
 
     The CuTe DSL's payload is looked at unless nothing could make b12x serve here (or with ``always_look``): on another card, or
-    switched off, a server starts without it.
+    switched off, a server starts without it.  What Triton lacks is told by files and a ptxas.
     """
     state, detail = host.state()
     wheels = packages.installed(WHEELS)
@@ -74,6 +75,9 @@ def probe(always_look: bool = False) -> Environment:
         gather_bf16=settings.GATHER_BF16(),
     )
     if not always_look and (facts.enabled is False or facts.host == "unsupported" or facts.sm not in (None, 120, 121)):
+        return facts
+    facts = replace(facts, triton_lacks=triton.lacking(facts.sm))
+    if not always_look and "b12x" not in settings.KERNELS.listed():
         return facts
     payload = inspect_payload()
     origin = packages.origin("flashinfer")

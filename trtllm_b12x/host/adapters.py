@@ -56,15 +56,8 @@ def tensorrt_llm() -> SimpleNamespace:
         load_weight_shard=quantization.load_weight_shard,
         ActivationType=utils.ActivationType,
         Fp4QuantizedTensor=utils.Fp4QuantizedTensor,
-        block_scale_interleave=_block_scale_interleave,
     )
     return _with_differences(names, generation=generation, is_tuning=lambda: bool(getattr(tuner.get(), "is_tuning_mode", False)))
-
-
-def _block_scale_interleave(block_scales: Any) -> Any:
-    import torch
-
-    return torch.ops.trtllm.block_scale_interleave(block_scales)
 
 
 def _with_differences(names: SimpleNamespace, **facts: Any) -> SimpleNamespace:

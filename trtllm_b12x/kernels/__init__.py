@@ -23,6 +23,7 @@ from trtllm_b12x.decision import Environment, KernelFeatures, Resolution
 from trtllm_b12x.host.questions import Question
 
 __all__ = [
+    "GATED",
     "Geometry",
     "InputScales",
     "Kernel",
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 
+GATED = frozenset({"Swiglu", "SwigluBias", "Geglu"})
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of one layer on one rank, as the kernel sees them: local experts, intermediate size on its tile."""
@@ -46,12 +50,21 @@ class Geometry:
     hidden_size: int
     intermediate_size: int
     activation: str
-    expert_parallel: bool = False
-    """Many ids are those of other ranks' experts."""
+    """A member of the host's ``ActivationType``."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of activations."""
+    ranks: int = 1
+    """That share the experts."""
+
+    @property
+    def expert_parallel(self) -> bool:
+        """Many ids are those of other ranks' experts."""
+        return self.ranks > 1
 
     @property
     def gated(self) -> bool:
-        return self.activation == "Swiglu"
+        """Rows of FC1 are [up; gate]."""
+        return self.activation in GATED
 
     @property
     def atomic_rounding(self) -> float:
@@ -65,18 +78,19 @@ class Geometry:
 
     def __str__(self) -> str:
         experts = f"{self.num_experts}{' local' if self.expert_parallel else ''} experts, top {self.top_k}"
-        return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}"
+        dtype = "" if self.dtype is torch.bfloat16 else f", {str(self.dtype).removeprefix('torch.')}"
+        return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}"
 
 
 @dataclass(frozen=True)
 class InputScales:
     """Where the divisors of a layer's activations come from: the host's parameters, which anyone may overwrite without a word.
 
-    Hence a call derives the divisors before it reads them, in the launch that it makes for its routes.
+    Hence a call reads these, or derives the divisors before it reads those, in the launch that it makes for its routes.
     """
 
     fc31_input_scale: torch.Tensor
-    """One float32: what the host multiplies FC1's input by."""
+    """One float32, or ``(E,)``: what the host multiplies FC1's input by."""
     fc2_input_scale: torch.Tensor
     """One float32, or ``(E,)``."""
     up_to_gate: torch.Tensor
@@ -85,6 +99,12 @@ class InputScales:
     """``(E,)`` float32, written: ``1 / fc31_input_scale``."""
     fc2_divisor: torch.Tensor
     """``(E,)`` float32, written: ``1 / fc2_input_scale / up_to_gate``."""
+
+    def __post_init__(self) -> None:
+        for name in ("fc31_input_scale", "fc2_input_scale"):
+            tensor = getattr(self, name)
+            if tensor.numel() not in (1, self.up_to_gate.numel()) or tensor.dtype != torch.float32:
+                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not one float32, nor one of each expert")
 
     @torch.inference_mode()  # what is written may come from a load inside it, and then be written nowhere else
     def derive(self) -> None:
@@ -131,14 +151,17 @@ class KernelWeights:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "input_scales"}
 
     def check(self, geometry: Geometry) -> None:
-        """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take."""
+        """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take.
+
+        Block scales fill tiles of 128 rows by 64 columns, the last ones padded.
+        """
         experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
         rows = (2 if geometry.gated else 1) * size
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "w1_weight": ((experts, rows, hidden // 2), torch.uint8),
-            "w1_weight_sf": ((32, 4, rows // 128, 4, hidden // 64, experts), torch.float8_e4m3fn),
+            "w1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 64), experts), torch.float8_e4m3fn),
             "w2_weight": ((experts, hidden, size // 2), torch.uint8),
-            "w2_weight_sf": ((32, 4, hidden // 128, 4, size // 64, experts), torch.float8_e4m3fn),
+            "w2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 64), experts), torch.float8_e4m3fn),
         }
         for name, tensor in self.tensors().items():
             shape, dtype = expected.get(name, ((experts,), torch.float32))
@@ -210,6 +233,11 @@ class Kernel(ABC):
         """:meth:`plan` may be asked for this device."""
         return True
 
+    @property
+    def settled(self) -> bool:
+        """What :meth:`serves` says is final."""
+        return True
+
     def serves(self, tokens: int) -> bool:
         """:meth:`run` takes this many tokens."""
         return 0 < tokens <= self.capacity
@@ -276,14 +304,16 @@ def environment() -> Environment:
 def considered(device: str | None = None) -> dict[str, type[Kernel]]:
     """Family to its kernels, in order, for layers that are made on ``device``, torch's default one if not given.
 
-    TensorRT-LLM's layers are on its GPU.  Where torch sees no card that the family's kernels run on, what stands in for them.
+    TensorRT-LLM's layers are on its GPU.  Where torch sees no card that the family's kernels run on, what stands in for them; but
+    kernels that run on the CPU (Triton's, in its interpreter) stand in for themselves.
     """
     on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
     rows = {family.name: family for family in families.FAMILIES}
     found = {}
     for row in (rows[name] for name in settings.KERNELS.listed()):
         kernel = _load(row.kernel)
-        if on_gpu and kernel.available() and _card_is_there(kernel.features):
+        there = _card_is_there(kernel.features) if on_gpu else kernel.runs_on(torch.device("cpu"))
+        if there and kernel.available():
             found[row.name] = kernel
         elif row.stand_in:
             found[row.name] = _load(row.stand_in)

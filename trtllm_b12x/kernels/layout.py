@@ -28,6 +28,15 @@ def mma_scale_view(block_scales: torch.Tensor, rows: int, columns: int) -> torch
     return tiles.permute(3, 4, 1, 5, 2, 0)
 
 
+def interleaved_rows(block_scales: torch.Tensor) -> torch.Tensor:
+    """Scales of one matrix in the 128x4 layout, ``(rows, columns/64)`` int32, as uint8 in the order of rows: a view.
+
+    ``(rows/128, 4, 32, columns/64, 4)``: flattened, which copies, it is ``(rows, columns/16)``.
+    """
+    rows, words = block_scales.shape
+    return block_scales.view(torch.uint8).view(rows // 128, words, 32, 4, 4).permute(0, 3, 2, 1, 4)
+
+
 def plain_scales(mma_scales: torch.Tensor) -> torch.Tensor:
     """The 6-D view back to row-major ``(E, rows, columns/16)`` float8_e4m3fn (a copy)."""
     lanes, quarters, row_tiles, inner, column_tiles, experts = mma_scales.shape

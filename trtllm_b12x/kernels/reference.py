@@ -1,8 +1,8 @@
-"""b12x in torch: FlashInfer's argument contract and the rounding points of its kernels, on the CPU and any GPU.
+"""The kernels in torch, on the CPU and any GPU: Triton's, whose arithmetic needs no table, and b12x.
 
-It takes the very tensors FlashInfer would get and reads them the way the kernels do, so that a wrong layout shows as a
-wrong number.  Rounding follows the static kernel (the deterministic one), FlashInfer 0.7.2.post1, files below
-``flashinfer/fused_moe/cute_dsl/blackwell_sm12x`` unless named:
+b12x has FlashInfer's argument contract and the rounding points of its kernels.  It takes the very tensors FlashInfer would get
+and reads them the way the kernels do, so that a wrong layout shows as a wrong number.  Rounding follows the static kernel (the
+deterministic one), FlashInfer 0.7.2.post1, files below ``flashinfer/fused_moe/cute_dsl/blackwell_sm12x`` unless named:
 
 ==========================================================  =========================================================
 point                                                       source
@@ -22,8 +22,13 @@ shows in one of 66 cases (2e-5); in the others this equals the static kernel bit
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import torch
 
+from trtllm_b12x import families
+from trtllm_b12x.decision import Environment
 from trtllm_b12x.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
 
 from . import Geometry, Kernel, KernelFeatures, KernelWeights
@@ -45,20 +50,23 @@ class ReferenceKernel(Kernel):
         negative_ids=True,
         graph_safe=False,  # it asks the host which experts have tokens
         deterministic=True,
-        versions="",
+        most_routes=families.STATIC_ROUTED_ROWS,
     )
+    multiple = 128
+    """Of the intermediate size."""
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Remember the sizes.
 
         Raises:
-            ValueError: an activation or a size that no b12x kernel takes.
+            ValueError: an activation or a size that no kernel of the family takes.
         """
         if geometry.activation not in self.features.activations:
             raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(self.features.activations))}")
-        if geometry.hidden_size % 128 or geometry.intermediate_size % 128:
+        multiples = self.features.hidden_size_multiple, self.multiple
+        if geometry.hidden_size % multiples[0] or geometry.intermediate_size % multiples[1]:
             sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
-            raise ValueError(f"{sizes} must be multiples of 128")
+            raise ValueError(f"{sizes} must be multiples of {' and '.join(map(str, dict.fromkeys(multiples)))}")
         self.geometry, self.capacity, self._device = geometry, capacity, device
         self.gated = geometry.gated
 
@@ -82,30 +90,30 @@ class ReferenceKernel(Kernel):
     ) -> torch.Tensor:
         if x.shape[0] > self.capacity:
             raise ValueError(f"{x.shape[0]} tokens exceed the planned capacity of {self.capacity}")
-        w, size = self.weights, self.geometry.intermediate_size
-        if w.input_scales is not None:
-            w.input_scales.derive()
+        if self.weights.input_scales is not None:
+            self.weights.input_scales.derive()
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         local = self.table.local(token_selected_experts)
         for expert in local[local >= 0].unique().tolist():
             token, slot = (local == expert).nonzero(as_tuple=True)
-            x_codes = self._quantized(x[token], w.input_global_scale[expert])
-            fc1 = (x_codes @ _dequantized(w.w1_weight, w.w1_weight_sf, expert).T) * w.folded_w1_alpha[expert]
-            if self.gated:
-                up, gate = fc1[:, :size], fc1[:, size:]
-                inner = gate * torch.sigmoid(gate) * up
-            else:
-                inner = torch.relu(fc1) ** 2
-            inner_codes = self._quantized(inner.to(torch.bfloat16), w.fc2_input_scale[expert])
-            w2 = _dequantized(w.w2_weight, w.w2_weight_sf, expert)
-            factor = (token_final_scales[token, slot].float() * w.w2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
-            for first in range(0, size, _PARTIAL_COLUMNS):
-                columns = slice(first, first + _PARTIAL_COLUMNS)
-                partial = (inner_codes[:, columns] @ w2[:, columns].T).to(torch.bfloat16) * factor
-                result.index_add_(0, token, partial.float())
+            self._add(result, expert, token, x[token], token_final_scales[token, slot].float())
         if out is None:
-            return result.to(torch.bfloat16)
+            return result.to(x.dtype)
         return out.copy_(result)
+
+    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
+        """What one local expert adds to the tokens that are routed to it, whose ``x`` and ``scales`` these are."""
+        w, size = self.weights, self.geometry.intermediate_size
+        x_codes = self._quantized(x, w.input_global_scale[expert])
+        fc1 = (x_codes @ _dequantized(w.w1_weight, w.w1_weight_sf, expert).T) * w.folded_w1_alpha[expert]
+        inner = activate(self.geometry.activation, *fc1.split(size, dim=1)).to(torch.bfloat16)
+        inner_codes = self._quantized(inner, w.fc2_input_scale[expert])
+        w2 = _dequantized(w.w2_weight, w.w2_weight_sf, expert)
+        factor = (scales * w.w2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
+        for first in range(0, size, _PARTIAL_COLUMNS):
+            columns = slice(first, first + _PARTIAL_COLUMNS)
+            partial = (inner_codes[:, columns] @ w2[:, columns].T).to(torch.bfloat16) * factor
+            result.index_add_(0, token, partial.float())
 
     def _quantized(self, values: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
         """bf16 ``(n, K)`` to what its NVFP4 form stands for, in float32 and without ``divisor``."""
@@ -123,5 +131,43 @@ class ReferenceKernel(Kernel):
         return (decode_e2m1(codes) * block_scale).flatten(-2)
 
 
+class UnquantizedReferenceKernel(ReferenceKernel):
+    """The Triton kernels in torch: activations as they are, bf16 between the products."""
+
+    features = dataclasses.replace(families.triton(Environment()), name="reference W4A16", graph_safe=False)
+    multiple = 16
+
+    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
+        w, size = self.weights, self.geometry.intermediate_size
+        ratio = 1.0 if w.input_scales is None else w.input_scales.up_to_gate[expert]
+        # The divisors are fresh, and FC2's holds the ratio of up to gate.
+        scale_1 = w.folded_w1_alpha[expert] / w.input_global_scale[expert]
+        scale_2 = w.w2_alpha[expert] / w.fc2_input_scale[expert] / ratio
+        up, *gate = (x.float() @ _dequantized(w.w1_weight, w.w1_weight_sf, expert).T * scale_1).split(size, dim=1)
+        inner = activate(self.geometry.activation, up * ratio if gate else up, *gate).to(torch.bfloat16).float()
+        fc2 = inner @ _dequantized(w.w2_weight, w.w2_weight_sf, expert).T * scale_2
+        result.index_add_(0, token, fc2 * scales.unsqueeze(-1))
+
+
+def activate(
+    activation: str,
+    fc1: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    alpha: torch.Tensor | float = 1.0,
+    beta: torch.Tensor | float = 0.0,
+    limit: float = math.inf,
+) -> torch.Tensor:
+    """FC1's product to FC2's input, float32, as CUTLASS has it; ``fc1`` is up's half where there is a ``gate``."""
+    if gate is None:
+        if activation == "Relu2":
+            return torch.relu(fc1) ** 2
+        return torch.nn.functional.silu(fc1) if activation == "Silu" else torch.nn.functional.gelu(fc1)
+    if activation == "Geglu":
+        return torch.nn.functional.gelu(gate) * fc1
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (fc1.clamp(-limit, limit) + beta)
+
+
 def _dequantized(weight: torch.Tensor, block_scales: torch.Tensor, expert: int) -> torch.Tensor:
-    return dequantize(weight[expert], plain_scales(block_scales[..., expert : expert + 1])[0])
+    rows, halves = weight.shape[1:]
+    return dequantize(weight[expert], plain_scales(block_scales[..., expert : expert + 1])[0, :rows, : halves // 8])

@@ -5,7 +5,7 @@ kernel by rules of their own and add up to four small launches to a call of one 
 ``compiler.py`` makes the kernels, ``scratch.py`` their memory, ``launch.py`` a call.
 
 The dynamic kernel is not used: its warps may miss a claim (docs/flashinfer-dynamic-claim.md), and
-:func:`trtllm_b12x.schedule.crossover` ends before it.
+the family's ``most_routes`` end before it.
 """
 
 from __future__ import annotations
@@ -193,6 +193,10 @@ class B12xKernel(Kernel):
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
         return device.type == "cuda"
+
+    @property
+    def settled(self) -> bool:
+        return self._plan.tested
 
     def serves(self, tokens: int) -> bool:
         plan = self._plan

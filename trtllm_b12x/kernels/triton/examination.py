@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from trtllm_b12x.kernels.layout import plain_scales
+from trtllm_b12x.kernels.reference import activate
 from trtllm_b12x.nvfp4 import dequantize
 
 if TYPE_CHECKING:
+    from trtllm_b12x.kernels import InputScales
+
     from . import TritonKernel
 
 BOUND = 0.01
@@ -30,7 +33,7 @@ def faults(kernel: TritonKernel, sizes: Iterable[int]) -> list[str] | None:
     Returns:
         None where the weights say nothing: outputs are zero or not finite.
     """
-    g, weights, device = kernel.geometry, kernel.weights, kernel.weights.w1_weight.device
+    g, device, inputs = kernel.geometry, kernel.weights.w1_weight.device, _inputs(kernel)
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         shuffled = torch.randperm(g.num_experts, generator=generator)
@@ -43,16 +46,20 @@ def faults(kernel: TritonKernel, sizes: Iterable[int]) -> list[str] | None:
             )
             for tokens in sizes
         }
-    scale = float(weights.input_global_scale[0])
-    # A quarter of the calibrated range: 6 * 448 of the divisor.
-    factor = 672 * scale if 0 < scale < math.inf else 1.0
-    matrices = {e: _matrices(kernel, e) for e in called.tolist()}
-    found, told = [], False
-    for tokens, (drawn, local, scales) in draws.items():
-        x = (drawn.to(device) * factor).to(kernel.form.dtype)
-        local, scales = local.to(device, torch.int32), scales.to(device)
+    inverse = float(inputs.fc31_input_scale.flatten()[0])
+    # A quarter of the calibrated range: 6 * 448 of the input scale.
+    factor = 672 / inverse if 0 < inverse < math.inf else 1.0
+    calls = []
+    for drawn, local, scales in draws.values():
+        x, local, scales = (drawn.to(device) * factor).to(g.dtype), local.to(device, torch.int32), scales.to(device)
         local[-1, -1] = -1
-        expected = _expected(kernel, matrices, x, local, scales)
+        calls.append((x, local, scales, torch.zeros(x.shape, device=device)))
+    for e in called.tolist():  # one after the other: those of a large layer do not fit beside the model
+        matrices = _matrices(kernel, e)
+        for x, local, scales, expected in calls:
+            _add(kernel, e, matrices, x, local, scales, expected)
+    found, told = [], False
+    for tokens, (x, local, scales, expected) in zip(draws, calls, strict=True):
         usable = expected.isfinite().all(1) & expected.any(1)
         if not bool(usable.any()):
             continue
@@ -71,10 +78,17 @@ def faults(kernel: TritonKernel, sizes: Iterable[int]) -> list[str] | None:
 
 def _matrices(kernel: TritonKernel, e: int) -> tuple[torch.Tensor, torch.Tensor]:
     """FC1 and FC2 of a local expert, float32, gate's ``weight_scale_2`` for both halves."""
-    w, extra = kernel.weights, kernel.epilogue
-    ratio = 1.0 if extra.up_to_gate is None else extra.up_to_gate[e]
-    first = _plain(w.w1_weight[e], w.w1_weight_sf[..., e : e + 1]) * w.w1_alpha[e]
-    return first, _plain(w.w2_weight[e], w.w2_weight_sf[..., e : e + 1]) * (w.w2_alpha[e] / (w.fc2_input_scale[e] * ratio))
+    w, inputs = kernel.weights, _inputs(kernel)
+    count = kernel.geometry.num_experts
+    scale_1 = w.folded_w1_alpha[e] * inputs.fc31_input_scale.expand(count)[e]
+    scale_2 = w.w2_alpha[e] * inputs.fc2_input_scale.expand(count)[e]
+    first = _plain(w.w1_weight[e], w.w1_weight_sf[..., e : e + 1]) * scale_1
+    return first, _plain(w.w2_weight[e], w.w2_weight_sf[..., e : e + 1]) * scale_2
+
+
+def _inputs(kernel: TritonKernel) -> InputScales:
+    assert kernel.weights.input_scales is not None  # it would not have been bound
+    return kernel.weights.input_scales
 
 
 def _plain(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -82,47 +96,33 @@ def _plain(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return dequantize(packed, plain_scales(scales)[0, :rows, : halves // 8])
 
 
-def _expected(
+def _add(
     kernel: TritonKernel,
-    matrices: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    e: int,
+    matrices: tuple[torch.Tensor, torch.Tensor],
     x: torch.Tensor,
     local: torch.Tensor,
     scales: torch.Tensor,
-) -> torch.Tensor:
+    expected: torch.Tensor,
+) -> None:
+    """What expert ``e`` adds to ``expected``."""
     extra, on_input = kernel.epilogue, kernel.form.weight_on_input
-    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for e, (first, second) in matrices.items():
-        token, slot = (local == e).nonzero(as_tuple=True)
-        weight = scales[token, slot].unsqueeze(1)
-        fc1 = x[token].float() @ first.T * (weight if on_input else 1.0)
-        bias = 0.0 if extra.w1_bias is None else extra.w1_bias[e].float()
-        fc2 = _inner(kernel, e, fc1, bias) @ second.T
-        if extra.w2_bias is not None:
-            fc2 = fc2 + extra.w2_bias[e].float()
-        result.index_add_(0, token, fc2 * (1.0 if on_input else weight))
-    return result
+    token, slot = (local == e).nonzero(as_tuple=True)
+    weight = scales[token, slot].unsqueeze(1)
+    fc1 = x[token].float() @ matrices[0].T * (weight if on_input else 1.0)
+    bias = 0.0 if extra.w1_bias is None else extra.w1_bias[e].float()
+    fc2 = _inner(kernel, e, fc1, bias) @ matrices[1].T
+    if extra.w2_bias is not None:
+        fc2 = fc2 + extra.w2_bias[e].float()
+    expected.index_add_(0, token, fc2 * (1.0 if on_input else weight))
 
 
 def _inner(kernel: TritonKernel, e: int, fc1: torch.Tensor, bias: torch.Tensor | float) -> torch.Tensor:
     name, extra = kernel.geometry.activation, kernel.epilogue
-    if kernel.gated:
+    if kernel.geometry.gated:
         size = kernel.geometry.intermediate_size
-        if extra.up_to_gate is not None:
-            fc1 = torch.cat((fc1[:, :size] * extra.up_to_gate[e], fc1[:, size:]), dim=1)
-        up, gate = (fc1 + bias).split(size, dim=1)
-        if name == "Swiglu":
-            return torch.nn.functional.silu(gate) * up
-        if name == "Geglu":
-            return torch.nn.functional.gelu(gate, approximate="tanh") * up
-        limit = math.inf if extra.swiglu_limit is None else float(extra.swiglu_limit[e])
-        alpha = 1.0 if extra.swiglu_alpha is None else extra.swiglu_alpha[e]
-        gate = gate.clamp(max=limit)
-        return (
-            gate
-            * torch.sigmoid(alpha * gate)
-            * (up.clamp(-limit, limit) + (0.0 if extra.swiglu_beta is None else extra.swiglu_beta[e]))
-        )
-    values = fc1 + bias
-    if name == "Relu2":
-        return torch.relu(values).square()
-    return torch.nn.functional.silu(values) if name == "Silu" else torch.nn.functional.gelu(values)
+        fc1 = torch.cat((fc1[:, :size] * _inputs(kernel).up_to_gate[e], fc1[:, size:]), dim=1)
+        given = ((extra.swiglu_alpha, 1.0), (extra.swiglu_beta, 0.0), (extra.swiglu_limit, math.inf))
+        constants = (default if tensor is None else float(tensor[e]) for tensor, default in given)
+        return activate(name, *(fc1 + bias).split(size, dim=1), *constants)
+    return activate(name, fc1 + bias)

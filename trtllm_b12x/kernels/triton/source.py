@@ -259,8 +259,7 @@ def _activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
         fc1 = tl.where(fc1 > limit, limit, tl.where(fc1 < -limit, -limit, fc1))
         return gate / (1 + tl.exp(-alpha * gate)) * (fc1 + beta)
     if ACTIVATION == GEGLU:
-        # tanh(z) = 2 / (1 + exp(-2 z)) - 1, so 0.5 (1 + tanh(z)) = 1 / (1 + exp(-2 z))
-        return gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * fc1
+        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * fc1
     if ACTIVATION == RELU2:
         positive = tl.where(fc1 < 0, 0.0, fc1)
         return positive * positive
@@ -424,13 +423,13 @@ def route_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "blocks", "first", "experts"],
+    do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
     do_not_specialize_on_alignment=[
         "ids",
         "scales",
         "bias",
         "alpha",
-        "divisor",
+        "input_scale",
         "up_to_gate",
         "swiglu_alpha",
         "swiglu_beta",
@@ -438,8 +437,8 @@ def route_kernel(
     ],
 )
 def fc1_kernel(
-    x, weight, block_scales, alpha, divisor, up_to_gate, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, scales, out, h,
-    workspace, tokens, blocks, first, experts,
+    x, weight, block_scales, alpha, input_scale, up_to_gate, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, scales, out, h,
+    workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     QUANTIZED: tl.constexpr, SCALED_INPUT: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr,
@@ -452,7 +451,8 @@ def fc1_kernel(
     Args:
         x: ``(tokens, H)`` bfloat16 or float16; with QUANTIZED in units of its scale, which ``alpha`` holds.
         weight: int32 words of ``(E, r * SIZE, H / 2)`` bytes, r = 2 with GATED (rows [up; gate]).
-        alpha, divisor: ``(E,)`` float32, ``weight_scale_2`` times input scale, and that scale.
+        alpha: ``(E,)`` float32, ``weight_scale_2`` times input scale.
+        input_scale: float32, the reciprocal of that scale; of expert ``e`` at ``e * step``.
         up_to_gate: ``(E,)`` float32, up's ``weight_scale_2`` over gate's.
         bias: with BIAS, ``(E, r * SIZE)``.
         ids, scales: without SORTED, ``(tokens, TOP_K)`` int32 global ids and float32; with it the workspace's.
@@ -499,7 +499,7 @@ def fc1_kernel(
             gate = _dot(_matrix(half, block_scales, words, gate_scales, k, there, BN, BK, SIZE, H, dtype, PTX), operands, gate)
     factor = tl.load(alpha + e) * 256.0
     if not QUANTIZED:
-        factor /= tl.load(divisor + e)
+        factor *= tl.load(input_scale + e * step)
     scale = tl.full((width,), 1.0, tl.float32)
     if SCALED_INPUT:
         if SORTED:
@@ -531,12 +531,11 @@ def _prefetch(addresses):
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "blocks", "first", "experts"],
-    do_not_specialize_on_alignment=["ids", "scales", "bias", "alpha", "divisor", "up_to_gate"],
+    do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
+    do_not_specialize_on_alignment=["ids", "scales", "bias", "alpha", "input_scale"],
 )
 def fc2_kernel(
-    h, weight, block_scales, alpha, divisor, up_to_gate, bias, ids, scales, out, partial, workspace, tokens, blocks, first,
-    experts,
+    h, weight, block_scales, alpha, input_scale, bias, ids, scales, out, partial, workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BIAS: tl.constexpr, SCALED_INPUT: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
@@ -548,7 +547,7 @@ def fc2_kernel(
     Args:
         h: ``(routes, SIZE)`` bfloat16.
         weight: int32 words of ``(E, H, SIZE / 2)`` bytes.
-        alpha, divisor: ``(E,)`` float32: ``weight_scale_2`` times input scale, and that scale over ``up_to_gate``.
+        alpha, input_scale: as :func:`fc1_kernel`.
         bias: with BIAS, ``(E, H)``.
         out: ``(tokens, H)``.
     """
@@ -589,7 +588,7 @@ def fc2_kernel(
         hs = _operands(_loaded(h, inputs, given, column, k, BK, SIZE), width, BK)
         w = _matrix(weight, block_scales, words, offsets, k, there, BN, BK, H, SIZE, tl.bfloat16, PTX)
         sums = _dot(w, hs, sums)
-    sums *= tl.load(alpha + e) * 256.0 / (tl.load(divisor + e) * tl.load(up_to_gate + e))
+    sums *= tl.load(alpha + e) * 256.0 * tl.load(input_scale + e * step)
     if BIAS:
         sums += tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32)[:, None]
     if not SCALED_INPUT:

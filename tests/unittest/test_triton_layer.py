@@ -1,0 +1,250 @@
+"""Layers that Triton's kernels serve, by what stands in for them here: the whole path from the decision to a call."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trtllm_b12x
+from tests import layers
+from tests.checkpoints import random_experts
+from trtllm_b12x import process, schedule, strict_reference, votes
+from trtllm_b12x.kernels import Geometry, KernelWeights, PlanError
+from trtllm_b12x.kernels.layout import plain_scales
+from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.kernels.triton import check
+from trtllm_b12x.strict_reference import Arithmetic, Call
+from trtllm_b12x.verification import _kernel_calls
+
+BOUND = 0.004
+"""Relative L2 from unquantized activations: bf16's rounding of the activation's result and of the output."""
+
+
+@pytest.fixture(autouse=True)
+def _alone(triton_alone: None) -> Any:
+    process.forget()
+    yield
+    process.forget()
+
+
+def error(module: Any, x: torch.Tensor, logits: torch.Tensor, tensors: dict[str, torch.Tensor], arithmetic: Arithmetic) -> float:
+    call = Call(x, *module.routing_method.apply(logits))
+    gated = module.is_gated_activation
+    ((expected,),) = strict_reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
+    return float((module(x, logits).float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("up_to_gate", [1.0, 3.0])
+@pytest.mark.parametrize("size", [64, 192, 256, 320])
+@pytest.mark.parametrize("gated", [True, False])
+def test_numbers_on_both_sides_of_the_crossover(gated: bool, size: int, up_to_gate: float) -> None:
+    tensors = random_experts(4, 128, size, gated, up_to_gate=up_to_gate)
+    module = layers.load(layers.create(4, 128, size, gated=gated), tensors)
+    assert (module.backend.verdict.families, type(module.backend.kernel)) == (("triton",), UnquantizedReferenceKernel)
+    for tokens, served in ((1, 1), (63, 1), (64, 0)):
+        x, logits = layers.inputs(module, tokens, tensors)
+        with _kernel_calls(module.backend) as count:
+            if served:
+                assert error(module, x, logits, tensors, Arithmetic.UNQUANTIZED) < BOUND
+            else:
+                assert error(module, x, logits, tensors, Arithmetic.NONE) < 0.05
+        assert count() == served
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("size", [64, 128, 192, 320])
+def test_the_parameters_are_the_hosts_to_the_bit(gated: bool, size: int) -> None:
+    """No extra bytes, and CUTLASS computes what it computes without us; sizes that hosts split right."""
+    tensors = random_experts(3, 128, size, gated)
+    ours = layers.load(layers.create(3, 128, size, gated=gated), tensors)
+    hosts = layers.load(layers.create(3, 128, size, gated=gated, promote=False), tensors)
+    for name, parameter in hosts.backend.named_parameters():
+        assert torch.equal(parameter, ours.backend.get_parameter(name)), name
+    x, logits = layers.inputs(ours, 70, tensors)
+    assert torch.equal(ours(x, logits), hosts(x, logits))
+    assert set(hosts.backend.state_dict()) == set(ours.backend.state_dict())
+    fresh = layers.load(layers.create(3, 128, size, gated=gated), random_experts(3, 128, size, gated, seed=7))
+    fresh.backend.load_state_dict(hosts.backend.state_dict())
+    few = x[:5], logits[:5]
+    assert torch.equal(fresh(*few), ours(*few))
+    inner = 2 * ours.backend.w2_weight.data.view(torch.uint8).shape[2]
+    assert (ours.backend.quant_method.padding_bytes(ours.backend) == 0) == (inner == size)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("size", [64, 192, *(pytest.param(size, marks=pytest.mark.embedded) for size in (80, 208))])
+def test_bits_lie_where_the_kernels_read_them(gated: bool, size: int) -> None:
+    """Tiles of 128 rows that hold the end of up and the start of gate; sizes that are multiples of 16 alone."""
+    tensors = random_experts(3, 128, size, gated)
+    backend = layers.load(layers.create(3, 128, size, gated=gated), tensors).backend
+    weights: KernelWeights = backend.kernel.weights
+    check(backend.kernel.geometry, weights)
+    inner = backend.kernel.geometry.intermediate_size
+    assert inner == -(-size // (64 if gated else 128)) * (64 if gated else 128)
+    scales = plain_scales(weights.w1_weight_sf).view(torch.uint8)
+    for e in range(3):
+        for half, start in (("w3", 0), ("w1", inner)) if gated else (("w1", 0),):
+            for found, kind in ((weights.w1_weight, "weight"), (scales, "weight_scale")):
+                rows = found[e, start : start + inner]
+                assert torch.equal(rows[:size], tensors[f"{e}.{half}.{kind}"].view(torch.uint8))
+                assert not rows[size:].any()
+        columns = plain_scales(weights.w2_weight_sf).view(torch.uint8)[e]
+        assert torch.equal(columns[:, : size // 16], tensors[f"{e}.w2.weight_scale"].view(torch.uint8))
+        assert not columns[:, size // 16 :].any()
+
+
+def test_one_half_at_a_time() -> None:
+    """Scales of a half whose tile of 128 rows holds the other's too: it stays what it was."""
+    tensors, other = (random_experts(2, 128, 192, seed=seed) for seed in (0, 5))
+    backend = layers.load(layers.create(2, 128, 192), tensors).backend
+    for half, given in (("w3", (None, other["1.w3.weight_scale"])), ("w1", (other["1.w1.weight_scale"], None))):
+        backend.quant_method.load_expert_w3_w1_weight_scale_nvfp4(backend, *given, backend.w3_w1_weight_scale.data[1])
+        found = plain_scales(backend.kernel.weights.w1_weight_sf)[1].view(torch.uint8)
+        assert torch.equal(found[:192], other["1.w3.weight_scale"].view(torch.uint8))
+        expected = tensors if half == "w3" else other
+        assert torch.equal(found[192:], expected["1.w1.weight_scale"].view(torch.uint8))
+
+
+def test_a_refit_is_followed_without_a_word() -> None:
+    """Parameters that are overwritten, no hook called: those of a layer that loaded them."""
+    tensors, other = random_experts(3, 128, 192), random_experts(3, 128, 192, seed=3, up_to_gate=2.0)
+    module, fresh = (layers.load(layers.create(3, 128, 192), given) for given in (tensors, other))
+    for name, parameter in fresh.backend.named_parameters():
+        module.backend.get_parameter(name).data.copy_(parameter)
+    x, logits = layers.inputs(module, 9, other)
+    assert error(module, x, logits, other, Arithmetic.UNQUANTIZED) < BOUND
+    assert torch.equal(module(x, logits), fresh(x, logits))
+
+
+@pytest.mark.parametrize("mapping", [{"moe_ep_size": 2}, {"moe_tp_size": 2}])
+def test_ranks(mapping: dict[str, int]) -> None:
+    tensors = random_experts(4, 128, 256)
+    whole = layers.load(layers.create(4, 128, 256), tensors)
+    x, logits = layers.inputs(whole, 9, tensors)
+    parts = []
+    for rank in (0, 1):
+        split = {"world_size": 2, "rank": rank, "tp_size": 2, **mapping}
+        module = layers.load(layers.create(4, 128, 256, mapping=split), tensors)
+        assert module.backend.kernel.geometry.ranks == mapping.get("moe_ep_size", 1)
+        parts.append(module(x, logits).float())
+    expected = whole(x, logits).float()
+    assert float((sum(parts) - expected).norm() / expected.norm()) < BOUND
+
+
+def test_float16() -> None:
+    tensors = random_experts(4, 128, 192)
+    module = layers.load(layers.create(4, 128, 192, dtype=torch.float16), tensors)
+    assert module.backend.kernel.geometry.dtype is torch.float16
+    x, logits = layers.inputs(module, 5, tensors)
+    result = module(x.half(), logits)
+    assert result.dtype is torch.float16
+    assert float((result.float() - module.backend.kernel.run(x, *module.routing_method.apply(logits)).float()).norm()) < 0.1
+
+
+def test_the_next_family_takes_what_b12x_leaves(every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top 22: b12x ends before its dynamic kernel, at 46 tokens."""
+    tensors = random_experts(24, 128, 192)
+    module = layers.load(layers.create(24, 128, 192, top_k=22), tensors)
+    chosen = module.backend.schedule
+    assert list(chosen.families) == ["b12x", "triton"]
+    assert [type(chosen.at(tokens)) for tokens in (46, 47, 63, 64)] == [
+        ReferenceKernel,
+        UnquantizedReferenceKernel,
+        UnquantizedReferenceKernel,
+        type(None),
+    ]
+    assert module.backend.w2_weight.shape[2] * 16 == 256
+    x, logits = layers.inputs(module, 50, tensors)
+    assert error(module, x, logits, tensors, Arithmetic.UNQUANTIZED) < BOUND
+    kernels = trtllm_b12x.status().kernels
+    assert [line for lines in kernels.values() for line in lines] == [
+        "reference: 1 to 46 tokens",
+        "reference W4A16: 1 to 63 tokens",
+    ]
+
+
+def test_b12x_serves_every_call_where_it_can(every_family: None) -> None:
+    backend = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192)).backend
+    assert backend.verdict.families == ("b12x", "triton")
+    assert list(backend.schedule.families) == ["b12x"]
+
+
+@pytest.mark.parametrize("when", ["plan", "self_test"])
+def test_it_takes_over_where_b12x_fails(
+    every_family: None, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: Any, *arguments: Any) -> None:
+        if type(self) is ReferenceKernel:
+            raise PlanError("no compiler")
+        original(self, *arguments)
+
+    original = getattr(ReferenceKernel, when)
+    monkeypatch.setattr(ReferenceKernel, when, fails)
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    tensors = random_experts(4, 128, 192)
+    module = layers.load(layers.create(4, 128, 192), tensors)
+    assert list(module.backend.schedule.families) == ["triton"]
+    assert "is served by triton, not by b12x: KERNEL_PLAN_FAILED: no compiler" in caplog.text
+    assert "1 of 1 MoE layers on triton, decode below 64 tokens" in caplog.text
+    x, logits = layers.inputs(module, 9, tensors)
+    assert error(module, x, logits, tensors, Arithmetic.UNQUANTIZED) < BOUND
+
+
+def test_explain_says_what_is_built(every_family: None) -> None:
+    trtllm_b12x.install()
+    for config, said, became in layers.explained():
+        assert said == became, config
+    trtllm_b12x.uninstall()
+
+
+def test_it_takes_over_where_another_rank_is_without_b12x(every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cast(mapping: Any, about: str, error: str | None, settled: votes.Settled) -> None:
+        settled(error or ("rank 1: no compiler" if about.endswith("b12x") else None))
+
+    monkeypatch.setattr(votes, "cast", cast)
+    backend = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192)).backend
+    assert list(backend.schedule.families) == ["triton"]
+    assert str(backend.verdict).startswith("triton; not b12x: KERNEL_PLAN_FAILED: rank 1: no compiler")
+
+
+@pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"])
+def test_gated_is_what_the_host_calls_so(activation: str) -> None:
+    from trtllm_b12x.host.embedded.config import ActivationType, is_gated_activation
+
+    assert Geometry(1, 1, 128, 128, activation).gated == is_gated_activation(ActivationType[activation])
+
+
+def in_the_interpreter() -> dict[str, Any]:
+    """The kernels themselves in a layer: self-test, numbers, and parameters that are overwritten, no hook called."""
+    schedule.DEFAULT_CROSSOVER = 2  # the interpreter takes seconds for a call
+    tensors, other = random_experts(3, 128, 64, up_to_gate=2.0), random_experts(3, 128, 64, seed=3, up_to_gate=0.5)
+    module = layers.load(layers.create(3, 128, 64), tensors)
+    found: dict[str, Any] = {"kernel": type(module.backend.kernel).__name__, "log": list(module.backend.kernel.summary())}
+    x, logits = layers.inputs(module, 1, tensors)
+    found["error"] = error(module, x, logits, tensors, Arithmetic.UNQUANTIZED)
+    fresh = layers.load(layers.create(3, 128, 64), other)
+    for name, parameter in fresh.backend.named_parameters():
+        module.backend.get_parameter(name).data.copy_(parameter)
+    found["followed"] = error(module, x, logits, other, Arithmetic.UNQUANTIZED)
+    return found
+
+
+@pytest.mark.embedded
+def test_the_kernels_themselves_in_a_layer() -> None:
+    code = "import json; from tests.unittest.test_triton_layer import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRTLLM_B12X_KERNELS": "triton"}
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["kernel"], found["log"]) == ("TritonKernel", ["triton: 1 to 1 tokens"])
+    assert found["error"] < BOUND
+    assert found["followed"] < BOUND

@@ -1,0 +1,115 @@
+"""What compiling a Triton kernel needs beside Triton: a C compiler for its launcher, a ptxas that knows the card, and a cache.
+
+Read, never imported; a ptxas is asked for its version.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+from trtllm_b12x.decision import Lacking, version_tuple
+
+from . import packages
+from .gpu import TIMEOUT_S
+
+OLDEST = (3, 5)
+
+# CUDA toolkit whose ptxas knows the target (PTX ISA release notes: sm_120a 8.7, sm_121a 8.8).
+_KNOWN_FROM = {
+    80: (11, 0),
+    86: (11, 1),
+    87: (11, 4),
+    89: (11, 8),
+    90: (11, 8),
+    100: (12, 8),
+    103: (12, 9),
+    120: (12, 8),
+    121: (12, 9),
+}
+
+
+def version() -> str:
+    """Of the Triton that an import would take; ``none`` where there is none, empty where it does not say."""
+    init = packages.origin("triton")
+    if init is None:
+        return "none"
+    told = re.search(r"""^__version__\s*=\s*["']([^"']+)""", packages.source(init, "__init__.py"), re.MULTILINE)
+    return told[1] if told else ""
+
+
+def lacking(sm: int | None) -> tuple[Lacking, ...]:
+    """Everything that a compile for a card of ``sm`` (major * 10 + minor; None or 0: no card in particular) lacks here."""
+    found = version()
+    if found == "none":
+        return (Lacking("Triton is not installed", "pip install triton, of the version that torch asks for"),)
+    if found and version_tuple(found) < OLDEST:
+        return (Lacking(f"Triton {found} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
+    asked = (_c_compiler(), _headers(), _ptxas(sm or 0), _cache_folder())
+    return tuple(item for item in asked if item is not None)
+
+
+def _c_compiler() -> Lacking | None:
+    """Triton's own order: CC, then gcc and clang on PATH (``triton/runtime/build.py``)."""
+    named = os.environ.get("CC")
+    if named:
+        if shutil.which(named.split()[0]):
+            return None
+        return Lacking(f"CC={named} is no command", "name a C compiler in CC, or unset it")
+    if any(map(shutil.which, ("clang", "gcc"))):
+        return None
+    return Lacking("no C compiler for Triton's launcher", "apt-get install gcc, or name one in CC")
+
+
+def _headers() -> Lacking | None:
+    """Where Triton's build looks for them."""
+    scheme = sysconfig.get_default_scheme()
+    folder = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    if not folder or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH") or (Path(folder) / "Python.h").exists():
+        return None
+    return Lacking(f"no Python.h in {folder} for Triton's launcher", "apt-get install python3-dev")
+
+
+def _ptxas(sm: int) -> Lacking | None:
+    init = packages.origin("triton")
+    # Triton keeps one for Blackwell apart (3.5 on), with a variable of its own.
+    blackwell = sm >= 100 and "ptxas_blackwell" in packages.source(init, "knobs.py")
+    variable = "TRITON_PTXAS_BLACKWELL_PATH" if blackwell else "TRITON_PTXAS_PATH"
+    own = Path(init or ".").parent / "backends" / "nvidia" / "bin" / ("ptxas-blackwell" if blackwell else "ptxas")
+    path = next((tool for tool in (Path(os.environ.get(variable) or own), own) if release(tool)), None)
+    if path is None:
+        return Lacking("no ptxas for Triton", f"install a CUDA toolkit and name its ptxas in {variable}")
+    needed = _KNOWN_FROM.get(sm, (0, 0))
+    if release(path) >= needed:
+        return None
+    dotted = ".".join(map(str, needed))
+    return Lacking(
+        f"{path} is of CUDA {'.'.join(map(str, release(path)))} and does not know sm_{sm}",
+        f"name the ptxas of CUDA {dotted} or newer in {variable} (pip install nvidia-cuda-nvcc has one)",
+    )
+
+
+@cache
+def release(ptxas: Path) -> tuple[int, ...]:
+    """CUDA release of a ptxas; empty where it is none."""
+    try:
+        said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    match = re.search(r"release (\d+)\.(\d+)", said)
+    return tuple(map(int, match.groups())) if match else ()
+
+
+def _cache_folder() -> Lacking | None:
+    """``triton/knobs.py``: TRITON_CACHE_DIR, else .triton/cache in TRITON_HOME or the home."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return None
+    return Lacking(f"Triton's cache {folder} cannot be written", "name another folder in TRITON_CACHE_DIR")
