@@ -223,9 +223,9 @@ def overlapping(kernel: B12xKernel, tokens: int, count: int, name: tuple[str, st
     return found
 
 
-def measure(count: int, replays: int, most_seconds: float) -> list[Soaked]:
+def measure(kinds: list[str], count: int, replays: int, most_seconds: float) -> list[Soaked]:
     found: list[Soaked] = []
-    for shape, tokens, kind in CASES:
+    for shape, tokens, kind in (case for case in CASES if case[2] in kinds):
         kernel = kernel_for(shape)
         candidate = kernel._plan.candidates[tokens][0]
         assert candidate.kind.name == kind, (candidate.kind.name, kernel.summary())
@@ -271,12 +271,16 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100_000, help="of each kernel beside each kind of work")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for one kernel beside one kind of work")
     parser.add_argument("--replays", type=int, default=300, help="overlapping ones")
+    kinds = list(dict.fromkeys(kind for _, _, kind in CASES))
+    parser.add_argument("--kernel", action="append", choices=kinds, default=None, help="one kind alone, or several")
     arguments = parser.parse_args()
     require_gpu()
+    kinds = arguments.kernel or kinds
     versions = {name: importlib.metadata.version(name) for name in ("flashinfer-python", "nvidia-cutlass-dsl", "torch")}
     with sm12x_on_hopper():
-        rows = measure(arguments.calls, arguments.replays, arguments.seconds)
-    rows += without_the_barrier(min(arguments.calls, 30_000), arguments.seconds)
+        rows = measure(kinds, arguments.calls, arguments.replays, arguments.seconds)
+    if "micro" in kinds:
+        rows += without_the_barrier(min(arguments.calls, 30_000), arguments.seconds)
     result = {"gpu": torch.cuda.get_device_name(), "versions": versions, "rows": [asdict(row) for row in rows]}
     arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     arguments.out.with_suffix(".md").write_text(markdown(rows))

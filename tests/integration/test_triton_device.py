@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from tests import layers
+from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
+from trtllm_b12x import process, strict_reference
+from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton import ACTIVATIONS, Epilogue, Form, TritonKernel, source
 from trtllm_b12x.nvfp4 import pack_fp4
+from trtllm_b12x.strict_reference import Arithmetic
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU of capability 8.0 or newer"
@@ -226,3 +233,77 @@ def test_a_soak_of_random_counts(swiglu: Layer) -> None:
         key = drawn.choice(list(calls))
         wrong += (kernel.run(*calls[key]) != first[key]).sum()
     assert int(wrong) == 0
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unplanned(triton_alone: None) -> Iterator[None]:
+    process.forget()
+    yield
+    process.forget()
+
+
+def built(gated: bool = True, seed: int = 0) -> tuple[Any, dict[str, torch.Tensor]]:
+    tensors = random_experts(16, 512, 192, gated, seed)
+    with torch.device("cuda"):
+        module = layers.create(16, 512, 192, top_k=4, gated=gated)
+    module = layers.load(module, tensors)
+    assert type(module.backend.kernel) is TritonKernel, module.backend.verdict
+    return module, tensors
+
+
+def drawn(module: Any, tokens: int, tensors: dict[str, torch.Tensor], seed: int = 0) -> tuple[torch.Tensor, ...]:
+    x, logits = layers.inputs(module, tokens, tensors, seed)
+    return x.cuda(), *(given.cuda() for given in module.routing_method.apply(logits))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_layer_on_both_sides_of_the_crossover(unplanned: None, gated: bool) -> None:
+    module, tensors = built(gated)
+    for tokens in (1, 2, 8, 40, 63, 64):
+        x, logits = layers.inputs(module, tokens, tensors)
+        call = strict_reference.Call(x, *module.routing_method.apply(logits))
+        arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.NONE
+        ((expected,),) = strict_reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
+        assert distance(module(x.cuda(), logits.cuda()).cpu(), expected) < (BOUND if tokens < 64 else 0.05), tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 63])
+def test_a_refit_between_replays_needs_no_hook(unplanned: None, tokens: int) -> None:
+    """Everything is overwritten by name, input scales too, while a graph holds it."""
+    (module, tensors), (other, _) = built(), built(seed=7)
+    other.backend.fc31_input_scale.data.mul_(0.75)
+    other.backend.fc2_input_scale.data.mul_(0.6)
+    given = drawn(module, tokens, tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = layers.run_moe(module.backend, *given)
+    graph.replay()
+    first, wanted = result.clone(), layers.run_moe(other.backend, *given)
+    for name, parameter in module.backend.named_parameters():
+        parameter.data.copy_(dict(other.backend.named_parameters())[name].data)
+    graph.replay()
+    assert not torch.equal(result, first)
+    assert torch.equal(result, wanted)
+
+
+def test_a_wrong_kernel_leaves_the_layer_to_the_host(unplanned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test runs on the card: what has one column three times too large does not serve."""
+    run = TritonKernel.run
+
+    def wrong(self: TritonKernel, *given: Any, **named: Any) -> torch.Tensor:
+        result = run(self, *given, **named)
+        result[:, 0] *= 3
+        return result
+
+    monkeypatch.setattr(TritonKernel, "run", wrong)
+    tensors = random_experts(16, 512, 192)
+    with torch.device("cuda"):
+        module = layers.create(16, 512, 192, top_k=4)
+    module = layers.load(module, tensors)
+    assert module.backend.kernel is None
+    assert module.backend.verdict.reasons == (RejectReason.KERNEL_PLAN_FAILED,)
+    x, logits = layers.inputs(module, 8, tensors)
+    assert module(x.cuda(), logits.cuda()).isfinite().all()
