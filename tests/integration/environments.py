@@ -235,14 +235,14 @@ def ask(case: Case, directory: Path) -> dict[str, Any]:
     """One row of the table: what is installed, what ``doctor`` says, what a compile says."""
     environment = made(case, directory)
     report = environment.doctor("--compile")
-    if report["proof"]["error"].startswith("no result within"):
-        raise RuntimeError(report["proof"]["error"])  # a busy machine says nothing of the environment
+    if report["proofs"]["b12x"]["error"].startswith("no result within"):
+        raise RuntimeError(report["proofs"]["b12x"]["error"])  # a busy machine says nothing of the environment
     rejections = report["verdicts"][0]["rejections"]
     return {
         "installed": [f"{name} {version}" for name, version in case.wheels],
         "payload": report["environment"]["payload_cuda"],
-        "compiles": report["proof"]["compiled"],
-        "error": report["proof"]["error"],
+        "compiles": report["proofs"]["b12x"]["compiled"],
+        "error": report["proofs"]["b12x"]["error"],
         "active": not rejections,
         "reasons": [f"{r['reason']}: {r['detail']}".replace(str(environment.site), "...") for r in rejections],
         "command": " && ".join(rejections[0]["commands"]) if rejections else "",

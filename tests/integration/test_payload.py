@@ -46,7 +46,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     environment.add(*COMPLETE)
     report = environment.doctor("--compile")
     assert report["active"], report
-    assert report["proof"]["block_scaled_mma"] > 0
+    assert report["proofs"]["b12x"]["products"] > 0
     assert report["environment"]["expert_parallel"] is True
     return environment
 

@@ -228,7 +228,11 @@ def test_what_triton_lacks(monkeypatch: pytest.MonkeyPatch, every_family: None) 
 
 
 def test_b12x_that_does_not_compile_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
-    monkeypatch.setattr(prove, "prove", lambda target: prove.Proof(target, False, "ptxas fatal"))
+    monkeypatch.setattr(
+        prove,
+        "prove",
+        lambda target, family: prove.Proof(target, family == "triton", "" if family == "triton" else "ptxas fatal"),
+    )
     result = run(monkeypatch, GOOD, "--compile")
     assert result.exit_code == 0
     assert result.output.splitlines()[-1] == "triton WOULD serve decode here, inside TensorRT-LLM"

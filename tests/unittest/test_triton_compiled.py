@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import sass
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, prove
 from trtllm_b12x.kernels.triton.compiler import Compiled, compile_for
 from trtllm_b12x.kernels.triton.tiles import Card
 
@@ -67,3 +67,17 @@ def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, .
     assert names == list(only or ["route_kernel"] * (tokens * 8 > 64) + ["fc1_kernel", "fc2_kernel"]) or sorted(names) == sorted(
         only
     )
+
+
+def test_doctors_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a card that is not here, in a process of its own; with a ptxas that does not know it, its own words."""
+    proof = prove.prove("sm_121a", "triton")
+    assert proof.compiled, proof.error
+    assert proof.products > 0
+    ptxas = tmp_path / "ptxas"
+    words = "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'"
+    ptxas.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release 13.0, V13.0" && exit\necho "{words}" >&2\nexit 255\n')
+    ptxas.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", str(ptxas))
+    proof = prove.prove("sm_121a", "triton")
+    assert (proof.compiled, proof.error) == (False, words)

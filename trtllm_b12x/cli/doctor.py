@@ -25,7 +25,7 @@ _TARGETS = {"sm_120a": 120, "sm_121a": 121}
 
 @click.command(short_help="Which kernels serve decode here, and why not the others?")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen.")
-@click.option("--compile", "compile_", is_flag=True, help="Prove the CuTe DSL: compile FlashInfer's micro kernel (seconds).")
+@click.option("--compile", "compile_", is_flag=True, help="Prove it: compile a kernel of each family (seconds).")
 @click.option("--target", type=click.Choice(sorted(_TARGETS)), help="Judge for this card instead of the one that is here.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Judge this checkpoint's own MoE layers.")
 @click.pass_context
@@ -46,18 +46,19 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         # Another machine's card; its toolkit is unknown where this one has none.
         toolkit, sm = environment.toolkit_cuda if environment.toolkit_cuda != (0, 0) else None, _TARGETS[target]
         environment = dataclasses.replace(environment, sm=sm, toolkit_cuda=toolkit, triton_lacks=triton.lacking(sm))
-    proof = None
+    proofs = {}
     if compile_:
         from trtllm_b12x.kernels.prove import prove
 
-        proof = prove(target or ("sm_121a" if environment.sm == 121 else "sm_120a"))
-        environment = dataclasses.replace(environment, compile_proved=proof.compiled)
+        card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
+        proofs = {name: prove(card, name) for name in settings.KERNELS.listed()}
+        environment = dataclasses.replace(environment, compile_proved=proofs["b12x"].compiled if "b12x" in proofs else None)
     problems = _USUAL if checkpoint is None else _problems(ctx, checkpoint)
     order = {family.name: family for family in families.FAMILIES}
     rows = [(name, order[name].features(environment)) for name in settings.KERNELS.listed()]
     verdicts = [(_name(problem), resolve(problem, None, environment, rows)) for problem in problems]
-    failed = "b12x" if proof is not None and not proof.compiled else ""
-    serving = [next((name for name in verdict.families if name != failed), "") for _, verdict in verdicts]
+    failed = {name for name, proof in proofs.items() if not proof.compiled}
+    serving = [next((name for name in verdict.families if name not in failed), "") for _, verdict in verdicts]
     active = any(serving)
     driver = driver_cuda()
     told = facts.rows(environment, target, driver)
@@ -68,12 +69,12 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
             "facts": told,
             "environment": dataclasses.asdict(environment),
             "driver_cuda": driver,
-            "proof": None if proof is None else dataclasses.asdict(proof),
+            "proofs": {name: dataclasses.asdict(proof) for name, proof in proofs.items()},
             "verdicts": [_verdict_json(name, verdict) for name, verdict in verdicts],
         }
         click.echo(json.dumps(report, indent=2, default=_plain))
     else:
-        _screen(environment, told, target, proof, verdicts, serving)
+        _screen(environment, told, target, proofs, verdicts, serving)
     ctx.exit(0 if active else 1)
 
 
@@ -149,13 +150,13 @@ def _screen(
     e: Environment,
     told: list[tuple[str, str]],
     target: str | None,
-    proof: Any,
+    proofs: dict[str, Any],
     verdicts: list[tuple[str, Resolution]],
     serving: list[str],
 ) -> None:
     """At most 80 columns, no color: it is pasted into issues and found in logs."""
-    if proof is not None:
-        words = f"micro kernel for {proof.target}: " + (f"compiled in {proof.seconds} s" if proof.compiled else proof.error)
+    for family, proof in proofs.items():
+        words = f"{family} for {proof.target}: " + (f"compiled in {proof.seconds} s" if proof.compiled else proof.error)
         told = [*told, ("compile", words)]
     for name, value in told:
         click.echo(textwrap.fill(value, 80, initial_indent=f"{name:<14}", subsequent_indent=" " * 14))

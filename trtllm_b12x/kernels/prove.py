@@ -1,6 +1,6 @@
-"""Compile FlashInfer's real micro kernel for a card that need not be here, and look at what came out.
+"""Compile a family's real kernels for a card that need not be here, and look at what came out.
 
-``python -m trtllm_b12x.kernels.prove sm_120a`` prints one JSON line.  It is a process of its own because the CuTe DSL may
+``python -m trtllm_b12x.kernels.prove sm_120a b12x`` prints one JSON line.  It is a process of its own because the CuTe DSL may
 kill it, and because FlashInfer has to be answered for a GPU that is not there.
 """
 
@@ -19,6 +19,8 @@ from typing import Any
 
 from trtllm_b12x.environment import child
 
+from . import Geometry
+
 TARGETS = {"sm_120a": 188, "sm_121a": 48}
 """Target to the SM count of its largest card (RTX PRO 6000, GB10)."""
 TIMEOUT_S = 300
@@ -32,19 +34,19 @@ class Proof:
     compiled: bool
     error: str = ""
     """First telling line: the assembler's words, or the exception's."""
-    block_scaled_mma: int = 0
-    """``kind::mxf4nvf4`` instructions in the PTX."""
+    products: int = 0
+    """Tensor core instructions in the PTX: b12x's are ``kind::mxf4nvf4``."""
     seconds: float = 0.0
 
 
-def prove(target: str) -> Proof:
+def prove(target: str, family: str = "b12x") -> Proof:
     """Run :func:`main` in a subprocess; a crash or a hang is an answer too.  Nothing of the working directory is imported."""
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from trtllm_b12x.kernels.prove import main; main()"
     environment = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
     try:
         result = subprocess.run(
-            [sys.executable, "-c", code, target],
+            [sys.executable, "-c", code, target, family],
             capture_output=True,
             text=True,
             errors="replace",
@@ -62,7 +64,8 @@ def prove(target: str) -> Proof:
     return Proof(target, False, words[-1] if words else f"the process died with status {result.returncode}")
 
 
-def _compile(target: str, directory: Path) -> Proof:
+def _compile_b12x(target: str, directory: Path) -> Proof:
+    """FlashInfer's micro kernel."""
     os.environ.update(
         CUTE_DSL_ARCH=target,
         CUTE_DSL_KEEP_PTX="1",
@@ -109,16 +112,37 @@ def _micro_kernel(target: str) -> Any:
     return moe_dispatch._get_micro_kernel(16, 16, m=2, k=512, n=256, num_topk=4, max_rows=8)
 
 
+def _compile_triton(target: str, directory: Path) -> Proof:
+    """What a layer's call of two tokens launches, and one of 63."""
+    os.environ["TRITON_CACHE_DIR"] = str(directory)
+    started = time.monotonic()
+    try:
+        from .triton import Card
+        from .triton.compiler import compile_for
+
+        card = Card(TARGETS[target], 100 << 10, int(target[3:6]))
+        made = [kernel for tokens in (2, 63) for kernel in compile_for(card, Geometry(16, 4, 512, 256, "Swiglu"), tokens)]
+        found = sum(kernel.ptx.count("mma.sync") for kernel in made)
+        error = "" if found else "the PTX holds no mma.sync instruction"
+    except Exception as exception:
+        found, error = 0, _telling_line(f"{type(exception).__name__}: {exception}")
+    return Proof(target, not error, error, found, round(time.monotonic() - started, 1))
+
+
+_COMPILE = {"b12x": _compile_b12x, "triton": _compile_triton}
+"""By family."""
+
+
 def _telling_line(text: str) -> str:
     """The assembler's first complaint if there is one, else the exception's first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if "ptxas" in line]
+    telling = [line for line in lines if re.search("ptxas.*(fatal|error)", line)]
     return (telling or lines)[0][:300]
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        print(json.dumps(asdict(_compile(sys.argv[1], Path(directory)))))
+        print(json.dumps(asdict(_COMPILE[sys.argv[2]](sys.argv[1], Path(directory)))))
 
 
 if __name__ == "__main__":

@@ -268,6 +268,7 @@ class TritonKernel(Kernel):
         for name, constants, tile in kernels:
             constants = {**common, **constants}
             options = {"num_warps": tile.num_warps if tile else 4, "num_stages": tile.num_stages if tile else 1}
+            options["enable_fp_fusion"] = True  # the default until Triton 3.10
             if self._device.type == "cuda":
                 options["launch_pdl"] = self.overlap
             key = (name, *sorted(constants.items()), *sorted(options.items()))
