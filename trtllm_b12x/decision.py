@@ -534,15 +534,17 @@ _RULES: dict[RejectReason, _Rule] = {
 }
 
 
-_PACKAGES = {
-    RejectReason.DSL_MISSING,
-    RejectReason.DSL_PAYLOAD,
-    RejectReason.FLASHINFER_MISSING,
-    RejectReason.FLASHINFER_TOO_OLD,
-    RejectReason.FLASHINFER_BROKEN,
-    RejectReason.REQUIREMENT,
-}
-"""Reasons that pip mends."""
+FLASHINFERS = frozenset(
+    {
+        RejectReason.DSL_MISSING,
+        RejectReason.DSL_PAYLOAD,
+        RejectReason.FLASHINFER_MISSING,
+        RejectReason.FLASHINFER_TOO_OLD,
+        RejectReason.FLASHINFER_BROKEN,
+        RejectReason.REQUIREMENT,
+    }
+)
+"""Of what FlashInfer's kernels are made of: reasons that pip mends."""
 _NEWER_FLASHINFER = {RejectReason.EXPERT_PARALLEL, RejectReason.DETERMINISTIC}
 """Reasons that a newer FlashInfer mends, where FlashInfer is what serves."""
 
@@ -599,8 +601,8 @@ def decide(
         findings[RejectReason.KERNEL_PLAN_FAILED] = plan_error
     newer = RejectReason.FLASHINFER_TOO_OLD in features.bound_by and environment.flashinfer is not None
     newer = newer and not _NEWER_FLASHINFER.isdisjoint(findings)
-    repair = _repair(environment, newer) if newer or not _PACKAGES.isdisjoint(findings) else ((), ())
-    mended = _PACKAGES | _NEWER_FLASHINFER if newer else _PACKAGES
+    repair = _repair(environment, newer) if newer or not FLASHINFERS.isdisjoint(findings) else ((), ())
+    mended = FLASHINFERS | _NEWER_FLASHINFER if newer else FLASHINFERS
     triton = "; ".join(item.remedy for item in environment.triton_lacks or ())
     return Verdict(
         tuple(

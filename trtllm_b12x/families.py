@@ -8,21 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .decision import OLDEST_FLASHINFER, Environment, KernelFeatures, RejectReason
+from .decision import FLASHINFERS, OLDEST_FLASHINFER, Environment, KernelFeatures, RejectReason
 
 STATIC_ROUTED_ROWS = 1024
 """Up to so many (token, expert) pairs FlashInfer takes its static kernel or a smaller one, beyond it the dynamic kernel, whose
 warps may miss a claim (docs/flashinfer-dynamic-claim.md): until that is mended b12x ends there."""
-_FLASHINFERS = {
-    RejectReason.TOOLKIT,
-    RejectReason.DSL_MISSING,
-    RejectReason.DSL_PAYLOAD,
-    RejectReason.FLASHINFER_MISSING,
-    RejectReason.FLASHINFER_TOO_OLD,
-    RejectReason.FLASHINFER_BROKEN,
-    RejectReason.REQUIREMENT,
-}
-"""Rules about what makes FlashInfer's kernels."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ def triton(e: Environment) -> KernelFeatures:
         dtypes=frozenset({"bfloat16", "float16"}),
         oldest_sm=80,
         newest_sm=129,
-        bound_by=frozenset(RejectReason) - _FLASHINFERS,
+        bound_by=frozenset(RejectReason) - FLASHINFERS - {RejectReason.TOOLKIT},
     )
 
 
