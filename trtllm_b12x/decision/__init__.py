@@ -1,0 +1,86 @@
+"""Which kernels will serve this layer?  A pure function from facts to verdicts; it imports nothing of ours.
+
+Facts become known in steps (selection sees the quantization, construction the shapes, weight creation the layer's final
+quantization), and the same function is asked each time.  :func:`decide` returns every reason that speaks against one family
+of kernels, not only the first; :func:`resolve` asks about several.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from .answers import UNKNOWN, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
+from .facts import Deployment, Environment, Lacking, PayloadFault, Problem
+from .remedies import FLASHINFERS, NEWER_FLASHINFER, repair
+from .rules import EXPERT_PARALLEL_FLASHINFER, OLDEST_FLASHINFER, RULES, refused_by_hosts, version_tuple
+
+__all__ = [
+    "EXPERT_PARALLEL_FLASHINFER",
+    "FLASHINFERS",
+    "OLDEST_FLASHINFER",
+    "UNKNOWN",
+    "Deployment",
+    "Environment",
+    "KernelFeatures",
+    "Lacking",
+    "PayloadFault",
+    "Problem",
+    "RejectReason",
+    "Rejection",
+    "Resolution",
+    "Verdict",
+    "decide",
+    "refused_by_hosts",
+    "resolve",
+    "version_tuple",
+]
+
+
+@functools.lru_cache(maxsize=256)
+def decide(
+    problem: Problem,
+    deployment: Deployment | None = None,
+    environment: Environment | None = None,
+    features: KernelFeatures = UNKNOWN,
+    plan_error: str | None = None,
+) -> Verdict:
+    """Apply every rule that binds the family; a rule without its facts abstains.  A model's layers mostly ask the same: kept.
+
+    Args:
+        plan_error: first line of what planning its kernels raised.
+    """
+    environment = environment or Environment()
+    facts = (problem, deployment or Deployment(), environment, features)
+    findings = {
+        reason: finding for reason, rule in RULES.items() if reason in features.bound_by and (finding := rule(*facts)) is not None
+    }
+    if plan_error is not None:
+        findings[RejectReason.KERNEL_PLAN_FAILED] = plan_error
+    newer = RejectReason.FLASHINFER_TOO_OLD in features.bound_by and environment.flashinfer is not None
+    newer = newer and not NEWER_FLASHINFER.isdisjoint(findings)
+    mend = repair(environment, newer) if newer or not FLASHINFERS.isdisjoint(findings) else ((), ())
+    mended = FLASHINFERS | NEWER_FLASHINFER if newer else FLASHINFERS
+    triton = "; ".join(item.remedy for item in environment.triton_lacks or ())
+    return Verdict(
+        tuple(
+            Rejection(r, text, *(mend if r in mended else ((), ())), advice=triton if r is RejectReason.TRITON else "")
+            for r, text in findings.items()
+        )
+    )
+
+
+def resolve(
+    problem: Problem,
+    deployment: Deployment | None,
+    environment: Environment | None,
+    families: Iterable[tuple[str, KernelFeatures]],
+    plan_errors: Mapping[str, str] = MappingProxyType({}),
+) -> Resolution:
+    """:func:`decide` for each family, in their order."""
+    facts = (problem, deployment, environment)
+    found = tuple((name, decide(*facts, features, plan_errors.get(name))) for name, features in families)
+    if found:
+        return Resolution(found)
+    return Resolution.left_to_the_host(RejectReason.KERNELS, "no kernels that are considered run on this device")

@@ -1,0 +1,83 @@
+"""Commands that mend what packages cause."""
+
+from __future__ import annotations
+
+from .answers import UNKNOWN, RejectReason
+from .facts import Deployment, Environment, PayloadFault, Problem
+from .rules import COMPLETE_DSL, COMPLETE_FLASHINFER, OLDEST_DSL, RULES, version_tuple
+
+FLASHINFERS = frozenset(
+    {
+        RejectReason.DSL_MISSING,
+        RejectReason.DSL_PAYLOAD,
+        RejectReason.FLASHINFER_MISSING,
+        RejectReason.FLASHINFER_TOO_OLD,
+        RejectReason.FLASHINFER_BROKEN,
+        RejectReason.REQUIREMENT,
+    }
+)
+"""Of what FlashInfer's kernels are made of: reasons that pip mends."""
+NEWER_FLASHINFER = {RejectReason.EXPERT_PARALLEL, RejectReason.DETERMINISTIC}
+"""Reasons that a newer FlashInfer mends, where FlashInfer is what serves."""
+
+_NOT_PIPS = (PayloadFault.DRIVER, PayloadFault.NO_ANSWER, PayloadFault.FOREIGN)
+
+
+def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Commands that mend all that packages cause, and ``name version`` of what they move.  What is good enough stays."""
+
+    def wrong(reason: RejectReason) -> str | None:
+        return RULES[reason](Problem(), Deployment(), e, UNKNOWN)
+
+    moves, install, reinstall = [], [], []
+    pinned = "" if e.host in (None, "none") else " (TensorRT-LLM pins and uses it)"
+    unmet = {_name(requirement) for requirement in e.unmet}
+
+    flashinfer_moves = newer_flashinfer or e.flashinfer == "none" or wrong(RejectReason.FLASHINFER_TOO_OLD) is not None
+    if flashinfer_moves:
+        install.append(COMPLETE_FLASHINFER)
+        moves += [f"flashinfer-python {e.flashinfer}{pinned}"] if e.flashinfer != "none" else []
+    elif wrong(RejectReason.FLASHINFER_BROKEN) and not e.mismatched and not e.missing:
+        reinstall.append(f"flashinfer-python=={e.flashinfer}")
+
+    too_old = version_tuple(e.dsl or "") < OLDEST_DSL
+    mixed = any(name.startswith("nvidia-cutlass-dsl-") for name in unmet)
+    fault = e.payload_fault
+    if e.dsl == "none" or "nvidia-cutlass-dsl" in unmet or mixed or (flashinfer_moves and e.dsl is not None and too_old):
+        version = COMPLETE_DSL if e.dsl == "none" or too_old or "nvidia-cutlass-dsl" in unmet else e.dsl
+        install.append(f"nvidia-cutlass-dsl[cu13]=={version}")
+        moves += [f"nvidia-cutlass-dsl {e.dsl}{pinned}"] if e.dsl not in ("none", version) else []
+    elif fault is PayloadFault.CU13_MISSING:
+        install.append(f"nvidia-cutlass-dsl-libs-cu13=={e.dsl}")
+    elif wrong(RejectReason.DSL_PAYLOAD) and not e.missing and not e.dsl_in_the_way and fault not in _NOT_PIPS:
+        # Before DSL 4.6 wheels share paths: cu13 last, and alone where it was only written over.
+        wheels = e.dsl_wheels or ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13")
+        shadowed = fault is PayloadFault.SHADOWED
+        reinstall += [f"{name}=={e.dsl}" for name in wheels if name.endswith("-cu13") or not shadowed]
+    others = [] if flashinfer_moves else [text for text in e.unmet if not text.startswith("nvidia-cutlass-dsl")]
+    install += [text.split()[0] for text in others]
+    moves += [f"{_name(text)} {text.split()[1].strip('(')}{pinned}" for text in others]
+    install += e.missing
+
+    commands = []
+    # FlashInfer 0.7.2 and newer ignore kernel wheels of another version.
+    remove = [*e.dsl_in_the_way, *(wheel.split()[0] for wheel in e.mismatched if not flashinfer_moves)]
+    if remove:
+        commands.append(f"pip uninstall -y {' '.join(remove)}")
+    for name in (name for name in e.unrecorded if name not in {_name(r) for r in reinstall}):
+        if any(_name(r) == name for r in install):  # pip cannot replace it as it is
+            reinstall.append(f"{name}=={e.flashinfer if name == 'flashinfer-python' else e.dsl}")
+    if reinstall:
+        how = "--ignore-installed" if e.unrecorded else "--force-reinstall"
+        commands.append(f"pip install {how} --no-deps {' '.join(reinstall)}")
+    if install:
+        commands.append("pip install " + " ".join(f'"{requirement}"' for requirement in install))
+    return tuple(commands), tuple(moves)
+
+
+def _name(requirement: str) -> str:
+    """The distribution of a requirement, a ``name==version`` or a ``name version``."""
+    for end, character in enumerate(requirement):
+        if not (character.isalnum() or character in "-_."):
+            return requirement[:end]
+    return requirement

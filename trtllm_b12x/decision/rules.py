@@ -1,0 +1,265 @@
+"""What speaks against a family: one function for each reason, which abstains without its facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from packaging.version import InvalidVersion, Version
+
+from .answers import SERVED_SM, KernelFeatures, RejectReason
+from .facts import Deployment, Environment, PayloadFault, Problem
+
+_Rule = Callable[[Problem, Deployment, Environment, KernelFeatures], str | None]
+"""Says what is wrong, or None."""
+
+OLDEST_FLASHINFER = (0, 6, 18)
+"""The oldest release that is served; the newest TensorRT-LLM pins it.  0.6.17's static kernel drops half of a tile's rows and
+takes its stream as an argument; 0.6.9 to 0.6.16 have neither exact scales nor a cooperative launch."""
+EXPERT_PARALLEL_FLASHINFER = (0, 7, 2)
+"""The oldest whose kernels skip negative ids and are compiled for every token count."""
+COMPLETE_FLASHINFER = "flashinfer-python>=0.7.2,<0.8"
+OLDEST_DSL = (4, 6, 2)
+"""What flashinfer-python from 0.6.18 on requires (its metadata)."""
+COMPLETE_DSL = "4.8.1"
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """The release of a version: ``0.7.2.post1`` and ``0.7.2+cu130`` to (0, 7, 2); without its last number before that release.
+
+    Nothing of what is no version.
+    """
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return ()
+    return found.release[:-1] if found.pre else found.release
+
+
+def _disabled(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "TRTLLM_B12X=0" if e.enabled is False else None
+
+
+def _host(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if e.host != "unsupported":
+        return None
+    return e.host_detail or "this version of trtllm-b12x has no adapter for the installed TensorRT-LLM"
+
+
+def _sm(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if e.sm is None or e.sm in SERVED_SM:
+        return None
+    return f"the GPU is SM{e.sm}" if e.sm else "no GPU is visible"
+
+
+def _toolkit(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    """FlashInfer's own check: nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py)."""
+    if e.toolkit_cuda is None or e.toolkit_cuda >= (13, 0):
+        return None
+    if e.toolkit_cuda == (0, 0):
+        return "FlashInfer finds no CUDA toolkit: no nvcc, and torch is built without CUDA"
+    return f"FlashInfer finds CUDA {e.toolkit_cuda[0]}.{e.toolkit_cuda[1]}, b12x needs 13"
+
+
+def _dsl_missing(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "nvidia-cutlass-dsl is not installed" if e.dsl == "none" else None
+
+
+def _dsl_payload(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    """Environments where the CUDA 12 payload loads compile invalid PTX and die at model start (TensorRT-LLM issue 15853)."""
+    if e.payload_cuda is None or e.payload_cuda >= (13, 0) or e.dsl == "none":
+        return None
+    if e.force and e.compile_proved:
+        return None
+    found = f"the CuTe DSL {e.dsl} loads its CUDA {e.payload_cuda[0]}.{e.payload_cuda[1]} payload" if e.payload_cuda[0] else ""
+    fault = e.payload_fault or PayloadFault.UNKNOWN
+    detail = "; ".join(part for part in (found, fault.value, e.payload_detail) if part)
+    if fault is PayloadFault.DRIVER:
+        return detail + "; update the driver to one of CUDA 13 (580 or newer)"
+    return detail
+
+
+def _flashinfer_missing(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "flashinfer-python is not installed" if e.flashinfer == "none" else None
+
+
+def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if e.flashinfer in (None, "none"):
+        return None
+    if version_tuple(e.flashinfer or "") < OLDEST_FLASHINFER:
+        return f"flashinfer-python {e.flashinfer} is older than {'.'.join(map(str, OLDEST_FLASHINFER))}"
+    return None
+
+
+def _flashinfer_broken(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if e.mismatched:
+        return f"import of flashinfer-python {e.flashinfer} raises: {', '.join(e.mismatched)} is of another version"
+    if not e.flashinfer_fault and e.exact_scales is False and version_tuple(e.flashinfer or "") >= OLDEST_FLASHINFER:
+        return f"flashinfer-python {e.flashinfer} has no B12xMoEWrapper that takes input_global_scale"
+    return e.flashinfer_fault or None
+
+
+def _requirement(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return f"not met: {', '.join(e.unmet)}" if e.unmet else None
+
+
+def _triton(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "; ".join(item.what for item in e.triton_lacks or ()) or None
+
+
+def _quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if p.quant_algo is None or p.quant_algo in f.quantizations:
+        return None
+    if p.quant_algo == "W4A16_NVFP4":
+        what = "the experts are W4A16_NVFP4: NVFP4 weights for bf16 activations"
+        if f.arithmetic == "UNQUANTIZED":
+            return f"{what}, whose block scales the host keeps in another layout"
+        return f"{what}, the kernels quantize activations to FP4"
+    what = "not quantized" if p.quant_algo == "none" else p.quant_algo
+    return f"the experts are {what}, not {' or '.join(sorted(f.quantizations))}"
+
+
+def _group_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    # 128 is the default of the host's QuantConfig, that is, unset: NVFP4 methods do not read it, or (2026) refuse what they read.
+    if p.quant_algo != "NVFP4" or p.group_size in (None, 16, 128):
+        return None
+    return f"NVFP4 with group size {p.group_size}"
+
+
+def _pre_quant_scale(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "the experts carry AWQ pre-quantization scales" if p.pre_quant_scale else None
+
+
+def _dynamic_quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "the host rewrites alphas and input scales at every call" if p.dynamic_quantization else None
+
+
+def _activation_dtype(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if p.activation_dtype is None or p.activation_dtype in f.dtypes:
+        return None
+    return f"activations are {p.activation_dtype}, the kernels compute in {' or '.join(sorted(f.dtypes))}"
+
+
+def _activation(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if p.activation is None or not f.activations or p.activation in f.activations:
+        return None
+    return f"activation {p.activation}, the kernel has {', '.join(sorted(f.activations))}"
+
+
+def _activation_constants(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "SwiGLU with alpha, beta or limit" if p.activation_constants else None
+
+
+def _hidden_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if p.hidden_size is None or p.hidden_size % f.hidden_size_multiple == 0:
+        return None
+    return f"hidden size {p.hidden_size} is no multiple of {f.hidden_size_multiple}"
+
+
+def _intermediate_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    # A block scale covers 16 columns of w2; a rank that starts inside a block has no scale of its own.
+    if p.intermediate_size is None or p.intermediate_size % 16 == 0:
+        return None
+    return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 16"
+
+
+def _bias(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "the experts have a bias" if p.bias else None
+
+
+def _router_weight_on_input(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "the router weight is applied to the input" if p.apply_router_weight_on_input else None
+
+
+def _expert_parallel(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if d.ep_size in (None, 1) or f.negative_ids is not False:
+        return None
+    return f"expert parallelism over {d.ep_size} ranks, and kernel {f.name} does not skip negative ids"
+
+
+def _attention_dp(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if not d.attention_dp or e.gather_bf16:
+        return None
+    return "attention-DP ranks gather tokens that the host has quantized, the kernels take bf16"
+
+
+def _alltoall(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "ids from an all-to-all hold padding, and tokens come quantized" if d.alltoall else None
+
+
+def _load_balancer(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if d.load_balancer in (None, "none"):
+        return None
+    return f"a {d.load_balancer} load balancer moves experts between slots"
+
+
+def _cuda_graphs(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if not d.cuda_graphs or f.graph_safe is not False:
+        return None
+    return f"kernel {f.name} cannot be captured in a CUDA graph"
+
+
+def _lora(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return "LoRA on the experts" if d.lora else None
+
+
+def _deterministic(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if not e.only_deterministic or f.deterministic is not False:
+        return None
+    return f"no kernel of flashinfer-python {e.flashinfer} that serves every call adds up in a fixed order"
+
+
+RULES: dict[RejectReason, _Rule] = {
+    RejectReason.DISABLED: _disabled,
+    RejectReason.HOST: _host,
+    RejectReason.SM: _sm,
+    RejectReason.TOOLKIT: _toolkit,
+    RejectReason.DSL_MISSING: _dsl_missing,
+    RejectReason.DSL_PAYLOAD: _dsl_payload,
+    RejectReason.FLASHINFER_MISSING: _flashinfer_missing,
+    RejectReason.FLASHINFER_TOO_OLD: _flashinfer_too_old,
+    RejectReason.FLASHINFER_BROKEN: _flashinfer_broken,
+    RejectReason.REQUIREMENT: _requirement,
+    RejectReason.TRITON: _triton,
+    RejectReason.QUANTIZATION: _quantization,
+    RejectReason.GROUP_SIZE: _group_size,
+    RejectReason.PRE_QUANT_SCALE: _pre_quant_scale,
+    RejectReason.DYNAMIC_QUANTIZATION: _dynamic_quantization,
+    RejectReason.ACTIVATION_DTYPE: _activation_dtype,
+    RejectReason.ACTIVATION: _activation,
+    RejectReason.ACTIVATION_CONSTANTS: _activation_constants,
+    RejectReason.HIDDEN_SIZE: _hidden_size,
+    RejectReason.INTERMEDIATE_SIZE: _intermediate_size,
+    RejectReason.BIAS: _bias,
+    RejectReason.ROUTER_WEIGHT_ON_INPUT: _router_weight_on_input,
+    RejectReason.EXPERT_PARALLEL: _expert_parallel,
+    RejectReason.ATTENTION_DP: _attention_dp,
+    RejectReason.ALLTOALL: _alltoall,
+    RejectReason.LOAD_BALANCER: _load_balancer,
+    RejectReason.LORA: _lora,
+    RejectReason.DETERMINISTIC: _deterministic,
+    RejectReason.CUDA_GRAPHS: _cuda_graphs,
+}
+
+
+def _fc1_rows(p: Problem) -> str | None:
+    """impl_contract.py, nvfp4_fc1_row_alignment_rejection: such hosts pad [up; gate] to 128 rows as one, and split it at half."""
+    if p.quant_algo != "NVFP4" or p.activation != "Swiglu" or p.intermediate_size is None or p.intermediate_size % 64 == 0:
+        return None
+    return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size"
+
+
+def _block_width(p: Problem) -> str | None:
+    """quantization.py, create_weights raises NotImplementedError; hosts before never read it."""
+    if p.quant_algo != "NVFP4" or p.group_size in (None, 16):
+        return None
+    return f"NVFP4 with group size {p.group_size}; {RejectReason.GROUP_SIZE.value}"
+
+
+_HOSTS_REFUSE = {"TensorRT-LLM from August 2026 on": (_fc1_rows, _block_width)}
+"""What hosts do not build at all, before any rule of ours is asked."""
+
+
+def refused_by_hosts(problem: Problem) -> list[str]:
+    """For tools that do not run inside the host that will load the model: which hosts refuse this layer, and why."""
+    found = ((who, rule(problem)) for who, rules in _HOSTS_REFUSE.items() for rule in rules)
+    return [f"{who} refuses it: {wrong}" for who, wrong in found if wrong is not None]
