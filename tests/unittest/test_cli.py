@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -413,7 +414,8 @@ def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
     layers = [random_experts(2, 128, 16)] * 150  # the signal must find it at work, however busy the machine
     write_checkpoint(tmp_path / "model", layers, top_k=1)
     command = [sys.executable, "-m", "trtllm_b12x", "verify", str(tmp_path / "model"), "--json", str(tmp_path / "r.json")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    listening = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # jobs of a shell may ignore it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listening) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:

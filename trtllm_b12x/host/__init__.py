@@ -13,7 +13,6 @@ from functools import cache
 from types import SimpleNamespace
 
 from trtllm_b12x import locks
-from trtllm_b12x.bootstrap import first_line
 
 _embedded = False
 _failure = ""
@@ -52,6 +51,8 @@ def load() -> SimpleNamespace:
         except UnsupportedHostError as error:
             failure = error
         except Exception as error:  # a name that no function of the contract stands for
+            from trtllm_b12x.bootstrap import first_line  # the embedded host must do without it
+
             failure = UnsupportedHostError(f"TensorRT-LLM cannot be adapted: {first_line(error)}")
         _failure = str(failure)
         raise failure
