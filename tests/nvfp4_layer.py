@@ -39,10 +39,16 @@ class Layer:
     """``(E,)`` float32."""
     epilogue: Epilogue
 
-    def kernel_weights(self) -> KernelWeights:
-        fc1, fc2 = INPUT_SCALE
-        fc31_input_scale = torch.full_like(self.scale_1[0], 1 / fc1)  # one for all experts
-        fc2_input_scale = torch.full_like(self.scale_1, 1 / fc2)  # one of each
+    def kernel_weights(self, one_for_all: bool = True) -> KernelWeights:
+        """
+        Args:
+            one_for_all: experts have one input scale of FC1 in common; of FC2 each has its own.
+        """
+        own = torch.arange(1, len(self.scale_1) + 1, device=self.scale_1.device)
+        fc1, fc2 = torch.full_like(self.scale_1, INPUT_SCALE[0]), INPUT_SCALE[1] * own
+        if not one_for_all:
+            fc1 *= own
+        fc31_input_scale, fc2_input_scale = (fc1[0] if one_for_all else fc1).reciprocal(), fc2.reciprocal()
         divisors = torch.empty_like(self.scale_1), torch.empty_like(self.scale_1)
         inputs = InputScales(fc31_input_scale, fc2_input_scale, self.up_to_gate, *divisors)
         inputs.derive()

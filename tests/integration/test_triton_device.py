@@ -136,7 +136,7 @@ def decoded(  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_instructions_and_arithmetic_are_the_same_bits(dtype: torch.dtype) -> None:
+def test_instructions_and_arithmetic_are_the_same_numbers(dtype: torch.dtype) -> None:
     """What the interpreter runs, compiled, against the inline PTX: weights, since no layer multiplies by the former on a GPU.
 
     Nor should it: Triton 3.6 makes wrong sums of them in products of 8 and 16 routes, and right ones of 32.

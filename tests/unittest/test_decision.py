@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import (
+    FLASHINFERS,
     Deployment,
     Environment,
     KernelFeatures,
@@ -108,17 +109,7 @@ def test_every_reason_has_a_case() -> None:
 
 def test_a_family_is_bound_by_its_own_rules_alone() -> None:
     """W4A16 in another compiler: any card from SM80 on, other activations, dtypes and sizes, and nothing of FlashInfer's."""
-    own = {
-        RejectReason.TOOLKIT,
-        RejectReason.DSL_MISSING,
-        RejectReason.DSL_PAYLOAD,
-        RejectReason.FLASHINFER_MISSING,
-        RejectReason.FLASHINFER_TOO_OLD,
-        RejectReason.FLASHINFER_BROKEN,
-        RejectReason.REQUIREMENT,
-        RejectReason.BIAS,
-        RejectReason.ACTIVATION_CONSTANTS,
-    }
+    own = FLASHINFERS | {RejectReason.TOOLKIT, RejectReason.BIAS, RejectReason.ACTIVATION_CONSTANTS}
     other = KernelFeatures(
         "other",
         frozenset({"Swiglu", "Geglu"}),

@@ -101,8 +101,8 @@ def large(monkeypatch: pytest.MonkeyPatch) -> ReferenceKernel:
         tensors[weight.data_ptr()], scales[weight.data_ptr()] = weight, block_scales
         return real(weight.data_ptr(), expert)
 
-    dequantized = reference._dequantized
-    monkeypatch.setattr(reference, "_dequantized", remembered)
+    dequantized = reference.dequantized
+    monkeypatch.setattr(reference, "dequantized", remembered)
     module = layers.load(layers.create(16, 128, 128, top_k=4), random_experts(16, 128, 128))
     kernel: ReferenceKernel = module.backend.kernel
     kernel.weights.w2_alpha[::3] *= 1e-3

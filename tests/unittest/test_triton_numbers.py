@@ -63,6 +63,14 @@ for _activation in ACTIVATIONS:
     case(_activation, _activation)(on_activation)
 
 
+@case("an input scale of each expert")
+def _() -> dict[str, Any]:
+    layer = random_layer(Geometry(3, 2, 128, 128, "Relu2"))
+    kernel, call = bound(layer, Form()), random_call(layer.geometry, 2)
+    kernel.bind(layer.kernel_weights(one_for_all=False), 0, layer.epilogue)
+    return {"error": distance(kernel.run(*call), layer.expected(*call))}
+
+
 @case("off every tile, expert parallel, sorted")
 def _() -> dict[str, Any]:
     """H and I multiples of 16 alone; int64 ids of which most are not this rank's, bfloat16 scales, a token without a route."""

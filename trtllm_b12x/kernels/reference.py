@@ -105,10 +105,10 @@ class ReferenceKernel(Kernel):
         """What one local expert adds to the tokens that are routed to it, whose ``x`` and ``scales`` these are."""
         w, size = self.weights, self.geometry.intermediate_size
         x_codes = self._quantized(x, w.input_global_scale[expert])
-        fc1 = (x_codes @ _dequantized(w.w1_weight, w.w1_weight_sf, expert).T) * w.folded_w1_alpha[expert]
+        fc1 = (x_codes @ dequantized(w.w1_weight, w.w1_weight_sf, expert).T) * w.folded_w1_alpha[expert]
         inner = activate(self.geometry.activation, *fc1.split(size, dim=1)).to(torch.bfloat16)
         inner_codes = self._quantized(inner, w.fc2_input_scale[expert])
-        w2 = _dequantized(w.w2_weight, w.w2_weight_sf, expert)
+        w2 = dequantized(w.w2_weight, w.w2_weight_sf, expert)
         factor = (scales * w.w2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
         for first in range(0, size, _PARTIAL_COLUMNS):
             columns = slice(first, first + _PARTIAL_COLUMNS)
@@ -143,9 +143,9 @@ class UnquantizedReferenceKernel(ReferenceKernel):
         # The divisors are fresh, and FC2's holds the ratio of up to gate.
         scale_1 = w.folded_w1_alpha[expert] / w.input_global_scale[expert]
         scale_2 = w.w2_alpha[expert] / w.fc2_input_scale[expert] / ratio
-        up, *gate = (x.float() @ _dequantized(w.w1_weight, w.w1_weight_sf, expert).T * scale_1).split(size, dim=1)
+        up, *gate = (x.float() @ dequantized(w.w1_weight, w.w1_weight_sf, expert).T * scale_1).split(size, dim=1)
         inner = activate(self.geometry.activation, up * ratio if gate else up, *gate).to(torch.bfloat16).float()
-        fc2 = inner @ _dequantized(w.w2_weight, w.w2_weight_sf, expert).T * scale_2
+        fc2 = inner @ dequantized(w.w2_weight, w.w2_weight_sf, expert).T * scale_2
         result.index_add_(0, token, fc2 * scales.unsqueeze(-1))
 
 
@@ -168,6 +168,12 @@ def activate(
     return gate * torch.sigmoid(alpha * gate) * (fc1.clamp(-limit, limit) + beta)
 
 
-def _dequantized(weight: torch.Tensor, block_scales: torch.Tensor, expert: int) -> torch.Tensor:
+def dequantized(weight: torch.Tensor, block_scales: torch.Tensor, expert: int) -> torch.Tensor:
+    """A local expert's matrix, float32, without ``weight_scale_2``.
+
+    Args:
+        weight: ``(E, rows, columns/2)`` uint8.
+        block_scales: the kernels' view of its scales.
+    """
     rows, halves = weight.shape[1:]
     return dequantize(weight[expert], plain_scales(block_scales[..., expert : expert + 1])[0, :rows, : halves // 8])

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trtllm_b12x.kernels.layout import plain_scales
-from trtllm_b12x.kernels.reference import activate
-from trtllm_b12x.nvfp4 import dequantize
+from trtllm_b12x.kernels.reference import activate, dequantized
 
 if TYPE_CHECKING:
     from trtllm_b12x.kernels import InputScales
@@ -82,18 +80,13 @@ def _matrices(kernel: TritonKernel, e: int) -> tuple[torch.Tensor, torch.Tensor]
     count = kernel.geometry.num_experts
     scale_1 = w.folded_w1_alpha[e] * inputs.fc31_input_scale.expand(count)[e]
     scale_2 = w.w2_alpha[e] * inputs.fc2_input_scale.expand(count)[e]
-    first = _plain(w.w1_weight[e], w.w1_weight_sf[..., e : e + 1]) * scale_1
-    return first, _plain(w.w2_weight[e], w.w2_weight_sf[..., e : e + 1]) * scale_2
+    first = dequantized(w.w1_weight, w.w1_weight_sf, e) * scale_1
+    return first, dequantized(w.w2_weight, w.w2_weight_sf, e) * scale_2
 
 
 def _inputs(kernel: TritonKernel) -> InputScales:
     assert kernel.weights.input_scales is not None  # it would not have been bound
     return kernel.weights.input_scales
-
-
-def _plain(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    rows, halves = packed.shape
-    return dequantize(packed, plain_scales(scales)[0, :rows, : halves // 8])
 
 
 def _add(
