@@ -89,7 +89,7 @@ def main() -> None:
     backend = layers.load(layers.create(8, 128, 256), random_experts(8, 128, 256)).backend
     x, number = torch.zeros(1, 128, dtype=torch.bfloat16), 20_000
     for name, call in (
-        ("is it b12x's", lambda: backend._kernel_for(x)),
+        ("is it a kernel's", lambda: backend._kernel_for(x)),
         ("are the addresses those that the kernel was given", backend._read_addresses),
     ):
         best = min(timeit.repeat(call, number=number, repeat=5))

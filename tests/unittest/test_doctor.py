@@ -100,15 +100,16 @@ def test_it_is_a_bug_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_without_torch() -> None:
-    """The whole command; a checkpoint is the one thing that it cannot read then."""
+    """The whole command, but for reading a checkpoint and compiling."""
     code = "import sys; sys.modules['torch'] = None; from trtllm_b12x.cli import main; main()"
     command = [sys.executable, "-c", code, "doctor", "--target", "sm_120a"]
     result = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert result.returncode in (0, 1), result.stderr
     assert json.loads(result.stdout)["environment"]["sm"] == 120
-    result = subprocess.run([*command, "--checkpoint", "."], capture_output=True, text=True)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "--checkpoint needs torch" in result.stderr
+    for option in (["--checkpoint", "."], ["--compile"]):
+        result = subprocess.run([*command, *option], capture_output=True, text=True)
+        assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+        assert f"{option[0]} needs torch" in result.stderr
 
 
 def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

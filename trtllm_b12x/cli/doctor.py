@@ -48,8 +48,11 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         environment = dataclasses.replace(environment, sm=sm, toolkit_cuda=toolkit, triton_lacks=triton.lacking(sm))
     proofs = {}
     if compile_:
-        from trtllm_b12x.kernels.prove import prove
-
+        try:
+            from trtllm_b12x.kernels.prove import prove
+        except ImportError as error:
+            click.echo(f"error: --compile needs torch: {error}", err=True)
+            ctx.exit(2)
         card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
         proofs = {name: prove(card, name) for name in settings.KERNELS.listed()}
         environment = dataclasses.replace(environment, compile_proved=proofs["b12x"].compiled if "b12x" in proofs else None)
