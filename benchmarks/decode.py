@@ -26,11 +26,11 @@ from tests.checkpoints import random_experts
 from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.kernels import NEMOTRON_SUPER, QWEN3_30B, SMALL_RELU2, SMALL_SWIGLU, Shape
 from tests.integration.sm12x_on_hopper.problem import arguments, wrapper
+from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
+from trtllm_b12x.formats.nvfp4 import round_to_e4m3
 from trtllm_b12x.host.embedded.ops import block_scale_interleave
 from trtllm_b12x.kernels import Geometry, KernelWeights
 from trtllm_b12x.kernels.b12x import B12xKernel
-from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
-from trtllm_b12x.nvfp4 import round_to_e4m3
 from trtllm_b12x.schedule import crossover
 
 MOE_MAX_NUM_TOKENS = 8192

@@ -90,7 +90,7 @@ def main() -> None:
     x, number = torch.zeros(1, 128, dtype=torch.bfloat16), 20_000
     for name, call in (
         ("is it a kernel's", lambda: backend._kernel_for(x)),
-        ("are the addresses those that the kernel was given", backend._read_addresses),
+        ("are the addresses those that the kernel was given", lambda: backend.quant_method.addresses(backend)),
     ):
         best = min(timeit.repeat(call, number=number, repeat=5))
         print(f"each decode call, {name}: {1e9 * best / number:6.0f} ns")

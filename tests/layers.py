@@ -15,6 +15,7 @@ from tests.hosts import names
 from trtllm_b12x import host as _host
 from trtllm_b12x import registry, strict_reference
 from trtllm_b12x.strict_reference import Arithmetic, Call
+from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
 
 host = _host.load()
 if host.generation != "embedded":  # a double of TensorRT-LLM is on the path: the host's records come from it
@@ -162,7 +163,7 @@ def inputs(module: Any, tokens: int, tensors: dict[str, torch.Tensor], seed: int
     x = torch.randn(tokens, module.hidden_size, generator=generator).to(torch.bfloat16)
     scale = max(float(t) for name, t in tensors.items() if name.endswith("w1.input_scale"))
     logits = torch.randn(tokens, module.num_experts, generator=generator)
-    return strict_reference.move_off_ties(x, scale), logits
+    return move_off_ties(x, scale), logits
 
 
 def errors(

@@ -1,11 +1,12 @@
 """The kernel families, the preferred one first: what each serves, and where its kernels are.  Nothing of theirs is imported here.
 
 A family is a row: what it can do is data that the decision reads, what it needs of the machine is which rules bind it.
+One that has kernels for several number formats has a row for each, of one name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from .decision import FLASHINFERS, OLDEST_FLASHINFER, Environment, KernelFeatures, RejectReason
@@ -69,3 +70,10 @@ FAMILIES: tuple[Family, ...] = (
     ),
 )
 """A card that several can serve has the first that ``TRTLLM_B12X_KERNELS`` leaves."""
+
+
+def rows(names: Iterable[str], quant_algo: str | None = None) -> Iterator[Family]:
+    """A row of each of these families: that for layers quantized so, else (or where that is not known) its first."""
+    for name in names:
+        own = [family for family in FAMILIES if family.name == name]
+        yield next((family for family in own if quant_algo in family.features(Environment()).quantizations), own[0])

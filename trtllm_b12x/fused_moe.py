@@ -6,17 +6,16 @@ import functools
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from . import formats, kernels, log, registry, settings, votes
 from . import host as _host
-from . import kernels, log, registry, settings, votes
 from .decision import RejectReason, Resolution
 from .host import contract, questions
-from .quantization import RATIO, READ_BY_KERNELS, SCALARS_READ_BY_KERNELS, NVFP4Sm12xFusedMoEMethod
+from .quantization import Method
 from .schedule import HOSTS, Schedule, crossover
 
 host = _host.load()
@@ -24,11 +23,9 @@ host = _host.load()
 _SPARE = "kernels that are preferred serve every call"
 """What a family is left out for that nothing speaks against."""
 
-_read_by_kernels = itemgetter(*READ_BY_KERNELS, *SCALARS_READ_BY_KERNELS)
-
 
 class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: ignore[name-defined]
-    """NVFP4 MoE on SM120/SM121: calls of fewer tokens than the crossover run on our kernels, all others as the parent has them.
+    """MoE on SM120/SM121, of any of our formats: calls of few tokens are our kernels', all others the parent's.
 
     Whether any serve the layer at all is decided in :meth:`create_weights`, when its final quantization is known;
     where it does not, the instance behaves as its parent to the letter.  ``verdict`` says why.
@@ -49,6 +46,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     _kernels: Mapping[str, type[kernels.Kernel]] = MappingProxyType({})
     """Families that are considered, in order."""
     _plan_errors: Mapping[str, str] = MappingProxyType({})
+    _ours: Method | None = None
+    """``quant_method``, where it is one of ours."""
     _dtype = torch.bfloat16
     """Of tokens that kernels are given."""
 
@@ -71,15 +70,18 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def _get_quant_method(self) -> Any:
-        self._agreed = {}
+        self._agreed, self._ours = {}, None
         try:
             self.retire_kernels()  # the host may create weights anew, for another quantization
             self._load = votes.load()
-            self._kernels, self._dtype = kernels.considered(), self.dtype or torch.bfloat16
+            algorithm = questions.quant_algo(self.quant_config)
+            self._kernels, self._dtype = kernels.considered(quant_algo=algorithm), self.dtype or torch.bfloat16
             self._judge_and_record()
-            if self.verdict.served:
+            row = formats.find(algorithm)
+            if self.verdict.served and row is not None:
                 tiles = (self._kernels[name].features.tile for name in self.verdict.families)
-                return NVFP4Sm12xFusedMoEMethod(math.lcm(*tiles))
+                self._ours = formats.load(row.method)(math.lcm(*tiles))
+                return self._ours
         except Exception as error:
             self._leave_to_the_host(error)
         return super()._get_quant_method()
@@ -114,10 +116,10 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def _bind_or_not(self) -> None:
         self._conclude()
-        if isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod):
+        if self._ours is not None:
             if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
                 return
-            fault = self._fault or self.quant_method.fault
+            fault = self._fault or self._ours.fault
             self._judge_and_record(dict.fromkeys(self._kernels, fault) if fault else {})  # AWQ scales show only now
         bound: dict[str, kernels.Kernel] = {}
         for name in settings.KERNELS.listed():
@@ -176,7 +178,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             if refused or before.serves_all(most):
                 return None, refused or _SPARE
             weights = self.quant_method.kernel_weights(self)
-            self._addresses = self._read_addresses()
+            self._addresses = self.quant_method.addresses(self)
             if kernel is None or kernel.device != self.w2_weight.device:
                 kernel = kind()
                 kernel.plan(geometry, most, self.w2_weight.device)
@@ -221,7 +223,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             num_experts=self.expert_size_per_partition,
             top_k=self.routing_method.experts_per_token,
             hidden_size=self.hidden_size,
-            intermediate_size=2 * self.w2_weight.data.view(torch.uint8).shape[2],
+            intermediate_size=self.quant_method.intermediate_size(self),
             activation=self._activation_name(),
             dtype=self._dtype,
             ranks=self.ep_size,
@@ -233,10 +235,12 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moved or converted: the kernel follows, or waits until the layer is back where it can run."""
-        ratio = self._parameters.get(RATIO)
+        own = {} if self._ours is None else self._ours.neutral
+        meta = [name for name in own if name in self._parameters and self._parameters[name].is_meta]
         module = super()._apply(*args, **kwargs)
-        if ratio is not None and ratio.is_meta and not self.b12x_up_to_gate.is_meta:
-            self.b12x_up_to_gate.data.fill_(1)  # what it is given here is not even zeros
+        for name in meta:
+            if not self._parameters[name].is_meta:
+                self._parameters[name].data.fill_(own[name])  # what it is given here is not even zeros
         schedule = self.schedule if self.schedule.kernels else self._parked
         try:
             self.retire_kernels()
@@ -250,11 +254,12 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         return module
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The host's keys, where that says it all: one scale for gate and up."""
+        """The host's keys, where they say it all."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         with suppress(Exception):
-            if RATIO in self._parameters and not self.quant_method.has_ratio(self):
-                destination.pop(prefix + RATIO, None)
+            if self._ours is not None:
+                for name in filter(functools.partial(self._ours.is_neutral, self), self._ours.neutral):
+                    destination.pop(prefix + name, None)
 
     def _load_from_state_dict(
         self,
@@ -267,21 +272,23 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         error_msgs: list[str],
     ) -> None:
         """Also of the host's own layers, and what is derived follows."""
-        ratio, errors = self._parameters.get(RATIO), len(error_msgs)
+        errors = len(error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if ratio is None:
+        method = self._ours
+        if method is None or not method.neutral.keys() <= self._parameters.keys():
             return
-        if prefix + RATIO not in state_dict and prefix + READ_BY_KERNELS[0] in state_dict:
-            self.b12x_up_to_gate.data.fill_(1)
-            if prefix + RATIO in missing_keys:
-                missing_keys.remove(prefix + RATIO)
+        for name, value in method.neutral.items():
+            if prefix + name not in state_dict and prefix + method.stored[0] in state_dict:
+                self._parameters[name].data.fill_(value)
+                if prefix + name in missing_keys:
+                    missing_keys.remove(prefix + name)
         if len(error_msgs) > errors:
-            where, tile = prefix.rstrip(".") or type(self).__name__, self.quant_method.tile
+            where, tile = prefix.rstrip(".") or type(self).__name__, method.tile
             error_msgs.append(
                 f"{where} keeps its intermediate size on its kernels' tile of {tile}: load the state_dict of a layer that does "
                 "not with TRTLLM_B12X=0, or load the checkpoint"
             )
-        self.quant_method.refresh(self)
+        method.refresh(self)
         if self.schedule.kernels:
             self._weights_are_ready()
 
@@ -337,8 +344,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         """
         kernel = self._kernel_for(x)
         if kernel is None or x_sf is not None or token_selected_experts is None or token_final_scales is None:
-            if isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod) and self.quant_method.ratio:
-                self._derive_for_cutlass()
+            if self._ours is not None:
+                self._ours.before_hosts_call(self)
             return None
         self._follow()
         # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
@@ -351,25 +358,16 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
 
     def _follow(self) -> None:
         """The kernel reads the parameters as they are now, also where somebody replaced or overwrote them and called no hook."""
-        addresses = self._read_addresses()
+        addresses = self.quant_method.addresses(self)
         if addresses != self._addresses:
             weights = self.quant_method.kernel_weights(self)
             for kernel in self.schedule.kernels:
                 kernel.bind(weights, self.slot_start)
             self._addresses = addresses
 
-    def _read_addresses(self) -> tuple[int, ...]:
-        return tuple(map(torch.Tensor.data_ptr, _read_by_kernels(self._parameters)))
-
-    def _derive_for_cutlass(self) -> None:
-        """Not into a CUDA graph: there it would cost every replay, for what changes with the weights alone."""
-        if not (self._parameters[RATIO].is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.quant_method.derive_for_cutlass(self)
-
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
         """bf16 that :meth:`quantize_input` passed through and the kernel does not serve, with the scale layout of this call."""
-        ours = isinstance(self.quant_method, NVFP4Sm12xFusedMoEMethod)
-        if ours and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
+        if self._ours is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
             quantized: tuple[Any, torch.Tensor | None] = super().quantize_input(x, post_quant_comm=not swizzled)
             return quantized
         return x, x_sf

@@ -44,6 +44,8 @@ class Status:
     """Of these, on kernels of ours."""
     families: dict[str, int] = field(default_factory=dict)
     """Kernel family to the number of layers that it serves; a layer may have several."""
+    formats: dict[str, int] = field(default_factory=dict)
+    """Number format to the number of layers on kernels of ours."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Reject reason to the number of layers it keeps on CUTLASS."""
     padding_bytes: int = 0
@@ -98,12 +100,18 @@ def status() -> Status:
         layers=len(layers),
         promoted=len(served),
         families=dict(Counter(name for module in served for name in module.schedule.families)),
+        formats=_formats(served),
         reasons=dict(reasons),
         padding_bytes=sum(_bytes(module, "padding_bytes") for module in served),
         scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
         workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
         kernels=_summaries(bound),
     )
+
+
+def _formats(served: list[Any]) -> dict[str, int]:
+    """Layers that are being built in another thread have none yet."""
+    return dict(Counter(module.quant_method.format for module in served if hasattr(module, "quant_method")))
 
 
 def _summaries(kernels: list[Any]) -> dict[str, tuple[str, ...]]:
@@ -151,4 +159,5 @@ def _report() -> None:
     below = f"{first} to {last}" if first < last else str(last)
     names = Counter("+".join(module.schedule.families) or "no kernel yet" for module in served)
     on = ", ".join(f"{count} on {name}" for name, count in names.items()) if len(names) > 1 else f"on {next(iter(names))}"
-    logger.info("rank %d: %d of %d MoE layers %s, decode below %s tokens", served[0].rank, *line, on, below)
+    where = (*line, on, below, " and ".join(_formats(served)))
+    logger.info("rank %d: %d of %d MoE layers %s, decode below %s tokens (%s)", served[0].rank, *where)

@@ -93,7 +93,7 @@ KEEP_BACKEND = Switch(
 KERNELS = Order(
     f"{_PREFIX}_KERNELS",
     {family.name: family.name for family in FAMILIES},
-    ",".join(family.name for family in FAMILIES),
+    ",".join(dict.fromkeys(family.name for family in FAMILIES)),
     "kernel families to consider, in this order",
 )
 LOG = Switch(

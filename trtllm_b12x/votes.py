@@ -80,7 +80,7 @@ def decline(mapping: Any, reason: str) -> None:
 
 
 def stand_aside(model_config: Any, refused: str) -> None:
-    """A layer was built as the host builds it.  :func:`decline` where no NVFP4 layer of this process can fare better.
+    """A layer was built as the host builds it.  :func:`decline` where no layer of this process can fare better.
 
     Args:
         model_config: the host's, for its ``mapping``.
@@ -89,7 +89,7 @@ def stand_aside(model_config: Any, refused: str) -> None:
     from . import kernels
 
     try:
-        verdict = kernels.resolve((Problem(quant_algo="NVFP4"), Deployment()))
+        verdict = kernels.resolve((Problem(), Deployment()))
         reason = refused or ("" if verdict.served else str(verdict))
         if reason:
             decline(model_config.mapping, reason)

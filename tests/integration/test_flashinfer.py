@@ -9,9 +9,9 @@ import pytest
 import torch
 from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout, convert_sf_to_mma_layout, get_mma_sf_shape
 
+from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
 from trtllm_b12x.host import embedded as host
 from trtllm_b12x.kernels import KernelWeights
-from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 

@@ -189,7 +189,7 @@ def test_a_model_is_promoted_or_not(python: Path, double: dict[str, str], verdic
     assert result["kernels"] == [True, True, False]
     assert (result["promoted"], result["layers"]) == (2, 3)
     assert [line for line in result["log"] if "MoE layers on b12x" in line] == [
-        "rank 0: 2 of 3 MoE layers on b12x, decode below 64 tokens"
+        "rank 0: 2 of 3 MoE layers on b12x, decode below 64 tokens (NVFP4)"
     ]
     expected = {"create_moe.create_moe_backend", "AutoTuner._find_nearest_profile"}
     if not double["GENERATION"].startswith("C"):
@@ -218,7 +218,7 @@ def test_on_stock_pins_decode_runs_on_triton(python: Path, double: dict[str, str
     assert result["kernels"] == [True, True, False]
     assert result["finite"]
     assert (result["promoted"], result["families"]) == (2, {"triton": 2})
-    assert result["log"].count("rank 0: 2 of 3 MoE layers on triton, decode below 64 tokens") == 1
+    assert result["log"].count("rank 0: 2 of 3 MoE layers on triton, decode below 64 tokens (NVFP4)") == 1
     (line,) = (line for line in result["log"] if "is served by triton, not by b12x" in line)
     assert "FLASHINFER_TOO_OLD: flashinfer-python 0.6.0 is older than 0.6.18" in line
     assert 'pip install "flashinfer-python>=0.7.2,<0.8"' in line
@@ -227,7 +227,7 @@ def test_on_stock_pins_decode_runs_on_triton(python: Path, double: dict[str, str
 
 def test_the_line_is_seen(python: Path, double: dict[str, str]) -> None:
     result = scenario(python, double, "unheard")
-    line = "[trtllm_b12x] [INFO] rank 0: 2 of 3 MoE layers on b12x, decode below 64 tokens"
+    line = "[trtllm_b12x] [INFO] rank 0: 2 of 3 MoE layers on b12x, decode below 64 tokens (NVFP4)"
     assert result["stderr"].splitlines().count(line) == 1
     result = scenario(python, double, "unheard", TRTLLM_B12X_LOG="ERROR")
     assert "[trtllm_b12x]" not in result["stderr"]
@@ -326,7 +326,7 @@ def test_ranks_of_a_ray_session(python: Path, base: Path, machine: dict[str, str
     result = scenario(python, {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}, "ray_ranks")
     for rank, model in enumerate(result["models"]):
         assert model["backends"] == [OURS] * 3
-        assert f"rank {rank}: 2 of 3 MoE layers on b12x, decode below 64 tokens" in model["log"]
+        assert f"rank {rank}: 2 of 3 MoE layers on b12x, decode below 64 tokens (NVFP4)" in model["log"]
     agreed(result["ranks"])
     alone = result["alone"]
     assert all("KERNEL_PLAN_FAILED: rank 1 does not answer" in verdict for verdict in alone["verdicts"])

@@ -16,9 +16,9 @@ from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
 from trtllm_b12x import process, strict_reference
 from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton import ACTIVATIONS, Epilogue, Form, TritonKernel, source
-from trtllm_b12x.nvfp4 import pack_fp4
 from trtllm_b12x.strict_reference import Arithmetic
 
 pytestmark = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from tests.unittest.test_checkpoint import BROKEN, E0, edit_tensors
 from trtllm_b12x import __version__, process
 from trtllm_b12x.cli import main
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.strict_reference import dequantize_weight
+from trtllm_b12x.strict_reference.nvfp4 import dequantize_weight
 
 
 def run(*arguments: Any) -> Result:
@@ -70,7 +70,7 @@ def test_layers_tokens_and_seed(directory: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_layer_fails(directory: Path) -> None:
     """Experts whose w2 scales were lost in an edit: no reference agrees with what the kernel was told."""
-    import trtllm_b12x.quantization as quantization
+    from trtllm_b12x.quantization import nvfp4 as quantization
 
     original = quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4
     try:
@@ -127,7 +127,7 @@ def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["fc31_alpha", "fc2_alpha", "fc2_input_scale", "fc31_input_scale"])
 def test_a_wrong_scale_of_one_small_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Expert 2 is 300 times larger and drowns expert 0 in any error over the whole output."""
-    import trtllm_b12x.quantization as quantization
+    from trtllm_b12x.quantization import nvfp4 as quantization
 
     tensors = random_experts(3, 128, 64)
     for kind in ("w1", "w3"):

@@ -17,7 +17,7 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
-from trtllm_b12x import environment, families, kernels, process, settings
+from trtllm_b12x import environment, families, formats, process, settings
 from trtllm_b12x.cli import main
 from trtllm_b12x.decision import KernelFeatures, RejectReason
 from trtllm_b12x.kernels import Geometry, PlanError
@@ -64,7 +64,7 @@ def fails(self: Any, geometry: Geometry, capacity: int, device: torch.device) ->
 def test_what_the_catalog_says_is_what_the_kernels_say() -> None:
     machine = environment.of_flashinfer(environment.inspect_flashinfer())
     for family in families.FAMILIES:
-        assert family.features(machine) == kernels._load(family.kernel).features
+        assert family.features(machine) == formats.load(family.kernel).features
         assert family.features(machine).name == family.name
     assert B12xKernel.features.activations == set(ACTIVATIONS) == ReferenceKernel.features.activations
     assert TritonKernel.features.activations == set(TRITON_ACTIVATIONS) == UnquantizedReferenceKernel.features.activations

@@ -21,7 +21,13 @@ from trtllm_b12x import bootstrap, process
 EVERY = 1 if layers.host.generation == "embedded" or os.environ.get("FAULTS") == "all" else 12
 """In doubles of TensorRT-LLM one function of twelve, ``FAULTS=all`` for each."""
 
-HOSTS = ("nvfp4", "host.adapters._equality")
+HOSTS = (
+    "formats.nvfp4.round_to",
+    "formats.nvfp4.decode",
+    "formats.nvfp4.dequantize",
+    "formats.nvfp4.pack",
+    "host.adapters._equality",
+)
 """What the embedded host computes with, and what a host asks when it compares classes."""
 SEAMS = (
     "bootstrap.patch",
@@ -31,15 +37,15 @@ SEAMS = (
     "selection._resolving.<locals>.wrapper",
     "host.leaves.Candidate.can_implement",
     "selection._known_as_cutlass",
-    "quantization._or_as_the_host.<locals>.guarded",
+    "quantization.nvfp4._or_as_the_host.<locals>.guarded",
     "fused_moe.FlashInferNvfp4Sm12xFusedMoE._weights_are_ready",
     "fused_moe.FlashInferNvfp4Sm12xFusedMoE._quantize_late",
 )
 """The guards themselves, and what stands in the host's place."""
 PLACING = (
-    "quantization.NVFP4Sm12xFusedMoEMethod._shard",
-    "quantization._interleave",
-    "kernels.layout.interleaved_rows",
+    "quantization.nvfp4.NVFP4Sm12xFusedMoEMethod._shard",
+    "formats.layouts.interleave",
+    "formats.layouts.interleaved_rows",
 )
 """A tensor that could not be placed is a load that failed: anything but an error would be a wrong number."""
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.checkpoints import random_experts, write_checkpoint
-from trtllm_b12x import quantization
 from trtllm_b12x.checkpoint import Checkpoint
+from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
 from trtllm_b12x.kernels import InputScales
-from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
+from trtllm_b12x.quantization import nvfp4 as quantization
 from trtllm_b12x.verification import Case, LayerReport, Tolerances, verify_layer
 
 Method = quantization.NVFP4Sm12xFusedMoEMethod
@@ -51,7 +51,7 @@ def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def interleave_skipped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(quantization, "_interleave", lambda rows, block_scales: block_scales.view(torch.uint8).copy_(rows))
+    patch.setattr(quantization, "interleave", lambda rows, block_scales: block_scales.view(torch.uint8).copy_(rows))
 
 
 def split_at_the_padded_half(patch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def split_at_the_padded_half(patch: pytest.MonkeyPatch) -> None:
 
 
 def scales_shifted_by_one_row(patch: pytest.MonkeyPatch) -> None:
-    original = quantization._interleave
-    patch.setattr(quantization, "_interleave", lambda rows, block_scales: original(rows.roll(1, 0), block_scales))
+    original = quantization.interleave
+    patch.setattr(quantization, "interleave", lambda rows, block_scales: original(rows.roll(1, 0), block_scales))
 
 
 def baked_block_scales(patch: pytest.MonkeyPatch) -> None:

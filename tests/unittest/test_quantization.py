@@ -11,7 +11,7 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
+from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
 
 SIZES = [(128, 256), (192, 256), (256, 256), (320, 512)]
 

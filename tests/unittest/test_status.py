@@ -35,7 +35,7 @@ def test_layers_are_counted_while_they_live(caplog: pytest.LogCaptureFixture) ->
     modules.append(layers.create(4, 128, 192, bias=False, apply_router_weight_on_input=True, top_k=1))
     for module in modules:
         layers.load(module, tensors)
-    assert lines(caplog) == ["rank 0: 3 of 4 MoE layers on b12x, decode below 64 tokens"]
+    assert lines(caplog) == ["rank 0: 3 of 4 MoE layers on b12x, decode below 64 tokens (NVFP4)"]
     status = trtllm_b12x.status()
     assert (status.generation, status.layers, status.promoted) == ("embedded", 4, 3)
     assert status.reasons == {"ROUTER_WEIGHT_ON_INPUT": 1}
@@ -51,7 +51,7 @@ def test_a_later_draft_model_gets_a_line_of_its_own(caplog: pytest.LogCaptureFix
     main = layers.load(layers.create(4, 128, 192), tensors)
     main.post_load_weights()  # a refit says nothing new
     draft = layers.load(layers.create(4, 128, 192), tensors)
-    assert lines(caplog) == [f"rank 0: {n} of {n} MoE layers on b12x, decode below 64 tokens" for n in (1, 2)]
+    assert lines(caplog) == [f"rank 0: {n} of {n} MoE layers on b12x, decode below 64 tokens (NVFP4)" for n in (1, 2)]
     assert draft is not main
 
 

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
+from trtllm_b12x.formats.nvfp4 import decode_e2m1
 from trtllm_b12x.kernels.triton import source
-from trtllm_b12x.nvfp4 import decode_e2m1
 
 Registers = dict[str, torch.Tensor]
 """32 bits each, as int64."""

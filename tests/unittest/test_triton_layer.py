@@ -17,8 +17,8 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x import process, schedule, strict_reference, votes
+from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.kernels import Geometry, KernelWeights, PlanError
-from trtllm_b12x.kernels.layout import plain_scales
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton import check
 from trtllm_b12x.strict_reference import Arithmetic, Call

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
+from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.triton import ACTIVATIONS, Form, TritonKernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles
-from trtllm_b12x.nvfp4 import pack_fp4
 
 BOUND = 0.004
 """Relative L2 of bfloat16's rounding of the activation's result and of the output; seen: 0.0026."""

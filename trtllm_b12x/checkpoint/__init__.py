@@ -1,4 +1,4 @@
-"""ModelOpt NVFP4 checkpoints: which MoE layers they hold, and their tensors one at a time.
+"""ModelOpt checkpoints: which MoE layers they hold, and their tensors one at a time.
 
 A checkpoint is a directory as ``modelopt.torch.export.export_hf_checkpoint`` writes it: ``config.json``, ``hf_quant_config.json``
 (or ``quantization_config`` inside ``config.json``) and safetensors, in one file or in shards with an index.  Only headers

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from . import kinds
 from .files import CheckpointError, TensorFiles, expect_directory, read_json, typed
 from .pattern import moe_layers
 from .quantization import Quantization
@@ -33,8 +34,6 @@ _ACTIVATIONS = {(True, "silu"): "Swiglu", (False, "relu2"): "Relu2"}
 _SWIGLU_CONSTANTS = ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "swiglu_beta")
 """Keys of config.json that change SwiGLU (gpt-oss, DeepSeek-V4)."""
 
-_NVFP4_DTYPES = {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}
-
 
 @dataclass(frozen=True)
 class MoELayer:
@@ -51,7 +50,7 @@ class MoELayer:
     activation: str
     """Name of the host's ``ActivationType`` member, or the checkpoint's own word where there is none."""
     quant_algo: str
-    """``NVFP4``, another algorithm's name, or ``none``."""
+    """The host's name of the algorithm, or ``none``."""
     group_size: int | None
     projections: Mapping[str, str]
     """Host's name (w1 gate or only, w3 up, w2 down) to the checkpoint's (``gate_proj`` ...)."""
@@ -76,12 +75,12 @@ class LayerWeights(Mapping[str, torch.Tensor]):
 
     def __init__(self, checkpoint: Checkpoint, layer: MoELayer) -> None:
         self._checkpoint, self._layer = checkpoint, layer
-        self._kinds = tuple(_NVFP4_DTYPES) if layer.quant_algo == "NVFP4" else ("weight",)
+        self._kind = kinds.of(layer.quant_algo)
         self._scalars: dict[str, torch.Tensor] = {}  # everyone asks for them, expert by expert
 
     def __getitem__(self, key: str) -> torch.Tensor:
         kind = key.rpartition(".")[2]
-        if kind not in ("weight_scale_2", "input_scale"):
+        if kind not in self._kind.scalars:
             return self._sound(key, kind)
         if key not in self._scalars:
             self._scalars[key] = self._sound(key, kind).clone()
@@ -89,14 +88,8 @@ class LayerWeights(Mapping[str, torch.Tensor]):
 
     def _sound(self, key: str, kind: str) -> torch.Tensor:
         name, tensor = self._read(key)
-        if kind == "weight_scale":
-            # 0x7F is E4M3's NaN; the kernels read the scale without its sign.
-            bad = bool((tensor.view(torch.uint8) >= 0x7F).any())
-            found = "holds NaN or a negative value"
-        else:
-            bad = kind in ("weight_scale_2", "input_scale") and not bool(tensor.isfinite().all() & (tensor >= 0).all())
-            found = f"is {tensor.flatten()[0].item()}" if bad else ""
-        if bad:
+        found = self._kind.fault(kind, tensor)
+        if found:
             raise CheckpointError(
                 f"{self._checkpoint.file_of(name)}: {name} {found}, a scale must be finite and not negative; "
                 "calibrate and export the model again"
@@ -107,13 +100,13 @@ class LayerWeights(Mapping[str, torch.Tensor]):
         """Name in the checkpoint and tensor, in the host's orientation: ``(rows, K)``."""
         expert, projection, kind = key.split(".")
         own = self._layer.projections[projection]
-        if kind not in self._kinds or not 0 <= int(expert) < self._layer.num_experts:
+        if kind not in self._kind.dtypes or not 0 <= int(expert) < self._layer.num_experts:
             raise KeyError(key)
         if not self._layer.stacked:
             name = f"{self._layer.name}.experts.{expert}.{own}.{kind}"
             return name, self._checkpoint.tensor(name)
         name = _stacked_name(self._layer.name, own, kind)
-        if kind in ("weight_scale_2", "input_scale"):
+        if kind in self._kind.scalars:
             return name, self._checkpoint.tensor(name)
         matrix = self._checkpoint.tensor(name, int(expert))
         if self._layer.inner_first:
@@ -125,17 +118,16 @@ class LayerWeights(Mapping[str, torch.Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         experts, projections = range(self._layer.num_experts), self._layer.projections
-        return (f"{e}.{p}.{kind}" for e in experts for p in projections for kind in self._kinds)
+        return (f"{e}.{p}.{kind}" for e in experts for p in projections for kind in self._kind.dtypes)
 
     def __len__(self) -> int:
-        return self._layer.num_experts * len(self._layer.projections) * len(self._kinds)
+        return self._layer.num_experts * len(self._layer.projections) * len(self._kind.dtypes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of FP4 payload and block scales in the checkpoint (or of plain weights)."""
+        """Bytes of payload and block scales in the checkpoint (or of plain weights)."""
         layer = self._layer
-        elements = layer.num_experts * len(layer.projections) * layer.hidden_size * layer.intermediate_size
-        return elements * 9 // 16 if layer.quant_algo == "NVFP4" else elements * 2
+        return self._kind.nbytes(layer.num_experts * len(layer.projections) * layer.hidden_size * layer.intermediate_size)
 
 
 def _stacked_name(layer: str, projection: str, kind: str) -> str:
@@ -201,9 +193,11 @@ class Checkpoint:
                 f"{self.directory}: no MoE layers (no tensors named *.experts.N.*_proj.weight or *.experts.gate_up_proj); "
                 "verify takes mixture-of-experts checkpoints"
             )
-        if not self._quantization.said and any("weight_scale_2" in layer.kinds for layer in found.values()):
+        told = (name for name, kind in kinds.every().items() if any(kind.told_by(layer.kinds) for layer in found.values()))
+        algorithm = None if self._quantization.said else next(told, None)
+        if algorithm is not None:
             raise CheckpointError(
-                f"{self.directory / 'hf_quant_config.json'}: missing, though the experts are NVFP4's by their tensors; "
+                f"{self.directory / 'hf_quant_config.json'}: missing, though the experts are {algorithm}'s by their tensors; "
                 "copy it from the export"
             )
         self._expect_promised(found)
@@ -234,7 +228,8 @@ class Checkpoint:
         top_k = self._setting("num_experts_per_tok", "num_experts_per_token")
         if top_k is None:
             raise CheckpointError(f"{self.directory / 'config.json'}: num_experts_per_tok is missing; restore it")
-        packed = 2 if algo == "NVFP4" else 1
+        kind = kinds.of(algo)
+        packed = kind.columns["weight"]
         projections = _host_names(found.experts.get(0, set()))
         if projections is None:
             raise CheckpointError(
@@ -244,7 +239,7 @@ class Checkpoint:
         if found.stacked:
             weight = _stacked_name(name, projections["w1"], "weight")
             num_experts, *matrix = self._shape(weight, 3)
-            inner_first = algo == "NVFP4" or matrix[0] == self._setting("hidden_size")
+            inner_first = kind.inner_first or matrix[0] == self._setting("hidden_size")
             inner, rows = matrix if inner_first else reversed(matrix)
             rows //= 2
         else:
@@ -296,26 +291,22 @@ class Checkpoint:
         return layer
 
     def _check(self, layer: MoELayer) -> None:
-        """Dtype and shape of every expert tensor of an NVFP4 layer, from the headers alone."""
-        if layer.quant_algo != "NVFP4" or layer.group_size not in (None, 16):
+        """Dtype and shape of every expert tensor of a layer in one of our formats, from the headers alone."""
+        form = kinds.of(layer.quant_algo)
+        if form is kinds.PLAIN or layer.group_size not in (None, form.group_size):
             return
         h, i = layer.hidden_size, layer.intermediate_size
         for host_name, own in layer.projections.items():
             rows, columns = (h, i) if host_name == "w2" else (i, h)
-            shapes = {
-                "weight": [rows, columns // 2],
-                "weight_scale": [rows, columns // 16],
-                "weight_scale_2": [],
-                "input_scale": [],
-            }
-            for kind, shape in shapes.items():
+            for kind, dtype in form.dtypes.items():
+                shape = [] if kind in form.scalars else [rows, columns // form.columns[kind]]
                 if not layer.stacked:
                     for expert in range(layer.num_experts):
-                        self._expect(f"{layer.name}.experts.{expert}.{own}.{kind}", _NVFP4_DTYPES[kind], shape)
+                        self._expect(f"{layer.name}.experts.{expert}.{own}.{kind}", dtype, shape)
                 elif host_name != "w3":  # w1's and w3's are one tensor
                     if shape:
                         shape = [layer.num_experts, shape[1], shape[0] * (2 if host_name == "w1" else 1)]
-                    self._expect(_stacked_name(layer.name, own, kind), _NVFP4_DTYPES[kind], shape)
+                    self._expect(_stacked_name(layer.name, own, kind), dtype, shape)
 
     def _expect(self, name: str, expected_dtype: str, shape: list[int]) -> None:
         dtype, found = self._files.header(name)

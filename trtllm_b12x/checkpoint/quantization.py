@@ -1,4 +1,4 @@
-"""How a checkpoint says that it is quantized, and what the forms are that are not nvidia-modelopt's NVFP4."""
+"""How a checkpoint says that it is quantized, and what the forms are that are not nvidia-modelopt's, or not ours."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from . import kinds
 from .files import CheckpointError, read_json, typed
 
 OTHER_ALGORITHMS = {
@@ -73,8 +74,9 @@ class Quantization:
             section = typed(path, config, "quantization_config", dict)
             said, section = section is not None, section or {}
             method = typed(path, section, "quant_method", str)
-            if method == "nvfp4":  # TensorRT-LLM reads this too (model_config.py, load_hf_quant_config)
-                section = {"quant_algo": "NVFP4", "ignore": ["*.mlp.gate", "lm_head"], **section}
+            meant = next((kind.settings[method] for kind in kinds.every().values() if method in kind.settings), None)
+            if meant is not None:  # TensorRT-LLM reads this too (model_config.py, load_hf_quant_config)
+                section = {**meant, **section}
             elif method is not None and "quant_algo" not in section:
                 raise CheckpointError(f"{path}: {_foreign(path, method, section)}")
             excluded = [
@@ -107,7 +109,7 @@ class Quantization:
         if self.algo is None:
             return "none", None
         if self.algo != "MIXED_PRECISION":
-            return self.algo, self.group_size or (16 if self.algo == "NVFP4" else None)
+            return self.algo, self.group_size or kinds.of(self.algo).group_size
         entries = {
             (entry.get("quant_algo"), entry.get("group_size"))
             for module, entry in self.per_layer.items()
@@ -116,7 +118,7 @@ class Quantization:
         if len(entries) != 1:
             return ("MIXED_PRECISION" if entries else "none"), None
         algo, group_size = entries.pop()
-        return str(algo), group_size or (16 if algo == "NVFP4" else None)
+        return str(algo), group_size or kinds.of(str(algo)).group_size
 
     def _excluded(self, layers: list[str]) -> set[str]:
         """As the host does: a pattern may name the projection or any module around it, as a wildcard or after "re:"."""

@@ -11,15 +11,11 @@ from typing import Any
 
 import click
 
-from trtllm_b12x import __version__, families
+from trtllm_b12x import __version__, families, formats
 from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution, resolve
 
 from . import facts
 
-_USUAL = tuple(
-    Problem(quant_algo="NVFP4", group_size=16, activation_dtype="bfloat16", activation=activation)
-    for activation in ("Swiglu", "Relu2")
-)
 _TARGETS = {"sm_120a": 120, "sm_121a": 121}
 
 
@@ -56,10 +52,12 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
         proofs = {name: prove(card, name) for name in settings.KERNELS.listed()}
         environment = dataclasses.replace(environment, compile_proved=proofs["b12x"].compiled if "b12x" in proofs else None)
-    problems = _USUAL if checkpoint is None else _problems(ctx, checkpoint)
-    order = {family.name: family for family in families.FAMILIES}
-    rows = [(name, order[name].features(environment)) for name in settings.KERNELS.listed()]
-    verdicts = [(_name(problem), resolve(problem, None, environment, rows)) for problem in problems]
+    problems = _usual() if checkpoint is None else _problems(ctx, checkpoint)
+    verdicts = []
+    for problem in problems:
+        rows = families.rows(settings.KERNELS.listed(), problem.quant_algo)
+        asked = [(row.name, row.features(environment)) for row in rows]
+        verdicts.append((_name(problem), resolve(problem, None, environment, asked)))
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((name for name in verdict.families if name not in failed), "") for _, verdict in verdicts]
     active = any(serving)
@@ -79,6 +77,14 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     else:
         _screen(environment, told, target, proofs, verdicts, serving)
     ctx.exit(0 if active else 1)
+
+
+def _usual() -> tuple[Problem, ...]:
+    return tuple(
+        Problem(quant_algo=row.name, activation_dtype="bfloat16", activation=activation)
+        for row in formats.FORMATS
+        for activation in row.activations
+    )
 
 
 def _look_at_host() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_b12x import settings
+from trtllm_b12x import formats, settings
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.families import FAMILIES
 from trtllm_b12x.schedule import crossover
@@ -81,7 +81,7 @@ def _default_tokens() -> list[int]:
     return sorted({1, 8, crossover() - 1, crossover(), 200})
 
 
-@click.command(short_help="Check the MoE layers of an NVFP4 checkpoint.")
+@click.command(short_help="Check the MoE layers of a quantized checkpoint.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--layers", type=_Numbers(0, 99_999, 10_000), help="Layer indices, for instance 0,4-7.  [default: every MoE layer]")
 @click.option("--sample", type=click.IntRange(1), help="So many layers only, spread evenly: a first answer.")
@@ -122,7 +122,7 @@ def verify(
     json_file: Path | None,
     kernels: tuple[str, ...],
 ) -> None:
-    """Check the MoE layers of an NVFP4 CHECKPOINT (a folder that nvidia-modelopt exported).
+    """Check the MoE layers of a quantized CHECKPOINT (a folder that nvidia-modelopt exported).
 
     Each layer is loaded as TensorRT-LLM loads it, once for each kernel family that serves it, run through its kernels (few
     tokens) and CUTLASS (many), and compared with a float32 reference that dequantizes the checkpoint's own tensors.  Kernels
@@ -176,7 +176,7 @@ def _verify(
         click.echo(f"error: {plain(error)}", err=True)
         return UNUSABLE
     try:
-        report = Json(json_file, header(checkpoint, device, tp, ep, seed))
+        report = Json(json_file, header(checkpoint, device, tp, ep, seed, sorted({layer.quant_algo for layer in chosen})))
     except OSError as error:
         click.echo(f"error: {_unwritable(json_file, error)}", err=True)
         return UNUSABLE
@@ -285,14 +285,15 @@ def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -
         if unknown:
             raise CheckpointError(f"--layers {unknown[0]}: no MoE layer; there are {', '.join(map(str, sorted(known)))}")
         chosen = [layer for layer in chosen if layer.index in indices]
-    if not any(layer.quant_algo == "NVFP4" for layer in chosen):
+    ours = formats.names()
+    if not any(layer.quant_algo in ours for layer in chosen):
         algorithms = ", ".join(sorted({OTHER_ALGORITHMS.get(layer.quant_algo, layer.quant_algo) for layer in chosen}))
         raise CheckpointError(
-            f"{source.directory}: not an NVFP4 checkpoint, its experts are {algorithms}; "
-            "quantize it with nvidia-modelopt's NVFP4_DEFAULT_CFG"
+            f"{source.directory}: not an {' or '.join(ours)} checkpoint, its experts are {algorithms}; "
+            f"quantize it with nvidia-modelopt's {' or '.join(row.recipe for row in formats.FORMATS)}"
         )
     if sample is not None and sample < len(chosen):
-        chosen = [layer for layer in chosen if layer.quant_algo == "NVFP4"]
+        chosen = [layer for layer in chosen if layer.quant_algo in ours]
         last = len(chosen) - 1
         chosen = [chosen[i] for i in sorted({round(last * n / max(sample - 1, 1)) for n in range(min(sample, last + 1))})]
     return chosen

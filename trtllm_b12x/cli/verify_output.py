@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,18 +222,19 @@ class Json:
                 temporary.unlink(missing_ok=True)
 
 
-def header(checkpoint: Path, device: str, tp: int, ep: int, seed: int) -> dict[str, Any]:
-    """What the numbers were computed with."""
+def header(checkpoint: Path, device: str, tp: int, ep: int, seed: int, algorithms: Iterable[str]) -> dict[str, Any]:
+    """What the numbers were computed with, for experts quantized so."""
     from trtllm_b12x.kernels import considered
     from trtllm_b12x.verification import Tolerances
 
+    kernels = (kernel.features.name for name in algorithms for kernel in considered(device, name).values())
     return {
         "checkpoint": checkpoint,
         "device": device,
         "tp": tp,
         "ep": ep,
         "seed": seed,
-        "kernel": "+".join(kernel.features.name for kernel in considered(device).values()),
+        "kernel": "+".join(dict.fromkeys(kernels)),
         "crossover": crossover(),
         "tolerances": dataclasses.asdict(Tolerances()),
     }

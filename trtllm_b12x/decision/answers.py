@@ -21,14 +21,14 @@ class RejectReason(Enum):
     REQUIREMENT = "install what FlashInfer and the CuTe DSL require"
     TRITON = "install what compiles Triton's kernels"
     QUANTIZATION = "quantize the experts with nvidia-modelopt's NVFP4_DEFAULT_CFG, or leave the layer to CUTLASS"
-    GROUP_SIZE = "export the checkpoint with NVFP4's group size of 16"
+    GROUP_SIZE = "export the checkpoint with the group size that its format prescribes, 16 for NVFP4"
     PRE_QUANT_SCALE = "export without AWQ pre-quantization scales (NVFP4_DEFAULT_CFG)"
     DYNAMIC_QUANTIZATION = "leave force_dynamic_quantization off"
     ACTIVATION_DTYPE = "run the model in bfloat16 (dtype: bfloat16)"
     ACTIVATION = "nothing to do: CUTLASS serves this activation"
     ACTIVATION_CONSTANTS = "nothing to do: CUTLASS serves SwiGLU with alpha, beta or limit"
     HIDDEN_SIZE = "nothing to do: CUTLASS serves this hidden size"
-    INTERMEDIATE_SIZE = "choose a moe_tensor_parallel_size that leaves a multiple of 16 per rank"
+    INTERMEDIATE_SIZE = "choose a moe_tensor_parallel_size that leaves each rank whole blocks of scales, multiples of 16 in NVFP4"
     BIAS = "nothing to do: CUTLASS serves experts with bias"
     ROUTER_WEIGHT_ON_INPUT = "nothing to do: CUTLASS serves apply_router_weight_on_input"
     EXPERT_PARALLEL = "set moe_expert_parallel_size: 1, or install flashinfer-python 0.7.2 or newer"
@@ -68,6 +68,8 @@ class KernelFeatures:
     """Where they round: a member of :class:`trtllm_b12x.strict_reference.Arithmetic`."""
     quantizations: frozenset[str] = frozenset({"NVFP4"})
     """Names of the host's ``QuantAlgo`` members."""
+    group_size: int = 16
+    """Elements that share a block scale."""
     dtypes: frozenset[str] = frozenset({"bfloat16"})
     """Of activations."""
     oldest_sm: int = 120

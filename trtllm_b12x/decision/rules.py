@@ -120,9 +120,9 @@ def _quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) 
 
 def _group_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     # 128 is the default of the host's QuantConfig, that is, unset: NVFP4 methods do not read it, or (2026) refuse what they read.
-    if p.quant_algo != "NVFP4" or p.group_size in (None, 16, 128):
+    if p.quant_algo not in f.quantizations or p.group_size in (None, f.group_size, 128):
         return None
-    return f"NVFP4 with group size {p.group_size}"
+    return f"{p.quant_algo} with group size {p.group_size}"
 
 
 def _pre_quant_scale(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
@@ -156,10 +156,10 @@ def _hidden_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -
 
 
 def _intermediate_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    # A block scale covers 16 columns of w2; a rank that starts inside a block has no scale of its own.
-    if p.intermediate_size is None or p.intermediate_size % 16 == 0:
+    # A block scale covers so many columns of w2; a rank that starts inside a block has no scale of its own.
+    if p.intermediate_size is None or p.intermediate_size % f.group_size == 0:
         return None
-    return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 16"
+    return f"intermediate size {p.intermediate_size:g} per rank is no multiple of {f.group_size}"
 
 
 def _bias(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
@@ -243,23 +243,24 @@ RULES: dict[RejectReason, _Rule] = {
 
 def _fc1_rows(p: Problem) -> str | None:
     """impl_contract.py, nvfp4_fc1_row_alignment_rejection: such hosts pad [up; gate] to 128 rows as one, and split it at half."""
-    if p.quant_algo != "NVFP4" or p.activation != "Swiglu" or p.intermediate_size is None or p.intermediate_size % 64 == 0:
+    if p.activation != "Swiglu" or p.intermediate_size is None or p.intermediate_size % 64 == 0:
         return None
     return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size"
 
 
 def _block_width(p: Problem) -> str | None:
     """quantization.py, create_weights raises NotImplementedError; hosts before never read it."""
-    if p.quant_algo != "NVFP4" or p.group_size in (None, 16):
+    if p.group_size in (None, 16):
         return None
     return f"NVFP4 with group size {p.group_size}; {RejectReason.GROUP_SIZE.value}"
 
 
-_HOSTS_REFUSE = {"TensorRT-LLM from August 2026 on": (_fc1_rows, _block_width)}
-"""What hosts do not build at all, before any rule of ours is asked."""
+_HOSTS_REFUSE = {("NVFP4", "TensorRT-LLM from August 2026 on"): (_fc1_rows, _block_width)}
+"""Format and hosts to what they do not build at all, before any rule of ours is asked."""
 
 
 def refused_by_hosts(problem: Problem) -> list[str]:
     """For tools that do not run inside the host that will load the model: which hosts refuse this layer, and why."""
-    found = ((who, rule(problem)) for who, rules in _HOSTS_REFUSE.items() for rule in rules)
+    rows = ((who, rules) for (algorithm, who), rules in _HOSTS_REFUSE.items() if algorithm == problem.quant_algo)
+    found = ((who, rule(problem)) for who, rules in rows for rule in rules)
     return [f"{who} refuses it: {wrong}" for who, wrong in found if wrong is not None]

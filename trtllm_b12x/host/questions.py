@@ -166,10 +166,14 @@ def _load_balancer(model_config: Any) -> str | None:
     return "dynamic" if int(updates or 0) else "static"
 
 
-def _quantization(quant_config: Any) -> dict[str, Any]:
+def quant_algo(quant_config: Any) -> str:
+    """Of a host's ``QuantConfig``, or of None: a layer that is not quantized."""
     algo = quant_config.quant_algo if quant_config is not None else None
-    name = "none" if algo is None else str(getattr(algo, "value", algo))
-    return {"quant_algo": name, "group_size": getattr(quant_config, "group_size", None)}
+    return "none" if algo is None else str(getattr(algo, "value", algo))
+
+
+def _quantization(quant_config: Any) -> dict[str, Any]:
+    return {"quant_algo": quant_algo(quant_config), "group_size": getattr(quant_config, "group_size", None)}
 
 
 def _dtype_name(dtype: Any) -> str | None:

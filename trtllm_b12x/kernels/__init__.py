@@ -8,18 +8,19 @@ reference.  What a kernel can do is data (:class:`KernelFeatures`), which the de
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from trtllm_b12x import bootstrap, decision, families, host, settings
+from trtllm_b12x import bootstrap, decision, families, formats, host, settings
 from trtllm_b12x import environment as machine
 from trtllm_b12x.decision import Environment, KernelFeatures, Resolution
+from trtllm_b12x.formats.nvfp4 import InputScales, KernelWeights
+from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.host.questions import Question
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "KernelFeatures",
     "KernelWeights",
     "PlanError",
+    "Weights",
     "Workspace",
     "considered",
     "environment",
@@ -82,93 +84,6 @@ class Geometry:
         return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}"
 
 
-@dataclass(frozen=True)
-class InputScales:
-    """Where the divisors of a layer's activations come from: the host's parameters, which anyone may overwrite without a word.
-
-    Hence a call reads these, or derives the divisors before it reads those, in the launch that it makes for its routes.
-    """
-
-    fc31_input_scale: torch.Tensor
-    """One float32, or ``(E,)``: what the host multiplies FC1's input by."""
-    fc2_input_scale: torch.Tensor
-    """One float32, or ``(E,)``."""
-    up_to_gate: torch.Tensor
-    """``(E,)`` float32: up's ``weight_scale_2`` over gate's."""
-    fc1_divisor: torch.Tensor
-    """``(E,)`` float32, written: ``1 / fc31_input_scale``."""
-    fc2_divisor: torch.Tensor
-    """``(E,)`` float32, written: ``1 / fc2_input_scale / up_to_gate``."""
-
-    def __post_init__(self) -> None:
-        for name in ("fc31_input_scale", "fc2_input_scale"):
-            tensor = getattr(self, name)
-            if tensor.numel() not in (1, self.up_to_gate.numel()) or tensor.dtype != torch.float32:
-                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not one float32, nor one of each expert")
-
-    @torch.inference_mode()  # what is written may come from a load inside it, and then be written nowhere else
-    def derive(self) -> None:
-        """In place, without synchronizing, in torch; :func:`trtllm_b12x.kernels.routes.prepare` does the same on a GPU."""
-        torch.reciprocal(self.fc31_input_scale.expand_as(self.up_to_gate), out=self.fc1_divisor)
-        torch.div(self.fc2_input_scale.reciprocal(), self.up_to_gate, out=self.fc2_divisor)
-
-
-@dataclass(frozen=True)
-class KernelWeights:
-    """What FlashInfer's kernels take besides the call's own tensors, by the names of ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py).
-
-    The wrapper's ``w1_alpha`` and ``input_global_scale`` reach the kernels as their product (``_folded_w1_alpha``), which is the
-    host's own ``fc31_alpha``; so that tensor is what a kernel binds, and weights that are copied over it are followed at once.
-    Both input scales are given per expert: FlashInfer expands a single one at every call, which is a launch each.
-    E local experts, H hidden size, T intermediate size on the tile, r = 2 if gated (rows [up; gate]) else 1.
-    """
-
-    w1_weight: torch.Tensor
-    """``(E, r*T, H/2)`` uint8, two FP4 per byte."""
-    w1_weight_sf: torch.Tensor
-    """``(32, 4, r*T/128, 4, H/64, E)`` float8_e4m3fn."""
-    folded_w1_alpha: torch.Tensor
-    """``(E,)`` float32: FC1's ``weight_scale_2`` times its input scale."""
-    w2_weight: torch.Tensor
-    """``(E, H, T/2)`` uint8."""
-    w2_weight_sf: torch.Tensor
-    """``(32, 4, H/128, 4, T/64, E)`` float8_e4m3fn."""
-    w2_alpha: torch.Tensor
-    """``(E,)`` float32: FC2's ``weight_scale_2`` times its input scale."""
-    fc2_input_scale: torch.Tensor
-    """``(E,)`` float32: the divisor of FC2's input (ModelOpt's ``input_scale``)."""
-    input_global_scale: torch.Tensor
-    """``(E,)`` float32, the same for all experts: the divisor of FC1's input."""
-    input_scales: InputScales | None = None
-    """What the last two are derived from at every call; None where they are constants."""
-
-    @property
-    def w1_alpha(self) -> torch.Tensor:
-        """``(E,)`` float32, new: FC1's ``weight_scale_2``, for FlashInfer's public entry points, which fold by themselves."""
-        return self.folded_w1_alpha / self.input_global_scale
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "input_scales"}
-
-    def check(self, geometry: Geometry) -> None:
-        """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take.
-
-        Block scales fill tiles of 128 rows by 64 columns, the last ones padded.
-        """
-        experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
-        rows = (2 if geometry.gated else 1) * size
-        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "w1_weight": ((experts, rows, hidden // 2), torch.uint8),
-            "w1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 64), experts), torch.float8_e4m3fn),
-            "w2_weight": ((experts, hidden, size // 2), torch.uint8),
-            "w2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 64), experts), torch.float8_e4m3fn),
-        }
-        for name, tensor in self.tensors().items():
-            shape, dtype = expected.get(name, ((experts,), torch.float32))
-            if tensor.dtype != dtype or tensor.shape != shape:
-                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
-
-
 class PlanError(RuntimeError):
     """A kernel cannot serve its geometry here; the message is the first line of the cause."""
 
@@ -188,7 +103,8 @@ class Kernel(ABC):
     """Most tokens that it was planned for."""
     limited = ""
     """Why these are fewer than :meth:`plan` was asked for."""
-    weights: KernelWeights
+    weights: Any
+    """The :class:`Weights` of their format."""
 
     @abstractmethod
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
@@ -205,8 +121,8 @@ class Kernel(ABC):
         """That it was planned for, as it was given."""
 
     @abstractmethod
-    def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
-        """Take the layer's tensors, those of the experts from ``first_expert`` on; only views are made.
+    def bind(self, weights: Any, first_expert: int = 0) -> None:
+        """Take the layer's :class:`Weights`, those of the experts from ``first_expert`` on; only views are made.
 
         Raises:
             ValueError: a tensor has the wrong shape or dtype; the message names it.
@@ -301,22 +217,23 @@ def environment() -> Environment:
     )
 
 
-def considered(device: str | None = None) -> dict[str, type[Kernel]]:
+def considered(device: str | None = None, quant_algo: str | None = None) -> dict[str, type[Kernel]]:
     """Family to its kernels, in order, for layers that are made on ``device``, torch's default one if not given.
+
+    A family that has kernels for several formats is considered with those for ``quant_algo``.
 
     TensorRT-LLM's layers are on its GPU.  Where torch sees no card that the family's kernels run on, what stands in for them; but
     kernels that run on the CPU (Triton's, in its interpreter) stand in for themselves.
     """
     on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
-    rows = {family.name: family for family in families.FAMILIES}
-    found = {}
-    for row in (rows[name] for name in settings.KERNELS.listed()):
-        kernel = _load(row.kernel)
+    found: dict[str, type[Kernel]] = {}
+    for row in families.rows(settings.KERNELS.listed(), quant_algo):
+        kernel = formats.load(row.kernel)
         there = _card_is_there(kernel.features) if on_gpu else kernel.runs_on(torch.device("cpu"))
         if there and kernel.available():
             found[row.name] = kernel
         elif row.stand_in:
-            found[row.name] = _load(row.stand_in)
+            found[row.name] = formats.load(row.stand_in)
     return found
 
 
@@ -326,18 +243,17 @@ def resolve(
     """Which families serve a layer in this process, and why not the others.
 
     Args:
-        question: of :mod:`trtllm_b12x.host.questions`.
-        kernels: :func:`considered`.
+        question: of :mod:`trtllm_b12x.host.questions`; where its format is not known yet, what serves any of ours.
+        kernels: :func:`considered`, for its format.
         plan_errors: family to what planning its kernels for the layer has raised.
     """
-    asked = ((name, kernel.features) for name, kernel in (considered() if kernels is None else kernels).items())
-    return decision.resolve(*question, environment(), tuple(asked), plan_errors)
-
-
-def _load(place: str) -> type[Kernel]:
-    module, _, name = place.partition(":")
-    found: type[Kernel] = getattr(importlib.import_module(module), name)
-    return found
+    algorithm = question[0].quant_algo
+    found = []
+    for name in formats.names() if algorithm is None and kernels is None else (algorithm,):
+        asked = considered(quant_algo=name) if kernels is None else kernels
+        rows = tuple((family, kernel.features) for family, kernel in asked.items())
+        found.append(decision.resolve(*question, environment(), rows, plan_errors))
+    return next((resolution for resolution in found if resolution.served), found[0])
 
 
 def _card_is_there(features: KernelFeatures) -> bool:

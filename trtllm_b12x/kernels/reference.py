@@ -24,16 +24,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
+from trtllm_b12x.formats.layouts import plain_scales
+from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
+from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
 
-from . import Geometry, Kernel, KernelFeatures, KernelWeights
-from .layout import plain_scales
+from . import Geometry, Kernel, KernelFeatures
 from .routes import Table
+
+_OFF_TIES = 0.97
 
 _PARTIAL_COLUMNS = 256
 """Columns of FC2's inner dimension that the static kernel accumulates before it rounds."""
@@ -74,7 +78,7 @@ class ReferenceKernel(Kernel):
     def device(self) -> torch.device:
         return self._device
 
-    def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
+    def bind(self, weights: Any, first_expert: int = 0) -> None:
         weights.check(self.geometry)
         self.weights, self.table = weights, Table(first_expert, self.geometry.num_experts)
 
@@ -90,8 +94,7 @@ class ReferenceKernel(Kernel):
     ) -> torch.Tensor:
         if x.shape[0] > self.capacity:
             raise ValueError(f"{x.shape[0]} tokens exceed the planned capacity of {self.capacity}")
-        if self.weights.input_scales is not None:
-            self.weights.input_scales.derive()
+        self.weights.derive()
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         local = self.table.local(token_selected_experts)
         for expert in local[local >= 0].unique().tolist():
@@ -100,6 +103,13 @@ class ReferenceKernel(Kernel):
         if out is None:
             return result.to(x.dtype)
         return out.copy_(result)
+
+    def activations(self, tokens: int, factor: float) -> torch.Tensor:
+        """bf16 ``(tokens, H)`` for a self-test: ``factor`` of the weights' calibrated range, off rounding ties."""
+        device, scale = self.weights.device, float(self.weights.input_global_scale[0])
+        scale = scale if 0 < scale < float("inf") else 1.0
+        x = torch.randn(tokens, self.geometry.hidden_size, device=device, generator=torch.Generator(device).manual_seed(0))
+        return move_off_ties((x * (_OFF_TIES * factor * scale * 6 * 448 / x.abs().max())).to(torch.bfloat16), scale)
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
         """What one local expert adds to the tokens that are routed to it, whose ``x`` and ``scales`` these are."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_b12x.environment import inspect_flashinfer
-from trtllm_b12x.strict_reference import move_off_ties
 
-from . import Geometry, KernelWeights, first_line
+from . import Geometry, Weights, first_line
 from .reference import ReferenceKernel
 
 BOUND = 0.02
@@ -25,7 +24,6 @@ TOKEN_BOUND = 0.1
 moves it by 0.107; a lost tile or a stale buffer by more."""
 CALLS = 16
 """At least; as many as reach every expert."""
-_OFF_TIES = 0.97
 _SLACK = 0.01
 """For codes that fall the other way."""
 _DRAWS = 3
@@ -96,8 +94,14 @@ class _Calls:
         return [slice(first, first + self.tokens) for first in range(0, len(self.x), self.tokens)]
 
 
-def examine(tests: Iterable[Examinee], geometry: Geometry, weights: KernelWeights, first_expert: int = 0) -> list[Outcome] | None:
-    """Run each of ``tests``.
+def examine(
+    tests: Iterable[Examinee],
+    geometry: Geometry,
+    weights: Weights,
+    first_expert: int = 0,
+    reference: type[ReferenceKernel] = ReferenceKernel,
+) -> list[Outcome] | None:
+    """Run each of ``tests`` against the ``reference`` of their format.
 
     Every test reaches every expert, alone with others and with all tokens on the same ``top_k``, so that each tile of rows and,
     with the most tokens, each wave of tasks is run; and some ids that are in no table.
@@ -107,7 +111,7 @@ def examine(tests: Iterable[Examinee], geometry: Geometry, weights: KernelWeight
     """
     tests = list(tests)
     sizes = sorted({test.tokens for test in tests})
-    drawn = _draw_until_finite(geometry, weights, sizes, first_expert)
+    drawn = _draw_until_finite(geometry, weights, sizes, first_expert, reference)
     if drawn is None:
         return None
     return [_outcome(test, geometry, drawn[test.tokens]) for test in tests]
@@ -131,10 +135,10 @@ def _outcome(test: Examinee, geometry: Geometry, calls: _Calls) -> Outcome:
 
 
 def _draw_until_finite(
-    geometry: Geometry, weights: KernelWeights, sizes: list[int], first_expert: int
+    geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int, reference: type[ReferenceKernel]
 ) -> dict[int, _Calls] | None:
     for attempt in range(_DRAWS):
-        drawn = _draw(geometry, weights, sizes, first_expert, 64.0**-attempt)
+        drawn = _draw(geometry, weights, sizes, first_expert, 64.0**-attempt, reference)
         expected = torch.cat([calls.expected for calls in drawn.values()])
         finite, told = expected.isfinite().all(1), expected.any(1)
         if bool(finite.float().mean() > 0.5):
@@ -142,18 +146,19 @@ def _draw_until_finite(
     return None
 
 
-def _draw(geometry: Geometry, weights: KernelWeights, sizes: list[int], first_expert: int, factor: float) -> dict[int, _Calls]:
+def _draw(
+    geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int, factor: float, kind: type[ReferenceKernel]
+) -> dict[int, _Calls]:
     """Calls of each size, and what the reference makes of them, in one go: it dequantizes an expert once."""
-    device = weights.w1_weight.device
+    device = weights.device
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):  # whatever the host's default is while it loads
         routes = {tokens: _routes(geometry, tokens, generator) for tokens in sizes}
     total = sum(map(len, routes.values()))
-    scale = float(weights.input_global_scale[0])
-    x = _activations(max(total, geometry.num_experts), geometry.hidden_size, scale, factor, device)
-    reference = ReferenceKernel()
-    reference.plan(geometry, len(x), device)
+    reference, most = kind(), max(total, geometry.num_experts)
+    reference.plan(geometry, most, device)
     reference.bind(weights)
+    x = reference.activations(most, factor)
     local = torch.cat(list(routes.values())).to(device)
     scales = _scales(reference, x, local)
     expected = reference.run(x[:total], local, scales).float()
@@ -164,13 +169,6 @@ def _draw(geometry: Geometry, weights: KernelWeights, sizes: list[int], first_ex
         drawn[tokens] = _Calls(tokens, x[rows], ids[rows], scales[rows], expected[rows])
         first += len(part)
     return drawn
-
-
-def _activations(tokens: int, hidden_size: int, scale: float, factor: float, device: torch.device) -> torch.Tensor:
-    """Within their calibrated range, and off rounding ties."""
-    scale = scale if 0 < scale < float("inf") else 1.0
-    x = torch.randn(tokens, hidden_size, device=device, generator=torch.Generator(device).manual_seed(0))
-    return move_off_ties((x * (_OFF_TIES * factor * scale * 6 * 448 / x.abs().max())).to(torch.bfloat16), scale)
 
 
 def _routes(geometry: Geometry, tokens: int, generator: torch.Generator) -> torch.Tensor:

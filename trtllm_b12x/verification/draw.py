@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from trtllm_b12x import host as _host
-from trtllm_b12x import strict_reference
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, MoELayer
-from trtllm_b12x.strict_reference import Call
+from trtllm_b12x.strict_reference import Call, judge
 
 MIN_TOKENS = 63
 """A case makes as many calls as it takes for this many tokens, or for :data:`MAX_READS`.  Over fewer tokens one code that rounds
@@ -48,10 +47,14 @@ def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: i
     """A routing method and every call of every case.  The model's own router is not under test, its experts are.
 
     Raises:
-        CheckpointError: the input scales of the layer cannot be used.
+        CheckpointError: the calibration of the layer cannot be used.
     """
     routing = _host.load().RenormalizeMoeRoutingMethod(layer.top_k)
-    input_scale = _input_scale(checkpoint, layer)
+    form = judge(checkpoint.weights(layer), layer.num_experts, layer.gated, layer.quant_algo)
+    try:
+        largest = form.largest_input()
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.directory}: {layer.name} {error}") from None
     generator = torch.Generator().manual_seed(seed * 1_000_003 + layer.index)
     order = torch.randperm(layer.num_experts, generator=generator)
     pool_size = min(layer.num_experts, max(EXPERTS, 2 * layer.top_k))
@@ -62,46 +65,26 @@ def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: i
         wanted = min(-(-MIN_TOKENS // case.tokens), max(MAX_READS // reads, -(-pool_size // reads)))
         first = 0
         for _ in range(wanted):
-            x = draw_activations(case.tokens, layer.hidden_size, input_scale, case.outliers, generator).to(device)
+            x = form.move_off_ties(draw_activations(case.tokens, layer.hidden_size, largest, case.outliers, generator)).to(device)
             logits = draw_router_logits(case.tokens, layer.num_experts, layer.top_k, pool, first, generator).to(device)
             batches.append(Batch(position, logits, Call(x, *routing.apply(logits))))
             first += case.tokens * _experts_in_turn(layer.top_k)
     return routing, batches
 
 
-def _input_scale(checkpoint: Checkpoint, layer: MoELayer) -> float:
-    """FC1's, the largest of all experts'."""
-    weights = checkpoint.weights(layer)
-    fc1 = [name for name in layer.projections if name != "w2"]
-    scales = torch.tensor([[float(weights[f"{e}.{w}.input_scale"]) for w in fc1] for e in range(layer.num_experts)])
-    if not torch.allclose(scales, scales[:, :1]):
-        raise CheckpointError(
-            f"{checkpoint.directory}: {layer.name} has experts whose gate and up differ in input_scale, which TensorRT-LLM "
-            "refuses to load; export the model again"
-        )
-    fc2 = max(float(weights[f"{e}.w2.input_scale"]) for e in range(layer.num_experts))
-    if not float(scales.max()) or not fc2:
-        raise CheckpointError(
-            f"{checkpoint.directory}: every input_scale of {layer.name} is 0; calibrate and export the model again"
-        )
-    return float(scales.max())
-
-
-def draw_activations(
-    tokens: int, hidden_size: int, input_scale: float, outliers: float, generator: torch.Generator
-) -> torch.Tensor:
+def draw_activations(tokens: int, hidden_size: int, largest: float, outliers: float, generator: torch.Generator) -> torch.Tensor:
     """bf16 activations ``(tokens, hidden_size)`` with a few outlier channels, as the layers of real models see them.
 
-    ``input_scale`` is amax / (6 * 448) of the calibration: the largest value is 0.97 of that amax, and ``outliers`` times it
-    where that is more, which moves the outlier channels alone.  No value sits on a rounding tie.
+    ``largest`` is the calibration's: the largest value is 0.97 of that, and ``outliers`` times it where that is more, which moves
+    the outlier channels alone.
     """
     x = torch.randn(tokens, hidden_size, generator=generator)
     channels = torch.randperm(hidden_size, generator=generator)[: -(-hidden_size // OUTLIER_CHANNELS)]
     x[:, channels] *= 8
-    x *= 0.97 * input_scale * 6 * 448 / x.abs().max()
+    x *= 0.97 * largest / x.abs().max()
     if outliers > 1:
         x[:, channels] *= outliers / 0.97
-    return strict_reference.move_off_ties(x.to(torch.bfloat16), input_scale)
+    return x.to(torch.bfloat16)
 
 
 def draw_router_logits(

@@ -81,7 +81,7 @@ def verify_layer(
     outputs: list[Any] = [0.0] * len(batches)
     paths: list[set[str]] = [set() for _ in batches]
     rounding: dict[int, float] = {}
-    features = {name: kernel.features for name, kernel in considered(device).items()}
+    features = {name: kernel.features for name, kernel in considered(device, layer.quant_algo).items()}
     limit = crossover(layer.top_k, [features[name] for name in verdict.families])
     points = {"cutlass": Arithmetic.CUTLASS}
     points |= {name: Arithmetic[found.arithmetic] for name, found in features.items()}
@@ -124,12 +124,13 @@ def verify_layer(
             progress(_LOADED + (_RUN - _LOADED) * step / steps)
         del module
     if not report.bits_exact:
-        report.failures.append("the kernel's FP4 codes or block scales differ from the checkpoint's")
+        report.failures.append("the kernel's codes or block scales differ from the checkpoint's")
     if report.bytes.extra_payload or report.bytes.extra_scales:
         report.failures.append("payload or block scales exist twice")
     run = sorted(_experts(batches, range(len(batches))))
     report.experts_run = len(run)
-    report.baked_weight_error = strict_reference.baked_weight_error(weights, run[:EXPERTS], tuple(layer.projections), device)
+    form = strict_reference.judge(weights, layer.num_experts, layer.gated, layer.quant_algo)
+    report.baked_weight_error = form.baked_weight_error(run[:EXPERTS], device)
     bounds = tolerances or Tolerances()
     if kernels and report.served_by != "cutlass":
         report.served_by = "+".join(name for name in verdict.families if name in kernels)
@@ -148,14 +149,14 @@ def verify_layer(
 
 def judge(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
     """What the layer will get on every rank, from what the checkpoint alone tells."""
-    return resolve(questions.of_checkpoint(layer, ranks.tp, ranks.ep), considered(device))
+    return resolve(questions.of_checkpoint(layer, ranks.tp, ranks.ep), considered(device, layer.quant_algo))
 
 
 def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:
     """The layer as the host builds it with ``moe_backend: CUTLASS``, without weights."""
     host = _host.load()
     selection.install()
-    quant_config = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=layer.group_size)
+    quant_config = host.QuantConfig(quant_algo=host.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
     with torch.device(device):
         return host.create_moe.create_moe(
             routing,
@@ -199,7 +200,9 @@ def _measure(
         mine = [index for index, p in enumerate(served) if p == path]
         arithmetics = [Arithmetic.NONE, Arithmetic.UNQUANTIZED, *([points[path]] if path in points else [])]
         calls = [batches[index].call for index in mine]
-        found = strict_reference.outputs(weights, layer.num_experts, layer.gated, calls, arithmetics, device, on_expert)
+        found = strict_reference.outputs(
+            weights, layer.num_experts, layer.gated, calls, arithmetics, device, on_expert, layer.quant_algo
+        )
         strict.update(zip(mine, found, strict=True))
     calls = [batch.call for batch in batches]
     plain = None if original is None else _against_original(original, weights, layer, calls, device, report, bounds)
@@ -288,12 +291,12 @@ def _against_original(
             f"{original.directory}: has no unquantized layer {layer.name} of the same sizes; "
             "give the unquantized model of this checkpoint"
         )
-    plain = original.weights(match)
+    plain, form = original.weights(match), strict_reference.judge(weights, layer.num_experts, layer.gated, layer.quant_algo)
     distance = norm = 0.0
     wrong = []
     for expert in range(layer.num_experts):
         for name, own in layer.projections.items():
-            difference, size = strict_reference.weight_error(weights, plain, expert, name, device)
+            difference, size = strict_reference.weight_error(form, plain, expert, name, device)
             if not size < float("inf"):
                 raise CheckpointError(f"{original.directory}: {layer.name} holds weights that are not finite; give a sound model")
             if not difference <= bounds.weight * size:

@@ -42,7 +42,7 @@ class BytesReport:
     """Bytes of one layer."""
 
     checkpoint: int
-    """FP4 payload and block scales as the checkpoint has them."""
+    """Payload and block scales as the checkpoint has them."""
     padding: int
     """What the module's payload and block scales hold beyond those."""
     extra_payload: int
@@ -68,16 +68,16 @@ class LayerReport:
     """Hosts that will refuse the layer, split like this."""
     bytes: BytesReport | None = None
     bits_exact: bool | None = None
-    """The kernel reads the checkpoint's FP4 codes and block scales, every one, and zeros beside them."""
+    """The kernel reads the checkpoint's codes and block scales, every one, and zeros beside them."""
     experts_run: int = 0
     """Experts that received a token in any case; the others are compared by their bits and scales."""
     full_blocks: float | None = None
-    """Share of the blocks of 16 with a code of magnitude 6: 1 for max calibration, 0.88 for random bytes."""
+    """Share of the blocks that hold what max calibration leaves, 1 where it did (NVFP4: magnitude 6, by chance 0.88)."""
     reference_error: float | None = None
     """What quantizing calibrated activations costs the float32 reference."""
     baked_weight_error: float | None = None
     weight_error: float | None = None
-    """Of the NVFP4 weights against the unquantized model."""
+    """Of the quantized weights against the unquantized model."""
     cases: list[CaseReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What could not be told."""

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
+from trtllm_b12x.formats.nvfp4 import dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.host.embedded.ops import block_scale_interleave
 from trtllm_b12x.kernels import Geometry, KernelWeights
-from trtllm_b12x.kernels.layout import mma_scale_view, plain_scales
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.nvfp4 import dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.strict_reference import Call
+from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
 from trtllm_b12x.verification import draw_activations
 
 TILE = ReferenceKernel.features.tile
@@ -163,7 +164,8 @@ def draw_call(layer: Layer, tokens: int, seed: int, negative: float = 0.0) -> Ca
     """
     shape, device = layer.shape, layer.weights.w1_weight.device
     generator = torch.Generator().manual_seed(seed)
-    x = draw_activations(tokens, shape.hidden_size, float(layer.weights.input_global_scale[0]), 0.97, generator)
+    scale = float(layer.weights.input_global_scale[0])
+    x = move_off_ties(draw_activations(tokens, shape.hidden_size, scale * 6 * 448, 0.97, generator), scale)
     ids = torch.rand(tokens, shape.num_experts, generator=generator).argsort(1)[:, : shape.top_k].int()
     if negative:
         ids[torch.rand(ids.shape, generator=generator) < negative] = -1

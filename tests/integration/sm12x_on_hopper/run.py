@@ -21,7 +21,7 @@ import torch
 
 from trtllm_b12x import strict_reference
 from trtllm_b12x.kernels import KernelWeights
-from trtllm_b12x.strict_reference import Arithmetic, Call
+from trtllm_b12x.strict_reference import Arithmetic, Call, nvfp4
 from trtllm_b12x.verification import relative_l2
 
 from .bed import Bed, sm12x_on_hopper
@@ -307,7 +307,7 @@ def _preparations(bed: Bed, layer: Layer, index: int, projections: list[str]) ->
         "exact, reciprocal FC2 scale": (replace(exact, fc2_input_scale=exact.fc2_input_scale.reciprocal()), ()),
         "baked, FC2 scale 1": (replace(baked, fc2_input_scale=unit, w2_alpha=unit), ("input_global_scale",)),
     }
-    weight_error = strict_reference.baked_weight_error(layer.checkpoint, range(shape.num_experts), projections, DEVICE)
+    weight_error = nvfp4.baked_weight_error(layer.checkpoint, range(shape.num_experts), projections, DEVICE)
     for job in _one_per_kernel(shape):
         calls = [draw_call(layer, job.tokens, seed) for seed in range(-(-64 // job.tokens))]
         yardsticks = [Yardsticks.of(layer, call) for call in calls]
@@ -341,7 +341,7 @@ def saturation(layer: Layer) -> dict[str, float]:
     for expert in range(shape.num_experts):
         token = (call.token_selected_experts == expert).any(1)
         matrices = {
-            name: strict_reference.dequantize_weight(
+            name: nvfp4.dequantize_weight(
                 *(tensors[f"{expert}.{name}.{k}"] for k in ("weight", "weight_scale", "weight_scale_2"))
             )
             for name in (("w1", "w3") if shape.gated else ("w1",))

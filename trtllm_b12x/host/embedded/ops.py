@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trtllm_b12x.nvfp4 import BLOCK_SIZE, E2M1_MAX, dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
+from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
 
 from .config import ActivationType, is_gated_activation
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from . import host as _host
-from .kernels import InputScales, KernelWeights, first_line
-from .kernels.layout import interleaved_rows, mma_scale_view
-from .log import logger
+from trtllm_b12x import host as _host
+from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
+from trtllm_b12x.formats.nvfp4 import InputScales, KernelWeights
+from trtllm_b12x.kernels import first_line
+from trtllm_b12x.log import logger
+
+from . import Method
 
 host = _host.load()
 
-READ_BY_KERNELS = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale", "fc31_alpha", "fc2_alpha")
+STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
+READ_BY_KERNELS = (*STORED, "fc31_alpha", "fc2_alpha")
 """The host's parameters whose memory the kernels are given."""
 RATIO = "b12x_up_to_gate"
 """The one parameter that the host's layers do not have."""
@@ -40,7 +46,7 @@ def _or_as_the_host(step: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  # type: ignore[name-defined]
+class NVFP4Sm12xFusedMoEMethod(Method, host.Weights, host.NVFP4CutlassFusedMoEMethod):  # type: ignore[name-defined]
     """One set of tensors for CUTLASS and the kernels.
 
     The parameters are the host's own (names, dtypes, meaning, 128x4-interleaved scales).  Only their intermediate
@@ -63,12 +69,13 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
     writes it, a load, a transfer or ``load_state_dict``, writes it for good.
     """
 
-    fault = ""
-    """First line of what went wrong in this class; the layer is then the host's."""
+    format = "NVFP4"
+    stored = STORED
+    read_by_kernels = itemgetter(*READ_BY_KERNELS, *SCALARS_READ_BY_KERNELS)
+    neutral = MappingProxyType({RATIO: 1.0})
 
     def __init__(self, tile: int) -> None:
-        super().__init__()
-        self.tile = tile
+        super().__init__(tile)
         self._gate_and_up: dict[int, tuple[float, float]] = {}
         self.ratio = False
         """Some expert's gate and up differ in ``weight_scale_2``, as of the last hook."""
@@ -138,7 +145,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         if w1_weight_scale is not None or w3_weight_scale is not None:
             rows = interleaved_rows(dst_w3_w1_weight_scale).flatten(0, 2).flatten(1)
             self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, rows)
-            _interleave(rows, dst_w3_w1_weight_scale)
+            interleave(rows, dst_w3_w1_weight_scale)
 
     def load_expert_w2_weight_scale_nvfp4(
         self, module: Any, w2_weight_scale: torch.Tensor | None, dst_w2_weight_scale: torch.Tensor
@@ -146,7 +153,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
         if w2_weight_scale is not None:
             rows = interleaved_rows(dst_w2_weight_scale).flatten(0, 2).flatten(1)
             self.load_expert_w2_weight(module, w2_weight_scale, rows)
-            _interleave(rows, dst_w2_weight_scale)
+            interleave(rows, dst_w2_weight_scale)
 
     @staticmethod
     def _shard(module: Any, tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
@@ -203,7 +210,6 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
 
     @_or_as_the_host
     def refresh(self, module: Any) -> None:
-        """All that is derived from what was loaded; repeatable."""
         self.before_quant_scales(module)
         self.setup_quant_scales(module)
         self.after_quant_scales(module)
@@ -227,8 +233,7 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
 
     def has_ratio(self, module: Any) -> bool:
         """Some expert's gate and up differ in ``weight_scale_2``.  Synchronizes."""
-        ratio = module.b12x_up_to_gate
-        return not ratio.is_meta and bool((ratio.data != 1).any())
+        return not self.is_neutral(module, RATIO)
 
     @staticmethod
     def input_scales(module: Any) -> InputScales:
@@ -244,30 +249,25 @@ class NVFP4Sm12xFusedMoEMethod(host.Weights, host.NVFP4CutlassFusedMoEMethod):  
             fc2_divisor=module.b12x_fc2_input_scale,
         )
 
+    def before_hosts_call(self, module: Any) -> None:
+        """Not into a CUDA graph: there it would cost every replay, for what changes with the weights alone."""
+        if self.ratio and not (module._parameters[RATIO].is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.derive_for_cutlass(module)
+
     @torch.inference_mode()  # as InputScales.derive
     def derive_for_cutlass(self, module: Any) -> None:
         """FC2's input scale of each expert for the host's operator, where gate and up differ."""
         parameters, buffers = module._parameters, module._buffers  # a module's attributes take a microsecond each
         torch.mul(parameters["fc2_input_scale"], parameters[RATIO], out=buffers["b12x_fc2_act_global"])
 
-    def padding_bytes(self, module: Any) -> int:
-        """Zeros in payload and block scales that fill the tile, on this rank; those that the host has too."""
-        logical, padded = module.intermediate_size_per_partition, 2 * module.w2_weight.data.view(torch.uint8).shape[2]
-        names = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
-        total = sum(getattr(module, name).data.nbytes for name in names)
-        return total * (padded - logical) // padded
+    def intermediate_size(self, module: Any) -> int:
+        return 2 * int(module.w2_weight.data.view(torch.uint8).shape[2])
 
     def scalar_bytes(self, module: Any) -> int:
-        """What this method adds to the host's parameters."""
         names = ("b12x_up_to_gate", "b12x_input_global_scale", "b12x_fc2_input_scale", "b12x_fc2_act_global")
         return sum(int(getattr(module, name).nbytes) for name in names)
 
     def kernel_weights(self, module: Any) -> KernelWeights:
-        """The kernel's arguments as views of the module's storage; keep the returned object alive with the module.
-
-        Raises:
-            ValueError: a parameter does not lie as kernels read it; the message names it.
-        """
         for name in READ_BY_KERNELS:
             tensor = getattr(module, name)
             if not tensor.is_contiguous() or tensor.data_ptr() % 16:
@@ -295,9 +295,3 @@ def _ratio(gate: float, up: float) -> float:
         return math.nan
     ratio = up / gate if gate and up else 0.0
     return ratio if 1 / _LARGEST <= abs(ratio) <= _LARGEST else 0.0
-
-
-def _interleave(rows: torch.Tensor, block_scales: torch.Tensor) -> None:
-    """Row-major uint8 ``(rows, columns)`` to the 128x4 layout, into ``(rows, columns/4)`` int32."""
-    lay = interleaved_rows(block_scales)
-    lay.copy_(rows.view(lay.shape))

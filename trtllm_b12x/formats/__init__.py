@@ -1,0 +1,54 @@
+"""The number formats of expert weights, a row for each: its names, and where its parts are.
+
+Nothing of theirs is imported here.  Which kernels serve a format the rows of :mod:`trtllm_b12x.families` say.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Format:
+    """Codes, and what scales them.  Places are ``module:name``."""
+
+    name: str
+    """The host's ``QuantAlgo`` member."""
+    recipe: str
+    """nvidia-modelopt's configuration that exports it."""
+    method: str
+    """Its :class:`trtllm_b12x.quantization.Method`: the host's parameters, and the kernels' view of them."""
+    kind: str
+    """Its :class:`trtllm_b12x.checkpoint.kinds.Kind`: how a checkpoint names and stores it."""
+    judge: str
+    """Its :class:`trtllm_b12x.strict_reference.Judge`."""
+    activations: tuple[str, ...] = ("Swiglu", "Relu2")
+    """Of usual checkpoints: ``doctor`` asks about these."""
+
+
+FORMATS: tuple[Format, ...] = (
+    Format(
+        "NVFP4",
+        "NVFP4_DEFAULT_CFG",
+        method="trtllm_b12x.quantization.nvfp4:NVFP4Sm12xFusedMoEMethod",
+        kind="trtllm_b12x.checkpoint.nvfp4:NVFP4",
+        judge="trtllm_b12x.strict_reference.nvfp4:NVFP4",
+    ),
+)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(row.name for row in FORMATS)
+
+
+def find(name: str) -> Format | None:
+    """None for what is none of ours: not quantized, or another algorithm."""
+    return next((row for row in FORMATS if row.name == name), None)
+
+
+def load(place: str) -> Any:
+    """What is at ``module:name``."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,54 @@
+"""Block scales as hosts and kernels lay them out: tiles of 128 rows by 4 blocks, interleaved."""
+
+from __future__ import annotations
+
+import torch
+
+
+def mma_scale_view(
+    block_scales: torch.Tensor, rows: int, columns: int, block_size: int = 16, dtype: torch.dtype = torch.float8_e4m3fn
+) -> torch.Tensor:
+    """128x4-interleaved block scales as the 6-D view FlashInfer takes (``convert_sf_to_mma_layout``): no copy.
+
+    Args:
+        block_scales: ``rows * columns / block_size`` bytes per expert, any dtype, contiguous, experts first.
+        rows: of the weight, a multiple of 128.
+        columns: of the weight in elements, a multiple of ``4 * block_size``.
+        block_size: elements that share a scale.
+        dtype: of a scale, one byte.
+
+    Returns:
+        ``dtype`` ``(32, 4, rows/128, 4, columns/(4 * block_size), E)``: row ``m`` and block ``k`` of expert ``e`` are at
+        ``(m % 32, m % 128 // 32, m // 128, k % 4, k // 4, e)``.
+
+    Raises:
+        ValueError: the sizes are off the tile.
+    """
+    width = 4 * block_size
+    if rows % 128 or columns % width:
+        raise ValueError(f"scales of a {rows} x {columns} weight do not fill 128 x {width} tiles")
+    tiles = block_scales.view(dtype).view(-1, rows // 128, columns // width, 32, 4, 4)
+    return tiles.permute(3, 4, 1, 5, 2, 0)
+
+
+def interleaved_rows(block_scales: torch.Tensor) -> torch.Tensor:
+    """Scales of one matrix in the 128x4 layout, ``(rows, words)`` int32, as uint8 in the order of rows: a view.
+
+    ``(rows/128, 4, 32, words, 4)``: flattened, which copies, it is ``(rows, 4 * words)``.
+    """
+    rows, words = block_scales.shape
+    return block_scales.view(torch.uint8).view(rows // 128, words, 32, 4, 4).permute(0, 3, 2, 1, 4)
+
+
+def interleave(rows: torch.Tensor, block_scales: torch.Tensor) -> None:
+    """Row-major uint8 ``(rows, 4 * words)`` to the 128x4 layout, into ``(rows, words)`` int32."""
+    lay = interleaved_rows(block_scales)
+    lay.copy_(rows.view(lay.shape))
+
+
+def plain_scales(mma_scales: torch.Tensor) -> torch.Tensor:
+    """The 6-D view back to row-major ``(E, rows, blocks)``, of the same dtype (a copy)."""
+    lanes, quarters, row_tiles, inner, column_tiles, experts = mma_scales.shape
+    by_row = mma_scales.view(torch.uint8).permute(5, 2, 1, 0, 4, 3)
+    plain = by_row.reshape(experts, row_tiles * quarters * lanes, column_tiles * inner)
+    return plain.view(mma_scales.dtype)

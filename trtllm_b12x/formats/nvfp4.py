@@ -1,0 +1,184 @@
+"""NVFP4: E2M1 values, E4M3 block scales, packing, and what its kernels are given.
+
+The numbers are one place for the two torch implementations that stand in for device code (the embedded host's operators and
+:mod:`trtllm_b12x.kernels.reference`).  :mod:`trtllm_b12x.strict_reference` judges both and deliberately uses none of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from .layouts import plain_scales
+from .weights import Weights
+
+if TYPE_CHECKING:
+    from trtllm_b12x.kernels import Geometry
+
+BLOCK_SIZE = 16
+"""Elements that share one E4M3 block scale."""
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+
+# E2M1: sign, two exponent bits (bias 1), one mantissa bit.  OCP Microscaling Formats 1.0, 5.3.3.
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Midpoints between neighbors; ties go to the even code.
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest E2M1 code, ties to even, saturating at +-6 (PTX ``cvt.rn.satfinite.e2m1x2.f32``).
+
+    Args:
+        values: any shape, float32.  NaN becomes +6, as the instruction has it.
+
+    Returns:
+        Codes 0..15 of the same shape, uint8.  Negative zero keeps its sign.
+    """
+    magnitude = values.abs().nan_to_num(nan=E2M1_MAX)
+    midpoints = torch.tensor(_E2M1_MIDPOINTS, dtype=values.dtype, device=values.device)
+    # bucketize(right=False) sends a tie to the lower code, right=True to the upper one: take whichever is even.
+    lower = torch.bucketize(magnitude, midpoints, right=False)
+    upper = torch.bucketize(magnitude, midpoints, right=True)
+    code = torch.where(lower % 2 == 0, lower, upper)
+    sign = torch.signbit(values) & ~values.isnan()
+    return (code | (sign.to(code.dtype) << 3)).to(torch.uint8)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes 0..15 (any integer dtype) to float32 values of the same shape."""
+    table = torch.tensor(_E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), dtype=torch.float32, device=codes.device)
+    return table[codes.long()]
+
+
+def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
+    """Codes ``[..., K]`` to bytes ``[..., K/2]``, uint8; the even column sits in the low nibble."""
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous()
+
+
+def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Bytes ``[..., K/2]`` (uint8) to codes ``[..., K]``, uint8."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Round to E4M3, ties to even, saturating at +-448 (torch's own cast overflows to NaN)."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def dequantize(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+    """FP4 bytes ``[..., K/2]`` times E4M3 block scales ``[..., K/16]``, without any per-tensor scale.
+
+    Returns:
+        float32 ``[..., K]``.  Exact: the product of an E2M1 and an E4M3 value has at most 6 significant bits.
+    """
+    pairs = decode_e2m1(unpack_fp4(torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)))
+    # Both values of a byte in one gather of eight bytes, and no temporary as large as the result.
+    both = pairs.view(torch.int64).flatten().index_select(0, packed.flatten().int()).view(torch.float32)
+    values = both.view(*packed.shape[:-1], 2 * packed.shape[-1])
+    values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(block_scales.float().unsqueeze(-1))
+    return values
+
+
+@dataclass(frozen=True)
+class InputScales:
+    """Where the divisors of a layer's activations come from: the host's parameters, which anyone may overwrite without a word.
+
+    Hence a call reads these, or derives the divisors before it reads those, in the launch that it makes for its routes.
+    """
+
+    fc31_input_scale: torch.Tensor
+    """One float32, or ``(E,)``: what the host multiplies FC1's input by."""
+    fc2_input_scale: torch.Tensor
+    """One float32, or ``(E,)``."""
+    up_to_gate: torch.Tensor
+    """``(E,)`` float32: up's ``weight_scale_2`` over gate's."""
+    fc1_divisor: torch.Tensor
+    """``(E,)`` float32, written: ``1 / fc31_input_scale``."""
+    fc2_divisor: torch.Tensor
+    """``(E,)`` float32, written: ``1 / fc2_input_scale / up_to_gate``."""
+
+    def __post_init__(self) -> None:
+        for name in ("fc31_input_scale", "fc2_input_scale"):
+            tensor = getattr(self, name)
+            if tensor.numel() not in (1, self.up_to_gate.numel()) or tensor.dtype != torch.float32:
+                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not one float32, nor one of each expert")
+
+    @torch.inference_mode()  # what is written may come from a load inside it, and then be written nowhere else
+    def derive(self) -> None:
+        """In place, without synchronizing, in torch; :func:`trtllm_b12x.kernels.routes.prepare` does the same on a GPU."""
+        torch.reciprocal(self.fc31_input_scale.expand_as(self.up_to_gate), out=self.fc1_divisor)
+        torch.div(self.fc2_input_scale.reciprocal(), self.up_to_gate, out=self.fc2_divisor)
+
+
+@dataclass(frozen=True)
+class KernelWeights(Weights):
+    """What FlashInfer's kernels take besides the call's own tensors, by the names of ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py).
+
+    The wrapper's ``w1_alpha`` and ``input_global_scale`` reach the kernels as their product (``_folded_w1_alpha``), which is the
+    host's own ``fc31_alpha``; so that tensor is what a kernel binds, and weights that are copied over it are followed at once.
+    Both input scales are given per expert: FlashInfer expands a single one at every call, which is a launch each.
+    E local experts, H hidden size, T intermediate size on the tile, r = 2 if gated (rows [up; gate]) else 1.
+    """
+
+    w1_weight: torch.Tensor
+    """``(E, r*T, H/2)`` uint8, two FP4 per byte."""
+    w1_weight_sf: torch.Tensor
+    """``(32, 4, r*T/128, 4, H/64, E)`` float8_e4m3fn."""
+    folded_w1_alpha: torch.Tensor
+    """``(E,)`` float32: FC1's ``weight_scale_2`` times its input scale."""
+    w2_weight: torch.Tensor
+    """``(E, H, T/2)`` uint8."""
+    w2_weight_sf: torch.Tensor
+    """``(32, 4, H/128, 4, T/64, E)`` float8_e4m3fn."""
+    w2_alpha: torch.Tensor
+    """``(E,)`` float32: FC2's ``weight_scale_2`` times its input scale."""
+    fc2_input_scale: torch.Tensor
+    """``(E,)`` float32: the divisor of FC2's input (ModelOpt's ``input_scale``)."""
+    input_global_scale: torch.Tensor
+    """``(E,)`` float32, the same for all experts: the divisor of FC1's input."""
+    input_scales: InputScales | None = None
+    """What the last two are derived from at every call; None where they are constants."""
+
+    payload = ("w1_weight", "w2_weight")
+    block_scales = ("w1_weight_sf", "w2_weight_sf")
+
+    @property
+    def w1_alpha(self) -> torch.Tensor:
+        """``(E,)`` float32, new: FC1's ``weight_scale_2``, for FlashInfer's public entry points, which fold by themselves."""
+        return self.folded_w1_alpha / self.input_global_scale
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "input_scales"}
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take.
+
+        Block scales fill tiles of 128 rows by 64 columns, the last ones padded.
+        """
+        experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
+        rows = (2 if geometry.gated else 1) * size
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "w1_weight": ((experts, rows, hidden // 2), torch.uint8),
+            "w1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 64), experts), torch.float8_e4m3fn),
+            "w2_weight": ((experts, hidden, size // 2), torch.uint8),
+            "w2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 64), experts), torch.float8_e4m3fn),
+        }
+        for name, tensor in self.tensors().items():
+            shape, dtype = expected.get(name, ((experts,), torch.float32))
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
+
+    def derive(self) -> None:
+        if self.input_scales is not None:
+            self.input_scales.derive()
+
+    def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        fc1, fc2 = (plain_scales(scales[..., slot : slot + 1])[0] for scales in (self.w1_weight_sf, self.w2_weight_sf))
+        return {
+            "weight": (self.w1_weight[slot], self.w2_weight[slot]),
+            "weight_scale": (fc1.view(torch.uint8), fc2.view(torch.uint8)),
+        }

@@ -1,0 +1,41 @@
+"""What the kernels of any format are given besides a call's own tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from trtllm_b12x.kernels import Geometry
+
+
+@dataclass(frozen=True)
+class Weights(ABC):
+    """Views of one layer's parameters on one rank, as its kernels read them; a format has its own fields."""
+
+    payload: ClassVar[tuple[str, ...]]
+    """Fields that hold codes."""
+    block_scales: ClassVar[tuple[str, ...]]
+    """Fields that hold what scales blocks of them."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What kernels read, by field."""
+
+    @abstractmethod
+    def check(self, geometry: Geometry) -> None:
+        """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take."""
+
+    @abstractmethod
+    def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """A local expert's FC1 (rows [up; gate]) and FC2, uint8 ``(rows, bytes)``, by the checkpoint's kind of tensor."""
+
+    def derive(self) -> None:  # noqa: B027
+        """In place and without synchronizing, what a call reads and parameters imply: in most formats nothing."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors().values())).device

@@ -1,0 +1,72 @@
+"""What the layer asks of a quantization method of ours, whatever its format."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+
+from trtllm_b12x.formats.weights import Weights
+
+
+class Method:
+    """One set of tensors for the host's path and the kernels.  Mixed in before the host's class for the format.
+
+    Args:
+        tile: that the intermediate size is padded to, a multiple of every eligible kernel's.
+    """
+
+    format: ClassVar[str]
+    """Its row's name in :data:`trtllm_b12x.formats.FORMATS`."""
+    stored: ClassVar[tuple[str, ...]]
+    """Parameters that hold the checkpoint's payload and block scales."""
+    read_by_kernels: ClassVar[itemgetter[Any]]
+    """Of a module's parameters, those whose memory kernels are given or that a call derives something of."""
+    neutral: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    """Parameters that the host's layers do not have, with what they are while they say nothing."""
+    fault = ""
+    """First line of what went wrong in this class; the layer is then the host's."""
+
+    def __init__(self, tile: int) -> None:
+        super().__init__()
+        self.tile = tile
+
+    @abstractmethod
+    def kernel_weights(self, module: Any) -> Weights:
+        """The kernels' arguments as views of the module's storage; keep the returned object alive with the module.
+
+        Raises:
+            ValueError: a parameter does not lie as kernels read it; the message names it.
+        """
+
+    @abstractmethod
+    def intermediate_size(self, module: Any) -> int:
+        """Of this rank, on the tile, as the parameters have it."""
+
+    def refresh(self, module: Any) -> None:
+        """All that is derived from what was loaded; repeatable."""
+
+    def before_hosts_call(self, module: Any) -> None:
+        """What the host's path reads beside its own parameters is as they are now; called where a kernel does not serve."""
+
+    def is_neutral(self, module: Any, name: str) -> bool:
+        """A parameter of :attr:`neutral` says nothing.  Synchronizes."""
+        tensor = module._parameters[name]
+        return tensor.is_meta or not bool((tensor.data != self.neutral[name]).any())
+
+    def addresses(self, module: Any) -> tuple[int, ...]:
+        return tuple(map(torch.Tensor.data_ptr, self.read_by_kernels(module._parameters)))
+
+    def padding_bytes(self, module: Any) -> int:
+        """Zeros in payload and block scales that fill the tile, on this rank; those that the host has too."""
+        logical, padded = module.intermediate_size_per_partition, self.intermediate_size(module)
+        total = sum(getattr(module, name).data.nbytes for name in self.stored)
+        return int(total * (padded - logical) // padded)
+
+    def scalar_bytes(self, module: Any) -> int:
+        """What this method adds to the host's parameters."""
+        return 0
