@@ -1,4 +1,4 @@
-"""NVFP4 mixture-of-experts decode inside TensorRT-LLM's CUTLASS backend, on SM120 and SM121."""
+"""Quantized mixture-of-experts decode inside TensorRT-LLM's CUTLASS backend, on SM120 and SM121."""
 
 TYPE_CHECKING = False  # not from typing: every Python process of the environment runs this module
 if TYPE_CHECKING:

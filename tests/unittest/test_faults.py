@@ -26,6 +26,7 @@ HOSTS = (
     "formats.nvfp4.decode",
     "formats.nvfp4.dequantize",
     "formats.nvfp4.pack",
+    "formats.nvfp4.unpack",
     "host.adapters._equality",
 )
 """What the embedded host computes with, and what a host asks when it compares classes."""

@@ -120,7 +120,8 @@ def test_the_contract_covers_what_is_read() -> None:
         for node in ast.walk(ast.parse(inspect.getsource(sys.modules[Ours.__module__])))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
-    found = read_of({"self"}, "fused_moe.py", "host/calls.py") | read_of({"module"}, "quantization.py", "host/weights.py")
+    methods = ("quantization/__init__.py", "quantization/nvfp4.py", "host/weights.py")
+    found = read_of({"self"}, "fused_moe.py", "host/calls.py") | read_of({"module"}, *methods)
     found |= read_of({"layer"}, "host/questions.py")
     read = {name for name in found - bare - assigned if not name.startswith("b12x_")} - {"kernel"}
     optional = {"_moe_lora_active"}  # asked for with hasattr

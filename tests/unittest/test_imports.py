@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import trtllm_b12x
+from trtllm_b12x import formats
 
 ROOT = Path(trtllm_b12x.__file__).parent
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__"): path for path in ROOT.rglob("*.py")}
@@ -23,7 +24,22 @@ RULES = (
         ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.selection"),
         "it knows no kernels",
     ),
-    ("strict_reference", ("trtllm_b12x.kernels", "trtllm_b12x.host", "trtllm_b12x.quantization"), "the judge shares nothing"),
+    (
+        "strict_reference",
+        (
+            "trtllm_b12x.kernels",
+            "trtllm_b12x.host",
+            "trtllm_b12x.quantization",
+            *(f"trtllm_b12x.formats.{part}" for part in ("nvfp4", "layouts", "weights")),
+        ),
+        "the judge shares nothing",
+    ),
+    (
+        "formats",
+        ("trtllm_b12x.kernels", "trtllm_b12x.host", "trtllm_b12x.quantization", "trtllm_b12x.checkpoint"),
+        "numbers know nobody",
+    ),
+    ("quantization", ("trtllm_b12x.fused_moe", "trtllm_b12x.selection", "trtllm_b12x.strict_reference"), "methods know no layer"),
     ("kernels", ("trtllm_b12x.fused_moe", "trtllm_b12x.quantization", "trtllm_b12x.selection"), "kernels know no layer"),
     ("checkpoint", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.host"), "files are files"),
     ("schedule", ("trtllm_b12x.host", "trtllm_b12x.fused_moe"), "it is asked, and asks kernels alone"),
@@ -79,5 +95,16 @@ def test_neighbors_have_one_door_each() -> None:
 
 def test_what_must_do_without_torch_does() -> None:
     for name in FILES:
-        if any(within(name, room) for room in LIGHT):
+        if name == "formats" or any(within(name, room) for room in LIGHT):
             assert "torch" not in {module.partition(".")[0] for module in imports(name, late=False)}, name
+
+
+def test_nobody_asks_for_a_format_by_name() -> None:
+    """Its parts are found by its row.  What hosts call theirs is theirs."""
+    for name, path in FILES.items():
+        if within(name, "host"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Compare, ast.MatchValue)):
+                named = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                assert not named & set(formats.names()), f"{name}:{node.lineno}"

@@ -10,7 +10,7 @@ from trtllm_b12x import __version__
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="trtllm-b12x")
 def main() -> None:
-    """NVFP4 MoE decode inside TensorRT-LLM on SM120 and SM121: FlashInfer's b12x kernels, or Triton's."""
+    """Quantized MoE decode inside TensorRT-LLM on SM120 and SM121: FlashInfer's b12x kernels, or Triton's."""
 
 
 @main.command()

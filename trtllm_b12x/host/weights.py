@@ -1,4 +1,4 @@
-"""When hosts load what, for :class:`trtllm_b12x.quantization.NVFP4Sm12xFusedMoEMethod`.
+"""When hosts load what, for :class:`trtllm_b12x.quantization.nvfp4.NVFP4Sm12xFusedMoEMethod`.
 
 Early hosts (1.2, early 1.3) let every hook write its parameter and have their alphas at the end of ``load_quant_scales``.  Later
 ones stage: alphas are made in ``process_weights_after_loading``, at the end of a load, of partial ones, or of streamed experts.

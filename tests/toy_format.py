@@ -1,0 +1,182 @@
+"""A second number format in one file: FP8, E4M3 codes with one float32 scale per matrix, bf16 activations.
+
+The host's path has the matrices in bf16; scales are powers of two, so both hold the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from trtllm_b12x.checkpoint.kinds import Kind
+from trtllm_b12x.decision import FLASHINFERS, KernelFeatures, RejectReason
+from trtllm_b12x.families import Family
+from trtllm_b12x.formats import Format
+from trtllm_b12x.formats.weights import Weights
+from trtllm_b12x.host.embedded.quantization import TensorParallelMode, UnquantizedFusedMoEMethod, load_weight_shard
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.reference import ReferenceKernel, activate
+from trtllm_b12x.quantization import Method
+from trtllm_b12x.strict_reference import Arithmetic, Judge
+
+FEATURES = KernelFeatures(
+    "triton",
+    activations=frozenset({"Swiglu"}),
+    tile=96,
+    hidden_size_multiple=32,
+    negative_ids=True,
+    deterministic=True,
+    arithmetic="UNQUANTIZED",
+    quantizations=frozenset({"FP8"}),
+    group_size=1,
+    bound_by=frozenset(RejectReason) - FLASHINFERS - {RejectReason.TRITON, RejectReason.TOOLKIT},
+)
+FORMAT = Format(
+    "FP8",
+    "FP8_DEFAULT_CFG",
+    method=f"{__name__}:ToyMethod",
+    kind=f"{__name__}:KIND",
+    judge=f"{__name__}:ToyJudge",
+    activations=("Swiglu",),
+)
+FAMILY = Family("triton", lambda facts: FEATURES, f"{__name__}:ToyKernel", f"{__name__}:ToyKernel")
+"""The second row of a family that there is: kernels for another format."""
+
+
+@dataclass(frozen=True)
+class ToyWeights(Weights):
+    w1: torch.Tensor
+    """``(E, 2*T, H)`` uint8, rows [up; gate]."""
+    w1_scale: torch.Tensor
+    """``(E, 2)`` float32, up's and gate's."""
+    w2: torch.Tensor
+    """``(E, H, T)`` uint8."""
+    w2_scale: torch.Tensor
+    """``(E,)`` float32."""
+
+    payload = ("w1", "w2")
+    block_scales = ()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return vars(self)
+
+    def check(self, geometry: Geometry) -> None:
+        experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
+        assert (self.w1.shape, self.w2.shape) == ((experts, 2 * size, hidden), (experts, hidden, size))
+
+    def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        return {"weight": (self.w1[slot], self.w2[slot])}
+
+
+class ToyKernel(ReferenceKernel):
+    features = FEATURES
+    multiple = 32
+
+    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
+        w: ToyWeights = self.weights
+        halves = (x.float() @ values(w.w1[expert]).T).chunk(2, dim=1)
+        up, gate = (half * scale for half, scale in zip(halves, w.w1_scale[expert], strict=True))
+        inner = activate(self.geometry.activation, up, gate)
+        result.index_add_(0, token, inner @ values(w.w2[expert]).T * w.w2_scale[expert] * scales.unsqueeze(1))
+
+
+class ToyMethod(Method, UnquantizedFusedMoEMethod):
+    format = "FP8"
+    stored = ("toy_w1", "toy_w2")
+    read_by_kernels = itemgetter("toy_w1", "toy_w1_scale", "toy_w2", "toy_w2_scale")
+
+    def create_weights(self, module: Any) -> None:  # type: ignore[override]
+        logical = module.intermediate_size_per_partition
+        size = module.intermediate_size_per_partition = -(-logical // self.tile) * self.tile
+        try:
+            super().create_weights(module)
+        finally:
+            module.intermediate_size_per_partition = logical
+        experts, hidden = module.expert_size_per_partition, module.hidden_size
+        for name, shape, dtype in (
+            ("toy_w1", (experts, 2 * size, hidden), torch.uint8),
+            ("toy_w1_scale", (experts, 2), torch.float32),
+            ("toy_w2", (experts, hidden, size), torch.uint8),
+            ("toy_w2_scale", (experts,), torch.float32),
+        ):
+            module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+
+    def load_expert_w3_w1_weight(self, *arguments: Any) -> None:
+        """At the end of the load, with the scales."""
+
+    def load_expert_w2_weight(self, *arguments: Any) -> None:
+        """The same."""
+
+    def load_quant_scales(self, module: Any, weights: Any) -> None:
+        parameters = {name: parameter.data for name, parameter in module._parameters.items()}
+        for slot, expert in enumerate(module.initial_local_expert_ids):
+            column = (module.tp_size, module.tp_rank, TensorParallelMode.COLUMN)
+            for half, name in enumerate(("w3", "w1")):
+                codes = load_weight_shard(weights[f"{expert}.{name}.weight"], *column)
+                scale = weights[f"{expert}.{name}.weight_scale"]
+                parameters["toy_w1"][slot].chunk(2)[half][: len(codes)].copy_(codes.view(torch.uint8))
+                parameters["w3_w1_weight"][slot].chunk(2)[half].zero_()[: len(codes)].copy_(codes.float() * scale)
+                parameters["toy_w1_scale"][slot, half] = scale
+            row = (module.tp_size, module.tp_rank, TensorParallelMode.ROW)
+            codes = load_weight_shard(weights[f"{expert}.w2.weight"], *row)
+            scale = weights[f"{expert}.w2.weight_scale"]
+            parameters["toy_w2"][slot, :, : codes.shape[1]].copy_(codes.view(torch.uint8))
+            parameters["w2_weight"][slot].zero_()[:, : codes.shape[1]].copy_(codes.float() * scale)
+            parameters["toy_w2_scale"][slot] = scale
+
+    def kernel_weights(self, module: Any) -> ToyWeights:
+        return ToyWeights(*(module._parameters[f"toy_{name}"].data for name in ("w1", "w1_scale", "w2", "w2_scale")))
+
+    def intermediate_size(self, module: Any) -> int:
+        return int(module.toy_w2.shape[2])
+
+
+class _Kind(Kind):
+    dtypes = MappingProxyType({"weight": "F8_E4M3", "weight_scale": "F32"})
+
+    def nbytes(self, elements: int) -> int:
+        return elements
+
+
+KIND = _Kind()
+
+
+class ToyJudge(Judge):
+    quantized = True
+
+    def matrix(self, expert: int, name: str) -> torch.Tensor:
+        return self.weights[f"{expert}.{name}.weight"].float() * self.weights[f"{expert}.{name}.weight_scale"]
+
+    def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        """FP8 activations cost what they cost; the kernels and the host have them in bf16."""
+        return self.inner(x, arithmetic, 1.0)
+
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
+        if arithmetic is not Arithmetic.NONE:
+            return values
+        scale = values.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
+        return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+    def scalars(self, local: Any) -> dict[str, torch.Tensor]:
+        return {"w2_scale": torch.tensor([float(self.weights[f"{e}.w2.weight_scale"]) for e in local], dtype=torch.float64)}
+
+
+def values(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def random_experts(num_experts: int, hidden_size: int, intermediate_size: int) -> dict[str, torch.Tensor]:
+    """A gated layer by the host's names."""
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for expert in range(num_experts):
+        for name in ("w1", "w3", "w2"):
+            shape = (hidden_size, intermediate_size) if name == "w2" else (intermediate_size, hidden_size)
+            scale = torch.tensor(2.0 ** -(10 + expert % 3))
+            weight = torch.randn(shape, generator=generator) * 0.05 / scale
+            tensors[f"{expert}.{name}.weight"] = weight.clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[f"{expert}.{name}.weight_scale"] = scale
+    return tensors

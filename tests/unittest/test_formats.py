@@ -1,0 +1,159 @@
+"""A number format is one row of its catalog and one of a family's; everything else finds it there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import trtllm_b12x
+from tests import checkpoints, layers, toy_format
+from tests.facts import GOOD
+from trtllm_b12x import environment, families, formats, process
+from trtllm_b12x.cli import main
+from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
+
+pytestmark = pytest.mark.embedded
+
+
+@pytest.fixture(autouse=True)
+def _rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """All that the rest of the package is told."""
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, toy_format.FORMAT))
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, toy_format.FAMILY))
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x,triton")
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    process.forget()
+    yield
+    process.forget()
+
+
+def quant_config(algo: str) -> Any:
+    return layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algo), group_size=None)
+
+
+def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "rank": 1, "tp_size": 2, "moe_ep_size": 2}])
+def test_a_layer_on_both_sides_of_the_crossover(mapping: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    tensors = toy_format.random_experts(4, 128, 160)
+    module = layers.create(4, 128, 160, mapping=mapping, quant_config=quant_config("FP8"))
+    layers.load(module, tensors)
+    backend = module.backend
+    assert (type(backend.quant_method), backend.toy_w2.shape[2]) == (toy_format.ToyMethod, 192)
+    assert list(backend.schedule.families) == ["triton"]
+    assert isinstance(backend.kernel, toy_format.ToyKernel)
+    for tokens in (1, 63, 64, 200):
+        x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
+        ids, scales = module.routing_method.apply(torch.randn(tokens, 4, generator=torch.Generator().manual_seed(tokens)))
+        served = backend.schedule.at(tokens) is not None
+        assert served == (tokens < 64)
+        rank = set(backend.initial_local_expert_ids)
+        local = torch.where(torch.isin(ids, torch.tensor(sorted(rank))), ids, -1)
+        ((expected,),) = outputs(tensors, 4, True, [Call(x, local, scales)], [Arithmetic.UNQUANTIZED], quant_algo="FP8")
+        result = layers.run_moe(backend, x, ids, scales)
+        assert relative(result, expected) < (0.004 if served else 0.01)
+    assert "1 of 1 MoE layers on triton, decode below 64 tokens (FP8)" in caplog.text
+    assert trtllm_b12x.status().formats == {"FP8": 1}
+
+
+def test_layers_of_two_formats_in_one_model(caplog: pytest.LogCaptureFixture) -> None:
+    first = layers.create(4, 128, 128, quant_config=quant_config("FP8"))
+    second = layers.create(4, 128, 128)
+    layers.load(first, toy_format.random_experts(4, 128, 128))
+    layers.load(second, checkpoints.random_experts(4, 128, 128))
+    assert "2 of 2 MoE layers 1 on triton, 1 on b12x, decode below 64 tokens (FP8 and NVFP4)" in caplog.text
+    assert trtllm_b12x.status().formats == {"FP8": 1, "NVFP4": 1}
+
+
+def test_weights_are_handed_on() -> None:
+    """A state dict has this format's keys and no other's; a layer that gets memory later is the same layer."""
+    tensors = toy_format.random_experts(4, 128, 128)
+    module = layers.load(layers.create(4, 128, 128, quant_config=quant_config("FP8")), tensors)
+    other = layers.load(layers.create(4, 128, 128, quant_config=quant_config("FP8")), toy_format.random_experts(4, 128, 128))
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    state = module.state_dict()
+    assert not [key for key in state if "b12x" in key]
+    other.load_state_dict(state)
+    x, logits = torch.randn(5, 128).to(torch.bfloat16), torch.randn(5, 4)
+    assert torch.equal(other(x, logits), module(x, logits))
+
+
+def test_explain() -> None:
+    explained = [trtllm_b12x.explain(layers.host.ModelConfig(quant_config=quant_config(algo))) for algo in ("FP8", "NVFP4")]
+    assert [verdict.families for verdict in explained] == [("triton",), ("b12x", "triton")]
+    assert "not b12x: QUANTIZATION: the experts are FP8, not NVFP4" in str(explained[0])
+    refused = trtllm_b12x.explain(layers.host.ModelConfig(quant_config=quant_config("W4A16_AWQ")))
+    assert refused.reasons == (RejectReason.QUANTIZATION,)
+
+
+def test_where_the_format_is_not_known_yet_any_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = layers.host.ModelConfig(quant_config=quant_config("MIXED_PRECISION"))
+    assert trtllm_b12x.explain(mixed).families == ("b12x", "triton")
+    monkeypatch.setattr(families, "FAMILIES", (dataclasses.replace(toy_format.FAMILY, name="b12x"), *families.FAMILIES[1:]))
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
+    assert trtllm_b12x.explain(mixed).families == ("b12x",)
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "probe", lambda always_look: GOOD)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert "NVFP4 Swiglu would be FlashInferNvfp4Sm12xFusedMoE on b12x, else triton" in lines
+    assert "FP8 Swiglu would be FlashInferNvfp4Sm12xFusedMoE on triton" in lines
+    verdicts = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).output)["verdicts"]
+    assert [verdict["layers"] for verdict in verdicts] == ["NVFP4 Swiglu", "NVFP4 Relu2", "FP8 Swiglu"]
+    assert (verdicts[2]["families"], [r["family"] for r in verdicts[2]["rejections"]]) == (["triton"], ["b12x"])
+
+
+@pytest.mark.parametrize("split", [[], ["--tp", "2"], ["--ep", "3"]], ids=" ".join)
+def test_verify(tmp_path: Path, split: list[str]) -> None:
+    tensors, section = toy_format.random_experts(3, 128, 128), {"quant_algo": "FP8", "group_size": None}
+    checkpoints.write_checkpoint(tmp_path, [tensors], top_k=2, quantization=section)
+    command = ["verify", str(tmp_path), "--require-b12x", "--tokens", "1,70", "--json", "-", *split]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    (layer,) = json.loads(result.stdout)["layers"]
+    assert (layer["quant_algo"], layer["served_by"], layer["bits_exact"]) == ("FP8", "triton", True)
+    assert [case["path"] for case in layer["cases"]] == ["triton", "cutlass", "triton"]
+    assert max(case["rel_l2_kernel"] for case in layer["cases"]) < 0.005
+    assert (layer["bytes"]["extra_payload"], layer["bytes"]["extra_scales"]) == (0, 0)
+    assert "PASS: 1 of 1 MoE layers on triton" in result.output
+
+
+def test_verify_finds_mistakes_of_its_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = toy_format.random_experts(3, 128, 128)
+    checkpoints.write_checkpoint(tmp_path, [tensors], top_k=2, quantization={"quant_algo": "FP8", "group_size": None})
+    original = toy_format.ToyMethod.load_quant_scales
+
+    def damaged(self: Any, module: Any, weights: Any) -> None:
+        original(self, module, weights)
+        module.toy_w2_scale.data[1] *= 2
+        module.toy_w1.data[2, 3, 5] ^= 1
+
+    monkeypatch.setattr(toy_format.ToyMethod, "load_quant_scales", damaged)
+    result = CliRunner().invoke(main, ["verify", str(tmp_path), "--tokens", "8"])
+    assert result.exit_code == 1
+    assert "w2_scale differ from the checkpoint's scales" in result.output
+    assert "the kernel's codes or block scales differ from the checkpoint's" in result.output
+
+
+def test_a_checkpoint_that_lacks_a_tensor(tmp_path: Path) -> None:
+    tensors = toy_format.random_experts(3, 128, 128)
+    del tensors["0.w1.weight_scale"]
+    checkpoints.write_checkpoint(tmp_path, [tensors], top_k=2, quantization={"quant_algo": "FP8", "group_size": None})
+    result = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "0.gate_proj.weight_scale" in result.output
