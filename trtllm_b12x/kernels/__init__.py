@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -22,8 +22,11 @@ from trtllm_b12x import environment as machine
 from trtllm_b12x.decision import Environment, KernelFeatures, Resolution
 from trtllm_b12x.host.questions import Question
 
+from .epilogue import Epilogue
+
 __all__ = [
     "GATED",
+    "Epilogue",
     "Geometry",
     "InputScales",
     "Kernel",
@@ -55,6 +58,10 @@ class Geometry:
     """Of activations."""
     ranks: int = 1
     """That share the experts."""
+    bias: torch.dtype | None = None
+    """Of FC1's and FC2's bias; None: they have none."""
+    weight_on_input: bool = False
+    """The router's weight scales FC1's product, not FC2's."""
 
     @property
     def expert_parallel(self) -> bool:
@@ -79,7 +86,8 @@ class Geometry:
     def __str__(self) -> str:
         experts = f"{self.num_experts}{' local' if self.expert_parallel else ''} experts, top {self.top_k}"
         dtype = "" if self.dtype is torch.bfloat16 else f", {str(self.dtype).removeprefix('torch.')}"
-        return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}"
+        extra = ", bias" * (self.bias is not None) + ", router weight on the input" * self.weight_on_input
+        return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}{extra}"
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,9 @@ class InputScales:
         torch.div(self.fc2_input_scale.reciprocal(), self.up_to_gate, out=self.fc2_divisor)
 
 
+_NO_TENSORS = ("input_scales", "epilogue")
+
+
 @dataclass(frozen=True)
 class KernelWeights:
     """What FlashInfer's kernels take besides the call's own tensors, by the names of ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py).
@@ -141,6 +152,7 @@ class KernelWeights:
     """``(E,)`` float32, the same for all experts: the divisor of FC1's input."""
     input_scales: InputScales | None = None
     """What the last two are derived from at every call; None where they are constants."""
+    epilogue: Epilogue = field(default_factory=Epilogue)
 
     @property
     def w1_alpha(self) -> torch.Tensor:
@@ -148,7 +160,7 @@ class KernelWeights:
         return self.folded_w1_alpha / self.input_global_scale
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "input_scales"}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _NO_TENSORS}
 
     def check(self, geometry: Geometry) -> None:
         """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take.
@@ -167,6 +179,7 @@ class KernelWeights:
             shape, dtype = expected.get(name, ((experts,), torch.float32))
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
+        self.epilogue.check(experts, rows, hidden, geometry.bias)
 
 
 class PlanError(RuntimeError):
@@ -278,6 +291,26 @@ class Kernel(ABC):
         Raises:
             ValueError: no kernel is planned for so many tokens.
         """
+
+    def run_quantized(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor,
+        swizzled: bool,
+        token_selected_experts: torch.Tensor,
+        token_final_scales: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """:meth:`run` on input that the host has quantized, by ``fc31_input_scale``; of kernels whose features say so.
+
+        Args:
+            x: ``(tokens, H/2)`` bytes of two FP4 each.
+            x_sf: E4M3 bytes of its blocks of 16, in rows of ``H/16`` or, if ``swizzled``, 128x4-interleaved.
+
+        Returns:
+            In the geometry's dtype.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
