@@ -95,9 +95,8 @@ def timed(both: dict[str, Path], geometry: Geometry, draw: Any, **named: Any) ->
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("skewed", [False, True])
-def test_the_choice_is_the_best_of_a_later_measurement(name: str, skewed: bool) -> None:
-    """Other routes, other counts too; with ``skewed``, routes that a few experts are preferred by."""
+def test_the_choice_is_the_best_of_a_later_measurement(name: str) -> None:
+    """Other routes, and counts between; then routes that prefer experts by 1 / rank."""
     made, geometry, draw = built(SHAPES[name])
     both = families(made) | {HOST: Path([dense(module, 0) for module in made], 256)}
     first, seconds = timed(both, geometry, draw)
@@ -109,21 +108,21 @@ def test_the_choice_is_the_best_of_a_later_measurement(name: str, skewed: bool) 
     assert ids.max() >= geometry.num_experts or geometry.ranks == 1
     results = [path.runs[0](x, ids, scales).float() for path in both.values()]
     assert float((results[0] - results[1]).norm() / results[0].norm()) < 0.02
-    again = deciding.draw_of(made[0].backend, geometry, torch.device("cuda", 0), skewed)
     counts = [tokens for tokens in AFTERWARDS if tokens <= both["triton"].most]
-    later, _ = timed(both, geometry, again, given=counts, seed=7, budget_s=6.0)
-    worst = 0.0
-    for tokens, paths in later.points.items():
-        serving = [family for family in both if family != HOST and tokens <= both[family].most]
-        chosen = split.pick(tokens, serving) or HOST
-        loss = paths[chosen] / min(paths.values()) - 1
-        predicted = ", ".join(f"{path} {t:.1f} us ({first.at(tokens)[path]:.1f})" for path, t in paths.items())
-        rows = tokens * geometry.top_k / geometry.num_experts / geometry.ranks
-        print(f"  {tokens} tokens, {rows:.2f} rows an expert: {predicted}: {chosen}, {100 * loss:.1f} % behind")
-        worst = max(worst, loss)
-    print(f"  worst {100 * worst:.1f} %{', skewed' if skewed else ''}")
-    if not skewed:
-        assert worst <= WITHIN + NOISE
+    worst = {}
+    for skewed in (False, True):
+        again = deciding.draw_of(made[0].backend, geometry, torch.device("cuda", 0), skewed)
+        later, _ = timed(both, geometry, again, given=counts, seed=7, budget_s=3.0)
+        losses = []
+        for tokens, paths in later.points.items():
+            chosen = split.pick(tokens, ["triton"]) or HOST
+            losses.append(paths[chosen] / min(paths.values()) - 1)
+            predicted = ", ".join(f"{path} {t:.1f} us ({first.at(tokens)[path]:.1f})" for path, t in paths.items())
+            rows = tokens * geometry.top_k / geometry.num_experts / geometry.ranks
+            print(f"  {tokens} tokens, {rows:.2f} rows an expert: {predicted}: {chosen}, {100 * losses[-1]:.1f} % behind")
+        worst[skewed] = max(losses)
+        print(f"  worst {100 * worst[skewed]:.1f} %{', skewed' if skewed else ''}")
+    assert worst[False] <= WITHIN + NOISE
 
 
 def test_two_measurements_agree() -> None:

@@ -142,9 +142,10 @@ def run(module: Any, tokens: int) -> torch.Tensor:
 
 
 def tuned(module: Any, most: int) -> None:
-    """The host tunes its own path for up to ``most`` tokens, as it does when it warms up."""
-    with building.autotune():
-        run(module, most)
+    """The host tunes its own path for up to ``most`` tokens, as it does when it warms up; the embedded one has nothing to tune."""
+    if not is_embedded():
+        with building.autotune():
+            run(module, most)
 
 
 def geometry(module: Any) -> Geometry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,8 +72,6 @@ def create(
 
 
 def autotune() -> AbstractContextManager[Any]:
-    """The host's own tuning of what is called inside; nothing where it has none."""
-    if load().generation == "embedded":
-        return nullcontext()
+    """TensorRT-LLM's own tuning of what is called inside."""
     found: AbstractContextManager[Any] = importlib.import_module("tensorrt_llm._torch.autotuner").autotune()
     return found
