@@ -142,7 +142,7 @@ def run(module: Any, tokens: int) -> torch.Tensor:
 
 
 def tuned(module: Any, most: int) -> None:
-    """The host tunes its own path for up to ``most`` tokens, as it does when it warms up; the embedded one has nothing to tune."""
+    """The host tunes its own path for up to ``most`` tokens, as when it warms up; the embedded one has nothing to tune."""
     if not is_embedded():
         with building.autotune():
             run(module, most)
