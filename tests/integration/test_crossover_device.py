@@ -203,7 +203,7 @@ def test_a_layer_measures_once_outside_capture_and_keeps_it(
     other, _, _ = built(SHAPES["64 experts, top 8"])
     other[0].backend.run_moe(x, ids, scales, output_dtype=x.dtype)
     assert len(measured) == 2
-    assert "its card is another one (name)" in caplog.text
+    assert "of another card (name)" in caplog.text
 
 
 def test_the_command(tmp_path: File) -> None:

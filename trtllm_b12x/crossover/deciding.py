@@ -105,12 +105,12 @@ def ask(module: Any, like: Any) -> bool:
         Whether there is nothing more to ask at this :func:`stage`.
     """
     found: Schedule = module.schedule
-    device = module.w2_weight.device
+    geometry, device = found.kernels[0].geometry, module.w2_weight.device
     if not measuring.possible(device):
+        _say(module, geometry, found.split)
         return True
     if not found.settled:
         return False
-    geometry = next(iter(found.kernels)).geometry
     with _lock:
         at = _process.stage
         question = (geometry, tuple(found.families), str(device))
@@ -125,7 +125,7 @@ def ask(module: Any, like: Any) -> bool:
 
 
 def _settle(state: _State, geometry: Geometry, device: torch.device, module: Any, like: Any, at: int) -> None:
-    families, rank = list(module.schedule.families), int(getattr(module, "rank", 0))
+    families = list(module.schedule.families)
     told = settings.CROSSOVER.first(settings.CROSSOVER()) is not None
     if not state.looked:
         state.looked = True
@@ -137,13 +137,17 @@ def _settle(state: _State, geometry: Geometry, device: torch.device, module: Any
     if told:
         state.split = fixed()
     elif texts is None:
-        log.once(f"rank {rank}: other ranks have not measured yet: the fixed split holds until they have")
+        log.once(f"rank {getattr(module, 'rank', 0)}: other ranks have not measured yet: the fixed split holds until they have")
         return
     else:
         spoken = [Times.of(text) for text in texts if text]
         source = state.source or "measured on other ranks"
         state.split = Measured(Times.sum(spoken), source, schedule.DEFAULT_CROSSOVER) if spoken else fixed()
-    log.once(f"rank {rank}: {geometry}: {state.split.summary}", logging.INFO)
+    _say(module, geometry, state.split)
+
+
+def _say(module: Any, geometry: Geometry, split: Split) -> None:
+    log.once(f"rank {getattr(module, 'rank', 0)}: {geometry}: {split.summary}", logging.INFO)
 
 
 def _own(geometry: Geometry, device: torch.device, module: Any, like: Any, at: int) -> tuple[Times | None, str]:

@@ -5,7 +5,6 @@ What cannot be used is named in one line and measured anew; nothing here raises 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -79,11 +78,11 @@ def load(key: Key) -> Times | None:
     file = folder / key.file
     try:
         content = _read(file)
-        if content is None:
-            return None
         doubt = _foreign(content, key, conditions=True)
         if not doubt:
             return _times(content)
+    except FileNotFoundError:
+        return None
     except Exception as error:
         doubt = first_line(error)
     logger.info("the stored crossover is not used, %s: %s", file, doubt)
@@ -125,15 +124,13 @@ def keep(key: Key, times: Times) -> None:
 
 
 def _read(file: Path) -> Any:
-    """Its JSON; None where there is no file.
+    """Its JSON.
 
     Raises:
-        ValueError: another user could have written it.
+        OSError: it cannot be read.
+        ValueError: another user could have written it, or it is no file of ours.
     """
-    try:
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    except FileNotFoundError:
-        return None
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as stream:
         found = os.fstat(descriptor)
         for status, name in ((os.stat(file.parent), str(file.parent)), (found, file.name)):
@@ -145,19 +142,22 @@ def _read(file: Path) -> Any:
         return json.loads(stream.read().decode("utf-8"))
 
 
+_OTHERS = {"card": "another card", "geometry": "another geometry", "paths": "other kernels", "conditions": "other versions"}
+
+
 def _foreign(content: Any, key: Key, conditions: bool) -> str:
     """What of ``key`` differs; empty for nothing."""
     if not isinstance(content, dict) or content.get("form") != FORM:
         return "of another form"
     wanted = json.loads(json.dumps(key.record()))
-    for part in (field.name for field in dataclasses.fields(key)):
+    for part in _OTHERS:
         if part in ("paths", "conditions") and not conditions:
             continue
         found = content.get(part)
         if found != wanted[part]:
             found = found if isinstance(found, dict) else {}
             differing = [name for name in {**wanted[part], **found} if wanted[part].get(name) != found.get(name)]
-            return f"its {part} is another one ({', '.join(differing[:3])})"
+            return f"of {_OTHERS[part]} ({', '.join(differing[:3])})"
     return ""
 
 

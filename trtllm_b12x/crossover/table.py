@@ -104,7 +104,7 @@ class Times:
         """
         head, _, rows = text.partition("|")
         points = {}
-        for row in rows.split(";") if rows else ():
+        for row in rows.split(";"):
             tokens, _, cells = row.partition(":")
             named = zip(head.split(","), cells.split(","), strict=True)
             points[int(tokens)] = {name: float(cell) for name, cell in named if cell}
