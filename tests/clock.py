@@ -51,20 +51,21 @@ class Clock:
 
 @contextmanager
 def standing_in(clock: Clock) -> Iterator[Clock]:
-    """This machine has something to measure on."""
-    measure, possible = measuring.measure, measuring.possible
+    """This machine has something to measure on, and nothing is being captured."""
+    before = measuring.measure, measuring.possible
     measuring.measure, measuring.possible = clock, lambda device: True  # type: ignore[assignment]
     try:
-        yield clock
+        with capturing(False):
+            yield clock
     finally:
-        measuring.measure, measuring.possible = measure, possible
+        measuring.measure, measuring.possible = before
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
+def capturing(yes: bool = True) -> Iterator[None]:
     """As far as torch says."""
     asked = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
+    torch.cuda.is_current_stream_capturing = lambda: yes
     try:
         yield
     finally:
