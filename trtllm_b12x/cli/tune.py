@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtllm_b12x import __version__, settings
+from trtllm_b12x.bootstrap import first_line
 from trtllm_b12x.crossover.table import HOST, Measured, Times, winner
 from trtllm_b12x.schedule import DEFAULT_CROSSOVER
 
 from .verify_output import plain, progress
 
 if TYPE_CHECKING:
+    import torch
+
     from trtllm_b12x.crossover.layers import Shape
 
 _DONE, _UNUSABLE, _INTERRUPTED = 0, 2, 130
@@ -153,6 +156,17 @@ def _gpu() -> str:
     return f"{torch.cuda.get_device_name()} (SM{major}{minor})"
 
 
+def _device() -> str:
+    return "cuda:0"
+
+
+def _families() -> list[str]:
+    """That run on this card themselves, not by what stands in for them."""
+    from trtllm_b12x.kernels import considered
+
+    return [family for family, kernel in considered("cuda").items() if kernel.features.name == family]
+
+
 def _of_sizes(sizes: dict[str, int | None], activation: str, tp: int, ep: int) -> dict[str, Shape]:
     from trtllm_b12x.crossover.layers import Shape
 
@@ -203,6 +217,8 @@ def _activation(word: str) -> str:
 
 
 def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | None, png: Path | None) -> int:
+    import torch
+
     from trtllm_b12x.crossover import layers, measuring
 
     to_stderr = str(json_file) == "-"
@@ -213,6 +229,7 @@ def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | No
     line(f"{gpu}: the tables are this GPU's, not another card's")
     if layers.is_embedded():
         line("TensorRT-LLM is not installed: the host's path is the embedded host's operator in torch, not CUTLASS")
+    device = torch.device(_device())
     copy = measuring.copy_bandwidth()
     line(f"a copy moves {copy / 1e12:.2f} TB/s, read plus written")
     tables: list[_Table] = []
@@ -220,11 +237,12 @@ def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | No
     with progress(len(shapes), "measuring") as (set_done, paused):
         for number, (name, shape) in enumerate(shapes.items()):
             try:
-                tables.append(_measure(name, shape, copy, skewed, lambda share, number=number: set_done(number + share)))
-            except layers.NothingToMeasureError as error:
+                tables.append(_measure(name, shape, device, copy, skewed, lambda share, number=number: set_done(number + share)))
+            except Exception as error:  # the host's, torch's or the driver's: the other geometries have a chance
                 failed = True
                 with paused():
-                    click.echo(f"error: {plain(name)}: {plain(error)}", err=True)
+                    reason = error if isinstance(error, layers.NothingToMeasureError) else first_line(error)
+                    click.echo(f"error: {plain(name)}: {plain(reason)}", err=True)
                 continue
             with paused():
                 for text in _lines(tables[-1]):
@@ -236,15 +254,11 @@ def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | No
     return _UNUSABLE if failed else _DONE
 
 
-def _measure(name: str, shape: Shape, copy: float, skewed: bool, set_share: Any) -> _Table:
-    import torch
-
+def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed: bool, set_share: Any) -> _Table:
     from trtllm_b12x.crossover import deciding, layers, measuring, store
-    from trtllm_b12x.kernels import considered
 
-    device = torch.device("cuda", torch.cuda.current_device())
     logging.getLogger("trtllm_b12x").setLevel(logging.WARNING)
-    real = [family for family, kernel in considered("cuda").items() if kernel.features.name == family]
+    real = _families()
     if not real:
         raise layers.NothingToMeasureError("no kernel family runs on this card")
     with settings.KERNELS.only(real), settings.CROSSOVER.set("auto"):
