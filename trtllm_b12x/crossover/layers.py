@@ -11,8 +11,9 @@ import torch
 
 import trtllm_b12x
 from trtllm_b12x import host, selection
+from trtllm_b12x.decision import Deployment, Problem, Resolution
 from trtllm_b12x.host import building
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, resolve
 
 _INPUT_SCALES = (0.01, 0.0005)
 """Of FC1 and FC2: amax / 2688 of activations."""
@@ -72,7 +73,7 @@ def build(
         module.post_load_weights()
         schedule = getattr(backend, "schedule", None)
         if schedule is None or not schedule.kernels or not schedule.settled:
-            raise NothingToMeasureError(str(getattr(backend, "verdict", "the host's own class serves it")))
+            raise NothingToMeasureError(str(getattr(backend, "verdict", _verdict(shape))))
         made.append(module)
         if len(made) == 1:
             wanted = _enough(backend, device, available)
@@ -90,6 +91,13 @@ def _promoted(shape: Shape, device: torch.device) -> Any:
     finally:
         if not was:
             trtllm_b12x.uninstall()
+
+
+def _verdict(shape: Shape) -> Resolution:
+    """On a layer that the host has built as its own."""
+    sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "hidden_size": shape.hidden_size}
+    problem = Problem(quant_algo="NVFP4", group_size=16, activation=shape.activation, activation_dtype="bfloat16", **sizes)
+    return resolve((problem, Deployment(ep_size=shape.ep)))
 
 
 def _enough(backend: Any, device: torch.device, available: int) -> int:
