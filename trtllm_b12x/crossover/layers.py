@@ -95,8 +95,15 @@ def _promoted(shape: Shape, device: torch.device) -> Any:
 
 def _verdict(shape: Shape) -> Resolution:
     """On a layer that the host has built as its own."""
-    sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "hidden_size": shape.hidden_size}
-    problem = Problem(quant_algo="NVFP4", group_size=16, activation=shape.activation, activation_dtype="bfloat16", **sizes)
+    problem = Problem(
+        quant_algo="NVFP4",
+        group_size=16,
+        activation=shape.activation,
+        activation_dtype="bfloat16",
+        hidden_size=shape.hidden_size,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+    )
     return resolve((problem, Deployment(ep_size=shape.ep)))
 
 
