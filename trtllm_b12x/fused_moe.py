@@ -13,6 +13,7 @@ import torch
 
 from . import formats, kernels, log, registry, settings, votes
 from . import host as _host
+from .crossover import deciding
 from .decision import RejectReason, Resolution
 from .host import contract, questions
 from .quantization import Method
@@ -39,6 +40,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     """Has kernels once weights are loaded, if any serve the layer."""
     _parked = HOSTS
     """Of a layer that was moved to where its kernels cannot run, until it is back."""
+    _asked = -1
+    """Stage of :mod:`trtllm_b12x.crossover.deciding` at which the schedule got its split."""
     _fault = ""
     """First line of what went wrong in a call; the layer is then the host's."""
     _addresses: tuple[int, ...] = ()
@@ -123,7 +126,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             self._judge_and_record(dict.fromkeys(self._kernels, fault) if fault else {})  # AWQ scales show only now
         bound: dict[str, kernels.Kernel] = {}
         for name in settings.KERNELS.listed():
-            kernel, error = self._bound_kernel(name, Schedule(bound))
+            kernel, error = self._bound_kernel(name, Schedule(bound, deciding.fixed()))
             if kernel is not None:
                 bound[name] = kernel
             self._vote(name, kernel, error)
@@ -146,7 +149,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         chosen = {family: other for family, other in self.schedule.families.items() if family != name}
         if kernel is not None and not (error or self._fault):
             chosen[name] = kernel
-        self.schedule = Schedule({family: chosen[family] for family in self._kernels if family in chosen})
+        self.schedule = Schedule({family: chosen[family] for family in self._kernels if family in chosen}, deciding.fixed())
+        self._asked = -1
         if error not in (None, _SPARE) and name in self.verdict.families:
             if kernel is not None:
                 self._load.failed[name, self._geometry()] = error
@@ -173,7 +177,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         try:
             geometry, kernel = self._geometry(), self.schedule.families.get(name)
             kind = self._kernels[name]
-            most = crossover(geometry.top_k, [kind.features]) - 1
+            most = crossover(geometry.top_k, [kind.features], deciding.first(geometry, self.w2_weight.device)) - 1
             refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
             if refused or before.serves_all(most):
                 return None, refused or _SPARE
@@ -293,6 +297,23 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             self._weights_are_ready()
 
     # ---- call --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, like: Any) -> None:
+        """Which of the families and the host serves how many tokens on this card, once that can be told.
+
+        Args:
+            like: the call under way, in the host's form.
+        """
+        if self._asked == deciding.TUNED or torch.compiler.is_compiling() or not self.schedule.kernels:
+            return
+        try:
+            if host.is_tuning():
+                deciding.tuning()
+            elif self._asked != (stage := deciding.stage()) and deciding.ask(self, like):
+                self._asked = stage
+        except Exception as error:  # it costs the card's own split
+            self._asked = deciding.TUNED
+            log.once(f"the crossover stays as it is: {kernels.first_line(error)}")
 
     def _kernel_for(self, x: Any) -> kernels.Kernel | None:
         """Of input that is not quantized yet; None where the call is the host's."""
