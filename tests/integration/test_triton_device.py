@@ -116,15 +116,6 @@ def test_input_that_arrives_quantized(swizzled: bool) -> None:
         assert distance(found, layer.expected(values, ids, scales)) < BOUND
 
 
-def test_the_router_weight_on_the_input() -> None:
-    layer = random_layer(Geometry(8, 1, 512, 256, "Swiglu", weight_on_input=True), "cuda")
-    kernel = planned(layer)
-    for tokens in TOKENS:
-        x, ids, _ = random_call(layer.geometry, tokens, device="cuda")
-        scales = torch.rand(tokens, 1, device="cuda")
-        assert distance(kernel.run(x, ids, scales), layer.expected(x, ids, scales)) < BOUND
-
-
 @triton.jit
 def decoded(  # type: ignore[no-untyped-def]
     words, scales, out, dtype: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, ptx: tl.constexpr

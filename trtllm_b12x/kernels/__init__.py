@@ -60,8 +60,6 @@ class Geometry:
     """That share the experts."""
     bias: torch.dtype | None = None
     """Of FC1's and FC2's bias; None: they have none."""
-    weight_on_input: bool = False
-    """The router's weight scales FC1's product, not FC2's."""
 
     @property
     def expert_parallel(self) -> bool:
@@ -86,7 +84,7 @@ class Geometry:
     def __str__(self) -> str:
         experts = f"{self.num_experts}{' local' if self.expert_parallel else ''} experts, top {self.top_k}"
         dtype = "" if self.dtype is torch.bfloat16 else f", {str(self.dtype).removeprefix('torch.')}"
-        extra = ", bias" * (self.bias is not None) + ", router weight on the input" * self.weight_on_input
+        extra = ", bias" * (self.bias is not None)
         return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}{extra}"
 
 
@@ -179,7 +177,7 @@ class KernelWeights:
             shape, dtype = expected.get(name, ((experts,), torch.float32))
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
-        self.epilogue.check(experts, rows, hidden, geometry.bias)
+        self.epilogue.check(experts, rows, hidden, geometry.bias, self.w1_weight.device)
 
 
 class PlanError(RuntimeError):
