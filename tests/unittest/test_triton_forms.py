@@ -59,7 +59,7 @@ def in_float32(
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected).norm() / expected.norm())
+    return float((found.float().cpu() - expected).norm() / expected.norm())
 
 
 def constants(*names: str) -> dict[str, torch.Tensor]:
@@ -67,24 +67,27 @@ def constants(*names: str) -> dict[str, torch.Tensor]:
     return {name: drawn[name] for name in names}
 
 
-def twins(tensors: dict[str, torch.Tensor], **arguments: Any) -> tuple[Any, Any]:
+def twins(tensors: dict[str, torch.Tensor], device: str, **arguments: Any) -> tuple[Any, Any]:
     """The same layer, ours and the host's."""
-    return tuple(
-        layers.load(layers.create(EXPERTS, HIDDEN, SIZE, promote=promote, **arguments), tensors) for promote in (True, False)
-    )
+    with torch.device(device):
+        made = [layers.create(EXPERTS, HIDDEN, SIZE, promote=promote, **arguments) for promote in (True, False)]
+    ours, hosts = (layers.load(module, tensors) for module in made)
+    return ours, hosts
 
 
-def with_constants(names: tuple[str, ...], tokens: int) -> tuple[Any, float, int]:
+def with_constants(names: tuple[str, ...], tokens: int, device: str = "cpu") -> tuple[Any, float, int]:
     """A layer, its error, and how many calls were the kernel's."""
     tensors, given = random_experts(EXPERTS, HIDDEN, SIZE), constants(*names)
-    module, hosts = twins(tensors, **layers.swiglu_constants(**given))
+    there = {name: tensor.to(device) for name, tensor in given.items()}
+    module, hosts = twins(tensors, device, **layers.swiglu_constants(**there))
     x, logits = layers.inputs(module, tokens, tensors)
+    call = x.to(device), logits.to(device)
     with _kernel_calls(module.backend) as count:
-        found = module(x, logits)
+        found = module(*call)
     expected = in_float32(tensors, x, *module.routing_method.apply(logits), **given)
     plain = in_float32(tensors, x, *module.routing_method.apply(logits))
     assert distance(plain, expected) > 0.1  # what it would be without
-    assert count() or torch.equal(found, hosts(x, logits))
+    assert count() or torch.equal(found, hosts(*call))
     return module, distance(found, expected), count()
 
 
@@ -119,22 +122,23 @@ def test_constants_that_no_kernel_reads_leave_the_layer_to_the_host() -> None:
     assert "swiglu_limit" in str(backend.verdict)
 
 
-def routed(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def routed(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The best expert, by a weight that is not 1."""
     best = logits.max(1, keepdim=True)
     return best.indices.int(), torch.sigmoid(best.values)
 
 
-def on_scaled_input(tokens: int) -> tuple[float, int]:
+def on_scaled_input(tokens: int, device: str = "cpu") -> tuple[float, int]:
     tensors = random_experts(EXPERTS, HIDDEN, SIZE)
-    module, hosts = twins(tensors, top_k=1, apply_router_weight_on_input=True)
+    module, hosts = twins(tensors, device, top_k=1, apply_router_weight_on_input=True)
     for each in (module, hosts):
         each.routing_method.apply = routed
     x, logits = layers.inputs(module, tokens, tensors)
     ids, scales = module.routing_method.apply(logits)
+    call = x.to(device), logits.to(device)
     with _kernel_calls(module.backend) as count:
-        found = module(x, logits)
-    assert count() or torch.equal(found, hosts(x, logits))
+        found = module(*call)
+    assert count() or torch.equal(found, hosts(*call))
     return distance(found, in_float32(tensors, x * scales.bfloat16(), ids, torch.ones_like(scales))), count()
 
 
@@ -146,28 +150,30 @@ def test_the_router_weight_on_the_input(tokens: int, served: int) -> None:
     assert error < (BOUND if served else HOSTS_BOUND)
 
 
-def as_ranks_gather(tokens: int, ranks: int = 2) -> tuple[float, int]:
+def as_ranks_gather(tokens: int, ranks: int = 2, device: str = "cpu") -> tuple[float, int]:
     """Error of the ranks' sum, and calls that were kernels'."""
     tensors, total, calls = random_experts(EXPERTS, HIDDEN, SIZE), torch.zeros(tokens, HIDDEN), 0
     for rank in range(ranks):
         mapping = {"world_size": ranks, "rank": rank, "tp_size": ranks, "moe_ep_size": ranks, "enable_attention_dp": True}
-        module, hosts = twins(tensors, mapping=mapping)
+        module, hosts = twins(tensors, device, mapping=mapping)
         assert module.backend.verdict.families == ("triton",)
         x, logits = layers.inputs(module, tokens, tensors)
         ids, scales = module.routing_method.apply(logits)
-        sent, sf = module.backend.quantize_input(x)  # what goes to the other ranks is as without us
-        packed, plain = fp4_quantize(x, module.backend.fc31_input_scale, is_sf_swizzled_layout=False)
+        routes = ids.to(device), scales.to(device)
+        sent, sf = module.backend.quantize_input(x.to(device))  # what goes to the other ranks is as without us
+        scale = module.backend.fc31_input_scale.data
+        packed, plain = fp4_quantize(x.to(device), scale, is_sf_swizzled_layout=False)
         assert sf is not None
         assert torch.equal(sent, packed)
         assert torch.equal(sf.view(torch.uint8).flatten(), plain)
         form: dict[str, Any] = {"is_sf_swizzled": False, "output_dtype": torch.bfloat16}
         with _kernel_calls(module.backend) as count:
-            part = layers.run_moe(module.backend, sent, ids, scales, sf, **form)
-        assert count() or torch.equal(part, layers.run_moe(hosts.backend, sent, ids, scales, sf, **form))
-        total += part.float()
+            part = layers.run_moe(module.backend, sent, *routes, sf, **form)
+        assert count() or torch.equal(part, layers.run_moe(hosts.backend, sent, *routes, sf, **form))
+        total += part.float().cpu()
         calls += count()
         blocks = plain.view(tokens, -1).view(torch.float8_e4m3fn)
-        given = dequantize(packed, blocks) / module.backend.fc31_input_scale
+        given = (dequantize(packed, blocks) / scale).cpu()
     return distance(total, in_float32(tensors, given, ids, scales)), calls
 
 
