@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -53,6 +54,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     """``quant_method``, where it is one of ours."""
     _dtype = torch.bfloat16
     """Of tokens that kernels are given."""
+    _ones: torch.Tensor | None = None
+    """Scales of routes where the host hands on none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
@@ -181,8 +184,10 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
             if refused or before.serves_all(most):
                 return None, refused or _SPARE
-            weights = self.quant_method.kernel_weights(self)
+            weights = self._kernel_weights()
             self._addresses = self.quant_method.addresses(self)
+            if self.apply_router_weight_on_input:  # the host has scaled the input, and hands on no scales
+                self._ones = torch.ones(most, geometry.top_k, device=self.w2_weight.device)
             if kernel is None or kernel.device != self.w2_weight.device:
                 kernel = kind()
                 kernel.plan(geometry, most, self.w2_weight.device)
@@ -228,10 +233,15 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             top_k=self.routing_method.experts_per_token,
             hidden_size=self.hidden_size,
             intermediate_size=self.quant_method.intermediate_size(self),
-            activation=self._activation_name(),
+            activation="SwigluBias" if questions.activation_tensors(self) else self._activation_name(),
             dtype=self._dtype,
             ranks=self.ep_size,
         )
+
+    def _kernel_weights(self) -> Any:
+        """Of the layer's format, with what it has beside its weights."""
+        weights, extra = self.quant_method.kernel_weights(self), questions.activation_tensors(self)
+        return dataclasses.replace(weights, epilogue=kernels.Epilogue(**extra)) if extra else weights
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kernel, whose views and workspace are this layer's: a copy runs on CUTLASS until its weights are loaded."""
@@ -315,12 +325,14 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             self._asked = deciding.TUNED
             log.once(f"the crossover stays as it is: {kernels.first_line(error)}")
 
-    def _kernel_for(self, x: Any) -> kernels.Kernel | None:
-        """Of input that is not quantized yet; None where the call is the host's."""
-        if not isinstance(x, torch.Tensor) or x.dtype is not self._dtype:
+    def _kernel_for(self, x: Any, x_sf: torch.Tensor | None = None) -> kernels.Kernel | None:
+        """None where the call is the host's."""
+        if not isinstance(x, torch.Tensor) or x.dtype is not (self._dtype if x_sf is None else torch.uint8):
             return None
         kernel = self.schedule.at(x.shape[0])
-        return None if kernel is None or host.is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
+        if kernel is None or not (x_sf is None or kernel.features.quantized_input):
+            return None
+        return None if host.is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
         """As the parent, except that what a kernel will serve passes through: it takes tokens that are not quantized.
@@ -352,6 +364,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         self,
         x: Any,
         x_sf: torch.Tensor | None,
+        swizzled: bool,
         token_selected_experts: torch.Tensor | None,
         token_final_scales: torch.Tensor | None,
         output_dtype: torch.dtype | None,
@@ -359,29 +372,36 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
     ) -> torch.Tensor | None:
         """The kernel's answer, or None where the call is CUTLASS's.
 
-        What is not quantized, within a kernel's range, is the kernel's; anything quantized is CUTLASS's.  So is what only CUTLASS
-        does, which the forms of a call (:mod:`trtllm_b12x.host.calls`) sort out before: LoRA, unfinalized output, and ids from an
-        all-to-all, which may hold a padding id.  ``moe_output`` is written and returned if given.
+        What is within a kernel's range is the kernel's, quantized input where it takes that.  What only CUTLASS does, the forms
+        of a call (:mod:`trtllm_b12x.host.calls`) sort out before: LoRA, unfinalized output, and ids from an all-to-all, which may
+        hold a padding id.  ``moe_output`` is written and returned if given.
         """
-        kernel = self._kernel_for(x)
-        if kernel is None or x_sf is not None or token_selected_experts is None or token_final_scales is None:
+        if isinstance(x, host.Fp4QuantizedTensor):
+            x, x_sf, swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
+        kernel = self._kernel_for(x, x_sf)
+        if token_final_scales is None and self._ones is not None and kernel is not None:
+            token_final_scales = self._ones[: x.shape[0]]
+        if kernel is None or token_selected_experts is None or token_final_scales is None:
             if self._ours is not None:
                 self._ours.before_hosts_call(self)
             return None
         self._follow()
         # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
         # reduces.
-        direct = moe_output if moe_output is not None and moe_output.dtype is x.dtype else None
-        result = kernel.run(x, token_selected_experts, token_final_scales, out=direct)
+        direct = moe_output if moe_output is not None and moe_output.dtype is self._dtype else None
+        if x_sf is None:
+            result = kernel.run(x, token_selected_experts, token_final_scales, out=direct)
+        else:
+            result = kernel.run_quantized(x, x_sf, swizzled, token_selected_experts, token_final_scales, out=direct)
         if moe_output is None:
-            return result if output_dtype in (None, x.dtype) else result.to(output_dtype)
+            return result if output_dtype in (None, self._dtype) else result.to(output_dtype)
         return moe_output if direct is not None else moe_output.copy_(result)
 
     def _follow(self) -> None:
         """The kernel reads the parameters as they are now, also where somebody replaced or overwrote them and called no hook."""
         addresses = self.quant_method.addresses(self)
         if addresses != self._addresses:
-            weights = self.quant_method.kernel_weights(self)
+            weights = self._kernel_weights()
             for kernel in self.schedule.kernels:
                 kernel.bind(weights, self.slot_start)
             self._addresses = addresses

@@ -35,6 +35,7 @@ SUITE = [
     "tests/unittest/test_refit.py",
     "tests/unittest/test_faults.py",
     "tests/unittest/test_triton_layer.py",
+    "tests/unittest/test_triton_forms.py",
     "tests/integration/test_distributed.py",
 ]
 KEYWORD_SUITE = [*SUITE, "tests/unittest/test_calls.py"]  # which calls run_moe by keywords

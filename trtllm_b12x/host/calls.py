@@ -109,7 +109,9 @@ class KeywordCalls(_Calls):
         try:
             if not self._only_cutlass(kwargs.get("do_finalize", True), kwargs.get("lora_params"), kwargs.get("enable_alltoall")):
                 self._ask(kwargs)
-                result = self._serve(x, x_sf, token_selected_experts, token_final_scales, output_dtype, moe_output)
+                result = self._serve(
+                    x, x_sf, is_sf_swizzled, token_selected_experts, token_final_scales, output_dtype, moe_output
+                )
                 if result is not None:
                     return result
         except Exception as error:
@@ -152,9 +154,8 @@ class ContextCalls(_Calls):
             try:
                 if not self._only_cutlass(ctx.do_finalize, ctx.lora_params, plan.enable_alltoall):
                     self._ask(ctx)
-                    result = self._serve(
-                        ctx.x, ctx.x_sf, ctx.token_selected_experts, ctx.token_final_scales, ctx.output_dtype, plan.moe_output
-                    )
+                    routes = ctx.token_selected_experts, ctx.token_final_scales
+                    result = self._serve(ctx.x, ctx.x_sf, plan.input_sf_swizzled, *routes, ctx.output_dtype, plan.moe_output)
                     if result is not None:
                         return result
             except Exception as error:
