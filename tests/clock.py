@@ -33,7 +33,7 @@ class Clock:
         self.layers = len(paths[HOST].runs)
         points = {}
         for tokens in measuring.counts(paths):
-            there = {name: path for name, path in paths.items() if name == HOST or tokens <= path.most}
+            there = {name: path for name, path in paths.items() if path.serves(tokens)}
             if tokens in (1, 8):
                 self._call(there, geometry, draw, tokens)
             points[tokens] = {name: self._microseconds(name, tokens) for name in there}

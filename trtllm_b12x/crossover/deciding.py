@@ -202,11 +202,10 @@ def paths(module: Any, like: Any) -> dict[str, Path]:
     found = {}
     for name, kernel in module.schedule.families.items():
         runs = [layer.schedule.families[name].run for layer in alike]
-        found[name] = Path(runs, kernel.capacity, kernel.features.graph_safe)
+        found[name] = Path(runs, kernel.serves, kernel.features.graph_safe)
     hosts = [partial(layer.run_as_the_host, like) for layer in alike]
     # The embedded host's operator asks which experts have tokens.
-    captured = host.load().generation != "embedded"
-    return {**found, HOST: Path(hosts, max(path.most for path in found.values()), captured)}
+    return {**found, HOST: Path(hosts, captured=host.load().generation != "embedded")}
 
 
 def _alike(other: Any, module: Any) -> bool:
