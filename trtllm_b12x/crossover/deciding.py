@@ -167,7 +167,10 @@ def _own(geometry: Geometry, device: torch.device, module: Any, like: Any, at: i
             return times, "stored"
     started = time.monotonic()
     try:
-        times = measuring.measure(paths(module, like), geometry, draw_of(module, geometry, device), device)
+        timed = paths(module, like)
+        shared = module.tp_size * module.ep_size > 1  # whether the host has won twice, only all ranks together can tell
+        draw, given = draw_of(module, geometry, device), measuring.counts(timed) if shared else None
+        times = measuring.measure(timed, geometry, draw, device, given=given)
     except Exception as error:
         logger.debug("measuring %s", geometry, exc_info=error)
         log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
