@@ -21,19 +21,22 @@ class Clock:
         self._microseconds, self._before = microseconds, before
         self.asked: list[Any] = []
         """Geometries, in order."""
+        self.given: Any = None
+        """Counts that the last measurement was to have, all of them."""
         self.layers = 0
         """On which the last one was measured."""
         self.largest_gap = 0.0
         """Relative L2 between the host's path and a kernel."""
 
-    def __call__(self, paths: dict[str, Path], geometry: Any, draw: Any, device: torch.device, **_: Any) -> Times:
+    def __call__(self, paths: dict[str, Path], geometry: Any, draw: Any, device: torch.device, **named: Any) -> Times:
         assert not torch.cuda.is_current_stream_capturing()
         self.asked.append(geometry)
+        self.given = named.get("given")
         self._before()
         self.layers = len(paths[HOST].runs)
         points = {}
         for tokens in measuring.counts(paths):
-            there = {name: path for name, path in paths.items() if name == HOST or tokens <= path.most}
+            there = {name: path for name, path in paths.items() if path.serves(tokens)}
             if tokens in (1, 8):
                 self._call(there, geometry, draw, tokens)
             points[tokens] = {name: self._microseconds(name, tokens) for name in there}

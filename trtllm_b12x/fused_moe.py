@@ -323,7 +323,8 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
                 self._asked = stage
         except Exception as error:  # it costs the card's own split
             self._asked = deciding.TUNED
-            log.once(f"the crossover stays as it is: {kernels.first_line(error)}")
+            with suppress(Exception):
+                log.once(f"the crossover stays as it is: {kernels.first_line(error)}")
 
     def _kernel_for(self, x: Any, x_sf: torch.Tensor | None = None) -> kernels.Kernel | None:
         """None where the call is the host's."""

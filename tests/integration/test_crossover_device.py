@@ -85,7 +85,7 @@ def built(shape: Shape) -> tuple[list[Any], Geometry, Any]:
 
 def families(made: list[Any]) -> dict[str, Path]:
     kernels = [module.backend.schedule.families["triton"] for module in made]
-    return {"triton": Path([kernel.run for kernel in kernels], kernels[0].capacity)}
+    return {"triton": Path([kernel.run for kernel in kernels], kernels[0].serves)}
 
 
 def timed(both: dict[str, Path], geometry: Geometry, draw: Any, **named: Any) -> tuple[Times, float]:
@@ -98,7 +98,7 @@ def timed(both: dict[str, Path], geometry: Geometry, draw: Any, **named: Any) ->
 def test_the_choice_is_the_best_of_a_later_measurement(name: str) -> None:
     """Other routes, and counts between; then routes that prefer experts by 1 / rank."""
     made, geometry, draw = built(SHAPES[name])
-    both = families(made) | {HOST: Path([dense(module, 0) for module in made], 256)}
+    both = families(made) | {HOST: Path([dense(module, 0) for module in made])}
     first, seconds = timed(both, geometry, draw)
     split = Measured(first, "measured", DEFAULT_CROSSOVER)
     print(f"\n{name}: {len(made)} layers, {seconds:.2f} s, {split.summary}")
@@ -108,7 +108,7 @@ def test_the_choice_is_the_best_of_a_later_measurement(name: str) -> None:
     assert ids.max() >= geometry.num_experts or geometry.ranks == 1
     results = [path.runs[0](x, ids, scales).float() for path in both.values()]
     assert float((results[0] - results[1]).norm() / results[0].norm()) < 0.02
-    counts = [tokens for tokens in AFTERWARDS if tokens <= both["triton"].most]
+    counts = [tokens for tokens in AFTERWARDS if both["triton"].serves(tokens)]
     worst = {}
     for skewed in (False, True):
         again = deciding.draw_of(made[0].backend, geometry, torch.device("cuda", 0), skewed)
@@ -127,7 +127,7 @@ def test_the_choice_is_the_best_of_a_later_measurement(name: str) -> None:
 
 def test_two_measurements_agree() -> None:
     made, geometry, draw = built(SHAPES["8 experts, top 4"])
-    both = families(made) | {HOST: Path([dense(module, 0) for module in made], 256)}
+    both = families(made) | {HOST: Path([dense(module, 0) for module in made])}
     found = [timed(both, geometry, draw, seed=seed, given=(1, 8, 64))[0] for seed in (0, 1, 2)]
     for tokens in (1, 8, 64):
         for path in both:
@@ -139,7 +139,7 @@ def test_two_measurements_agree() -> None:
 def test_a_path_that_is_made_fast_is_chosen_everywhere() -> None:
     made, geometry, draw = built(SHAPES["64 experts, top 8"])
     fast: Callable[..., Any] = lambda x, ids, scales: x.clone()  # noqa: E731
-    both = families(made) | {HOST: Path([fast] * len(made), 256)}
+    both = families(made) | {HOST: Path([fast] * len(made))}
     times, seconds = timed(both, geometry, draw)
     split = Measured(times, "measured", DEFAULT_CROSSOVER)
     print(f"\n{seconds:.2f} s, {split.summary}")

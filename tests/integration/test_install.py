@@ -101,11 +101,11 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
     requirements = metadata.get_all("Requires-Dist") or []
-    kernels = {re.split(r"[<>=;]", r)[0].strip() for r in requirements if "extra ==" in r}
-    assert kernels == {"flashinfer-python", "nvidia-cutlass-dsl[cu13]"}
+    extras = {re.split(r"[<>=;]", r)[0].strip() for r in requirements if "extra ==" in r}
+    assert extras == {"flashinfer-python", "nvidia-cutlass-dsl[cu13]", "matplotlib"}
     # Without a bound, no version that a host has can be wrong.
     assert {r for r in requirements if "extra ==" not in r} == {"click", "filelock", "packaging", "rich", "safetensors", "torch"}
-    assert set(metadata.get_all("Provides-Extra") or ()) == {"kernels", "expert-parallel"}
+    assert set(metadata.get_all("Provides-Extra") or ()) == {"kernels", "expert-parallel", "plot"}
 
 
 def test_the_source_distribution_is_whole(wheel: Path, tmp_path: Path) -> None:

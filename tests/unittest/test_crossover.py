@@ -326,6 +326,13 @@ def test_other_ranks_times_count_and_one_that_has_none_takes_theirs(clock: Clock
     assert served(module, 1, 2) == [type(None), ReferenceKernel]
 
 
+def test_ranks_measure_every_count_as_only_all_together_can_tell_where_the_host_has_won(clock: Clock) -> None:
+    called(built())
+    assert clock.given is None
+    called(built(mapping={"world_size": 2, "rank": 0, "tp_size": 2, "moe_ep_size": 2}))
+    assert clock.given == [1, 2, 4, 8, 16, 32, 64]
+
+
 def test_until_all_ranks_have_spoken_the_fixed_split_holds_and_nobody_waits_twice(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

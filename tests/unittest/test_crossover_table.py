@@ -105,6 +105,8 @@ def test_text_and_back() -> None:
     }
     full = Times({1 << i: {"b12x": 12345.678, "triton": 98765.432, HOST: 45678.901} for i in range(12)})
     assert len(full.text()) <= 480
+    fuller = Times({1 << i: {"b12x": 12345.678, "triton": 98765.432, "third": 1.23456, HOST: 456.78} for i in range(16)})
+    assert Times.of(fuller.text()).points[1] == {"b12x": 12346, "triton": 98765, "third": 1.235, HOST: 456.8}
     with pytest.raises(ValueError, match="characters"):
         Times({i: {"b12x": 12345.678, "triton": 98765.432, HOST: 45678.901} for i in range(1, 40)}).text()
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 import trtllm_b12x
 from tests import faults, layers
 from tests.checkpoints import random_experts
+from tests.clock import Clock, standing_in
 from trtllm_b12x import bootstrap, process
+from trtllm_b12x.crossover.table import HOST
 
 EVERY = 1 if layers.host.generation == "embedded" or os.environ.get("FAULTS") == "all" else 12
 """In doubles of TensorRT-LLM one function of twelve, ``FAULTS=all`` for each."""
@@ -133,3 +136,37 @@ def test_every_function_that_a_host_reaches(ratio: float, caplog: pytest.LogCapt
         kernel = getattr(backend, "kernel", None)
         if kernel is None:
             assert caplog.records or bootstrap.failure, f"{name} costs the kernel, and nothing is said"
+
+
+@pytest.mark.embedded
+def test_every_function_of_a_measurement(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It costs the card's say at most: a fault at a call leaves the kernels where they were."""
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", "auto")
+    calls(1.0)
+    with standing_in(Clock(lambda name, tokens: 10.0 if name == HOST else 1.0 + tokens)) as clock:
+
+        def measured(number: int) -> tuple[Any, list[torch.Tensor]]:
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(number)))
+            return flow()
+
+        _, expected = measured(0)
+        assert len(clock.asked) == 1
+        forget()
+        among = faults.functions()
+        reached = [code for code in faults.called(functools.partial(measured, 1)) if faults.name(code).startswith("crossover.")]
+        assert len(reached) > 25
+        for number, code in enumerate(reached):
+            forget()
+            caplog.clear()
+            name = faults.name(code)
+            with faults.injected(code, among):
+                try:
+                    backend, outputs = measured(2 + number)
+                except Exception as error:
+                    raise AssertionError(f"{name} reaches the host") from error
+            assert distance(outputs, expected) < 0.05, name
+            assert backend.kernel is not None or "KERNEL_PLAN_FAILED" in caplog.text, name
+            assert caplog.records

@@ -13,7 +13,20 @@ from trtllm_b12x import formats
 ROOT = Path(trtllm_b12x.__file__).parent
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__"): path for path in ROOT.rglob("*.py")}
 
-LIGHT = ("decision", "families", "settings", "log", "locks", "process", "registry", "selection", "schedule", "environment", "cli")
+LIGHT = (
+    "decision",
+    "families",
+    "settings",
+    "log",
+    "locks",
+    "process",
+    "registry",
+    "selection",
+    "schedule",
+    "environment",
+    "cli",
+    "crossover/table",
+)
 """Imported without torch: in every process of the host, or by a command on a machine that has none."""
 RULES = (
     # (who, must not import whom, why)
@@ -42,6 +55,8 @@ RULES = (
     ("quantization", ("trtllm_b12x.fused_moe", "trtllm_b12x.selection", "trtllm_b12x.strict_reference"), "methods know no layer"),
     ("kernels", ("trtllm_b12x.fused_moe", "trtllm_b12x.quantization", "trtllm_b12x.selection"), "kernels know no layer"),
     ("checkpoint", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.host"), "files are files"),
+    ("crossover/table", ("trtllm_b12x",), "it is pure"),
+    ("crossover", ("trtllm_b12x.fused_moe", "trtllm_b12x.quantization"), "it is told layers, and makes them as the host does"),
     ("schedule", ("trtllm_b12x.host", "trtllm_b12x.fused_moe"), "it is asked, and asks kernels alone"),
     ("host", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.verification"), "the host knows nothing of ours"),
 )

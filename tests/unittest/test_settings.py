@@ -38,6 +38,7 @@ def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     names = {name: name for name in ("b12x", "other", "third")}
     order = settings.Order("TRTLLM_B12X_KERNELS", names, ",".join(names), "")
     monkeypatch.setattr(settings, "SWITCHES", (order,))
+    monkeypatch.delenv(settings.CROSSOVER.name)
     for text, listed, complaints in (
         ("", ("b12x", "other", "third"), 0),
         (" Third, b12x,", ("third", "b12x"), 0),

@@ -16,7 +16,7 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import process, schedule, strict_reference, votes
+from trtllm_b12x import process, strict_reference, votes
 from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.kernels import Geometry, KernelWeights, PlanError
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
@@ -224,7 +224,6 @@ def test_gated_is_what_the_host_calls_so(activation: str) -> None:
 
 def in_the_interpreter() -> dict[str, Any]:
     """The kernels themselves in a layer: self-test, numbers, and parameters that are overwritten, no hook called."""
-    schedule.DEFAULT_CROSSOVER = 2  # the interpreter takes seconds for a call
     tensors, other = random_experts(3, 128, 64, up_to_gate=2.0), random_experts(3, 128, 64, seed=3, up_to_gate=0.5)
     module = layers.load(layers.create(3, 128, 64), tensors)
     found: dict[str, Any] = {"kernel": type(module.backend.kernel).__name__, "log": list(module.backend.kernel.summary())}
@@ -241,6 +240,7 @@ def in_the_interpreter() -> dict[str, Any]:
 def test_the_kernels_themselves_in_a_layer() -> None:
     code = "import json; from tests.unittest.test_triton_layer import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
     variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRTLLM_B12X_KERNELS": "triton"}
+    variables["TRTLLM_B12X_CROSSOVER"] = "2"  # the interpreter takes seconds for a call
     root = Path(__file__).parents[2]
     result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

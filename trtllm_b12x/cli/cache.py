@@ -8,7 +8,7 @@ import click
 @click.group(invoke_without_command=True, short_help="What is kept on this machine; clear removes it.")
 @click.pass_context
 def cache(ctx: click.Context) -> None:
-    """Show the folder of kept answers: which CuTe DSL payload loads, and what a compile proved."""
+    """Show the folder of kept answers: which CuTe DSL payload loads, what a compile proved, and measured crossovers."""
     from trtllm_b12x.environment import answers
 
     if ctx.invoked_subcommand is None:

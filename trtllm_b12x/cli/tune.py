@@ -264,9 +264,9 @@ def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed:
     with settings.KERNELS.only(real), settings.CROSSOVER.set("auto"):
         made = layers.build(shape, device, progress=lambda share: set_share(_BUILT * share))
         backend, geometry = getattr(made[0], "backend", made[0]), layers.geometry(made[0])
-        most = {family: kernel.capacity for family, kernel in backend.schedule.families.items()}
-        layers.tuned(made[0], max(most.values()))
         paths = deciding.paths(backend, layers.call(made[0], 1))
+        most = {family: measuring.most_served(path) for family, path in paths.items() if family != HOST}
+        layers.tuned(made[0], max(most.values()))
         started = time.monotonic()
         times = measuring.measure(
             paths,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -147,7 +148,8 @@ def _settle(state: _State, geometry: Geometry, device: torch.device, module: Any
 
 
 def _say(module: Any, geometry: Geometry, split: Split) -> None:
-    log.once(f"rank {getattr(module, 'rank', 0)}: {geometry}: {split.summary}", logging.INFO)
+    with suppress(Exception):
+        log.once(f"rank {getattr(module, 'rank', 0)}: {geometry}: {split.summary}", logging.INFO)
 
 
 def _own(geometry: Geometry, device: torch.device, module: Any, like: Any, at: int) -> tuple[Times | None, str]:
@@ -165,7 +167,10 @@ def _own(geometry: Geometry, device: torch.device, module: Any, like: Any, at: i
             return times, "stored"
     started = time.monotonic()
     try:
-        times = measuring.measure(paths(module, like), geometry, draw_of(module, geometry, device), device)
+        timed = paths(module, like)
+        shared = module.tp_size * module.ep_size > 1  # whether the host has won twice, only all ranks together can tell
+        draw, given = draw_of(module, geometry, device), measuring.counts(timed) if shared else None
+        times = measuring.measure(timed, geometry, draw, device, given=given)
     except Exception as error:
         logger.debug("measuring %s", geometry, exc_info=error)
         log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
@@ -202,11 +207,10 @@ def paths(module: Any, like: Any) -> dict[str, Path]:
     found = {}
     for name, kernel in module.schedule.families.items():
         runs = [layer.schedule.families[name].run for layer in alike]
-        found[name] = Path(runs, kernel.capacity, kernel.features.graph_safe)
+        found[name] = Path(runs, kernel.serves, kernel.features.graph_safe)
     hosts = [partial(layer.run_as_the_host, like) for layer in alike]
     # The embedded host's operator asks which experts have tokens.
-    captured = host.load().generation != "embedded"
-    return {**found, HOST: Path(hosts, max(path.most for path in found.values()), captured)}
+    return {**found, HOST: Path(hosts, captured=host.load().generation != "embedded")}
 
 
 def _alike(other: Any, module: Any) -> bool:

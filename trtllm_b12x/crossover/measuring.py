@@ -26,6 +26,8 @@ _CALLS = (12, 48)
 _COLD = 2.5
 """Bytes that the other calls of a graph read before a layer is read again, in multiples of the L2 cache."""
 _REPLAYS = (5, 25)
+_LARGEST = 8192
+"""Tokens, of what is measured at all."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Tokens ``(T, H)``, global ids ``(T, top_k)`` and scales ``(T, top_k)`` to outputs."""
@@ -39,8 +41,7 @@ class Path:
 
     runs: Sequence[Run]
     """By layer."""
-    most: int
-    """Tokens."""
+    serves: Callable[[int], bool] = lambda tokens: True
     captured: bool = True
     """False: it asks the GPU what to launch, so no graph holds it and its calls are timed as they are launched."""
 
@@ -50,9 +51,14 @@ def possible(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def most_served(path: Path, limit: int = _LARGEST) -> int:
+    """The most tokens up to ``limit``; 0 for none."""
+    return next((tokens for tokens in range(limit, 0, -1) if path.serves(tokens)), 0)
+
+
 def counts(paths: Mapping[str, Path]) -> list[int]:
     """Powers of two, and the most tokens of each family."""
-    limits = {path.most for name, path in paths.items() if name != HOST}
+    limits = {most_served(path) for name, path in paths.items() if name != HOST} - {0}
     most = max(limits, default=0)
     return sorted({1 << power for power in range(most.bit_length())} | limits)
 
@@ -87,7 +93,7 @@ def measure(
             left = budget_s - (time.monotonic() - started)
             if points and left < 0.05:
                 break
-            there = {name: path for name, path in paths.items() if name == HOST or tokens <= path.most}
+            there = {name: path for name, path in paths.items() if path.serves(tokens)}
             share = _SHARE * left / max(len(wanted) - done, 1)
             points[tokens] = _point(there, geometry, draw, device, tokens, share, seed, graphs)
             progress((done + 1) / len(wanted))

@@ -18,7 +18,7 @@ GAIN = 0.97
 """A kernel serves a count where it takes at most this share of the host's time."""
 LONGEST = 480
 """Characters of :meth:`Times.text`: what ranks send each other at once."""
-_DIGITS = 5
+_DIGITS = (5, 4, 3)
 
 Points = Mapping[int, Mapping[str, float]]
 
@@ -81,20 +81,21 @@ class Times:
         return {name: before[name] ** (1 - share) * after[name] ** share for name in before if name in after}
 
     def text(self) -> str:
-        """For :meth:`of`; every digit is kept, as times have no more than these.
+        """For :meth:`of`, with as many digits as there is room for.
 
         Raises:
-            ValueError: it would be longer than :data:`LONGEST`.
+            ValueError: it would be longer than :data:`LONGEST` with few.
         """
         names = sorted({name for paths in self.points.values() for name in paths})
-        rows = (
-            f"{tokens}:" + ",".join(f"{paths[name]:.{_DIGITS}g}" if name in paths else "" for name in names)
-            for tokens, paths in self.points.items()
-        )
-        text = ",".join(names) + "|" + ";".join(rows)
-        if len(text) > LONGEST:
-            raise ValueError(f"{len(text)} characters of times")
-        return text
+        for digits in _DIGITS:
+            rows = (
+                f"{tokens}:" + ",".join(_short(paths[name], digits) if name in paths else "" for name in names)
+                for tokens, paths in self.points.items()
+            )
+            text = ",".join(names) + "|" + ";".join(rows)
+            if len(text) <= LONGEST:
+                return text
+        raise ValueError(f"{len(text)} characters of times")
 
     @classmethod
     def of(cls, text: str) -> Times:
@@ -120,6 +121,10 @@ class Times:
             names = set.intersection(*(set(part.points[tokens]) for part in parts))
             points[tokens] = {name: math.fsum(part.points[tokens][name] for part in parts) for name in names}
         return cls(points)
+
+
+def _short(value: float, digits: int) -> str:
+    return f"{value:.0f}" if value >= 10.0 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def winner(paths: Mapping[str, float], serving: Collection[str] | None = None) -> str | None:
