@@ -151,6 +151,7 @@ class KernelWeights:
     input_scales: InputScales | None = None
     """What the last two are derived from at every call; None where they are constants."""
     epilogue: Epilogue = field(default_factory=Epilogue)
+    """Biases, and the constants of the activation."""
 
     @property
     def w1_alpha(self) -> torch.Tensor:
