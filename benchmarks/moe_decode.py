@@ -7,8 +7,9 @@ A captured graph goes through as many layers as memory holds, each with weights 
 weight is read from the cache.  Bytes are what must be read once: codes and scales of the experts that are hit.  The bandwidth is
 that of a copy in the same run, read plus written.  The numbers of one layer are compared with float32.
 
-Peers: the same experts as plain bfloat16 matrices through cuBLAS, one product per expert and projection (a floor for what weights
-of 16 bits cost: no activation, no sum).
+Peers: OpenAI's triton_kernels with MXFP4 weights, where it is importable (:mod:`benchmarks.peers`), and the same experts as plain
+bfloat16 matrices through cuBLAS, one product per expert and projection (a floor for what weights of 16 bits cost: no activation,
+no sum).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks import require_gpu
+from benchmarks import peers, require_gpu
 from tests.nvfp4_layer import Layer, distance, random_call, random_layer
 from trtllm_b12x.crossover.measuring import copy_bandwidth, expert_bytes, graph_seconds, routes
 from trtllm_b12x.kernels import Geometry
@@ -37,7 +38,7 @@ GEOMETRIES: dict[str, Geometry] = {
     "Qwen3-30B-A3B": Geometry(128, 8, 2048, 768, "Swiglu"),
     "Nemotron-3-Super": Geometry(512, 22, 1024, 2688, "Relu2"),
     "Qwen3.6-35B-A3B": Geometry(256, 8, 2048, 512, "Swiglu"),
-    "gpt-oss-120b-like": Geometry(128, 4, 2880, 2880, "SwigluBias"),
+    "gpt-oss-120b-like": Geometry(128, 4, 2880, 2880, "SwigluBias", bias=torch.bfloat16),
     "DeepSeek-like": Geometry(256, 8, 7168, 2048, "Swiglu"),
 }
 SPLITS: tuple[tuple[str, int, int], ...] = (("TP1", 1, 1), ("TP2", 2, 1), ("TP4", 4, 1), ("EP4", 1, 4))
@@ -238,6 +239,15 @@ def markdown(results: dict[str, Any], lines: list[Measured]) -> str:
             rows.append([peer["geometry"], str(peer["tokens"]), f"{peer['us']:.1f}", f"{own:.1f}" if own else "-"])
         text += ["", "Against cuBLAS on the same experts in bfloat16, products alone:", ""]
         text += table(("layer", "tokens", "cuBLAS us", "ours us"), rows)
+    if results["triton_kernels"]:
+        ours = {(m.geometry, m.tokens): m.us for m in lines if m.split == "TP1" and m.routing == "random"}
+        rows = []
+        for peer in results["triton_kernels"]:
+            own = ours.get((peer["geometry"], peer["tokens"]))
+            numbers = [f"{peer['us']:.1f}", f"{peer['products_us']:.1f}", f"{own:.1f}" if own else "-", f"{peer['error']:.4f}"]
+            rows.append([peer["geometry"], str(peer["tokens"]), *numbers])
+        text += ["", "Against OpenAI's triton_kernels, MXFP4 weights, whole and without its routing:", ""]
+        text += table(("layer", "tokens", "theirs us", "without routing us", "ours us", "their error"), rows)
     return "\n".join(text) + "\n"
 
 
@@ -294,6 +304,15 @@ def main() -> None:
         torch.cuda.empty_cache()
     names = [] if given.no_peers or time.monotonic() > deadline else given.geometry or list(GEOMETRIES)
     results["bfloat16"] = [line for name in names for line in bfloat16_floor(name, tuple(given.tokens))]
+    results["triton_kernels"] = []
+    for name in names if peers.available() else ():
+        torch.cuda.empty_cache()
+        try:
+            found = peers.measured(GEOMETRIES[name], tuple(given.tokens), min(given.layers, 4), graph_seconds, routes)
+        except Exception as error:  # a peer's own trouble
+            print(f"triton_kernels, {name}: {type(error).__name__}: {error}"[:500], flush=True)
+            continue
+        results["triton_kernels"] += [{"geometry": name, **line} for line in found]
     results["lines"] = [asdict(line) for line in lines]
     text = markdown(results, lines)
     print(text)

@@ -349,7 +349,12 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             self._leave_to_the_host(error)
             serves = False
         # By what was agreed, not by the kernel: one that is lost later on this rank alone changes nothing of what is sent.
-        agreed = self._gather_bf16 and "" in self._agreed.values() and not self._alltoall
+        # Only what serves no other tokens says by its vote that every rank has chosen bf16.
+        agreed = (
+            self._gather_bf16
+            and not self._alltoall
+            and any(self._agreed.get(name) == "" for name, kind in self._kernels.items() if not kind.features.quantized_input)
+        )
         if serves or (post_quant_comm and agreed and isinstance(x, torch.Tensor)):
             return x, None
         return super().quantize_input(x, post_quant_comm=post_quant_comm, **kwargs)

@@ -128,7 +128,8 @@ GATHER_BF16 = Switch(
     f"{_PREFIX}_GATHER_BF16",
     _ON_OFF,
     "0",
-    "1 lets attention-DP ranks gather bf16 tokens instead of NVFP4, four times the bytes, so that kernels can serve them",
+    "1 lets attention-DP ranks gather bf16 tokens instead of NVFP4, four times the bytes, so that b12x can serve them "
+    "(Triton's kernels take NVFP4)",
 )
 KEEP_BACKEND = Switch(
     f"{_PREFIX}_KEEP_BACKEND",

@@ -263,7 +263,7 @@ def test_the_first_plan_compiles_in_processes(
         result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         taken.append(float(result.stdout))
-    assert len(list(tmp_path.glob("trtllm_b12x-*"))) == 2
+    assert [path.suffix for path in tmp_path.glob("trtllm_b12x-*") if path.suffix != ".lock"] == [""]
     with capsys.disabled():
         print(f"\nfirst plan {taken[0]:.1f} s, second {taken[1]:.2f} s")
     assert taken[1] < 2

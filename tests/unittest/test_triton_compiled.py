@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import sass
 from trtllm_b12x.kernels import Geometry, prove
@@ -63,6 +64,18 @@ def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, .
     assert names == list(only or ["route_kernel"] * (tokens * 8 > 64) + ["fc1_kernel", "fc2_kernel"]) or sorted(names) == sorted(
         only
     )
+
+
+@pytest.mark.parametrize("capability", [120, 121])
+def test_bias_constants_and_quantized_input_spill_nothing(capability: int, tmp_path: Path) -> None:
+    geometry = Geometry(128, 4, 2880, 2880, "SwigluBias", bias=torch.bfloat16)
+    made = list(compile_for(CARDS[capability], geometry, 32, quantized=True, inline=False))
+    assert [kernel.name for kernel in made] == ["route_kernel", "fc1_kernel", "fc2_kernel"]
+    for kernel in made:
+        used = sass.resources(load(kernel, tmp_path))
+        assert used["STACK"] == used["LOCAL"] == 0, (kernel.name, used)
+        assert used["REG"] <= 168
+        assert f".target sm_{capability}" in kernel.ptx
 
 
 def test_doctors_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

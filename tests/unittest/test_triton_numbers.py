@@ -174,11 +174,16 @@ def _() -> dict[str, Any]:
     inputs.up_to_gate[1] *= 1.1
     kernel._plan.tested = False
     kernel.self_test()
-    bound_to = kernel._layers[False]
-    kernel._layers[False] = bound_to._replace(fc2=(*bound_to.fc2[:2], bound_to.fc2[2] * 1.03, *bound_to.fc2[3:]))
-    kernel._plan.tested = False
-    with pytest.raises(PlanError, match=r"error 0\.02"):
-        kernel.self_test()
+    for quantized, said in (
+        (False, r"^1 tokens: error 0\.02.*2 tokens: error"),
+        (True, r"^2 tokens that arrive quantized: error 0\.01"),
+    ):
+        kept = kernel._layers[quantized]
+        kernel._layers[quantized] = kept._replace(fc2=(*kept.fc2[:2], kept.fc2[2] * 1.03, *kept.fc2[3:]))
+        kernel._plan.tested = False
+        with pytest.raises(PlanError, match=said):
+            kernel.self_test()
+        kernel._layers[quantized] = kept
     return {"error": 0.0, "silent": silent, "passed": passed}
 
 

@@ -147,6 +147,7 @@ class KernelWeights(Weights):
     input_scales: InputScales | None = None
     """What the last two are derived from at every call; None where they are constants."""
     epilogue: Epilogue = field(default_factory=Epilogue)
+    """Biases, and the constants of the activation."""
 
     payload = ("w1_weight", "w2_weight")
     block_scales = ("w1_weight_sf", "w2_weight_sf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -149,6 +150,13 @@ def _directly(variant: Variant, grid: tuple[int, int], compiled: Any) -> Launch:
     return lambda stream, *arguments: run(x, y, 1, stream, *head, *arguments, *constants)
 
 
+@cache
+def _knobs() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
+
+
 def known() -> bool:
     """This Triton's launchers are."""
     import triton
@@ -158,7 +166,6 @@ def known() -> bool:
 
 def watched() -> bool:
     """Somebody is to be told of each launch (a profiler): through the JIT, which does."""
-    from triton import knobs
-
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    runtime = _knobs()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
