@@ -253,7 +253,7 @@ def resolve(
         asked = considered(quant_algo=name) if kernels is None else kernels
         rows = tuple((family, kernel.features) for family, kernel in asked.items())
         found.append(decision.resolve(*question, environment(), rows, plan_errors))
-    return next((resolution for resolution in found if resolution.served), found[0])
+    return min(found, key=lambda resolution: len(resolution.reasons))
 
 
 def _card_is_there(features: KernelFeatures) -> bool:
