@@ -146,7 +146,7 @@ def measure(
     for layer in layers:
         kernel = TritonKernel(overlap=overlap)
         kernel.plan(geometry, max(tokens), torch.device("cuda", torch.cuda.current_device()))
-        kernel.bind(layer.kernel_weights(), 0, layer.epilogue)
+        kernel.bind(layer.kernel_weights())
         kernels.append(kernel)
     found: list[Measured] = []
     for count in tokens:
@@ -180,12 +180,12 @@ def measure(
                 hit,
                 size / 1e6,
                 size / seconds / bandwidth,
-                size / seconds / clock / kernels[0].card.multiprocessors,
+                size / seconds / clock / kernels[0].build.card.multiprocessors,
                 FLOORS.get(name, {}).get(count) if label == "TP1" and routing == "random" else None,
-                2 if kernels[0].step(count).inline else 3,
+                2 if kernels[0].build.step(count).inline else 3,
                 host_microseconds(functools.partial(kernels[0].run, x, calls[0][1], scales)),
                 error,
-                str(kernels[0].step(count).tiles),
+                str(kernels[0].build.step(count).tiles),
             )
             if error > BOUND:
                 print(f"WRONG: {line}", flush=True)

@@ -28,6 +28,7 @@ from benchmarks.moe_decode import GEOMETRIES, graph_seconds, routes, stack
 from tests.nvfp4_layer import random_call
 from trtllm_b12x.kernels.triton import TritonKernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles, fitted
+from trtllm_b12x.kernels.triton.variants import function
 
 CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("Qwen3-30B-A3B", 1, (1, 8)),
@@ -77,17 +78,14 @@ def _tiles(count: int) -> Iterator[Tile]:
 
 def compile_one(asked: Candidate) -> None:
     """Into Triton's cache; what does not compile is left out when its turn comes."""
-    from trtllm_b12x.kernels.triton import source
-
     kernel = TritonKernel()
     kernel.describe(GEOMETRIES[asked.geometry], asked.tokens, torch.device("cuda", 0))
-    tiles = replace(kernel.step(asked.tokens).tiles, routes=asked.routes, **{asked.product: asked.tile})
-    step = kernel.step(asked.tokens, tiles)
-    for name, _, constants, options in kernel.variants(step, step.inline, False):
-        if name.startswith(asked.product):
-            given = kernel.argument_types(name, False, torch.int32, torch.float32, asked.tokens)
+    tiles = replace(kernel.build.step(asked.tokens).tiles, routes=asked.routes, **{asked.product: asked.tile})
+    step = kernel.build.step(asked.tokens, tiles)
+    for v in kernel.build.variants(step, step.inline):
+        if v.name.startswith(asked.product):
             try:
-                getattr(source, name).warmup(*given, grid=(1,), **constants, **options)
+                function(v.name).warmup(*v.types, grid=(1,), **v.constants, **v.options)
             except Exception as error:
                 print(f"{asked}: {error}"[:300], flush=True)
 
@@ -133,10 +131,10 @@ def main() -> None:
         for layer in layers:
             kernel = TritonKernel()
             kernel.plan(GEOMETRIES[name], 1, torch.device("cuda", torch.cuda.current_device()))
-            kernel.bind(layer.kernel_weights(), 0, layer.epilogue)
+            kernel.bind(layer.kernel_weights())
             kernels.append(kernel)
         for tokens, blocks in [(tokens, blocks) for called, tokens, blocks in calls if called == name]:
-            call, rule = Timed(kernels, name, tokens), kernels[0].step(tokens).tiles
+            call, rule = Timed(kernels, name, tokens), kernels[0].build.step(tokens).tiles
             print(f"{name}, {tokens} tokens: {call.us(rule):.1f} us by the rule, {rule}", flush=True)
             best: dict[tuple[int, str], list[tuple[float, Tile]]] = defaultdict(list)
             for asked in [c for c in plan if (c.geometry, c.tokens) == (name, tokens)]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_b12x.kernels import Geometry, InputScales, KernelWeights
-from trtllm_b12x.kernels.triton import Epilogue
+from trtllm_b12x.kernels import Epilogue, Geometry, InputScales, KernelWeights
 from trtllm_b12x.strict_reference.nvfp4 import decode_fp4
 
 INPUT_SCALE = (0.0123, 0.00045)
@@ -62,11 +61,10 @@ class Layer:
             fc2_input_scale=inputs.fc2_divisor,
             input_global_scale=inputs.fc1_divisor,
             input_scales=inputs,
+            epilogue=self.epilogue,
         )
 
-    def expected(
-        self, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, first: int = 0, weight_on_input: bool = False
-    ) -> torch.Tensor:
+    def expected(self, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, first: int = 0) -> torch.Tensor:
         """float32 ``(tokens, H)``."""
         g, extra = self.geometry, self.epilogue
         result = torch.zeros(x.shape[0], g.hidden_size, device=x.device)
@@ -75,7 +73,7 @@ class Layer:
             token, slot = (local == e).nonzero(as_tuple=True)
             weight = scales[token, slot].float().unsqueeze(1)
             fc1 = x[token].float() @ (dequantized(self.w1[e], self.s1[e]) * self.scale_1[e]).T
-            fc1 = fc1 * (weight if weight_on_input else 1)
+            fc1 = fc1 * (weight if g.weight_on_input else 1)
             bias = extra.w1_bias[e].float() if extra.w1_bias is not None else torch.zeros(fc1.shape[1], device=x.device)
             if g.gated:
                 up, gate = fc1.chunk(2, dim=1)
@@ -87,7 +85,7 @@ class Layer:
             fc2 = inner @ (dequantized(self.w2[e], self.s2[e]) * self.scale_2[e]).T
             if extra.w2_bias is not None:
                 fc2 = fc2 + extra.w2_bias[e].float()
-            result.index_add_(0, token, fc2 if weight_on_input else fc2 * weight)
+            result.index_add_(0, token, fc2 if g.weight_on_input else fc2 * weight)
         return result
 
     def _gated(self, e: int, up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -127,7 +125,7 @@ def interleaved(scales: torch.Tensor) -> torch.Tensor:
     return tiles.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
 
 
-def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, bias: bool = False, ratio: bool = False) -> Layer:
+def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, ratio: bool = False) -> Layer:
     """Every code, and block scales of every size, subnormal ones too; products of about one."""
     generator = torch.Generator(device).manual_seed(seed)
     g = geometry
@@ -150,8 +148,8 @@ def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, bias: b
 
     up_to_gate = 0.5 + uniform(g.num_experts) if ratio and g.gated else torch.ones(g.num_experts, device=device)
     extra = Epilogue(
-        w1_bias=(uniform(g.num_experts, rows) - 0.5) if bias else None,
-        w2_bias=(uniform(g.num_experts, g.hidden_size) - 0.5) if bias else None,
+        w1_bias=(uniform(g.num_experts, rows) - 0.5).to(g.bias) if g.bias else None,
+        w2_bias=(uniform(g.num_experts, g.hidden_size) - 0.5).to(g.bias) if g.bias else None,
         **(
             {
                 "swiglu_alpha": torch.full((g.num_experts,), 1.702, device=device),

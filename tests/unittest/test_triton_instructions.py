@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trtllm_b12x.formats.nvfp4 import decode_e2m1
-from trtllm_b12x.kernels.triton import source
+from trtllm_b12x.kernels.triton import operands
 
 Registers = dict[str, torch.Tensor]
 """32 bits each, as int64."""
@@ -66,7 +66,7 @@ def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_code_times_every_scale(dtype: torch.dtype) -> None:
-    assembly = str((source._BFLOAT16 if dtype is torch.bfloat16 else source._FLOAT16).value)
+    assembly = str((operands.BFLOAT16 if dtype is torch.bfloat16 else operands.FLOAT16).value)
     generator = torch.Generator().manual_seed(0)
     bytes_of_scales = torch.arange(0x7F).repeat_interleave(64)  # all that are numbers
     codes = torch.stack([torch.randperm(16, generator=generator) for _ in bytes_of_scales])  # of two words, lowest nibble first

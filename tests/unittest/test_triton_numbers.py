@@ -18,7 +18,8 @@ import torch
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry, PlanError
-from trtllm_b12x.kernels.triton import ACTIVATIONS, Form, TritonKernel
+from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
+from trtllm_b12x.kernels.triton import ACTIVATIONS, TritonKernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles
 
 BOUND = 0.004
@@ -37,26 +38,26 @@ def case(name: str, *arguments: Any) -> Callable[[Callable[..., dict[str, Any]]]
     return add
 
 
-def bound(layer: Layer, form: Form, first: int = 0, found: Tiles = LARGE, tokens: int = 24) -> TritonKernel:
-    kernel = TritonKernel(form)
+def bound(layer: Layer, first: int = 0, found: Tiles = LARGE, tokens: int = 24) -> TritonKernel:
+    kernel = TritonKernel()
     kernel.plan(layer.geometry, tokens, torch.device("cpu"))
     for count in range(1, tokens + 1):
         kernel.set_tiles(count, found)
-    kernel.bind(layer.kernel_weights(), first, layer.epilogue)
+    kernel.bind(layer.kernel_weights(), first)
     return kernel
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.empty`` at its worst: not a number, and as an integer a large one."""
-    fill = torch.nan if dtype.is_floating_point else 0x3FFFFFFF
+    """``torch.empty`` at its worst: bytes that are not a number in any type."""
+    fill = torch.nan if dtype.is_floating_point else 0xFF
     return torch.full(shape, fill, dtype=dtype, device=device)
 
 
 def on_activation(activation: str) -> dict[str, Any]:
-    layer = random_layer(Geometry(3, 2, 128, 128, activation), bias=activation in ("SwigluBias", "Relu2"), ratio=True)
-    form = Form(bias=torch.float32 if layer.epilogue.w1_bias is not None else None)
+    bias = {"SwigluBias": torch.float32, "Relu2": torch.bfloat16}.get(activation)
+    layer = random_layer(Geometry(3, 2, 128, 128, activation, bias=bias), ratio=True)
     call = random_call(layer.geometry, 2)
-    return {"error": distance(bound(layer, form).run(*call), layer.expected(*call))}
+    return {"error": distance(bound(layer).run(*call), layer.expected(*call))}
 
 
 for _activation in ACTIVATIONS:
@@ -66,8 +67,8 @@ for _activation in ACTIVATIONS:
 @case("an input scale of each expert")
 def _() -> dict[str, Any]:
     layer = random_layer(Geometry(3, 2, 128, 128, "Relu2"))
-    kernel, call = bound(layer, Form()), random_call(layer.geometry, 2)
-    kernel.bind(layer.kernel_weights(one_for_all=False), 0, layer.epilogue)
+    kernel, call = bound(layer), random_call(layer.geometry, 2)
+    kernel.bind(layer.kernel_weights(one_for_all=False))
     return {"error": distance(kernel.run(*call), layer.expected(*call))}
 
 
@@ -75,7 +76,7 @@ def _() -> dict[str, Any]:
 def _() -> dict[str, Any]:
     """H and I multiples of 16 alone; int64 ids of which most are not this rank's, bfloat16 scales, a token without a route."""
     layer = random_layer(Geometry(3, 3, 144, 80, "Swiglu", ranks=2), ratio=True)
-    kernel = bound(layer, Form(), first=4, found=Tiles(8, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2)))
+    kernel = bound(layer, first=4, found=Tiles(8, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2)))
     x, ids, scales = random_call(layer.geometry, 4, experts=9)
     ids, scales = ids.long(), scales.bfloat16()
     ids[0, 1], ids[2], ids[3, 0] = -1, torch.tensor([-1, 2**40 + 4, 7]), 4
@@ -88,7 +89,7 @@ def _() -> dict[str, Any]:
 def _() -> dict[str, Any]:
     """All of 20 tokens take the same two experts, once sorted by a launch of its own and once by every program."""
     layer = random_layer(Geometry(3, 2, 128, 128, "Relu2"))
-    kernel = bound(layer, Form())
+    kernel = bound(layer)
     x, _, scales = random_call(layer.geometry, 20)
     ids = torch.tensor([[2, 0]], dtype=torch.int32).repeat(20, 1)
     expected = layer.expected(x, ids, scales)
@@ -103,7 +104,7 @@ def _() -> dict[str, Any]:
     layer.scale_1 *= 1024
     layer.scale_2 *= 2.0**-20
     x, ids, scales = random_call(layer.geometry, 2, dtype=torch.float16)
-    found = bound(layer, Form()).run(x, ids, scales)
+    found = bound(layer).run(x, ids, scales)
     return {"error": distance(found, layer.expected(x, ids, scales)), "dtype": str(found.dtype)}
 
 
@@ -117,18 +118,26 @@ def _(swizzled: bool) -> dict[str, Any]:
     magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     x = magnitude * sf.float().repeat_interleave(16, 1) * INPUT_SCALE[0]
     given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
-    kernel = bound(layer, Form(quantized=True, swizzled=swizzled))
-    found = kernel.run(pack_fp4(codes), ids, scales, x_sf=given)
-    return {"error": distance(found, layer.expected(x, ids, scales))}
+    kernel = bound(layer)
+    expected = layer.expected(x, ids, scales)
+    found = kernel.run_quantized(pack_fp4(codes), given, swizzled, ids, scales)
+    other = UnquantizedReferenceKernel()
+    other.plan(layer.geometry, 2, torch.device("cpu"))
+    other.bind(layer.kernel_weights())
+    also = other.run_quantized(pack_fp4(codes), given, swizzled, ids, scales)
+    return {
+        "error": max(distance(found, expected), distance(also, expected)),
+        "dtypes": found.dtype is also.dtype is x.bfloat16().dtype,
+    }
 
 
 @case("router weight on the input")
 def _() -> dict[str, Any]:
-    layer = random_layer(Geometry(2, 1, 128, 128, "Swiglu"))
+    layer = random_layer(Geometry(2, 1, 128, 128, "Swiglu", weight_on_input=True))
     call = random_call(layer.geometry, 2)
     call[2].copy_(torch.tensor([[0.4], [0.9]]))
-    kernel = bound(layer, Form(weight_on_input=True))
-    expected = layer.expected(*call, weight_on_input=True)
+    kernel = bound(layer)
+    expected = layer.expected(*call)
     again = kernel.run(call[0], call[1].long(), call[2])
     found = kernel.run(*call)
     return {"error": distance(found, expected), "same": torch.equal(found, again)}
@@ -138,7 +147,7 @@ def _() -> dict[str, Any]:
 def _() -> dict[str, Any]:
     """Not a number in one token, whatever it shares a block with, leaves the others' bits alone."""
     layer = random_layer(Geometry(3, 2, 128, 128, "Swiglu"))
-    kernel = bound(layer, Form())
+    kernel = bound(layer)
     x, ids, scales = random_call(layer.geometry, 3)
     before = kernel.run(x, ids, scales)
     x[1, 5], scales[2, 0] = torch.nan, torch.inf
@@ -152,17 +161,17 @@ def _() -> dict[str, Any]:
     """A tile of 128 rows by several programs: sums of a token are added up by whichever comes last."""
     layer = random_layer(Geometry(2, 2, 128, 128, "Silu"))
     call = random_call(layer.geometry, 1)
-    large = bound(layer, Form()).run(*call)
-    small = bound(layer, Form(), found=Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 2, 2))).run(*call)
+    large = bound(layer).run(*call)
+    small = bound(layer, found=Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 2, 2))).run(*call)
     return {"error": distance(small, layer.expected(*call)), "same": torch.equal(small, large)}
 
 
 @case("self-test")
 def _() -> dict[str, Any]:
     """Right kernels pass it; an alpha that they were not told of, and a token that is off, do not."""
-    layer = random_layer(Geometry(2, 2, 128, 128, "SwigluBias"), bias=True, ratio=True)
+    layer = random_layer(Geometry(2, 2, 128, 128, "SwigluBias", bias=torch.float32), ratio=True)
     layer.s1 = (layer.s1.float() / 16).to(torch.float8_e4m3fn)
-    kernel = bound(layer, Form(bias=torch.float32), tokens=2)
+    kernel = bound(layer, tokens=2)
     kernel._plan.tested = False
     silent = not kernel.serves(1)
     kernel.self_test()
@@ -177,7 +186,8 @@ def _() -> dict[str, Any]:
     inputs.up_to_gate[1] *= 1.1
     kernel._plan.tested = False
     kernel.self_test()
-    kernel._fc2 = (*kernel._fc2[:2], kernel._fc2[2] * 1.03, *kernel._fc2[3:])
+    bound_to = kernel._layers[False]
+    kernel._layers[False] = bound_to._replace(fc2=(*bound_to.fc2[:2], bound_to.fc2[2] * 1.03, *bound_to.fc2[3:]))
     kernel._plan.tested = False
     with pytest.raises(PlanError, match=r"error 0\.02"):
         kernel.self_test()

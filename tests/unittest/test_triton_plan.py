@@ -14,8 +14,8 @@ from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, Problem, RejectReason, decide
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import Epilogue, Form, TritonKernel, check
+from trtllm_b12x.kernels import Epilogue, Geometry
+from trtllm_b12x.kernels.triton import TritonKernel, check
 from trtllm_b12x.kernels.triton.tiles import TABLE, Card, blocks, tiles
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
@@ -39,18 +39,21 @@ def test_every_call_has_tiles_that_fit(geometry: Geometry, card: Card) -> None:
         assert blocks(geometry, tokens, found.routes) >= -(-routes // found.routes)
 
 
-@pytest.mark.parametrize(("card", "most"), [(H100, 17), (RTX_PRO_6000, 14)])
-def test_few_variants_and_the_fewest_launches(card: Card, most: int) -> None:
-    kernel = TritonKernel(Form(quantized=True), card)
+@pytest.mark.parametrize(("card", "products"), [(H100, 12), (RTX_PRO_6000, 10)])
+def test_few_variants_and_the_fewest_launches(card: Card, products: int) -> None:
+    kernel = TritonKernel(card)
     kernel.describe(QWEN3_30B, 63, torch.device("cuda"))
-    keys = set()
+    build = kernel.build
+    every = {variant.key: variant for variant in build.every(63)}
+    routes = [variant for variant in every.values() if variant.name == "route_kernel"]
+    assert len(routes) == 5  # ids and scales of two types each, and quantized input
+    assert len(every) - len(routes) <= products
     for tokens in range(1, 64):
-        step = kernel.step(tokens)
-        for inline, quantized in ((step.inline, False), (False, True)):
-            made = kernel.variants(step, inline, quantized)
-            assert len(made) <= 3 - inline
-            keys |= {key for _, key, _, _ in made}
-    assert len(keys) <= most
+        step = build.step(tokens)
+        for inline, quantized in {(step.inline, False), (False, False), (False, True)}:
+            made = build.variants(step, inline, quantized)
+            assert len(made) == 3 - inline
+            assert all(variant.key in every for variant in made)
 
 
 def test_one_token_of_a_small_layer_takes_narrower_tiles() -> None:
@@ -75,15 +78,15 @@ def test_a_layer_s_tensors_are_checked() -> None:
             check(layer.geometry, dataclasses.replace(weights, **cut))
     with pytest.raises(ValueError, match=r"w1_weight_sf.*contiguous"):
         check(layer.geometry, dataclasses.replace(weights, w1_weight_sf=weights.w1_weight_sf.contiguous()))
-    kernel = TritonKernel(Form(), H100)
-    kernel.describe(layer.geometry, 8, torch.device("cuda"))
     for epilogue, named in (
         (Epilogue(swiglu_alpha=torch.ones(3)), "swiglu_alpha"),
-        (Epilogue(w1_bias=torch.ones(2, 160), w2_bias=torch.ones(2, 144)), "bias"),
+        (Epilogue(w1_bias=torch.ones(2, 160), w2_bias=torch.ones(2, 144)), "w1_bias"),
         (Epilogue(swiglu_limit=torch.ones(2, dtype=torch.int32)), "swiglu_limit"),
     ):
         with pytest.raises(ValueError, match=named):
-            kernel.bind(weights, 0, epilogue)
+            check(layer.geometry, dataclasses.replace(weights, epilogue=epilogue))
+    with pytest.raises(ValueError, match="bias"):
+        check(dataclasses.replace(layer.geometry, bias=torch.float32), weights)
 
 
 def test_what_a_compile_lacks_is_said_with_what_mends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -105,10 +105,14 @@ def release(ptxas: Path) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-def _cache_folder() -> Lacking | None:
+def cache_folder() -> Path:
     """``triton/knobs.py``: TRITON_CACHE_DIR, else .triton/cache in TRITON_HOME or the home."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
+
+
+def _cache_folder() -> Lacking | None:
+    folder = cache_folder()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return None

@@ -6,11 +6,12 @@ The numbers are one place for the two torch implementations that stand in for de
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import torch
 
+from .epilogue import Epilogue
 from .layouts import plain_scales
 from .weights import Weights
 
@@ -114,6 +115,9 @@ class InputScales:
         torch.div(self.fc2_input_scale.reciprocal(), self.up_to_gate, out=self.fc2_divisor)
 
 
+_NO_TENSORS = ("input_scales", "epilogue")
+
+
 @dataclass(frozen=True)
 class KernelWeights(Weights):
     """What FlashInfer's kernels take besides the call's own tensors, by the names of ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py).
@@ -142,6 +146,7 @@ class KernelWeights(Weights):
     """``(E,)`` float32, the same for all experts: the divisor of FC1's input."""
     input_scales: InputScales | None = None
     """What the last two are derived from at every call; None where they are constants."""
+    epilogue: Epilogue = field(default_factory=Epilogue)
 
     payload = ("w1_weight", "w2_weight")
     block_scales = ("w1_weight_sf", "w2_weight_sf")
@@ -152,7 +157,7 @@ class KernelWeights(Weights):
         return self.folded_w1_alpha / self.input_global_scale
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "input_scales"}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _NO_TENSORS}
 
     def check(self, geometry: Geometry) -> None:
         """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take.
@@ -171,6 +176,7 @@ class KernelWeights(Weights):
             shape, dtype = expected.get(name, ((experts,), torch.float32))
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
+        self.epilogue.check(experts, rows, hidden, geometry.bias)
 
     def derive(self) -> None:
         if self.input_scales is not None:

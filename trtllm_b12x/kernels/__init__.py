@@ -19,12 +19,14 @@ import torch
 from trtllm_b12x import bootstrap, decision, families, formats, host, settings
 from trtllm_b12x import environment as machine
 from trtllm_b12x.decision import Environment, KernelFeatures, Resolution
+from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.formats.nvfp4 import InputScales, KernelWeights
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.host.questions import Question
 
 __all__ = [
     "GATED",
+    "Epilogue",
     "Geometry",
     "InputScales",
     "Kernel",
@@ -57,6 +59,10 @@ class Geometry:
     """Of activations."""
     ranks: int = 1
     """That share the experts."""
+    bias: torch.dtype | None = None
+    """Of FC1's and FC2's bias; None: they have none."""
+    weight_on_input: bool = False
+    """The router's weight scales FC1's product, not FC2's."""
 
     @property
     def expert_parallel(self) -> bool:
@@ -81,7 +87,8 @@ class Geometry:
     def __str__(self) -> str:
         experts = f"{self.num_experts}{' local' if self.expert_parallel else ''} experts, top {self.top_k}"
         dtype = "" if self.dtype is torch.bfloat16 else f", {str(self.dtype).removeprefix('torch.')}"
-        return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}"
+        extra = ", bias" * (self.bias is not None) + ", router weight on the input" * self.weight_on_input
+        return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}{extra}"
 
 
 class PlanError(RuntimeError):
@@ -194,6 +201,26 @@ class Kernel(ABC):
         Raises:
             ValueError: no kernel is planned for so many tokens.
         """
+
+    def run_quantized(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor,
+        swizzled: bool,
+        token_selected_experts: torch.Tensor,
+        token_final_scales: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """:meth:`run` on input that the host has quantized, by ``fc31_input_scale``; of kernels whose features say so.
+
+        Args:
+            x: ``(tokens, H/2)`` bytes of two FP4 each.
+            x_sf: E4M3 bytes of its blocks of 16, in rows of ``H/16`` or, if ``swizzled``, 128x4-interleaved.
+
+        Returns:
+            In the geometry's dtype.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

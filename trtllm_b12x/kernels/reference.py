@@ -30,7 +30,7 @@ import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.formats.layouts import plain_scales
+from trtllm_b12x.formats.layouts import interleaved_rows, plain_scales
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
 
@@ -142,21 +142,58 @@ class ReferenceKernel(Kernel):
 
 
 class UnquantizedReferenceKernel(ReferenceKernel):
-    """The Triton kernels in torch: activations as they are, bf16 between the products."""
+    """The Triton kernels in torch: activations as they are, or as the host has quantized them, bf16 between the products.
+
+    What they are compared with on a card, too.
+    """
 
     features = dataclasses.replace(families.triton(Environment()), name="reference W4A16", graph_safe=False)
     multiple = 16
 
+    def run_quantized(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor,
+        swizzled: bool,
+        token_selected_experts: torch.Tensor,
+        token_final_scales: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x, columns = x.view(torch.uint8), self.geometry.hidden_size
+        x_sf = x_sf.view(torch.uint8).flatten()
+        if swizzled:
+            tiles = x_sf.view(torch.int32).view(-1, -(-columns // 64))
+            plain = interleaved_rows(tiles).flatten(3).flatten(0, 2)[: x.shape[0], : columns // 16]
+        else:
+            plain = x_sf[: x.shape[0] * columns // 16].view(x.shape[0], -1)
+        # The host has one input scale for all experts where it quantizes for them.
+        values = dequantize(x, plain.view(torch.float8_e4m3fn)) * self.weights.input_global_scale[0]
+        result = self.run(values, token_selected_experts, token_final_scales, out)
+        return result if out is not None else result.to(self.geometry.dtype)
+
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
-        w, size = self.weights, self.geometry.intermediate_size
+        w, g, extra = self.weights, self.geometry, self.weights.epilogue
         ratio = 1.0 if w.input_scales is None else w.input_scales.up_to_gate[expert]
+        weight = scales.unsqueeze(-1)
         # The divisors are fresh, and FC2's holds the ratio of up to gate.
         scale_1 = w.folded_w1_alpha[expert] / w.input_global_scale[expert]
         scale_2 = w.w2_alpha[expert] / w.fc2_input_scale[expert] / ratio
-        up, *gate = (x.float() @ dequantized(w.w1_weight, w.w1_weight_sf, expert).T * scale_1).split(size, dim=1)
-        inner = activate(self.geometry.activation, up * ratio if gate else up, *gate).to(torch.bfloat16).float()
-        fc2 = inner @ dequantized(w.w2_weight, w.w2_weight_sf, expert).T * scale_2
-        result.index_add_(0, token, fc2 * scales.unsqueeze(-1))
+        fc1 = x.float() @ dequantized(w.w1_weight, w.w1_weight_sf, expert).T * scale_1
+        if g.weight_on_input:
+            fc1 = fc1 * weight
+        if g.gated:
+            fc1[:, : g.intermediate_size] *= ratio
+        if extra.w1_bias is not None:
+            fc1 = fc1 + extra.w1_bias[expert].float()
+        given = ((extra.swiglu_alpha, 1.0), (extra.swiglu_beta, 0.0), (extra.swiglu_limit, math.inf))
+        constants = (value if tensor is None else float(tensor[expert]) for tensor, value in given)
+        inner = (
+            activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants) if g.gated else activate(g.activation, fc1)
+        )
+        fc2 = inner.to(torch.bfloat16).float() @ dequantized(w.w2_weight, w.w2_weight_sf, expert).T * scale_2
+        if extra.w2_bias is not None:
+            fc2 = fc2 + extra.w2_bias[expert].float()
+        result.index_add_(0, token, fc2 if g.weight_on_input else fc2 * weight)
 
 
 def activate(

@@ -10,8 +10,9 @@ import torch
 
 from trtllm_b12x.kernels import Geometry
 
-from . import Form, TritonKernel
+from . import TritonKernel
 from .tiles import Card
+from .variants import function
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -41,7 +42,6 @@ def compile_for(
     card: Card,
     geometry: Geometry,
     tokens: int,
-    form: Form | None = None,
     *,
     quantized: bool = False,
     inline: bool | None = None,
@@ -57,29 +57,26 @@ def compile_for(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from . import source
-
-    kernel = TritonKernel(form, card)
+    kernel = TritonKernel(card)
     kernel.describe(geometry, tokens, torch.device("cuda"))
-    step = kernel.step(tokens)
-    for name, _, constants, options in kernel.variants(step, step.inline if inline is None else inline, quantized):
-        if only and name not in only:
+    step = kernel.build.step(tokens)
+    for variant in kernel.build.variants(step, step.inline if inline is None else inline, quantized):
+        if only and variant.name not in only:
             continue
-        function = getattr(source, name)
-        types = kernel.argument_types(name, quantized, torch.int32, torch.float32, tokens)
-        signature = dict.fromkeys(function.arg_names, "constexpr")
-        given = dict(zip(function.arg_names, types, strict=False))
+        jit = function(variant.name)
+        signature = dict.fromkeys(jit.arg_names, "constexpr")
+        given = dict(zip(jit.arg_names, variant.types, strict=False))
         signature |= {argument: _POINTERS[kind] if isinstance(kind, torch.dtype) else "i32" for argument, kind in given.items()}
-        # What alignment changes is specialized by it at a launch too (``source.py``).
+        # What alignment changes is specialized by it at a launch too (``launch.py``).
         aligned = {
             (place,): [["tt.divisibility", 16]]
-            for place, parameter in enumerate(function.params)
+            for place, parameter in enumerate(jit.params)
             if signature[parameter.name].startswith("*") and not parameter.do_not_specialize_on_alignment
         }
         made = triton.compile(
-            ASTSource(function, signature=signature, constexprs=constants, attrs=aligned),
+            ASTSource(jit, signature=signature, constexprs=variant.constants, attrs=aligned),
             target=GPUTarget("cuda", card.capability, 32),
-            options=options,
+            options=variant.options,
         )
         code = (made.asm[stage] for stage in ("ttgir", "ptx", "cubin"))
-        yield Compiled(name, constants, options["num_warps"], made.metadata.shared, *code)
+        yield Compiled(variant.name, variant.constants, variant.options["num_warps"], made.metadata.shared, *code)

@@ -1,0 +1,39 @@
+"""What a layer may have beside its weights: biases, and the constants of its activation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """E local experts, I intermediate size, H hidden size, r = 2 if gated."""
+
+    w1_bias: torch.Tensor | None = None
+    """``(E, r*I)``, rows [up; gate], any float type."""
+    w2_bias: torch.Tensor | None = None
+    """``(E, H)``, of the same type."""
+    swiglu_alpha: torch.Tensor | None = None
+    """``(E,)`` float32; without it 1."""
+    swiglu_beta: torch.Tensor | None = None
+    """0."""
+    swiglu_limit: torch.Tensor | None = None
+    """Infinity."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+    def check(self, experts: int, rows: int, hidden: int, bias: torch.dtype | None) -> None:
+        """Raise ValueError, naming the tensor, where one is not what kernels of these sizes and type of bias take."""
+        shapes = {"w1_bias": ((experts, rows), bias), "w2_bias": ((experts, hidden), bias)}
+        found = self.tensors()
+        for name, tensor in found.items():
+            shape, dtype = shapes.get(name, ((experts,), torch.float32))
+            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes contiguous {shape} {dtype}")
+        if bias is not None and not found.keys() >= shapes.keys():
+            raise ValueError(f"a bias of {bias} is planned for, and there are {', '.join(found) or 'none'}")

@@ -1,0 +1,164 @@
+"""How a call is launched: past the binder of Triton's JIT, which takes 30 us a kernel, where the launcher behind it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from trtllm_b12x.decision import version_tuple
+
+from .variants import Build, Step, Variant, function
+
+_KNOWN = frozenset({(3, 5), (3, 6), (3, 7), (3, 8), (3, 9)})
+"""Releases of Triton whose ``JITFunction.run`` ends in ``kernel.run(x, y, z, stream, function, packed_metadata, launch_metadata,
+enter_hook, exit_hook, *arguments)`` with every argument, constants too (``runtime/jit.py``), and whose launcher takes an address
+for a pointer (``backends/nvidia/driver.py``, ``driver.c``)."""
+
+Launch = Callable[..., Any]
+"""Of a kernel with its grid and constants: takes the stream and the other arguments."""
+
+
+class Memory(NamedTuple):
+    """Scratch memory of a call, one allocation: its size and where its parts begin, in bytes."""
+
+    nbytes: int
+    staged: int
+    """``(tokens, H)`` of FC1's input type, for input that arrives quantized."""
+    h: int
+    """``(routes, I)`` bfloat16."""
+    partial: int
+    """``(routes, H)`` float32."""
+    numbers: int
+    """int32; see :func:`trtllm_b12x.kernels.triton.routing.route_kernel`."""
+
+
+class Layer(NamedTuple):
+    """What a call reads of a layer, tensors or addresses."""
+
+    fc1: tuple[Any, ...]
+    fc2: tuple[Any, ...]
+    first_expert: int
+    steps: tuple[int, int]
+    """From one expert's input scale to the next's."""
+
+
+class Given(NamedTuple):
+    """A call's own tensors, or their addresses."""
+
+    x: Any
+    x_scales: Any
+    ids: Any
+    scales: Any
+    out: Any
+    staged: Any
+    h: Any
+    partial: Any
+    numbers: Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """What calls of one token count and form have in common."""
+
+    step: Step
+    memory: Memory
+    tiles: int
+    """Of the hidden size."""
+    local_experts: int
+    quantized: bool
+    route: Launch | None
+    fc1: Launch
+    fc2: Launch
+    direct: bool
+    """Launches take addresses and a stream."""
+
+    def launch(self, stream: int, layer: Layer, given: Given, swizzled: bool) -> None:
+        x, x_scales, ids, scales, out, staged, h, partial, numbers = given
+        tokens, blocks, first, step = self.step.tokens, self.step.blocks, layer.first_expert, layer.steps
+        if self.route is not None:
+            size = self.step.tiles.routes
+            self.route(
+                stream, x, x_scales, ids, scales, staged, out, numbers, tokens, blocks, first, self.tiles, size, int(swizzled)
+            )
+            ids, scales, first = numbers, partial, 0
+            if self.quantized:
+                x = staged
+        count = self.local_experts
+        self.fc1(stream, x, *layer.fc1, ids, scales, out, h, numbers, tokens, blocks, first, count, step[0])
+        self.fc2(stream, h, *layer.fc2, ids, scales, out, partial, numbers, tokens, blocks, first, count, step[1])
+
+    def parts(self, memory: torch.Tensor, g: Any) -> tuple[Any, ...]:
+        """Of scratch memory, as :class:`Given` ends with: tensors, or addresses where launches are direct."""
+        m = self.memory
+        if self.direct:
+            base = memory.data_ptr()
+            return base + m.staged, base + m.h, base + m.partial, base + m.numbers
+        ends = (m.h, m.partial, m.numbers, m.nbytes)
+        types = (g.dtype, torch.bfloat16, torch.float32, torch.int32)
+        return tuple(memory[start:end].view(kind) for start, end, kind in zip(m[1:], ends, types, strict=True))
+
+
+def call(build: Build, step: Step, variants: tuple[Variant, ...], compiled: Mapping[tuple[Any, ...], Any] | None) -> Call:
+    """
+    Args:
+        variants: of the call (:meth:`Build.variants`).
+        compiled: kernels by :attr:`Variant.key`; None: through Triton's JIT, or its interpreter.
+    """
+    g, tiles = build.geometry, build.columns(step)
+    inline = variants[0].name != "route_kernel"
+    quantized = not inline and bool(variants[0].constants["QUANTIZED"])
+    across = step.tokens * g.top_k if inline else step.blocks
+    grids = {
+        "route_kernel": (1 + step.tokens, 1),
+        "fc1_kernel": (-(-g.intermediate_size // step.tiles.fc1.rows), across),
+        "fc2_kernel": (tiles, across),
+    }
+    made = {
+        v.name: _through_jit(v, grids[v.name]) if compiled is None else _directly(v, grids[v.name], compiled[v.key])
+        for v in variants
+    }
+    memory = _memory(build, step, inline, quantized)
+    launches = made.get("route_kernel"), made["fc1_kernel"], made["fc2_kernel"]
+    return Call(step, memory, tiles, g.num_experts, quantized, *launches, compiled is not None)
+
+
+def _memory(build: Build, step: Step, inline: bool, quantized: bool) -> Memory:
+    g, routes = build.geometry, step.tokens * build.geometry.top_k
+    numbers = step.tokens * build.columns(step) + (0 if inline else 3 * routes + 3 * step.blocks + 2 * g.num_experts)
+    staged = 2 * step.tokens * g.hidden_size if quantized else 16  # there, though nobody reads it
+    sizes = (staged, 2 * routes * g.intermediate_size, 4 * routes * g.hidden_size, 4 * numbers)
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // 16) * 16)
+    return Memory(starts[-1], *starts[:-1])
+
+
+def _through_jit(variant: Variant, grid: tuple[int, int]) -> Launch:
+    start, constants = function(variant.name)[grid], {**variant.constants, **variant.options}
+    return lambda stream, *arguments: start(*arguments, **constants)
+
+
+def _directly(variant: Variant, grid: tuple[int, int], compiled: Any) -> Launch:
+    names = function(variant.name).arg_names[len(variant.types) :]
+    constants = tuple(variant.constants[name] for name in names)
+    run = compiled.run  # loads the kernel on the current device, and makes its launcher
+    head, (x, y) = (compiled.function, compiled.packed_metadata, None, None, None), grid
+    return lambda stream, *arguments: run(x, y, 1, stream, *head, *arguments, *constants)
+
+
+def known() -> bool:
+    """This Triton's launchers are."""
+    import triton
+
+    return version_tuple(triton.__version__)[:2] in _KNOWN
+
+
+def watched() -> bool:
+    """Somebody is to be told of each launch (a profiler): through the JIT, which does."""
+    from triton import knobs
+
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

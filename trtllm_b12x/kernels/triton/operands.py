@@ -1,0 +1,238 @@
+"""NVFP4 weights and 16-bit inputs as the operands of tensor cores, in an order of columns that moves no code from its lane.
+
+Weights are the host's bytes: row-major FP4, the even column in the low nibble, and E4M3 scales of 16 columns in the 128x4 layout
+(row ``r`` and block ``b`` of a K-column matrix at ``(r // 128 * ceil(K / 64) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4
++ b % 4``).  A program multiplies ``BN`` rows of one expert by up to ``BM`` routes, ``BK`` columns at a time; E2M1 times E4M3 has
+at most 6 significant bits, so a weight is exact in bfloat16 and, 2**-8 times as large, in float16.
+
+A row is read in words of eight codes.  Two neighboring words are one scale block, and become eight pairs of 16-bit floats, one
+for each of eight products of ``BK / 8`` columns: column ``2 b + p`` of product ``j`` is the row's ``16 b + 8 (j // 4) + 4 p +
+j % 4``, so that a pair is the same nibble of a word's two halves and no code changes its lane.  :func:`split_inputs` permutes
+the other side alike.  The sum over columns does not mind the order.
+
+Rows of a program: where rows come in whole tiles of 128, a quarter of each quarter of a tile, because the 128x4 layout puts rows
+32 apart beside each other: its scales are then contiguous.
+"""
+
+# ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Triton's interpreter multiplies the bits of bfloat16 as integers."""
+
+# Two words and their scale to eight pairs, each the value times 2**-8.  The three bits of a magnitude, moved to the bottom of the
+# exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too; an E4M3 byte
+# at bit 4 (7) is the scale times 2**-120 (2**-8), which two constants (one) bring to 2**118 (2**6) times the scale.
+BFLOAT16 = tl.constexpr(
+    """{
+    .reg .b32 s, m, t, z;
+    mov.b32 z, 0x80008000;
+    prmt.b32 s, $10, 0, 0x4040;
+    shl.b32 s, s, 4;
+    mov.b32 t, 0x7b807b80;
+    fma.rn.bf16x2 s, s, t, z;
+    mov.b32 t, 0x7a807a80;
+    fma.rn.bf16x2 s, s, t, z;
+    shl.b32 t, $8, 12; shl.b32 m, $8, 6; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $0, t, s, z;
+    shl.b32 t, $8, 8; shl.b32 m, $8, 2; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $1, t, s, z;
+    shl.b32 t, $8, 4; shr.b32 m, $8, 2; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $2, t, s, z;
+    shr.b32 m, $8, 6; and.b32 m, m, 0x01c001c0; lop3.b32 t, $8, z, m, 0xea; fma.rn.bf16x2 $3, t, s, z;
+    shl.b32 t, $9, 12; shl.b32 m, $9, 6; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $4, t, s, z;
+    shl.b32 t, $9, 8; shl.b32 m, $9, 2; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $5, t, s, z;
+    shl.b32 t, $9, 4; shr.b32 m, $9, 2; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $6, t, s, z;
+    shr.b32 m, $9, 6; and.b32 m, m, 0x01c001c0; lop3.b32 t, $9, z, m, 0xea; fma.rn.bf16x2 $7, t, s, z;
+    }"""
+)
+FLOAT16 = tl.constexpr(
+    """{
+    .reg .b32 s, m, t;
+    prmt.b32 s, $10, 0, 0x4040;
+    shl.b32 s, s, 7;
+    mov.b32 t, 0x74007400;
+    mul.rn.f16x2 s, s, t;
+    shl.b32 t, $8, 12; shl.b32 m, $8, 9; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $0, t, s;
+    shl.b32 t, $8, 8; shl.b32 m, $8, 5; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $1, t, s;
+    shl.b32 t, $8, 4; shl.b32 m, $8, 1; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $2, t, s;
+    shr.b32 m, $8, 3; and.b32 m, m, 0x0e000e00; lop3.b32 t, $8, 0x80008000, m, 0xea; mul.rn.f16x2 $3, t, s;
+    shl.b32 t, $9, 12; shl.b32 m, $9, 9; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $4, t, s;
+    shl.b32 t, $9, 8; shl.b32 m, $9, 5; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $5, t, s;
+    shl.b32 t, $9, 4; shl.b32 m, $9, 1; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $6, t, s;
+    shr.b32 m, $9, 3; and.b32 m, m, 0x0e000e00; lop3.b32 t, $9, 0x80008000, m, 0xea; mul.rn.f16x2 $7, t, s;
+    }"""
+)
+_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
+SCALE = tl.constexpr(256.0)
+"""Of the weights as they are multiplied."""
+
+
+@triton.jit
+def e2m1(code):
+    """Integer code of any width, its lowest four bits, to float32."""
+    magnitude = (code & 7).to(tl.float32)
+    value = tl.where(magnitude < 4, magnitude * 0.5, tl.where(magnitude < 6, magnitude - 2, magnitude * 2 - 8))
+    return tl.where((code & 8) != 0, -value, value)
+
+
+@triton.jit
+def e4m3(byte):
+    """int32 of a non-negative E4M3 byte to float32."""
+    exponent = (byte >> 3) & 15
+    power = ((tl.maximum(exponent, 1) + 117) << 23).to(tl.float32, bitcast=True)
+    return tl.where(exponent == 0, byte & 7, (byte & 7) + 8).to(tl.float32) * power
+
+
+@triton.jit
+def _pairs(
+    words, scales, first: tl.constexpr, second: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, dtype: tl.constexpr
+):
+    """Two nibbles of each word, beside each other, times their scale and 2**-8: ``(rows, 2 * blocks)``."""
+    low = e2m1(words >> (4 * first)) * scales
+    high = e2m1(words >> (4 * second)) * scales
+    return tl.reshape(tl.join(low, high), (rows, 2 * blocks)).to(dtype)
+
+
+@triton.jit
+def decoded(words, scales, rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+    """int32 words ``(rows, columns / 8)`` and E4M3 bytes ``(rows, columns / 16)`` to eight ``(rows, columns / 8)`` of ``dtype``.
+
+    With or without PTX the same bits.
+    """
+    blocks: tl.constexpr = columns // 16
+    if PTX:
+        wide = tl.broadcast_to(scales.to(tl.int32)[:, :, None], (rows, blocks, 2))
+        wide = tl.reshape(wide, (rows, 2 * blocks))
+        if dtype == tl.float16:
+            w = tl.inline_asm_elementwise(FLOAT16, _REGISTERS, [words, wide], (tl.float16,) * 8, is_pure=True, pack=2)
+        else:
+            w = tl.inline_asm_elementwise(BFLOAT16, _REGISTERS, [words, wide], (tl.bfloat16,) * 8, is_pure=True, pack=2)
+        return w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
+    s = e4m3(scales.to(tl.int32)) * 0.00390625
+    even, odd = tl.split(tl.reshape(words, (rows, blocks, 2)))
+    p0 = _pairs(even, s, 0, 4, rows, blocks, dtype)
+    p1 = _pairs(even, s, 1, 5, rows, blocks, dtype)
+    p2 = _pairs(even, s, 2, 6, rows, blocks, dtype)
+    p3 = _pairs(even, s, 3, 7, rows, blocks, dtype)
+    p4 = _pairs(odd, s, 0, 4, rows, blocks, dtype)
+    p5 = _pairs(odd, s, 1, 5, rows, blocks, dtype)
+    p6 = _pairs(odd, s, 2, 6, rows, blocks, dtype)
+    p7 = _pairs(odd, s, 3, 7, rows, blocks, dtype)
+    return p0, p1, p2, p3, p4, p5, p6, p7
+
+
+@triton.jit
+def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr):
+    """Where a tile of ``ROWS`` inputs lies, whether each place has a row, and its column.
+
+    A tile of eight is ``(4, 2 * BK)``, two rows in one, so that what eight lanes read at a time (16 bytes each, of four stretches
+    of 32 columns in two rows) lies side by side in shared memory: place ``256 a + 64 b + 32 r + 8 c + d`` is column
+    ``128 a + 32 c + 8 b + d`` of row ``r``.  Measured on an H200: up to a tenth less time, with more rows as much more.
+
+    Args:
+        starts: ``(ROWS,)`` offsets.
+        n: how many there are.
+    """
+    if ROWS <= 8:
+        place = tl.arange(0, 2 * BK)
+        column = (place // 256 * 128 + place // 8 % 4 * 32 + place // 64 % 4 * 8 + place % 8)[None, :]
+        second = (place // 32 % 2)[None, :]
+        even, odd = tl.split(tl.reshape(starts, (ROWS // 2, 2)))
+        offsets = tl.where(second == 0, even[:, None], odd[:, None]) + column
+        there = 2 * tl.arange(0, ROWS // 2)[:, None] + second < n
+        offsets = tl.max_contiguous(tl.multiple_of(offsets, (1, 8)), (1, 8))
+    else:
+        column = tl.arange(0, BK)[None, :]
+        offsets = starts[:, None] + column
+        there = (tl.arange(0, ROWS) < n)[:, None]
+    return offsets, there, column
+
+
+@triton.jit
+def loaded(x, offsets, there, column, k, BK: tl.constexpr, K: tl.constexpr):
+    """Columns from ``k`` on; zeros where there is no row, and beyond the matrix."""
+    if K % BK != 0:
+        return tl.load(x + offsets + k, mask=tl.max_constancy(there & (k + column < K), (1, 8)), other=0.0)
+    return tl.load(x + offsets + k, mask=tl.max_constancy(there, (1, 8)), other=0.0)
+
+
+@triton.jit
+def split_inputs(x, rows: tl.constexpr, columns: tl.constexpr):
+    """A tile of :func:`places` to eight ``(columns / 8, rows)`` in the order of :func:`decoded`."""
+    if rows <= 8:
+        x = tl.reshape(x, (rows // 2, columns // 128, 4, 2, 4, 8))
+        x = tl.reshape(tl.permute(x, (0, 3, 1, 4, 2, 5)), (rows, columns))
+    # word of the block, half of the word, bits of the nibble's place in it
+    x = tl.permute(tl.reshape(x, (rows, columns // 16, 2, 2, 2, 2)), (0, 1, 3, 5, 4, 2))
+    first, second = tl.split(tl.reshape(x, (rows, columns // 8, 2, 2, 2)))
+    first_low, first_high = tl.split(first)
+    second_low, second_high = tl.split(second)
+    x0, x1 = tl.split(first_low)
+    x2, x3 = tl.split(first_high)
+    x4, x5 = tl.split(second_low)
+    x6, x7 = tl.split(second_high)
+    return tl.trans(x0), tl.trans(x1), tl.trans(x2), tl.trans(x3), tl.trans(x4), tl.trans(x5), tl.trans(x6), tl.trans(x7)
+
+
+@triton.jit
+def _product(w, x, sums):
+    if INTERPRETED:
+        return tl.dot(w.to(tl.float32), x.to(tl.float32), sums)
+    return tl.dot(w, x, sums)
+
+
+@triton.jit
+def dot(w, x, sums):
+    sums = _product(w[0], x[0], sums)
+    sums = _product(w[1], x[1], sums)
+    sums = _product(w[2], x[2], sums)
+    sums = _product(w[3], x[3], sums)
+    sums = _product(w[4], x[4], sums)
+    sums = _product(w[5], x[5], sums)
+    sums = _product(w[6], x[6], sums)
+    return _product(w[7], x[7], sums)
+
+
+@triton.jit
+def rows_of(tile, BN: tl.constexpr, N: tl.constexpr):
+    """Rows of program ``tile`` of a matrix (or half) of ``N`` rows."""
+    p = tl.arange(0, BN)
+    if N % 128 == 0:
+        first = tile * BN
+        return first // 128 * 128 + first % 128 // 4 + p // 4 + p % 4 * 32
+    return tile * BN + p
+
+
+@triton.jit
+def scale_offsets(tile, half: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """Bytes from the expert's first scale to those of rows ``half * N + rows_of(tile)``, ``(BN, BK / 16)``."""
+    groups: tl.constexpr = (K + 63) // 64
+    b = tl.arange(0, BK // 16)
+    columns = (b // 4 * 512 + b % 4)[None, :]
+    if N % 128 == 0:
+        first = tile * BN
+        rows = (half * N + first // 128 * 128) * (groups * 4) + first % 128 * 4 + tl.arange(0, BN) * 4
+    else:
+        r = half * N + rows_of(tile, BN, N)
+        rows = r // 128 * (groups * 512) + r % 32 * 16 + r % 128 // 32 * 4
+    return rows[:, None] + columns
+
+
+@triton.jit
+def matrix(
+    w, s, words, scales, k, there, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    dtype: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Columns ``k`` to ``k + BK`` of a program's rows, as :func:`decoded` gives them; zeros beyond the matrix."""
+    if N % BN != 0 or K % BK != 0:
+        column = k // 8 + tl.arange(0, BK // 8)
+        block = k // 16 + tl.arange(0, BK // 16)
+        codes = tl.load(w + words + k // 8, mask=there[:, None] & (column < K // 8)[None, :], other=0)
+        factors = tl.load(s + scales + k * 8, mask=there[:, None] & (block < K // 16)[None, :], other=0)
+    else:
+        codes = tl.load(w + words + k // 8)
+        factors = tl.load(s + scales + k * 8)
+    return decoded(codes, factors, BN, BK, dtype, PTX)

@@ -1,0 +1,258 @@
+"""The two products: FC1 with its activation, FC2 with the weighted sum over a token's routes.
+
+Sums are float32 in a fixed order: no float is added atomically, a route's results depend on nothing but its own token, and the
+last program to finish a token's columns adds its routes up in the order of ``top_k``.
+"""
+
+# ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from .operands import INTERPRETED, SCALE, dot, loaded, matrix, places, rows_of, scale_offsets, split_inputs
+from .routing import localized, own_block, route_kernel, start_token
+
+SWIGLU = tl.constexpr(0)
+SWIGLU_BIAS = tl.constexpr(1)
+GEGLU = tl.constexpr(2)
+RELU2 = tl.constexpr(3)
+SILU = tl.constexpr(4)
+GELU = tl.constexpr(5)
+
+
+@triton.jit
+def _activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
+    """float32; ``fc1`` is up's half where there is a ``gate``."""
+    if ACTIVATION == SWIGLU:
+        return gate / (1 + tl.exp(-gate)) * fc1
+    if ACTIVATION == SWIGLU_BIAS:
+        gate = tl.where(gate > limit, limit, gate)  # NaN stays
+        fc1 = tl.where(fc1 > limit, limit, tl.where(fc1 < -limit, -limit, fc1))
+        return gate / (1 + tl.exp(-alpha * gate)) * (fc1 + beta)
+    if ACTIVATION == GEGLU:
+        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * fc1
+    if ACTIVATION == RELU2:
+        positive = tl.where(fc1 < 0, 0.0, fc1)
+        return positive * positive
+    if ACTIVATION == SILU:
+        return fc1 / (1 + tl.exp(-fc1))
+    return 0.5 * fc1 * (1 + tl.erf(fc1 * 0.7071067811865476))
+
+
+@triton.jit
+def _rounded(values, dtype: tl.constexpr):
+    """float32 to a 16-bit float, to the nearest; Triton's interpreter cuts bfloat16 off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        values = tl.where(values == values, (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True), values)
+    return values.to(dtype)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
+    do_not_specialize_on_alignment=[
+        "ids",
+        "scales",
+        "bias",
+        "alpha",
+        "input_scale",
+        "up_to_gate",
+        "swiglu_alpha",
+        "swiglu_beta",
+        "swiglu_limit",
+    ],
+)
+def fc1_kernel(
+    x, weight, block_scales, alpha, input_scale, up_to_gate, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, scales, out, h,
+    workspace, tokens, blocks, first, experts, step,
+    H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    SCALED_INPUT: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of routes (SORTED) or routes (at most ``ROUTES``).
+
+    ``h (routes, SIZE)`` bfloat16 whatever x is: float16 has no room for every product of gate and up.
+
+    Args:
+        x: ``(tokens, H)`` bfloat16 or float16.
+        weight: int32 words of ``(E, r * SIZE, H / 2)`` bytes, r = 2 with GATED (rows [up; gate]).
+        alpha: ``(E,)`` float32, ``weight_scale_2`` times input scale.
+        input_scale: float32, the reciprocal of that scale, of expert ``e`` at ``e * step``; 1 where x is in units of it.
+        up_to_gate: ``(E,)`` float32, up's ``weight_scale_2`` over gate's.
+        bias: with BIAS, ``(E, r * SIZE)``.
+        ids, scales: without SORTED, ``(tokens, TOP_K)`` int32 global ids and float32; with it the workspace's.
+    """
+    tile, slot = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    routes = tokens * TOP_K
+    width: tl.constexpr = BM if BM > 8 else 8
+    m = tl.arange(0, width)
+    if SORTED:
+        order = workspace + tokens * TILES + 2 * routes
+        entry = order + routes + slot * 3
+        n = tl.load(entry + 2)
+        if n == 0:
+            return
+        expert = tl.load(entry)
+        route = tl.load(order + tl.load(entry + 1) + m, mask=m < n, other=0)
+    else:
+        if (tile == 0) & (slot % TOP_K == 0):
+            start_token(slot // TOP_K, ids, out, workspace, first, experts, H, TOP_K, SLOTS, TILES, BLOCK)
+        expert, n, route = own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
+        if expert < 0:
+            return
+    e = expert.to(tl.int64)
+    halves: tl.constexpr = 2 if GATED else 1
+    dtype: tl.constexpr = x.dtype.element_ty
+    rows = rows_of(tile, BN, SIZE)
+    there = rows < SIZE
+    weight += e * (halves * SIZE * (H // 8))
+    block_scales += e * ((halves * SIZE + 127) // 128 * ((H + 63) // 64) * 512)
+    words = rows[:, None] * (H // 8) + tl.arange(0, BK // 8)[None, :]
+    up_scales = scale_offsets(tile, 0, BN, BK, SIZE, H)
+    gate_scales = scale_offsets(tile, 1, BN, BK, SIZE, H)
+    offsets, given, column = places(route // TOP_K * H, n, width, BK)
+    up = tl.zeros((BN, width), tl.float32)
+    gate = tl.zeros((BN, width), tl.float32)
+    for k in range(0, H, BK):
+        operands = split_inputs(loaded(x, offsets, given, column, k, BK, H), width, BK)
+        up = dot(matrix(weight, block_scales, words, up_scales, k, there, BN, BK, SIZE, H, dtype, PTX), operands, up)
+        if GATED:
+            half = weight + SIZE * (H // 8)
+            gate = dot(matrix(half, block_scales, words, gate_scales, k, there, BN, BK, SIZE, H, dtype, PTX), operands, gate)
+    factor = tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
+    scale = tl.full((width,), 1.0, tl.float32)
+    if SCALED_INPUT:
+        if SORTED:
+            held = tl.load(workspace + tokens * TILES + routes + route, mask=m < n, other=0)
+            scale = held.to(tl.float32, bitcast=True)
+        else:
+            scale = tl.load(scales + route, mask=m < n, other=0.0)
+    gate = gate * factor * scale[None, :]
+    up = up * factor * scale[None, :]
+    if GATED:
+        up *= tl.load(up_to_gate + e)
+    if BIAS:
+        up += tl.load(bias + e * (halves * SIZE) + rows, mask=there, other=0).to(tl.float32)[:, None]
+        if GATED:
+            gate += tl.load(bias + e * (halves * SIZE) + SIZE + rows, mask=there, other=0).to(tl.float32)[:, None]
+    if ACTIVATION == SWIGLU_BIAS:
+        result = _activate(up, gate, tl.load(swiglu_alpha + e), tl.load(swiglu_beta + e), tl.load(swiglu_limit + e), ACTIVATION)
+    else:
+        result = _activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION)
+    tl.store(h + route[None, :] * SIZE + rows[:, None], _rounded(result, tl.bfloat16), mask=there[:, None] & (m < n)[None, :])
+
+
+@triton.jit
+def _prefetch(addresses):
+    """Lines of 128 bytes into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
+    do_not_specialize_on_alignment=["ids", "scales", "bias", "alpha", "input_scale"],
+)
+def fc2_kernel(
+    h, weight, block_scales, alpha, input_scale, bias, ids, scales, out, partial, workspace, tokens, blocks, first, experts, step,
+    H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BIAS: tl.constexpr, SCALED_INPUT: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``TILES`` tiles of ``BN`` columns of the hidden size, by blocks or routes as :func:`fc1_kernel`.
+
+    ``partial (routes, H)`` float32: each route's share.  Programs that finish a token's columns count; the last adds them up.
+
+    Args:
+        h: ``(routes, SIZE)`` bfloat16.
+        weight: int32 words of ``(E, H, SIZE / 2)`` bytes.
+        alpha, input_scale: as :func:`fc1_kernel`.
+        bias: with BIAS, ``(E, H)``.
+        out: ``(tokens, H)``.
+    """
+    tile, slot = tl.program_id(0), tl.program_id(1)
+    routes = tokens * TOP_K
+    width: tl.constexpr = BM if BM > 8 else 8
+    m = tl.arange(0, width)
+    # The routes are an earlier kernel's than the one before, which has waited for it: they are there already.
+    if SORTED:
+        local_ids = workspace + tokens * TILES
+        order = local_ids + 2 * routes
+        entry = order + routes + slot * 3
+        n = tl.load(entry + 2)
+        expert = tl.where(n == 0, -1, tl.load(entry, mask=n > 0, other=0))
+        route = tl.load(order + tl.load(entry + 1, mask=n > 0, other=0) + m, mask=m < n, other=0)
+    else:
+        local_ids = ids
+        expert, n, route = own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
+    rows = rows_of(tile, BN, H)
+    there = rows < H
+    e = tl.maximum(expert, 0).to(tl.int64)
+    weight += e * (H * (SIZE // 8))
+    block_scales += e * ((H + 127) // 128 * ((SIZE + 63) // 64) * 512)
+    if PDL:
+        if expert >= 0:
+            lines: tl.constexpr = triton.next_power_of_2((SIZE + 255) // 256)
+            line = tl.arange(0, lines)
+            _prefetch(weight + rows[:, None] * (SIZE // 8) + tl.minimum(line * 32, SIZE // 8 - 1)[None, :])
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    if expert < 0:
+        return
+    words = rows[:, None] * (SIZE // 8) + tl.arange(0, BK // 8)[None, :]
+    offsets = scale_offsets(tile, 0, BN, BK, H, SIZE)
+    inputs, given, column = places(route * SIZE, n, width, BK)
+    sums = tl.zeros((BN, width), tl.float32)
+    for k in range(0, SIZE, BK):
+        hs = split_inputs(loaded(h, inputs, given, column, k, BK, SIZE), width, BK)
+        w = matrix(weight, block_scales, words, offsets, k, there, BN, BK, H, SIZE, tl.bfloat16, PTX)
+        sums = dot(w, hs, sums)
+    sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
+    if BIAS:
+        sums += tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32)[:, None]
+    if not SCALED_INPUT:
+        if SORTED:
+            scale = tl.load(local_ids + routes + route, mask=m < n, other=0).to(tl.float32, bitcast=True)
+        else:
+            scale = tl.load(scales + route, mask=m < n, other=0.0)
+        sums *= scale[None, :]
+    inside = there[:, None] & (m < n)[None, :]
+    tl.store(partial + route[None, :] * H + rows[:, None], sums, mask=inside)
+    token = route // TOP_K
+    expected = tl.zeros((width,), tl.int32)
+    for k in tl.static_range(TOP_K):
+        local = tl.load(local_ids + token * TOP_K + k, mask=m < n, other=-1)
+        if not SORTED:
+            local = localized(local, first, experts)
+        expected += tl.where(local >= 0, 1, 0)
+    tl.debug_barrier()
+    before = tl.atomic_add(workspace + token * TILES + tile, m * 0 + 1, mask=m < n, sem="acq_rel")
+    last = (m < n) & (before == expected - 1)
+    tl.debug_barrier()
+    if tl.max(last.to(tl.int32), axis=0) > 0:
+        total = tl.zeros((BN, width), tl.float32)
+        for k in tl.static_range(TOP_K):
+            local = tl.load(local_ids + token * TOP_K + k, mask=last, other=-1)
+            if not SORTED:
+                local = localized(local, first, experts)
+            share = partial + (token * TOP_K + k)[None, :] * H + rows[:, None]
+            held = there[:, None] & (last & (local >= 0))[None, :]
+            total += tl.load(share, mask=held, other=0.0, cache_modifier=".cg")
+        tl.store(
+            out + token[None, :] * H + rows[:, None], _rounded(total, out.dtype.element_ty), mask=there[:, None] & last[None, :]
+        )
+
+
+KERNELS = {kernel.fn.__name__: kernel for kernel in (route_kernel, fc1_kernel, fc2_kernel)}
+for _kernel in KERNELS.values():
+    # Triton before 3.8 makes other keys of its cache for kernels that are hashed in another order (``DependenciesFinder``).
+    getattr(_kernel, "cache_key", None)

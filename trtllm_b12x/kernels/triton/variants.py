@@ -1,0 +1,138 @@
+"""Which kernels a call launches, with what constants, and what makes one a kernel of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from trtllm_b12x.kernels import Geometry
+
+from .tiles import INLINE_ROUTES, Card, Tile, Tiles, blocks, tiles
+
+ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
+"""By the host's ``ActivationType``, in the order of ``products.py``'s constants.  GELU is the exact one, alone and in Geglu, as
+CUTLASS has it (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
+ID_TYPES, SCALE_TYPES = (torch.int32, torch.int64), (torch.float32, torch.bfloat16)
+"""Of routes, as hosts have them; others are converted to the first of each."""
+
+_BLOCK = 1024
+"""Elements a program sets or sorts at a time."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """How calls of one token count are launched."""
+
+    tokens: int
+    tiles: Tiles
+    blocks: int
+    """Programs along routes, where they are sorted."""
+    inline: bool
+    """Routes need not be sorted."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel: what is compiled once."""
+
+    name: str
+    types: tuple[Any, ...]
+    """Of the arguments up to the constants, tensors' dtypes and examples of integers."""
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    """Of the compiler."""
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        types = (kind if isinstance(kind, torch.dtype) else int for kind in self.types)
+        return (self.name, *types, *sorted(self.constants.items()), *sorted(self.options.items()))
+
+
+@dataclass(frozen=True)
+class Build:
+    """What kernels are compiled for."""
+
+    geometry: Geometry
+    card: Card
+    overlap: bool
+    """A launch begins before the one ahead of it has ended (programmatic dependent launch)."""
+    gpu: bool
+    """Not Triton's interpreter."""
+
+    def step(self, tokens: int, found: Tiles | None = None) -> Step:
+        """How ``tokens`` are launched, by the rule or with other tiles."""
+        g = self.geometry
+        chosen = found or tiles(g, tokens, self.card, g.ranks)
+        return Step(tokens, chosen, blocks(g, tokens, chosen.routes), tokens * g.top_k <= INLINE_ROUTES)
+
+    def columns(self, step: Step) -> int:
+        """Tiles of the hidden size."""
+        return -(-self.geometry.hidden_size // step.tiles.fc2.rows)
+
+    def variants(
+        self,
+        step: Step,
+        inline: bool,
+        quantized: bool = False,
+        ids: torch.dtype = ID_TYPES[0],
+        scales: torch.dtype = SCALE_TYPES[0],
+    ) -> tuple[Variant, ...]:
+        """Kernels of a call, in the order of their launches.
+
+        Args:
+            inline: programs find their routes by themselves.
+            quantized: NVFP4 input; never inline.
+            ids, scales: types of the routes; never others than the first where ``inline``.
+        """
+        g, found = self.geometry, step.tiles
+        x, byte, f, i = g.dtype, torch.uint8, torch.float32, torch.int32
+        slots = 1 << max(g.top_k - 1, 1).bit_length()
+        # Constants that a variant does not use do not make another.
+        common = {"TOP_K": g.top_k, "PDL": self.overlap}
+        product = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": self.columns(step), "BM": found.routes}
+        product |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "PTX": self.gpu}
+        product |= {"SCALED_INPUT": g.weight_on_input}
+        first = {"BN": found.fc1.rows, "BK": found.fc1.columns, "ACTIVATION": ACTIVATIONS.index(g.activation)}
+        first |= {"GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
+        second = {"BN": found.fc2.rows, "BK": found.fc2.columns}
+        bias, call = g.bias or f, (i, step.tokens, 1, 0, 1, 0)
+        types: tuple[Any, ...] = (x, i, byte, f, f, f, bias, f, f, f, i, f, x, torch.bfloat16, *call)
+        made = [self._variant("fc1_kernel", types, common | product | first, found.fc1)]
+        types = (torch.bfloat16, i, byte, f, f, bias, i, f, x, f, *call)
+        made.append(self._variant("fc2_kernel", types, common | product | second, found.fc2))
+        if not inline:
+            constants = {"H": g.hidden_size, "SLOTS": slots, "EXPERTS": g.num_experts, "BLOCK": _BLOCK, "QUANTIZED": quantized}
+            constants |= {"PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
+            types = (byte if quantized else x, byte, ids, scales, x, x, i, step.tokens, 1, 0, 1, 1, 0)
+            made.insert(0, self._variant("route_kernel", types, common | constants, None))
+        return tuple(made)
+
+    def _variant(self, name: str, types: tuple[Any, ...], constants: dict[str, Any], tile: Tile | None) -> Variant:
+        options: dict[str, Any] = {"num_warps": tile.num_warps if tile else 4, "num_stages": tile.num_stages if tile else 1}
+        options["enable_fp_fusion"] = True  # the default until Triton 3.10
+        if self.gpu:
+            options["launch_pdl"] = self.overlap
+        return Variant(name, types, constants, options)
+
+    def every(self, capacity: int) -> Iterator[Variant]:
+        """What calls of 1 to ``capacity`` tokens may launch, in every form."""
+        seen = set()
+        for tokens in range(1, capacity + 1):
+            step = self.step(tokens)
+            forms = [self.variants(step, True)] * step.inline
+            forms += [self.variants(step, False, False, ids, scales) for ids in ID_TYPES for scales in SCALE_TYPES]
+            for variant in (variant for form in [*forms, self.variants(step, False, True)] for variant in form):
+                if variant.key not in seen:
+                    seen.add(variant.key)
+                    yield variant
+
+
+def function(name: str) -> Any:
+    """The kernel of that name, of Triton's JIT or its interpreter."""
+    from .products import KERNELS
+
+    return KERNELS[name]
