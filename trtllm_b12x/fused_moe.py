@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -18,21 +18,27 @@ from .host import contract, questions
 from .quantization import Method
 from .schedule import HOSTS, Schedule, crossover
 
-host = _host.load()
+if TYPE_CHECKING:
+    _Backend: Any
+    """What it is mixed in before, the host's CUTLASS class the last."""
+else:
+    _Backend = object
 
 _SPARE = "kernels that are preferred serve every call"
 """What a family is left out for that nothing speaks against."""
 
 
-class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: ignore[name-defined]
+class Promoted(_Backend):
     """MoE on SM120/SM121, of any of our formats: calls of few tokens are our kernels', all others the parent's.
 
     Whether any serve the layer at all is decided in :meth:`create_weights`, when its final quantization is known;
     where it does not, the instance behaves as its parent to the letter.  ``verdict`` says why.
     """
 
-    hosts_class = host.CutlassFusedMoE
+    hosts_class: ClassVar[type]
     """What runs in its place."""
+    _is_tuning: ClassVar[staticmethod[[], bool]]
+    """The host's autotuner is running."""
     verdict: Resolution
     """The latest, from ``create_weights`` on."""
     schedule = HOSTS
@@ -299,7 +305,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         if not isinstance(x, torch.Tensor) or x.dtype is not self._dtype:
             return None
         kernel = self.schedule.at(x.shape[0])
-        return None if kernel is None or host.is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
+        return None if kernel is None or self._is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
         """As the parent, except that what a kernel will serve passes through: it takes tokens that are not quantized.
@@ -371,3 +377,21 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             quantized: tuple[Any, torch.Tensor | None] = super().quantize_input(x, post_quant_comm=not swizzled)
             return quantized
         return x, x_sf
+
+
+@functools.cache
+def layer_class() -> type[Promoted]:
+    """``FlashInferNvfp4Sm12xFusedMoE``: :class:`Promoted` on this process's host.
+
+    Raises:
+        UnsupportedHostError: see :func:`trtllm_b12x.host.load`.
+    """
+    host = _host.load()
+    own = {"hosts_class": host.CutlassFusedMoE, "_is_tuning": staticmethod(host.is_tuning)}
+    return _host.derive(f"{__name__}:FlashInferNvfp4Sm12xFusedMoE", Promoted, host.Layer, host.CutlassFusedMoE, **own)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FlashInferNvfp4Sm12xFusedMoE":
+        return layer_class()
+    raise AttributeError(name)

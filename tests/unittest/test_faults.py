@@ -39,12 +39,12 @@ SEAMS = (
     "host.leaves.Candidate.can_implement",
     "selection._known_as_cutlass",
     "quantization.nvfp4._or_as_the_host.<locals>.guarded",
-    "fused_moe.FlashInferNvfp4Sm12xFusedMoE._weights_are_ready",
-    "fused_moe.FlashInferNvfp4Sm12xFusedMoE._quantize_late",
+    "fused_moe.Promoted._weights_are_ready",
+    "fused_moe.Promoted._quantize_late",
 )
 """The guards themselves, and what stands in the host's place."""
 PLACING = (
-    "quantization.nvfp4.NVFP4Sm12xFusedMoEMethod._shard",
+    "quantization.nvfp4.NVFP4._shard",
     "formats.layouts.interleave",
     "formats.layouts.interleaved_rows",
 )
