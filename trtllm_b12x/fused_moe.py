@@ -191,8 +191,10 @@ class Promoted(_Backend):
             kernel.bind(weights, self.slot_start)
             kernel.self_test()
             return kernel, None
-        except Exception as exception:
-            return None, kernels.first_line(exception)
+        except Exception as error:
+            if isinstance(error, kernels.PlanError) and error.lasting:
+                self._load.failed[name, geometry] = kernels.first_line(error)
+            return None, kernels.first_line(error)
 
     def _about(self) -> str:
         """The layer, in words that every rank has alike: sizes before any split, and its place."""

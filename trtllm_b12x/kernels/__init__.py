@@ -94,6 +94,11 @@ class Geometry:
 class PlanError(RuntimeError):
     """A kernel cannot serve its geometry here; the message is the first line of the cause."""
 
+    @property
+    def lasting(self) -> bool:
+        """Other layers of the geometry need not try; memory may be there for the next one, or at the next load."""
+        return not isinstance(self.__cause__, torch.OutOfMemoryError)
+
 
 def first_line(error: BaseException) -> str:
     """``Type: message``, one line; the message alone of a :class:`PlanError`."""
