@@ -29,6 +29,7 @@ import triton
 
 from benchmarks import require_gpu
 from tests.nvfp4_layer import Layer, distance, random_call, random_layer
+from trtllm_b12x.crossover.measuring import copy_bandwidth, expert_bytes, graph_seconds, routes
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton import TritonKernel
 
@@ -77,56 +78,14 @@ class Measured:
     tiles: str
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second, read plus written, of a kernel that copies 1 GiB; a graph's own copy of memory is a third slower."""
-    a = torch.rand(2**28, device="cuda")
-    b = torch.empty_like(a)
-    seconds = graph_seconds(lambda: [torch.mul(a, 1.0, out=b) for _ in range(4)]) / 4
-    return 2 * a.nbytes / seconds
-
-
-def graph_seconds(run: Callable[[], Any], replays: int = 5) -> float:
-    """Median of a captured graph's replays."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = run()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        times.append(first.elapsed_time(last) / 1e3)
-    del kept
-    return statistics.median(times)
-
-
 def split(geometry: Geometry, tp: int, ep: int) -> Geometry:
     size = geometry.intermediate_size // tp
     return replace(geometry, num_experts=geometry.num_experts // ep, intermediate_size=-(-size // 16) * 16, ranks=ep)
 
 
-def layer_bytes(geometry: Geometry) -> int:
-    """Of one expert: codes and scales."""
-    rows = 2 if geometry.gated else 1
-    return (rows + 1) * geometry.hidden_size * geometry.intermediate_size * 9 // 16
-
-
-def routes(geometry: Geometry, tokens: int, experts: int, skewed: bool, seed: int) -> torch.Tensor:
-    """int32 ids on the GPU; skewed: experts are drawn by 1 / rank."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = -torch.log(-torch.log(torch.rand(tokens, experts, generator=generator)))
-    liked = -torch.log(torch.arange(1, experts + 1).float())[torch.randperm(experts, generator=generator)] if skewed else 0
-    return (noise + liked).topk(geometry.top_k, dim=1).indices.int().cuda()
-
-
 def stack(geometry: Geometry, limit: int) -> list[Layer]:
     """Layers with weights of their own, at least twice and, where memory allows, eight times 100 MB."""
-    size = layer_bytes(geometry) * geometry.num_experts
+    size = expert_bytes(geometry) * geometry.num_experts
     count = max(2, min(limit, int(0.6 * torch.cuda.mem_get_info()[0]) // size))
     layers = [random_layer(geometry, "cuda", 0)]
     for seed in range(1, count):
@@ -156,9 +115,7 @@ def measure(
             x, _, scales = random_call(geometry, count, whole.num_experts, "cuda")
             skewed = routing == "skewed"
             calls = [
-                (i, routes(whole, count, whole.num_experts, skewed, i * 97 + turn))
-                for turn in range(_PER_LAYER)
-                for i in range(len(layers))
+                (i, routes(whole, count, i * 97 + turn, skewed).cuda()) for turn in range(_PER_LAYER) for i in range(len(layers))
             ]
             error = math.nan
             if count <= MOST_CHECKED and not skewed:
@@ -169,7 +126,7 @@ def measure(
                 return [kernels[i].run(x, ids, scales) for i, ids in calls]
 
             seconds = graph_seconds(run) / len(calls)
-            size = hit * layer_bytes(geometry)
+            size = hit * expert_bytes(geometry)
             clock = clock_rate()
             line = Measured(
                 name,
@@ -217,14 +174,14 @@ def clock_rate() -> float:
 def bfloat16_floor(name: str, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
     """cuBLAS on dense bfloat16 experts, products alone: each expert that is hit, with its share of the tokens."""
     geometry = GEOMETRIES[name]
-    halves = layer_bytes(geometry) * 16 // 9 // geometry.hidden_size // geometry.intermediate_size - 1
+    halves = expert_bytes(geometry) * 16 // 9 // geometry.hidden_size // geometry.intermediate_size - 1
     size = 2 * (halves + 1) * geometry.hidden_size * geometry.intermediate_size
     experts = min(geometry.num_experts, int(0.5 * torch.cuda.mem_get_info()[0]) // size)
     w1 = torch.randn(experts, halves * geometry.intermediate_size, geometry.hidden_size, dtype=torch.bfloat16, device="cuda")
     w2 = torch.randn(experts, geometry.hidden_size, geometry.intermediate_size, dtype=torch.bfloat16, device="cuda")
     found = []
     for count in tokens:
-        ids = routes(geometry, count, geometry.num_experts, False, 1).flatten()
+        ids = routes(geometry, count, 1).cuda().flatten()
         hit, shares = ids.unique(return_counts=True)
         each = [(e % experts, n) for e, n in zip(hit.tolist(), shares.tolist(), strict=True)]
         x = [torch.randn(n, geometry.hidden_size, dtype=torch.bfloat16, device="cuda") for _, n in each]

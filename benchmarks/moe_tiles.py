@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks import require_gpu
-from benchmarks.moe_decode import GEOMETRIES, graph_seconds, routes, stack
+from benchmarks.moe_decode import GEOMETRIES, stack
 from tests.nvfp4_layer import random_call
+from trtllm_b12x.crossover.measuring import graph_seconds, routes
 from trtllm_b12x.kernels.triton import TritonKernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles, fitted
 from trtllm_b12x.kernels.triton.variants import function
@@ -97,7 +98,7 @@ class Timed:
         geometry = GEOMETRIES[name]
         self.kernels, self.tokens = kernels, tokens
         x, _, scales = random_call(geometry, tokens, device="cuda")
-        self.calls = [(k, (x, routes(geometry, tokens, geometry.num_experts, False, i), scales)) for i, k in enumerate(kernels)]
+        self.calls = [(k, (x, routes(geometry, tokens, i).cuda(), scales)) for i, k in enumerate(kernels)]
 
     def us(self, tiles: Tiles) -> float:
         """Of a layer; infinity where it does not fit the card."""

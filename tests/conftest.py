@@ -7,6 +7,8 @@ import torch
 
 os.environ.setdefault("TRTLLM_B12X_KERNELS", "b12x")
 """Where a test does not say which families it is about, it is about b12x alone."""
+os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
+"""And about the fixed split, on a GPU too."""
 
 
 @pytest.fixture(autouse=True)

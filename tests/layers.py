@@ -59,8 +59,7 @@ def build(
         intermediate_size,
         dtype=dtype,
         model_config=config,
-        **activation(gated),
-        **arguments,
+        **{**activation(gated), **arguments},
     )
 
 
@@ -111,6 +110,17 @@ def activation(gated: bool) -> dict[str, Any]:
         return {"activation_type": kind}
     payloads = importlib.import_module(f"{host.create_moe.__package__}.activation")
     return {"activation": payloads.SwigluActivation() if gated else payloads.SimpleActivation(kind)}
+
+
+def swiglu_constants(**constants: torch.Tensor) -> dict[str, Any]:
+    """The arguments of ``create_moe`` for SwiGLU with ``alpha``, ``beta`` or ``limit``, ``(E,)`` float32, of local experts."""
+    if "activation_type" in activation(True):
+        return {f"swiglu_{name}": tensor for name, tensor in constants.items()}
+    payloads = importlib.import_module(f"{host.create_moe.__package__}.activation")
+    limit = constants.get("limit")
+    if constants.keys() == {"limit"}:
+        return {"activation": payloads.SwigluActivation(clamp=limit)}
+    return {"activation": payloads.SwigluBiasActivation(constants["alpha"], constants["beta"], limit)}
 
 
 def run_moe(

@@ -73,7 +73,6 @@ class Layer:
             token, slot = (local == e).nonzero(as_tuple=True)
             weight = scales[token, slot].float().unsqueeze(1)
             fc1 = x[token].float() @ (dequantized(self.w1[e], self.s1[e]) * self.scale_1[e]).T
-            fc1 = fc1 * (weight if g.weight_on_input else 1)
             bias = extra.w1_bias[e].float() if extra.w1_bias is not None else torch.zeros(fc1.shape[1], device=x.device)
             if g.gated:
                 up, gate = fc1.chunk(2, dim=1)
@@ -85,7 +84,7 @@ class Layer:
             fc2 = inner @ (dequantized(self.w2[e], self.s2[e]) * self.scale_2[e]).T
             if extra.w2_bias is not None:
                 fc2 = fc2 + extra.w2_bias[e].float()
-            result.index_add_(0, token, fc2 if g.weight_on_input else fc2 * weight)
+            result.index_add_(0, token, fc2 * weight)
         return result
 
     def _gated(self, e: int, up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

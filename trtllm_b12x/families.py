@@ -59,7 +59,10 @@ def triton(e: Environment) -> KernelFeatures:
         dtypes=frozenset({"bfloat16", "float16"}),
         oldest_sm=80,
         newest_sm=129,
-        bound_by=frozenset(RejectReason) - FLASHINFERS - {RejectReason.TOOLKIT},
+        quantized_input=True,
+        bound_by=frozenset(RejectReason)
+        - FLASHINFERS
+        - {RejectReason.TOOLKIT, RejectReason.ACTIVATION_CONSTANTS, RejectReason.ROUTER_WEIGHT_ON_INPUT},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import torch
 
 from . import formats, kernels, log, registry, settings, votes
 from . import host as _host
+from .crossover import deciding
 from .decision import RejectReason, Resolution
 from .host import contract, questions
 from .quantization import Method
@@ -37,6 +39,8 @@ class Promoted(_Backend):
 
     hosts_class: ClassVar[type]
     """What runs in its place."""
+    _quantized: ClassVar[Any]
+    """The host's ``Fp4QuantizedTensor``."""
     _is_tuning: ClassVar[staticmethod[[], bool]]
     """The host's autotuner is running."""
     verdict: Resolution
@@ -45,6 +49,8 @@ class Promoted(_Backend):
     """Has kernels once weights are loaded, if any serve the layer."""
     _parked = HOSTS
     """Of a layer that was moved to where its kernels cannot run, until it is back."""
+    _asked = -1
+    """Stage of :mod:`trtllm_b12x.crossover.deciding` at which the schedule got its split."""
     _fault = ""
     """First line of what went wrong in a call; the layer is then the host's."""
     _addresses: tuple[int, ...] = ()
@@ -56,6 +62,8 @@ class Promoted(_Backend):
     """``quant_method``, where it is one of ours."""
     _dtype = torch.bfloat16
     """Of tokens that kernels are given."""
+    _ones: torch.Tensor | None = None
+    """Scales of routes where the host hands on none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
@@ -129,7 +137,7 @@ class Promoted(_Backend):
             self._judge_and_record(dict.fromkeys(self._kernels, fault) if fault else {})  # AWQ scales show only now
         bound: dict[str, kernels.Kernel] = {}
         for name in settings.KERNELS.listed():
-            kernel, error = self._bound_kernel(name, Schedule(bound))
+            kernel, error = self._bound_kernel(name, Schedule(bound, deciding.fixed()))
             if kernel is not None:
                 bound[name] = kernel
             self._vote(name, kernel, error)
@@ -152,7 +160,8 @@ class Promoted(_Backend):
         chosen = {family: other for family, other in self.schedule.families.items() if family != name}
         if kernel is not None and not (error or self._fault):
             chosen[name] = kernel
-        self.schedule = Schedule({family: chosen[family] for family in self._kernels if family in chosen})
+        self.schedule = Schedule({family: chosen[family] for family in self._kernels if family in chosen}, deciding.fixed())
+        self._asked = -1
         if error not in (None, _SPARE) and name in self.verdict.families:
             if kernel is not None:
                 self._load.failed[name, self._geometry()] = error
@@ -179,12 +188,14 @@ class Promoted(_Backend):
         try:
             geometry, kernel = self._geometry(), self.schedule.families.get(name)
             kind = self._kernels[name]
-            most = crossover(geometry.top_k, [kind.features]) - 1
+            most = crossover(geometry.top_k, [kind.features], deciding.first(geometry, self.w2_weight.device)) - 1
             refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
             if refused or before.serves_all(most):
                 return None, refused or _SPARE
-            weights = self.quant_method.kernel_weights(self)
+            weights = self._kernel_weights()
             self._addresses = self.quant_method.addresses(self)
+            if self.apply_router_weight_on_input:  # the host has scaled the input, and hands on no scales
+                self._ones = torch.ones(most, geometry.top_k, device=self.w2_weight.device)
             if kernel is None or kernel.device != self.w2_weight.device:
                 kernel = kind()
                 kernel.plan(geometry, most, self.w2_weight.device)
@@ -232,10 +243,15 @@ class Promoted(_Backend):
             top_k=self.routing_method.experts_per_token,
             hidden_size=self.hidden_size,
             intermediate_size=self.quant_method.intermediate_size(self),
-            activation=self._activation_name(),
+            activation="SwigluBias" if questions.activation_tensors(self) else self._activation_name(),
             dtype=self._dtype,
             ranks=self.ep_size,
         )
+
+    def _kernel_weights(self) -> Any:
+        """Of the layer's format, with what it has beside its weights."""
+        weights, extra = self.quant_method.kernel_weights(self), questions.activation_tensors(self)
+        return dataclasses.replace(weights, epilogue=kernels.Epilogue(**extra)) if extra else weights
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kernel, whose views and workspace are this layer's: a copy runs on CUTLASS until its weights are loaded."""
@@ -302,12 +318,31 @@ class Promoted(_Backend):
 
     # ---- call --------------------------------------------------------------------------------------------------------
 
-    def _kernel_for(self, x: Any) -> kernels.Kernel | None:
-        """Of input that is not quantized yet; None where the call is the host's."""
-        if not isinstance(x, torch.Tensor) or x.dtype is not self._dtype:
+    def _ask(self, like: Any) -> None:
+        """Which of the families and the host serves how many tokens on this card, once that can be told.
+
+        Args:
+            like: the call under way, in the host's form.
+        """
+        if self._asked == deciding.TUNED or torch.compiler.is_compiling() or not self.schedule.kernels:
+            return
+        try:
+            if self._is_tuning():
+                deciding.tuning()
+            elif self._asked != (stage := deciding.stage()) and deciding.ask(self, like):
+                self._asked = stage
+        except Exception as error:  # it costs the card's own split
+            self._asked = deciding.TUNED
+            log.once(f"the crossover stays as it is: {kernels.first_line(error)}")
+
+    def _kernel_for(self, x: Any, x_sf: torch.Tensor | None = None) -> kernels.Kernel | None:
+        """None where the call is the host's."""
+        if not isinstance(x, torch.Tensor) or x.dtype is not (self._dtype if x_sf is None else torch.uint8):
             return None
         kernel = self.schedule.at(x.shape[0])
-        return None if kernel is None or self._is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
+        if kernel is None or not (x_sf is None or kernel.features.quantized_input):
+            return None
+        return None if self._is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
         """As the parent, except that what a kernel will serve passes through: it takes tokens that are not quantized.
@@ -339,6 +374,7 @@ class Promoted(_Backend):
         self,
         x: Any,
         x_sf: torch.Tensor | None,
+        swizzled: bool,
         token_selected_experts: torch.Tensor | None,
         token_final_scales: torch.Tensor | None,
         output_dtype: torch.dtype | None,
@@ -346,29 +382,36 @@ class Promoted(_Backend):
     ) -> torch.Tensor | None:
         """The kernel's answer, or None where the call is CUTLASS's.
 
-        What is not quantized, within a kernel's range, is the kernel's; anything quantized is CUTLASS's.  So is what only CUTLASS
-        does, which the forms of a call (:mod:`trtllm_b12x.host.calls`) sort out before: LoRA, unfinalized output, and ids from an
-        all-to-all, which may hold a padding id.  ``moe_output`` is written and returned if given.
+        What is within a kernel's range is the kernel's, quantized input where it takes that.  What only CUTLASS does, the forms
+        of a call (:mod:`trtllm_b12x.host.calls`) sort out before: LoRA, unfinalized output, and ids from an all-to-all, which may
+        hold a padding id.  ``moe_output`` is written and returned if given.
         """
-        kernel = self._kernel_for(x)
-        if kernel is None or x_sf is not None or token_selected_experts is None or token_final_scales is None:
+        if isinstance(x, self._quantized):
+            x, x_sf, swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
+        kernel = self._kernel_for(x, x_sf)
+        if token_final_scales is None and self._ones is not None and kernel is not None:
+            token_final_scales = self._ones[: x.shape[0]]
+        if kernel is None or token_selected_experts is None or token_final_scales is None:
             if self._ours is not None:
                 self._ours.before_hosts_call(self)
             return None
         self._follow()
         # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
         # reduces.
-        direct = moe_output if moe_output is not None and moe_output.dtype is x.dtype else None
-        result = kernel.run(x, token_selected_experts, token_final_scales, out=direct)
+        direct = moe_output if moe_output is not None and moe_output.dtype is self._dtype else None
+        if x_sf is None:
+            result = kernel.run(x, token_selected_experts, token_final_scales, out=direct)
+        else:
+            result = kernel.run_quantized(x, x_sf, swizzled, token_selected_experts, token_final_scales, out=direct)
         if moe_output is None:
-            return result if output_dtype in (None, x.dtype) else result.to(output_dtype)
+            return result if output_dtype in (None, self._dtype) else result.to(output_dtype)
         return moe_output if direct is not None else moe_output.copy_(result)
 
     def _follow(self) -> None:
         """The kernel reads the parameters as they are now, also where somebody replaced or overwrote them and called no hook."""
         addresses = self.quant_method.addresses(self)
         if addresses != self._addresses:
-            weights = self.quant_method.kernel_weights(self)
+            weights = self._kernel_weights()
             for kernel in self.schedule.kernels:
                 kernel.bind(weights, self.slot_start)
             self._addresses = addresses
@@ -389,8 +432,15 @@ def layer_class() -> type[Promoted]:
         UnsupportedHostError: see :func:`trtllm_b12x.host.load`.
     """
     host = _host.load()
-    own = {"hosts_class": host.CutlassFusedMoE, "_is_tuning": staticmethod(host.is_tuning)}
-    return _host.derive(f"{__name__}:FlashInferNvfp4Sm12xFusedMoE", Promoted, host.Layer, host.CutlassFusedMoE, **own)
+    return _host.derive(
+        f"{__name__}:FlashInferNvfp4Sm12xFusedMoE",
+        Promoted,
+        host.Layer,
+        host.CutlassFusedMoE,
+        hosts_class=host.CutlassFusedMoE,
+        _quantized=host.Fp4QuantizedTensor,
+        _is_tuning=staticmethod(host.is_tuning),
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -49,10 +49,10 @@ def _in_one(rejections: tuple[Rejection, ...]) -> str:
     return f"{found} ({remedies}{f'; this moves {moves}' if moves else ''})"
 
 
-def once(message: str) -> None:
-    """A warning that this process has not given yet."""
+def once(message: str, level: int = logging.WARNING) -> None:
+    """What this process has not said yet."""
     if _first_time(message):
-        logger.warning(message)
+        logger.log(level, message)
 
 
 def _first_time(what: tuple[str, RejectReason] | str) -> bool:

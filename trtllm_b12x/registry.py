@@ -56,6 +56,8 @@ class Status:
     """Scratch memory, one for all layers of a geometry."""
     kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Geometry to the kernels that serve it, and to those that the self-test left out, with the numbers."""
+    crossovers: dict[str, str] = field(default_factory=dict)
+    """Geometry to which path serves how many tokens, and how that is known."""
 
 
 def record(module: Any, verdict: Resolution, ready: bool) -> None:
@@ -106,6 +108,7 @@ def status() -> Status:
         scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
         workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
         kernels=_summaries(bound),
+        crossovers={str(m.schedule.kernels[0].geometry): m.schedule.split.summary for m in served if m.schedule.kernels},
     )
 
 

@@ -5,53 +5,78 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from .crossover.table import Fixed, Split
+
 if TYPE_CHECKING:
     from .decision import KernelFeatures
     from .kernels import Kernel
 
 DEFAULT_CROSSOVER = 64
 """First token count that CUTLASS serves.  The value TensorRT-LLM's own b12x backend has fixed
-(``_PREFILL_VIA_CUTLASS_THRESHOLD``, PR 13773); no measurement of ours stands behind it."""
+(``_PREFILL_VIA_CUTLASS_THRESHOLD``, PR 13773); where the card can be asked, it is (:mod:`trtllm_b12x.crossover`)."""
 
 
-def crossover(top_k: int = 1, families: Iterable[KernelFeatures] = ()) -> int:
+def crossover(top_k: int = 1, families: Iterable[KernelFeatures] = (), first: int | None = None) -> int:
     """Token count from which a call takes CUTLASS: kernels are asked to plan for fewer; a schedule has what came of it.
 
     Args:
         families: that serve the layer; it ends where the last of them does.
+        first: instead of :data:`DEFAULT_CROSSOVER`.
     """
-    limits = [DEFAULT_CROSSOVER if f.most_routes is None else f.most_routes // top_k + 1 for f in families]
-    return min(DEFAULT_CROSSOVER, max(limits, default=DEFAULT_CROSSOVER))
+    first = first or DEFAULT_CROSSOVER
+    limits = [first if f.most_routes is None else f.most_routes // top_k + 1 for f in families]
+    return min(first, max(limits, default=first))
 
 
 class Schedule:
-    """Of one layer: a token count to the bound kernel that serves it, the first that does; to None where the host does."""
+    """Of one layer: a token count to the bound kernel that serves it, as its split has it; to None where the host does."""
 
-    def __init__(self, families: Mapping[str, Kernel]) -> None:
+    def __init__(self, families: Mapping[str, Kernel], split: Split | None = None) -> None:
+        """
+        Args:
+            split: among the families that serve a count, and the host; default the first family, below
+                :data:`DEFAULT_CROSSOVER`.
+        """
         self.families = families
         """In order."""
         self.kernels = tuple(families.values())
+        self.split = split or Fixed(DEFAULT_CROSSOVER)
         self._table: tuple[Kernel | None, ...] | None = None
         """By token count, once that is settled."""
 
     def at(self, tokens: int) -> Kernel | None:
         if self._table is None:
-            if not all(kernel.settled for kernel in self.kernels):
-                return self._first(tokens)
-            self._table = tuple(map(self._first, range(self.below)))
+            if not self.settled:
+                return self._pick(tokens)
+            self._table = tuple(map(self._pick, range(self._capacity + 1)))
         return self._table[tokens] if tokens < len(self._table) else None
 
-    def _first(self, tokens: int) -> Kernel | None:
-        return next((kernel for kernel in self.kernels if kernel.serves(tokens)), None)
+    def _pick(self, tokens: int) -> Kernel | None:
+        name = self.split.pick(tokens, [name for name, kernel in self.families.items() if kernel.serves(tokens)])
+        return None if name is None else self.families[name]
+
+    @property
+    def settled(self) -> bool:
+        """What the kernels say of the counts that they serve is final."""
+        return all(kernel.settled for kernel in self.kernels)
 
     def serves_all(self, most: int) -> bool:
         """Every count from 1 to ``most``."""
         return bool(self.kernels) and all(self.at(tokens) is not None for tokens in range(1, most + 1))
 
     @property
+    def _capacity(self) -> int:
+        return max((kernel.capacity for kernel in self.kernels), default=0)
+
+    @property
     def below(self) -> int:
         """First token count from which every call is the host's."""
-        return 1 + max((kernel.capacity for kernel in self.kernels), default=0)
+        names = list(self.families)
+        counts = range(self._capacity, 0, -1)
+        return 1 + next((tokens for tokens in counts if self.split.pick(tokens, self._planned(tokens, names))), 0)
+
+    def _planned(self, tokens: int, names: list[str]) -> list[str]:
+        return [name for name in names if tokens <= self.families[name].capacity]
 
     @property
     def limited(self) -> str:

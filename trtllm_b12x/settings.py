@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -38,6 +38,24 @@ class Switch(Generic[_Value]):
     def knows(self, text: str) -> bool:
         return self.read(text) in self.values
 
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What it may say, for a user to read."""
+        return tuple(self.values)
+
+    @contextmanager
+    def set(self, text: str) -> Iterator[None]:
+        """It says ``text``."""
+        before = os.environ.get(self.name)
+        os.environ[self.name] = text
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[self.name]
+            else:
+                os.environ[self.name] = before
+
 
 class Order(Switch[str]):
     """A variable that lists some of ``values``, in an order of its own."""
@@ -47,23 +65,45 @@ class Order(Switch[str]):
         words = (self.read(word) for word in os.environ.get(self.name, "").split(","))
         return tuple(dict.fromkeys(word for word in words if word in self.values)) or tuple(self.values)
 
-    @contextmanager
-    def only(self, names: Iterable[str]) -> Iterator[None]:
+    def only(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """These alone are listed."""
-        before = os.environ.get(self.name)
-        os.environ[self.name] = ",".join(names)
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[self.name]
-            else:
-                os.environ[self.name] = before
+        return self.set(",".join(names))
 
     def knows(self, text: str) -> bool:
         return all(not word.strip() or super(Order, self).knows(word) for word in text.split(","))
 
 
+class Crossover(Switch[str]):
+    """``auto``, a token count, or a file."""
+
+    def __call__(self) -> str:
+        text = self.read(os.environ.get(self.name, ""))
+        return text if text and self.knows(text) else self.default
+
+    def read(self, text: str) -> str:
+        word = text.strip()
+        return word.lower() if word.lower() in self.values else word
+
+    def knows(self, text: str) -> bool:
+        word = self.read(text)
+        return word in self.values or self.first(word) is not None or self.is_file(word)
+
+    @staticmethod
+    def first(word: str) -> int | None:
+        """The token count that it is."""
+        return int(word) if word.isascii() and word.isdigit() and 0 < int(word) <= LARGEST_CROSSOVER else None
+
+    @staticmethod
+    def is_file(word: str) -> bool:
+        return os.sep in word or word.endswith(".json")
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return (*super().choices, "64", "FILE")
+
+
+LARGEST_CROSSOVER = 8192
+"""Tokens; kernels are planned for as many."""
 _ON_OFF = {"0": False, "1": True}
 
 ENABLED = Switch(
@@ -71,6 +111,12 @@ ENABLED = Switch(
     {"0": "0", "1": "1", "force": "force"},
     "1",
     "0 turns everything off; force accepts a CuTe DSL payload below CUDA 13 once a compile has proved it (doctor --compile)",
+)
+CROSSOVER = Crossover(
+    f"{_PREFIX}_CROSSOVER",
+    {"auto": "auto"},
+    "auto",
+    "from how many tokens on CUTLASS serves: as the card measures it, a fixed count, or what a file says (tune --json)",
 )
 DETERMINISTIC = Switch(
     f"{_PREFIX}_DETERMINISTIC",
@@ -103,7 +149,7 @@ LOG = Switch(
     "level of the logger trtllm_b12x",
 )
 
-SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, DETERMINISTIC, GATHER_BF16, KEEP_BACKEND, KERNELS, LOG)
+SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, CROSSOVER, DETERMINISTIC, GATHER_BF16, KEEP_BACKEND, KERNELS, LOG)
 
 
 def complaints() -> list[str]:
@@ -116,12 +162,12 @@ def complaints() -> list[str]:
             if switch is None:
                 found.append(f"{name} is no setting of trtllm_b12x; there are {', '.join(known)}")
             elif value.strip() and not switch.knows(value):
-                choices = ", ".join(switch.values)
+                choices = ", ".join(switch.choices)
                 found.append(f"{name}={value} is none of {choices}; {switch.default} is used")
     return found
 
 
 def table() -> str:
     """The documentation of every switch, as Markdown."""
-    rows = [f"| `{s.name}` | {', '.join(f'`{v}`' for v in s.values)} | `{s.default}` | {s.meaning} |" for s in SWITCHES]
+    rows = [f"| `{s.name}` | {', '.join(f'`{v}`' for v in s.choices)} | `{s.default}` | {s.meaning} |" for s in SWITCHES]
     return "\n".join(["| variable | values | default | meaning |", "|---|---|---|---|", *rows])

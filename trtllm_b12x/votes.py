@@ -123,6 +123,25 @@ def cast(mapping: Any, about: str, error: str | None, settled: Settled) -> None:
             table.close(_unreachable(exception))
 
 
+def share(mapping: Any, about: str, text: str, wait_s: float) -> list[str] | None:
+    """What every rank has to say of something that they all have, in the order of ranks; None if not all have said it yet.
+
+    Each rank comes to the same list.  To be asked again with the same words until it is there.
+
+    Args:
+        about: the same on every rank.
+        text: of at most 500 characters, this rank's.
+        wait_s: for others that are about to say theirs.
+    """
+    with _lock:
+        try:
+            table = _table(mapping)
+            return [text] if table is None else table.share(about, text, wait_s)
+        except Exception as error:
+            _unreachable(error)
+            return None
+
+
 def settle() -> None:
     """Wait for every vote that is still open, whatever order the ranks are in."""
     with _lock:
@@ -184,6 +203,8 @@ class _Table:
         self._votes: dict[str, dict[int, str]] = defaultdict(dict)
         """By layer and rank; empty is a yes."""
         self._decisions: dict[str, str] = {}
+        self._shares: dict[str, dict[int, str]] = defaultdict(dict)
+        """What is said of a thing, by rank."""
         self._asked: Counter[str] = Counter()
         self._open: dict[str, Settled] = {}
         self._untold: list[str] = []
@@ -217,6 +238,19 @@ class _Table:
             if self._leads:
                 self._decide(key, f"rank {self._mine}: {error}")
         self.settle()
+
+    def share(self, about: str, text: str, wait_s: float) -> list[str] | None:
+        said, end = self._shares[about], time.monotonic() + wait_s
+        if self._mine not in said:
+            said[self._mine] = text
+            self._say("share", about, text)
+        while True:
+            self._exchange()
+            if all(rank in said for rank in self._others) and not self._unsent:
+                return [said[rank] for rank in sorted(said)]
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.002)
 
     def settle(self, *, final: bool = False) -> None:
         for key in list(self._open):
@@ -274,6 +308,8 @@ class _Table:
                 self._declined[rank] = words[0]
             elif kind == "vote":
                 self._votes[words[0]][rank] = words[1]
+            elif kind == "share":
+                self._shares[words[0]][rank] = words[1]
             elif kind == "decision":
                 self._decisions[words[0]] = words[1]
         if self._leads or self._leader in self._here:

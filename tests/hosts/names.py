@@ -17,7 +17,7 @@ def extended(host: Host) -> Any:
         "tensorrt_llm._torch.model_config": ["ModelConfig"],
         "tensorrt_llm.mapping": ["Mapping"],
         "tensorrt_llm.models.modeling_utils": ["QuantAlgo", "QuantConfig"],
-        "tensorrt_llm._torch.utils": ["AuxStreamType", "Fp4QuantizedTensor"],
+        "tensorrt_llm._torch.utils": ["AuxStreamType"],
         f"{host.create_moe.__package__}.routing": ["BaseMoeRoutingMethod", "RenormalizeMoeRoutingMethod"],
         f"{host.create_moe.__package__}.quantization": ["MoEWeightLoadingMode"],
     }

@@ -642,6 +642,56 @@ def tuning() -> dict[str, Any]:
     return {"alone": alone, "guarded": guarded, "cleared": cleared, "kernel_calls": counts, "missed": missed}
 
 
+def warming_up(autotuner: str, graphs: str) -> dict[str, Any]:
+    """The order of ``PyTorchModelEngine.warmup`` (id 54626282323): attention alone, the autotuner, then each batch size twice and
+    captured, the largest first; then requests.  When the crossover is measured, and what captures and calls run on."""
+    import tempfile
+
+    import torch
+    from tensorrt_llm._torch import autotuner as host_tuner
+
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from tests.clock import Clock, capturing, standing_in
+    from trtllm_b12x.crossover.table import HOST
+    from trtllm_b12x.verification import _kernel_calls
+
+    os.environ.update({"TRTLLM_B12X_CROSSOVER": "auto", "XDG_CACHE_HOME": tempfile.mkdtemp()})
+    tensors = random_experts(4, 128, 192)
+    modules = [layers.load(layers.create(4, 128, 192, layer_idx=index), tensors) for index in range(2)]
+    backends = [getattr(module, "backend", module) for module in modules]
+    events: list[Any] = []
+    tuner = host_tuner.AutoTuner.get()
+
+    def measured() -> None:
+        events.append(["measured", now[0], tuner.is_tuning_mode, torch.cuda.is_current_stream_capturing()])
+
+    def forward(what: str, tokens: int) -> None:
+        now[0] = what
+        for module, backend in zip(modules, backends, strict=True):
+            with _kernel_calls(backend) as count:
+                asked = len(clock.asked)
+                module(*layers.inputs(module, tokens, tensors))
+            if len(clock.asked) == asked:  # else it counted the measurement's, too
+                events.append([what, tokens, count()])
+
+    now = [""]
+    with standing_in(Clock(lambda name, tokens: 10.0 if name == HOST or tokens > 8 else 5.0, measured)) as clock:
+        if autotuner == "on":
+            forward("attention", 1)
+            with host_tuner.autotune():
+                forward("tuning", 200)
+        if graphs == "on":
+            for tokens in (64, 32, 8, 1):
+                forward("warm", tokens)
+                forward("warm", tokens)
+                with capturing():
+                    forward("captured", tokens)
+        for tokens in (40, 8, 3):
+            forward("request", tokens)
+        return {"events": events, "gap": clock.largest_gap, "layers": clock.layers}
+
+
 def ranks_apart() -> dict[str, Any]:
     """Two of the session's workers, of which the second says no: to a kernel, with a long reason, then to everything."""
     from mpi4py.futures import MPIPoolExecutor

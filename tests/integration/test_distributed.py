@@ -91,6 +91,53 @@ def attention_dp(rank: int) -> None:
                 assert not on_kernel or kernel < 0.006, (tp, ep, counts, kernel)
 
 
+def measured_alike(rank: int) -> None:
+    """Opposite noise, then a rank that cannot measure, then one that has measured before: the same split on both."""
+    import tempfile
+
+    from tests import layers
+    from tests.checkpoints import random_experts
+    from tests.clock import Clock, standing_in
+    from trtllm_b12x import votes
+    from trtllm_b12x.crossover import deciding, measuring, store
+    from trtllm_b12x.crossover.table import HOST, Times
+
+    def noisy(name: str, tokens: int) -> float:
+        noise = (tokens % 7 - 3) / 10 * (1 - 2 * rank)
+        return 10.0 if name == HOST else (10 if 4 <= tokens <= 16 else 2 if tokens < 32 else 30) * (1 + noise)
+
+    def fails() -> None:
+        raise MemoryError("no memory to measure")
+
+    os.environ["TRTLLM_B12X_CROSSOVER"] = "auto"
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    os.environ["TRTLLM_B12X_GATHER_BF16"] = "1"
+    for experts, case in ((4, "both measure"), (6, "one cannot"), (8, "one has stored")):
+        with standing_in(Clock(noisy, fails if case == "one cannot" and rank == 1 else lambda: None)) as clock:
+            for tp, ep, dp in ((2, 1, False), (1, 2, True)):
+                mapping = {"world_size": WORLD, "rank": rank, "tp_size": WORLD, "moe_tp_size": tp, "moe_ep_size": ep}
+                tensors = random_experts(experts, 128, 256)
+                module = layers.create(experts, 128, 256, mapping={**mapping, "enable_attention_dp": dp}, reduce_results=not dp)
+                backend = layers.load(module, tensors).backend
+                if case == "one has stored" and rank == 1:
+                    key = deciding.key(backend.kernel.geometry, torch.device("cpu"), ["b12x"], tuned=True)
+                    points = {tokens: {"b12x": noisy("b12x", tokens), HOST: 10.0} for tokens in (1, 2, 4, 8, 16, 32, 64)}
+                    store.keep(key, Times(points))
+                start = time.monotonic()
+                for counts in ([100, 3], [3, 7]):
+                    x, logits = layers.inputs(module, counts[rank] if dp else 5, tensors, seed=rank * dp)
+                    module(x, logits, **({"all_rank_num_tokens": counts} if dp else {}))
+                assert time.monotonic() - start < deciding.WAIT_S
+                chosen = [backend.schedule.split.pick(count, ["b12x"]) for count in range(1, 65)]
+                heard = votes.share(backend._mapping, f"{case} {tp} {ep}", ",".join(map(str, chosen)), 5.0)
+                assert heard is not None
+                assert heard[0] == heard[1], (case, tp, ep, heard)
+                assert set(chosen) == {"b12x", None}
+            assert len(clock.asked) == (0 if case == "one has stored" and rank == 1 else 2)
+    assert measuring.possible(torch.device("cpu")) is False
+    os.environ["TRTLLM_B12X_CROSSOVER"] = "64"
+
+
 def a_kernel_that_one_rank_cannot_have(rank: int) -> None:
     """The other rank leaves its geometry to CUTLASS as well, with the reason; another geometry is served on both."""
     import trtllm_b12x
@@ -254,6 +301,6 @@ EMBEDDED = [
 """In doubles: MPI workers, in test_hosts.py."""
 
 
-@pytest.mark.parametrize("jobs", [(reduced, attention_dp), *EMBEDDED], ids=lambda jobs: jobs[0].__name__)
+@pytest.mark.parametrize("jobs", [(reduced, attention_dp, measured_alike), *EMBEDDED], ids=lambda jobs: jobs[0].__name__)
 def test_ranks(jobs: tuple[Callable[[int], None], ...], tmp_path: Path) -> None:
     run_ranks(functools.partial(in_turn, jobs), tmp_path)

@@ -35,6 +35,7 @@ SUITE = [
     "tests/unittest/test_refit.py",
     "tests/unittest/test_faults.py",
     "tests/unittest/test_triton_layer.py",
+    "tests/unittest/test_triton_forms.py",
     "tests/integration/test_distributed.py",
 ]
 KEYWORD_SUITE = [*SUITE, "tests/unittest/test_calls.py"]  # which calls run_moe by keywords
@@ -462,6 +463,24 @@ def test_the_autotuner(python: Path, double: dict[str, str]) -> None:
     assert result["cleared"]
     assert result["kernel_calls"] == [0, 1]  # while it tunes, CUTLASS sees the small counts
     assert result["missed"] == [0, 0, 2]  # and has tactics for them: 40 tokens were never tuned, for either GEMM
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("tuner", ["on", "off"])
+def test_the_crossover_is_measured_once_the_host_has_tuned_and_never_under_capture(
+    python: Path, double: dict[str, str], tuner: str, graphs: str
+) -> None:
+    result = scenario(python, double, "warming_up", tuner, graphs, ENABLE_CONFIGURABLE_MOE="1")
+    measured = [event for event in result["events"] if event[0] == "measured"]
+    assert all(event[2:] == [False, False] for event in measured)
+    first = "warm" if graphs == "on" else "request"
+    assert [event[1] for event in measured] == (["attention", first] if tuner == "on" else [first])
+    assert result["layers"] == 2
+    assert 0 < result["gap"] < 0.2  # the host's own path, in this generation's form, computes the layer
+    served = [event for event in result["events"] if event[0] in ("captured", "request")]
+    assert served == [[what, tokens, int(tokens <= 8)] for what, tokens, _ in served]
+    assert len(served) == (14 if graphs == "on" else 5)
+    assert all(event[2] == 0 for event in result["events"] if event[0] == "tuning")
 
 
 # ---- what must not be there, and what must not matter --------------------------------------------------------------------

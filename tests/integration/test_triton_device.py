@@ -19,6 +19,7 @@ import triton.language as tl
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
+from tests.unittest import test_triton_forms as forms
 from trtllm_b12x import process, strict_reference
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import pack_fp4
@@ -114,15 +115,6 @@ def test_input_that_arrives_quantized(swizzled: bool) -> None:
         given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
         found = kernel.run_quantized(pack_fp4(codes), given, swizzled, ids, scales)
         assert distance(found, layer.expected(values, ids, scales)) < BOUND
-
-
-def test_the_router_weight_on_the_input() -> None:
-    layer = random_layer(Geometry(8, 1, 512, 256, "Swiglu", weight_on_input=True), "cuda")
-    kernel = planned(layer)
-    for tokens in TOKENS:
-        x, ids, _ = random_call(layer.geometry, tokens, device="cuda")
-        scales = torch.rand(tokens, 1, device="cuda")
-        assert distance(kernel.run(x, ids, scales), layer.expected(x, ids, scales)) < BOUND
 
 
 @triton.jit
@@ -326,6 +318,22 @@ def test_a_layer_on_both_sides_of_the_crossover(unplanned: None, gated: bool) ->
         arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.NONE
         ((expected,),) = strict_reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
         assert distance(module(x.cuda(), logits.cuda()).cpu(), expected) < (BOUND if tokens < 64 else 0.05), tokens
+
+
+def test_a_layer_s_other_forms(unplanned: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """SwiGLU's constants, scaled input, and tokens that ranks gather quantized, on both sides of the crossover."""
+    for tokens in (1, 40, 63, 64):
+        errors = {}
+        for names in (("limit",), ("alpha", "beta", "limit")):
+            _, error, calls = forms.with_constants(names, tokens, "cuda")
+            errors[", ".join(names)] = error, calls
+        errors["scaled"] = forms.on_scaled_input(tokens, "cuda")
+        errors["gathered"] = forms.as_ranks_gather(tokens, device="cuda")
+        for name, (error, calls) in errors.items():
+            assert (calls > 0) is (tokens < 64), (name, tokens)
+            assert error < (0.006 if calls else forms.HOSTS_BOUND), (name, tokens)
+        with capsys.disabled():
+            print(f"\n{tokens} tokens: {errors}")
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 63])

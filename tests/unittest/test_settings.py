@@ -19,7 +19,7 @@ def test_every_value_and_the_default(switch: settings.Switch[str], monkeypatch: 
         assert switch() == value
     monkeypatch.setenv(switch.name, "nonsense")
     assert switch() == switch.values[switch.default]
-    assert settings.complaints() == [f"{switch.name}=nonsense is none of {', '.join(switch.values)}; {switch.default} is used"]
+    assert settings.complaints() == [f"{switch.name}=nonsense is none of {', '.join(switch.choices)}; {switch.default} is used"]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,29 @@ def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
         assert order.listed() == listed
         assert len(settings.complaints()) == complaints
     assert settings.complaints() == ["TRTLLM_B12X_KERNELS=tritn is none of b12x, other, third; b12x,other,third is used"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "first"),
+    [
+        ("", "auto", None),
+        (" AUTO ", "auto", None),
+        ("1", "1", 1),
+        (" 96 ", "96", 96),
+        ("0", "auto", None),
+        ("9000", "auto", None),
+        ("-3", "auto", None),
+        ("on", "auto", None),
+        ("off", "auto", None),
+        ("a.json", "a.json", None),
+        ("/some/Where", "/some/Where", None),
+    ],
+)
+def test_the_crossover(monkeypatch: pytest.MonkeyPatch, text: str, value: str, first: int | None) -> None:
+    monkeypatch.setenv(settings.CROSSOVER.name, text)
+    assert settings.CROSSOVER() == value
+    assert settings.CROSSOVER.first(settings.CROSSOVER()) == first
+    assert len(settings.complaints()) == (value == "auto" and text.strip().lower() not in ("", "auto"))
 
 
 def test_unknown_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

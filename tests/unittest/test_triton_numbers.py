@@ -131,18 +131,6 @@ def _(swizzled: bool) -> dict[str, Any]:
     }
 
 
-@case("router weight on the input")
-def _() -> dict[str, Any]:
-    layer = random_layer(Geometry(2, 1, 128, 128, "Swiglu", weight_on_input=True))
-    call = random_call(layer.geometry, 2)
-    call[2].copy_(torch.tensor([[0.4], [0.9]]))
-    kernel = bound(layer)
-    expected = layer.expected(*call)
-    again = kernel.run(call[0], call[1].long(), call[2])
-    found = kernel.run(*call)
-    return {"error": distance(found, expected), "same": torch.equal(found, again)}
-
-
 @case("tokens apart")
 def _() -> dict[str, Any]:
     """Not a number in one token, whatever it shares a block with, leaves the others' bits alone."""

@@ -284,3 +284,59 @@ def test_a_load_is_what_was_built_before_a_vote() -> None:
     second = votes.load()
     assert second is not first
     assert votes.load() is second
+
+
+# ---- what ranks share ----------------------------------------------------------------------------------------------------
+
+
+def shares(text: str, wait_s: float = 5.0, about: str = "a") -> Job:
+    def job(table: _Table, answers: Answers) -> None:
+        found = table.share(about, text, wait_s)
+        answers[about] = None if found is None else ",".join(found)
+
+    return job
+
+
+def test_every_rank_comes_to_the_same_list() -> None:
+    heard = hold({0: shares("x"), 1: shares(""), 3: shares("z")}, late={1: 0.2})
+    assert heard == {rank: {"a": "x,,z"} for rank in (0, 1, 3)}
+
+
+def test_it_is_heard_beside_votes_and_through_a_shaky_line() -> None:
+    def job(rank: int) -> Job:
+        def both(table: _Table, answers: Answers) -> None:
+            votes_on("first")(table, answers)
+            shares(f"times of {rank}")(table, answers)
+            votes_on("last")(table, answers)
+
+        return both
+
+    for seed in (1, 2):
+        heard = hold({rank: job(rank) for rank in range(3)}, shaky=seed)
+        assert all(
+            answers == {"first": None, "last": None, "a": "times of 0,times of 1,times of 2"} for answers in heard.values()
+        )
+
+
+def test_nobody_waits_long_and_it_is_there_when_it_is_asked_for_again() -> None:
+    def impatient(table: _Table, answers: Answers) -> None:
+        start = time.monotonic()
+        assert table.share("a", "x", 0.1) is None
+        assert time.monotonic() - start < 1
+        while (found := table.share("a", "not said twice", 0.0)) is None:
+            time.sleep(0.01)
+        answers["a"] = ",".join(found)
+
+    heard = hold({0: impatient, 1: shares("y")}, late={1: 0.5})
+    assert heard == {0: {"a": "x,y"}, 1: {"a": "x,y"}}
+
+
+def test_a_rank_alone_has_its_own_and_a_line_that_fails_has_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert votes.share(None, "a", "x", 5.0) == ["x"]
+    assert votes.share(SimpleNamespace(rank=0, world_size=1, tp_group=[0]), "a", "x", 5.0) == ["x"]
+
+    def fails(mapping: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(ranks, "connect", fails)
+    assert votes.share(SimpleNamespace(rank=0, world_size=2, tp_group=[0, 1]), "a", "x", 5.0) is None

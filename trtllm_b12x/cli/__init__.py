@@ -24,8 +24,10 @@ def switch() -> None:
 # Below the group: commands import what they need only when they run, so that --help stays quick.
 from .cache import cache  # noqa: E402
 from .doctor import doctor  # noqa: E402
+from .tune import tune  # noqa: E402
 from .verify import verify  # noqa: E402
 
 main.add_command(cache)
 main.add_command(doctor)
+main.add_command(tune)
 main.add_command(verify)

@@ -137,7 +137,7 @@ def verify(
     every layer), 130 interrupted.
     """
     try:
-        with settings.KERNELS.only(kernels):
+        with settings.KERNELS.only(kernels), settings.CROSSOVER.set(str(crossover())):  # what is verified is not what is fast
             status = _verify(checkpoint, layers, sample, tokens, tp, ep, seed, original, require_b12x, device, json_file)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)

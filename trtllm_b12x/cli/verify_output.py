@@ -147,7 +147,7 @@ def percent(value: float | None) -> str:
 
 
 @contextmanager
-def progress(layers: int) -> Iterator[tuple[Callable[[float], None], Callable[[], Any]]]:
+def progress(layers: int, about: str = "verifying") -> Iterator[tuple[Callable[[float], None], Callable[[], Any]]]:
     """A bar with an estimate on standard error: what sets how many layers are done, and a context in which lines may be printed.
 
     Quiet where standard error is no terminal.
@@ -170,7 +170,7 @@ def progress(layers: int) -> Iterator[tuple[Callable[[float], None], Callable[[]
             bar.start()
 
     with bar:
-        task = bar.add_task(f"verifying {layers} layers", total=layers)
+        task = bar.add_task(f"{about} {layers} {'layer' if layers == 1 else 'layers'}", total=layers)
         yield (lambda done: bar.update(task, completed=done)), paused
 
 

@@ -75,6 +75,8 @@ class KernelFeatures:
     oldest_sm: int = 120
     newest_sm: int = 121
     """Cards they run on, major * 10 + minor; inside TensorRT-LLM it is one of :data:`SERVED_SM` besides."""
+    quantized_input: bool = False
+    """They take input that the host has quantized, too."""
     most_routes: int | None = None
     """(token, expert) pairs of a call, at most."""
     bound_by: frozenset[RejectReason] = frozenset(RejectReason) - {RejectReason.TRITON}

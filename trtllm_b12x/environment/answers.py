@@ -1,4 +1,7 @@
-"""Answers that cost a process each, kept once per node and state of the installation, shared by all ranks under a lock."""
+"""The folder of what is kept on this machine, and in it the answers that cost a process each.
+
+They are kept once per node and state of the installation, and shared by all ranks under a lock.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from typing import Any
 LIMIT = 16
 """Answers that are kept, the newest."""
 _FILE = "payload.json"
+TABLES = "crossover-*.json"
+"""Files of :mod:`trtllm_b12x.crossover.store`, beside it."""
 
 
 def directory() -> Path | None:
@@ -30,6 +35,11 @@ def directory() -> Path | None:
     return home / ".cache" / "trtllm_b12x" if home.is_absolute() else None
 
 
+def make(folder: Path) -> None:
+    """Nobody else may write into it, whatever the umask."""
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+
 def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple[Any, bool]:
     """The answer to ``key``, and whether it was kept from before.  What ``keep`` refuses is asked anew by the next process."""
     from filelock import FileLock, Timeout
@@ -40,7 +50,7 @@ def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple
     file = folder / _FILE
     answer, asked = None, False
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
         with FileLock(folder / f"{_FILE}.lock", timeout=600):
             known = read(file)
             if key in known and keep(known[key]):
@@ -89,7 +99,8 @@ def clear() -> int:
     freed = sum(size for _, size in contents())
     if folder is not None and folder.is_dir():
         if folder.is_symlink():
-            (folder / _FILE).unlink(missing_ok=True)
+            for file in (folder / _FILE, *folder.glob(TABLES)):
+                file.unlink(missing_ok=True)
         else:
             shutil.rmtree(folder)
     return freed

@@ -27,7 +27,7 @@ class Epilogue:
         named = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: tensor for name, tensor in named if tensor is not None}
 
-    def check(self, experts: int, rows: int, hidden: int, bias: torch.dtype | None) -> None:
+    def check(self, experts: int, rows: int, hidden: int, bias: torch.dtype | None, device: torch.device) -> None:
         """Raise ValueError, naming the tensor, where one is not what kernels of these sizes and type of bias take."""
         shapes = {"w1_bias": ((experts, rows), bias), "w2_bias": ((experts, hidden), bias)}
         found = self.tensors()
@@ -35,5 +35,7 @@ class Epilogue:
             shape, dtype = shapes.get(name, ((experts,), torch.float32))
             if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes contiguous {shape} {dtype}")
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, the weights are on {device}")
         if bias is not None and not found.keys() >= shapes.keys():
             raise ValueError(f"a bias of {bias} is planned for, and there are {', '.join(found) or 'none'}")

@@ -176,7 +176,7 @@ class KernelWeights(Weights):
             shape, dtype = expected.get(name, ((experts,), torch.float32))
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
-        self.epilogue.check(experts, rows, hidden, geometry.bias)
+        self.epilogue.check(experts, rows, hidden, geometry.bias, self.w1_weight.device)
 
     def derive(self) -> None:
         if self.input_scales is not None:

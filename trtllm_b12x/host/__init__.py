@@ -34,6 +34,8 @@ class Host:
     TensorParallelMode: Any
     load_weight_shard: Callable[..., Any]
     ActivationType: Any
+    Fp4QuantizedTensor: Any
+    """Input of a call that is quantized already."""
     is_tuning: Callable[[], bool]
     """The host's autotuner is running."""
     has_get_moe_cls: bool

@@ -23,7 +23,7 @@ def embedded() -> Host:
     """The host for machines without TensorRT-LLM: generation A in torch."""
     from . import embedded as names
 
-    return _host("embedded", names.create_moe, names.CutlassFusedMoE, names.quantization, names.ActivationType, lambda: False)
+    return _host("embedded", names.create_moe, names.CutlassFusedMoE, names.quantization, names, lambda: False)
 
 
 def tensorrt_llm() -> Host:
@@ -51,7 +51,7 @@ def tensorrt_llm() -> Host:
     def is_tuning() -> bool:
         return bool(getattr(tuner.get(), "is_tuning_mode", False))
 
-    return _host(generation, create_moe, cutlass, quantization, utils.ActivationType, is_tuning, **split)
+    return _host(generation, create_moe, cutlass, quantization, utils, is_tuning, **split)
 
 
 def _host(
@@ -59,7 +59,7 @@ def _host(
     create_moe: ModuleType,
     cutlass: Any,
     quantization: ModuleType,
-    activations: Any,
+    utils: Any,
     is_tuning: Callable[[], bool],
     **split: Any,
 ) -> Host:
@@ -76,7 +76,8 @@ def _host(
         NVFP4CutlassFusedMoEMethod=quantization.NVFP4CutlassFusedMoEMethod,
         TensorParallelMode=quantization.TensorParallelMode,
         load_weight_shard=quantization.load_weight_shard,
-        ActivationType=activations,
+        ActivationType=utils.ActivationType,
+        Fp4QuantizedTensor=utils.Fp4QuantizedTensor,
         is_tuning=is_tuning,
         has_get_moe_cls=named,
         chooses_first=named or bool(leaves),

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
         def _behind_alltoall(self) -> None: ...
 
+        def quantize_input(self, x: Any, post_quant_comm: bool = True) -> tuple[Any, torch.Tensor | None]: ...
+
+        def _ask(self, like: Any) -> None: ...
+
         def _serve(self, *args: Any) -> torch.Tensor | None: ...
 
         def _leave_to_the_host(self, error: Exception) -> None: ...
@@ -82,6 +86,11 @@ class KeywordCalls(_Calls):
     A host that compares classes exactly gives them to nobody but ``CutlassFusedMoE`` (``ConfigurableMoE._get_backend_kwargs``).
     """
 
+    def run_as_the_host(self, like: dict[str, Any], x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The host's own path on tokens ``(T, H)`` that are not quantized yet, in the form of the call ``like``."""
+        quantized, x_sf = super().quantize_input(x, post_quant_comm=False)
+        return super().run_moe(quantized, ids, scales, x_sf=x_sf, is_sf_swizzled=True, output_dtype=x.dtype, **like)
+
     def run_moe(
         self,
         x: Any,
@@ -99,7 +108,10 @@ class KeywordCalls(_Calls):
         fault = None
         try:
             if not self._only_cutlass(kwargs.get("do_finalize", True), kwargs.get("lora_params"), kwargs.get("enable_alltoall")):
-                result = self._serve(x, x_sf, token_selected_experts, token_final_scales, output_dtype, moe_output)
+                self._ask(kwargs)
+                result = self._serve(
+                    x, x_sf, is_sf_swizzled, token_selected_experts, token_final_scales, output_dtype, moe_output
+                )
                 if result is not None:
                     return result
         except Exception as error:
@@ -127,15 +139,23 @@ class KeywordCalls(_Calls):
 class ContextCalls(_Calls):
     """Generations C1 and C2: a frozen ``MoERunContext`` whose ``comm_plan`` says what the communication did."""
 
+    def run_as_the_host(self, like: Any, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The host's own path on tokens ``(T, H)`` that are not quantized yet, in the form of the call ``like``."""
+        quantized, x_sf = super().quantize_input(x, post_quant_comm=False)
+        plan = dataclasses.replace(like.comm_plan, input_sf_swizzled=True, moe_output=None)
+        routes = {"token_selected_experts": ids, "token_final_scales": scales}
+        ctx = dataclasses.replace(like, x=quantized, x_sf=x_sf, output_dtype=x.dtype, comm_plan=plan, **routes)
+        return super().run_moe(ctx, workspace=None)
+
     def run_moe(self, ctx: Any, *, workspace: dict[str, Any] | None = None) -> torch.Tensor:
         """``ctx.x (T, H)``, ``ctx.token_selected_experts (T, k)``, ``ctx.token_final_scales (T, k)``; ``(T, H)``."""
         plan, fault = ctx.comm_plan, None
         if plan is not None:  # without one the host says what is wrong
             try:
                 if not self._only_cutlass(ctx.do_finalize, ctx.lora_params, plan.enable_alltoall):
-                    result = self._serve(
-                        ctx.x, ctx.x_sf, ctx.token_selected_experts, ctx.token_final_scales, ctx.output_dtype, plan.moe_output
-                    )
+                    self._ask(ctx)
+                    routes = ctx.token_selected_experts, ctx.token_final_scales
+                    result = self._serve(ctx.x, ctx.x_sf, plan.input_sf_swizzled, *routes, ctx.output_dtype, plan.moe_output)
                     if result is not None:
                         return result
             except Exception as error:

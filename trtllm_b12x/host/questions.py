@@ -15,6 +15,8 @@ from trtllm_b12x.decision import Deployment, Problem
 from . import UnsupportedHostError, load
 
 if TYPE_CHECKING:
+    import torch
+
     from trtllm_b12x.checkpoint import MoELayer
 
 Question = tuple[Problem, Deployment]
@@ -138,6 +140,27 @@ def activation_constants(get: Callable[[str], Any]) -> bool:
     constants = getattr(get("activation"), "constants", None)
     given = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
     return any(value is not None for value in given)
+
+
+def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
+    """SwiGLU's constants as the host's operator is given them: alpha, beta and limit, ``(E,)`` float32 each, of local experts.
+
+    C2 keeps them as ``act_*``.  With any of them the operator computes SwigluBias (``moeOp.cpp``).
+
+    Raises:
+        ValueError: one is no tensor.
+    """
+    found = {}
+    for name, newer in (("alpha", "act_alpha"), ("beta", "act_beta"), ("limit", "act_clamp")):
+        value = getattr(layer, newer, None)
+        value = getattr(layer, f"swiglu_{name}", None) if value is None else value
+        if value is not None:
+            if not hasattr(value, "data_ptr"):
+                raise ValueError(f"SwiGLU's {name} is no tensor")
+            found[f"swiglu_{name}"] = value
+    if not found and activation_constants(lambda name: getattr(layer, name, None)):
+        raise ValueError("SwiGLU's limit is given as a number alone")
+    return found
 
 
 def of_config(model_config: Any) -> Question:

@@ -61,8 +61,6 @@ class Geometry:
     """That share the experts."""
     bias: torch.dtype | None = None
     """Of FC1's and FC2's bias; None: they have none."""
-    weight_on_input: bool = False
-    """The router's weight scales FC1's product, not FC2's."""
 
     @property
     def expert_parallel(self) -> bool:
@@ -87,7 +85,7 @@ class Geometry:
     def __str__(self) -> str:
         experts = f"{self.num_experts}{' local' if self.expert_parallel else ''} experts, top {self.top_k}"
         dtype = "" if self.dtype is torch.bfloat16 else f", {str(self.dtype).removeprefix('torch.')}"
-        extra = ", bias" * (self.bias is not None) + ", router weight on the input" * self.weight_on_input
+        extra = ", bias" * (self.bias is not None)
         return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}{extra}"
 
 

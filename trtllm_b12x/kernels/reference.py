@@ -168,19 +168,16 @@ class UnquantizedReferenceKernel(ReferenceKernel):
             plain = x_sf[: x.shape[0] * columns // 16].view(x.shape[0], -1)
         # The host has one input scale for all experts where it quantizes for them.
         values = dequantize(x, plain.view(torch.float8_e4m3fn)) * self.weights.input_global_scale[0]
-        result = self.run(values, token_selected_experts, token_final_scales, out)
+        result = super().run(values, token_selected_experts, token_final_scales, out)
         return result if out is not None else result.to(self.geometry.dtype)
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
         w, g, extra = self.weights, self.geometry, self.weights.epilogue
         ratio = 1.0 if w.input_scales is None else w.input_scales.up_to_gate[expert]
-        weight = scales.unsqueeze(-1)
         # The divisors are fresh, and FC2's holds the ratio of up to gate.
         scale_1 = w.folded_w1_alpha[expert] / w.input_global_scale[expert]
         scale_2 = w.w2_alpha[expert] / w.fc2_input_scale[expert] / ratio
         fc1 = x.float() @ dequantized(w.w1_weight, w.w1_weight_sf, expert).T * scale_1
-        if g.weight_on_input:
-            fc1 = fc1 * weight
         if g.gated:
             fc1[:, : g.intermediate_size] *= ratio
         if extra.w1_bias is not None:
@@ -193,7 +190,7 @@ class UnquantizedReferenceKernel(ReferenceKernel):
         fc2 = inner.to(torch.bfloat16).float() @ dequantized(w.w2_weight, w.w2_weight_sf, expert).T * scale_2
         if extra.w2_bias is not None:
             fc2 = fc2 + extra.w2_bias[expert].float()
-        result.index_add_(0, token, fc2 if g.weight_on_input else fc2 * weight)
+        result.index_add_(0, token, fc2 * scales.unsqueeze(-1))
 
 
 def activate(

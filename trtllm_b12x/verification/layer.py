@@ -10,7 +10,7 @@ import torch
 
 from trtllm_b12x import selection, strict_reference
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
-from trtllm_b12x.decision import Resolution, refused_by_hosts
+from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
 from trtllm_b12x.host import embedded, questions
 from trtllm_b12x.kernels import considered, resolve
 from trtllm_b12x.schedule import HOSTS, crossover
@@ -147,8 +147,16 @@ def verify_layer(
 
 
 def judge(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
-    """What the layer will get on every rank, from what the checkpoint alone tells."""
-    return resolve(questions.of_checkpoint(layer, ranks.tp, ranks.ep), considered(device, layer.quant_algo))
+    """What the layer will get on every rank, from what the checkpoint alone tells, or why there is no judge of it."""
+    found = resolve(questions.of_checkpoint(layer, ranks.tp, ranks.ep), considered(device, layer.quant_algo))
+    unjudged = {
+        RejectReason.ACTIVATION_CONSTANTS: layer.activation_constants,
+        RejectReason.ROUTER_WEIGHT_ON_INPUT: layer.apply_router_weight_on_input,
+    }
+    for reason in (reason for reason, there in unjudged.items() if there and found.served):
+        named = " and ".join(found.families)
+        return Resolution.left_to_the_host(reason, f"{named} serves it in TensorRT-LLM, and nothing here computes it to compare")
+    return found
 
 
 def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:
@@ -333,10 +341,13 @@ def _kernel_calls(backend: Any) -> Iterator[_Calls]:
     def counting(name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **kwargs: (calls.append(name), run(*args, **kwargs))[1]  # type: ignore[func-returns-value]
 
+    ways = ("run", "run_quantized")
     for name, kernel in schedule.families.items():
-        kernel.run = counting(name, kernel.run)  # type: ignore[method-assign]
+        for way in ways:
+            setattr(kernel, way, counting(name, getattr(kernel, way)))
     try:
         yield calls
     finally:
         for kernel in schedule.kernels:
-            del kernel.run
+            for way in ways:
+                delattr(kernel, way)

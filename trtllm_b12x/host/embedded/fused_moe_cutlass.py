@@ -120,4 +120,7 @@ class CutlassFusedMoE(MoE):
             ep_rank=self.ep_rank,
             activation_type=ActivationType(self.activation_type),
             out_tensor=moe_output,
+            swiglu_alpha=self.swiglu_alpha,
+            swiglu_beta=self.swiglu_beta,
+            swiglu_limit=self.swiglu_limit,
         )

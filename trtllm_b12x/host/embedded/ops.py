@@ -90,6 +90,9 @@ def fused_moe(
     ep_rank: int,
     activation_type: ActivationType,
     out_tensor: torch.Tensor | None = None,
+    swiglu_alpha: torch.Tensor | None = None,
+    swiglu_beta: torch.Tensor | None = None,
+    swiglu_limit: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The CUTLASS grouped GEMM path, NVFP4 (``quant_scales`` of six) or unquantized (empty).
 
@@ -103,6 +106,7 @@ def fused_moe(
         token_final_scales: ``[T, k]`` float32, or None for ones.
         fc1_expert_weights: NVFP4 ``[E, R, H/16]`` int64, unquantized ``[E, R, H]``; rows ``[w3; w1]``, or w1 alone.
         fc2_expert_weights: NVFP4 ``[E, H, I/16]`` int64, unquantized ``[E, H, I]``.
+        swiglu_alpha, swiglu_beta, swiglu_limit: ``[E]`` float32; with any of them the activation is SwigluBias.
 
     Returns:
         ``[T, H]`` in ``output_dtype``; ``out_tensor`` itself if given.
@@ -111,6 +115,12 @@ def fused_moe(
         ValueError: the shapes contradict each other, in the cases where the C++ op checks.
     """
     nvfp4 = len(quant_scales) > 0
+    constants = (swiglu_alpha, swiglu_beta, swiglu_limit)
+    for name, given in zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), constants, strict=True):
+        if given is not None:
+            if given.dtype is not torch.float32 or given.shape[0] != fc1_expert_weights.shape[0]:
+                raise ValueError(f"{name} must be float32 and have num_experts_on_rank elements")
+            activation_type = ActivationType.SwigluBias
     gated = is_gated_activation(activation_type)
     num_local = fc1_expert_weights.shape[0]
     inter_size = fc2_expert_weights.shape[2] * (16 if nvfp4 else 1)
@@ -143,7 +153,8 @@ def fused_moe(
             w1, w2 = fc1_expert_weights[local].float(), fc2_expert_weights[local].float()
             fc1_scale = fc2_scale = torch.ones((), device=x.device)
         inner = ((x_codes[token] @ w1.T) * fc1_scale).to(weights_dtype).float()
-        inner = _activate(inner, activation_type).to(weights_dtype).float()
+        own = (None if given is None else given[local] for given in constants)
+        inner = _activate(inner, activation_type, *own).to(weights_dtype).float()
         if nvfp4:
             global_scale = act2[local] if act2.dim() else act2
             packed, sf = fp4_quantize(inner, global_scale, is_sf_swizzled_layout=False)
@@ -161,13 +172,24 @@ def fused_moe(
     return out_tensor.copy_(result)
 
 
-def _activate(fc1_output: torch.Tensor, activation_type: ActivationType) -> torch.Tensor:
+def _activate(
+    fc1_output: torch.Tensor,
+    activation_type: ActivationType,
+    alpha: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    limit: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if activation_type == ActivationType.SwigluBias:
+        up, gate = fc1_output.chunk(2, dim=-1)
+        if limit is not None:
+            up, gate = torch.maximum(torch.minimum(up, limit), -limit), torch.minimum(gate, limit)
+        return gate * torch.sigmoid(gate if alpha is None else alpha * gate) * (up if beta is None else up + beta)
     if activation_type == ActivationType.Swiglu:
         up, gate = fc1_output.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
     if activation_type == ActivationType.Relu2:
         return torch.relu(fc1_output) ** 2
-    raise ValueError(f"the embedded host computes Swiglu and Relu2, not {ActivationType(activation_type).name}")
+    raise ValueError(f"the embedded host computes Swiglu, SwigluBias and Relu2, not {ActivationType(activation_type).name}")
 
 
 def _expert_scales(block_scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -39,8 +39,9 @@ def faults(kernel: TritonKernel, sizes: Sequence[int]) -> list[str] | None:
         drawn = torch.randn(total, g.hidden_size, generator=generator)
         local = called[torch.randint(len(called), (total, g.top_k), generator=generator)].to(torch.int32)
         scales = torch.rand(total, g.top_k, generator=generator) + 0.1
-    for last in torch.tensor(sizes).cumsum(0).tolist():
-        local[last - 1, -1] = -1
+    for count, end in zip(sizes, torch.tensor(sizes).cumsum(0).tolist(), strict=True):
+        if count * g.top_k > 1:
+            local[end - 1, -1] = -1
     inverse = float(inputs.fc31_input_scale.flatten()[0])
     # A quarter of the calibrated range: 6 * 448 of the input scale.
     factor = 672 / inverse if 0 < inverse < math.inf else 1.0

@@ -71,7 +71,7 @@ def fc1_kernel(
     workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    SCALED_INPUT: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr,
+    SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of routes (SORTED) or routes (at most ``ROUTES``).
@@ -128,15 +128,8 @@ def fc1_kernel(
             half = weight + SIZE * (H // 8)
             gate = dot(matrix(half, block_scales, words, gate_scales, k, there, BN, BK, SIZE, H, dtype, PTX), operands, gate)
     factor = tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
-    scale = tl.full((width,), 1.0, tl.float32)
-    if SCALED_INPUT:
-        if SORTED:
-            held = tl.load(workspace + tokens * TILES + routes + route, mask=m < n, other=0)
-            scale = held.to(tl.float32, bitcast=True)
-        else:
-            scale = tl.load(scales + route, mask=m < n, other=0.0)
-    gate = gate * factor * scale[None, :]
-    up = up * factor * scale[None, :]
+    gate = gate * factor
+    up = up * factor
     if GATED:
         up *= tl.load(up_to_gate + e)
     if BIAS:
@@ -165,7 +158,7 @@ def _prefetch(addresses):
 def fc2_kernel(
     h, weight, block_scales, alpha, input_scale, bias, ids, scales, out, partial, workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BIAS: tl.constexpr, SCALED_INPUT: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr,
+    BK: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``TILES`` tiles of ``BN`` columns of the hidden size, by blocks or routes as :func:`fc1_kernel`.
@@ -219,12 +212,11 @@ def fc2_kernel(
     sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
     if BIAS:
         sums += tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32)[:, None]
-    if not SCALED_INPUT:
-        if SORTED:
-            scale = tl.load(local_ids + routes + route, mask=m < n, other=0).to(tl.float32, bitcast=True)
-        else:
-            scale = tl.load(scales + route, mask=m < n, other=0.0)
-        sums *= scale[None, :]
+    if SORTED:
+        scale = tl.load(local_ids + routes + route, mask=m < n, other=0).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + route, mask=m < n, other=0.0)
+    sums *= scale[None, :]
     inside = there[:, None] & (m < n)[None, :]
     tl.store(partial + route[None, :] * H + rows[:, None], sums, mask=inside)
     token = route // TOP_K

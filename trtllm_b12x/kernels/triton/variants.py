@@ -95,7 +95,6 @@ class Build:
         common = {"TOP_K": g.top_k, "PDL": self.overlap}
         product = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": self.columns(step), "BM": found.routes}
         product |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "PTX": self.gpu}
-        product |= {"SCALED_INPUT": g.weight_on_input}
         first = {"BN": found.fc1.rows, "BK": found.fc1.columns, "ACTIVATION": ACTIVATIONS.index(g.activation)}
         first |= {"GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
         second = {"BN": found.fc2.rows, "BK": found.fc2.columns}

@@ -84,6 +84,9 @@ def fused_moe(
         ep_rank=ep_rank,
         activation_type=ActivationType(activation_type),
         out_tensor=out_tensor,
+        swiglu_alpha=swiglu_alpha,
+        swiglu_beta=swiglu_beta,
+        swiglu_limit=swiglu_limit,
     )
     return [] if out_tensor is not None else [result]
 

@@ -1,0 +1,359 @@
+"""When layers are measured, and whose word counts; a stand-in clock has the times, on machines without a GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trtllm_b12x
+from tests import layers
+from tests.checkpoints import random_experts
+from tests.clock import Clock, capturing, standing_in
+from trtllm_b12x import fused_moe, process, settings, votes
+from trtllm_b12x.crossover import deciding, store
+from trtllm_b12x.crossover.table import HOST, Fixed, Measured, Times
+from trtllm_b12x.environment import answers
+from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
+
+TENSORS = random_experts(4, 128, 192)
+
+
+def even(name: str, tokens: int) -> float:
+    """Kernels win below 32 tokens, Triton's below 4."""
+    return {"b12x": 9.0, "triton": 4.0 * tokens**0.5, HOST: 12.0}[name] if tokens < 32 or name == HOST else 20.0
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    monkeypatch.setenv(settings.CROSSOVER.name, "auto")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    process.forget()
+    yield
+    process.forget()
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    with standing_in(Clock(even)) as found:
+        yield found
+
+
+def built(**arguments: Any) -> Any:
+    return layers.load(layers.create(4, 128, 192, **arguments), TENSORS)
+
+
+def called(module: Any, tokens: int = 3) -> torch.Tensor:
+    result: torch.Tensor = module(*layers.inputs(module, tokens, TENSORS))
+    return result
+
+
+def served(module: Any, *counts: int) -> list[Any]:
+    return [type(module.backend.schedule.at(tokens)) for tokens in counts]
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """That say which split applies."""
+    return [r.getMessage() for r in caplog.records if "CUTLASS" in r.getMessage() and "4 experts, top 2" in r.getMessage()]
+
+
+def test_without_anything_to_measure_on_the_fixed_split_holds(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    module = built()
+    called(module)
+    called(module, 70)
+    assert served(module, 1, 63, 64) == [ReferenceKernel, ReferenceKernel, type(None)]
+    assert module.backend.schedule.kernels[0].capacity == 63
+    (line,) = lines(caplog)
+    assert line.endswith("default, fixed: CUTLASS from 64 tokens")
+    assert not list(tmp_path.rglob("crossover*"))
+
+
+def test_the_first_call_measures_every_layer_of_the_geometry_and_all_follow(
+    clock: Clock, every_family: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    modules = [built(), built(), layers.load(layers.create(8, 128, 192), random_experts(8, 128, 192))]
+    assert list(modules[0].backend.schedule.families) == ["b12x", "triton"]  # each eligible kernel, spare or not
+    assert modules[0].backend.schedule.kernels[0].capacity == 64  # 32 rows for each of the experts
+    assert modules[2].backend.schedule.kernels[0].capacity == 128
+    assert served(modules[0], 1, 63, 64) == [ReferenceKernel, ReferenceKernel, type(None)]  # until then
+    for _ in range(2):
+        for module in modules[:2]:
+            called(module, 100)
+    assert len(clock.asked) == 1
+    assert clock.layers == 2
+    assert 0 < clock.largest_gap < 0.2  # each path computes the layer: they differ by what quantization costs
+    for module in modules[:2]:
+        kinds = [UnquantizedReferenceKernel, UnquantizedReferenceKernel, ReferenceKernel, ReferenceKernel, type(None), type(None)]
+        assert served(module, 1, 4, 6, 16, 40, 64) == kinds
+        assert module.backend.schedule.below < 40
+    called(modules[2])
+    assert len(clock.asked) == 2
+    assert [line.partition("measured")[0] for line in lines(caplog)] == ["rank 0: 4 experts, top 2, 128 x 256, Swiglu: "]
+    numbers = layers.errors(modules[0], *layers.inputs(modules[0], 9, TENSORS), called(modules[0], 9), TENSORS)
+    assert numbers[1] < 0.005
+
+
+def test_a_host_that_always_wins_has_everything(clock: Clock) -> None:
+    clock._microseconds = lambda name, tokens: 1.0 if name == HOST else 2.0
+    module = built()
+    called(module)
+    assert served(module, 1, 8, 63) == [type(None)] * 3
+    assert module.backend.schedule.below == 1
+    assert called(module).isfinite().all()
+    clock._microseconds = lambda name, tokens: 1.02 if name == HOST else 1.0  # less than three percent
+    process.forget()
+    answers.clear()
+    module = built()
+    called(module)
+    assert served(module, 1, 8, 63) == [type(None)] * 3
+
+
+def test_never_under_capture_and_a_graph_that_follows_has_what_was_measured(clock: Clock) -> None:
+    module = built()
+    with capturing():
+        called(module)
+    assert not clock.asked
+    assert isinstance(module.backend.schedule.split, Fixed)
+    called(module)
+    other = built()
+    with capturing():  # another layer of the geometry, whose first call it is
+        called(other)
+    assert len(clock.asked) == 1
+    assert isinstance(other.backend.schedule.split, Measured)
+
+
+def test_not_while_a_compiler_traces_the_call(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = built()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        called(module)
+    assert not clock.asked
+    called(module)
+    assert len(clock.asked) == 1
+
+
+@pytest.mark.embedded
+def test_once_after_the_hosts_tuning_whatever_came_before(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuning = [False]
+    monkeypatch.setattr(fused_moe.host, "is_tuning", lambda: tuning[0])
+    module = built()
+    called(module)  # as hosts warm attention up
+    assert len(clock.asked) == 1
+    tuning[0] = True
+    called(module, 100)
+    assert len(clock.asked) == 1
+    tuning[0] = False
+    clock._microseconds = lambda name, tokens: 1.0 if name == HOST else 2.0  # tuned, the host is faster
+    for tokens in (100, 8, 3):
+        called(module, tokens)
+    assert len(clock.asked) == 2
+    assert served(module, 3) == [type(None)]
+    tuning[0] = True
+    called(module, 100)
+    tuning[0] = False
+    called(module)
+    assert len(clock.asked) == 2
+    assert len(list(tmp_path.rglob("crossover-*.json"))) == 2
+    process.forget()
+    again = built()
+    called(again)  # the tuned host's table holds before it has tuned, too
+    assert served(again, 3) == [type(None)]
+    assert len(clock.asked) == 2
+
+
+def test_a_layer_whose_kernels_are_not_tested_yet_waits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = built()
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceKernel, "settled", False)
+        called(module)
+        assert not clock.asked
+    called(module)
+    assert len(clock.asked) == 1
+
+
+def test_a_load_and_a_move_keep_what_was_measured(clock: Clock) -> None:
+    module = built()
+    called(module)
+    layers.load(module, random_experts(4, 128, 192, seed=3))
+    module.to("cpu")
+    called(module)
+    assert len(clock.asked) == 1
+    assert isinstance(module.backend.schedule.split, Measured)
+
+
+# ---- whose word counts ---------------------------------------------------------------------------------------------------
+
+
+def stored(times: Times) -> None:
+    """What another process of this machine would have measured."""
+    kernel = built().backend.schedule.kernels[0]
+    store.keep(deciding.key(kernel.geometry, torch.device("cpu"), ["b12x"], False), times)
+    process.forget()
+
+
+def test_a_number_before_all_else(clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    stored(Times({1: {"b12x": 1.0, HOST: 2.0}}))
+    monkeypatch.setenv(settings.CROSSOVER.name, "8")
+    module = built()
+    assert module.backend.schedule.kernels[0].capacity == 7
+    called(module)
+    assert served(module, 7, 8) == [ReferenceKernel, type(None)]
+    assert not clock.asked
+    assert lines(caplog)[-1].endswith("TRTLLM_B12X_CROSSOVER=8, fixed: CUTLASS from 8 tokens")
+    monkeypatch.setenv(settings.CROSSOVER.name, "100")
+    assert served(built(), 99, 100) == [ReferenceKernel, type(None)]
+
+
+def test_a_file_then_what_is_stored_then_a_measurement(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(Times({1: {"b12x": 1.0, HOST: 2.0}, 2: {"b12x": 3.0, HOST: 2.0}, 4: {"b12x": 3.0, HOST: 2.0}}))
+    module = built()
+    called(module)
+    assert served(module, 1, 2, 30) == [ReferenceKernel, type(None), type(None)]
+    assert lines(caplog)[-1].endswith("stored: b12x 1-1, then CUTLASS")
+    (file,) = tmp_path.rglob("crossover-*.json")
+    content = json.loads(file.read_text())
+    content["microseconds"] = {"1": {"b12x": 2.0, HOST: 1.0}, "2": {"b12x": 2.0, HOST: 1.0}}
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps({"tables": [content]}))
+    monkeypatch.setenv(settings.CROSSOVER.name, str(given))
+    process.forget()
+    module = built()
+    called(module)
+    assert served(module, 1, 2, 30) == [type(None)] * 3
+    assert lines(caplog)[-1].endswith(f"TRTLLM_B12X_CROSSOVER={given}: CUTLASS")
+    content["card"] = {"name": "another"}
+    given.write_text(json.dumps(content))
+    process.forget()
+    module = built()
+    called(module)
+    assert served(module, 1, 2) == [ReferenceKernel, type(None)]
+    assert "has no table for 4 experts, top 2" in caplog.text
+    assert "of another card (name); the card is asked" in caplog.text
+    assert not clock.asked
+    file.write_text(json.dumps(content))
+    process.forget()
+    called(built())
+    assert len(clock.asked) == 1
+    assert json.loads(file.read_text())["card"] == {"name": "cpu"}
+
+
+def test_what_cannot_be_measured_leaves_the_fixed_split(clock: Clock, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    def fails() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    clock._before = fails
+    modules = [built(), built()]
+    for _ in range(2):
+        for module in modules:
+            called(module)
+    assert len(clock.asked) == 1
+    assert served(modules[0], 1, 63, 64) == [ReferenceKernel, ReferenceKernel, type(None)]
+    assert caplog.text.count("cannot be measured: OutOfMemoryError: CUDA out of memory") == 1
+    assert lines(caplog)[-1].endswith("default, fixed: CUTLASS from 64 tokens")
+    assert not list(tmp_path.rglob("crossover*"))
+
+
+def test_a_fault_of_ours_costs_the_card_its_say_and_no_kernel(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("nobody expects it")
+
+    monkeypatch.setattr(deciding, "key", fails)
+    module = built()
+    for _ in range(2):
+        called(module)
+    assert served(module, 1, 63, 64) == [ReferenceKernel, ReferenceKernel, type(None)]
+    assert caplog.text.count("the crossover stays as it is: KeyError: 'nobody expects it'") == 1
+
+
+def test_a_router_that_needs_more_than_logits_is_done_without(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = built()
+    draw = deciding.draw_of(module.backend, module.backend.kernel.geometry, torch.device("cpu"))
+    with_router = draw(6, 1)
+    routing = type(module.backend.routing_method)
+
+    def fails(self: Any, *_: Any) -> None:
+        raise AttributeError("e_score_correction_bias")
+
+    monkeypatch.setattr(routing, "apply", fails)
+    without = draw(6, 1)
+    for ids, scales in (with_router, without):
+        assert ids.shape == scales.shape == (6, 2)
+        assert ids.dtype == torch.int32
+        assert scales.dtype == torch.float32
+        assert all(len(set(row)) == 2 for row in ids.tolist())
+    assert torch.equal(with_router[0], without[0])
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_other_ranks_times_count_and_one_that_has_none_takes_theirs(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this rank's side; with real processes: integration/test_distributed.py."""
+    other = Times({1: {"b12x": 30.0, HOST: 1.0}, 2: {"b12x": 1.0, HOST: 30.0}}).text()
+    said: list[str] = []
+
+    def share(mapping: Any, about: str, text: str, wait_s: float) -> list[str] | None:
+        said.append(text)
+        return [text, other]
+
+    monkeypatch.setattr(votes, "share", share)
+    module = built()
+    called(module)
+    assert served(module, 1, 2) == [type(None), ReferenceKernel]
+    assert Times.of(said[0]).points[1] == {"b12x": 9.0, HOST: 12.0}
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    clock._before = fails
+    process.forget()
+    answers.clear()
+    module = built()
+    called(module)
+    assert said[1] == ""
+    assert served(module, 1, 2) == [type(None), ReferenceKernel]
+
+
+def test_until_all_ranks_have_spoken_the_fixed_split_holds_and_nobody_waits_twice(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits: list[float] = []
+    there = [False]
+
+    def share(mapping: Any, about: str, text: str, wait_s: float) -> list[str] | None:
+        waits.append(wait_s)
+        return [text] if there[0] else None
+
+    monkeypatch.setattr(votes, "share", share)
+    modules = [built(), built()]
+    for module in modules:
+        called(module)
+    assert waits == [deciding.WAIT_S, 0]
+    assert len(clock.asked) == 1
+    assert served(modules[0], 1, 63, 64) == [ReferenceKernel, ReferenceKernel, type(None)]
+    assert caplog.text.count("other ranks have not measured yet") == 1
+    there[0] = True
+    for module in modules:
+        called(module)
+    assert waits == [deciding.WAIT_S, 0, 0]
+    assert served(modules[1], 16, 40) == [ReferenceKernel, type(None)]
+
+
+def test_the_status_says_it(clock: Clock) -> None:
+    module = built()
+    called(module)
+    (summary,) = trtllm_b12x.status().crossovers.values()
+    assert summary.startswith("measured in ")
+    assert "then CUTLASS" in summary

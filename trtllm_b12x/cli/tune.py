@@ -1,0 +1,355 @@
+"""``trtllm-b12x tune``: from how many tokens on is which path the fastest on this card?"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trtllm_b12x import __version__, settings
+from trtllm_b12x.bootstrap import first_line
+from trtllm_b12x.crossover.table import HOST, Measured, Times, winner
+from trtllm_b12x.schedule import DEFAULT_CROSSOVER
+
+from .verify_output import plain, progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from trtllm_b12x.crossover.layers import Shape
+
+_DONE, _UNUSABLE, _INTERRUPTED = 0, 2, 130
+_BUILT = 0.6
+"""Share of a geometry's time that is over once its layers are there: kernels are compiled and tested."""
+_SEED = 1
+"""Of the skewed routes."""
+
+
+@dataclass
+class _Table:
+    """What was found of one geometry."""
+
+    name: str
+    geometry: Any
+    record: dict[str, Any]
+    """As files have it."""
+    times: Times
+    most: dict[str, int]
+    """Tokens that each family serves."""
+    seconds: float
+    layers: int
+    limit: dict[int, float]
+    """Microseconds by token count for what a call reads once, at the bandwidth of a copy."""
+    skewed: Times | None = None
+    split: Measured = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.split = Measured(self.times, f"measured in {self.seconds:.1f} s", DEFAULT_CROSSOVER)
+
+    def rows(self, tokens: int) -> float:
+        return float(tokens * self.geometry.top_k / self.geometry.num_experts / self.geometry.ranks)
+
+    def loss(self) -> float:
+        """How far behind the fastest path the choice is under skewed routes, at worst."""
+        assert self.skewed is not None
+        worst = 0.0
+        for tokens, paths in self.skewed.points.items():
+            chosen = self.split.pick(tokens, [name for name, most in self.most.items() if tokens <= most]) or HOST
+            worst = max(worst, paths[chosen] / min(paths.values()) - 1)
+        return worst
+
+    def json(self) -> dict[str, Any]:
+        counts = self.times.counts
+        found = {
+            **self.record,
+            "layer": self.name,
+            "layers": self.layers,
+            "seconds": round(self.seconds, 2),
+            "rows_per_local_expert": {str(tokens): round(self.rows(tokens), 3) for tokens in counts},
+            "bandwidth_limit": {str(tokens): round(self.limit[tokens], 2) for tokens in counts},
+            "chosen": self.split.ranges(max(self.most.values()), self.most),
+        }
+        if self.skewed is not None:
+            points = {str(tokens): {name: round(t, 3) for name, t in p.items()} for tokens, p in self.skewed.points.items()}
+            found["skewed"] = {"microseconds": points, "worst_loss": round(self.loss(), 4)}
+        return found
+
+
+@click.command(short_help="Measure which path is the fastest at how many tokens.")
+@click.argument("checkpoint", type=click.Path(path_type=Path), required=False)
+@click.option("--hidden", type=click.IntRange(128), help="Hidden size.")
+@click.option("--intermediate", type=click.IntRange(16), help="Intermediate size of an expert, before any split.")
+@click.option("--experts", type=click.IntRange(1), help="Experts of the layer, on all ranks.")
+@click.option("--top-k", type=click.IntRange(1), help="Experts of a token.")
+@click.option("--activation", default="swiglu", show_default=True, help="swiglu, relu2 or another that the host computes.")
+@click.option("--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Tensor-parallel ranks that share it.")
+@click.option("--ep", type=click.IntRange(1, 1024), default=1, show_default=True, help="Expert-parallel ranks that share it.")
+@click.option("--skewed", is_flag=True, help="Also routes that prefer experts by 1 / rank: is the choice right for those too?")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for standard output."
+)
+@click.option("--png", type=click.Path(path_type=Path), help="Draw time over tokens into this file (needs matplotlib).")
+@click.pass_context
+def tune(
+    ctx: click.Context,
+    checkpoint: Path | None,
+    hidden: int | None,
+    intermediate: int | None,
+    experts: int | None,
+    top_k: int | None,
+    activation: str,
+    tp: int,
+    ep: int,
+    skewed: bool,
+    json_file: Path | None,
+    png: Path | None,
+) -> None:
+    """Measure each kernel family and the host's own path on this card, as a server does when it warms up.
+
+    For each geometry of an NVFP4 CHECKPOINT, or for one that is given by its sizes.  Weights are drawn: times do not depend on
+    them.  The table is stored where a server of this installation looks for it; a file of --json serves others on the same kind
+    of card by TRTLLM_B12X_CROSSOVER=FILE.
+
+    Exit status: 0 measured, 2 there is nothing to measure on, or nothing to measure, 130 interrupted.
+    """
+    try:
+        sizes = {"--experts": experts, "--top-k": top_k, "--hidden": hidden, "--intermediate": intermediate}
+        missing = [name for name, value in sizes.items() if value is None]
+        if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(sizes)):
+            raise click.UsageError(f"give a CHECKPOINT, or all of {', '.join(sizes)}")
+        if png is not None and importlib.util.find_spec("matplotlib") is None:
+            raise _Unusable("--png needs matplotlib: pip install matplotlib, or the package's extra, trtllm-b12x[plot]")
+        for file in (json_file, png):
+            if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
+                raise _Unusable(f"{file}: its folder does not exist; create it first")
+        gpu = _gpu()
+        shapes = _of_checkpoint(checkpoint, tp, ep) if checkpoint else _of_sizes(sizes, activation, tp, ep)
+        status = _tune(shapes, gpu, skewed, json_file, png)
+    except _Unusable as error:
+        click.echo(f"error: {plain(error)}", err=True)
+        status = _UNUSABLE
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        status = _INTERRUPTED
+    ctx.exit(status)
+
+
+class _Unusable(Exception):  # noqa: N818 - one line for the user, not a fault
+    pass
+
+
+def _gpu() -> str:
+    try:
+        import torch
+    except Exception as error:
+        raise _Unusable(f"torch does not import: {str(error).splitlines()[0]}") from None
+    if not torch.cuda.is_available():
+        raise _Unusable("no GPU: torch sees none, and times of another machine say nothing; run it on the one with the card")
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} (SM{major}{minor})"
+
+
+def _device() -> str:
+    return "cuda:0"
+
+
+def _families() -> list[str]:
+    """That run on this card themselves, not by what stands in for them."""
+    from trtllm_b12x.kernels import considered
+
+    return [family for family, kernel in considered("cuda").items() if kernel.features.name == family]
+
+
+def _of_sizes(sizes: dict[str, int | None], activation: str, tp: int, ep: int) -> dict[str, Shape]:
+    from trtllm_b12x.crossover.layers import Shape
+
+    experts, top_k, hidden, intermediate = (int(value or 0) for value in sizes.values())
+    if top_k > experts:
+        raise _Unusable(f"--top-k {top_k}: there are {experts} experts")
+    shape = Shape(experts, top_k, hidden, intermediate, _activation(activation), tp, ep)
+    return {f"{experts} experts, top {top_k}, {hidden} x {intermediate}": _divided(shape)}
+
+
+def _of_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[str, Shape]:
+    """Name of the first layer of each geometry to what it is."""
+    from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
+    from trtllm_b12x.crossover.layers import Shape
+
+    try:
+        with Checkpoint(checkpoint) as source:
+            served = [layer for layer in source.layers if layer.quant_algo == "NVFP4"]
+    except CheckpointError as error:
+        raise _Unusable(str(error)) from None
+    found: dict[Shape, str] = {}
+    for layer in served:
+        sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
+        found.setdefault(Shape(*sizes, _activation(layer.activation), tp, ep), layer.name)
+    if not found:
+        raise _Unusable(f"{checkpoint}: has no NVFP4 MoE layer")
+    return {name: _divided(shape) for shape, name in found.items()}
+
+
+def _divided(shape: Shape) -> Shape:
+    for size, parts, what in ((shape.intermediate_size, shape.tp, "tp"), (shape.num_experts, shape.ep, "ep")):
+        if size % parts:
+            raise _Unusable(f"--{what} {parts}: there are {size} to divide; choose a divisor")
+    return shape
+
+
+def _activation(word: str) -> str:
+    from trtllm_b12x.host import UnsupportedHostError, load
+
+    try:
+        names = [kind.name for kind in load().ActivationType]
+    except UnsupportedHostError as error:
+        raise _Unusable(str(error)) from None
+    found = next((name for name in names if name.lower() == word.lower()), None)
+    if found is None:
+        raise _Unusable(f"activation {word!r}: the host has {', '.join(names)}")
+    return found
+
+
+def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | None, png: Path | None) -> int:
+    import torch
+
+    from trtllm_b12x.crossover import layers, measuring
+
+    to_stderr = str(json_file) == "-"
+
+    def line(text: str) -> None:
+        click.echo(plain(text), err=to_stderr)
+
+    line(f"{gpu}: the tables are this GPU's, not another card's")
+    if layers.is_embedded():
+        line("TensorRT-LLM is not installed: the host's path is the embedded host's operator in torch, not CUTLASS")
+    device = torch.device(_device())
+    copy = measuring.copy_bandwidth()
+    line(f"a copy moves {copy / 1e12:.2f} TB/s, read plus written")
+    tables: list[_Table] = []
+    failed = False
+    with progress(len(shapes), "measuring") as (set_done, paused):
+        for number, (name, shape) in enumerate(shapes.items()):
+            try:
+                tables.append(_measure(name, shape, device, copy, skewed, lambda share, number=number: set_done(number + share)))
+            except Exception as error:  # the host's, torch's or the driver's: the other geometries have a chance
+                failed = True
+                with paused():
+                    reason = error if isinstance(error, layers.NothingToMeasureError) else first_line(error)
+                    click.echo(f"error: {plain(name)}: {plain(reason)}", err=True)
+                continue
+            with paused():
+                for text in _lines(tables[-1]):
+                    line(text)
+    _write(tables, gpu, copy, layers.is_embedded(), json_file)
+    if png is not None and tables:
+        _draw(tables, gpu, png)
+        line(f"{png} is drawn")
+    return _UNUSABLE if failed else _DONE
+
+
+def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed: bool, set_share: Any) -> _Table:
+    from trtllm_b12x.crossover import deciding, layers, measuring, store
+
+    logging.getLogger("trtllm_b12x").setLevel(logging.WARNING)
+    real = _families()
+    if not real:
+        raise layers.NothingToMeasureError("no kernel family runs on this card")
+    with settings.KERNELS.only(real), settings.CROSSOVER.set("auto"):
+        made = layers.build(shape, device, progress=lambda share: set_share(_BUILT * share))
+        backend, geometry = getattr(made[0], "backend", made[0]), layers.geometry(made[0])
+        most = {family: kernel.capacity for family, kernel in backend.schedule.families.items()}
+        layers.tuned(made[0], max(most.values()))
+        paths = deciding.paths(backend, layers.call(made[0], 1))
+        started = time.monotonic()
+        times = measuring.measure(
+            paths,
+            geometry,
+            deciding.draw_of(backend, geometry, device),
+            device,
+            progress=lambda share: set_share(_BUILT + (1 - _BUILT) * share),
+        )
+        seconds = time.monotonic() - started
+        others = None
+        if skewed:
+            draw = deciding.draw_of(backend, geometry, device, skewed=True)
+            others = measuring.measure(paths, geometry, draw, device, given=times.counts, seed=_SEED)
+        key = deciding.key(geometry, device, list(most), tuned=not layers.is_embedded())
+    store.keep(key, times)
+    read = {tokens: measuring.expert_bytes(geometry) * measuring.expected_hits(geometry, tokens) for tokens in times.counts}
+    limit = {tokens: 1e6 * size / copy for tokens, size in read.items()}
+    return _Table(name, geometry, store.record(key, times), times, most, seconds, len(made), limit, others)
+
+
+# ---- output --------------------------------------------------------------------------------------------------------------
+
+
+def _lines(table: _Table) -> list[str]:
+    names = [*table.most, HOST]
+    found = [
+        f"{table.name}, on a rank {table.geometry}: {table.split.summary}, {table.layers} layers",
+        "  ".join(("tokens", "rows/expert", *(f"{name} us".rjust(10) for name in names), "  limit us", "chosen")),
+    ]
+    for tokens, paths in table.times.points.items():
+        cells = [f"{paths[name]:.1f}".rjust(10) if name in paths else "-".rjust(10) for name in names]
+        ends = f"{table.limit[tokens]:.1f}".rjust(10), winner(paths) or HOST
+        found.append("  ".join((str(tokens).rjust(6), f"{table.rows(tokens):.2f}".rjust(11), *cells, *ends)))
+    if table.skewed is not None:
+        found.append(f"skewed routes: the choice is at most {100 * table.loss():.1f} % behind the fastest path")
+    return found
+
+
+def _write(tables: list[_Table], gpu: str, copy: float, embedded: bool, file: Path | None) -> None:
+    if file is None:
+        return
+    content = {
+        "trtllm_b12x": __version__,
+        "gpu": gpu,
+        "embedded_host": embedded,
+        "copy_bytes_per_second": round(copy),
+        "tables": [table.json() for table in tables],
+    }
+    text = json.dumps(content, indent=1) + "\n"
+    if str(file) == "-":
+        click.echo(text, nl=False)
+        return
+    try:
+        temporary = file.with_name(f".{file.name[:200]}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise _Unusable(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
+
+
+def _draw(tables: list[_Table], gpu: str, file: Path) -> None:
+    """Time over tokens of each path, the limit of the bandwidth, and a ground in the color of what is chosen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, all_axes = pyplot.subplots(len(tables), 1, figsize=(8, 4.5 * len(tables)), squeeze=False)
+    for table, axes in zip(tables, all_axes[:, 0], strict=True):
+        colors = {}
+        for name in [*table.most, HOST]:
+            points = [(tokens, paths[name]) for tokens, paths in table.times.points.items() if name in paths]
+            (drawn,) = axes.plot(*zip(*points, strict=True), marker="o", label="the host's path" if name == HOST else name)
+            colors[name] = drawn.get_color()
+        axes.plot(list(table.limit), list(table.limit.values()), "k--", label="bandwidth limit")
+        counts = table.times.counts
+        for first, last, name in table.split.ranges(counts[-1], table.most):
+            axes.axvspan(max(first - 0.5, counts[0]), last + 0.5, color=colors[name], alpha=0.12, lw=0)
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds", title=f"{table.name}\n{gpu}")
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.legend()
+        axes.grid(alpha=0.3)
+    try:
+        figure.savefig(file, dpi=120, bbox_inches="tight")
+    except OSError as error:
+        raise _Unusable(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None

@@ -1,0 +1,173 @@
+"""Layers to measure where no server has loaded any: of a geometry with random weights, or of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import trtllm_b12x
+from trtllm_b12x import host, selection
+from trtllm_b12x.decision import Deployment, Problem, Resolution
+from trtllm_b12x.host import building
+from trtllm_b12x.kernels import Geometry, resolve
+
+_INPUT_SCALES = (0.01, 0.0005)
+"""Of FC1 and FC2: amax / 2688 of activations."""
+_MEMORY = 0.5
+"""Share of what is free that layers may take."""
+_COLD = 8
+"""Caches full of weights that are enough."""
+_MOST = 16
+
+
+class NothingToMeasureError(RuntimeError):
+    """No kernel of ours serves such a layer here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer as the model has it, and the ranks that share it."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    tp: int = 1
+    ep: int = 1
+
+
+def build(
+    shape: Shape,
+    device: torch.device,
+    weights: Callable[[int], Mapping[str, torch.Tensor]] | None = None,
+    available: int = _MOST,
+    progress: Callable[[float], None] = lambda share: None,
+) -> list[Any]:
+    """The first rank's layers, promoted and loaded, as many as are out of the L2 cache when their turn comes again.
+
+    Args:
+        weights: of the checkpoint's layer of that number; default random ones.
+        available: layers that there are.
+        progress: told the share of them that is done.
+
+    Returns:
+        Wrappers of the host's, whose ``backend`` is ours.
+
+    Raises:
+        NothingToMeasureError: see there.
+    """
+    made: list[Any] = []
+    wanted = 1
+    while len(made) < wanted:
+        module = _promoted(shape, device)
+        backend = getattr(module, "backend", module)
+        if weights is None:
+            fill(backend, len(made))
+        else:
+            module.load_weights([weights(len(made))])
+        module.post_load_weights()
+        schedule = getattr(backend, "schedule", None)
+        if schedule is None or not schedule.kernels or not schedule.settled:
+            raise NothingToMeasureError(str(getattr(backend, "verdict", _verdict(shape))))
+        made.append(module)
+        if len(made) == 1:
+            wanted = _enough(backend, device, available)
+        progress(len(made) / wanted)
+    return made
+
+
+def _promoted(shape: Shape, device: torch.device) -> Any:
+    sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k, shape.activation)
+    was = selection.active()
+    trtllm_b12x.install()
+    try:
+        with torch.device(device), torch.inference_mode(False):
+            return building.create(*sizes, tp=shape.tp, ep=shape.ep)
+    finally:
+        if not was:
+            trtllm_b12x.uninstall()
+
+
+def _verdict(shape: Shape) -> Resolution:
+    """On a layer that the host has built as its own."""
+    problem = Problem(
+        quant_algo="NVFP4",
+        group_size=16,
+        activation=shape.activation,
+        activation_dtype="bfloat16",
+        hidden_size=shape.hidden_size,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+    )
+    return resolve((problem, Deployment(ep_size=shape.ep)))
+
+
+def _enough(backend: Any, device: torch.device, available: int) -> int:
+    if device.type != "cuda":
+        return 1
+    size = sum(parameter.nbytes for parameter in backend.parameters())
+    cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
+    room = 1 + int(_MEMORY * torch.cuda.mem_get_info(device)[0]) // size
+    return max(1, min(max(6, math.ceil(_COLD * cache / size)), _MOST, room, available))
+
+
+@torch.no_grad()
+def fill(backend: Any, seed: int) -> None:
+    """Codes of every value and block scales from 0.5 to 2, so that outputs are about one: the host's dummy load, with sense."""
+    device = backend.w2_weight.device
+    own = torch.Generator(device).manual_seed(seed)
+    for name, parameter in backend.named_parameters():
+        if name.endswith(("_weight", "_weight_scale")):
+            low, high = (0, 256) if name.endswith("_weight") else (0x30, 0x41)
+            parameter.data.view(torch.uint8).random_(low, high, generator=own)
+    inner = backend.hidden_size, backend.intermediate_size_per_partition
+    for scale, alpha, size, amax in zip(
+        ("fc31_input_scale", "fc2_input_scale"), ("fc31_alpha", "fc2_alpha"), inner, _INPUT_SCALES, strict=True
+    ):
+        getattr(backend, scale).data.fill_(1 / amax)
+        getattr(backend, alpha).data.fill_(amax * 0.2 / math.sqrt(size))
+
+
+def call(module: Any, tokens: int) -> Any:
+    """A call of the host's, in its own form: what :func:`trtllm_b12x.crossover.deciding.paths` takes."""
+    seen: list[Any] = []
+    backend = getattr(module, "backend", module)
+    backend._ask = seen.append
+    try:
+        run(module, tokens)
+    finally:
+        del backend._ask
+    return seen[0]
+
+
+def run(module: Any, tokens: int) -> torch.Tensor:
+    backend = getattr(module, "backend", module)
+    device, dtype = backend.w2_weight.device, backend.schedule.kernels[0].geometry.dtype
+    own = torch.Generator(device).manual_seed(tokens)
+    x = torch.randn(tokens, backend.hidden_size, device=device, generator=own).to(dtype)
+    logits = torch.randn(tokens, backend.num_experts, device=device, generator=own)
+    with torch.inference_mode():
+        result: torch.Tensor = module(x, logits)
+    return result
+
+
+def tuned(module: Any, most: int) -> None:
+    """The host tunes its own path for up to ``most`` tokens, as when it warms up; the embedded one has nothing to tune."""
+    if not is_embedded():
+        with building.autotune():
+            run(module, most)
+
+
+def geometry(module: Any) -> Geometry:
+    """Of the kernels, on this rank."""
+    found: Geometry = getattr(module, "backend", module).schedule.kernels[0].geometry
+    return found
+
+
+def is_embedded() -> bool:
+    return host.load().generation == "embedded"

@@ -1,0 +1,77 @@
+"""Layers of this process's host, outside of a model: for the command line, which measures them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from . import embedded, load
+
+
+def records() -> Any:
+    """What describes a layer to the host, by the host's names, wherever its generation has them."""
+    host = load()
+    if host.generation == "embedded":
+        return embedded
+    sources = {
+        "tensorrt_llm._torch.model_config": ("ModelConfig",),
+        "tensorrt_llm.mapping": ("Mapping",),
+        "tensorrt_llm.models.modeling_utils": ("QuantAlgo", "QuantConfig"),
+        f"{host.create_moe.__package__}.routing": ("BaseMoeRoutingMethod", "RenormalizeMoeRoutingMethod"),
+    }
+    found = {name: getattr(importlib.import_module(module), name) for module, names in sources.items() for name in names}
+    return SimpleNamespace(**found)
+
+
+def create(
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    top_k: int,
+    activation: str,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    most_tokens: int = 8192,
+) -> Any:
+    """What ``create_moe`` makes of an NVFP4 layer on the first of ``tp * ep`` ranks, its weights uninitialized.
+
+    Sizes are the model's.  ``activation`` is a member of the host's ``ActivationType``.
+
+    Raises:
+        Exception: whatever the host raises.
+    """
+    host, names = load(), records()
+    ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
+    config = names.ModelConfig(
+        quant_config=names.QuantConfig(quant_algo=names.QuantAlgo.NVFP4, group_size=16),
+        mapping=names.Mapping(**ranks),
+        moe_backend="CUTLASS",
+        max_num_tokens=most_tokens,
+    )
+    create_moe, kind = host.create_moe.create_moe, host.ActivationType[activation]
+    if host.generation == "embedded" or "activation_type" in inspect.signature(create_moe).parameters:
+        given: dict[str, Any] = {"activation_type": kind}
+    else:
+        payloads = importlib.import_module(f"{host.create_moe.__package__}.activation")
+        swiglu = kind == host.ActivationType.Swiglu
+        given = {"activation": payloads.SwigluActivation() if swiglu else payloads.SimpleActivation(kind)}
+    routing = names.RenormalizeMoeRoutingMethod(top_k)
+    module = create_moe(
+        routing, num_experts, hidden_size, intermediate_size, dtype=dtype, reduce_results=False, model_config=config, **given
+    )
+    if not getattr(module, "backend", module)._weights_created:
+        module.create_weights()
+    return module
+
+
+def autotune() -> AbstractContextManager[Any]:
+    """TensorRT-LLM's own tuning of what is called inside."""
+    found: AbstractContextManager[Any] = importlib.import_module("tensorrt_llm._torch.autotuner").autotune()
+    return found
