@@ -241,6 +241,7 @@ class Promoted(Carried):
             activation="SwigluBias" if questions.activation_tensors(self) else self._activation_name(),
             dtype=self._dtype,
             ranks=self.ep_size,
+            format=self.quant_method.format,
         )
 
     def _kernel_weights(self) -> Any:
