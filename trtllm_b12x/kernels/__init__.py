@@ -285,7 +285,7 @@ def resolve(
         asked = considered(quant_algo=name) if kernels is None else kernels
         rows = tuple((family, kernel.features) for family, kernel in asked.items())
         found.append(decision.resolve(*question, environment(), rows, plan_errors))
-    return min(found, key=lambda resolution: len(resolution.reasons))
+    return next((resolution for resolution in found if resolution.served), found[0])
 
 
 def _card_is_there(features: KernelFeatures) -> bool:
