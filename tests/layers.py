@@ -17,9 +17,7 @@ from trtllm_b12x import registry, strict_reference
 from trtllm_b12x.strict_reference import Arithmetic, Call
 from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
 
-host = _host.load()
-if host.generation != "embedded":  # a double of TensorRT-LLM is on the path: the host's records come from it
-    names.extend(host)
+host = names.extended(_host.load())
 
 
 def create(num_experts: int, hidden_size: int, intermediate_size: int, *args: Any, promote: bool = True, **kwargs: Any) -> Any:

@@ -8,33 +8,36 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from . import formats, kernels, log, registry, settings, votes
 from . import host as _host
+from .carried import Carried
 from .crossover import deciding
 from .decision import RejectReason, Resolution
 from .host import contract, questions
 from .quantization import Method
 from .schedule import HOSTS, Schedule, crossover
 
-host = _host.load()
-
 _SPARE = "kernels that are preferred serve every call"
 """What a family is left out for that nothing speaks against."""
 
 
-class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: ignore[name-defined]
+class Promoted(Carried):
     """MoE on SM120/SM121, of any of our formats: calls of few tokens are our kernels', all others the parent's.
 
     Whether any serve the layer at all is decided in :meth:`create_weights`, when its final quantization is known;
     where it does not, the instance behaves as its parent to the letter.  ``verdict`` says why.
     """
 
-    hosts_class = host.CutlassFusedMoE
+    hosts_class: ClassVar[type]
     """What runs in its place."""
+    _quantized: ClassVar[Any]
+    """The host's ``Fp4QuantizedTensor``."""
+    _is_tuning: ClassVar[staticmethod[[], bool]]
+    """The host's autotuner is running."""
     verdict: Resolution
     """The latest, from ``create_weights`` on."""
     schedule = HOSTS
@@ -194,8 +197,10 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             kernel.bind(weights, self.slot_start)
             kernel.self_test()
             return kernel, None
-        except Exception as exception:
-            return None, kernels.first_line(exception)
+        except Exception as error:
+            if isinstance(error, kernels.PlanError) and error.lasting:
+                self._load.failed[name, geometry] = kernels.first_line(error)
+            return None, kernels.first_line(error)
 
     def _about(self) -> str:
         """The layer, in words that every rank has alike: sizes before any split, and its place."""
@@ -236,75 +241,13 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             activation="SwigluBias" if questions.activation_tensors(self) else self._activation_name(),
             dtype=self._dtype,
             ranks=self.ep_size,
+            format=self.quant_method.format,
         )
 
     def _kernel_weights(self) -> Any:
         """Of the layer's format, with what it has beside its weights."""
         weights, extra = self.quant_method.kernel_weights(self), questions.activation_tensors(self)
         return dataclasses.replace(weights, epilogue=kernels.Epilogue(**extra)) if extra else weights
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the kernel, whose views and workspace are this layer's: a copy runs on CUTLASS until its weights are loaded."""
-        return {**self.__dict__, "schedule": HOSTS, "_parked": HOSTS}
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Moved or converted: the kernel follows, or waits until the layer is back where it can run."""
-        own = {} if self._ours is None else self._ours.neutral
-        meta = [name for name in own if name in self._parameters and self._parameters[name].is_meta]
-        module = super()._apply(*args, **kwargs)
-        for name in meta:
-            if not self._parameters[name].is_meta:
-                self._parameters[name].data.fill_(own[name])  # what it is given here is not even zeros
-        schedule = self.schedule if self.schedule.kernels else self._parked
-        try:
-            self.retire_kernels()
-            if not all(kernel.runs_on(self.w2_weight.device) for kernel in schedule.kernels):
-                self._parked = schedule
-            elif schedule.kernels:
-                self.schedule = schedule
-                self._weights_are_ready()
-        except Exception as error:
-            self._leave_to_the_host(error)
-        return module
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The host's keys, where they say it all."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        with suppress(Exception):
-            if self._ours is not None:
-                for name in filter(functools.partial(self._ours.is_neutral, self), self._ours.neutral):
-                    destination.pop(prefix + name, None)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Also of the host's own layers, and what is derived follows."""
-        errors = len(error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        method = self._ours
-        if method is None or not method.neutral.keys() <= self._parameters.keys():
-            return
-        for name, value in method.neutral.items():
-            if prefix + name not in state_dict and prefix + method.stored[0] in state_dict:
-                self._parameters[name].data.fill_(value)
-                if prefix + name in missing_keys:
-                    missing_keys.remove(prefix + name)
-        if len(error_msgs) > errors:
-            where, tile = prefix.rstrip(".") or type(self).__name__, method.tile
-            error_msgs.append(
-                f"{where} keeps its intermediate size on its kernels' tile of {tile}: load the state_dict of a layer that does "
-                "not with TRTLLM_B12X=0, or load the checkpoint"
-            )
-        method.refresh(self)
-        if self.schedule.kernels:
-            self._weights_are_ready()
 
     # ---- call --------------------------------------------------------------------------------------------------------
 
@@ -317,7 +260,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         if self._asked == deciding.TUNED or torch.compiler.is_compiling() or not self.schedule.kernels:
             return
         try:
-            if host.is_tuning():
+            if self._is_tuning():
                 deciding.tuning()
             elif self._asked != (stage := deciding.stage()) and deciding.ask(self, like):
                 self._asked = stage
@@ -333,7 +276,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         kernel = self.schedule.at(x.shape[0])
         if kernel is None or not (x_sf is None or kernel.features.quantized_input):
             return None
-        return None if host.is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
+        return None if self._is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
         """As the parent, except that what a kernel will serve passes through: it takes tokens that are not quantized.
@@ -382,7 +325,7 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
         of a call (:mod:`trtllm_b12x.host.calls`) sort out before: LoRA, unfinalized output, and ids from an all-to-all, which may
         hold a padding id.  ``moe_output`` is written and returned if given.
         """
-        if isinstance(x, host.Fp4QuantizedTensor):
+        if isinstance(x, self._quantized):
             x, x_sf, swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
         kernel = self._kernel_for(x, x_sf)
         if token_final_scales is None and self._ones is not None and kernel is not None:
@@ -418,3 +361,28 @@ class FlashInferNvfp4Sm12xFusedMoE(host.Layer, host.CutlassFusedMoE):  # type: i
             quantized: tuple[Any, torch.Tensor | None] = super().quantize_input(x, post_quant_comm=not swizzled)
             return quantized
         return x, x_sf
+
+
+@functools.cache
+def layer_class() -> type[Promoted]:
+    """``FlashInferNvfp4Sm12xFusedMoE``: :class:`Promoted` on this process's host.
+
+    Raises:
+        UnsupportedHostError: see :func:`trtllm_b12x.host.load`.
+    """
+    host = _host.load()
+    return _host.derive(
+        f"{__name__}:FlashInferNvfp4Sm12xFusedMoE",
+        Promoted,
+        host.Layer,
+        host.CutlassFusedMoE,
+        hosts_class=host.CutlassFusedMoE,
+        _quantized=host.Fp4QuantizedTensor,
+        _is_tuning=staticmethod(host.is_tuning),
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FlashInferNvfp4Sm12xFusedMoE":
+        return layer_class()
+    raise AttributeError(name)

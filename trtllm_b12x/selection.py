@@ -12,40 +12,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from . import bootstrap, environment, locks, log, registry, settings, votes
 from . import host as _host
 from .decision import Problem, RejectReason, Resolution, Verdict, decide
-from .host import questions
+from .host import Host, autotuner, patches, questions
 
 _lock = locks.new()
 """Of the layers that are built; held while the host imports and constructs."""
-_names = locks.new()
-"""Of what is rebound.  Nothing is imported under it: the import hook takes it, with the import lock of the host's module."""
 _active = False
 _refused = ""
 """Why the host of this process is left alone, once that is known."""
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One rebound name of the host."""
-
-    owner: Any
-    """Module or class."""
-    name: str
-    original: Any
-    ours: Any
-
-    def __str__(self) -> str:
-        module = getattr(self.owner, "__module__", "")
-        return f"{module}{'.' if module else ''}{self.owner.__name__}.{self.name}"
-
-
-_patches: list[Patch] = []
 
 
 def install() -> None:
@@ -70,7 +49,7 @@ def install() -> None:
 
 def _turn_on() -> None:
     global _active
-    with _names:
+    with patches.lock:
         if not _active:
             log.configure()
         _active = True
@@ -83,18 +62,15 @@ def uninstall() -> None:
     ``create_moe_backend`` does not know it.
     """
     global _active, _refused
-    with _names:
+    with patches.lock:
         _active, _refused, bootstrap.failure = False, "", ""
         _give_back()
 
 
 def _give_back() -> None:
-    with _names:
+    with patches.lock:
         bootstrap.stop()
-        for entry in reversed(_patches):
-            if vars(entry.owner).get(entry.name) is entry.ours:
-                setattr(entry.owner, entry.name, entry.original)
-        _patches.clear()
+        patches.give_back()
 
 
 def patch(module: ModuleType) -> None:
@@ -113,9 +89,7 @@ def patch(module: ModuleType) -> None:
     has to stand in the tables of ``moe_resolution`` (:mod:`trtllm_b12x.host.leaves`), and it cannot be made when they are.  How:
     the tables are replaced at the first call.  It can go when they have a way in for classes from elsewhere.
 
-    ``AutoTuner._find_nearest_profile``.  Why: it indexes shapes by specs of inputs that are not there and dies with IndexError
-    at warm-up on SM121 (issue 12230).  How: only where a call with such a spec raises, specs out of range are left out.  It can
-    go with the last supported host from before PR 12310 (18 March 2026).
+    ``AutoTuner._find_nearest_profile``: :mod:`trtllm_b12x.host.autotuner`.
 
     Raises:
         ValueError: the module lacks what is rebound.
@@ -123,9 +97,9 @@ def patch(module: ModuleType) -> None:
     if settings.ENABLED() == "0":
         return
     _turn_on()
-    with _names:
+    with patches.lock:
         if module.__name__.rpartition(".")[2] == "autotuner":
-            _patch_autotuner(module)
+            autotuner.patch(module, active)
             return
         backend = getattr(module, "create_moe_backend", None)
         if not callable(backend) or "moe_cls" not in inspect.signature(backend).parameters:
@@ -141,26 +115,13 @@ def patch(module: ModuleType) -> None:
             raise ValueError(f"it has no {' or no '.join(wrappers)}")
         for name, wrapper in wrappers.items():
             original = vars(module)[name]
-            if getattr(original, "_trtllm_b12x", False):
+            if patches.rebound(original):
                 continue
-            _rebind(module, name, wrapper)
+            patches.rebind(module, name, wrapper)
             # A gate that asks one function and a layer that asks another would not fit together.
             for path, other in list(sys.modules.items()):
                 if path.startswith("tensorrt_llm.") and isinstance(other, ModuleType) and vars(other).get(name) is original:
-                    _set(other, name, getattr(module, name))
-
-
-def _rebind(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    replacement = wrapper(vars(owner)[name])
-    replacement._trtllm_b12x = True
-    _set(owner, name, replacement)
-
-
-def _set(owner: Any, name: str, ours: Any) -> None:
-    original = vars(owner)[name]
-    setattr(owner, name, ours)
-    _patches[:] = [entry for entry in _patches if entry.owner is not owner or entry.name != name]  # of before a reload
-    _patches.append(Patch(owner, name, original, ours))
+                    patches.put(other, name, getattr(module, name))
 
 
 def active() -> bool:
@@ -170,7 +131,7 @@ def active() -> bool:
 
 def patched() -> tuple[str, ...]:
     """Names of the host that are rebound in this process."""
-    return tuple(map(str, _patches))
+    return patches.names()
 
 
 def refused() -> str:
@@ -178,7 +139,7 @@ def refused() -> str:
     return _refused or bootstrap.failure
 
 
-def _adapter() -> Any:
+def _adapter() -> Host | None:
     """The host's adapter while promotion is on; None leaves the host alone."""
     global _refused
     if not _active or _refused:
@@ -208,9 +169,9 @@ def _is_ours(moe_cls: Any) -> bool:
 def _our_class() -> Any:
     # Imported at the first promotion: at the time of the import hook the host's package is half-initialized.
     with _lock:
-        from .fused_moe import FlashInferNvfp4Sm12xFusedMoE
+        from .fused_moe import layer_class
 
-        return FlashInferNvfp4Sm12xFusedMoE
+        return layer_class()
 
 
 # ---- which class ---------------------------------------------------------------------------------------------------------
@@ -258,11 +219,11 @@ def _resolving(resolve_moe_cls: Any) -> Any:
     return wrapper
 
 
-def _join(host: Any) -> None:
+def _join(host: Host) -> None:
     resolution, joined = host.tables(_our_class())
-    with _names:
+    with patches.lock:
         for name, table in joined.items():
-            _set(resolution, name, table)
+            patches.put(resolution, name, table)
 
 
 def refusal(problem: Any, deployment: Any) -> str | None:
@@ -282,7 +243,7 @@ def _to_be_built(resolution: Resolution) -> bool:
     return any(_SAID_BY_THE_LAYER.issuperset(verdict.reasons) for _, verdict in resolution.verdicts)
 
 
-def _class_for(host: Any, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _class_for(host: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     moe_cls = _without_broken_b12x(moe_cls, host)
     model_config = args[0] if args else kwargs.get("model_config")
     question = questions.of_model(model_config, args[1] if len(args) > 1 else kwargs.get("override_quant_config"))
@@ -341,7 +302,7 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
     return wrapper
 
 
-def _backend_for(host: Any, call: inspect.BoundArguments) -> tuple[Any, Resolution | None]:
+def _backend_for(host: Host, call: inspect.BoundArguments) -> tuple[Any, Resolution | None]:
     """The class to build, and the verdict on the layer if it is one of CUTLASS's."""
     asked, model_config = call.arguments["moe_cls"], call.arguments.get("model_config")
     moe_cls = _without_broken_b12x(asked, host)
@@ -424,7 +385,7 @@ def _has_no_kernel_here(moe_cls: type) -> bool:
     return named and not settings.KEEP_BACKEND() and environment.probe().sm in (120, 121)
 
 
-def _without_broken_b12x(moe_cls: Any, host: Any) -> Any:
+def _without_broken_b12x(moe_cls: Any, host: Host) -> Any:
     """CUTLASS in place of the host's own b12x class where the payload gate says that its kernels will not compile."""
     if getattr(moe_cls, "__name__", "") not in _HOSTS_B12X or settings.KEEP_BACKEND():
         return moe_cls
@@ -434,45 +395,3 @@ def _without_broken_b12x(moe_cls: Any, host: Any) -> Any:
         return moe_cls
     log.announce(Resolution((("b12x", Verdict(rejections)),)), f"moe_backend CUTEDSL ({moe_cls.__name__})")
     return host.CutlassFusedMoE
-
-
-# ---- the host's autotuner ------------------------------------------------------------------------------------------------
-
-
-def _patch_autotuner(module: Any) -> None:
-    tuner = module.AutoTuner
-    found = vars(tuner).get("_find_nearest_profile")
-    if isinstance(found, classmethod) and not getattr(found, "_trtllm_b12x", False) and _index_error(module):
-        _rebind(tuner, "_find_nearest_profile", _guarding)
-
-
-def _index_error(module: Any) -> bool:
-    """Does a spec of an input that is not there raise?"""
-    spec = module.DynamicTensorSpec(input_idx=1, dim_idx=0)
-    try:
-        module.AutoTuner._find_nearest_profile(((1,),), (spec,), ())
-    except IndexError:
-        return True
-    except Exception:  # another signature: not the code that the guard is for
-        return False
-    return False
-
-
-def _guarding(original: Any) -> Any:
-    """``_find_nearest_profile`` without the specs that have no input."""
-    find = original.__func__
-
-    @functools.wraps(find)
-    def guarded(cls: Any, shapes: Any, dynamic_tensor_specs: Any, constraint_specs: Any, *args: Any, **kwargs: Any) -> Any:
-        def there(spec: Any) -> bool:
-            return bool(spec.input_idx < len(shapes) and spec.dim_idx < len(shapes[spec.input_idx]))
-
-        if _active:
-            dynamic_tensor_specs = tuple(filter(there, dynamic_tensor_specs))
-            constraint_specs = tuple(filter(there, constraint_specs))
-        return find(cls, shapes, dynamic_tensor_specs, constraint_specs, *args, **kwargs)
-
-    for name in ("cache_clear", "cache_info", "cache_parameters"):
-        if hasattr(find, name):
-            setattr(guarded, name, getattr(find, name))
-    return classmethod(guarded)

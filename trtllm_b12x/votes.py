@@ -41,7 +41,7 @@ class Load:
     """Layers that were built before any of them was voted on; whatever is built later is another model's.  They hold it."""
 
     failed: dict[Hashable, str] = field(default_factory=dict)
-    """Families and geometries that this rank could serve and another could not, and why: no further layer of theirs is tried."""
+    """Families and geometries that this rank or another could not plan, and why: no further layer of theirs is tried."""
 
 
 _lock = locks.new()

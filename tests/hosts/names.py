@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib
 from types import SimpleNamespace
+from typing import Any
+
+from trtllm_b12x.host import Host, embedded
 
 
-def extend(host: SimpleNamespace) -> None:
-    """Give the adapter the records that the embedded host exports."""
+def extended(host: Host) -> Any:
+    """The adapter's names with the records that a test builds."""
+    if host.generation == "embedded":
+        return SimpleNamespace(**{**{name: getattr(embedded, name) for name in embedded.__all__}, **vars(host)})
     sources = {
         "tensorrt_llm._torch.model_config": ["ModelConfig"],
         "tensorrt_llm.mapping": ["Mapping"],
         "tensorrt_llm.models.modeling_utils": ["QuantAlgo", "QuantConfig"],
         "tensorrt_llm._torch.utils": ["AuxStreamType"],
         f"{host.create_moe.__package__}.routing": ["BaseMoeRoutingMethod", "RenormalizeMoeRoutingMethod"],
+        f"{host.create_moe.__package__}.quantization": ["MoEWeightLoadingMode"],
     }
-    for module, names in sources.items():
-        for name in names:
-            setattr(host, name, getattr(importlib.import_module(module), name))
+    more = {name: getattr(importlib.import_module(module), name) for module, names in sources.items() for name in names}
+    return SimpleNamespace(**vars(host), **more)

@@ -200,13 +200,12 @@ def balanced() -> dict[str, Any]:
 
     import trtllm_b12x
     from tests import layers
-    from trtllm_b12x import host as _host
 
     class Balancer:
         def is_dynamic_routing(self) -> bool:
             return True
 
-    host = _host.load()
+    host = layers.host
     importlib.import_module(f"{host.create_moe.__package__}.moe_load_balancer")._balancer = Balancer()  # type: ignore[attr-defined]
     trtllm_b12x.install()
     layer = host.create_moe.create_moe(
@@ -235,10 +234,9 @@ def lora() -> dict[str, Any]:
     import trtllm_b12x
     from tests import layers
     from tests.checkpoints import random_experts
-    from trtllm_b12x import host as _host
     from trtllm_b12x.verification import _kernel_calls
 
-    host, tensors = _host.load(), random_experts(4, 128, 192)
+    host, tensors = layers.host, random_experts(4, 128, 192)
 
     def outcome(targets: list[str], promote: bool) -> list[Any]:
         (trtllm_b12x.install if promote else trtllm_b12x.uninstall)()
@@ -275,9 +273,8 @@ def alltoall() -> dict[str, Any]:
     import trtllm_b12x
     from tests import layers
     from tests.checkpoints import random_experts
-    from trtllm_b12x import host as _host
 
-    host, tensors = _host.load(), random_experts(4, 128, 192)
+    host, tensors = layers.host, random_experts(4, 128, 192)
     sent: list[str] = []
 
     class Exchange:
@@ -315,10 +312,9 @@ def uneven() -> dict[str, Any]:
     import trtllm_b12x
     from tests import layers
     from tests.checkpoints import random_experts
-    from trtllm_b12x import host as _host
     from trtllm_b12x.verification import _kernel_calls
 
-    host, tensors = _host.load(), random_experts(4, 128, 256)
+    host, tensors = layers.host, random_experts(4, 128, 256)
     communication = importlib.import_module(f"{host.create_moe.__package__}.communication")
     sent: list[list[int]] = []
 
@@ -365,10 +361,9 @@ def naive() -> dict[str, Any]:
 
     from tests import layers
     from tests.checkpoints import random_experts
-    from trtllm_b12x import host as _host
     from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
-    host = _host.load()
+    host = layers.host
 
     class Naive(host.CutlassFusedMoE):  # type: ignore[name-defined]
         pass
@@ -421,9 +416,8 @@ def table() -> dict[str, Any]:
     import trtllm_b12x
     from tests import layers
     from trtllm_b12x import environment
-    from trtllm_b12x import host as _host
 
-    host = _host.load()
+    host = layers.host
     activation = layers.activation(True)
 
     def answer(backend: str, algo: str | None) -> str:
@@ -519,11 +513,10 @@ def unusual() -> dict[str, Any]:
 
     import trtllm_b12x
     from tests import layers
-    from trtllm_b12x import host as hosts
     from trtllm_b12x import process, registry
     from trtllm_b12x.host import questions
 
-    host = hosts.load()
+    host = layers.host
     create_moe = host.create_moe.create_moe
     trtllm_b12x.uninstall()
     # As modeling_qwen3_moe does for its gate.
@@ -849,7 +842,6 @@ def fused_gate_up() -> dict[str, Any]:
 
     from tests import layers
     from tests.checkpoints import random_experts
-    from trtllm_b12x import host as hosts
 
     tensors = random_experts(4, 128, 192)
     for name, value in {"weight_scale_2": 0.01, "input_scale": 0.02}.items():  # of all experts
@@ -861,7 +853,7 @@ def fused_gate_up() -> dict[str, Any]:
         several = w1.dim() == 3
         fused[f"gate_up_proj{suffix}"] = torch.cat([w1, w3], 1).transpose(1, 2).contiguous() if several else w1[0]
         fused[f"down_proj{suffix}"] = w2.transpose(1, 2).contiguous() if several else w2[0]
-    mode = hosts.load().MoEWeightLoadingMode.FUSED_GATE_UP_PROJ
+    mode = layers.host.MoEWeightLoadingMode.FUSED_GATE_UP_PROJ
     return {"equal": _equal(layers.load(layers.create(4, 128, 192, weight_loading_mode=mode), fused), tensors)}
 
 

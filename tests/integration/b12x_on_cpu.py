@@ -61,17 +61,18 @@ def forget(dispatch: Any) -> None:
 def attempt(dispatch: Any) -> dict[str, Any]:
     """Plan as a layer does, twice; what came of it, and what is left of it."""
     forget(dispatch)
-    errors = []
+    errors, lasting = [], None
     for _ in range(2):
         kernel = B12xKernel()
         try:
             kernel.plan(GEOMETRY, 1, torch.device("cpu"))
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
+            lasting = getattr(error, "lasting", None)
         del kernel
     gc.collect()
     workspaces = [o for o in gc.get_objects() if type(o).__name__ == "Sm120StaticMoEWorkspace"]
-    found = {"errors": errors, "plans": len(b12x._plans), "workspaces": len(workspaces), "remembered": bool(b12x._failed)}
+    found = {"errors": errors, "plans": len(b12x._plans), "workspaces": len(workspaces), "lasting": lasting}
     process.forget()
     return found
 

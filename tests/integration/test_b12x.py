@@ -52,7 +52,7 @@ def test_a_fault_is_one_line_for_every_layer_and_keeps_nothing(cases: dict[str, 
     assert len(found["errors"]) == 2
     assert all(error.startswith(f"PlanError: {FAULTS[fault]}") and "\n" not in error for error in found["errors"])
     assert found["errors"][0] == found["errors"][1]
-    assert found["remembered"] == (fault != "out of memory")
+    assert found["lasting"] == (fault != "out of memory")
     assert (found["plans"], found["workspaces"]) == (0, 0)
 
 

@@ -74,10 +74,10 @@ def test_a_damaged_layer_fails(directory: Path) -> None:
 
     original = quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4
     try:
-        quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4 = lambda *a: None  # type: ignore[method-assign]
+        quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4 = lambda *a: None
         result = run("verify", directory)
     finally:
-        quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4 = original  # type: ignore[method-assign]
+        quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4 = original
     assert result.exit_code == 1
     assert "FAIL the kernel's codes or block scales differ" in result.output
     assert result.output.strip().splitlines()[-1].startswith("FAIL: 2 of 2")

@@ -134,3 +134,26 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(main, ["doctor"]).exit_code == 2
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
     assert CliRunner().invoke(main, ["doctor"]).exit_code == 1
+
+
+@pytest.mark.parametrize(("cause", "tried"), [(None, 1), (torch.OutOfMemoryError("no memory"), 2)], ids=["compile", "memory"])
+def test_what_failed_is_forgotten_with_its_load(monkeypatch: pytest.MonkeyPatch, cause: Exception | None, tried: int) -> None:
+    """Other layers of the load do not try again, but for memory; what is built later does."""
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
+    calls = []
+
+    def failing(self: Any, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        calls.append(geometry)
+        raise PlanError("it failed") from cause
+
+    tensors = random_experts(4, 128, 192)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceKernel, "plan", failing)
+        modules = [layers.create(4, 128, 192) for _ in range(2)]
+        for module in modules:
+            layers.load(module, tensors)
+        assert len(calls) == tried
+        assert all("KERNEL_PLAN_FAILED: it failed" in str(module.backend.verdict) for module in modules)
+        layers.load(layers.create(4, 128, 192), tensors)
+        assert len(calls) == tried + 1
+    assert layers.load(layers.create(4, 128, 192), tensors).backend.kernel is not None

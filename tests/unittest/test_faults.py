@@ -42,12 +42,12 @@ SEAMS = (
     "host.leaves.Candidate.can_implement",
     "selection._known_as_cutlass",
     "quantization.nvfp4._or_as_the_host.<locals>.guarded",
-    "fused_moe.FlashInferNvfp4Sm12xFusedMoE._weights_are_ready",
-    "fused_moe.FlashInferNvfp4Sm12xFusedMoE._quantize_late",
+    "fused_moe.Promoted._weights_are_ready",
+    "fused_moe.Promoted._quantize_late",
 )
 """The guards themselves, and what stands in the host's place."""
 PLACING = (
-    "quantization.nvfp4.NVFP4Sm12xFusedMoEMethod._shard",
+    "quantization.nvfp4.NVFP4._shard",
     "formats.layouts.interleave",
     "formats.layouts.interleaved_rows",
 )
@@ -92,7 +92,7 @@ def flow(ratio: float = 1.0) -> tuple[Any, list[torch.Tensor]]:
 def overrides(name: str) -> bool:
     """It stands in the place of a method that the host has, and calls."""
     parents = (layers.host.CutlassFusedMoE, layers.host.NVFP4CutlassFusedMoEMethod)
-    modules = ("fused_moe.", "quantization.", "host.calls.", "host.weights.")
+    modules = ("fused_moe.", "carried.", "quantization.", "host.calls.", "host.weights.")
     return name.startswith(modules) and any(hasattr(parent, name.rpartition(".")[2]) for parent in parents)
 
 

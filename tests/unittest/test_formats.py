@@ -18,6 +18,7 @@ from tests import checkpoints, layers, toy_format
 from tests.facts import GOOD
 from trtllm_b12x import environment, families, formats, process
 from trtllm_b12x.cli import main
+from trtllm_b12x.crossover import deciding
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
 
@@ -157,3 +158,18 @@ def test_a_checkpoint_that_lacks_a_tensor(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["verify", str(tmp_path)])
     assert result.exit_code == 2
     assert "0.gate_proj.weight_scale" in result.output
+
+
+def test_what_is_planned_and_measured_for_one_format_is_not_anothers() -> None:
+    """Layers of the same sizes in one model."""
+    modules = [layers.create(4, 128, 96, quant_config=quant_config("FP8")), layers.create(4, 128, 192)]
+    for module, tensors in zip(
+        modules, (toy_format.random_experts(4, 128, 96), checkpoints.random_experts(4, 128, 192)), strict=True
+    ):
+        layers.load(module, tensors)
+    geometries = [module.backend.kernel.geometry for module in modules]
+    assert [geometry.format for geometry in geometries] == ["FP8", "NVFP4"]
+    assert str(geometries[0]).endswith("Swiglu, FP8")
+    same = dataclasses.replace(geometries[0], format="NVFP4")
+    keys = [deciding.key(geometry, torch.device("cpu"), ["triton"], True) for geometry in (geometries[0], same)]
+    assert keys[0] != keys[1]

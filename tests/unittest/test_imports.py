@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,3 +126,21 @@ def test_nobody_asks_for_a_format_by_name() -> None:
             if isinstance(node, (ast.Compare, ast.MatchValue)):
                 named = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
                 assert not named & set(formats.names()), f"{name}:{node.lineno}"
+
+
+def test_a_layer_and_a_method_import_beside_any_host(tmp_path: Path) -> None:
+    """Their classes are made when they are asked for; then the host is looked at, and may be another one."""
+    (tmp_path / "tensorrt_llm").mkdir()
+    (tmp_path / "tensorrt_llm/__init__.py").write_text("raise RuntimeError('of another shape')\n")
+    code = (
+        "import sys, trtllm_b12x.fused_moe as layer, trtllm_b12x.quantization.nvfp4 as method\n"
+        "assert 'tensorrt_llm' not in sys.modules\n"
+        "for module, name in ((layer, 'FlashInferNvfp4Sm12xFusedMoE'), (method, 'NVFP4Sm12xFusedMoEMethod')):\n"
+        "    try:\n"
+        "        getattr(module, name)\n"
+        "    except Exception as error:\n"
+        "        print(type(error).__name__, error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT.parent))), "TRTLLM_B12X": "0"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.count("UnsupportedHostError importing tensorrt_llm fails: RuntimeError: of another shape") == 2

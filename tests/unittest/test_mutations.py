@@ -13,6 +13,7 @@ import torch
 from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x.checkpoint import Checkpoint
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
+from trtllm_b12x.host import embedded
 from trtllm_b12x.kernels import InputScales
 from trtllm_b12x.quantization import nvfp4 as quantization
 from trtllm_b12x.verification import Case, LayerReport, Tolerances, verify_layer
@@ -84,7 +85,7 @@ def baked_block_scales(patch: pytest.MonkeyPatch) -> None:
             )
 
         def interleaved(plain: torch.Tensor) -> Any:
-            return quantization.host.block_scale_interleave(plain.view(torch.uint8)).numpy()
+            return embedded.block_scale_interleave(plain.view(torch.uint8)).numpy()
 
         fc2_scale = weights.fc2_input_scale
         return dataclasses.replace(

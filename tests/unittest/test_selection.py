@@ -11,13 +11,12 @@ import torch
 
 import trtllm_b12x
 from tests import layers
-from trtllm_b12x import host as _host
 from trtllm_b12x import process, selection
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.host import questions
 
-host = _host.load()
+host = layers.host
 create_moe = host.create_moe
 
 

@@ -15,14 +15,13 @@ import torch
 
 from tests import layers
 from tests.checkpoints import dequantized, random_experts
-from trtllm_b12x import host as _host
 from trtllm_b12x import process, schedule
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import dequantize
 from trtllm_b12x.host.embedded.ops import fp4_quantize
 from trtllm_b12x.verification import _kernel_calls
 
-host = _host.load()
+host = layers.host
 BOUND = 0.004
 """Relative L2 from the layer in float32, on the input that it was given."""
 HOSTS_BOUND = 0.6

@@ -172,7 +172,7 @@ def _screen(
     click.echo()
     # Without a host, or for a card that is not here, nothing is: it would be.
     would = e.host == "none" or target is not None
-    several = len(verdicts[0][1].verdicts) > 1
+    several = any(len(verdict.verdicts) > 1 for _, verdict in verdicts)
     for name, verdict in verdicts:
         on = f" on {', else '.join(verdict.families)}" if several and verdict.served else ""
         words = f"{name} {'would be' if would else 'is'} {_class_name(verdict)}{on}"
@@ -214,8 +214,8 @@ def _screen(
 def _families(verdicts: list[tuple[str, Resolution]]) -> list[tuple[str, str]]:
     """Family and, in a line, for which layers nothing stands against it, or what does."""
     found = []
-    for place, (family, _) in enumerate(verdicts[0][1].verdicts):
-        mine = [(name, verdict.verdicts[place][1]) for name, verdict in verdicts]
+    for family in dict.fromkeys(family for _, verdict in verdicts for family, _ in verdict.verdicts):
+        mine = [(name, one) for name, verdict in verdicts for other, one in verdict.verdicts if other == family]
         eligible = [name for name, verdict in mine if verdict.served]
         against = dict.fromkeys(reason.name for _, verdict in mine for reason in verdict.reasons)
         found.append((family, f"eligible for {', '.join(eligible)}" if eligible else f"refused: {', '.join(against)}"))

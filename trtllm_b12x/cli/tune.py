@@ -180,11 +180,11 @@ def _of_sizes(sizes: dict[str, int | None], activation: str, tp: int, ep: int) -
 def _of_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[str, Shape]:
     """Name of the first layer of each geometry to what it is."""
     from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
-    from trtllm_b12x.crossover.layers import Shape
+    from trtllm_b12x.crossover.layers import FORMAT, Shape
 
     try:
         with Checkpoint(checkpoint) as source:
-            served = [layer for layer in source.layers if layer.quant_algo == "NVFP4"]
+            served = [layer for layer in source.layers if layer.quant_algo == FORMAT]
     except CheckpointError as error:
         raise _Unusable(str(error)) from None
     found: dict[Shape, str] = {}
@@ -192,7 +192,7 @@ def _of_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[str, Shape]:
         sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
         found.setdefault(Shape(*sizes, _activation(layer.activation), tp, ep), layer.name)
     if not found:
-        raise _Unusable(f"{checkpoint}: has no NVFP4 MoE layer")
+        raise _Unusable(f"{checkpoint}: has no {FORMAT} MoE layer")
     return {name: _divided(shape) for shape, name in found.items()}
 
 

@@ -181,10 +181,11 @@ def _own(geometry: Geometry, device: torch.device, module: Any, like: Any, at: i
 
 def key(geometry: Geometry, device: torch.device, families: list[str], tuned: bool) -> store.Key:
     """What a measurement on ``device`` holds for."""
+    words = {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in asdict(geometry).items()}
     return store.Key(
         card=_card(device),
-        geometry={**asdict(geometry), "dtype": str(geometry.dtype).removeprefix("torch."), "format": "NVFP4"},
-        paths={"kernels": families, "host": str(host.load().generation), "tuned": tuned},
+        geometry=words,
+        paths={"kernels": families, "host": host.load().generation, "tuned": tuned},
         conditions={**store.versions(), "deterministic": settings.DETERMINISTIC()},
     )
 

@@ -15,6 +15,8 @@ from trtllm_b12x.decision import Deployment, Problem, Resolution
 from trtllm_b12x.host import building
 from trtllm_b12x.kernels import Geometry, resolve
 
+FORMAT = "NVFP4"
+"""Of the weights that are drawn."""
 _INPUT_SCALES = (0.01, 0.0005)
 """Of FC1 and FC2: amax / 2688 of activations."""
 _MEMORY = 0.5
@@ -96,7 +98,7 @@ def _promoted(shape: Shape, device: torch.device) -> Any:
 def _verdict(shape: Shape) -> Resolution:
     """On a layer that the host has built as its own."""
     problem = Problem(
-        quant_algo="NVFP4",
+        quant_algo=FORMAT,
         group_size=16,
         activation=shape.activation,
         activation_dtype="bfloat16",
@@ -170,4 +172,4 @@ def geometry(module: Any) -> Geometry:
 
 
 def is_embedded() -> bool:
-    return str(host.load().generation) == "embedded"
+    return host.load().generation == "embedded"

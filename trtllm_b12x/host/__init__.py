@@ -1,23 +1,56 @@
-"""The door to TensorRT-LLM: the only package that imports it.
-
-:func:`load` returns the names the rest of the package builds on (``CutlassFusedMoE``, ``create_moe``,
-``NVFP4CutlassFusedMoEMethod``, ...), under the names the host gives them, and what differs between its generations.
-"""
+"""The door to TensorRT-LLM: the only package that imports it.  What the rest of the package builds on is a :class:`Host`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType
+from typing import Any, TypeVar
 
 from trtllm_b12x import locks
 
+_Ours = TypeVar("_Ours")
 _embedded = False
 _failure = ""
 """Of the last :func:`load`."""
 _loading = locks.new()
+
+
+@dataclass(frozen=True)
+class Host:
+    """What is built on, by the names that TensorRT-LLM gives it, and what differs between its generations."""
+
+    generation: str
+    """``embedded``, or one of :mod:`trtllm_b12x.host.contract`."""
+    create_moe: ModuleType
+    CutlassFusedMoE: Any
+    """The class that our layer inherits."""
+    NVFP4CutlassFusedMoEMethod: Any
+    TensorParallelMode: Any
+    load_weight_shard: Callable[..., Any]
+    ActivationType: Any
+    Fp4QuantizedTensor: Any
+    """Input of a call that is quantized already."""
+    is_tuning: Callable[[], bool]
+    """The host's autotuner is running."""
+    has_get_moe_cls: bool
+    """A and B name classes by ``get_moe_cls``, compare them exactly and hand out keywords; from C1 on a class is resolved from
+    tables and ``run_moe`` takes a context."""
+    chooses_first: bool
+    """The class is chosen, ours too, before a backend is built."""
+    Layer: Any
+    """Mixed into our layer: the forms of a call."""
+    Weights: Any
+    """Mixed into our quantization method: when what is loaded."""
+    leaves: tuple[type, ...] = ()
+    """C3: the classes that CUTLASS is split into."""
+    tables: Callable[[type], tuple[Any, dict[str, Any]]] = lambda ours: (None, {})
+    """C3: :func:`trtllm_b12x.host.leaves.tables`."""
 
 
 class UnsupportedHostError(RuntimeError):
@@ -38,7 +71,7 @@ def use_embedded() -> None:
     _embedded = True
 
 
-def load() -> SimpleNamespace:
+def load() -> Host:
     """The host of this process: TensorRT-LLM where it is installed, else the embedded one.
 
     Raises:
@@ -59,10 +92,18 @@ def load() -> SimpleNamespace:
 
 
 @cache
-def _load() -> SimpleNamespace:
+def _load() -> Host:
     from . import adapters
 
     return adapters.tensorrt_llm() if installed() else adapters.embedded()
+
+
+def derive(place: str, ours: type[_Ours], *hosts: type, **attributes: Any) -> type[_Ours]:
+    """``ours`` before classes of the host, named ``module:name``, where others find it (pickle does)."""
+    module, _, name = place.partition(":")
+    members = {"__module__": module, "__doc__": ours.__doc__, **attributes}
+    made: type[_Ours] = types.new_class(name, (ours, *hosts), exec_body=lambda body: body.update(members))
+    return made
 
 
 def state() -> tuple[str, str]:
@@ -75,7 +116,7 @@ def state() -> tuple[str, str]:
     if "tensorrt_llm" not in sys.modules:
         return ("unsupported", _failure) if _failure else ("installed", "")
     try:
-        return str(load().generation), ""
+        return load().generation, ""
     except UnsupportedHostError as error:
         return "unsupported", str(error)
 

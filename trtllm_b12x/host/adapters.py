@@ -6,27 +6,27 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from trtllm_b12x.bootstrap import first_line
 
-from . import UnsupportedHostError, contract
+from . import Host, UnsupportedHostError, contract
 from .calls import ContextCalls, EndsWithCachedState, EndsWithPostLoad, KeywordCalls
 from .leaves import Candidate, tables
 from .weights import CachedWeights, DirectWeights, StagedWeights
 
 
-def embedded() -> SimpleNamespace:
+def embedded() -> Host:
     """The host for machines without TensorRT-LLM: generation A in torch."""
     from . import embedded as names
 
-    exported = {name: getattr(names, name) for name in names.__all__}
-    return _with_differences(SimpleNamespace(**exported, leaves=()), generation="embedded", is_tuning=lambda: False)
+    return _host("embedded", names.create_moe, names.CutlassFusedMoE, names.quantization, names, lambda: False)
 
 
-def tensorrt_llm() -> SimpleNamespace:
+def tensorrt_llm() -> Host:
     """TensorRT-LLM of this process.
 
     Raises:
@@ -39,45 +39,51 @@ def tensorrt_llm() -> SimpleNamespace:
     generation = contract.recognize()
     package = contract.facts()[generation]["package"]
     # By import_module: as an attribute of its package, create_moe is the function.
-    backend, _, cutlass = contract.backend(generation).partition(".")
+    backend, _, name = contract.backend(generation).partition(".")
     create_moe, classes, quantization = (
-        importlib.import_module(f"{package}.{name}") for name in ("create_moe", backend, "quantization")
+        importlib.import_module(f"{package}.{module}") for module in ("create_moe", backend, "quantization")
     )
     utils = importlib.import_module("tensorrt_llm._torch.utils")
     tuner = importlib.import_module("tensorrt_llm._torch.autotuner").AutoTuner
-    names = SimpleNamespace(
-        create_moe=create_moe,
-        CutlassFusedMoE=getattr(classes, cutlass),
-        leaves=tuple(classes.CUTLASS_LEAVES) if generation == "C3" else (),
-        tables=partial(tables, package, getattr(classes, cutlass)),
-        NVFP4CutlassFusedMoEMethod=quantization.NVFP4CutlassFusedMoEMethod,
-        MoEWeightLoadingMode=quantization.MoEWeightLoadingMode,
-        TensorParallelMode=quantization.TensorParallelMode,
-        load_weight_shard=quantization.load_weight_shard,
-        ActivationType=utils.ActivationType,
-        Fp4QuantizedTensor=utils.Fp4QuantizedTensor,
-    )
-    return _with_differences(names, generation=generation, is_tuning=lambda: bool(getattr(tuner.get(), "is_tuning_mode", False)))
+    cutlass = getattr(classes, name)
+    split = {"leaves": tuple(classes.CUTLASS_LEAVES), "tables": partial(tables, package, cutlass)} if generation == "C3" else {}
+
+    def is_tuning() -> bool:
+        return bool(getattr(tuner.get(), "is_tuning_mode", False))
+
+    return _host(generation, create_moe, cutlass, quantization, utils, is_tuning, **split)
 
 
-def _with_differences(names: SimpleNamespace, **facts: Any) -> SimpleNamespace:
-    cutlass = names.CutlassFusedMoE
-    named = hasattr(names.create_moe, "get_moe_cls")
+def _host(
+    generation: str,
+    create_moe: ModuleType,
+    cutlass: Any,
+    quantization: ModuleType,
+    utils: Any,
+    is_tuning: Callable[[], bool],
+    **split: Any,
+) -> Host:
+    named, leaves = hasattr(create_moe, "get_moe_cls"), split.get("leaves", ())
     calls = KeywordCalls if named else ContextCalls
     end = EndsWithCachedState if hasattr(cutlass, "cache_derived_state") else EndsWithPostLoad
     # An ABC's caches are keyed by equality: with an equal subclass every plain layer would be an instance of it, so there our
     # class keeps normal identity.  Those hosts compare the classes of backends nowhere but in create_moe_backend.
     metaclass = type(cutlass) if type(cutlass) is not type else type("CountsAsCutlass", (type,), _equality(cutlass))
-    return SimpleNamespace(
-        **vars(names),
-        **facts,
-        # A and B name classes by get_moe_cls, compare them exactly and hand out keywords; from C1 on a class is resolved from
-        # tables and run_moe takes a context.
+    return Host(
+        generation=generation,
+        create_moe=create_moe,
+        CutlassFusedMoE=cutlass,
+        NVFP4CutlassFusedMoEMethod=quantization.NVFP4CutlassFusedMoEMethod,
+        TensorParallelMode=quantization.TensorParallelMode,
+        load_weight_shard=quantization.load_weight_shard,
+        ActivationType=utils.ActivationType,
+        Fp4QuantizedTensor=utils.Fp4QuantizedTensor,
+        is_tuning=is_tuning,
         has_get_moe_cls=named,
-        # The class is chosen, ours too, before a backend is built.
-        chooses_first=named or bool(names.leaves),
-        Layer=metaclass("Layer", (calls, end, *((Candidate,) if names.leaves else ())), {}),
-        Weights=_weights(facts["generation"]),
+        chooses_first=named or bool(leaves),
+        Layer=metaclass("Layer", (calls, end, *((Candidate,) if leaves else ())), {}),
+        Weights=_weights(generation),
+        **split,
     )
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from . import load
+from . import embedded, load
 
 
-def records() -> SimpleNamespace:
+def records() -> Any:
     """What describes a layer to the host, by the host's names, wherever its generation has them."""
     host = load()
     if host.generation == "embedded":
-        return host
+        return embedded
     sources = {
         "tensorrt_llm._torch.model_config": ("ModelConfig",),
         "tensorrt_llm.mapping": ("Mapping",),

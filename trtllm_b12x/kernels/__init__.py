@@ -47,7 +47,7 @@ GATED = frozenset({"Swiglu", "SwigluBias", "Geglu"})
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one layer on one rank, as the kernel sees them: local experts, intermediate size on its tile."""
+    """Sizes and form of one layer on one rank, as the kernel sees them: local experts, intermediate size on its tile."""
 
     num_experts: int
     top_k: int
@@ -61,6 +61,8 @@ class Geometry:
     """That share the experts."""
     bias: torch.dtype | None = None
     """Of FC1's and FC2's bias; None: they have none."""
+    format: str = "NVFP4"
+    """Of the weights: a row of :data:`trtllm_b12x.formats.FORMATS`."""
 
     @property
     def expert_parallel(self) -> bool:
@@ -85,12 +87,17 @@ class Geometry:
     def __str__(self) -> str:
         experts = f"{self.num_experts}{' local' if self.expert_parallel else ''} experts, top {self.top_k}"
         dtype = "" if self.dtype is torch.bfloat16 else f", {str(self.dtype).removeprefix('torch.')}"
-        extra = ", bias" * (self.bias is not None)
+        extra = ", bias" * (self.bias is not None) + f", {self.format}" * (self.format != formats.FORMATS[0].name)
         return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}{extra}"
 
 
 class PlanError(RuntimeError):
     """A kernel cannot serve its geometry here; the message is the first line of the cause."""
+
+    @property
+    def lasting(self) -> bool:
+        """Other layers of the geometry need not try; memory may be there for the next one, or at the next load."""
+        return not isinstance(self.__cause__, torch.OutOfMemoryError)
 
 
 def first_line(error: BaseException) -> str:

@@ -6,15 +6,21 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from trtllm_b12x.formats.weights import Weights
 
+if TYPE_CHECKING:
+    _Method: Any
+    """What it is mixed in before, the host's class for the format the last."""
+else:
+    _Method = object
 
-class Method:
-    """One set of tensors for the host's path and the kernels.  Mixed in before the host's class for the format.
+
+class Method(_Method):
+    """One set of tensors for the host's path and the kernels.
 
     Args:
         tile: that the intermediate size is padded to, a multiple of every eligible kernel's.

@@ -19,8 +19,6 @@ from trtllm_b12x.log import logger
 
 from . import Method
 
-host = _host.load()
-
 STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 READ_BY_KERNELS = (*STORED, "fc31_alpha", "fc2_alpha")
 """The host's parameters whose memory the kernels are given."""
@@ -37,7 +35,7 @@ def _or_as_the_host(step: Callable[..., None]) -> Callable[..., None]:
     """What fails in ``step`` costs the layer its kernels and the exact scales of gate and up, not the load."""
 
     @functools.wraps(step)
-    def guarded(self: NVFP4Sm12xFusedMoEMethod, module: Any, *args: Any) -> None:
+    def guarded(self: NVFP4, module: Any, *args: Any) -> None:
         try:
             step(self, module, *args)
         except Exception as error:
@@ -46,7 +44,7 @@ def _or_as_the_host(step: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-class NVFP4Sm12xFusedMoEMethod(Method, host.Weights, host.NVFP4CutlassFusedMoEMethod):  # type: ignore[name-defined]
+class NVFP4(Method):
     """One set of tensors for CUTLASS and the kernels.
 
     The parameters are the host's own (names, dtypes, meaning, 128x4-interleaved scales).  Only their intermediate
@@ -114,7 +112,7 @@ class NVFP4Sm12xFusedMoEMethod(Method, host.Weights, host.NVFP4CutlassFusedMoEMe
         halves = (w3_weight, w1_weight) if module.is_gated_activation else (w1_weight,)
         for half, destination in zip(halves, dst_w3_w1_weight.view(torch.uint8).chunk(len(halves)), strict=True):
             if half is not None:
-                shard = self._shard(module, half, host.TensorParallelMode.COLUMN, destination.device)
+                shard = self._shard(module, half, "COLUMN", destination.device)
                 destination.zero_()
                 destination[: shard.shape[0]].copy_(shard)
 
@@ -130,7 +128,7 @@ class NVFP4Sm12xFusedMoEMethod(Method, host.Weights, host.NVFP4CutlassFusedMoEMe
             return
         destination = dst_w2_weight.view(torch.uint8)
         destination.zero_()
-        shard = self._shard(module, w2_weight, host.TensorParallelMode.ROW, destination.device)
+        shard = self._shard(module, w2_weight, "ROW", destination.device)
         destination[:, : shard.shape[1]].copy_(shard)
 
     def load_expert_w3_w1_weight_scale_nvfp4(
@@ -156,9 +154,10 @@ class NVFP4Sm12xFusedMoEMethod(Method, host.Weights, host.NVFP4CutlassFusedMoEMe
             interleave(rows, dst_w2_weight_scale)
 
     @staticmethod
-    def _shard(module: Any, tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    def _shard(module: Any, tensor: torch.Tensor, mode: str, device: torch.device) -> torch.Tensor:
         """This rank's slice as bytes.  On integrated GPUs the host leaves it on the CPU, whatever ``device`` says."""
-        shard = host.load_weight_shard(tensor, module.tp_size, module.tp_rank, mode, device)
+        host = _host.load()
+        shard = host.load_weight_shard(tensor, module.tp_size, module.tp_rank, host.TensorParallelMode[mode], device)
         return shard.contiguous().view(torch.uint8)
 
     # ---- scalars -----------------------------------------------------------------------------------------------------
@@ -295,3 +294,20 @@ def _ratio(gate: float, up: float) -> float:
         return math.nan
     ratio = up / gate if gate and up else 0.0
     return ratio if 1 / _LARGEST <= abs(ratio) <= _LARGEST else 0.0
+
+
+@functools.cache
+def method_class() -> type[NVFP4]:
+    """``NVFP4Sm12xFusedMoEMethod``: :class:`NVFP4` on this process's host.
+
+    Raises:
+        UnsupportedHostError: see :func:`trtllm_b12x.host.load`.
+    """
+    host = _host.load()
+    return _host.derive(f"{__name__}:NVFP4Sm12xFusedMoEMethod", NVFP4, host.Weights, host.NVFP4CutlassFusedMoEMethod)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "NVFP4Sm12xFusedMoEMethod":
+        return method_class()
+    raise AttributeError(name)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import host as _host
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, MoELayer
+from trtllm_b12x.host import embedded
 from trtllm_b12x.strict_reference import Call, judge
 
 MIN_TOKENS = 63
@@ -49,7 +49,7 @@ def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: i
     Raises:
         CheckpointError: the calibration of the layer cannot be used.
     """
-    routing = _host.load().RenormalizeMoeRoutingMethod(layer.top_k)
+    routing = embedded.RenormalizeMoeRoutingMethod(layer.top_k)
     form = judge(checkpoint.weights(layer), layer.num_experts, layer.gated, layer.quant_algo)
     try:
         largest = form.largest_input()

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import host as _host
 from trtllm_b12x import selection, strict_reference
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
 from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
-from trtllm_b12x.host import questions
+from trtllm_b12x.host import embedded, questions
 from trtllm_b12x.kernels import considered, resolve
 from trtllm_b12x.schedule import HOSTS, crossover
 from trtllm_b12x.strict_reference import Arithmetic
@@ -162,19 +161,18 @@ def judge(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
 
 def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:
     """The layer as the host builds it with ``moe_backend: CUTLASS``, without weights."""
-    host = _host.load()
     selection.install()
-    quant_config = host.QuantConfig(quant_algo=host.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
+    quant_config = embedded.QuantConfig(quant_algo=embedded.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
     with torch.device(device):
-        return host.create_moe.create_moe(
+        return embedded.create_moe.create_moe(
             routing,
             layer.num_experts,
             layer.hidden_size,
             layer.intermediate_size,
             dtype=torch.bfloat16,
-            model_config=host.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
+            model_config=embedded.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
             layer_idx=layer.index,
-            activation_type=host.ActivationType[layer.activation],
+            activation_type=embedded.ActivationType[layer.activation],
         )
 
 

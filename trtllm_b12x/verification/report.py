@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtllm_b12x import host as _host
+from trtllm_b12x.host import embedded
 
 
 @dataclass
@@ -103,4 +103,4 @@ class Ranks:
     def mappings(self) -> Iterator[Any]:
         for rank in range(self.tp * self.ep):
             size = self.tp * self.ep
-            yield _host.load().Mapping(world_size=size, rank=rank, tp_size=size, moe_tp_size=self.tp, moe_ep_size=self.ep)
+            yield embedded.Mapping(world_size=size, rank=rank, tp_size=size, moe_tp_size=self.tp, moe_ep_size=self.ep)

@@ -4,7 +4,7 @@ It exists so that the very code that runs inside TensorRT-LLM can be run, verifi
 an NVFP4 (or unquantized) CUTLASS layer does on its ranks; all-to-all, load balancing and LoRA are absent.
 """
 
-from . import create_moe
+from . import create_moe, quantization
 from .config import (
     ActivationType,
     AuxStreamType,
@@ -39,4 +39,5 @@ __all__ = [
     "create_moe",
     "fp4_quantize",
     "load_weight_shard",
+    "quantization",
 ]

@@ -72,7 +72,6 @@ class _Plan:
 
 
 _plans: weakref.WeakValueDictionary[tuple[Any, ...], _Plan] = weakref.WeakValueDictionary()
-_failed: dict[tuple[Any, ...], str] = {}
 _lock = locks.new()
 
 
@@ -80,7 +79,6 @@ _lock = locks.new()
 def _forget() -> None:
     with _lock:
         _plans.clear()
-        _failed.clear()
 
 
 class B12xKernel(Kernel):
@@ -98,7 +96,7 @@ class B12xKernel(Kernel):
 
         Raises:
             ValueError: an activation or a size that the kernels do not take.
-            PlanError: compiling failed, for every layer of the geometry, or memory ran out, for this one; nothing is kept.
+            PlanError: compiling failed, or memory ran out; nothing is kept.
         """
         if geometry.activation not in ACTIVATIONS:
             raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(ACTIVATIONS))}")
@@ -112,8 +110,6 @@ class B12xKernel(Kernel):
         self.limited = f"FlashInfer has no offsets for more than {capacity} tokens of this geometry" if capacity < asked else ""
         key = (geometry, capacity, str(device), settings.DETERMINISTIC())
         with _lock:
-            if key in _failed:
-                raise PlanError(_failed[key])
             plan = _plans.get(key)
             if plan is None:
                 try:
@@ -121,10 +117,7 @@ class B12xKernel(Kernel):
                     with torch.inference_mode(False):  # whatever the host loads in: the tensors outlive it
                         plan = _plans[key] = _cached_or_not(functools.partial(_make_plan, geometry, capacity, device))
                 except Exception as error:
-                    message = first_line(error)  # not the error, whose frames hold the workspace
-                    if not isinstance(error, torch.OutOfMemoryError):  # memory may be there for the next layer, or load
-                        _failed[key] = message
-                    raise PlanError(message) from error
+                    raise PlanError(first_line(error)) from error
         self._plan, self._key = plan, key
 
     def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
@@ -166,8 +159,6 @@ class B12xKernel(Kernel):
             except Exception as error:
                 with _lock:
                     _plans.pop(self._key, None)
-                    if not isinstance(error, torch.OutOfMemoryError):
-                        _failed[self._key] = first_line(error)
                 raise PlanError(first_line(error)) from error
             finally:
                 if self._plan.device.type == "cuda":

@@ -51,7 +51,6 @@ class _Plan:
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
-_failed: dict[tuple[Any, ...], str] = {}
 _lock = locks.new()
 
 
@@ -59,7 +58,6 @@ _lock = locks.new()
 def _forget() -> None:
     with _lock:
         _plans.clear()
-        _failed.clear()
 
 
 def interpreted() -> bool:
@@ -107,21 +105,12 @@ class TritonKernel(Kernel):
         self.describe(geometry, capacity, device)
         self._key = (self.build, self.capacity, str(device))
         with _lock:
-            if self._key in _failed:
-                raise PlanError(_failed[self._key])
             if self._key not in _plans:
                 try:
                     _plans[self._key] = self._make_plan()
                 except Exception as error:
-                    self._fail(first_line(error), error)
+                    raise PlanError(first_line(error)) from error
             self._plan = _plans[self._key]
-
-    def _fail(self, message: str, error: Exception | None = None) -> None:
-        """For every layer of the geometry."""
-        _plans.pop(self._key, None)
-        if not isinstance(error, torch.OutOfMemoryError):  # memory may be there for the next layer, or load
-            _failed[self._key] = message
-        raise PlanError(message) from error
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """What :attr:`build` goes by; compiles nothing.
@@ -218,15 +207,15 @@ class TritonKernel(Kernel):
             sizes.setdefault((step.tiles, step.inline), []).append(tokens)
         try:
             found = faults(self, sorted({tokens for same in sizes.values() for tokens in (same[0], same[-1])}))
+            if found:
+                raise PlanError("; ".join(found))
         except Exception as error:
             with _lock:
-                self._fail(first_line(error), error)
+                _plans.pop(self._key, None)
+            raise PlanError(first_line(error)) from error
         finally:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
-        if found:
-            with _lock:
-                self._fail("; ".join(found))
         if found is None:
             logger.info("triton kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
         self._plan.tested = found is not None

@@ -1,0 +1,87 @@
+"""A layer between its loads and calls: copied, moved, converted, its parameters saved and handed on."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from .quantization import Method
+from .schedule import HOSTS, Schedule
+
+if TYPE_CHECKING:
+    _Backend: Any
+    """What it is mixed in before, the host's CUTLASS class the last."""
+else:
+    _Backend = object
+
+
+class Carried(_Backend):
+    """Kernels and derived values follow the parameters, or wait for them."""
+
+    schedule: Schedule
+    _parked: Schedule
+    _ours: Method | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the kernel, whose views and workspace are this layer's: a copy runs on CUTLASS until its weights are loaded."""
+        return {**self.__dict__, "schedule": HOSTS, "_parked": HOSTS}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Moved or converted: the kernel follows, or waits until the layer is back where it can run."""
+        own = {} if self._ours is None else self._ours.neutral
+        meta = [name for name in own if name in self._parameters and self._parameters[name].is_meta]
+        module = super()._apply(*args, **kwargs)
+        for name in meta:
+            if not self._parameters[name].is_meta:
+                self._parameters[name].data.fill_(own[name])  # what it is given here is not even zeros
+        schedule = self.schedule if self.schedule.kernels else self._parked
+        try:
+            self.retire_kernels()
+            if not all(kernel.runs_on(self.w2_weight.device) for kernel in schedule.kernels):
+                self._parked = schedule
+            elif schedule.kernels:
+                self.schedule = schedule
+                self._weights_are_ready()
+        except Exception as error:
+            self._leave_to_the_host(error)
+        return module
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The host's keys, where they say it all."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with suppress(Exception):
+            if self._ours is not None:
+                for name in filter(functools.partial(self._ours.is_neutral, self), self._ours.neutral):
+                    destination.pop(prefix + name, None)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Also of the host's own layers, and what is derived follows."""
+        errors = len(error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        method = self._ours
+        if method is None or not method.neutral.keys() <= self._parameters.keys():
+            return
+        for name, value in method.neutral.items():
+            if prefix + name not in state_dict and prefix + method.stored[0] in state_dict:
+                self._parameters[name].data.fill_(value)
+                if prefix + name in missing_keys:
+                    missing_keys.remove(prefix + name)
+        if len(error_msgs) > errors:
+            where, tile = prefix.rstrip(".") or type(self).__name__, method.tile
+            error_msgs.append(
+                f"{where} keeps its intermediate size on its kernels' tile of {tile}: load the state_dict of a layer that does "
+                "not with TRTLLM_B12X=0, or load the checkpoint"
+            )
+        method.refresh(self)
+        if self.schedule.kernels:
+            self._weights_are_ready()

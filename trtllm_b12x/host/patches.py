@@ -1,0 +1,63 @@
+"""Names of the host that are rebound in this process, and what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_b12x import locks
+
+lock = locks.new()
+"""Nothing is imported under it: the import hook takes it, with the import lock of the host's module."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One rebound name."""
+
+    owner: Any
+    """Module or class."""
+    name: str
+    original: Any
+    ours: Any
+
+    def __str__(self) -> str:
+        module = getattr(self.owner, "__module__", "")
+        return f"{module}{'.' if module else ''}{self.owner.__name__}.{self.name}"
+
+
+_patches: list[Patch] = []
+
+
+def rebind(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """To what ``wrapper`` makes of it."""
+    replacement = wrapper(vars(owner)[name])
+    replacement._trtllm_b12x = True
+    put(owner, name, replacement)
+
+
+def rebound(original: Any) -> bool:
+    """It is one of ours already."""
+    return getattr(original, "_trtllm_b12x", False)
+
+
+def put(owner: Any, name: str, ours: Any) -> None:
+    original = vars(owner)[name]
+    setattr(owner, name, ours)
+    _patches[:] = [entry for entry in _patches if entry.owner is not owner or entry.name != name]  # of before a reload
+    _patches.append(Patch(owner, name, original, ours))
+
+
+def give_back() -> None:
+    """What nobody else has rebound since."""
+    with lock:
+        for entry in reversed(_patches):
+            if vars(entry.owner).get(entry.name) is entry.ours:
+                setattr(entry.owner, entry.name, entry.original)
+        _patches.clear()
+
+
+def names() -> tuple[str, ...]:
+    """``module.name`` of each."""
+    return tuple(map(str, _patches))
