@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -147,7 +148,8 @@ def _settle(state: _State, geometry: Geometry, device: torch.device, module: Any
 
 
 def _say(module: Any, geometry: Geometry, split: Split) -> None:
-    log.once(f"rank {getattr(module, 'rank', 0)}: {geometry}: {split.summary}", logging.INFO)
+    with suppress(Exception):  # a log that fails costs no kernel
+        log.once(f"rank {getattr(module, 'rank', 0)}: {geometry}: {split.summary}", logging.INFO)
 
 
 def _own(geometry: Geometry, device: torch.device, module: Any, like: Any, at: int) -> tuple[Times | None, str]:
