@@ -143,7 +143,7 @@ def test_once_after_the_hosts_tuning_whatever_came_before(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tuning = [False]
-    monkeypatch.setattr(fused_moe.host, "is_tuning", lambda: tuning[0])
+    monkeypatch.setattr(fused_moe.layer_class(), "_is_tuning", staticmethod(lambda: tuning[0]))
     module = built()
     called(module)  # as hosts warm attention up
     assert len(clock.asked) == 1

@@ -148,7 +148,7 @@ def _settle(state: _State, geometry: Geometry, device: torch.device, module: Any
 
 
 def _say(module: Any, geometry: Geometry, split: Split) -> None:
-    with suppress(Exception):
+    with suppress(Exception):  # a log that fails costs no kernel
         log.once(f"rank {getattr(module, 'rank', 0)}: {geometry}: {split.summary}", logging.INFO)
 
 
