@@ -6,10 +6,10 @@ One that has kernels for several number formats has a row for each, of one name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from .decision import FLASHINFERS, OLDEST_FLASHINFER, Environment, KernelFeatures, RejectReason
+from .decision import FLASHINFERS, OLDEST_FLASHINFER, Environment, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
 
 STATIC_ROUTED_ROWS = 1024
 """Up to so many (token, expert) pairs FlashInfer takes its static kernel or a smaller one, beyond it the dynamic kernel, whose
@@ -62,8 +62,32 @@ def triton(e: Environment) -> KernelFeatures:
         quantized_input=True,
         bound_by=frozenset(RejectReason)
         - FLASHINFERS
-        - {RejectReason.TOOLKIT, RejectReason.ACTIVATION_CONSTANTS, RejectReason.ROUTER_WEIGHT_ON_INPUT},
+        - {
+            RejectReason.TOOLKIT,
+            RejectReason.ACTIVATION_CONSTANTS,
+            RejectReason.ROUTER_WEIGHT_ON_INPUT,
+            RejectReason.UPCAST,
+        },
     )
+
+
+def triton_mxfp8(e: Environment) -> KernelFeatures:
+    """Decode of a format that hosts have no path for: prefill is :func:`grouped`'s, and what binds that binds both."""
+    return replace(
+        triton(e),
+        activations=frozenset({"Swiglu", "Geglu", "Relu2", "Silu", "Gelu"}),
+        quantizations=frozenset({"MXFP8"}),
+        group_size=32,
+        tile=32,
+        hidden_size_multiple=128,
+        dtypes=frozenset({"bfloat16"}),
+        quantized_input=False,
+        bound_by=frozenset(RejectReason) - FLASHINFERS - {RejectReason.TOOLKIT},
+    )
+
+
+def grouped(e: Environment) -> KernelFeatures:
+    return replace(triton_mxfp8(e), name="grouped", arithmetic="KERNEL", oldest_sm=89, every_count=True)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -71,12 +95,36 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "triton", triton, "trtllm_b12x.kernels.triton:TritonKernel", "trtllm_b12x.kernels.reference:UnquantizedReferenceKernel"
     ),
+    Family(
+        "triton",
+        triton_mxfp8,
+        "trtllm_b12x.kernels.triton.mxfp8:TritonMXFP8Kernel",
+        "trtllm_b12x.kernels.mxfp8:MXFP8UnquantizedReferenceKernel",
+    ),
+    Family("grouped", grouped, "trtllm_b12x.kernels.grouped:GroupedKernel", "trtllm_b12x.kernels.mxfp8:MXFP8ReferenceKernel"),
 )
 """A card that several can serve has the first that ``TRTLLM_B12X_KERNELS`` leaves."""
 
 
 def rows(names: Iterable[str], quant_algo: str | None = None) -> Iterator[Family]:
-    """A row of each of these families: that for layers quantized so, else (or where that is not known) its first."""
+    """A row of each of these families: that for layers quantized so, if it has one; for what no family serves, its first."""
+    served = {algorithm for family in FAMILIES for algorithm in family.features(Environment()).quantizations}
     for name in names:
         own = [family for family in FAMILIES if family.name == name]
-        yield next((family for family in own if quant_algo in family.features(Environment()).quantizations), own[0])
+        found = [family for family in own if quant_algo in family.features(Environment()).quantizations]
+        if quant_algo not in served:
+            found = own
+        yield from found[:1]
+
+
+def complete(resolution: Resolution, eligible: Mapping[str, KernelFeatures]) -> Resolution:
+    """Of a format that hosts have no path for: nothing serves the layer unless some family serves calls of any size.
+
+    Args:
+        eligible: at least the resolution's families, by name.
+    """
+    if not resolution.served or any(eligible[name].every_count for name in resolution.families):
+        return resolution
+    detail = "the host has no path for prefill, and no family that has one is eligible"
+    rejection = Rejection(RejectReason.PREFILL, detail)
+    return Resolution(tuple((name, Verdict((*verdict.rejections, rejection))) for name, verdict in resolution.verdicts))

@@ -19,7 +19,7 @@ from .crossover import deciding
 from .decision import RejectReason, Resolution
 from .host import contract, questions
 from .quantization import Method
-from .schedule import HOSTS, Schedule, crossover
+from .schedule import EVERY, HOSTS, Schedule, crossover
 
 _SPARE = "kernels that are preferred serve every call"
 """What a family is left out for that nothing speaks against."""
@@ -59,6 +59,8 @@ class Promoted(Carried):
     """Of tokens that kernels are given."""
     _ones: torch.Tensor | None = None
     """Scales of routes where the host hands on none."""
+    _alone = False
+    """The host has no path for the layer's format: every call is a kernel's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
@@ -79,7 +81,7 @@ class Promoted(Carried):
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def _get_quant_method(self) -> Any:
-        self._agreed, self._ours = {}, None
+        self._agreed, self._ours, self._alone = {}, None, False
         try:
             self.retire_kernels()  # the host may create weights anew, for another quantization
             self._load = votes.load()
@@ -89,7 +91,7 @@ class Promoted(Carried):
             row = formats.find(algorithm)
             if self.verdict.served and row is not None:
                 tiles = (self._kernels[name].features.tile for name in self.verdict.families)
-                self._ours = formats.load(row.method)(math.lcm(*tiles))
+                self._ours, self._alone = formats.load(row.method)(math.lcm(*tiles)), not row.hosts_path
                 return self._ours
         except Exception as error:
             self._leave_to_the_host(error)
@@ -183,7 +185,8 @@ class Promoted(Carried):
         try:
             geometry, kernel = self._geometry(), self.schedule.families.get(name)
             kind = self._kernels[name]
-            most = crossover(geometry.top_k, [kind.features], deciding.first(geometry, self.w2_weight.device)) - 1
+            first = deciding.first(geometry, self.w2_weight.device)
+            most = EVERY if kind.features.every_count else crossover(geometry.top_k, [kind.features], first) - 1
             refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
             if refused or before.serves_all(most):
                 return None, refused or _SPARE
@@ -257,7 +260,7 @@ class Promoted(Carried):
         Args:
             like: the call under way, in the host's form.
         """
-        if self._asked == deciding.TUNED or torch.compiler.is_compiling() or not self.schedule.kernels:
+        if self._alone or self._asked == deciding.TUNED or torch.compiler.is_compiling() or not self.schedule.kernels:
             return
         try:
             if self._is_tuning():
@@ -276,6 +279,8 @@ class Promoted(Carried):
         kernel = self.schedule.at(x.shape[0])
         if kernel is None or not (x_sf is None or kernel.features.quantized_input):
             return None
+        if self._alone:
+            return kernel
         return None if self._is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
@@ -287,7 +292,7 @@ class Promoted(Carried):
         """
         try:
             self._conclude()
-            serves = not post_quant_comm and self._kernel_for(x) is not None
+            serves = self._alone or (not post_quant_comm and self._kernel_for(x) is not None)
         except Exception as error:
             self._leave_to_the_host(error)
             serves = False
@@ -331,6 +336,8 @@ class Promoted(Carried):
         if token_final_scales is None and self._ones is not None and kernel is not None:
             token_final_scales = self._ones[: x.shape[0]]
         if kernel is None or token_selected_experts is None or token_final_scales is None:
+            if self._alone and isinstance(x, torch.Tensor) and x.shape[0] == 0:
+                return x if moe_output is None else moe_output
             if self._ours is not None:
                 self._ours.before_hosts_call(self)
             return None

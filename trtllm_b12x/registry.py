@@ -11,6 +11,7 @@ from typing import Any
 from . import host, locks, process
 from .decision import Resolution
 from .log import logger
+from .schedule import EVERY
 
 _lock = locks.new()
 
@@ -160,7 +161,8 @@ def _report() -> None:
         _last_line = line
     first, *_, last = sorted(module.schedule.below for module in served) * 2
     below = f"{first} to {last}" if first < last else str(last)
+    counts = "at every token count" if first == EVERY else f"decode below {below} tokens"
     names = Counter("+".join(module.schedule.families) or "no kernel yet" for module in served)
     on = ", ".join(f"{count} on {name}" for name, count in names.items()) if len(names) > 1 else f"on {next(iter(names))}"
-    where = (*line, on, below, " and ".join(_formats(served)))
-    logger.info("rank %d: %d of %d MoE layers %s, decode below %s tokens (%s)", served[0].rank, *where)
+    where = (*line, on, counts, " and ".join(_formats(served)))
+    logger.info("rank %d: %d of %d MoE layers %s, %s (%s)", served[0].rank, *where)

@@ -16,6 +16,10 @@ DEFAULT_CROSSOVER = 64
 (``_PREFILL_VIA_CUTLASS_THRESHOLD``, PR 13773); where the card can be asked, it is (:mod:`trtllm_b12x.crossover`)."""
 
 
+EVERY = 2**31 - 1
+"""Tokens of a family that serves calls of any size."""
+
+
 def crossover(top_k: int = 1, families: Iterable[KernelFeatures] = (), first: int | None = None) -> int:
     """Token count from which a call takes CUTLASS: kernels are asked to plan for fewer; a schedule has what came of it.
 
@@ -49,11 +53,15 @@ class Schedule:
             if not self.settled:
                 return self._pick(tokens)
             self._table = tuple(map(self._pick, range(self._capacity + 1)))
-        return self._table[tokens] if tokens < len(self._table) else None
+        return self._table[tokens] if tokens < len(self._table) else self._any(tokens)
 
     def _pick(self, tokens: int) -> Kernel | None:
         name = self.split.pick(tokens, [name for name, kernel in self.families.items() if kernel.serves(tokens)])
-        return None if name is None else self.families[name]
+        return self._any(tokens) if name is None else self.families[name]
+
+    def _any(self, tokens: int) -> Kernel | None:
+        """What serves calls of any size, where there is such a family: the host has no path then."""
+        return next((kernel for kernel in self.kernels if kernel.features.every_count and kernel.serves(tokens)), None)
 
     @property
     def settled(self) -> bool:
@@ -66,11 +74,14 @@ class Schedule:
 
     @property
     def _capacity(self) -> int:
-        return max((kernel.capacity for kernel in self.kernels), default=0)
+        """Of the families that have one."""
+        return max((kernel.capacity for kernel in self.kernels if not kernel.features.every_count), default=0)
 
     @property
     def below(self) -> int:
-        """First token count from which every call is the host's."""
+        """First token count from which every call is the host's; :data:`EVERY` where none is."""
+        if any(kernel.features.every_count for kernel in self.kernels):
+            return EVERY
         names = list(self.families)
         counts = range(self._capacity, 0, -1)
         return 1 + next((tokens for tokens in counts if self.split.pick(tokens, self._planned(tokens, names))), 0)

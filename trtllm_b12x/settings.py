@@ -143,6 +143,12 @@ KERNELS = Order(
     ",".join(dict.fromkeys(family.name for family in FAMILIES)),
     "kernel families to consider, in this order",
 )
+MXFP8_UPCAST = Switch(
+    f"{_PREFIX}_MXFP8_UPCAST",
+    _ON_OFF,
+    "0",
+    "1 serves MXFP8 experts also where Triton has no block-scaled product for the card: prefill multiplies bfloat16, slower",
+)
 LOG = Switch(
     f"{_PREFIX}_LOG",
     {level: level for level in ("DEBUG", "INFO", "WARNING", "ERROR")},
@@ -150,7 +156,16 @@ LOG = Switch(
     "level of the logger trtllm_b12x",
 )
 
-SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, CROSSOVER, DETERMINISTIC, GATHER_BF16, KEEP_BACKEND, KERNELS, LOG)
+SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (
+    ENABLED,
+    CROSSOVER,
+    DETERMINISTIC,
+    GATHER_BF16,
+    KEEP_BACKEND,
+    KERNELS,
+    MXFP8_UPCAST,
+    LOG,
+)
 
 
 def complaints() -> list[str]:

@@ -1,7 +1,7 @@
 """Small random MoE models, quantized and exported by nvidia-modelopt itself.
 
-``python -m tests.integration.exports qwen3-moe DIRECTORY`` writes ``DIRECTORY/nvfp4`` and, with ``--original``, the
-unquantized model as ``DIRECTORY/original``.
+``python -m tests.integration.exports qwen3-moe DIRECTORY`` writes ``DIRECTORY/nvfp4``, ``mxfp8-qwen3-moe`` ``DIRECTORY/mxfp8``;
+with ``--original`` also the unquantized model as ``DIRECTORY/original``.
 """
 
 from __future__ import annotations
@@ -104,13 +104,22 @@ def _named(model_class: Any, config: Any) -> Any:
     return model
 
 
-MODELS = {"llama4": llama4, "mixtral": mixtral, "nemotron-h": nemotron_h, "qwen3-moe": qwen3_moe}
+MODELS = {"llama4": llama4, "mixtral": mixtral, "nemotron-h": nemotron_h, "qwen3-moe": qwen3_moe, "mxfp8-qwen3-moe": qwen3_moe}
 
 
-def export(model: Any, directory: Path, original: bool = False, exclude: tuple[str, ...] = (), **export_arguments: Any) -> Path:
+def export(
+    model: Any,
+    directory: Path,
+    original: bool = False,
+    exclude: tuple[str, ...] = (),
+    form: str = "nvfp4",
+    **export_arguments: Any,
+) -> Path:
     """Calibrate on random tokens, quantize with ``NVFP4_DEFAULT_CFG`` and write ``directory/nvfp4``; returns that path.
 
-    ``exclude``: wildcard names of quantizers to switch off.
+    Args:
+        exclude: wildcard names of quantizers to switch off.
+        form: another, ``mxfp8``.
     """
     import copy
 
@@ -124,13 +133,13 @@ def export(model: Any, directory: Path, original: bool = False, exclude: tuple[s
         if original:
             model.save_pretrained(directory / "original")
             model.config.dtype = model.dtype  # saving turned it into a string, which the exporter cannot read
-        config = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG)
+        config = copy.deepcopy(getattr(mtq, f"{form.upper()}_DEFAULT_CFG"))
         for pattern in exclude:
             config["quant_cfg"].append({"quantizer_name": pattern, "enable": False})
         tokens = torch.randint(0, model.config.vocab_size, (8, 128), generator=torch.Generator().manual_seed(0))
         mtq.quantize(model, config, forward_loop=lambda m: m(tokens))
-        export_hf_checkpoint(model, export_dir=directory / "nvfp4", **export_arguments)
-    return directory / "nvfp4"
+        export_hf_checkpoint(model, export_dir=directory / form, **export_arguments)
+    return directory / form
 
 
 def main() -> None:
@@ -139,9 +148,10 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--original", action="store_true", help="also write the unquantized model")
     arguments = parser.parse_args()
-    for name in ("nvfp4", "original"):
+    form = "mxfp8" if arguments.model.startswith("mxfp8") else "nvfp4"
+    for name in (form, "original"):
         shutil.rmtree(arguments.directory / name, ignore_errors=True)
-    path = export(MODELS[arguments.model](), arguments.directory, arguments.original)
+    path = export(MODELS[arguments.model](), arguments.directory, arguments.original, form=form)
     print(f"exported {arguments.model} to {path}", file=sys.stderr)
 
 

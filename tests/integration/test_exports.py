@@ -135,3 +135,22 @@ def test_as_a_module(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-m", "trtllm_b12x", "verify", tmp_path], capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr == f"error: {tmp_path}/config.json: missing; give the folder that export_hf_checkpoint wrote\n"
+
+
+@pytest.mark.parametrize("ranks", [(), ("--tp", "2"), ("--ep", "3")], ids=["one", "TP2", "EP3"])
+def test_mxfp8_at_every_count(mxfp8: Path, ranks: tuple[str, ...], tmp_path: Path, every_family: None) -> None:
+    """No path of the host's: decode and prefill are kernels', in torch here, each with the rounding points of its own."""
+    report = verify(mxfp8, tmp_path, "--require-b12x", "--tokens", "1,5,64,300", *ranks)
+    assert report["layers"], report["last_line"]
+    for layer in report["layers"]:
+        assert (layer["quant_algo"], layer["served_by"]) == ("MXFP8", "triton+grouped")
+        assert layer["bits_exact"] is True
+        assert layer["bytes"]["extra_payload"] == layer["bytes"]["extra_scales"] == 0
+        assert [case["path"] for case in layer["cases"]] == ["triton", "triton", "grouped", "grouped", "triton"]
+        assert layer["reference_error"] < 0.03
+
+
+@pytest.fixture(scope="module")
+def mxfp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    small = {"hidden_size": 256, "num_experts": 12, "moe_intermediate_size": 192, "num_hidden_layers": 1}
+    return export(qwen3_moe(**small), tmp_path_factory.mktemp("mxfp8"), original=True, form="mxfp8")

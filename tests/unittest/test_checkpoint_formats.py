@@ -81,7 +81,10 @@ def test_other_algorithms_of_modelopt_are_named(directory: Path, algo: str) -> N
     edit_json(directory / "hf_quant_config.json", quantization={"quant_algo": algo})
     result = CliRunner().invoke(main, ["verify", str(directory)])
     assert result.exit_code == 2
-    assert f"not an NVFP4 checkpoint, its experts are {quantization.OTHER_ALGORITHMS[algo]}; quantize it with" in result.output
+    assert (
+        f"not an NVFP4 or MXFP8 checkpoint, its experts are {quantization.OTHER_ALGORITHMS[algo]}; quantize it with"
+        in result.output
+    )
 
 
 # ---- folders and files -----------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ def test_not_nvfp4(directory: Path, algo: str | None, words: str) -> None:
     (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algo}}))
     result = run("verify", directory)
     assert result.exit_code == 2
-    assert f"{directory}: not an NVFP4 checkpoint, its experts are {words}" in result.output
+    assert f"{directory}: not an NVFP4 or MXFP8 checkpoint, its experts are {words}" in result.output
 
 
 def test_a_scale_that_is_no_number(directory: Path) -> None:

@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 
+from trtllm_b12x.formats.mxfp8 import decode_e8m0
 from trtllm_b12x.formats.nvfp4 import decode_e2m1
-from trtllm_b12x.kernels.triton import operands
+from trtllm_b12x.kernels.triton import mxfp8_operands, operands
 
 Registers = dict[str, torch.Tensor]
 """32 bits each, as int64."""
@@ -57,8 +58,10 @@ def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
             state[target] = picked[0] | picked[1] << 8 | picked[2] << 16 | picked[3] << 24
         elif re.match(r"(fma|mul)\.rn\.(bf16x2|f16x2)", name):
             if name.startswith("fma"):
-                assert int(operands[2]) == 0x80008000  # plus negative zero
+                assert (operands[2] == 0x80008000).all()  # plus negative zero
             state[target] = multiplied(operands[0], operands[1].expand_as(operands[0]), dtype)
+        elif name == "max.u32":
+            state[target] = operands[0].maximum(operands[1])
         else:
             raise AssertionError(f"{name} is not known here")
     return state
@@ -81,3 +84,22 @@ def test_every_code_times_every_scale(dtype: torch.dtype) -> None:
             expected = decode_e2m1(code).double() * scales / 256
             assert torch.equal(found[parity], expected), (product, parity)
             assert torch.equal(found[parity].signbit(), code >= 8)
+
+
+def test_every_e4m3_times_every_scale() -> None:
+    """Of those whose product bfloat16 has an exponent for: exact, beyond it rounding is no matter."""
+    scales = torch.arange(8, 240).repeat_interleave(256)
+    codes = torch.arange(256).repeat(232)
+    number = (codes & 0x7F) != 0x7F
+    scales, codes = scales[number], codes[number]
+    codes, scales = codes[: len(codes) // 8 * 8].view(-1, 8), scales[: len(scales) // 8 * 8].view(-1, 8)
+    same = (scales == scales[:, :1]).all(1)
+    codes, scales = codes[same], scales[same, 0]
+    words = (codes.view(-1, 2, 4) << 8 * torch.arange(4)).sum(2)
+    inputs = {"$4": words[:, 0], "$5": words[:, 1], "$6": scales, "$7": scales}
+    state = execute(str(mxfp8_operands.BFLOAT16.value), inputs, torch.bfloat16)
+    for product in range(4):
+        found = floats(state[f"${product}"], torch.bfloat16)
+        for parity in range(2):
+            code = codes[:, 2 * product + parity].to(torch.uint8).view(torch.float8_e4m3fn).double()
+            assert torch.equal(found[parity], code * decode_e8m0(scales.to(torch.uint8)).double())

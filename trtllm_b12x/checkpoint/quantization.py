@@ -24,7 +24,6 @@ OTHER_ALGORITHMS = {
     "FP8_PB_WO": "FP8 with a scale per 128 x 128 block, which TensorRT-LLM serves",
     "FP8_BLOCK_SCALES": "FP8 with a scale per 128 x 128 block, which TensorRT-LLM serves",
     "MXFP4": "MXFP4 (blocks of 32, no second scale), which TensorRT-LLM serves",
-    "MXFP8": "MXFP8 (8-bit floats in blocks of 32)",
 }
 """``quant_algo`` of nvidia-modelopt to what it is and who serves it."""
 
@@ -167,7 +166,6 @@ def _foreign(path: Path, method: str, section: Mapping[str, Any]) -> str:
         return f"is compressed-tensors (llm-compressor) with weights of {bits} bits, not NVFP4; vLLM serves it; {export}"
     known = {
         "mxfp4": "is MXFP4 (gpt-oss: blocks of 32, no second scale), not NVFP4; TensorRT-LLM serves it without b12x",
-        "mxfp8": "is MXFP8 (8-bit floats in blocks of 32), not NVFP4; b12x has no kernel for it",
         "gptq": "is GPTQ (4-bit or 8-bit integers), not NVFP4; vLLM serves it",
         "awq": "is AWQ (4-bit integers), not NVFP4; vLLM serves it",
     }

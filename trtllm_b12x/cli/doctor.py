@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from trtllm_b12x import __version__, families, formats
+from trtllm_b12x import __version__, families, formats, settings
 from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution, resolve
 
 from . import facts
@@ -30,7 +30,6 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
 
     Exit status: 0 some will, 1 none will, 2 wrong usage or an unusable checkpoint.
     """
-    from trtllm_b12x import settings
     from trtllm_b12x.environment import driver_cuda, probe, triton
 
     for complaint in settings.complaints():
@@ -42,6 +41,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         # Another machine's card; its toolkit is unknown where this one has none.
         toolkit, sm = environment.toolkit_cuda if environment.toolkit_cuda != (0, 0) else None, _TARGETS[target]
         environment = dataclasses.replace(environment, sm=sm, toolkit_cuda=toolkit, triton_lacks=triton.lacking(sm))
+        environment = dataclasses.replace(environment, upcast=triton.upcast(sm))
     proofs = {}
     if compile_:
         try:
@@ -57,7 +57,9 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     for problem in problems:
         rows = families.rows(settings.KERNELS.listed(), problem.quant_algo)
         asked = [(row.name, row.features(environment)) for row in rows]
-        verdicts.append((_name(problem), resolve(problem, None, environment, asked)))
+        verdict, row = resolve(problem, None, environment, asked), formats.find(problem.quant_algo or "")
+        alone = row is not None and not row.hosts_path
+        verdicts.append((_name(problem), families.complete(verdict, dict(asked)) if alone else verdict))
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((name for name in verdict.families if name not in failed), "") for _, verdict in verdicts]
     active = any(serving)
@@ -80,9 +82,11 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
 
 
 def _usual() -> tuple[Problem, ...]:
+    """Layers of usual checkpoints, of the formats that some family to be considered has kernels for."""
     return tuple(
         Problem(quant_algo=row.name, activation_dtype="bfloat16", activation=activation)
         for row in formats.FORMATS
+        if any(families.rows(settings.KERNELS.listed(), row.name))
         for activation in row.activations
     )
 
@@ -122,8 +126,11 @@ def _name(problem: Problem) -> str:
     return " ".join(words)
 
 
-def _class_name(verdict: Resolution) -> str:
-    return "FlashInferNvfp4Sm12xFusedMoE" if verdict.served else "CutlassFusedMoE"
+def _class_name(name: str, verdict: Resolution) -> str:
+    if verdict.served:
+        return "FlashInferNvfp4Sm12xFusedMoE"
+    row = formats.find(name.split()[0])
+    return "CutlassFusedMoE" if row is None or row.hosts_path else "no class of TensorRT-LLM's"
 
 
 def _verdict_json(name: str, verdict: Resolution) -> dict[str, Any]:
@@ -142,7 +149,7 @@ def _verdict_json(name: str, verdict: Resolution) -> dict[str, Any]:
         "layers": name,
         "served": verdict.served,
         "families": verdict.families,
-        "class": _class_name(verdict),
+        "class": _class_name(name, verdict),
         "rejections": rejections,
     }
 
@@ -175,7 +182,7 @@ def _screen(
     several = any(len(verdict.verdicts) > 1 for _, verdict in verdicts)
     for name, verdict in verdicts:
         on = f" on {', else '.join(verdict.families)}" if several and verdict.served else ""
-        words = f"{name} {'would be' if would else 'is'} {_class_name(verdict)}{on}"
+        words = f"{name} {'would be' if would else 'is'} {_class_name(name, verdict)}{on}"
         click.echo(textwrap.fill(words, 80, subsequent_indent="  "))
     for family, words in _families(verdicts) if several else ():
         click.echo(textwrap.fill(words, 80, initial_indent=f"{family:<14}", subsequent_indent=" " * 14))

@@ -217,6 +217,9 @@ class _Run:
             for done, layer in enumerate(chosen):
                 verdict = judge(layer, Ranks(tp, ep), self._arguments["device"])
                 families: list[tuple[str, ...]] = [(family,) for family in verdict.families]
+                row = formats.find(layer.quant_algo)
+                if families and row is not None and not row.hosts_path:  # one of them has what the host has not
+                    families = [verdict.families]
                 for number, family in enumerate(families or [settings.KERNELS.listed()]):
                     part = 1 / max(len(families), 1)
                     start = done + number * part

@@ -20,6 +20,8 @@ class RejectReason(Enum):
     FLASHINFER_BROKEN = "install FlashInfer anew"
     REQUIREMENT = "install what FlashInfer and the CuTe DSL require"
     TRITON = "install what compiles Triton's kernels"
+    UPCAST = "install a Triton that has block-scaled products for this card, or set TRTLLM_B12X_MXFP8_UPCAST=1"
+    PREFILL = "unset TRTLLM_B12X_KERNELS, or let it name kernels that serve any number of tokens"
     QUANTIZATION = "quantize the experts with nvidia-modelopt's NVFP4_DEFAULT_CFG, or leave the layer to CUTLASS"
     GROUP_SIZE = "export the checkpoint with the group size that its format prescribes, 16 for NVFP4"
     PRE_QUANT_SCALE = "export without AWQ pre-quantization scales (NVFP4_DEFAULT_CFG)"
@@ -79,7 +81,9 @@ class KernelFeatures:
     """They take input that the host has quantized, too."""
     most_routes: int | None = None
     """(token, expert) pairs of a call, at most."""
-    bound_by: frozenset[RejectReason] = frozenset(RejectReason) - {RejectReason.TRITON}
+    every_count: bool = False
+    """They serve calls of any size: layers of a format that the host has no path for need such a family."""
+    bound_by: frozenset[RejectReason] = frozenset(RejectReason) - {RejectReason.TRITON, RejectReason.UPCAST}
     """Rules that speak against them; a family is free of every other, as one that needs no FlashInfer of its rules."""
 
 

@@ -122,6 +122,10 @@ class Environment:
     """What its kernels' intermediate size is a multiple of."""
     triton_lacks: tuple[Lacking, ...] | None = None
     """What stands against compiling a Triton kernel for the card."""
+    upcast: str = ""
+    """Why Triton multiplies bfloat16 where MXFP8 is to be multiplied; empty: it does not, or nobody looked."""
+    allow_upcast: bool = False
+    """``TRTLLM_B12X_MXFP8_UPCAST``."""
     only_deterministic: bool = False
     """``TRTLLM_B12X_DETERMINISTIC``."""
     gather_bf16: bool = False

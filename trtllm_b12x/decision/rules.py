@@ -106,6 +106,10 @@ def _triton(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str
     return "; ".join(item.what for item in e.triton_lacks or ()) or None
 
 
+def _upcast(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    return None if e.allow_upcast else e.upcast or None
+
+
 def _quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if p.quant_algo is None or p.quant_algo in f.quantizations:
         return None
@@ -220,6 +224,7 @@ RULES: dict[RejectReason, _Rule] = {
     RejectReason.FLASHINFER_BROKEN: _flashinfer_broken,
     RejectReason.REQUIREMENT: _requirement,
     RejectReason.TRITON: _triton,
+    RejectReason.UPCAST: _upcast,
     RejectReason.QUANTIZATION: _quantization,
     RejectReason.GROUP_SIZE: _group_size,
     RejectReason.PRE_QUANT_SCALE: _pre_quant_scale,

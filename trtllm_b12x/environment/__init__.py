@@ -73,10 +73,11 @@ def probe(always_look: bool = False) -> Environment:
         dsl_wheels=tuple(wheels),
         only_deterministic=settings.DETERMINISTIC(),
         gather_bf16=settings.GATHER_BF16(),
+        allow_upcast=settings.MXFP8_UPCAST(),
     )
     if not always_look and (facts.enabled is False or facts.host == "unsupported" or facts.sm not in (None, 120, 121)):
         return facts
-    facts = replace(facts, triton_lacks=triton.lacking(facts.sm))
+    facts = replace(facts, triton_lacks=triton.lacking(facts.sm), upcast=triton.upcast(facts.sm))
     if not always_look and "b12x" not in settings.KERNELS.listed():
         return facts
     payload = inspect_payload()

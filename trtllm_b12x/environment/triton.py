@@ -19,6 +19,7 @@ from . import packages
 from .gpu import TIMEOUT_S
 
 OLDEST = (3, 5)
+_BLOCK_SCALED_FROM = {120: (3, 6), 121: (3, 8)}
 
 # CUDA toolkit whose ptxas knows the target (PTX ISA release notes: sm_120a 8.7, sm_121a 8.8).
 _KNOWN_FROM = {
@@ -52,6 +53,19 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
         return (Lacking(f"Triton {found} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
     asked = (_c_compiler(), _headers(), _ptxas(sm or 0), _cache_folder())
     return tuple(item for item in asked if item is not None)
+
+
+def upcast(sm: int | None) -> str:
+    """Why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty where it is one, or where that is not known.
+
+    Read off what each release compiles for ``tl.dot_scaled`` of E4M3 (``tests/unittest/test_grouped_compiled.py``).
+    """
+    found, needed = version_tuple(version()), _BLOCK_SCALED_FROM.get(sm or 0)
+    if not found or needed is None or found >= needed:
+        return ""
+    return (
+        f"Triton {version()} multiplies bfloat16 for MXFP8 on sm_{sm}; block-scaled products from {'.'.join(map(str, needed))} on"
+    )
 
 
 def _c_compiler() -> Lacking | None:

@@ -26,6 +26,8 @@ class Format:
     """Its :class:`trtllm_b12x.strict_reference.Judge`."""
     activations: tuple[str, ...] = ("Swiglu", "Relu2")
     """Of usual checkpoints: ``doctor`` asks about these."""
+    hosts_path: bool = True
+    """Hosts serve it on our cards without us; where they do not, every call is our kernels'."""
 
 
 FORMATS: tuple[Format, ...] = (
@@ -35,6 +37,15 @@ FORMATS: tuple[Format, ...] = (
         method="trtllm_b12x.quantization.nvfp4:NVFP4Sm12xFusedMoEMethod",
         kind="trtllm_b12x.checkpoint.nvfp4:NVFP4",
         judge="trtllm_b12x.strict_reference.nvfp4:NVFP4",
+    ),
+    Format(
+        "MXFP8",
+        "MXFP8_DEFAULT_CFG",
+        method="trtllm_b12x.quantization.mxfp8:MXFP8Sm12xFusedMoEMethod",
+        kind="trtllm_b12x.checkpoint.mxfp8:MXFP8",
+        judge="trtllm_b12x.strict_reference.mxfp8:MXFP8",
+        activations=("Swiglu", "Geglu"),
+        hosts_path=False,
     ),
 )
 

@@ -33,6 +33,10 @@ class Weights(ABC):
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """A local expert's FC1 (rows [up; gate]) and FC2, uint8 ``(rows, bytes)``, by the checkpoint's kind of tensor."""
 
+    def typical_input(self) -> float:
+        """The size of activations to test kernels with.  Synchronizes."""
+        return 1.0
+
     def derive(self) -> None:  # noqa: B027
         """In place and without synchronizing, what a call reads and parameters imply: in most formats nothing."""
 

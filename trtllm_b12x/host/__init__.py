@@ -47,6 +47,8 @@ class Host:
     """Mixed into our layer: the forms of a call."""
     Weights: Any
     """Mixed into our quantization method: when what is loaded."""
+    MXFP8CutlassFusedMoEMethod: Any = None
+    """None on hosts of before August 2026, which do not know the format."""
     leaves: tuple[type, ...] = ()
     """C3: the classes that CUTLASS is split into."""
     tables: Callable[[type], tuple[Any, dict[str, Any]]] = lambda ours: (None, {})

@@ -74,6 +74,7 @@ def _host(
         create_moe=create_moe,
         CutlassFusedMoE=cutlass,
         NVFP4CutlassFusedMoEMethod=quantization.NVFP4CutlassFusedMoEMethod,
+        MXFP8CutlassFusedMoEMethod=getattr(quantization, "MXFP8CutlassFusedMoEMethod", None),
         TensorParallelMode=quantization.TensorParallelMode,
         load_weight_shard=quantization.load_weight_shard,
         ActivationType=utils.ActivationType,

@@ -245,6 +245,7 @@ def environment() -> Environment:
         machine.probe() if host.installed() else Environment(),
         enabled=settings.ENABLED() != "0",
         gather_bf16=settings.GATHER_BF16(),
+        allow_upcast=settings.MXFP8_UPCAST(),
         only_deterministic=settings.DETERMINISTIC(),
     )
 
@@ -284,7 +285,9 @@ def resolve(
     for name in formats.names() if algorithm is None and kernels is None else (algorithm,):
         asked = considered(quant_algo=name) if kernels is None else kernels
         rows = tuple((family, kernel.features) for family, kernel in asked.items())
-        found.append(decision.resolve(*question, environment(), rows, plan_errors))
+        resolution = decision.resolve(*question, environment(), rows, plan_errors)
+        form = formats.find(name or "")
+        found.append(resolution if form is None or form.hosts_path else families.complete(resolution, dict(rows)))
     return next((resolution for resolution in found if resolution.served), found[0])
 
 

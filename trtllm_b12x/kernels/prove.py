@@ -129,7 +129,25 @@ def _compile_triton(target: str, directory: Path) -> Proof:
     return Proof(target, not error, error, found, round(time.monotonic() - started, 1))
 
 
-_COMPILE = {"b12x": _compile_b12x, "triton": _compile_triton}
+def _compile_grouped(target: str, directory: Path) -> Proof:
+    """Every kernel of a small layer; its products are block-scaled, or the family is refused."""
+    os.environ["TRITON_CACHE_DIR"] = str(directory)
+    started = time.monotonic()
+    try:
+        import torch
+
+        from .grouped import GroupedKernel
+
+        kernel = GroupedKernel()
+        kernel.describe(Geometry(16, 4, 512, 256, "Swiglu"), 4096, torch.device("cuda"))
+        found = sum(made.asm["ptx"].count("kind::mxf8f6f4.block_scale") for _, made in kernel.compile_for(int(target[3:6])))
+        error = "" if found else "the PTX holds no kind::mxf8f6f4.block_scale instruction"
+    except Exception as exception:
+        found, error = 0, _telling_line(f"{type(exception).__name__}: {exception}")
+    return Proof(target, not error, error, found, round(time.monotonic() - started, 1))
+
+
+_COMPILE = {"b12x": _compile_b12x, "triton": _compile_triton, "grouped": _compile_grouped}
 """By family."""
 
 

@@ -13,7 +13,7 @@ from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, Mo
 from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
 from trtllm_b12x.host import embedded, questions
 from trtllm_b12x.kernels import considered, resolve
-from trtllm_b12x.schedule import HOSTS, crossover
+from trtllm_b12x.schedule import EVERY, HOSTS, crossover
 from trtllm_b12x.strict_reference import Arithmetic
 
 from .bits import bits_exact, count_bytes, examine_codes, wrong_scalars
@@ -81,7 +81,8 @@ def verify_layer(
     paths: list[set[str]] = [set() for _ in batches]
     rounding: dict[int, float] = {}
     features = {name: kernel.features for name, kernel in considered(device, layer.quant_algo).items()}
-    limit = crossover(layer.top_k, [features[name] for name in verdict.families])
+    eligible = [features[name] for name in verdict.families]
+    limit = EVERY if any(found.every_count for found in eligible) else crossover(layer.top_k, eligible)
     points = {"cutlass": Arithmetic.CUTLASS}
     points |= {name: Arithmetic[found.arithmetic] for name, found in features.items()}
     kernels: set[str] = set()

@@ -17,7 +17,7 @@ from .config import (
 )
 from .fused_moe_cutlass import CutlassFusedMoE
 from .ops import block_scale_interleave, block_scale_interleave_reverse, fp4_quantize
-from .quantization import NVFP4CutlassFusedMoEMethod, TensorParallelMode, load_weight_shard
+from .quantization import MXFP8CutlassFusedMoEMethod, NVFP4CutlassFusedMoEMethod, TensorParallelMode, load_weight_shard
 from .routing import BaseMoeRoutingMethod, RenormalizeMoeRoutingMethod
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "BaseMoeRoutingMethod",
     "CutlassFusedMoE",
     "Fp4QuantizedTensor",
+    "MXFP8CutlassFusedMoEMethod",
     "Mapping",
     "MoEWeightLoadingMode",
     "ModelConfig",

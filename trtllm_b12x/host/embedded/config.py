@@ -17,6 +17,7 @@ class QuantAlgo(str, Enum):
     NVFP4 = "NVFP4"
     NVFP4_AWQ = "NVFP4_AWQ"
     W4A16_NVFP4 = "W4A16_NVFP4"
+    MXFP8 = "MXFP8"
     FP8 = "FP8"
     FP8_BLOCK_SCALES = "FP8_BLOCK_SCALES"
     W4A16_AWQ = "W4A16_AWQ"
@@ -31,6 +32,9 @@ class QuantMode:
 
     def has_nvfp4(self) -> bool:
         return self.quant_algo is QuantAlgo.NVFP4
+
+    def has_mxfp8(self) -> bool:
+        return self.quant_algo is QuantAlgo.MXFP8
 
     def has_any_quant(self, exclude_kv_cache: bool = False) -> bool:
         del exclude_kv_cache  # the embedded host has no KV cache

@@ -9,7 +9,12 @@ import torch
 from . import ops
 from .config import ActivationType, Fp4QuantizedTensor, ModelConfig, QuantAlgo
 from .interface import MoE
-from .quantization import FusedMoEMethodBase, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
+from .quantization import (
+    FusedMoEMethodBase,
+    MXFP8CutlassFusedMoEMethod,
+    NVFP4CutlassFusedMoEMethod,
+    UnquantizedFusedMoEMethod,
+)
 
 
 class CutlassFusedMoE(MoE):
@@ -47,6 +52,8 @@ class CutlassFusedMoE(MoE):
             return UnquantizedFusedMoEMethod()
         if mode.has_nvfp4():
             return NVFP4CutlassFusedMoEMethod()
+        if mode.has_mxfp8():
+            return MXFP8CutlassFusedMoEMethod()
         algo = self.quant_config.quant_algo
         raise ValueError(f"Unsupported quantization mode: {algo.value if isinstance(algo, QuantAlgo) else algo}")
 
@@ -100,6 +107,8 @@ class CutlassFusedMoE(MoE):
     ) -> torch.Tensor:
         """Experts on ``x`` (from :meth:`quantize_input`), ids ``[T, k]``, scales ``[T, k]``; returns ``[T, H]``."""
         del tuner_num_tokens, tuner_top_k, enable_alltoall
+        if isinstance(self.quant_method, MXFP8CutlassFusedMoEMethod):
+            raise NotImplementedError("CUTLASS multiplies MXFP8 experts on SM100 and SM103 alone")
         if isinstance(x, Fp4QuantizedTensor):
             x, x_sf, is_sf_swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
         if output_dtype is None:

@@ -132,6 +132,49 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         self.setup_quant_scales(module)
 
 
+class FusedMoEQuantScalesMXFP8(NamedTuple):
+    fc31_weight_block_scale: torch.Tensor
+    fc2_weight_block_scale: torch.Tensor
+
+
+class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
+    """E4M3 weights ``(E, r*I, H)`` and ``(E, H, I)``, four E8M0 scales to an int32, 128x4-interleaved (C2, 3729c14d)."""
+
+    BLOCK_SIZE = 32
+    BLOCK_SCALES_DTYPE = torch.int32
+
+    def create_weights(self, module: Any) -> None:  # type: ignore[override]
+        module.scaling_vector_size = self.BLOCK_SIZE
+        experts, hidden, size = module.expert_size_per_partition, module.hidden_size, module.intermediate_size_per_partition
+        rows = size * module.intermediate_size_expand_ratio
+        super().create_weights(module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, size))
+        assert hidden % 128 == size % 128 == 0, "MXFP8 MoE packs the scales of 128 columns"
+        for name, shape in (("w3_w1_weight_scale", (rows, hidden // 128)), ("w2_weight_scale", (hidden, size // 128))):
+            scales = torch.empty((experts, *shape), dtype=self.BLOCK_SCALES_DTYPE)
+            module.register_parameter(name, nn.Parameter(scales, requires_grad=False))
+        self.setup_quant_scales(module)
+
+    def setup_quant_scales(self, module: Any) -> None:
+        module.quant_scales = FusedMoEQuantScalesMXFP8(
+            fc31_weight_block_scale=module.w3_w1_weight_scale, fc2_weight_block_scale=module.w2_weight_scale
+        )
+
+    def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        for slot, expert in enumerate(module.initial_local_expert_ids):
+            w1, w3, w2 = (self._scale(weights, f"{expert}.{name}") for name in ("w1", "w3", "w2"))
+            destinations = module.w3_w1_weight_scale.data[slot], module.w2_weight_scale.data[slot]
+            self.load_expert_w3_w1_weight(module, w1, w1[:0] if w3 is None else w3, destinations[0])
+            self.load_expert_w2_weight(module, w2, destinations[1])
+            for destination in destinations:
+                _interleave(destination)
+
+    @staticmethod
+    def _scale(weights: Mapping[str, torch.Tensor], matrix: str) -> Any:
+        return next(
+            (weights[f"{matrix}.{kind}"] for kind in ("weight_scale_inv", "weight_scale") if f"{matrix}.{kind}" in weights), None
+        )
+
+
 class NVFP4FusedMoEMethod(FusedMoEMethodBase):
     """FP4 payload, 128x4-interleaved block scales, reciprocal input scales, alphas.
 

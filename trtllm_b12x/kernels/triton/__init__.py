@@ -22,7 +22,8 @@ import torch
 from trtllm_b12x import families, locks, process
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.kernels import Epilogue, Geometry, Kernel, KernelWeights, PlanError, first_line
+from trtllm_b12x.kernels import Epilogue, Geometry, Kernel, PlanError, Weights, first_line
+from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.log import logger
 
 from . import launch
@@ -77,6 +78,10 @@ class TritonKernel(Kernel):
     """Our own kernels on one layer."""
 
     features = families.triton(Environment())
+    reference: type[ReferenceKernel] = UnquantizedReferenceKernel
+    """What it is compared with."""
+    word = 8
+    """Codes in 32 bits."""
 
     def __init__(self, card: Card | None = None, overlap: bool | None = None) -> None:
         """
@@ -118,10 +123,12 @@ class TritonKernel(Kernel):
         Raises:
             ValueError: no kernel of the family serves ``geometry``.
         """
-        _refuse(geometry)
+        self._refuse(geometry)
         self.geometry, self.capacity, self._device = geometry, min(capacity, _most_tokens(geometry)), device
         card, gpu = self._card or card_of(device), device.type == "cuda"
-        self.build = Build(geometry, card, gpu and (card.capability >= 90 if self._overlap is None else self._overlap), gpu)
+        self.build = Build(
+            geometry, card, gpu and (card.capability >= 90 if self._overlap is None else self._overlap), gpu, self.word
+        )
 
     def _make_plan(self) -> _Plan:
         if self._device.type != "cuda" and not interpreted():
@@ -152,19 +159,42 @@ class TritonKernel(Kernel):
         self._plan.compiled = None
         self._plan.calls.clear()
 
+    def _refuse(self, geometry: Geometry) -> None:
+        """Raise ValueError where no kernel of the family serves ``geometry``."""
+        known = self.features
+        if geometry.activation not in known.activations:
+            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(known.activations))}")
+        if geometry.hidden_size % known.hidden_size_multiple or geometry.intermediate_size % known.group_size:
+            sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
+            raise ValueError(f"{sizes} must be multiples of {known.hidden_size_multiple} and {known.group_size}")
+        if geometry.top_k > _LARGEST_TOP_K or geometry.num_experts > _LARGEST_EXPERTS:
+            raise ValueError(
+                f"top {geometry.top_k} of {geometry.num_experts} experts: at most {_LARGEST_TOP_K} of {_LARGEST_EXPERTS}"
+            )
+
     # ---- bind --------------------------------------------------------------------------------------------------------
 
-    def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
+    def bind(self, weights: Any, first_expert: int = 0) -> None:
         """Take the layer's tensors.
 
         Raises:
             ValueError: a tensor has the wrong shape, dtype or layout, or the input scales are given as divisors alone.
         """
         check(self.geometry, weights)
-        inputs = weights.input_scales
+        self._layers = self._of_layer(weights, first_expert)
+        self.weights, self.first_expert = weights, first_expert
+        self._addresses = {
+            quantized: layer._replace(
+                fc1=tuple(tensor.data_ptr() for tensor in layer.fc1), fc2=tuple(tensor.data_ptr() for tensor in layer.fc2)
+            )
+            for quantized, layer in self._layers.items()
+        }
+
+    def _of_layer(self, weights: Any, first_expert: int) -> dict[bool, launch.Layer]:
+        """What calls read, by whether their input is quantized."""
+        inputs, extra = weights.input_scales, weights.epilogue
         if inputs is None:
             raise ValueError("the kernels take the host's input scales, not their reciprocals")
-        self.weights, self.first_expert, extra = weights, first_expert, weights.epilogue
         experts, device = self.geometry.num_experts, weights.w1_weight.device
 
         def filled(tensor: torch.Tensor | None, value: float) -> torch.Tensor:
@@ -178,20 +208,14 @@ class TritonKernel(Kernel):
         w1_bias = none if extra.w1_bias is None else extra.w1_bias
         w2_bias = none if extra.w2_bias is None else extra.w2_bias
         w1, w2 = (weight.view(torch.int32) for weight in (weights.w1_weight, weights.w2_weight))
-        head, tail = (w1, _bytes(weights.w1_weight_sf), weights.folded_w1_alpha), (inputs.up_to_gate, w1_bias, *constants)
-        fc2 = (w2, _bytes(weights.w2_weight_sf), weights.w2_alpha, inputs.fc2_input_scale, w2_bias)
+        head, tail = (w1, scale_bytes(weights.w1_weight_sf), weights.folded_w1_alpha), (inputs.up_to_gate, w1_bias, *constants)
+        fc2 = (w2, scale_bytes(weights.w2_weight_sf), weights.w2_alpha, inputs.fc2_input_scale, w2_bias)
         steps = int(inputs.fc31_input_scale.numel() > 1), int(inputs.fc2_input_scale.numel() > 1)
         # Input that arrives quantized is in units of the input scale, which the alpha holds.
         one = torch.ones(1, dtype=torch.float32, device=device)
-        self._layers = {
+        return {
             False: launch.Layer((*head, inputs.fc31_input_scale, *tail), fc2, first_expert, steps),
             True: launch.Layer((*head, one, *tail), fc2, first_expert, (0, steps[1])),
-        }
-        self._addresses = {
-            quantized: layer._replace(
-                fc1=tuple(tensor.data_ptr() for tensor in layer.fc1), fc2=tuple(tensor.data_ptr() for tensor in layer.fc2)
-            )
-            for quantized, layer in self._layers.items()
         }
 
     def self_test(self) -> None:
@@ -206,7 +230,8 @@ class TritonKernel(Kernel):
         for tokens, step in self._plan.steps.items():
             sizes.setdefault((step.tiles, step.inline), []).append(tokens)
         try:
-            found = faults(self, sorted({tokens for same in sizes.values() for tokens in (same[0], same[-1])}))
+            sized = sorted({tokens for same in sizes.values() for tokens in (same[0], same[-1])})
+            found = faults(self, self.reference, self.first_expert, sized)
             if found:
                 raise PlanError("; ".join(found))
         except Exception as error:
@@ -315,25 +340,12 @@ class TritonKernel(Kernel):
         return found
 
 
-def _refuse(geometry: Geometry) -> None:
-    """Raise ValueError where no kernel of the family serves ``geometry``."""
-    if geometry.activation not in ACTIVATIONS:
-        raise ValueError(f"activation {geometry.activation} is none of {', '.join(ACTIVATIONS)}")
-    if geometry.hidden_size % 16 or geometry.intermediate_size % 16:
-        sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
-        raise ValueError(f"{sizes} must be multiples of 16")
-    if geometry.top_k > _LARGEST_TOP_K or geometry.num_experts > _LARGEST_EXPERTS:
-        raise ValueError(
-            f"top {geometry.top_k} of {geometry.num_experts} experts: at most {_LARGEST_TOP_K} of {_LARGEST_EXPERTS}"
-        )
-
-
 def _most_tokens(geometry: Geometry) -> int:
     """What 32-bit offsets of a route's row reach."""
     return _LAST_INDEX // (geometry.top_k * max(geometry.hidden_size, geometry.intermediate_size))
 
 
-def check(geometry: Geometry, weights: KernelWeights) -> None:
+def check(geometry: Geometry, weights: Weights) -> None:
     """Raise ValueError, naming the tensor, where one does not lie as the kernels read it."""
     weights.check(geometry)
     for name, tensor in weights.tensors().items():
@@ -342,7 +354,7 @@ def check(geometry: Geometry, weights: KernelWeights) -> None:
             raise ValueError(f"{name} is not contiguous, or not at a multiple of 16 bytes")
 
 
-def _bytes(scales: torch.Tensor) -> torch.Tensor:
+def scale_bytes(scales: torch.Tensor) -> torch.Tensor:
     """Block scales as they lie in memory, uint8."""
     return scales.permute(5, 2, 4, 0, 1, 3).view(torch.uint8)
 

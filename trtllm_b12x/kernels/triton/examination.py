@@ -5,16 +5,12 @@ The family's own, because :mod:`trtllm_b12x.kernels.self_test` has b12x's faults
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
-
-if TYPE_CHECKING:
-    from . import TritonKernel
+from trtllm_b12x.kernels.reference import ReferenceKernel
 
 BOUND = 0.01
 """Relative L2 of a call.  Right kernels stay below 0.004: bfloat16's rounding of the activation's result and of the output."""
@@ -25,14 +21,13 @@ QUANTIZED = 8
 """Tokens at most of the call whose input arrives quantized."""
 
 
-def faults(kernel: TritonKernel, sizes: Sequence[int]) -> list[str] | None:
+def faults(kernel: Any, yardstick: type[ReferenceKernel], first_expert: int, sizes: Sequence[int]) -> list[str] | None:
     """One line for each of ``sizes``, in tokens, that is wrong.
 
     Returns:
         None where the weights say nothing: outputs are zero or not finite.
     """
-    g, device, inputs = kernel.geometry, kernel.weights.w1_weight.device, kernel.weights.input_scales
-    assert inputs is not None  # it would not have been bound
+    g, device = kernel.geometry, kernel.weights.device
     total = sum(sizes)
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
@@ -44,29 +39,28 @@ def faults(kernel: TritonKernel, sizes: Sequence[int]) -> list[str] | None:
     for count, end in zip(sizes, torch.tensor(sizes).cumsum(0).tolist(), strict=True):
         if count * g.top_k > 1:
             local[end - 1, -1] = -1
-    inverse = float(inputs.fc31_input_scale.flatten()[0])
-    # A quarter of the calibrated range: 6 * 448 of the input scale.
-    factor = 672 / inverse if 0 < inverse < math.inf else 1.0
-    x, local, scales = (drawn.to(device) * factor).to(g.dtype), local.to(device), scales.to(device)
-    reference = UnquantizedReferenceKernel()
+    x, local, scales = (drawn.to(device) * kernel.weights.typical_input()).to(g.dtype), local.to(device), scales.to(device)
+    reference = yardstick()
     reference.plan(g, total, device)
     reference.bind(kernel.weights)
     # All sizes in one call: each expert is dequantized once, and those of a large layer do not fit beside the model.
     expected = reference.run(x, local, scales, out=torch.zeros(x.shape, device=device))
-    ids = torch.where(local >= 0, local + kernel.first_expert, -1).to(torch.int32)
+    ids = torch.where(local >= 0, local + first_expert, -1).to(torch.int32)
     said = []
     for part in torch.arange(total, device=device).split(list(sizes)):
         runs = [kernel.run(x[part], ids[part], scales[part]) for _ in range(2)]
         said.append(_compared(f"{len(part)} tokens", runs, expected[part]))
-    if inputs.fc31_input_scale.numel() == 1:  # a host has one for all experts where it quantizes for them
+    if (
+        kernel.features.quantized_input and kernel.weights.input_scales.fc31_input_scale.numel() == 1
+    ):  # a host has one for all experts where it quantizes for them
         said.append(_of_quantized_input(kernel, reference, ids, local, scales, generator))
     told = [line for line in said if line is not None]
     return list(filter(None, told)) if told else None
 
 
 def _of_quantized_input(
-    kernel: TritonKernel,
-    reference: UnquantizedReferenceKernel,
+    kernel: Any,
+    reference: Any,
     ids: torch.Tensor,
     local: torch.Tensor,
     scales: torch.Tensor,

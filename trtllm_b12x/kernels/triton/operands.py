@@ -1,4 +1,6 @@
-"""NVFP4 weights and 16-bit inputs as the operands of tensor cores, in an order of columns that moves no code from its lane.
+"""Weights and 16-bit inputs as the operands of tensor cores, in an order of columns that moves no code from its lane: NVFP4.
+
+MXFP8 (:mod:`.mxfp8_operands`) differs in what a word holds and what a scale covers: ``WORD`` codes, ``128 / WORD`` columns.
 
 Weights are the host's bytes: row-major FP4, the even column in the low nibble, and E4M3 scales of 16 columns in the 128x4 layout
 (row ``r`` and block ``b`` of a K-column matrix at ``(r // 128 * ceil(K / 64) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4
@@ -22,8 +24,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import mxfp8_operands as mxfp8
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Triton's interpreter multiplies the bits of bfloat16 as integers."""
+FP4 = tl.constexpr(8)
+"""``WORD`` of NVFP4: codes in 32 bits; MXFP8 has 4."""
 
 # Two words and their scale to eight pairs, each the value times 2**-8.  The three bits of a magnitude, moved to the bottom of the
 # exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too; an E4M3 byte
@@ -125,12 +131,13 @@ def decoded(words, scales, rows: tl.constexpr, columns: tl.constexpr, dtype: tl.
 
 
 @triton.jit
-def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr):
+def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr, WORD: tl.constexpr):
     """Where a tile of ``ROWS`` inputs lies, whether each place has a row, and its column.
 
     A tile of eight is ``(4, 2 * BK)``, two rows in one, so that what eight lanes read at a time (16 bytes each, of four stretches
     of 32 columns in two rows) lies side by side in shared memory: place ``256 a + 64 b + 32 r + 8 c + d`` is column
-    ``128 a + 32 c + 8 b + d`` of row ``r``.  Measured on an H200: up to a tenth less time, with more rows as much more.
+    ``128 a + 32 c + 8 b + d`` of row ``r``.  Measured on an H200: up to a tenth less time, with more rows as much more.  For
+    MXFP8, where they read 32 columns of each row, place ``64 a + 32 r + d`` is column ``32 a + d``.
 
     Args:
         starts: ``(ROWS,)`` offsets.
@@ -138,7 +145,10 @@ def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr):
     """
     if ROWS <= 8:
         place = tl.arange(0, 2 * BK)
-        column = (place // 256 * 128 + place // 8 % 4 * 32 + place // 64 % 4 * 8 + place % 8)[None, :]
+        if WORD == FP4:
+            column = (place // 256 * 128 + place // 8 % 4 * 32 + place // 64 % 4 * 8 + place % 8)[None, :]
+        else:
+            column = (place // 64 * 32 + place % 32)[None, :]
         second = (place // 32 % 2)[None, :]
         even, odd = tl.split(tl.reshape(starts, (ROWS // 2, 2)))
         offsets = tl.where(second == 0, even[:, None], odd[:, None]) + column
@@ -160,8 +170,7 @@ def loaded(x, offsets, there, column, k, BK: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def split_inputs(x, rows: tl.constexpr, columns: tl.constexpr):
-    """A tile of :func:`places` to eight ``(columns / 8, rows)`` in the order of :func:`decoded`."""
+def _split_fp4(x, rows: tl.constexpr, columns: tl.constexpr):
     if rows <= 8:
         x = tl.reshape(x, (rows // 2, columns // 128, 4, 2, 4, 8))
         x = tl.reshape(tl.permute(x, (0, 3, 1, 4, 2, 5)), (rows, columns))
@@ -178,6 +187,16 @@ def split_inputs(x, rows: tl.constexpr, columns: tl.constexpr):
 
 
 @triton.jit
+def split_inputs(x, rows: tl.constexpr, columns: tl.constexpr, WORD: tl.constexpr):
+    """A tile of :func:`places` to ``WORD`` tensors ``(columns / WORD, rows)`` in the order of :func:`decoded`."""
+    if WORD == FP4:
+        parts = _split_fp4(x, rows, columns)
+    else:
+        parts = mxfp8.split_inputs(x, rows, columns)
+    return parts
+
+
+@triton.jit
 def _product(w, x, sums):
     if INTERPRETED:
         return tl.dot(w.to(tl.float32), x.to(tl.float32), sums)
@@ -185,15 +204,17 @@ def _product(w, x, sums):
 
 
 @triton.jit
-def dot(w, x, sums):
+def dot(w, x, sums, WORD: tl.constexpr):
     sums = _product(w[0], x[0], sums)
     sums = _product(w[1], x[1], sums)
     sums = _product(w[2], x[2], sums)
     sums = _product(w[3], x[3], sums)
-    sums = _product(w[4], x[4], sums)
-    sums = _product(w[5], x[5], sums)
-    sums = _product(w[6], x[6], sums)
-    return _product(w[7], x[7], sums)
+    if WORD == FP4:
+        sums = _product(w[4], x[4], sums)
+        sums = _product(w[5], x[5], sums)
+        sums = _product(w[6], x[6], sums)
+        sums = _product(w[7], x[7], sums)
+    return sums
 
 
 @triton.jit
@@ -207,10 +228,13 @@ def rows_of(tile, BN: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def scale_offsets(tile, half: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """Bytes from the expert's first scale to those of rows ``half * N + rows_of(tile)``, ``(BN, BK / 16)``."""
-    groups: tl.constexpr = (K + 63) // 64
-    b = tl.arange(0, BK // 16)
+def scale_offsets(
+    tile, half: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORD: tl.constexpr
+):  # fmt: skip
+    """Bytes from the expert's first scale to those of rows ``half * N + rows_of(tile)``, ``(BN, BK / block)``."""
+    size: tl.constexpr = 128 // WORD
+    groups: tl.constexpr = (K + 4 * size - 1) // (4 * size)
+    b = tl.arange(0, BK // size)
     columns = (b // 4 * 512 + b % 4)[None, :]
     if N % 128 == 0:
         first = tile * BN
@@ -224,15 +248,21 @@ def scale_offsets(tile, half: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, 
 @triton.jit
 def matrix(
     w, s, words, scales, k, there, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    dtype: tl.constexpr, PTX: tl.constexpr,
+    WORD: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Columns ``k`` to ``k + BK`` of a program's rows, as :func:`decoded` gives them; zeros beyond the matrix."""
+    size: tl.constexpr = 128 // WORD
+    beyond = k * WORD  # 512 bytes for four blocks of columns
     if N % BN != 0 or K % BK != 0:
-        column = k // 8 + tl.arange(0, BK // 8)
-        block = k // 16 + tl.arange(0, BK // 16)
-        codes = tl.load(w + words + k // 8, mask=there[:, None] & (column < K // 8)[None, :], other=0)
-        factors = tl.load(s + scales + k * 8, mask=there[:, None] & (block < K // 16)[None, :], other=0)
+        column = k // WORD + tl.arange(0, BK // WORD)
+        block = k // size + tl.arange(0, BK // size)
+        codes = tl.load(w + words + k // WORD, mask=there[:, None] & (column < K // WORD)[None, :], other=0)
+        factors = tl.load(s + scales + beyond, mask=there[:, None] & (block < K // size)[None, :], other=0)
     else:
-        codes = tl.load(w + words + k // 8)
-        factors = tl.load(s + scales + k * 8)
-    return decoded(codes, factors, BN, BK, dtype, PTX)
+        codes = tl.load(w + words + k // WORD)
+        factors = tl.load(s + scales + beyond)
+    if WORD == FP4:
+        parts = decoded(codes, factors, BN, BK, dtype, PTX)
+    else:
+        parts = mxfp8.decoded(codes, factors, BN, BK, PTX)
+    return parts

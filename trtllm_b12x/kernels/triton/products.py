@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from .operands import INTERPRETED, SCALE, dot, loaded, matrix, places, rows_of, scale_offsets, split_inputs
+from .operands import FP4, INTERPRETED, SCALE, dot, loaded, matrix, places, rows_of, scale_offsets, split_inputs
 from .routing import localized, own_block, route_kernel, start_token
 
 SWIGLU = tl.constexpr(0)
@@ -25,7 +25,7 @@ GELU = tl.constexpr(5)
 
 
 @triton.jit
-def _activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
+def activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
     """float32; ``fc1`` is up's half where there is a ``gate``."""
     if ACTIVATION == SWIGLU:
         return gate / (1 + tl.exp(-gate)) * fc1
@@ -44,7 +44,7 @@ def _activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _rounded(values, dtype: tl.constexpr):
+def rounded(values, dtype: tl.constexpr):
     """float32 to a 16-bit float, to the nearest; Triton's interpreter cuts bfloat16 off."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
@@ -71,8 +71,7 @@ def fc1_kernel(
     workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of routes (SORTED) or routes (at most ``ROUTES``).
 
@@ -80,8 +79,8 @@ def fc1_kernel(
 
     Args:
         x: ``(tokens, H)`` bfloat16 or float16.
-        weight: int32 words of ``(E, r * SIZE, H / 2)`` bytes, r = 2 with GATED (rows [up; gate]).
-        alpha: ``(E,)`` float32, ``weight_scale_2`` times input scale.
+        weight: int32 words of ``(E, r * SIZE, H)`` codes, WORD in each, r = 2 with GATED (rows [up; gate]).
+        alpha: ``(E,)`` float32, ``weight_scale_2`` times input scale; like the next two of NVFP4 alone.
         input_scale: float32, the reciprocal of that scale, of expert ``e`` at ``e * step``; 1 where x is in units of it.
         up_to_gate: ``(E,)`` float32, up's ``weight_scale_2`` over gate's.
         bias: with BIAS, ``(E, r * SIZE)``.
@@ -109,38 +108,42 @@ def fc1_kernel(
         if expert < 0:
             return
     e = expert.to(tl.int64)
+    columns: tl.constexpr = 512 // WORD
     halves: tl.constexpr = 2 if GATED else 1
     dtype: tl.constexpr = x.dtype.element_ty
     rows = rows_of(tile, BN, SIZE)
     there = rows < SIZE
-    weight += e * (halves * SIZE * (H // 8))
-    block_scales += e * ((halves * SIZE + 127) // 128 * ((H + 63) // 64) * 512)
-    words = rows[:, None] * (H // 8) + tl.arange(0, BK // 8)[None, :]
-    up_scales = scale_offsets(tile, 0, BN, BK, SIZE, H)
-    gate_scales = scale_offsets(tile, 1, BN, BK, SIZE, H)
-    offsets, given, column = places(route // TOP_K * H, n, width, BK)
+    weight += e * (halves * SIZE * (H // WORD))
+    block_scales += e * ((halves * SIZE + 127) // 128 * ((H + columns - 1) // columns) * 512)
+    words = rows[:, None] * (H // WORD) + tl.arange(0, BK // WORD)[None, :]
+    up_scales = scale_offsets(tile, 0, BN, BK, SIZE, H, WORD)
+    gate_scales = scale_offsets(tile, 1, BN, BK, SIZE, H, WORD)
+    offsets, given, column = places(route // TOP_K * H, n, width, BK, WORD)
     up = tl.zeros((BN, width), tl.float32)
     gate = tl.zeros((BN, width), tl.float32)
     for k in range(0, H, BK):
-        operands = split_inputs(loaded(x, offsets, given, column, k, BK, H), width, BK)
-        up = dot(matrix(weight, block_scales, words, up_scales, k, there, BN, BK, SIZE, H, dtype, PTX), operands, up)
+        operands = split_inputs(loaded(x, offsets, given, column, k, BK, H), width, BK, WORD)
+        w = matrix(weight, block_scales, words, up_scales, k, there, BN, BK, SIZE, H, WORD, dtype, PTX)
+        up = dot(w, operands, up, WORD)
         if GATED:
-            half = weight + SIZE * (H // 8)
-            gate = dot(matrix(half, block_scales, words, gate_scales, k, there, BN, BK, SIZE, H, dtype, PTX), operands, gate)
-    factor = tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
-    gate = gate * factor
-    up = up * factor
-    if GATED:
-        up *= tl.load(up_to_gate + e)
+            half = weight + SIZE * (H // WORD)
+            w = matrix(half, block_scales, words, gate_scales, k, there, BN, BK, SIZE, H, WORD, dtype, PTX)
+            gate = dot(w, operands, gate, WORD)
+    if WORD == FP4:
+        factor = tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
+        gate = gate * factor
+        up = up * factor
+        if GATED:
+            up *= tl.load(up_to_gate + e)
     if BIAS:
         up += tl.load(bias + e * (halves * SIZE) + rows, mask=there, other=0).to(tl.float32)[:, None]
         if GATED:
             gate += tl.load(bias + e * (halves * SIZE) + SIZE + rows, mask=there, other=0).to(tl.float32)[:, None]
     if ACTIVATION == SWIGLU_BIAS:
-        result = _activate(up, gate, tl.load(swiglu_alpha + e), tl.load(swiglu_beta + e), tl.load(swiglu_limit + e), ACTIVATION)
+        result = activate(up, gate, tl.load(swiglu_alpha + e), tl.load(swiglu_beta + e), tl.load(swiglu_limit + e), ACTIVATION)
     else:
-        result = _activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION)
-    tl.store(h + route[None, :] * SIZE + rows[:, None], _rounded(result, tl.bfloat16), mask=there[:, None] & (m < n)[None, :])
+        result = activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION)
+    tl.store(h + route[None, :] * SIZE + rows[:, None], rounded(result, tl.bfloat16), mask=there[:, None] & (m < n)[None, :])
 
 
 @triton.jit
@@ -158,8 +161,8 @@ def _prefetch(addresses):
 def fc2_kernel(
     h, weight, block_scales, alpha, input_scale, bias, ids, scales, out, partial, workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr, WORD: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``TILES`` tiles of ``BN`` columns of the hidden size, by blocks or routes as :func:`fc1_kernel`.
 
@@ -167,7 +170,7 @@ def fc2_kernel(
 
     Args:
         h: ``(routes, SIZE)`` bfloat16.
-        weight: int32 words of ``(E, H, SIZE / 2)`` bytes.
+        weight: int32 words of ``(E, H, SIZE)`` codes.
         alpha, input_scale: as :func:`fc1_kernel`.
         bias: with BIAS, ``(E, H)``.
         out: ``(tokens, H)``.
@@ -190,26 +193,28 @@ def fc2_kernel(
     rows = rows_of(tile, BN, H)
     there = rows < H
     e = tl.maximum(expert, 0).to(tl.int64)
-    weight += e * (H * (SIZE // 8))
-    block_scales += e * ((H + 127) // 128 * ((SIZE + 63) // 64) * 512)
+    columns: tl.constexpr = 512 // WORD
+    weight += e * (H * (SIZE // WORD))
+    block_scales += e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
     if PDL:
         if expert >= 0:
-            lines: tl.constexpr = triton.next_power_of_2((SIZE + 255) // 256)
+            lines: tl.constexpr = triton.next_power_of_2((SIZE + 32 * WORD - 1) // (32 * WORD))
             line = tl.arange(0, lines)
-            _prefetch(weight + rows[:, None] * (SIZE // 8) + tl.minimum(line * 32, SIZE // 8 - 1)[None, :])
+            _prefetch(weight + rows[:, None] * (SIZE // WORD) + tl.minimum(line * 32, SIZE // WORD - 1)[None, :])
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if expert < 0:
         return
-    words = rows[:, None] * (SIZE // 8) + tl.arange(0, BK // 8)[None, :]
-    offsets = scale_offsets(tile, 0, BN, BK, H, SIZE)
-    inputs, given, column = places(route * SIZE, n, width, BK)
+    words = rows[:, None] * (SIZE // WORD) + tl.arange(0, BK // WORD)[None, :]
+    offsets = scale_offsets(tile, 0, BN, BK, H, SIZE, WORD)
+    inputs, given, column = places(route * SIZE, n, width, BK, WORD)
     sums = tl.zeros((BN, width), tl.float32)
     for k in range(0, SIZE, BK):
-        hs = split_inputs(loaded(h, inputs, given, column, k, BK, SIZE), width, BK)
-        w = matrix(weight, block_scales, words, offsets, k, there, BN, BK, H, SIZE, tl.bfloat16, PTX)
-        sums = dot(w, hs, sums)
-    sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
+        hs = split_inputs(loaded(h, inputs, given, column, k, BK, SIZE), width, BK, WORD)
+        w = matrix(weight, block_scales, words, offsets, k, there, BN, BK, H, SIZE, WORD, tl.bfloat16, PTX)
+        sums = dot(w, hs, sums, WORD)
+    if WORD == FP4:
+        sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
     if BIAS:
         sums += tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32)[:, None]
     if SORTED:
@@ -240,7 +245,7 @@ def fc2_kernel(
             held = there[:, None] & (last & (local >= 0))[None, :]
             total += tl.load(share, mask=held, other=0.0, cache_modifier=".cg")
         tl.store(
-            out + token[None, :] * H + rows[:, None], _rounded(total, out.dtype.element_ty), mask=there[:, None] & last[None, :]
+            out + token[None, :] * H + rows[:, None], rounded(total, out.dtype.element_ty), mask=there[:, None] & last[None, :]
         )
 
 

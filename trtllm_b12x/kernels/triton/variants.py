@@ -62,11 +62,13 @@ class Build:
     """A launch begins before the one ahead of it has ended (programmatic dependent launch)."""
     gpu: bool
     """Not Triton's interpreter."""
+    word: int = 8
+    """Codes in 32 bits: FP4, or 4 of E4M3."""
 
     def step(self, tokens: int, found: Tiles | None = None) -> Step:
         """How ``tokens`` are launched, by the rule or with other tiles."""
         g = self.geometry
-        chosen = found or tiles(g, tokens, self.card, g.ranks)
+        chosen = found or tiles(g, tokens, self.card, g.ranks, self.word)
         return Step(tokens, chosen, blocks(g, tokens, chosen.routes), tokens * g.top_k <= INLINE_ROUTES)
 
     def columns(self, step: Step) -> int:
@@ -94,7 +96,7 @@ class Build:
         # Constants that a variant does not use do not make another.
         common = {"TOP_K": g.top_k, "PDL": self.overlap}
         product = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": self.columns(step), "BM": found.routes}
-        product |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "PTX": self.gpu}
+        product |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "PTX": self.gpu, "WORD": self.word}
         first = {"BN": found.fc1.rows, "BK": found.fc1.columns, "ACTIVATION": ACTIVATIONS.index(g.activation)}
         first |= {"GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
         second = {"BN": found.fc2.rows, "BK": found.fc2.columns}
@@ -124,7 +126,9 @@ class Build:
             step = self.step(tokens)
             forms = [self.variants(step, True)] * step.inline
             forms += [self.variants(step, False, False, ids, scales) for ids in ID_TYPES for scales in SCALE_TYPES]
-            for variant in (variant for form in [*forms, self.variants(step, False, True)] for variant in form):
+            if self.word == 8:
+                forms.append(self.variants(step, False, True))
+            for variant in (variant for form in forms for variant in form):
                 if variant.key not in seen:
                     seen.add(variant.key)
                     yield variant

@@ -1,0 +1,165 @@
+"""MXFP8 MoE layers on our Triton kernels: decode against the card's bandwidth, prefill against cuBLAS on bfloat16 experts.
+
+``python -m benchmarks.moe_mxfp8 OUT`` on a GPU of capability 8.9 or newer writes OUT.json and OUT.md; about 2 minutes.
+
+A captured graph goes through layers with weights of their own, several times the L2 in all.  Decode reads codes and scales of the
+experts that are hit; the bandwidth is that of a copy in the same run.  Prefill is compared with one cuBLAS product per expert and
+projection, without activation and sum, and where torch has it with its grouped product (CUTLASS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks import require_gpu
+from tests import mxfp8
+from trtllm_b12x.crossover.measuring import copy_bandwidth, graph_seconds, routes
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
+
+GEOMETRIES = {
+    "Qwen3-30B-A3B": Geometry(128, 8, 2048, 768, "Swiglu"),
+    "gemma-4-26B-A4B": Geometry(128, 8, 2816, 704, "Geglu"),
+}
+DECODE = (1, 2, 4, 8, 16, 32, 64)
+PREFILL = (1, 16, 64, 256, 1024, 4096)
+FLOOR = 0.70
+"""Of the copy bandwidth, from 4 tokens on."""
+LAYERS = 6
+_PER_LAYER = 2
+
+
+@dataclass
+class Line:
+    geometry: str
+    kernel: str
+    tokens: int
+    us: float
+    experts: float
+    fraction: float
+    """Of the copy bandwidth."""
+    tflops: float
+    error: float
+    """Relative L2 from the same layer in torch, with the same rounding points."""
+    cublas_us: float | None = None
+    grouped_us: float | None = None
+
+
+def measure(name: str, bandwidth: float) -> list[Line]:
+    geometry = GEOMETRIES[name]
+    weights = [mxfp8.random_weights(geometry, "cuda", seed) for seed in range(LAYERS)]
+    size = 3 * geometry.hidden_size * geometry.intermediate_size
+    found = []
+    for kind, counts in ((TritonMXFP8Kernel, DECODE), (GroupedKernel, PREFILL)):
+        kernels = []
+        for own in weights:
+            kernel = kind()
+            kernel.plan(geometry, max(counts), torch.device("cuda", torch.cuda.current_device()))
+            kernel.bind(own)
+            kernel.self_test()
+            kernels.append(kernel)
+        yardstick = kind.reference()
+        yardstick.plan(geometry, max(counts), torch.device("cuda"))
+        yardstick.bind(weights[0])
+        for tokens in counts:
+            x, _, scales = mxfp8.random_call(geometry, tokens, device="cuda")
+            places = [i for _ in range(_PER_LAYER if tokens <= 64 else 1) for i in range(LAYERS)]
+            calls = [(i, routes(geometry, tokens, seed).cuda()) for seed, i in enumerate(places)]
+
+            def run(calls: Any = calls, x: Any = x, scales: Any = scales, kernels: Any = kernels) -> list[torch.Tensor]:
+                return [kernels[i].run(x, ids, scales) for i, ids in calls]
+
+            seconds = graph_seconds(run, replays=3) / len(calls)
+            ids = calls[0][1]
+            expected = yardstick.run(x, ids, scales, out=torch.zeros(x.shape, device="cuda"))
+            error = float((kernels[0].run(x, ids, scales).float() - expected).norm() / expected.norm())
+            hit = statistics.mean(int(ids.unique().numel()) for _, ids in calls)
+            line = Line(
+                name,
+                kind.features.name,
+                tokens,
+                1e6 * seconds,
+                hit,
+                hit * size * 33 / 32 / seconds / bandwidth,
+                2 * tokens * geometry.top_k * size / seconds / 1e12,
+                error,
+            )
+            if kind is GroupedKernel:
+                line.cublas_us, line.grouped_us = (1e6 * seconds for seconds in peers(geometry, ids))
+            print(" | ".join(row(line)), flush=True)
+            found.append(line)
+    return found
+
+
+def peers(geometry: Geometry, ids: torch.Tensor) -> tuple[float, float]:
+    """Seconds of both products on bfloat16 experts: by cuBLAS, expert by expert, and by torch's grouped product."""
+    hidden, size, experts = geometry.hidden_size, geometry.intermediate_size, geometry.num_experts
+    counts = torch.bincount(ids.flatten().long(), minlength=experts)
+    w1 = torch.randn(experts, 2 * size, hidden, dtype=torch.bfloat16, device="cuda")
+    w2 = torch.randn(experts, hidden, size, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(ids.numel(), hidden, dtype=torch.bfloat16, device="cuda")
+    h = torch.randn(ids.numel(), size, dtype=torch.bfloat16, device="cuda")
+    split = counts.tolist()
+
+    def one_by_one() -> list[torch.Tensor]:
+        pairs = [(a, w) for a, w in zip(x.split(split), w1, strict=True) if len(a)]
+        pairs += [(a, w) for a, w in zip(h.split(split), w2, strict=True) if len(a)]
+        return [a @ w.T for a, w in pairs]
+
+    def grouped() -> list[torch.Tensor]:
+        ends = counts.cumsum(0).int()
+        multiply: Callable[..., torch.Tensor] = torch._grouped_mm
+        return [multiply(a, w.transpose(1, 2), offs=ends) for a, w in ((x, w1), (h, w2))]
+
+    found = [graph_seconds(one_by_one, replays=3)]
+    try:
+        found.append(graph_seconds(grouped, replays=3))
+    except (AttributeError, RuntimeError):
+        found.append(float("nan"))
+    return found[0], found[1]
+
+
+TITLES = ("layer", "kernel", "tokens", "us", "experts", "of copy", "TFLOP/s", "error", "cuBLAS us", "grouped us")
+
+
+def row(line: Line) -> list[str]:
+    peers = [f"{us:.0f}" if us is not None else "-" for us in (line.cublas_us, line.grouped_us)]
+    numbers = [f"{line.us:.1f}", f"{line.experts:.1f}", f"{line.fraction:.2f}", f"{line.tflops:.1f}", f"{line.error:.4f}"]
+    return [line.geometry, line.kernel, str(line.tokens), *numbers, *peers]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--geometry", action="append", choices=list(GEOMETRIES), default=None)
+    given = parser.parse_args()
+    require_gpu()
+    bandwidth = copy_bandwidth()
+    facts = {"gpu": torch.cuda.get_device_name(), "copy": bandwidth, "torch": torch.__version__, "triton": triton.__version__}
+    print(facts, flush=True)
+    lines = []
+    for name in given.geometry or GEOMETRIES:
+        lines += measure(name, bandwidth)
+        torch.cuda.empty_cache()
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        results = {**facts, "lines": [asdict(line) for line in lines]}
+        given.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        cells = [list(TITLES), ["---"] * len(TITLES), *(row(line) for line in lines)]
+        head = f"{facts['gpu']}, copy {bandwidth / 1e12:.2f} TB/s, torch {facts['torch']}, Triton {facts['triton']}."
+        text = "\n".join([head, "", *(f"| {' | '.join(found)} |" for found in cells)]) + "\n"
+        given.out.with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

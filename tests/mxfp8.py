@@ -1,0 +1,62 @@
+"""MXFP8 experts without ModelOpt: any size, in milliseconds."""
+
+from __future__ import annotations
+
+import torch
+
+from trtllm_b12x.formats.layouts import interleave, mma_scale_view
+from trtllm_b12x.formats.mxfp8 import MXFP8Weights
+from trtllm_b12x.kernels import Geometry
+
+
+def quantize_weight(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """float32 ``(rows, K)`` to ModelOpt's tensors: the power of two is rounded up, so that nothing saturates."""
+    blocks = weight.view(weight.shape[0], -1, 32)
+    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-100) / 448)).clamp(-127, 127)
+    codes = (blocks / torch.exp2(exponent).unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes.view(weight.shape), "weight_scale": (exponent + 127).to(torch.uint8)}
+
+
+def random_experts(
+    num_experts: int, hidden_size: int, intermediate_size: int, gated: bool = True, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """One layer by the host's names, ``"{expert}.w1.weight"`` and so on."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for expert in range(num_experts):
+        for name in ("w1", "w3", "w2") if gated else ("w1", "w2"):
+            shape = (hidden_size, intermediate_size) if name == "w2" else (intermediate_size, hidden_size)
+            weight = torch.randn(shape, generator=generator) * 0.03 * (1 + torch.rand((), generator=generator))
+            for kind, tensor in quantize_weight(weight).items():
+                tensors[f"{expert}.{name}.{kind}"] = tensor
+    return tensors
+
+
+def random_weights(geometry: Geometry, device: torch.device | str = "cpu", seed: int = 0) -> MXFP8Weights:
+    """What kernels of ``geometry`` are given: random codes, and scales of six neighboring powers of two."""
+    experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = (2 if geometry.gated else 1) * size
+    found = []
+    for height, width in ((rows, hidden), (hidden, size)):
+        codes = torch.empty(experts, height, width, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.zeros(experts, -(-height // 128) * 128, -(-width // 128), dtype=torch.int32, device=device)
+        for expert in range(experts):
+            values = torch.randn(height, width, generator=generator, device=device).mul_(60).clamp_(-448, 448)
+            codes[expert] = values.to(torch.float8_e4m3fn)
+            plain = torch.zeros(scales.shape[1], 4 * scales.shape[2], dtype=torch.uint8, device=device)
+            plain[:height, : width // 32].random_(110, 116, generator=generator)
+            interleave(plain, scales[expert])
+        found += [codes, mma_scale_view(scales, scales.shape[1], 128 * scales.shape[2], 32, torch.uint8)]
+    return MXFP8Weights(*found)
+
+
+def random_call(
+    geometry: Geometry, tokens: int, experts: int | None = None, device: torch.device | str = "cpu", seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, global ids among ``experts``, scales."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, geometry.hidden_size, generator=generator).to(geometry.dtype)
+    chosen = torch.rand(tokens, experts or geometry.num_experts, generator=generator).topk(geometry.top_k, dim=1)
+    scales = torch.rand(tokens, geometry.top_k, generator=generator) + 0.1
+    return x.to(device), chosen.indices.int().to(device), scales.to(device)

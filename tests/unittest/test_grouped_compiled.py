@@ -1,0 +1,42 @@
+"""The grouped kernels compiled without a GPU: block-scaled products where the card has them, and nothing of bfloat16 beside."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import sass
+from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.kernels import Geometry, prove
+from trtllm_b12x.kernels.grouped import TABLE, GroupedKernel
+
+QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
+
+
+@pytest.mark.parametrize("capability", [120, 121])
+def test_products_are_native(capability: int, tmp_path: Path) -> None:
+    """Where this Triton has them; where not, the products are what the refusal says."""
+    kernel, names = GroupedKernel(), []
+    kernel.describe(QWEN3_30B, 4096, torch.device("cuda"))
+    for name, made in kernel.compile_for(capability):
+        names.append(name)
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(made.asm["cubin"])
+        used = sass.resources(cubin)
+        assert used["STACK"] == used["LOCAL"] == 0, (name, used)
+        assert made.metadata.shared <= 99 << 10
+        products = set(re.findall(r"(?:wg)?mma\.[\w.:]+", made.asm["ptx"]))
+        assert bool(products) is (name in ("fc1_kernel", "fc2_kernel"))
+        native = {product for product in products if "kind::mxf8f6f4.block_scale" in product}
+        assert products == native if not toolchain.upcast(capability) else not native
+    assert names.count("fc1_kernel") == len({row.fc1 for row in TABLE})
+    assert names.count("fc2_kernel") == len({row.fc2 for row in TABLE})
+
+
+def test_proof() -> None:
+    proof = prove.prove("sm_120a", "grouped")
+    assert (proof.compiled, proof.error) == (True, "")
+    assert proof.products > 0

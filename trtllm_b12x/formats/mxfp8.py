@@ -1,0 +1,111 @@
+"""MXFP8 in torch: E4M3 elements, and an E8M0 scale for each 32 of them (OCP Microscaling Formats 1.0, 5.2 and 5.4.1).
+
+For the torch implementations that stand in for device code; :mod:`trtllm_b12x.strict_reference.mxfp8` judges them without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from .layouts import plain_scales
+from .weights import Weights
+
+if TYPE_CHECKING:
+    from trtllm_b12x.kernels import Geometry
+
+BLOCK_SIZE = 32
+"""Elements that share one E8M0 scale."""
+
+E4M3_MAX = 448.0
+_LARGEST_EXPONENT = 8
+"""Of E4M3."""
+_NAN = 255
+
+
+def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
+    """uint8 of any shape to float32 powers of two: ``2**(s - 127)``, NaN for 255.  By bits: ``exp2`` on a GPU is not exact."""
+    wide = scales.to(torch.int32)
+    bits = torch.where(wide == 0, 1 << 22, wide << 23)  # 2**-127 is subnormal
+    return torch.where(wide == _NAN, torch.nan, bits.view(torch.float32))
+
+
+def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations as the kernels quantize them.
+
+    The scale is ``floor(log2(amax)) - 8``, values are rounded to nearest even and saturate; a block that is not finite gets NaN.
+
+    Args:
+        values: ``(..., K)`` of any float type.
+
+    Returns:
+        float8_e4m3fn ``(..., K)`` and uint8 ``(..., K / 32)``.
+    """
+    blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
+    exponent = (blocks.abs().amax(-1).contiguous().view(torch.int32) >> 23) & 255
+    scales = torch.where(blocks.isfinite().all(-1), (exponent - _LARGEST_EXPONENT).clamp(min=0), _NAN)
+    inverse = ((254 - scales) << 23).view(torch.float32)
+    codes = (blocks * inverse.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.flatten(-2), scales.to(torch.uint8)
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """E4M3 ``(..., K)`` times E8M0 bytes ``(..., K / 32)``, float32 and exact (but for what underflows)."""
+    blocks = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, BLOCK_SIZE))
+    return (blocks * decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
+
+
+@dataclass(frozen=True)
+class MXFP8Weights(Weights):
+    """E local experts, H hidden size, T intermediate size on the tile, r = 2 if gated (rows [up; gate]) else 1."""
+
+    payload: ClassVar[tuple[str, ...]] = ("w1_weight", "w2_weight")
+    block_scales: ClassVar[tuple[str, ...]] = ("w1_weight_sf", "w2_weight_sf")
+
+    w1_weight: torch.Tensor
+    """``(E, r*T, H)`` float8_e4m3fn."""
+    w1_weight_sf: torch.Tensor
+    """``(32, 4, r*T/128, 4, H/128, E)`` uint8, E8M0; the last tile of columns padded."""
+    w2_weight: torch.Tensor
+    """``(E, H, T)`` float8_e4m3fn."""
+    w2_weight_sf: torch.Tensor
+    """``(32, 4, H/128, 4, T/128, E)`` uint8."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def check(self, geometry: Geometry) -> None:
+        experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
+        rows = (2 if geometry.gated else 1) * size
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "w1_weight": ((experts, rows, hidden), torch.float8_e4m3fn),
+            "w1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 128), experts), torch.uint8),
+            "w2_weight": ((experts, hidden, size), torch.float8_e4m3fn),
+            "w2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 128), experts), torch.uint8),
+        }
+        for name, tensor in self.tensors().items():
+            shape, dtype = expected[name]
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
+
+    def scales(self, slot: int) -> dict[str, torch.Tensor]:
+        """A local expert's E8M0 bytes in rows, ``(rows, K / 32)``, by the field of the weight (copies)."""
+        found = {}
+        for name in self.payload:
+            rows, columns = getattr(self, name).shape[1:]
+            plain = plain_scales(getattr(self, f"{name}_sf")[..., slot : slot + 1])[0]
+            found[name] = plain[:rows, : columns // BLOCK_SIZE]
+        return found
+
+    def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        scales = self.scales(slot)
+        return {
+            "weight": (self.w1_weight[slot].view(torch.uint8), self.w2_weight[slot].view(torch.uint8)),
+            "weight_scale": (scales["w1_weight"], scales["w2_weight"]),
+        }
+
+    def matrix(self, slot: int, name: str) -> torch.Tensor:
+        """A local expert's ``w1_weight`` or ``w2_weight`` in float32."""
+        return dequantize(getattr(self, name)[slot], self.scales(slot)[name])

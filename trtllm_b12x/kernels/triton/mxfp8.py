@@ -1,0 +1,28 @@
+"""``TritonMXFP8Kernel``: decode of MXFP8 layers, W8A16, by the launches of NVFP4's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trtllm_b12x import families
+from trtllm_b12x.decision import Environment
+from trtllm_b12x.kernels.mxfp8 import MXFP8UnquantizedReferenceKernel
+
+from . import TritonKernel, launch, scale_bytes
+
+
+class TritonMXFP8Kernel(TritonKernel):
+    """Our own kernels on one layer of MXFP8."""
+
+    features = families.triton_mxfp8(Environment())
+    reference = MXFP8UnquantizedReferenceKernel
+    word = 4
+
+    def _of_layer(self, weights: Any, first_expert: int) -> dict[bool, launch.Layer]:
+        # Of scales and constants that the format does not have, an address.
+        none = torch.ones(1, dtype=torch.float32, device=weights.device)
+        w1, w2 = (weight.view(torch.int32) for weight in (weights.w1_weight, weights.w2_weight))
+        fc1, fc2 = (w1, scale_bytes(weights.w1_weight_sf)), (w2, scale_bytes(weights.w2_weight_sf))
+        return {False: launch.Layer((*fc1, *[none] * 7), (*fc2, *[none] * 3), first_expert, (0, 0))}

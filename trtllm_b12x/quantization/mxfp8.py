@@ -1,0 +1,172 @@
+"""``MXFP8Sm12xFusedMoEMethod``: the host's MXFP8 parameters, and the kernels' view of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from trtllm_b12x import host as _host
+from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
+from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
+
+from . import Method
+
+STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
+_TILE = 128
+"""Rows, and columns in four blocks, that a tile of interleaved scales has."""
+
+
+class MXFP8(Method):
+    """The host's MXFP8 method is for SM100; its parameters (names, dtypes, layout) are kept, and its operator is never called.
+
+    With E local experts, T the intermediate size of this rank on the tile, and r = 2 if gated: ``w3_w1_weight (E, r*T, H)`` and
+    ``w2_weight (E, H, T)`` float8_e4m3fn; ``w3_w1_weight_scale (E, round_up(r*T, 128), H/128)`` and ``w2_weight_scale (E, H,
+    round_up(T, 128)/128)`` int32, four E8M0 each, 128x4-interleaved per expert as they are loaded (the host's layout,
+    ``MXFP8CutlassFusedMoEMethod`` of ``quantization.py``, C2; the host asks for multiples of 128, where nothing is padded).
+    """
+
+    format = "MXFP8"
+    stored = STORED
+    read_by_kernels = itemgetter(*STORED)
+
+    def create_weights(self, module: Any) -> None:
+        """
+        Raises:
+            ValueError: the hidden size is no multiple of 128.
+        """
+        experts, hidden = module.expert_size_per_partition, module.hidden_size
+        if hidden % _TILE:
+            raise ValueError(f"hidden size {hidden} is no multiple of {_TILE}")
+        size = -(-module.intermediate_size_per_partition // self.tile) * self.tile
+        rows = size * (2 if module.is_gated_activation else 1)
+        module.scaling_vector_size = BLOCK_SIZE
+        # The base of the host's own method, which asserts sizes that its operator needs.
+        super(_host.load().MXFP8CutlassFusedMoEMethod, self).create_weights(
+            module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, size)
+        )
+        shapes = {"w3_w1_weight_scale": (_tiles(rows) * _TILE, _tiles(hidden)), "w2_weight_scale": (hidden, _tiles(size))}
+        for name, shape in shapes.items():
+            scales = torch.nn.Parameter(torch.empty((experts, *shape), dtype=torch.int32), requires_grad=False)
+            module.register_parameter(name, scales)
+        self.setup_quant_scales(module)
+
+    # ---- loading, one expert at a time -------------------------------------------------------------------------------
+
+    def load_expert_w3_w1_weight(
+        self,
+        module: Any,
+        w1_weight: torch.Tensor | None,
+        w3_weight: torch.Tensor | None,
+        dst_w3_w1_weight: torch.Tensor,
+        allow_partial_loading: bool = False,
+        expert_idx: int = -1,
+    ) -> None:
+        """Rows of this rank, each half at the start of its own half of ``dst (r*T, H)``; a half that is None stays."""
+        halves = (w3_weight, w1_weight) if module.is_gated_activation else (w1_weight,)
+        for half, destination in zip(halves, dst_w3_w1_weight.view(torch.uint8).chunk(len(halves)), strict=True):
+            if half is not None:
+                _place(self._shard(module, half, "COLUMN", destination.device), destination)
+
+    def load_expert_w2_weight(
+        self,
+        module: Any,
+        w2_weight: torch.Tensor | None,
+        dst_w2_weight: torch.Tensor,
+        allow_partial_loading: bool = False,
+    ) -> None:
+        """Columns of this rank at the start of ``dst (H, T)``."""
+        if w2_weight is not None:
+            destination = dst_w2_weight.view(torch.uint8)
+            _place(self._shard(module, w2_weight, "ROW", destination.device), destination)
+
+    def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        """E8M0 bytes of each local expert, ``weight_scale`` or, as some producers name it, ``weight_scale_inv``.
+
+        Raises:
+            KeyError: an expert has neither; the message names the tensor.
+        """
+        size = module.w2_weight.shape[2]
+        for slot, expert in enumerate(module.initial_local_expert_ids):
+            w1, w2 = (parameter.data[slot] for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale))
+            found = {name: _scale(weights, f"{expert}.{name}") for name in ("w1", "w3", "w2")}
+            rows = interleaved_rows(w1).flatten(0, 2).flatten(1)
+            halves = ("w3", "w1") if module.is_gated_activation else ("w1",)
+            for number, name in enumerate(halves):
+                tensor = found[name]
+                if tensor is not None:
+                    shard = self._shard(module, tensor, "COLUMN", rows.device)
+                    _place(shard, rows[number * size : (number + 1) * size])
+            interleave(rows, w1)
+            if found["w2"] is not None:
+                rows = interleaved_rows(w2).flatten(0, 2).flatten(1)
+                _place(self._shard(module, found["w2"], "ROW", rows.device), rows)
+                interleave(rows, w2)
+
+    @staticmethod
+    def _shard(module: Any, tensor: torch.Tensor, mode: str, device: torch.device) -> torch.Tensor:
+        """This rank's slice as bytes.  On integrated GPUs the host leaves it on the CPU, whatever ``device`` says."""
+        host = _host.load()
+        data = tensor.view(torch.uint8)
+        return host.load_weight_shard(data, module.tp_size, module.tp_rank, host.TensorParallelMode[mode], device).contiguous()
+
+    # ---- the kernels' view -------------------------------------------------------------------------------------------
+
+    def intermediate_size(self, module: Any) -> int:
+        return int(module.w2_weight.shape[2])
+
+    def kernel_weights(self, module: Any) -> MXFP8Weights:
+        for name in STORED:
+            tensor = getattr(module, name)
+            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+                raise ValueError(
+                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
+                )
+        w1, w2 = module.w3_w1_weight.data, module.w2_weight.data
+        s1, s2 = module.w3_w1_weight_scale.data, module.w2_weight_scale.data
+        return MXFP8Weights(
+            w1_weight=w1,
+            w1_weight_sf=mma_scale_view(s1, s1.shape[1], s1.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
+            w2_weight=w2,
+            w2_weight_sf=mma_scale_view(s2, s2.shape[1], s2.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
+        )
+
+
+def _tiles(size: int) -> int:
+    return -(-size // _TILE)
+
+
+def _scale(weights: Mapping[str, torch.Tensor], matrix: str) -> torch.Tensor | None:
+    for name in ("weight_scale_inv", "weight_scale"):
+        if f"{matrix}.{name}" in weights:
+            return weights[f"{matrix}.{name}"]
+    return None
+
+
+def _place(shard: torch.Tensor, destination: torch.Tensor) -> None:
+    """Into the upper left corner, zeros elsewhere."""
+    if shard.shape != destination.shape:
+        destination.zero_()
+    destination[: shard.shape[0], : shard.shape[1]].copy_(shard)
+
+
+@functools.cache
+def method_class() -> type[MXFP8]:
+    """``MXFP8Sm12xFusedMoEMethod``: :class:`MXFP8` on this process's host.
+
+    Raises:
+        UnsupportedHostError: the host does not know the format; and see :func:`trtllm_b12x.host.load`.
+    """
+    base = _host.load().MXFP8CutlassFusedMoEMethod
+    if base is None:
+        raise _host.UnsupportedHostError("this TensorRT-LLM has no MXFP8 experts: they came in August 2026")
+    return _host.derive(f"{__name__}:MXFP8Sm12xFusedMoEMethod", MXFP8, base)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MXFP8Sm12xFusedMoEMethod":
+        return method_class()
+    raise AttributeError(name)
