@@ -42,6 +42,7 @@ def build(
     max_num_tokens: int = 8192,
     moe_max_num_tokens: int = 0,
     pretrained_config: Any = None,
+    moe_backend: str = "CUTLASS",
     **arguments: Any,
 ) -> Any:
     """What the host makes of it in this process."""
@@ -51,6 +52,7 @@ def build(
         mapping=host.Mapping(**(mapping or {})),
         max_num_tokens=max_num_tokens,
         moe_max_num_tokens=moe_max_num_tokens,
+        moe_backend=moe_backend,
     )
     return host.create_moe.create_moe(
         host.RenormalizeMoeRoutingMethod(top_k),

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from . import bootstrap, environment, locks, log, registry, settings, votes
+from . import bootstrap, environment, log, registry, settings, unserved, votes
 from . import host as _host
 from .decision import Problem, RejectReason, Resolution, Verdict, decide
 from .host import Host, autotuner, patches, questions
 
-_lock = locks.new()
-"""Of the layers that are built; held while the host imports and constructs."""
 _active = False
 _refused = ""
 """Why the host of this process is left alone, once that is known."""
@@ -85,9 +82,10 @@ def patch(module: ModuleType) -> None:
     it refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``).  How: as
     above; inside the call, its name for the CUTLASS class is ours.  It can go with the other.
 
-    ``create_moe.resolve_moe_cls`` (C3, where the CUTLASS name is an abstract family).  Why: before the first question our class
-    has to stand in the tables of ``moe_resolution`` (:mod:`trtllm_b12x.host.leaves`), and it cannot be made when they are.  How:
-    the tables are replaced at the first call.  It can go when they have a way in for classes from elsewhere.
+    ``create_moe.resolve_moe_cls`` (from C1 on).  Why: it raises where no class of the host's serves a layer (:mod:`.unserved`);
+    and in C3 our class has to stand in the tables of ``moe_resolution`` before the first question
+    (:mod:`trtllm_b12x.host.leaves`).  How: the error is answered, and the tables are replaced at the first call.  It can go when
+    they have a way in for classes from elsewhere.
 
     ``AutoTuner._find_nearest_profile``: :mod:`trtllm_b12x.host.autotuner`.
 
@@ -109,7 +107,7 @@ def patch(module: ModuleType) -> None:
         wrappers: dict[str, Callable[[Any], Any]] = {"create_moe_backend": functools.partial(_building, vars(module))}
         if hasattr(module, "get_moe_cls"):
             wrappers["get_moe_cls"] = _promoting
-        elif inspect.isabstract(module.CutlassFusedMoE):
+        else:
             wrappers["resolve_moe_cls"] = _resolving
         if not all(callable(vars(module).get(name)) for name in wrappers):
             raise ValueError(f"it has no {' or no '.join(wrappers)}")
@@ -144,7 +142,7 @@ def _adapter() -> Host | None:
     global _refused
     if not _active or _refused:
         return None
-    with _lock:
+    with patches.building:
         if _refused:
             return None
         try:
@@ -168,7 +166,7 @@ def _is_ours(moe_cls: Any) -> bool:
 
 def _our_class() -> Any:
     # Imported at the first promotion: at the time of the import hook the host's package is half-initialized.
-    with _lock:
+    with patches.building:
         from .fused_moe import layer_class
 
         return layer_class()
@@ -208,13 +206,23 @@ def _promoting(get_moe_cls: Any) -> Any:
 def _resolving(resolve_moe_cls: Any) -> Any:
     @functools.wraps(resolve_moe_cls)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        host = None
         try:
             host = _adapter()
             if host is not None and host.leaves:
                 _join(host)
         except Exception as error:
             refuse(error)
-        return resolve_moe_cls(*args, **kwargs)
+        try:
+            return resolve_moe_cls(*args, **kwargs)
+        except ValueError:
+            found = None
+            with suppress(Exception):
+                model_config = args[0] if args else kwargs.get("model_config")
+                found = host and unserved.class_for(host, _resolve, model_config, kwargs.get("override_quant_config"))
+            if found is None:
+                raise
+            return found
 
     return wrapper
 
@@ -283,7 +291,7 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
             moe_cls, verdict, ours = otherwise, None, None
         call.arguments["moe_cls"] = moe_cls
         try:
-            with _known_as_cutlass(names, None if host is None or host.leaves else ours):
+            with patches.known_as_cutlass(names, None if host is None or host.leaves else ours):
                 module = create_moe_backend(*call.args, **call.kwargs)
         except Exception as error:
             if ours is None:
@@ -346,38 +354,6 @@ def refuse(error: Exception) -> None:
 
 def _rank(model_config: Any) -> int:
     return int(getattr(getattr(model_config, "mapping", None), "rank", 0))
-
-
-@contextmanager
-def _known_as_cutlass(names: dict[str, Any], ours: type | None) -> Iterator[None]:
-    """Inside ``create_moe_backend``, its name for the CUTLASS class is ours; None leaves it, and waits until it is the host's.
-
-    Every generation tests the class there against that name, with ``==``, ``in`` or ``is``, and refuses what it does not know.
-    """
-    with _lock:
-        before = names["CutlassFusedMoE"]
-        _lent.append((names, before))
-        names["CutlassFusedMoE"] = before if ours is None else ours
-        try:
-            yield
-        finally:
-            names["CutlassFusedMoE"] = before
-            _lent.remove((names, before))
-
-
-_lent: list[tuple[dict[str, Any], type]] = []
-"""Names of the host that are ours for the time of a construction."""
-
-
-def _give_back_in_child() -> None:
-    """A fork while another thread constructs: nobody ends that construction in the child."""
-    if not _lock._is_owned():
-        for names, before in _lent:
-            names["CutlassFusedMoE"] = before
-        _lent.clear()
-
-
-os.register_at_fork(after_in_child=_give_back_in_child)
 
 
 def _has_no_kernel_here(moe_cls: type) -> bool:

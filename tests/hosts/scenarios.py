@@ -584,6 +584,41 @@ def numbers(expected: str) -> dict[str, Any]:
     return {"wrong": wrong}
 
 
+def mxfp8(backend: str) -> dict[str, Any]:
+    """A layer that the host has no implementation for on this card, at counts on both sides of decode; and where ours is off."""
+    import torch
+
+    import trtllm_b12x
+    from tests import layers
+    from tests import mxfp8 as experts
+    from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
+
+    host, tensors = layers.host, experts.random_experts(4, 256, 128)
+    config = host.QuantConfig(quant_algo=host.QuantAlgo.MXFP8, group_size=32)
+
+    def create() -> Any:
+        return layers.build(4, 256, 128, quant_config=config, moe_backend=backend)
+
+    found: dict[str, Any] = {}
+    trtllm_b12x.uninstall()
+    try:
+        create()
+    except ValueError as error:
+        found["host"] = str(error)
+    trtllm_b12x.install()
+    module = layers.load(create(), tensors)
+    found["class"], found["families"] = type(module.backend).__name__, list(module.backend.schedule.families)
+    found["errors"] = {}
+    for tokens in (1, 63, 300):
+        x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
+        logits = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(1 + tokens)).to(torch.bfloat16)
+        call = Call(x, *module.routing_method.apply(logits))
+        arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.KERNEL
+        [[expected]] = outputs(tensors, 4, True, [call], [arithmetic], quant_algo="MXFP8")
+        found["errors"][tokens] = float((module(x, logits).float() - expected).norm() / expected.norm())
+    return found
+
+
 def compiled() -> dict[str, Any]:
     """A layer under ``torch.compile``, where a graph break is an error."""
     import torch

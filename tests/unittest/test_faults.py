@@ -40,7 +40,7 @@ SEAMS = (
     "selection._building.<locals>.wrapper",
     "selection._resolving.<locals>.wrapper",
     "host.leaves.Candidate.can_implement",
-    "selection._known_as_cutlass",
+    "host.patches.known_as_cutlass",
     "quantization.nvfp4._or_as_the_host.<locals>.guarded",
     "fused_moe.Promoted._weights_are_ready",
     "fused_moe.Promoted._quantize_late",

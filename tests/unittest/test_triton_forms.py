@@ -15,7 +15,7 @@ import torch
 
 from tests import layers
 from tests.checkpoints import dequantized, random_experts
-from trtllm_b12x import process, schedule
+from trtllm_b12x import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import dequantize
 from trtllm_b12x.host.embedded.ops import fp4_quantize
@@ -210,7 +210,6 @@ def test_input_that_a_model_has_quantized(tokens: int, swizzled: bool) -> None:
 
 def in_the_interpreter() -> dict[str, tuple[float, int]]:
     """The kernels themselves, on both sides of a crossover of two tokens: the interpreter takes seconds for a call."""
-    schedule.DEFAULT_CROSSOVER = 2
     found = {}
     for tokens in (1, 2):
         found[f"constants {tokens}"] = with_constants(("alpha", "beta", "limit"), tokens)[1:]
@@ -223,6 +222,7 @@ def in_the_interpreter() -> dict[str, tuple[float, int]]:
 def test_the_kernels_themselves() -> None:
     code = "import json; from tests.unittest.test_triton_forms import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
     variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRTLLM_B12X_KERNELS": "triton"}
+    variables["TRTLLM_B12X_CROSSOVER"] = "2"
     root = Path(__file__).parents[2]
     result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

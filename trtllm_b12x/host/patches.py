@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from trtllm_b12x import locks
 
+building = locks.new()
+"""Of the layers that are built; held while the host imports and constructs."""
 lock = locks.new()
 """Nothing is imported under it: the import hook takes it, with the import lock of the host's module."""
 
@@ -61,3 +65,35 @@ def give_back() -> None:
 def names() -> tuple[str, ...]:
     """``module.name`` of each."""
     return tuple(map(str, _patches))
+
+
+_lent: list[tuple[dict[str, Any], type]] = []
+"""Names of the host that are ours for the time of a construction."""
+
+
+@contextmanager
+def known_as_cutlass(names: dict[str, Any], ours: type | None) -> Iterator[None]:
+    """Inside ``create_moe_backend``, its name for the CUTLASS class is ours; None leaves it, and waits until it is the host's.
+
+    Every generation tests the class there against that name, with ``==``, ``in`` or ``is``, and refuses what it does not know.
+    """
+    with building:
+        before = names["CutlassFusedMoE"]
+        _lent.append((names, before))
+        names["CutlassFusedMoE"] = before if ours is None else ours
+        try:
+            yield
+        finally:
+            names["CutlassFusedMoE"] = before
+            _lent.remove((names, before))
+
+
+def _give_back_in_child() -> None:
+    """A fork while another thread constructs: nobody ends that construction in the child."""
+    if not building._is_owned():
+        for names, before in _lent:
+            names["CutlassFusedMoE"] = before
+        _lent.clear()
+
+
+os.register_at_fork(after_in_child=_give_back_in_child)

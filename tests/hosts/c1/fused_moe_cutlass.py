@@ -23,7 +23,7 @@ from .impl_contract import (
 from .input_quant import quantize_nvfp4
 from .interface import _reject
 from .moe_lora import has_moe_lora_targets
-from .quantization import NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
+from .quantization import MXFP8CutlassFusedMoEMethod, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
 
 
 class CutlassFusedMoE(MoEImplBase):
@@ -42,6 +42,7 @@ class CutlassFusedMoE(MoEImplBase):
         QuantAlgo.FP8_BLOCK_SCALES: (lambda sm: sm in (90, 120), frozenset({torch.bfloat16})),
         QuantAlgo.NVFP4: (lambda sm: sm in (100, 103, 120, 121), _HALF | {torch.float8_e4m3fn}),
         QuantAlgo.W4A16_NVFP4: (lambda sm: True, _HALF),
+        QuantAlgo.MXFP8: (lambda sm: sm in (100, 103), _HALF),
     }
 
     @classmethod
@@ -100,6 +101,8 @@ class CutlassFusedMoE(MoEImplBase):
             return UnquantizedFusedMoEMethod()
         if mode.has_nvfp4():
             return NVFP4CutlassFusedMoEMethod()
+        if mode.has_mxfp8():
+            return MXFP8CutlassFusedMoEMethod()
         raise ValueError(f"Unsupported quantization mode: {mode}")
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:

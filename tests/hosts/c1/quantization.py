@@ -16,7 +16,7 @@ from tensorrt_llm._experts import of_expert
 from tensorrt_llm._torch.modules.linear import TensorParallelMode, load_weight_shard
 from torch import nn
 
-from trtllm_b12x.host.embedded.quantization import FusedMoEQuantScalesNVFP4
+from trtllm_b12x.host.embedded.quantization import FusedMoEQuantScalesMXFP8, FusedMoEQuantScalesNVFP4
 
 from .interface import MoEWeightLoadingMode
 
@@ -133,6 +133,28 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
 
     def setup_quant_scales(self, module: Any) -> None:
         module.quant_scales = ()
+
+
+class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
+    """``load_quant_scales`` writes each half and interleaves an expert at once (3729c14d)."""
+
+    BLOCK_SIZE = 32
+
+    def create_weights(self, module: Any) -> None:  # type: ignore[override]
+        module.scaling_vector_size = self.BLOCK_SIZE
+        experts, hidden = module.expert_size_per_partition, module.hidden_size
+        rows, inner = module.expand_intermediate_size_per_partition, module.intermediate_size_per_partition
+        super().create_weights(module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, inner))
+        assert hidden % 128 == inner % 128 == 0
+        for name, shape in (("w3_w1_weight_scale", (rows, hidden // 128)), ("w2_weight_scale", (hidden, inner // 128))):
+            scales = torch.empty((experts, *shape), dtype=torch.int32)
+            module.register_parameter(name, nn.Parameter(scales, requires_grad=False))
+        self.setup_quant_scales(module)
+
+    def setup_quant_scales(self, module: Any) -> None:
+        module.quant_scales = FusedMoEQuantScalesMXFP8(
+            fc31_weight_block_scale=module.w3_w1_weight_scale, fc2_weight_block_scale=module.w2_weight_scale
+        )
 
 
 class NVFP4FusedMoEMethod(FusedMoEMethodBase):
