@@ -138,7 +138,7 @@ def measured(
         calls = []
         for turn in range(2):
             for i, layer in enumerate(made):
-                ids = routes(geometry, count, geometry.num_experts, False, i * 97 + turn).long()
+                ids = routes(geometry, count, i * 97 + turn).cuda().long()
                 logits = torch.full((count, geometry.num_experts), -30.0, device="cuda")
                 logits.scatter_(1, ids, torch.rand(ids.shape, device="cuda"))
                 x = torch.randn(count, geometry.hidden_size, dtype=torch.bfloat16, device="cuda")
