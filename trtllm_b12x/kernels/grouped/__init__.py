@@ -66,6 +66,8 @@ class _Plan:
     """What layers of one geometry share on one device."""
 
     tested: bool = False
+    untold: bool = False
+    """Not yet, since the weights say nothing."""
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
@@ -198,7 +200,9 @@ class GroupedKernel(Kernel):
         self._experts = experts
 
     def self_test(self) -> None:
-        """Each row of the table at its fewest and most tokens, once per plan; until then nothing serves.
+        """A token count of each row of the table, once per plan.
+
+        Weights that say nothing (a dummy load) are served untested, since the host has no path for them, and tested when they do.
 
         Raises:
             PlanError: a kernel is wrong; the message has the numbers.
@@ -218,7 +222,7 @@ class GroupedKernel(Kernel):
                 torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
         if found is None:
             logger.info("grouped kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
-        self._plan.tested = found is not None
+        self._plan.tested, self._plan.untold = found is not None, found is None
 
     def _tested_sizes(self) -> list[int]:
         """One token, and one of each row beyond; no more than the last row needs."""
@@ -231,7 +235,7 @@ class GroupedKernel(Kernel):
         return self._plan.tested
 
     def serves(self, tokens: int) -> bool:
-        return self._plan.tested and 0 < tokens <= self.capacity
+        return (self._plan.tested or self._plan.untold) and 0 < tokens <= self.capacity
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,63 @@
+"""The MXFP8 kernels' numbers in Triton's interpreter, against the same layer in torch; ``test_mxfp8_device.py`` has a GPU's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import mxfp8
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
+
+CASES = {
+    "gated": (Geometry(4, 2, 128, 96, "Swiglu"), 3, 0),
+    "sorted, squared": (Geometry(4, 2, 256, 160, "Relu2"), 40, 0),
+    "a rank of two": (Geometry(5, 3, 128, 64, "Geglu", ranks=2), 9, 5),
+}
+CPU = torch.device("cpu")
+
+
+def in_the_interpreter() -> dict[str, float]:
+    found = {}
+    for name, (geometry, tokens, first) in CASES.items():
+        weights = mxfp8.random_weights(geometry)
+        call = mxfp8.random_call(geometry, tokens, geometry.num_experts * geometry.ranks)
+        for kind in (TritonMXFP8Kernel, GroupedKernel):
+            kernel, yardstick = kind(), kind.reference()
+            for one in (kernel, yardstick):
+                one.plan(geometry, tokens, CPU)
+                one.bind(weights, first)
+            expected = yardstick.run(*call, out=torch.zeros(call[0].shape))
+            found[f"{name}, {kernel.features.name}"] = float((kernel.run(*call).float() - expected).norm() / expected.norm())
+    geometry = Geometry(2, 1, 128, 64, "Swiglu")
+    kernel, weights = GroupedKernel(), mxfp8.random_weights(geometry)
+    for tensor in weights.tensors().values():
+        tensor.view(torch.uint8).zero_()
+    kernel.plan(geometry, 4, CPU)
+    kernel.bind(weights)
+    kernel.self_test()
+    call = mxfp8.random_call(geometry, 2)
+    untested = kernel.serves(2) and not kernel.settled
+    found["zeros are served untested"] = float(kernel.run(*call).abs().max()) if untested else 1.0
+    return found
+
+
+@pytest.mark.embedded
+def test_numbers() -> None:
+    code = (
+        "import json; from tests.unittest.test_mxfp8_kernels import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
+    )
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert len(found) == 2 * len(CASES) + 1
+    assert max(found.values()) < 0.003, found
