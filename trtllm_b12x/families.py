@@ -82,7 +82,8 @@ def triton_mxfp8(e: Environment) -> KernelFeatures:
         hidden_size_multiple=128,
         dtypes=frozenset({"bfloat16"}),
         quantized_input=False,
-        bound_by=frozenset(RejectReason) - FLASHINFERS - {RejectReason.TOOLKIT},
+        # Ranks of attention-DP gather what our layers hand on, and without a path of the host's that is always bf16.
+        bound_by=frozenset(RejectReason) - FLASHINFERS - {RejectReason.TOOLKIT, RejectReason.ATTENTION_DP},
     )
 
 

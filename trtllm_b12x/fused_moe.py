@@ -185,7 +185,7 @@ class Promoted(Carried):
         try:
             geometry, kernel = self._geometry(), self.schedule.families.get(name)
             kind = self._kernels[name]
-            first = deciding.first(geometry, self.w2_weight.device)
+            first = None if self._alone else deciding.first(geometry, self.w2_weight.device)
             most = EVERY if kind.features.every_count else crossover(geometry.top_k, [kind.features], first) - 1
             refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
             if refused or before.serves_all(most):

@@ -40,3 +40,15 @@ def test_numbers(gated: bool, tokens: int) -> None:
     arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.KERNEL
     [[expected]] = outputs(weights, EXPERTS, gated, [Call(x, ids, scales)], [arithmetic], quant_algo="MXFP8")
     assert float((found.float() - expected).norm() / expected.norm()) < 0.005
+
+
+def test_ranks_of_attention_dp_gather_bf16() -> None:
+    """Nothing of a rank decides what is sent: the host has no form of its own to send."""
+    weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
+    module = built(weights, mapping={"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True})
+    assert module.backend.verdict.families == ("triton", "grouped")
+    x = torch.randn(5, HIDDEN).to(torch.bfloat16)
+    for after in (True, False):
+        sent, scales = module.backend.quantize_input(x, post_quant_comm=after)
+        assert sent is x
+        assert scales is None
