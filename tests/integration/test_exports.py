@@ -147,7 +147,7 @@ def test_mxfp8_at_every_count(mxfp8: Path, ranks: tuple[str, ...], tmp_path: Pat
         assert layer["bits_exact"] is True
         assert layer["bytes"]["extra_payload"] == layer["bytes"]["extra_scales"] == 0
         assert [case["path"] for case in layer["cases"]] == ["triton", "triton", "grouped", "grouped", "triton"]
-        assert layer["reference_error"] < 0.03
+        assert layer["reference_error"] < 0.1
 
 
 @pytest.fixture(scope="module")

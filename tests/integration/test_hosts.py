@@ -193,10 +193,11 @@ def test_a_model_is_promoted_or_not(python: Path, double: dict[str, str], verdic
         "rank 0: 2 of 3 MoE layers on b12x, decode below 64 tokens (NVFP4)"
     ]
     expected = {"create_moe.create_moe_backend", "AutoTuner._find_nearest_profile"}
-    if not double["GENERATION"].startswith("C"):
+    if double["GENERATION"].startswith("C"):
+        expected |= {"create_moe.resolve_moe_cls", "moe_resolution.resolve_moe_cls"}
+    else:
         expected.add("create_moe.get_moe_cls")
     if double["GENERATION"] == "C3":
-        expected |= {"create_moe.resolve_moe_cls", "moe_resolution.resolve_moe_cls"}
         expected |= {f"moe_resolution.{table}" for table in ("IMPL_PRIORITY", "BACKEND_FAMILY", "FALLBACK_IMPLS")}
     assert {".".join(name.split(".")[-2:]) for name in result["patches"]} == expected
 
