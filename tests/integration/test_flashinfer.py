@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import flashinfer
@@ -35,7 +36,8 @@ def test_scale_view(experts: int, rows: int, columns: int) -> None:
 
 def test_the_kernel_takes_our_tensors_by_these_names() -> None:
     parameters = inspect.signature(flashinfer.B12xMoEWrapper.run).parameters
-    given = set(KernelWeights.__dataclass_fields__) - {"input_scales", "epilogue"}  # what two are derived from; what it has not
+    # Two are derived from the one, and it has none of the other.
+    given = {field.name for field in dataclasses.fields(KernelWeights)} - {"input_scales", "epilogue"}
     ours = {"w1_alpha" if name == "folded_w1_alpha" else name for name in given}
     assert ours == {name for name in parameters if name.startswith(("w1_", "w2_", "fc2_", "input_"))}
     assert {"x", "token_selected_experts", "token_final_scales"} <= set(parameters)
