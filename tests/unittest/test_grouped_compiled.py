@@ -26,8 +26,9 @@ def test_products_are_native(capability: int, tmp_path: Path) -> None:
         cubin = tmp_path / "kernel.cubin"
         cubin.write_bytes(made.asm["cubin"])
         used = sass.resources(cubin)
-        assert used["STACK"] == used["LOCAL"] == 0, (name, used)
-        assert made.metadata.shared <= 99 << 10
+        if not toolchain.upcast(capability):
+            assert used["STACK"] == used["LOCAL"] == 0, (name, used)
+            assert made.metadata.shared <= 99 << 10
         products = set(re.findall(r"(?:wg)?mma\.[\w.:]+", made.asm["ptx"]))
         assert bool(products) is (name in ("fc1_kernel", "fc2_kernel"))
         native = {product for product in products if "kind::mxf8f6f4.block_scale" in product}

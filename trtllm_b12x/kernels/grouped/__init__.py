@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x import families, locks, process
-from trtllm_b12x.decision import Environment
+from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
@@ -27,8 +27,8 @@ from trtllm_b12x.log import logger
 _COLUMNS = 1024
 """Of a token that a program quantizes, or adds up."""
 _ROWS = 4
-_MOST_PARTS = 1 << 16
-"""Programs along the second dimension of a grid: CUDA's limit, plus one."""
+_INTERPRETED_FROM = (3, 8)
+"""Triton whose interpreter has ``tl.dot_scaled``."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class GroupedKernel(Kernel):
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
         if device.type != "cuda":
-            return interpreted()
+            return interpreted() and version_tuple(toolchain.version()) >= _INTERPRETED_FROM
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor >= cls.features.oldest_sm
 
