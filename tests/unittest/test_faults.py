@@ -47,7 +47,7 @@ SEAMS = (
 )
 """The guards themselves, and what stands in the host's place."""
 PLACING = (
-    "quantization.nvfp4.NVFP4._shard",
+    "quantization.__init__.Method._place",
     "formats.layouts.interleave",
     "formats.layouts.interleaved_rows",
 )

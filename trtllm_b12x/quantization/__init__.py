@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from trtllm_b12x import host as _host
 from trtllm_b12x.formats.weights import Weights
 
 if TYPE_CHECKING:
@@ -40,6 +41,51 @@ class Method(_Method):
     def __init__(self, tile: int) -> None:
         super().__init__()
         self.tile = tile
+
+    # The host looks at the names of these arguments (``inspect.getfullargspec``) before it passes the last two.
+
+    def load_expert_w3_w1_weight(
+        self,
+        module: Any,
+        w1_weight: torch.Tensor | None,
+        w3_weight: torch.Tensor | None,
+        dst_w3_w1_weight: torch.Tensor,
+        allow_partial_loading: bool = False,
+        expert_idx: int = -1,
+    ) -> None:
+        """Rows of this rank, each half at the start of its own half of ``dst (r*T, ...)``, as bytes.
+
+        Without a gate there is w1 alone, whatever comes as w3: hosts pass None or a tensor without rows.  A half that is None
+        stays what it was (partial loading).
+        """
+        halves = (w3_weight, w1_weight) if module.is_gated_activation else (w1_weight,)
+        for half, destination in zip(halves, dst_w3_w1_weight.view(torch.uint8).chunk(len(halves)), strict=True):
+            self._place(module, half, "COLUMN", destination)
+
+    def load_expert_w2_weight(
+        self,
+        module: Any,
+        w2_weight: torch.Tensor | None,
+        dst_w2_weight: torch.Tensor,
+        allow_partial_loading: bool = False,
+    ) -> None:
+        """Columns of this rank at the start of ``dst (H, ...)``, as bytes."""
+        self._place(module, w2_weight, "ROW", dst_w2_weight.view(torch.uint8))
+
+    @staticmethod
+    def _place(module: Any, tensor: torch.Tensor | None, mode: str, destination: torch.Tensor) -> None:
+        """This rank's slice into the upper left corner, zeros elsewhere.
+
+        On integrated GPUs the host leaves the slice on the CPU, whatever device it is asked for.
+        """
+        if tensor is None:
+            return
+        host = _host.load()
+        ranks = module.tp_size, module.tp_rank, host.TensorParallelMode[mode]
+        shard = host.load_weight_shard(tensor, *ranks, destination.device).contiguous().view(torch.uint8)
+        if shard.shape != destination.shape:
+            destination.zero_()
+        destination[: shard.shape[0], : shard.shape[1]].copy_(shard)
 
     @abstractmethod
     def kernel_weights(self, module: Any) -> Weights:

@@ -56,62 +56,23 @@ class MXFP8(Method):
 
     # ---- loading, one expert at a time -------------------------------------------------------------------------------
 
-    def load_expert_w3_w1_weight(
-        self,
-        module: Any,
-        w1_weight: torch.Tensor | None,
-        w3_weight: torch.Tensor | None,
-        dst_w3_w1_weight: torch.Tensor,
-        allow_partial_loading: bool = False,
-        expert_idx: int = -1,
-    ) -> None:
-        """Rows of this rank, each half at the start of its own half of ``dst (r*T, H)``; a half that is None stays."""
-        halves = (w3_weight, w1_weight) if module.is_gated_activation else (w1_weight,)
-        for half, destination in zip(halves, dst_w3_w1_weight.view(torch.uint8).chunk(len(halves)), strict=True):
-            if half is not None:
-                _place(self._shard(module, half, "COLUMN", destination.device), destination)
-
-    def load_expert_w2_weight(
-        self,
-        module: Any,
-        w2_weight: torch.Tensor | None,
-        dst_w2_weight: torch.Tensor,
-        allow_partial_loading: bool = False,
-    ) -> None:
-        """Columns of this rank at the start of ``dst (H, T)``."""
-        if w2_weight is not None:
-            destination = dst_w2_weight.view(torch.uint8)
-            _place(self._shard(module, w2_weight, "ROW", destination.device), destination)
-
     def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
         """E8M0 bytes of each local expert, ``weight_scale`` or, as some producers name it, ``weight_scale_inv``.
 
         Raises:
             KeyError: an expert has neither; the message names the tensor.
         """
-        size = module.w2_weight.shape[2]
+        height = module.w3_w1_weight.shape[1]
         for slot, expert in enumerate(module.initial_local_expert_ids):
+            gate, up, down = (_scale(weights, f"{expert}.{name}") for name in ("w1", "w3", "w2"))
             w1, w2 = (parameter.data[slot] for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale))
-            found = {name: _scale(weights, f"{expert}.{name}") for name in ("w1", "w3", "w2")}
+            # Scales have the weights' rows, so they are placed alike.
             rows = interleaved_rows(w1).flatten(0, 2).flatten(1)
-            halves = ("w3", "w1") if module.is_gated_activation else ("w1",)
-            for number, name in enumerate(halves):
-                tensor = found[name]
-                if tensor is not None:
-                    shard = self._shard(module, tensor, "COLUMN", rows.device)
-                    _place(shard, rows[number * size : (number + 1) * size])
+            self.load_expert_w3_w1_weight(module, gate, up, rows[:height])
             interleave(rows, w1)
-            if found["w2"] is not None:
-                rows = interleaved_rows(w2).flatten(0, 2).flatten(1)
-                _place(self._shard(module, found["w2"], "ROW", rows.device), rows)
-                interleave(rows, w2)
-
-    @staticmethod
-    def _shard(module: Any, tensor: torch.Tensor, mode: str, device: torch.device) -> torch.Tensor:
-        """This rank's slice as bytes.  On integrated GPUs the host leaves it on the CPU, whatever ``device`` says."""
-        host = _host.load()
-        data = tensor.view(torch.uint8)
-        return host.load_weight_shard(data, module.tp_size, module.tp_rank, host.TensorParallelMode[mode], device).contiguous()
+            rows = interleaved_rows(w2).flatten(0, 2).flatten(1)
+            self.load_expert_w2_weight(module, down, rows)
+            interleave(rows, w2)
 
     # ---- the kernels' view -------------------------------------------------------------------------------------------
 
@@ -144,13 +105,6 @@ def _scale(weights: Mapping[str, torch.Tensor], matrix: str) -> torch.Tensor | N
         if f"{matrix}.{name}" in weights:
             return weights[f"{matrix}.{name}"]
     return None
-
-
-def _place(shard: torch.Tensor, destination: torch.Tensor) -> None:
-    """Into the upper left corner, zeros elsewhere."""
-    if shard.shape != destination.shape:
-        destination.zero_()
-    destination[: shard.shape[0], : shard.shape[1]].copy_(shard)
 
 
 @functools.cache

@@ -93,44 +93,6 @@ class NVFP4(Method):
 
     # ---- loading, one expert at a time -------------------------------------------------------------------------------
 
-    # The host looks at the names of these arguments (``inspect.getfullargspec``) before it passes the last two.
-
-    def load_expert_w3_w1_weight(
-        self,
-        module: Any,
-        w1_weight: torch.Tensor | None,
-        w3_weight: torch.Tensor | None,
-        dst_w3_w1_weight: torch.Tensor,
-        allow_partial_loading: bool = False,
-        expert_idx: int = -1,
-    ) -> None:
-        """Rows of this rank, each half at the start of its own half of ``dst (r*T, H/16)`` int64.
-
-        Without a gate there is w1 alone, whatever comes as w3: hosts pass None or a tensor without rows.  A half that is None
-        stays what it was (partial loading).
-        """
-        halves = (w3_weight, w1_weight) if module.is_gated_activation else (w1_weight,)
-        for half, destination in zip(halves, dst_w3_w1_weight.view(torch.uint8).chunk(len(halves)), strict=True):
-            if half is not None:
-                shard = self._shard(module, half, "COLUMN", destination.device)
-                destination.zero_()
-                destination[: shard.shape[0]].copy_(shard)
-
-    def load_expert_w2_weight(
-        self,
-        module: Any,
-        w2_weight: torch.Tensor | None,
-        dst_w2_weight: torch.Tensor,
-        allow_partial_loading: bool = False,
-    ) -> None:
-        """Columns of this rank at the start of ``dst (H, T/16)`` int64."""
-        if w2_weight is None:
-            return
-        destination = dst_w2_weight.view(torch.uint8)
-        destination.zero_()
-        shard = self._shard(module, w2_weight, "ROW", destination.device)
-        destination[:, : shard.shape[1]].copy_(shard)
-
     def load_expert_w3_w1_weight_scale_nvfp4(
         self,
         module: Any,
@@ -152,13 +114,6 @@ class NVFP4(Method):
             rows = interleaved_rows(dst_w2_weight_scale).flatten(0, 2).flatten(1)
             self.load_expert_w2_weight(module, w2_weight_scale, rows)
             interleave(rows, dst_w2_weight_scale)
-
-    @staticmethod
-    def _shard(module: Any, tensor: torch.Tensor, mode: str, device: torch.device) -> torch.Tensor:
-        """This rank's slice as bytes.  On integrated GPUs the host leaves it on the CPU, whatever ``device`` says."""
-        host = _host.load()
-        shard = host.load_weight_shard(tensor, module.tp_size, module.tp_rank, host.TensorParallelMode[mode], device)
-        return shard.contiguous().view(torch.uint8)
 
     # ---- scalars -----------------------------------------------------------------------------------------------------
 
