@@ -8,6 +8,7 @@ the other's as the rule has it, then the best of both together, which are rows f
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -25,23 +26,33 @@ import torch
 
 from benchmarks import require_gpu
 from benchmarks.moe_decode import GEOMETRIES, stack
+from tests import mxfp8
 from tests.nvfp4_layer import random_call
 from trtllm_b12x.crossover.measuring import graph_seconds, routes
 from trtllm_b12x.kernels.triton import TritonKernel
+from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles, fitted
 from trtllm_b12x.kernels.triton.variants import function
 
 CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
-    ("Qwen3-30B-A3B", 1, (1, 8)),
-    ("Qwen3-30B-A3B", 4, (1, 8)),
-    ("Qwen3-30B-A3B", 8, (8,)),
+    ("Qwen3-30B-A3B", 1, (1,)),
+    ("Qwen3-30B-A3B", 2, (1,)),
+    ("Qwen3-30B-A3B", 4, (1,)),
+    ("Qwen3-30B-A3B", 8, (1, 8)),
+    ("Qwen3-30B-A3B", 16, (8,)),
     ("Qwen3-30B-A3B", 64, (8,)),
-    ("Qwen3-30B-A3B", 128, (16,)),
-    ("Nemotron-3-Super", 1, (1, 8)),
+    ("Nemotron-3-Super", 1, (1,)),
+    ("Nemotron-3-Super", 2, (1,)),
+    ("Nemotron-3-Super", 8, (8,)),
     ("Nemotron-3-Super", 32, (8,)),
+    ("DeepSeek-like", 1, (1,)),
+    ("DeepSeek-like", 16, (8,)),
+    ("Qwen3-30B-A3B", 128, (16,)),
     ("Nemotron-3-Super", 256, (16,)),
 )
 """Layer, tokens, and how many routes a block may have."""
+KERNEL = {"fc1": "fc1_kernel", "fc2": "fc2_kernel", "token": "fc2_token_kernel"}
+PRODUCTS = tuple(KERNEL)
 LAYERS = 6
 JOINED = 4
 """So many of FC1's best are tried with as many of FC2's."""
@@ -59,32 +70,43 @@ class Candidate:
 
 
 def candidates(calls: tuple[tuple[str, int, tuple[int, ...]], ...]) -> Iterator[Candidate]:
-    for (name, tokens, blocks), product in itertools.product(calls, ("fc1", "fc2")):
-        inner = GEOMETRIES[name].hidden_size if product == "fc1" else GEOMETRIES[name].intermediate_size
+    for (name, tokens, blocks), product in itertools.product(calls, PRODUCTS):
+        geometry = GEOMETRIES[name]
+        inner = geometry.hidden_size if product == "fc1" else geometry.intermediate_size
+        parts = {"fc1": 1 + geometry.gated, "fc2": 1, "token": 8}[product]
+        if product == "token":
+            blocks = (1,) * (1 in blocks and geometry.top_k <= 8)
         for count in blocks:
-            for tile in dict.fromkeys(fitted(tile, inner) for tile in _tiles(count)):
+            for tile in dict.fromkeys(fitted(tile, inner) for tile in _tiles(count, parts)):
                 yield Candidate(name, tokens, count, product, tile)
 
 
-def _tiles(count: int) -> Iterator[Tile]:
-    for rows, columns, warps, stages in itertools.product((16, 32, 64, 128), (128, 256), (1, 2, 4, 8), (2, 3, 4, 5)):
+def _tiles(count: int, parts: int) -> Iterator[Tile]:
+    """``parts`` times the rows of a tile are a product's: gate's and up's, or those of eight experts."""
+    for rows, columns, warps, stages in itertools.product((16, 32, 64, 128), (128, 256), (1, 2, 4, 8), (2, 3, 4, 6)):
         # A warp takes 16 rows or 32; more routes than eight spill in narrow or wide tiles.
-        if rows not in (16 * warps, 32 * warps) or (count > 8 and (columns > 128 or rows == 16 * warps)):
+        if parts * rows not in (16 * warps, 32 * warps) or (count > 8 and (columns > 128 or parts * rows == 16 * warps)):
             continue
         # What would keep less than one tile on its way, or more than shared memory has.
-        if (stages == 2 and columns == 128) or (stages == 5 and columns == 256) or (rows == 128 and columns == 256):
+        if stages == 2 or (stages == 6 and columns == 256) or (parts * rows == 256 and columns == 256):
             continue
         yield Tile(rows, columns, warps, stages)
 
 
-def compile_one(asked: Candidate) -> None:
+def with_tile(tiles: Tiles, asked: Candidate) -> Tiles:
+    own = {"fc1": tiles.fc1, "fc2": tiles.fc2, asked.product: asked.tile}
+    token = tiles.token if asked.product == "fc1" else own.get("token")
+    return Tiles(asked.routes, own["fc1"], own["fc2"], token)
+
+
+def compile_one(kind: type[TritonKernel], asked: Candidate) -> None:
     """Into Triton's cache; what does not compile is left out when its turn comes."""
-    kernel = TritonKernel()
+    kernel = kind()
     kernel.describe(GEOMETRIES[asked.geometry], asked.tokens, torch.device("cuda", 0))
-    tiles = replace(kernel.build.step(asked.tokens).tiles, routes=asked.routes, **{asked.product: asked.tile})
+    tiles = with_tile(kernel.build.step(asked.tokens).tiles, asked)
     step = kernel.build.step(asked.tokens, tiles)
     for v in kernel.build.variants(step, step.inline):
-        if v.name.startswith(asked.product):
+        if v.name == KERNEL[asked.product]:
             try:
                 function(v.name).warmup(*v.types, grid=(1,), **v.constants, **v.options)
             except Exception as error:
@@ -114,38 +136,44 @@ class Timed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--format", choices=["nvfp4", "mxfp8"], default="nvfp4")
     parser.add_argument("--calls", type=int, nargs="+", choices=range(len(CALLS)), help="places in CALLS", default=None)
     given = parser.parse_args()
     require_gpu()
+    kind = TritonMXFP8Kernel if given.format == "mxfp8" else TritonKernel
     started = time.monotonic()
     calls = CALLS if given.calls is None else tuple(CALLS[place] for place in given.calls)
     plan = list(candidates(calls))
     # Calls that differ in their number of tokens alone have kernels in common.
     distinct = {replace(c, tokens=c.tokens * GEOMETRIES[c.geometry].top_k <= 64): c for c in plan}
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, distinct.values(), chunksize=2))
+        list(pool.map(functools.partial(compile_one, kind), distinct.values(), chunksize=2))
     print(f"{len(distinct)} kernels in {time.monotonic() - started:.0f} s", flush=True)
     times: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for name, *_ in calls):
-        layers = stack(GEOMETRIES[name], LAYERS)
+        if kind is TritonMXFP8Kernel:
+            layers: list[Any] = [mxfp8.random_weights(GEOMETRIES[name], "cuda", seed) for seed in range(LAYERS)]
+        else:
+            layers = [layer.kernel_weights() for layer in stack(GEOMETRIES[name], LAYERS)]
         kernels = []
         for layer in layers:
-            kernel = TritonKernel()
+            kernel = kind()
             kernel.plan(GEOMETRIES[name], 1, torch.device("cuda", torch.cuda.current_device()))
-            kernel.bind(layer.kernel_weights())
+            kernel.bind(layer)
             kernels.append(kernel)
         for tokens, blocks in [(tokens, blocks) for called, tokens, blocks in calls if called == name]:
             call, rule = Timed(kernels, name, tokens), kernels[0].build.step(tokens).tiles
             print(f"{name}, {tokens} tokens: {call.us(rule):.1f} us by the rule, {rule}", flush=True)
             best: dict[tuple[int, str], list[tuple[float, Tile]]] = defaultdict(list)
             for asked in [c for c in plan if (c.geometry, c.tokens) == (name, tokens)]:
-                us = call.us(replace(rule, routes=asked.routes, **{asked.product: asked.tile}))
+                us = call.us(with_tile(rule, asked))
                 best[asked.routes, asked.product].append((us, asked.tile))
                 times.append({**asdict(asked), "us": us})
             joint = []
             for count in blocks:
-                fc1, fc2 = (sorted(best[count, product], key=lambda pair: pair[0])[:JOINED] for product in ("fc1", "fc2"))
+                fc1, fc2, token = (sorted(best[count, product], key=lambda pair: pair[0])[:JOINED] for product in PRODUCTS)
                 joint += [Tiles(count, a, b) for (_, a), (_, b) in itertools.product(fc1, fc2)]
+                joint += [Tiles(count, a, fc2[0][1], b) for (_, a), (_, b) in itertools.product(fc1, token)]
             found = sorted(((call.us(tiles), tiles) for tiles in joint), key=lambda pair: pair[0])
             for us, tiles in found[:3]:
                 print(f"    {us:.1f} us: {tiles}", flush=True)

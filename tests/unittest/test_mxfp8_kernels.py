@@ -19,6 +19,7 @@ from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
 CASES = {
     "gated": (Geometry(4, 2, 128, 96, "Swiglu"), 3, 0),
     "sorted, squared": (Geometry(4, 2, 256, 160, "Relu2"), 40, 0),
+    "all routes of a token as one product": (Geometry(40, 5, 128, 96, "Swiglu"), 2, 0),
     "a rank of two": (Geometry(5, 3, 128, 64, "Geglu", ranks=2), 9, 5),
 }
 CPU = torch.device("cpu")

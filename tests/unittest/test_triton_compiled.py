@@ -15,9 +15,9 @@ from trtllm_b12x.kernels.triton.tiles import Card
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 CARDS = {90: Card(132, 228 << 10, 90), 120: Card(188, 100 << 10, 120), 121: Card(48, 100 << 10, 121)}
-LIMIT = {"fc1_kernel": 7.6, "fc2_kernel": 8.2}
-"""Lane instructions per byte of FP4 in the loop; seen: 6.8 to 7.3 and 7.3 to 7.8 with Triton 3.5 to 3.9.  A conversion of layouts
-between codes and products adds one to each, scales that are spread by shuffles two."""
+LIMIT = {"fc1_kernel": 7.0, "fc2_kernel": 7.6, "fc2_token_kernel": 8.0}
+"""Lane instructions per byte of FP4 in the loop; seen: 6.1 to 6.9, 6.2 to 6.9 and 7.2 to 7.6 with Triton 3.6 and 3.9.  A conversion
+of layouts between codes and products adds one to each, scales that are spread by shuffles two."""
 
 SERVED = [(90, 1, ()), (90, 32, ("fc1_kernel", "route_kernel")), (120, 32, ()), (121, 1, ("fc1_kernel",))]
 
@@ -58,12 +58,15 @@ def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, .
         assert group or loop["LDS.128"]
         unwanted = ("LDSM", "SHFL", "LDG.", "LDL", "STL") + (() if group else ("STS",))
         assert not any(code.startswith(unwanted) for code in loop), loop
-        halves = 2 if made.name == "fc1_kernel" else 1
-        size = halves * made.constants["BN"] * made.constants["BK"] // 2
+        parts = {"fc1_kernel": 2, "fc2_kernel": 1, "fc2_token_kernel": 8}[made.name]
+        size = parts * made.constants["BN"] * made.constants["BK"] // 2
         assert loop.total() * made.num_warps * 32 / size <= (10 if group else LIMIT[made.name])
-    assert names == list(only or ["route_kernel"] * (tokens * 8 > 64) + ["fc1_kernel", "fc2_kernel"]) or sorted(names) == sorted(
-        only
-    )
+    several = tokens * 8 > 64
+    assert names == [
+        name
+        for name in ["route_kernel"] * several + ["fc1_kernel", "fc2_kernel" if several else "fc2_token_kernel"]
+        if not only or name in only
+    ]
 
 
 @pytest.mark.parametrize("capability", [120, 121])

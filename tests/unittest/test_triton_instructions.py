@@ -45,8 +45,10 @@ def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
             state[target] = operands[0]
         elif name == "shl.b32":
             state[target] = operands[0] << operands[1] & 0xFFFFFFFF
-        elif name == "shr.b32":
+        elif name == "shr.u32":
             state[target] = operands[0] >> operands[1]
+        elif name == "mul.lo.u32":
+            state[target] = operands[0] * operands[1] & 0xFFFFFFFF
         elif name == "and.b32":
             state[target] = operands[0] & operands[1]
         elif name == "lop3.b32":
@@ -101,5 +103,5 @@ def test_every_e4m3_times_every_scale() -> None:
     for product in range(4):
         found = floats(state[f"${product}"], torch.bfloat16)
         for parity in range(2):
-            code = codes[:, 2 * product + parity].to(torch.uint8).view(torch.float8_e4m3fn).double()
+            code = codes[:, 4 * (product // 2) + product % 2 + 2 * parity].to(torch.uint8).view(torch.float8_e4m3fn).double()
             assert torch.equal(found[parity], code * decode_e8m0(scales.to(torch.uint8)).double())

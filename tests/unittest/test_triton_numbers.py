@@ -85,6 +85,26 @@ def _() -> dict[str, Any]:
     return {"error": distance(out, layer.expected(x, ids, scales, 4)), "zeros": not out[2].any().item()}
 
 
+@case("all routes of a token as one product")
+def _() -> dict[str, Any]:
+    """Six of the eight columns; ids of other ranks, a token without a route, one expert twice, rows that are no whole tile."""
+    layer = random_layer(Geometry(7, 6, 144, 80, "Swiglu", bias=torch.float32), ratio=True)
+    tile = Tile(128, 128, 4, 2)
+    kernel = bound(layer, first=2, found=Tiles(1, tile, tile, Tile(16, 128, 8, 2)))
+    x, ids, scales = random_call(layer.geometry, 4)
+    ids += 2
+    ids[0, 1], ids[1], ids[2, 0], ids[2, 1] = -1, torch.tensor([0, 1, 9, 2**31 - 1, -1, 1]), 3, 3
+    poison = x.clone()
+    poison[3] = torch.nan
+    out = torch.full((4, 144), torch.nan, dtype=torch.bfloat16)
+    kernel.run(x, ids, scales, out=out)
+    return {
+        "error": distance(out, layer.expected(x, ids, scales, 2)),
+        "zeros": not out[1].any().item(),
+        "apart": torch.equal(kernel.run(poison, ids, scales)[:3], out[:3]),
+    }
+
+
 @case("several blocks of one expert")
 def _() -> dict[str, Any]:
     """All of 20 tokens take the same two experts, once sorted by a launch of its own and once by every program."""

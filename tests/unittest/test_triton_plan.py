@@ -28,10 +28,11 @@ H100, RTX_PRO_6000 = Card(132, 228 << 10, 90), Card(188, 100 << 10, 120)
 def test_every_call_has_tiles_that_fit(geometry: Geometry, card: Card) -> None:
     for tokens in range(1, 257):
         found = tiles(geometry, tokens, card)
-        for tile in (found.fc1, found.fc2):
-            assert tile.rows in (16, 32, 64, 128)
-            assert tile.columns in (128, 256)
-            assert 16 * tile.num_warps <= tile.rows <= 32 * tile.num_warps
+        for tile, parts in ((found.fc1, 1 + geometry.gated), (found.fc2, 1), (found.token, 8)):
+            if tile is not None:
+                assert tile.rows in (16, 32, 64, 128)
+                assert tile.columns in (128, 256)
+                assert 16 * tile.num_warps <= parts * tile.rows <= 64 * tile.num_warps
         routes = tokens * geometry.top_k
         # Every expert's routes, however they fall, find a block.
         most = min(routes, geometry.num_experts)

@@ -116,13 +116,14 @@ def call(build: Build, step: Step, variants: tuple[Variant, ...], compiled: Mapp
         "route_kernel": (1 + step.tokens, 1),
         "fc1_kernel": (-(-g.intermediate_size // step.tiles.fc1.rows), across),
         "fc2_kernel": (tiles, across),
+        "fc2_token_kernel": (-(-g.hidden_size // step.tiles.token.rows) if step.tiles.token else 0, step.tokens),
     }
     made = {
         v.name: _through_jit(v, grids[v.name]) if compiled is None else _directly(v, grids[v.name], compiled[v.key])
         for v in variants
     }
     memory = _memory(build, step, inline, quantized)
-    launches = made.get("route_kernel"), made["fc1_kernel"], made["fc2_kernel"]
+    launches = made.get("route_kernel"), made["fc1_kernel"], made.get("fc2_kernel") or made["fc2_token_kernel"]
     return Call(step, memory, tiles, g.num_experts, quantized, *launches, compiled is not None)
 
 

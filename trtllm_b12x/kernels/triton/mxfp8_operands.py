@@ -22,17 +22,16 @@ BFLOAT16 = tl.constexpr(
     .reg .b32 s, m, t, z, n, c;
     mov.b32 z, 0x80008000;
     mov.b32 c, 0x7b807b80;
-    prmt.b32 s, $6, 0, 0x4040;
-    shl.b32 s, s, 7;
+    mul.lo.u32 s, $6, 0x00800080;
     max.u32 s, s, 0x00400040;
     fma.rn.bf16x2 n, s, z, z;
-    prmt.b32 t, $4, 0, 0x1404; shr.b32 m, t, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
+    shl.b32 t, $4, 8; shl.b32 m, $4, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
     fma.rn.bf16x2 $0, t, s, n;
-    prmt.b32 t, $4, 0, 0x3424; shr.b32 m, t, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
+    shr.u32 m, $4, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, $4, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
     fma.rn.bf16x2 $1, t, s, n;
-    prmt.b32 t, $5, 0, 0x1404; shr.b32 m, t, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
+    shl.b32 t, $5, 8; shl.b32 m, $5, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
     fma.rn.bf16x2 $2, t, s, n;
-    prmt.b32 t, $5, 0, 0x3424; shr.b32 m, t, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
+    shr.u32 m, $5, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, $5, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
     fma.rn.bf16x2 $3, t, s, n;
     }"""
 )
@@ -57,9 +56,9 @@ def _e8m0(byte):
 
 @triton.jit
 def _pairs(words, scales, first: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr):
-    """Two neighboring bytes of each word, beside each other, times their scale: ``(rows, 8 * blocks)``."""
+    """Two bytes of each word, one between them, beside each other, times their scale: ``(rows, 8 * blocks)``."""
     low = _e4m3(words >> (8 * first)) * scales
-    high = _e4m3(words >> (8 * first + 8)) * scales
+    high = _e4m3(words >> (8 * first + 16)) * scales
     return tl.reshape(tl.join(low, high), (rows, 8 * blocks)).to(tl.bfloat16)
 
 
@@ -77,9 +76,9 @@ def decoded(words, scales, rows: tl.constexpr, columns: tl.constexpr, PTX: tl.co
     s = tl.reshape(tl.broadcast_to(_e8m0(scales.to(tl.int32))[:, :, None], (rows, blocks, 4)), (rows, 4 * blocks))
     even, odd = tl.split(tl.reshape(words, (rows, 4 * blocks, 2)))
     p0 = _pairs(even, s, 0, rows, blocks)
-    p1 = _pairs(even, s, 2, rows, blocks)
+    p1 = _pairs(even, s, 1, rows, blocks)
     p2 = _pairs(odd, s, 0, rows, blocks)
-    p3 = _pairs(odd, s, 2, rows, blocks)
+    p3 = _pairs(odd, s, 1, rows, blocks)
     return p0, p1, p2, p3
 
 
@@ -88,8 +87,8 @@ def split_inputs(x, rows: tl.constexpr, columns: tl.constexpr):
     """A tile of :func:`.operands.places` to four ``(columns / 4, rows)`` in the order of :func:`decoded`."""
     if rows <= 8:
         x = tl.reshape(tl.permute(tl.reshape(x, (rows // 2, columns // 32, 2, 32)), (0, 2, 1, 3)), (rows, columns))
-    # pair's column, bits of the product's number
-    x = tl.permute(tl.reshape(x, (rows, columns // 8, 2, 2, 2)), (0, 1, 4, 3, 2))
+    # word of the two, bits of the column in it: the higher one is the pair's, the others the product's number
+    x = tl.permute(tl.reshape(x, (rows, columns // 8, 2, 2, 2)), (0, 1, 3, 4, 2))
     low, high = tl.split(tl.reshape(x, (rows, columns // 4, 2, 2)))
     x0, x1 = tl.split(low)
     x2, x3 = tl.split(high)

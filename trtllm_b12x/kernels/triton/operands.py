@@ -36,39 +36,39 @@ FP4 = tl.constexpr(8)
 # at bit 4 (7) is the scale times 2**-120 (2**-8), which two constants (one) bring to 2**118 (2**6) times the scale.
 BFLOAT16 = tl.constexpr(
     """{
-    .reg .b32 s, m, t, z;
+    .reg .b32 s, m, t, z, h;
     mov.b32 z, 0x80008000;
-    prmt.b32 s, $10, 0, 0x4040;
-    shl.b32 s, s, 4;
+    mul.lo.u32 s, $10, 0x00100010;
     mov.b32 t, 0x7b807b80;
     fma.rn.bf16x2 s, s, t, z;
     mov.b32 t, 0x7a807a80;
     fma.rn.bf16x2 s, s, t, z;
-    shl.b32 t, $8, 12; shl.b32 m, $8, 6; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $0, t, s, z;
-    shl.b32 t, $8, 8; shl.b32 m, $8, 2; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $1, t, s, z;
-    shl.b32 t, $8, 4; shr.b32 m, $8, 2; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $2, t, s, z;
-    shr.b32 m, $8, 6; and.b32 m, m, 0x01c001c0; lop3.b32 t, $8, z, m, 0xea; fma.rn.bf16x2 $3, t, s, z;
-    shl.b32 t, $9, 12; shl.b32 m, $9, 6; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $4, t, s, z;
-    shl.b32 t, $9, 8; shl.b32 m, $9, 2; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $5, t, s, z;
-    shl.b32 t, $9, 4; shr.b32 m, $9, 2; and.b32 m, m, 0x01c001c0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 $6, t, s, z;
-    shr.b32 m, $9, 6; and.b32 m, m, 0x01c001c0; lop3.b32 t, $9, z, m, 0xea; fma.rn.bf16x2 $7, t, s, z;
+    shr.u32 h, $8, 8;
+    and.b32 m, $8, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $0, m, s, z;
+    and.b32 m, $8, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $1, m, s, z;
+    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $2, m, s, z;
+    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $3, m, s, z;
+    shr.u32 h, $9, 8;
+    and.b32 m, $9, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $4, m, s, z;
+    and.b32 m, $9, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $5, m, s, z;
+    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $6, m, s, z;
+    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $7, m, s, z;
     }"""
 )
 FLOAT16 = tl.constexpr(
     """{
     .reg .b32 s, m, t;
-    prmt.b32 s, $10, 0, 0x4040;
-    shl.b32 s, s, 7;
+    mul.lo.u32 s, $10, 0x00800080;
     mov.b32 t, 0x74007400;
     mul.rn.f16x2 s, s, t;
     shl.b32 t, $8, 12; shl.b32 m, $8, 9; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $0, t, s;
     shl.b32 t, $8, 8; shl.b32 m, $8, 5; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $1, t, s;
     shl.b32 t, $8, 4; shl.b32 m, $8, 1; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $2, t, s;
-    shr.b32 m, $8, 3; and.b32 m, m, 0x0e000e00; lop3.b32 t, $8, 0x80008000, m, 0xea; mul.rn.f16x2 $3, t, s;
+    shr.u32 m, $8, 3; and.b32 m, m, 0x0e000e00; lop3.b32 t, $8, 0x80008000, m, 0xea; mul.rn.f16x2 $3, t, s;
     shl.b32 t, $9, 12; shl.b32 m, $9, 9; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $4, t, s;
     shl.b32 t, $9, 8; shl.b32 m, $9, 5; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $5, t, s;
     shl.b32 t, $9, 4; shl.b32 m, $9, 1; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $6, t, s;
-    shr.b32 m, $9, 3; and.b32 m, m, 0x0e000e00; lop3.b32 t, $9, 0x80008000, m, 0xea; mul.rn.f16x2 $7, t, s;
+    shr.u32 m, $9, 3; and.b32 m, m, 0x0e000e00; lop3.b32 t, $9, 0x80008000, m, 0xea; mul.rn.f16x2 $7, t, s;
     }"""
 )
 _REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
@@ -218,9 +218,9 @@ def dot(w, x, sums, WORD: tl.constexpr):
 
 
 @triton.jit
-def rows_of(tile, BN: tl.constexpr, N: tl.constexpr):
-    """Rows of program ``tile`` of a matrix (or half) of ``N`` rows."""
-    p = tl.arange(0, BN)
+def rows_of(tile, BN: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):
+    """Rows of program ``tile`` of a matrix (or half) of ``N`` rows, COPIES times."""
+    p = tl.arange(0, COPIES * BN) % BN
     if N % 128 == 0:
         first = tile * BN
         return first // 128 * 128 + first % 128 // 4 + p // 4 + p % 4 * 32
@@ -229,31 +229,36 @@ def rows_of(tile, BN: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def scale_offsets(
-    tile, half: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORD: tl.constexpr
+    tile, half: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, COPIES: tl.constexpr,
+    WORD: tl.constexpr,
 ):  # fmt: skip
-    """Bytes from the expert's first scale to those of rows ``half * N + rows_of(tile)``, ``(BN, BK / block)``."""
+    """Bytes from the expert's first scale to those of rows ``half * N + rows_of(tile)``, ``(COPIES * BN, BK / block)``."""
     size: tl.constexpr = 128 // WORD
     groups: tl.constexpr = (K + 4 * size - 1) // (4 * size)
     b = tl.arange(0, BK // size)
     columns = (b // 4 * 512 + b % 4)[None, :]
     if N % 128 == 0:
         first = tile * BN
-        rows = (half * N + first // 128 * 128) * (groups * 4) + first % 128 * 4 + tl.arange(0, BN) * 4
+        rows = (half * N + first // 128 * 128) * (groups * 4) + first % 128 * 4 + tl.arange(0, COPIES * BN) % BN * 4
     else:
-        r = half * N + rows_of(tile, BN, N)
+        r = half * N + rows_of(tile, BN, N, COPIES)
         rows = r // 128 * (groups * 512) + r % 32 * 16 + r % 128 // 32 * 4
     return rows[:, None] + columns
 
 
 @triton.jit
 def matrix(
-    w, s, words, scales, k, there, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    w, s, words, scales, k, there, ROWS: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
     WORD: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``k`` to ``k + BK`` of a program's rows, as :func:`decoded` gives them; zeros beyond the matrix."""
+    """Columns ``k`` to ``k + BK`` of a program's ROWS, as :func:`decoded` gives them; zeros where no row or column is ``there``.
+
+    Args:
+        WHOLE: every row is.
+    """
     size: tl.constexpr = 128 // WORD
     beyond = k * WORD  # 512 bytes for four blocks of columns
-    if N % BN != 0 or K % BK != 0:
+    if not WHOLE or K % BK != 0:
         column = k // WORD + tl.arange(0, BK // WORD)
         block = k // size + tl.arange(0, BK // size)
         codes = tl.load(w + words + k // WORD, mask=there[:, None] & (column < K // WORD)[None, :], other=0)
@@ -262,7 +267,7 @@ def matrix(
         codes = tl.load(w + words + k // WORD)
         factors = tl.load(s + scales + beyond)
     if WORD == FP4:
-        parts = decoded(codes, factors, BN, BK, dtype, PTX)
+        parts = decoded(codes, factors, ROWS, BK, dtype, PTX)
     else:
-        parts = mxfp8.decoded(codes, factors, BN, BK, PTX)
+        parts = mxfp8.decoded(codes, factors, ROWS, BK, PTX)
     return parts

@@ -48,7 +48,8 @@ def rounded(values, dtype: tl.constexpr):
     """float32 to a 16-bit float, to the nearest; Triton's interpreter cuts bfloat16 off."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
-        values = tl.where(values == values, (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True), values)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        values = tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
     return values.to(dtype)
 
 
@@ -111,23 +112,23 @@ def fc1_kernel(
     columns: tl.constexpr = 512 // WORD
     halves: tl.constexpr = 2 if GATED else 1
     dtype: tl.constexpr = x.dtype.element_ty
-    rows = rows_of(tile, BN, SIZE)
+    rows = rows_of(tile, BN, SIZE, 1)
     there = rows < SIZE
     weight += e * (halves * SIZE * (H // WORD))
     block_scales += e * ((halves * SIZE + 127) // 128 * ((H + columns - 1) // columns) * 512)
     words = rows[:, None] * (H // WORD) + tl.arange(0, BK // WORD)[None, :]
-    up_scales = scale_offsets(tile, 0, BN, BK, SIZE, H, WORD)
-    gate_scales = scale_offsets(tile, 1, BN, BK, SIZE, H, WORD)
+    up_scales = scale_offsets(tile, 0, BN, BK, SIZE, H, 1, WORD)
+    gate_scales = scale_offsets(tile, 1, BN, BK, SIZE, H, 1, WORD)
     offsets, given, column = places(route // TOP_K * H, n, width, BK, WORD)
     up = tl.zeros((BN, width), tl.float32)
     gate = tl.zeros((BN, width), tl.float32)
     for k in range(0, H, BK):
         operands = split_inputs(loaded(x, offsets, given, column, k, BK, H), width, BK, WORD)
-        w = matrix(weight, block_scales, words, up_scales, k, there, BN, BK, SIZE, H, WORD, dtype, PTX)
+        w = matrix(weight, block_scales, words, up_scales, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
         up = dot(w, operands, up, WORD)
         if GATED:
             half = weight + SIZE * (H // WORD)
-            w = matrix(half, block_scales, words, gate_scales, k, there, BN, BK, SIZE, H, WORD, dtype, PTX)
+            w = matrix(half, block_scales, words, gate_scales, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
             gate = dot(w, operands, gate, WORD)
     if WORD == FP4:
         factor = tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
@@ -190,7 +191,7 @@ def fc2_kernel(
     else:
         local_ids = ids
         expert, n, route = own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
-    rows = rows_of(tile, BN, H)
+    rows = rows_of(tile, BN, H, 1)
     there = rows < H
     e = tl.maximum(expert, 0).to(tl.int64)
     columns: tl.constexpr = 512 // WORD
@@ -206,12 +207,12 @@ def fc2_kernel(
     if expert < 0:
         return
     words = rows[:, None] * (SIZE // WORD) + tl.arange(0, BK // WORD)[None, :]
-    offsets = scale_offsets(tile, 0, BN, BK, H, SIZE, WORD)
+    offsets = scale_offsets(tile, 0, BN, BK, H, SIZE, 1, WORD)
     inputs, given, column = places(route * SIZE, n, width, BK, WORD)
     sums = tl.zeros((BN, width), tl.float32)
     for k in range(0, SIZE, BK):
         hs = split_inputs(loaded(h, inputs, given, column, k, BK, SIZE), width, BK, WORD)
-        w = matrix(weight, block_scales, words, offsets, k, there, BN, BK, H, SIZE, WORD, tl.bfloat16, PTX)
+        w = matrix(weight, block_scales, words, offsets, k, there, BN, BK, SIZE, H % BN == 0, WORD, tl.bfloat16, PTX)
         sums = dot(w, hs, sums, WORD)
     if WORD == FP4:
         sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
@@ -249,7 +250,59 @@ def fc2_kernel(
         )
 
 
-KERNELS = {kernel.fn.__name__: kernel for kernel in (route_kernel, fc1_kernel, fc2_kernel)}
+@triton.jit(
+    do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
+    do_not_specialize_on_alignment=["ids", "scales", "bias", "alpha", "input_scale"],
+)
+def fc2_token_kernel(
+    h, weight, block_scales, alpha, input_scale, bias, ids, scales, out, partial, workspace, tokens, blocks, first, experts, step,
+    H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
+    WORD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All routes of a token, at most eight, each with its own expert; arguments as :func:`fc2_kernel`.
+
+    Grid: tiles of ``BN`` columns of the hidden size, by tokens.  The rows of eight experts are one product's rows and the routes
+    its columns, of which each row keeps its own expert's: a tensor core instruction has eight columns whether they are used or not,
+    and nothing is left to add between programs.
+    """
+    tile, token = tl.program_id(0), tl.program_id(1)
+    m = tl.arange(0, 8)
+    part = tl.arange(0, 8 * BN) // BN
+    routed = part < TOP_K
+    route = token * TOP_K + part
+    expert = localized(tl.load(ids + route, mask=routed, other=-1), first, experts)
+    e = tl.maximum(expert, 0).to(tl.int64)
+    rows = rows_of(tile, BN, H, 8)
+    there = (rows < H) & (expert >= 0)
+    columns: tl.constexpr = 512 // WORD
+    starts = e * (H * (SIZE // WORD)) + rows * (SIZE // WORD)
+    if PDL:
+        lines: tl.constexpr = triton.next_power_of_2((SIZE + 32 * WORD - 1) // (32 * WORD))
+        line = tl.arange(0, lines)
+        _prefetch((weight + starts)[:, None] + tl.minimum(line * 32, SIZE // WORD - 1)[None, :])
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    words = starts[:, None] + tl.arange(0, BK // WORD)[None, :]
+    factors = e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
+    factors = factors[:, None] + scale_offsets(tile, 0, BN, BK, H, SIZE, 8, WORD)
+    inputs, given, column = places((token * TOP_K + m) * SIZE, TOP_K, 8, BK, WORD)
+    sums = tl.zeros((8 * BN, 8), tl.float32)
+    for k in range(0, SIZE, BK):
+        hs = split_inputs(loaded(h, inputs, given, column, k, BK, SIZE), 8, BK, WORD)
+        w = matrix(weight, block_scales, words, factors, k, there, 8 * BN, BK, SIZE, False, WORD, tl.bfloat16, PTX)
+        sums = dot(w, hs, sums, WORD)
+    shares = tl.sum(tl.where(part[:, None] == m[None, :], sums, 0.0), axis=1)
+    if WORD == FP4:
+        shares *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
+    if BIAS:
+        shares += tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32)
+    shares *= tl.load(scales + route, mask=routed, other=0.0)
+    total = tl.sum(tl.reshape(tl.where(there, shares, 0.0), (8, BN)), axis=0)
+    rows = rows_of(tile, BN, H, 1)
+    tl.store(out + token * H + rows, rounded(total, out.dtype.element_ty), mask=rows < H)
+
+
+KERNELS = {kernel.fn.__name__: kernel for kernel in (route_kernel, fc1_kernel, fc2_kernel, fc2_token_kernel)}
 for _kernel in KERNELS.values():
     # Triton before 3.8 makes other keys of its cache for kernels that are hashed in another order (``DependenciesFinder``).
     getattr(_kernel, "cache_key", None)

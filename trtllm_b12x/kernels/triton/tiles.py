@@ -26,7 +26,8 @@ class Tile:
     """Of one product: weight rows by columns at a time, times routes."""
 
     rows: int
-    """A power of two from 16 to 128: 16 per warp, since a tensor core instruction takes 16."""
+    """A power of two: of each half where FC1 has a gate, of each of eight experts where all routes of a token are one product.
+    Those of a product are 16 a warp or more, since a tensor core instruction takes 16."""
     columns: int
     """Of the sum, 128 or 256: eight products of an eighth each (``source.py``), of at least 16."""
     num_warps: int
@@ -41,6 +42,8 @@ class Tiles:
     """Of one expert in a block: 1, where experts are seldom shared, 8, 16 or 32."""
     fc1: Tile
     fc2: Tile
+    token: Tile | None = None
+    """Of FC2 for all routes of a token at once, where no launch sorts them."""
 
 
 @dataclass(frozen=True)
@@ -50,44 +53,57 @@ class Row:
     most: float
     """Routes per expert of the layer up to which it holds."""
     routes: int
-    fc1: Tile
-    fc2: Tile
+    gated: Tile
+    """FC1."""
+    plain: Tile
+    """FC1 without a gate."""
+    short: Tile
+    """FC2 of few columns."""
+    long: Tile
+    """FC2 of more than :data:`SHORT`: a deeper pipeline."""
+    token: Tile | None = None
+    """FC2 of few columns and 5 to 8 routes a token, all of them to experts of this rank."""
 
 
+SHORT = 1024
+"""Columns of FC2 that are few: all of them are on their way at once."""
 LARGE, SMALL = "large", "small"
 """Shared memory of a multiprocessor: 164 KB and more (8.0, 9.0, 10.0), or about 100 KB (8.6, 8.9, 12.x)."""
+_SORTED = (
+    Row(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4)),
+    Row(float("inf"), 32, *[Tile(64, 128, 4, 3)] * 4),
+)
 TABLE: dict[str, tuple[Row, ...]] = {
     LARGE: (
-        Row(0.1, 1, Tile(64, 256, 4, 4), Tile(64, 128, 4, 3)),
-        Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 128, 8, 3)),
-        Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 128, 4, 3)),
-        Row(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3)),
-        Row(float("inf"), 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+        Row(0.1, 1, Tile(32, 256, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 8, 3), Tile(64, 256, 4, 4), Tile(16, 128, 8, 3)),
+        Row(0.3, 1, Tile(64, 256, 4, 4), Tile(128, 256, 4, 3), Tile(128, 128, 8, 3), Tile(64, 256, 4, 4), Tile(16, 128, 8, 3)),
+        Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(64, 256, 4, 4)),
+        *_SORTED,
     ),
     SMALL: (
-        Row(0.3, 1, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
-        Row(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-        Row(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3)),
-        Row(float("inf"), 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+        Row(0.3, 1, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(64, 128, 4, 4), Tile(16, 128, 8, 3)),
+        Row(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 4)),
+        *_SORTED,
     ),
 }
-"""Large: measured on an H200 with layers of Qwen3-30B-A3B and Nemotron-3-Super (``python -m benchmarks.moe_tiles``).  Small: not
-measured, the same with half of the columns, for shared memory.  Blocks of 64 routes spill."""
+"""Large: measured on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super and DeepSeek's sizes (``python -m
+benchmarks.moe_tiles``).  Small: not measured, the same with half of the columns, for shared memory.  Blocks of 64 routes
+spill."""
 MXFP8: dict[str, tuple[Row, ...]] = {
     LARGE: (
-        Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 128, 4, 3)),
-        Row(5.0, 8, Tile(32, 256, 2, 3), Tile(128, 128, 4, 3)),
-        Row(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3)),
-        Row(float("inf"), 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+        Row(0.1, 1, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(16, 128, 4, 3)),
+        Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(32, 128, 8, 3)),
+        Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4)),
+        *_SORTED,
     ),
     SMALL: (
-        Row(0.3, 1, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-        Row(5.0, 8, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-        Row(float("inf"), 16, Tile(64, 128, 2, 3), Tile(64, 128, 4, 3)),
+        Row(0.3, 1, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(64, 128, 4, 3), Tile(16, 128, 4, 3)),
+        Row(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+        Row(float("inf"), 16, Tile(64, 128, 2, 3), *[Tile(64, 128, 4, 3)] * 3),
     ),
 }
-"""Twice the bytes a column.  Large: the quickest of 12 and 8 on an H200 for layers of Qwen3-30B-A3B at 1 to 32 tokens.  Small:
-not measured."""
+"""Twice the bytes a column.  Large: measured on an H200 for layers of Qwen3-30B-A3B at 1 to 64 tokens (``--format mxfp8``); long
+ones, those without a gate, and small: not measured."""
 _LARGE_SHARED_MEMORY = 160 << 10
 _PROGRAMS_PER_MULTIPROCESSOR = 0.7
 """At least, where rows can be divided."""
@@ -105,15 +121,18 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     experts = min(geometry.num_experts, routes)
     row = next(row for row in table if routes <= row.most * geometry.num_experts)
     hidden, size = geometry.hidden_size, geometry.intermediate_size
+    fc1 = fitted(row.gated if geometry.gated else row.plain, hidden)
+    fc2 = fitted(row.short if size <= SHORT else row.long, size)
     if row.routes > 16:  # narrower tiles of so many routes spill
-        return Tiles(row.routes, fitted(row.fc1, hidden), fitted(row.fc2, size))
+        return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
-    return Tiles(row.routes, _divided(fitted(row.fc1, hidden), size, wanted), _divided(fitted(row.fc2, size), hidden, wanted))
+    token = row.token if size <= SHORT and 4 < geometry.top_k <= 8 and ranks == 1 else None
+    return Tiles(row.routes, _divided(fc1, size, wanted), _divided(fc2, hidden, wanted), token)
 
 
 def fitted(tile: Tile, inner: int) -> Tile:
-    """Fewer columns where the last stage would multiply zeros for half of its time."""
-    return replace(tile, columns=128) if 0 < inner % 256 <= 128 else tile
+    """Fewer columns, and more stages, where the last stage would multiply zeros for half of its time."""
+    return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6)) if 0 < inner % 256 <= 128 < tile.columns else tile
 
 
 def _divided(tile: Tile, rows: int, programs: float) -> Tile:

@@ -104,7 +104,12 @@ class Build:
         types: tuple[Any, ...] = (x, i, byte, f, f, f, bias, f, f, f, i, f, x, torch.bfloat16, *call)
         made = [self._variant("fc1_kernel", types, common | product | first, found.fc1)]
         types = (torch.bfloat16, i, byte, f, f, bias, i, f, x, f, *call)
-        made.append(self._variant("fc2_kernel", types, common | product | second, found.fc2))
+        if inline and found.token is not None:
+            constants = {name: product[name] for name in ("H", "SIZE", "BIAS", "WORD", "PTX")}
+            constants |= {"BN": found.token.rows, "BK": found.token.columns}
+            made.append(self._variant("fc2_token_kernel", types, common | constants, found.token))
+        else:
+            made.append(self._variant("fc2_kernel", types, common | product | second, found.fc2))
         if not inline:
             constants = {"H": g.hidden_size, "SLOTS": slots, "EXPERTS": g.num_experts, "BLOCK": _BLOCK, "QUANTIZED": quantized}
             constants |= {"PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
