@@ -188,7 +188,7 @@ measured on Hopper, or not up to the batch: {missing}.
 
 ## Assumptions
 """
-_COMMON = """- A weight that a step needs is read once; nothing is left in L2 from the step before (RTX 5090 96, RTX PRO 6000 128 MB).
+_COMMON = """- A weight that a step needs is read once; nothing is left in L2 from the step before (96 MB on RTX 5090).
 - One card; one token a sequence (no speculative decoding); tokens choose experts independently of each other.
 - Activations, router scores, norms and biases are not counted: below one percent. Nor are launches, sampling and the host.
 """
@@ -211,10 +211,7 @@ def page(found: dict[str, Any]) -> str:
     hits = {m.name: [by[m.name, CARDS[0].name, batch] for batch in BATCHES] for m in MODELS}
     text += table(
         ["model", *columns],
-        [
-            [m.name, *(f"{line['experts_hit']:.0f}, {line['experts_hit_skewed']:.0f}" for line in lines)]
-            for m, lines in hits.items()
-        ],
+        [[m, *(f"{line['experts_hit']:.0f}, {line['experts_hit_skewed']:.0f}" for line in lines)] for m, lines in hits.items()],
     )
     text += ["", "## Milliseconds of a step at the floor", "", "By batch; uniform routing, in parentheses skewed.", ""]
     text += table(["model", "card", *columns], [[m.name, c.name, *_floors(m, c, by)] for m in MODELS for c in CARDS])

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks import require_gpu
-from benchmarks.moe_decode import GEOMETRIES, stack
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.moe_decode import stack
 from tests.nvfp4_layer import random_call
 from trtllm_b12x.crossover.measuring import graph_seconds, routes
 from trtllm_b12x.kernels.triton import TritonKernel
