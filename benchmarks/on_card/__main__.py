@@ -25,9 +25,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.on_card",
         description="Measure the package on this card: kernels beside their peers, and trtllm-bench with and without it.",
-        epilog="Run it in a checkout with the Python of TensorRT-LLM, in which the package is installed (pip install .).  A second "
-        "start with the same OUT goes on where the first was interrupted.  Exit status: 0 all was measured, 1 the report says what "
-        "was not, 2 wrong usage or no GPU, 130 interrupted.",
+        epilog="Run it in a checkout with the Python of TensorRT-LLM, in which the package is installed (pip install .).  "
+        "A second start with the same OUT goes on where the first was interrupted.  "
+        "Exit status: 0 all was measured, 1 the report says what was not, 2 wrong usage or no GPU, 130 interrupted.",
     )
     made.add_argument("out", type=Path, metavar="OUT", help="folder of the report")
     made.add_argument("--model", action="append", default=[], help="a checkpoint's folder or Hugging Face name; again for more")

@@ -15,8 +15,9 @@ COMMAND = "trtllm-bench"
 CONFIGS = ("--config", "--extra_llm_api_options")
 """One option under two names: the first from 1.3 on."""
 _NEEDED = ("--dataset", "--report_json", "--concurrency", "--streaming", "--num_requests", "--backend")
-_SERVED = re.compile(r"\[trtllm_b12x\].*?(rank \d+: \d+ of \d+ MoE layers on .*)")
-_SAID = re.compile(r"\[trtllm_b12x\] \[(?:WARNING|ERROR|INFO)\] (.*)")
+_SERVED = re.compile(r"rank \d+: \d+ of \d+ MoE layers .*")
+"""The package's line; what stands before it is the host's to say."""
+_SAID = re.compile(r"\[trtllm_b12x\] \[\w+\] (.*)")
 
 
 def look(runner: Runner) -> dict[str, Any]:
@@ -81,22 +82,13 @@ def bench(runner: Runner, name: str, model: str, recipe: Recipe, load: Load, wit
         raise StepError(f"{COMMAND} ended with 0 and wrote no report; out of memory looks so: {done.log}")
     found = read(files["report"])
     text = done.log.read_text(encoding="utf-8", errors="replace")
-    served = sorted({match.group(1).strip() for match in _SERVED.finditer(text)})
-    said = [match.group(1).strip() for match in _SAID.finditer(text)]
+    served, said = ([line.strip() for line in dict.fromkeys(form.findall(text))] for form in (_SERVED, _SAID))
     if with_it and not served:
-        raise StepError(
-            "the package served no layer, so this run would compare the host with itself: "
-            + (" / ".join(said[-5:]) or "it said nothing")
-        )
-    if not with_it and said:
-        raise StepError(f"the package was not off: {said[0]}")
-    found |= {
-        "served": served,
-        "said": list(dict.fromkeys(said)),
-        "clocks": done.clocks,
-        "command": command,
-        "options": options(load),
-    }
+        why = " / ".join(said[-5:]) or "it said nothing; trtllm-b12x doctor may know"
+        raise StepError(f"the package served no layer, so the host would be compared with itself: {why}")
+    if served and not with_it:
+        raise StepError(f"the package was not off: {served[0]}")
+    found |= {"served": served, "said": said, "clocks": done.clocks, "command": command, "options": options(load)}
     if found["requests"] != load.requests:
         raise StepError(f"{load.requests} requests were asked for, {found['requests']} are in {files['report']}")
     return found

@@ -214,8 +214,8 @@ def _clocks(found: dict[str, Any]) -> list[str]:
     slow = [name for name, clocks in shown if most and clocks.get("clocks.sm", {}).get("most", most) < _HELD * most]
     if slow:
         lines += [
-            f"Never at {_HELD:.0%} of {most:.0f} MHz: {', '.join(slow)}. Lock the clock (`sudo nvidia-smi -lgc {most:.0f}`; a DGX "
-            "Spark has a slow state) and measure again with `--again`.",
+            f"Never at {_HELD:.0%} of {most:.0f} MHz: {', '.join(slow)}. Lock the clock (`sudo nvidia-smi -lgc {most:.0f}`; a "
+            "DGX Spark has a slow state) and measure again with `--again`.",
             "",
         ]
     return lines
