@@ -176,13 +176,13 @@ def lacking_flashinfer() -> str:
 def measured_flashinfer(
     geometry: Geometry, tokens: tuple[int, ...], layers: int, graph_seconds: Callable[[Callable[[], Any]], float], routes: Any
 ) -> list[dict[str, Any]]:
-    """As :func:`measured`; errors are from float32 with unquantized activations.
+    """As :func:`measured`, without an error: drawn input scales are not calibrated, which its quantization of activations feels.
 
     Raises:
         ValueError: its kernels have no such layer.
     """
     from tests.integration.sm12x_on_hopper.problem import Shape, arguments, wrapper
-    from tests.nvfp4_layer import distance, random_call, random_layer
+    from tests.nvfp4_layer import random_call, random_layer
 
     if geometry.activation not in ("Swiglu", "Relu2") or geometry.bias is not None:
         raise ValueError(f"no kernel for {geometry.activation}")
@@ -191,25 +191,23 @@ def measured_flashinfer(
     padded = replace(geometry, intermediate_size=shape.padded)
     made = []
     for seed in range(layers):
-        layer = random_layer(padded, "cuda", seed)
-        made.append((layer, wrapper(shape, "cuda", max(tokens)), arguments(layer.kernel_weights())))
+        weights = random_layer(padded, "cuda", seed).kernel_weights()
+        made.append((wrapper(shape, "cuda", max(tokens)), arguments(weights)))
 
     def call(i: int, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        _, run, given = made[i]
-        result: torch.Tensor = run.run(x=x, token_selected_experts=ids, token_final_scales=scales, **given)
+        layer, given = made[i]
+        result: torch.Tensor = layer.run(x=x, token_selected_experts=ids, token_final_scales=scales, **given)
         return result
 
     found = []
     for count in tokens:
         x, _, scales = random_call(padded, count, device="cuda")
         calls = [(i, routes(geometry, count, i * 97 + turn).cuda()) for turn in range(2) for i in range(layers)]
-        layer, ids = made[0][0], calls[0][1]
-        error = distance(call(0, x, ids, scales).clone(), layer.expected(x, ids, scales)) if count <= 8 else float("nan")
 
         def run(calls: Any = calls, x: Any = x, scales: Any = scales) -> list[torch.Tensor]:
             return [call(i, x, ids, scales) for i, ids in calls]
 
-        line = {"tokens": count, "us": 1e6 * graph_seconds(run) / len(calls), "error": error}
+        line = {"tokens": count, "us": 1e6 * graph_seconds(run) / len(calls)}
         print(f"flashinfer, {geometry}: {line}", flush=True)
         found.append(line)
     return found

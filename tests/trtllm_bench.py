@@ -52,7 +52,8 @@ def main(ctx: click.Context, model: str, model_path: Path | None, workspace: str
 @click.pass_obj
 def throughput(named: tuple[str, Path | None], **given: Any) -> None:
     with open(os.environ["STAND_IN_CALLS"], "a") as calls:
-        calls.write(json.dumps({"argv": sys.argv[1:], "TRTLLM_B12X": os.environ.get("TRTLLM_B12X")}) + "\n")
+        switches = {name: value for name, value in os.environ.items() if name.startswith("TRTLLM_B12X")}
+        calls.write(json.dumps({"argv": sys.argv[1:], "switches": switches}) + "\n")
     settings = importlib.import_module("yaml").safe_load(Path(given["config"]).read_text())
     requests = [json.loads(line) for line in given["dataset"].read_text().splitlines()][: given["num_requests"] or None]
     lengths = {(len(one["input_ids"]), one["output_tokens"]) for one in requests if one["task_id"] >= 0}
@@ -60,8 +61,6 @@ def throughput(named: tuple[str, Path | None], **given: Any) -> None:
     on = os.environ.get("TRTLLM_B12X", "1")
     if KIND == "interrupt":
         os.kill(os.getppid(), signal.SIGINT)  # as Ctrl-C does
-        time.sleep(60)
-    if KIND == "slow":
         time.sleep(60)
     if KIND == "crash":
         raise RuntimeError("CUDA out of memory")

@@ -104,7 +104,7 @@ def _measure(runner: Runner, todo: list[Step], records: dict[str, dict[str, Any]
     left = sum(step.minutes for step in todo)
     with _progress(runner, len(todo)) as advance:
         for number, step in enumerate(todo, 1):
-            advance(number - 1, f"{step.title} (about {step.minutes:g} of {left:.0f} min)")
+            advance(number - 1, f"{step.minutes:g} of {left:.0f} min: {step.title}")
             missing = [name for name in step.needs if records.get(name, {}).get("state") != DONE]
             if missing:
                 records[step.name] = {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import published
+from benchmarks.floor_models import MODELS
 from benchmarks.markdown import table
 from benchmarks.on_card.recipes import recipe_for
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
@@ -113,7 +115,7 @@ def markdown(found: dict[str, Any], drawn: Sequence[str]) -> str:
         "Nothing is missing."
     ]
     lines += ["", *(f"![{name}]({name})" for name in drawn)]
-    return "\n".join(lines).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
 def _benchmarks(found: dict[str, Any]) -> list[str]:
@@ -134,8 +136,22 @@ def _benchmarks(found: dict[str, Any]) -> list[str]:
             rows.append([*label, metric, *cells, change, better, shown])
         if with_it:
             notes.append(f"- {name}, {label[1]}, {label[2]}: {'; '.join(with_it['served'])}")
+            notes += _floor(found, with_it, f"{name}, {label[1]}, {label[2]}")
     titles = ("model", "in / out", "at a time", "", "with", "without", "change", "better", "published, others' kernels")
     return ["## trtllm-bench, with and without the package", "", *table(titles, rows), "", *notes, ""]
+
+
+def _floor(found: dict[str, Any], run: dict[str, Any], what: str) -> list[str]:
+    """The least time of a step at the bandwidth that a copy reached, where the model and a copy are known."""
+    model = next((m for m in MODELS if m.name == recipe_for(run["model"]).model), None)
+    copy = max((result["moe_decode"]["copy"] for result in found["kernels"].values()), default=0)
+    load = run["load"]
+    if model is None or not copy or not load["concurrency"]:
+        return []
+    size = sum(model.parts(load["concurrency"], load["input_tokens"] + load["output_tokens"] // 2).values())
+    least = 1e3 * size / copy
+    share = least / run["tpot_ms"]["p50"]
+    return [f"- {what}: a step reads {size / 1e9:.1f} GB (docs/floor.md), {least:.2f} ms at the copy's rate: {share:.0%} of TPOT"]
 
 
 _METRICS = (

@@ -33,18 +33,20 @@ def test_an_mxfp8_layer_is_that_which_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "active", "total"),
-    [("Qwen3-30B-A3B", 3.3e9, 30.5e9), ("Nemotron-3-Super", 12e9, 120e9), ("Qwen3.6-35B-A3B", 3e9, 35e9)],
+    ("name", "attention", "router", "total", "within"),
+    [
+        ("Qwen3-30B-A3B", 9 / 16, 2, 30.53e9, 1e-3),
+        ("Nemotron-3-Super", 2, 4, 123.61e9 - 2.94e9, 5e-4),  # without the MTP layer: attention, MoE, a projection of 8192 x 4096
+        ("Qwen3.6-35B-A3B", 1, 2, 35e9, 0.01),
+    ],
 )
-def test_parameters_are_those_that_the_name_says(name: str, active: float, total: float) -> None:
+def test_parameters_are_those_of_the_model(name: str, attention: float, router: int, total: float, within: float) -> None:
     """Bytes over the width of each part."""
     model = BY_NAME[name]
-    widths = {"experts": 9 / 16, "router": 4 if name == "Nemotron-3-Super" else 2, "LM head": 2, "latent projections": 2}
-    widths |= {"attention": {"Qwen3-30B-A3B": 9 / 16, "Nemotron-3-Super": 2.0, "Qwen3.6-35B-A3B": 1.0}[name]}
-    read = {part: size for part, size in model.parts(1).items() if part not in ("KV cache", "state")}
-    fixed = sum(size / widths.get(part, 1) for part, size in read.items() if part != "experts") + model.embedding / 2
-    assert fixed + read["experts"] * 16 / 9 == pytest.approx(active, rel=0.16)
-    assert fixed + model.moe_layers * model.experts * model.expert_bytes * 16 / 9 == pytest.approx(total, rel=0.03)
+    widths = {"attention": attention, "router": router, "LM head": 2, "latent projections": 2}
+    fixed = sum(size / widths.get(part, 1) for part, size in model.fixed.items()) + model.embedding / 2
+    experts = model.moe_layers * model.experts * model.expert_bytes * 16 / 9
+    assert fixed + experts == pytest.approx(total, rel=within)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Nemotron-3-Super"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import published
+from benchmarks import moe_decode, published
 from benchmarks.moe_decode import Measured
 from benchmarks.on_card import __main__ as on_card
 from benchmarks.on_card import compare, host, plan, recipes, report
@@ -82,7 +82,7 @@ def test_a_model_with_and_without(bench: Path, tmp_path: Path, generation: str, 
     assert found["settings_left_out"] == ["TRTLLM_B12X_KERNELS"]
     config = "--extra_llm_api_options" if generation == "1.2" else "--config"
     for call, switch in zip(called(bench), ("1", "0"), strict=True):
-        assert call["TRTLLM_B12X"] == switch
+        assert call["switches"] == {"TRTLLM_B12X": switch}
         words = call["argv"]
         given = dict(zip(words[words.index("throughput") + 1 :: 2], words[words.index("throughput") + 2 :: 2], strict=False))
         assert words[:3] == ["--model", SUPER, "throughput"]
@@ -107,7 +107,7 @@ def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest
     assert len(called(bench)) == 2, "measured once"
     name = f"bench-{Path(SUPER).name}-2048-1024-c1-with"
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "--again", name) == 0
-    assert [call["TRTLLM_B12X"] for call in called(bench)] == ["1", "0", "1"]
+    assert [call["switches"]["TRTLLM_B12X"] for call in called(bench)] == ["1", "0", "1"]
     # Another load is measured, those that are there stay.
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "4") == 0
     assert len(called(bench)) == 5
@@ -126,6 +126,11 @@ def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest
     lines = capsys.readouterr().out.splitlines()
     assert [line[:6] for line in lines[:-1]] == ["  done"] * 4 + ["   5 m"] * 2
     assert lines[-1].startswith("about 10 minutes")
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "8", "--dry-run", "--json") == 0
+    steps = json.loads(capsys.readouterr().out)
+    assert [step["done"] for step in steps] == [True] * 4 + [False] * 2
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == read(tmp_path)
     assert run(tmp_path, "--model", SUPER, "--again", "nothing") == 2
     assert "--again nothing: the steps are doctor, trtllm-bench, bench-" in capsys.readouterr().err
 
@@ -170,14 +175,15 @@ def test_a_step_that_fails_is_in_the_report(
         assert "CUDA out of memory" in lines[0]
     monkeypatch.delenv("STAND_IN")
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0, "what failed is tried again"
+    if how == "no report":
+        monkeypatch.setenv("STAND_IN", how)
+        assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "--again") == 1, "and an older report is no report"
 
 
-def test_a_command_that_hangs_is_ended(bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAND_IN", "slow")
+def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
     runner = Runner(tmp_path, timeout_s=1.0)
-    code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     with pytest.raises(StepError, match=r"not done after 0 minutes; --timeout"):
-        runner.command("slow", [sys.executable, "-c", code])
+        runner.command("slow", ["sh", "-c", "sleep 60 & echo $!; wait"])
     grandchild = int(runner.path("slow", ".log").read_text().splitlines()[-1])
     status = Path(f"/proc/{grandchild}/stat")
     assert not status.exists() or status.read_text().split()[2] == "Z", "its workers go with it"
@@ -213,9 +219,25 @@ def test_a_defect_costs_one_step(tmp_path: Path) -> None:
     def broken(runner: Runner) -> Any:
         raise ZeroDivisionError("of ours")
 
-    record = Runner(tmp_path, 1).run(Step("broken", "", {}, broken, 1))
+    runner = Runner(tmp_path, 1)
+    record = runner.run(Step("broken", "", {}, broken, 1))
     assert record["because"] == "ZeroDivisionError: of ours"
     assert json.loads((tmp_path / "steps" / "broken.json").read_text())["state"] == "failed"
+    assert runner.stored(Step("broken", "", {}, broken, 1)) is None
+
+
+def test_a_result_is_of_what_was_asked(tmp_path: Path) -> None:
+    def asked(tokens: tuple[int, ...]) -> Step:
+        return Step("one", "", {"tokens": tokens}, lambda runner: 7, 1)
+
+    runner = Runner(tmp_path, 1)
+    runner.run(asked((1, 2)))
+    found = runner.stored(asked((1, 2)))
+    assert found is not None
+    assert found["result"] == runner.result("one") == 7
+    assert runner.stored(asked((1, 4))) is None
+    (tmp_path / "steps" / "one.json").write_text("{")
+    assert runner.stored(asked((1, 2))) is None
 
 
 def test_recipes_are_those_of_the_published_figures(tmp_path: Path) -> None:
@@ -330,6 +352,27 @@ def test_the_kernels_of_a_report(tmp_path: Path) -> None:
     assert "triton_kernels: it is not on PYTHONPATH" in page
     assert "no --model was given" in page
     assert (tmp_path / "kernels.png").exists() == ("kernels.png" in page)
+
+
+def test_the_floor_stands_beside_a_model(tmp_path: Path) -> None:
+    load = {"input_tokens": 2048, "output_tokens": 1024, "requests": 5, "concurrency": 1}
+    run = {"model": SUPER, "load": load, "with": True, "served": ["all"], "clocks": {}, "ttft_ms": {"p50": 150.0}}
+    run |= {"tpot_ms": {"p50": 10.0}, "output_tokens_per_second": 90.0}
+    found = _reported(tmp_path, {**_decode(), "copy": 2e12}) | {"bench": [run]}
+    page = report.markdown(found, [])
+    assert "a step reads 11.9 GB (docs/floor.md), 5.94 ms at the copy's rate: 59% of TPOT" in page
+    assert "| 10.00 | - | - | less |" in page
+
+
+def test_the_page_of_the_benchmark_alone() -> None:
+    """With every peer."""
+    peer = {"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 47.5, "products_us": 30.0, "error": 0.002}
+    found = {**_decode(), "torch": "2.11.0", "triton": "3.6.0", "triton_kernels": [peer], "flashinfer": [{**peer, "tokens": 64}]}
+    page = moe_decode.markdown(found, [Measured(**line) for line in found["lines"]])
+    assert "| Qwen3-30B-A3B | 1 | 47.5 | 30.0 | 50.0 | 0.0020 |" in page
+    assert "| Qwen3-30B-A3B | 64 | 47.5 | 3200.0 |" in page
+    assert "| Qwen3-30B-A3B | 1 | 98.0 | 50.0 |" in page
+    assert "Not measured: triton_kernels: it is not on PYTHONPATH" in page
 
 
 def test_a_report_compared_with_the_benchmark_alone(tmp_path: Path, capsys: Any) -> None:
