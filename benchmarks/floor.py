@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from benchmarks.markdown import table
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 DOCS = Path(__file__).parents[1] / "docs"
+_WANTED = ("TP1", "random", "triton")
 
 
 # ---- what a Hopper GPU measured ------------------------------------------------------------------------------------------
@@ -46,32 +47,33 @@ class Layer:
 
 
 def measured(docs: Path = DOCS) -> dict[str, dict[int, Layer]]:
-    """By geometry and tokens: of moe-decode.json and moe-mxfp8.json, else of the tables of triton.md and mxfp8.md."""
+    """By geometry (", MXFP8" behind those) and tokens: of moe-decode.json and moe-mxfp8.json, else of the tables of triton.md and
+    mxfp8.md."""
     found: dict[str, dict[int, Layer]] = {}
-    for name, page, unit in (("moe-decode", "triton", "MB"), ("moe-mxfp8", "mxfp8", "of copy")):
+    for name, page, unit, suffix in (("moe-decode", "triton", "MB", ""), ("moe-mxfp8", "mxfp8", "of copy", ", MXFP8")):
         file = docs / f"{name}.json"
-        if file.exists():
-            results = json.loads(file.read_text())
-            for line in results["lines"]:
-                if (line.get("split", "TP1"), line.get("routing", "random"), line.get("kernel", "triton")) == (
-                    "TP1",
-                    "random",
-                    "triton",
-                ):
-                    size = line["fraction"] * line["us"] * 1e-6 * results["copy"]
-                    found.setdefault(line["geometry"], {})[line["tokens"]] = Layer(line["us"] * 1e-6, size)
-            continue
-        text = (docs / f"{page}.md").read_text()
-        copy = float(re.findall(r"([\d.]+)\s+TB/s", text)[0]) * 1e12
-        for titles, *rows in _tables(text):
-            if unit not in titles or "tokens" not in titles:
-                continue
-            for row in (dict(zip(titles, cells, strict=True)) for cells in rows):
-                if row.get("kernel", "triton") == "triton":
-                    us = float(row["us"])
-                    size = 1e6 * float(row["MB"].replace(",", "")) if unit == "MB" else float(row[unit]) * us * 1e-6 * copy
-                    found.setdefault(row["layer"], {})[int(row["tokens"])] = Layer(us * 1e-6, size)
+        lines = _of_file(file) if file.exists() else _of_page(docs / f"{page}.md", unit)
+        for geometry, tokens, layer in lines:
+            found.setdefault(geometry + suffix, {})[tokens] = layer
     return found
+
+
+def _of_file(file: Path) -> Iterator[tuple[str, int, Layer]]:
+    results = json.loads(file.read_text(encoding="utf-8"))
+    for line in results["lines"]:
+        if (line.get("split", "TP1"), line.get("routing", "random"), line.get("kernel", "triton")) == _WANTED:
+            seconds = 1e-6 * line["us"]
+            yield line["geometry"], line["tokens"], Layer(seconds, line["fraction"] * seconds * results["copy"])
+
+
+def _of_page(file: Path, unit: str) -> Iterator[tuple[str, int, Layer]]:
+    text = file.read_text(encoding="utf-8")
+    copy = float(re.findall(r"([\d.]+)\s+TB/s", text)[0]) * 1e12
+    for titles, *rows in _tables(text):
+        for row in (dict(zip(titles, cells, strict=True)) for cells in rows):
+            if row.keys() >= {"layer", "tokens", "us", unit} and row.get("kernel", "triton") == "triton":
+                seconds, value = 1e-6 * float(row["us"]), float(row[unit].replace(",", ""))
+                yield row["layer"], int(row["tokens"]), Layer(seconds, 1e6 * value if unit == "MB" else value * seconds * copy)
 
 
 def _tables(text: str) -> list[list[list[str]]]:

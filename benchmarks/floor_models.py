@@ -44,7 +44,7 @@ class Model:
 
     name: str
     geometry: str
-    """Of :data:`benchmarks.moe_decode.GEOMETRIES` or :data:`benchmarks.moe_mxfp8.GEOMETRIES`, for what a Hopper GPU measured."""
+    """Of :data:`benchmarks.geometries.GEOMETRIES`, or of :data:`benchmarks.moe_mxfp8.GEOMETRIES` with ", MXFP8" behind it."""
     moe_layers: int
     experts: int
     top_k: int
@@ -206,7 +206,7 @@ def _gemma() -> Model:
     sliding, full, hidden, vocabulary = 25, 5, 2816, 262_144
     return Model(
         "gemma-4-26B-A4B",
-        "gemma-4-26B-A4B",
+        "gemma-4-26B-A4B, MXFP8",
         sliding + full,
         128,
         8,

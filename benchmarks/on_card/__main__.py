@@ -117,8 +117,19 @@ def _measure(runner: Runner, todo: list[Step], records: dict[str, dict[str, Any]
                 records[step.name] = runner.run(step)
             left -= step.minutes
             record = records[step.name]
-            runner.say(f"{step.name}: {'done' if record['state'] == DONE else 'not measured: ' + record['because']}")
+            runner.say(f"{step.name}: {_told(record)}")
         advance(len(todo), "report")
+
+
+def _told(record: dict[str, Any]) -> str:
+    """A step's outcome in a line."""
+    if record["state"] != DONE:
+        return f"not measured: {record['because']}"
+    result = record["result"]
+    if "tpot_ms" not in result:
+        return f"done in {record['seconds']:.0f} s"
+    tpot, ttft, rate = result["tpot_ms"]["p50"], result["ttft_ms"]["p50"], result["output_tokens_per_second"]
+    return f"TPOT P50 {tpot:.2f} ms, TTFT P50 {ttft:.1f} ms, {rate:.1f} output tokens/s"
 
 
 @contextlib.contextmanager

@@ -78,16 +78,14 @@ def _doctor(runner: Runner) -> dict[str, Any]:
 
 def _kernels(runner: Runner, wanted: Wanted, geometry: str) -> dict[str, Any]:
     """``benchmarks.moe_decode`` as it is run by itself; the numbers are its own."""
-    out = runner.path(f"kernels-{geometry}", ".moe_decode")
-    file = out.with_suffix(".json")  # as moe_decode names it
+    file = runner.path(f"kernels-{geometry}", ".moe_decode.json")
     file.unlink(missing_ok=True)
-    command = [_PYTHON, "-m", "benchmarks.moe_decode", str(out), "--geometry", geometry, "--split", "TP1"]
+    command = [_PYTHON, "-m", "benchmarks.moe_decode", str(file), "--geometry", geometry, "--split", "TP1"]
     command += ["--layers", str(wanted.layers), "--seconds", str(wanted.seconds), "--tokens", *map(str, wanted.tokens)]
     done = runner.command(f"kernels-{geometry}", command)
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    file.unlink()
-    for other in (".md", ".png"):
-        out.with_suffix(other).unlink(missing_ok=True)
+    for suffix in (".json", ".md", ".png"):
+        file.with_suffix(suffix).unlink(missing_ok=True)
     if not results["lines"]:
         raise StepError(f"no line was measured within {wanted.seconds} s; --seconds gives it longer")
     return {"moe_decode": results, "clocks": done.clocks}

@@ -74,6 +74,7 @@ def test_predictions_are_not_below_the_floor() -> None:
                 + model.moe_layers
                 * max(0, 100e-6 * floor.H200.clock / card.clock - model.hits(4) * model.expert_bytes / card.bandwidth)
             )
+            assert model.geometry.removesuffix(", MXFP8") in {**GEOMETRIES, **MXFP8}
             real = floor.predicted(model, card, 4, measured.get(model.geometry, {}))
             assert real is None or min(real.by_rate, real.by_cycles) >= least * (1 - 1e-9)
     assert floor.predicted(MODELS[0], CARDS[0], 8, {1: layer, 4: layer}) is None
@@ -82,12 +83,12 @@ def test_predictions_are_not_below_the_floor() -> None:
 def test_a_file_says_what_its_table_says(tmp_path: Path) -> None:
     """moe-decode.json stands in for the table of triton.md."""
     nvfp4 = table(["layer", "tokens", "us", "MB"], [["A", 4, "50.0", "1,000.0"]])
-    mxfp8 = table(["layer", "kernel", "tokens", "us", "of copy"], [["B", "triton", 1, 10, 0.5], ["B", "grouped", 1, 10, 0.1]])
+    mxfp8 = table(["layer", "kernel", "tokens", "us", "of copy"], [["A", "triton", 1, 10, 0.5], ["A", "grouped", 1, 10, 0.1]])
     (tmp_path / "triton.md").write_text("\n".join(["copy 4.24 TB/s", "", *nvfp4]))
     (tmp_path / "mxfp8.md").write_text("\n".join(["copy 4.00 TB/s", "", *mxfp8]))
     tables = floor.measured(tmp_path)
     assert (tables["A"][4].seconds, tables["A"][4].bytes) == pytest.approx((50e-6, 1e9))
-    assert (tables["B"][1].seconds, tables["B"][1].bytes) == pytest.approx((10e-6, 20e6))
+    assert (tables["A, MXFP8"][1].seconds, tables["A, MXFP8"][1].bytes) == pytest.approx((10e-6, 20e6))
     line = {"geometry": "A", "split": "TP1", "routing": "random", "tokens": 4, "us": 70.0, "fraction": 1e9 / 70e-6 / 4.24e12}
     others = [{**line, "us": 1.0, "routing": "skewed"}, {**line, "us": 1.0, "split": "EP4"}]
     (tmp_path / "moe-decode.json").write_text(json.dumps({"copy": 4.24e12, "lines": [line, *others]}))

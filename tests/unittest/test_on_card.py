@@ -208,6 +208,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: Any) -> None:
     assert capsys.readouterr().err.startswith("error: torch sees no GPU")
     facts = json.loads((tmp_path / "steps" / "card.json").read_text())
     assert facts["versions"]["torch"]
+    doctor = plan._doctor(Runner(tmp_path, 60))
+    assert doctor["active"] is False
+    assert ["GPU", "none"] in doctor["facts"]
     with pytest.raises(StepError, match=r"ended with 2.*this measures on a GPU"):
         plan._kernels(Runner(tmp_path, 60), plan.Wanted((), ("Qwen3-30B-A3B",), (1,), 2, 10, ()), "Qwen3-30B-A3B")
     (tmp_path / "file").touch()
@@ -336,6 +339,25 @@ def _reported(tmp_path: Path, decode: dict[str, Any]) -> dict[str, Any]:
     steps = [Step(name, name, {}, lambda runner: None, 1) for name in results]
     records = {name: {"state": "done", "result": result, "asked": {}, "seconds": 1.0} for name, result in results.items()}
     return report.write(tmp_path, FACTS, [], steps, records, models=False)
+
+
+def test_the_numbers_are_those_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for it writes where it is told to, as the benchmark names its files."""
+    (tmp_path / "decode.json").write_text(json.dumps(_decode()))
+    code = "import pathlib, shutil, sys; out = pathlib.Path(sys.argv[3])\n"
+    code += f"for kind in ('.json', '.md', '.png'): shutil.copy({str(tmp_path / 'decode.json')!r}, out.with_suffix(kind))"
+    _executable(tmp_path / "python", code)
+    monkeypatch.setattr(plan, "_PYTHON", str(tmp_path / "python"))
+    runner = Runner(tmp_path, 60)
+    wanted = plan.Wanted((), ("Qwen3.6-35B-A3B",), (1, 64), 2, 10, ())
+    (step,) = (one for one in plan.steps(wanted) if one.name.startswith("kernels-"))
+    record = runner.run(step)
+    assert json.dumps(record["result"]["moe_decode"]) == json.dumps(_decode())
+    assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == [f"{step.name}.json", f"{step.name}.log"]
+    words = (tmp_path / "steps" / f"{step.name}.log").read_text().splitlines()[0]
+    assert words.endswith("--geometry Qwen3.6-35B-A3B --split TP1 --layers 2 --seconds 10 --tokens 1 64")
+    (tmp_path / "decode.json").write_text(json.dumps({**_decode(), "lines": []}))
+    assert runner.run(step)["because"] == "no line was measured within 10 s; --seconds gives it longer"
 
 
 def test_the_kernels_of_a_report(tmp_path: Path) -> None:
