@@ -190,7 +190,8 @@ measured on Hopper, or not up to the batch: {missing}.
 
 ## Assumptions
 """
-_COMMON = """- A weight that a step needs is read once; nothing is left in L2 from the step before (96 MB on RTX 5090).
+_COMMON = """- Figures of a config.json are those that public code quotes; they add up to the published numbers of parameters.
+- A weight that a step needs is read once; nothing is left in L2 from the step before (96 MB on RTX 5090).
 - One card; one token a sequence (no speculative decoding); tokens choose experts independently of each other.
 - Activations, router scores, norms and biases are not counted: below one percent. Nor are launches, sampling and the host.
 """

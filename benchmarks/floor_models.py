@@ -28,12 +28,17 @@ class Card:
 
 
 CARDS = (
-    Card("RTX 5090", 1792e9, 170, 2.407e9, 32e9, "NVIDIA's product page"),
+    Card("RTX 5090", 1792e9, 170, 2.407e9, 32e9, "public specifications; assumed: boost clock"),
     Card(
-        "RTX PRO 6000", 1792e9, 188, 2.6e9, 96e9, "Workstation Edition, its data sheet; assumed: clock, from 125 TFLOP/s of FP32"
+        "RTX PRO 6000",
+        1792e9,
+        188,
+        2.6e9,
+        96e9,
+        "Workstation Edition, public specifications; assumed: clock, from 125 TFLOP/s of FP32",
     ),
-    Card("RTX PRO 6000 Server", 1597e9, 188, 2.6e9, 96e9, "Server Edition, its data sheet; assumed: the same clock"),
-    Card("GB10", 273e9, 48, 2.418e9, 128e9, "DGX Spark, hardware guide (6,144 CUDA cores); assumed: clock"),
+    Card("RTX PRO 6000 Server", 1597e9, 188, 2.6e9, 96e9, "Server Edition, public specifications; assumed: the same clock"),
+    Card("GB10", 273e9, 48, 2.418e9, 128e9, "DGX Spark, public specifications (6,144 CUDA cores); assumed: boost clock"),
 )
 H200 = Card("H200", 4.8e12, 132, 1.98e9, 141e9, "the card of docs/triton.md; clock as torch reports it")
 

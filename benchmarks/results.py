@@ -100,6 +100,7 @@ def take(path: Path, docs: Path) -> Path:
 def _of_a_card(found: dict[str, Any]) -> dict[str, Any]:
     """Without serial numbers, paths and logs."""
     card = {name: found["card"].get(name) for name in ("card", "versions", "clocks", "python", "cuda_of_torch")}
+    card["card"] = {name: value for name, value in card["card"].items() if name != "gpu"}
     card["driver"] = (found["card"].get("nvidia_smi") or [{}])[0].get("driver_version")
     runs = [
         {name: value for name, value in run.items() if name not in ("command", "said")} | {"model": Path(run["model"]).name}

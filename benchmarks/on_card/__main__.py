@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         facts = _card(runner)
     except StepError as error:
         return _wrong(str(error))
-    runner.on = card.identity(facts)
+    runner.on, runner.gpu = card.identity(facts), facts.get("card", {}).get("gpu", "")
     anew = {step.name for step in steps} if given.again == [] else set(given.again or ())
     records = {step.name: found for step in steps if step.name not in anew and (found := runner.stored(step))}
     todo = [step for step in steps if step.name not in records]

@@ -45,21 +45,20 @@ def facts() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": versions(),
-        "nvidia_smi": gpu_state(IDENTITY),
-        "clocks": gpu_state(CLOCKS),
     }
     try:
         import torch
     except ImportError as error:
-        return found | {"torch": f"does not import: {error}"}
-    found["cuda_of_torch"] = torch.version.cuda
-    if not torch.cuda.is_available():
-        return found
-    card = torch.cuda.get_device_properties(0)
-    names = ("name", "total_memory", "multi_processor_count", "L2_cache_size", "clock_rate", "memory_clock_rate")
-    found["card"] = {name: getattr(card, name) for name in names if hasattr(card, name)}
-    found["card"]["capability"] = [card.major, card.minor]
-    return found
+        found["torch"] = f"does not import: {error}"
+    else:
+        found["cuda_of_torch"] = torch.version.cuda
+        if torch.cuda.is_available():
+            card = torch.cuda.get_device_properties(0)
+            names = ("name", "total_memory", "multi_processor_count", "L2_cache_size", "clock_rate", "memory_clock_rate")
+            found["card"] = {name: getattr(card, name) for name in names if hasattr(card, name)}
+            found["card"] |= {"capability": [card.major, card.minor], "gpu": f"GPU-{card.uuid}" if hasattr(card, "uuid") else ""}
+    gpu = found.get("card", {}).get("gpu", "")
+    return found | {"nvidia_smi": gpu_state(IDENTITY, gpu), "clocks": gpu_state(CLOCKS, gpu)}
 
 
 def versions() -> dict[str, str]:

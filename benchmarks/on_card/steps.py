@@ -51,6 +51,8 @@ class Runner:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     on: dict[str, Any] = field(default_factory=dict)
     """Card and versions: results of others are measured anew."""
+    gpu: str = ""
+    """As ``nvidia-smi`` names the one that is measured; "" for the first."""
 
     def path(self, name: str, suffix: str = ".json") -> Path:
         return self.out / "steps" / f"{name}{suffix}"
@@ -116,7 +118,7 @@ class Runner:
                         )
                     if now - sampled >= _EVERY_S:
                         sampled = now
-                        samples += gpu_state(_SAMPLED)[:1]
+                        samples += gpu_state(_SAMPLED, self.gpu)[:1]
             finally:
                 if child.poll() is None:
                     _end(child)
@@ -160,9 +162,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         return
 
 
-def gpu_state(fields: Sequence[str]) -> list[dict[str, Any]]:
-    """What ``nvidia-smi`` says, by GPU: numbers as such, without what it does not know; empty where it is not there."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+def gpu_state(fields: Sequence[str], gpu: str = "") -> list[dict[str, Any]]:
+    """What ``nvidia-smi`` says of one GPU or of each: numbers as such, nothing that it does not know; empty where it is not."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *([f"--id={gpu}"] if gpu else [])]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -170,7 +172,7 @@ def gpu_state(fields: Sequence[str]) -> list[dict[str, Any]]:
     if done.returncode:  # a field that this driver does not have: ask for each alone
         if len(fields) == 1:
             return []
-        apart = [gpu_state([one]) for one in fields]
+        apart = [gpu_state([one], gpu) for one in fields]
         count = max(map(len, apart), default=0)
         return [{k: v for gpus in apart if len(gpus) > i for k, v in gpus[i].items()} for i in range(count)]
     found = []

@@ -17,7 +17,7 @@ import torch
 from benchmarks import moe_decode, published
 from benchmarks.moe_decode import Measured
 from benchmarks.on_card import __main__ as on_card
-from benchmarks.on_card import compare, host, plan, recipes, report
+from benchmarks.on_card import compare, host, plan, recipes, report, steps
 from benchmarks.on_card.steps import Runner, Step, StepError, gpu_state, write_json
 from tests import trtllm_bench
 
@@ -28,7 +28,7 @@ FACTS = {
     "versions": {"trtllm-b12x": "0.1.0", "tensorrt-llm": "1.3.0"},
     "nvidia_smi": [{"name": "A stand-in", "uuid": "GPU-1", "driver_version": "580.1"}],
     "clocks": [{"clocks.max.sm": 2600.0, "persistence_mode": "Enabled"}],
-    "card": {"name": "A stand-in", "total_memory": 96e9, "multi_processor_count": 188, "capability": [12, 0]},
+    "card": {"name": "A stand-in", "total_memory": 96e9, "multi_processor_count": 188, "capability": [12, 0], "gpu": "GPU-1"},
 }
 
 
@@ -127,8 +127,8 @@ def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest
     assert [line[:6] for line in lines[:-1]] == ["  done"] * 4 + ["   5 m"] * 2
     assert lines[-1].startswith("about 10 minutes")
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "8", "--dry-run", "--json") == 0
-    steps = json.loads(capsys.readouterr().out)
-    assert [step["done"] for step in steps] == [True] * 4 + [False] * 2
+    planned = json.loads(capsys.readouterr().out)
+    assert [step["done"] for step in planned] == [True] * 4 + [False] * 2
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "--json") == 0
     assert json.loads(capsys.readouterr().out) == read(tmp_path)
     assert run(tmp_path, "--model", SUPER, "--again", "nothing") == 2
@@ -293,12 +293,26 @@ def test_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert gpu_state(["clocks.sm"]) == []
     code = (
         "import sys; fields = sys.argv[1].split('=')[1].split(',')\n"
-        "if 'new.field' in fields: sys.exit(2)\n"
+        "if 'new.field' in fields or sys.argv[3:] not in ([], ['--id=GPU-1']): sys.exit(2)\n"
         "print(', '.join({'clocks.sm': '2418', 'clocks.mem': '[N/A]', 'pstate': 'P0'}[f] for f in fields))"
     )
     _executable(tmp_path / "nvidia-smi", code)
     assert gpu_state(["clocks.sm", "clocks.mem", "pstate"]) == [{"clocks.sm": 2418.0, "pstate": "P0"}]
-    assert gpu_state(["clocks.sm", "new.field"]) == [{"clocks.sm": 2418.0}]
+    assert gpu_state(["clocks.sm", "new.field"], "GPU-1") == [{"clocks.sm": 2418.0}]
+    assert gpu_state(["clocks.sm"], "GPU-2") == []
+
+
+def test_clocks_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_EVERY_S", 0.0)
+    (tmp_path / "count").touch()
+    code = f"import pathlib; calls = pathlib.Path({str(tmp_path / 'count')!r}); n = len(calls.read_bytes())\n"
+    _executable(tmp_path / "nvidia-smi", code + "calls.write_bytes(b'x' * (n + 1)); print(f'{800 + 100 * n}, [N/A], 50.5, 40')")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    done = Runner(tmp_path, 60).command("load", ["sleep", "1.4"])
+    assert done.clocks["clocks.sm"]["least"] == 800.0
+    assert done.clocks["clocks.sm"]["most"] >= 900.0
+    assert done.clocks["power.draw"] == {"least": 50.5, "median": 50.5, "most": 50.5}
+    assert "clocks.mem" not in done.clocks
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------------
@@ -336,9 +350,9 @@ def _reported(tmp_path: Path, decode: dict[str, Any]) -> dict[str, Any]:
         "kernels-Qwen3-30B-A3B": {"moe_decode": decode, "clocks": clocks},
         "paths-Qwen3-30B-A3B": {"tune": tune, "clocks": {}},
     }
-    steps = [Step(name, name, {}, lambda runner: None, 1) for name in results]
+    made = [Step(name, name, {}, lambda runner: None, 1) for name in results]
     records = {name: {"state": "done", "result": result, "asked": {}, "seconds": 1.0} for name, result in results.items()}
-    return report.write(tmp_path, FACTS, [], steps, records, models=False)
+    return report.write(tmp_path, FACTS, [], made, records, models=False)
 
 
 def test_the_numbers_are_those_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
