@@ -76,6 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
         facts = _card(runner)
     except StepError as error:
         return _wrong(str(error))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     runner.on, runner.gpu = card.identity(facts), facts.get("card", {}).get("gpu", "")
     anew = {step.name for step in steps} if given.again == [] else set(given.again or ())
     records = {step.name: found for step in steps if step.name not in anew and (found := runner.stored(step))}
@@ -87,11 +89,14 @@ def main(arguments: list[str] | None = None) -> int:
         return _wrong("torch sees no GPU: run it where torch.cuda.is_available(); --dry-run prints the plan anywhere")
     status = _ALL
     try:
-        _measure(runner, todo, records)
-    except KeyboardInterrupt:
-        status = _INTERRUPTED
-        say("interrupted: what was measured is kept, the same command goes on")
-    found = report.write(out, facts, left_out, steps, records, bool(models))
+        try:
+            _measure(runner, todo, records)
+        except KeyboardInterrupt:
+            status = _INTERRUPTED
+            say("interrupted: what was measured is kept, the same command goes on")
+        found = report.write(out, facts, left_out, steps, records, bool(models))
+    except OSError as error:
+        return _wrong(f"{error.filename or out}: cannot be written ({error.strerror}); mend that, and the same command goes on")
     if given.json:
         print(json.dumps(found))
     else:

@@ -218,6 +218,13 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: Any) -> None:
     assert "cannot be written (Not a directory)" in capsys.readouterr().err
 
 
+def test_a_report_that_cannot_be_written(bench: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "report.json").mkdir()
+    assert run(tmp_path) == 2
+    assert "report.json" in (said := capsys.readouterr().err)
+    assert "cannot be written (Is a directory); mend that, and the same command goes on" in said
+
+
 def test_a_defect_costs_one_step(tmp_path: Path) -> None:
     def broken(runner: Runner) -> Any:
         raise ZeroDivisionError("of ours")
