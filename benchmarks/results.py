@@ -299,7 +299,7 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
 
 def _table(found: dict[str, dict[str, Any]], link: str = "") -> list[str]:
     rows = [[g.what, g.here, g.other, g.on, f"[{g.file}]({link}{g.file})"] for g in gains(found)]
-    if not any(file.startswith("on-card/") for file in found):
+    if not _of_cards(found):
         rows.insert(0, ["time of a token, served whole", NOWHERE, "-", "no SM12x card yet", "`python -m benchmarks.on_card`"])
     return table(["", "with the package", "otherwise", "measured on", "in"], rows)
 

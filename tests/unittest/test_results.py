@@ -80,6 +80,16 @@ def test_runs_are_taken_in(root: Path, tmp_path: Path) -> None:
     assert "NaN" not in (root / "docs" / "moe-decode.json").read_text()
 
 
+def test_a_card_without_a_model_leaves_that_open(root: Path, tmp_path: Path) -> None:
+    hopper = {**FACTS, "card": {**FACTS["card"], "name": "NVIDIA H200", "capability": [9, 0]}}  # type: ignore[dict-item]
+    (tmp_path / "b.json").write_text(json.dumps({**_on_card(), "card": hopper, "bench": []}))
+    assert results.main(["--take", str(tmp_path / "b.json")], root) == 0
+    page = (root / "docs" / "results.md").read_text()
+    assert "| NVIDIA H200, driver 580.1, 2026-12-01; " in page
+    assert "| time of a token, served whole | not measured |" in page
+    assert "Any time on an SM12x card" in page
+
+
 def test_another_file_is_not_taken(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for content in ("{", "[]", '{"lines": []}', '{"copy": 1, "lines": [{}]}'):
         (tmp_path / "x.json").write_text(content)
