@@ -1,5 +1,6 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
 # `make test-wheels` is the slow part of the tests: environments made of real wheels, minutes of downloads.
+# `make results` writes docs/results.md, docs/floor.* and the README's table of the files that runs wrote.
 # `make environments` makes the table tests/integration/environments.json anew: an hour.
 # `make kernels` and `make kernels-all` compile FlashInfer's SM120 kernels and translate them for Hopper; `make device` runs them
 # there and writes the tables of docs/sm12x-on-hopper.md.
@@ -13,7 +14,7 @@ BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
 # One thread of torch's per worker: two workers with a thread per core each take four times as long.
 test test-wheels: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-wheels environments kernels kernels-all device lint bench clean
+.PHONY: demo test test-wheels environments kernels kernels-all device results lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
@@ -46,6 +47,9 @@ device: $(VENV)/.test
 	$(BED).run measure --cache .kernels --exports .device/exports --out .device/result.json
 	$(BED).sanitize .kernels .device/fixed .device/sanitize.json $(if $(OTHER),--other $(OTHER))
 	$(BED).report .device/result.json .device/sanitize.json
+
+results: $(VENV)/.test
+	$(BIN)/python -m benchmarks.results
 
 bench: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.overhead

@@ -7,9 +7,9 @@ A captured graph goes through as many layers as memory holds, each with weights 
 weight is read from the cache.  Bytes are what must be read once: codes and scales of the experts that are hit.  The bandwidth is
 that of a copy in the same run, read plus written.  The numbers of one layer are compared with float32.
 
-Peers: OpenAI's triton_kernels with MXFP4 weights, where it is importable (:mod:`benchmarks.peers`), and the same experts as plain
-bfloat16 matrices through cuBLAS, one product per expert and projection (a floor for what weights of 16 bits cost: no activation,
-no sum).
+Peers (:mod:`benchmarks.peers`): OpenAI's triton_kernels with MXFP4 weights, where it is importable; FlashInfer's wrapper of its
+b12x kernels, on SM12x; and the same experts as plain bfloat16 matrices through cuBLAS, one product per expert and projection (a
+floor for what weights of 16 bits cost: no activation, no sum).  The host's CUTLASS is ``trtllm-b12x tune``'s to measure.
 """
 
 from __future__ import annotations
@@ -29,18 +29,12 @@ import torch
 import triton
 
 from benchmarks import peers, require_gpu
+from benchmarks.geometries import GEOMETRIES
 from tests.nvfp4_layer import Layer, distance, random_call, random_layer
 from trtllm_b12x.crossover.measuring import copy_bandwidth, expert_bytes, graph_seconds, routes
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton import TritonKernel
 
-GEOMETRIES: dict[str, Geometry] = {
-    "Qwen3-30B-A3B": Geometry(128, 8, 2048, 768, "Swiglu"),
-    "Nemotron-3-Super": Geometry(512, 22, 1024, 2688, "Relu2"),
-    "Qwen3.6-35B-A3B": Geometry(256, 8, 2048, 512, "Swiglu"),
-    "gpt-oss-120b-like": Geometry(128, 4, 2880, 2880, "SwigluBias", bias=torch.bfloat16),
-    "DeepSeek-like": Geometry(256, 8, 7168, 2048, "Swiglu"),
-}
 SPLITS: tuple[tuple[str, int, int], ...] = (("TP1", 1, 1), ("TP2", 2, 1), ("TP4", 4, 1), ("EP4", 1, 4))
 """Name, tensor parallel, expert parallel."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -231,23 +225,29 @@ def markdown(results: dict[str, Any], lines: list[Measured]) -> str:
         "",
     ]
     text += table(TITLES, [row(line) for line in lines])
+    ours = {(m.geometry, m.tokens): m.us for m in lines if m.split == "TP1" and m.routing == "random"}
+
+    def own(peer: dict[str, Any]) -> str:
+        us = ours.get((peer["geometry"], peer["tokens"]))
+        return f"{us:.1f}" if us else "-"
+
     if results["bfloat16"]:
-        ours = {(m.geometry, m.tokens): m.us for m in lines if m.split == "TP1" and m.routing == "random"}
-        rows = []
-        for peer in results["bfloat16"]:
-            own = ours.get((peer["geometry"], peer["tokens"]))
-            rows.append([peer["geometry"], str(peer["tokens"]), f"{peer['us']:.1f}", f"{own:.1f}" if own else "-"])
+        rows = [[p["geometry"], str(p["tokens"]), f"{p['us']:.1f}", own(p)] for p in results["bfloat16"]]
         text += ["", "Against cuBLAS on the same experts in bfloat16, products alone:", ""]
         text += table(("layer", "tokens", "cuBLAS us", "ours us"), rows)
+    if results["flashinfer"]:
+        rows = [[p["geometry"], str(p["tokens"]), f"{p['us']:.1f}", own(p)] for p in results["flashinfer"]]
+        text += ["", "Against FlashInfer's B12xMoEWrapper, which quantizes activations to FP4:", ""]
+        text += table(("layer", "tokens", "theirs us", "ours us"), rows)
     if results["triton_kernels"]:
-        ours = {(m.geometry, m.tokens): m.us for m in lines if m.split == "TP1" and m.routing == "random"}
-        rows = []
-        for peer in results["triton_kernels"]:
-            own = ours.get((peer["geometry"], peer["tokens"]))
-            numbers = [f"{peer['us']:.1f}", f"{peer['products_us']:.1f}", f"{own:.1f}" if own else "-", f"{peer['error']:.4f}"]
-            rows.append([peer["geometry"], str(peer["tokens"]), *numbers])
+        rows = [
+            [p["geometry"], str(p["tokens"]), f"{p['us']:.1f}", f"{p['products_us']:.1f}", own(p), f"{p['error']:.4f}"]
+            for p in results["triton_kernels"]
+        ]
         text += ["", "Against OpenAI's triton_kernels, MXFP4 weights, whole and without its routing:", ""]
         text += table(("layer", "tokens", "theirs us", "without routing us", "ours us", "their error"), rows)
+    if results["not_measured"]:
+        text += ["", *(f"Not measured: {line}" for line in results["not_measured"])]
     return "\n".join(text) + "\n"
 
 
@@ -304,15 +304,21 @@ def main() -> None:
         torch.cuda.empty_cache()
     names = [] if given.no_peers or time.monotonic() > deadline else given.geometry or list(GEOMETRIES)
     results["bfloat16"] = [line for name in names for line in bfloat16_floor(name, tuple(given.tokens))]
-    results["triton_kernels"] = []
-    for name in names if peers.available() else ():
-        torch.cuda.empty_cache()
-        try:
-            found = peers.measured(GEOMETRIES[name], tuple(given.tokens), min(given.layers, 4), graph_seconds, routes)
-        except Exception as error:  # a peer's own trouble
-            print(f"triton_kernels, {name}: {type(error).__name__}: {error}"[:500], flush=True)
-            continue
-        results["triton_kernels"] += [{"geometry": name, **line} for line in found]
+    results["not_measured"] = []
+    for peer, (lacks, measured) in peers.PEERS.items():
+        results[peer] = []
+        why = lacks()
+        if why and names:
+            results["not_measured"].append(f"{peer}: {why}")
+        for name in names if not why else ():
+            torch.cuda.empty_cache()
+            try:
+                found = measured(GEOMETRIES[name], tuple(given.tokens), min(given.layers, 4), graph_seconds, routes)
+            except Exception as error:  # a peer's own trouble
+                results["not_measured"].append(f"{peer}, {name}: {type(error).__name__}: {error}"[:500])
+                continue
+            results[peer] += [{"geometry": name, **line} for line in found]
+    print(*results["not_measured"], sep="\n", flush=True)
     results["lines"] = [asdict(line) for line in lines]
     text = markdown(results, lines)
     print(text)

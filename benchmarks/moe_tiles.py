@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks import require_gpu
-from benchmarks.moe_decode import GEOMETRIES, stack
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.moe_decode import stack
 from tests import mxfp8
 from tests.nvfp4_layer import random_call
 from trtllm_b12x.crossover.measuring import graph_seconds, routes

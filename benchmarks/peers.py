@@ -4,6 +4,9 @@
 PYTHONPATH; triton-lang/triton 6cc450502 (16 December 2025) goes with Triton 3.6.  Its weights are random codes; a call is its own
 routing from logits, both products, SwiGLU (with its ``+ 1``; none where the layer has another activation) and the sum over routes
 without their weights.
+
+FlashInfer's is its ``B12xMoEWrapper``, one for each layer as its users have it, on the package's NVFP4 weights unfolded, with
+workspaces of its own for captured graphs.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,16 +23,15 @@ import torch
 from trtllm_b12x.kernels import Geometry
 
 
-def available() -> bool:
-    """triton_kernels is there, of a form that is known here."""
+def lacking() -> str:
+    """Why triton_kernels cannot be measured; "" where it is there, of a form that is known here."""
     if importlib.util.find_spec("triton_kernels") is None:
-        return False
+        return "it is not on PYTHONPATH"
     try:
         importlib.import_module("triton_kernels.matmul")
     except ImportError as error:
-        print(f"triton_kernels is not of this Triton: {error}", flush=True)
-        return False
-    return True
+        return f"it is not of this Triton: {error}"
+    return ""
 
 
 @dataclass
@@ -154,3 +156,62 @@ def measured(
         print(f"triton_kernels, {geometry}: {line}", flush=True)
         found.append(line)
     return found
+
+
+# ---- FlashInfer's wrapper ------------------------------------------------------------------------------------------------
+
+
+def lacking_flashinfer() -> str:
+    """Why FlashInfer's wrapper cannot be measured; "" where it can."""
+    major, minor = torch.cuda.get_device_capability()
+    if major != 12:
+        return f"its kernels are for SM12x, this is SM{major}{minor}"
+    try:
+        importlib.import_module("flashinfer").B12xMoEWrapper  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        return f"it is not installed, or has no B12xMoEWrapper: {error}"
+    return ""
+
+
+def measured_flashinfer(
+    geometry: Geometry, tokens: tuple[int, ...], layers: int, graph_seconds: Callable[[Callable[[], Any]], float], routes: Any
+) -> list[dict[str, Any]]:
+    """As :func:`measured`, without an error: drawn input scales are not calibrated, which its quantization of activations feels.
+
+    Raises:
+        ValueError: its kernels have no such layer.
+    """
+    from tests.integration.sm12x_on_hopper.problem import Shape, arguments, wrapper
+    from tests.nvfp4_layer import random_call, random_layer
+
+    if geometry.activation not in ("Swiglu", "Relu2") or geometry.bias is not None:
+        raise ValueError(f"no kernel for {geometry.activation}")
+    sizes = (geometry.num_experts, geometry.top_k, geometry.hidden_size, geometry.intermediate_size)
+    shape = Shape("", *sizes, geometry.gated)
+    padded = replace(geometry, intermediate_size=shape.padded)
+    made = []
+    for seed in range(layers):
+        weights = random_layer(padded, "cuda", seed).kernel_weights()
+        made.append((wrapper(shape, "cuda", max(tokens)), arguments(weights)))
+
+    def call(i: int, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        layer, given = made[i]
+        result: torch.Tensor = layer.run(x=x, token_selected_experts=ids, token_final_scales=scales, **given)
+        return result
+
+    found = []
+    for count in tokens:
+        x, _, scales = random_call(padded, count, device="cuda")
+        calls = [(i, routes(geometry, count, i * 97 + turn).cuda()) for turn in range(2) for i in range(layers)]
+
+        def run(calls: Any = calls, x: Any = x, scales: Any = scales) -> list[torch.Tensor]:
+            return [call(i, x, ids, scales) for i, ids in calls]
+
+        line = {"tokens": count, "us": 1e6 * graph_seconds(run) / len(calls)}
+        print(f"flashinfer, {geometry}: {line}", flush=True)
+        found.append(line)
+    return found
+
+
+PEERS = {"triton_kernels": (lacking, measured), "flashinfer": (lacking_flashinfer, measured_flashinfer)}
+"""By the name of its lines: why it cannot be measured, and how it is."""

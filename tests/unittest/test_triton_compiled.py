@@ -16,8 +16,8 @@ from trtllm_b12x.kernels.triton.tiles import Card
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 CARDS = {90: Card(132, 228 << 10, 90), 120: Card(188, 100 << 10, 120), 121: Card(48, 100 << 10, 121)}
 LIMIT = {"fc1_kernel": 7.0, "fc2_kernel": 7.6, "fc2_token_kernel": 8.0}
-"""Lane instructions per byte of FP4 in the loop; seen: 6.1 to 6.9, 6.2 to 6.9 and 7.2 to 7.6 with Triton 3.6 and 3.9.  A conversion
-of layouts between codes and products adds one to each, scales that are spread by shuffles two."""
+"""Lane instructions per byte of FP4 in the loop; seen: 6.1 to 6.9, 6.2 to 6.9 and 7.2 to 7.6 with Triton 3.6 and 3.9.  A
+conversion of layouts between codes and products adds one to each, scales that are spread by shuffles two."""
 
 SERVED = [(90, 1, ()), (90, 32, ("fc1_kernel", "route_kernel")), (120, 32, ()), (121, 1, ("fc1_kernel",))]
 

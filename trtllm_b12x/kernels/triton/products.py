@@ -262,8 +262,8 @@ def fc2_token_kernel(
     """All routes of a token, at most eight, each with its own expert; arguments as :func:`fc2_kernel`.
 
     Grid: tiles of ``BN`` columns of the hidden size, by tokens.  The rows of eight experts are one product's rows and the routes
-    its columns, of which each row keeps its own expert's: a tensor core instruction has eight columns whether they are used or not,
-    and nothing is left to add between programs.
+    its columns, of which each row keeps its own expert's: a tensor core instruction has eight columns whether they are used or
+    not, and nothing is left to add between programs.
     """
     tile, token = tl.program_id(0), tl.program_id(1)
     m = tl.arange(0, 8)

@@ -1,0 +1,15 @@
+"""NVFP4 MoE layers that are measured."""
+
+from __future__ import annotations
+
+import torch
+
+from trtllm_b12x.kernels import Geometry
+
+GEOMETRIES: dict[str, Geometry] = {
+    "Qwen3-30B-A3B": Geometry(128, 8, 2048, 768, "Swiglu"),
+    "Nemotron-3-Super": Geometry(512, 22, 1024, 2688, "Relu2"),
+    "Qwen3.6-35B-A3B": Geometry(256, 8, 2048, 512, "Swiglu"),
+    "gpt-oss-120b-like": Geometry(128, 4, 2880, 2880, "SwigluBias", bias=torch.bfloat16),
+    "DeepSeek-like": Geometry(256, 8, 7168, 2048, "Swiglu"),
+}

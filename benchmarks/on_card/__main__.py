@@ -1,0 +1,201 @@
+"""``python -m benchmarks.on_card OUT``: measure, then write OUT/report.md, report.json and, with matplotlib, plots."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.on_card import card, plan, report
+from benchmarks.on_card.steps import DONE, FAILED, Runner, Step, StepError
+
+_USUAL = ("Qwen3-30B-A3B", "Nemotron-3-Super", "Qwen3.6-35B-A3B")
+_ALL, _SOME, _NOTHING, _INTERRUPTED = 0, 1, 2, 130
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.on_card",
+        description="Measure the package on this card: kernels beside their peers, and trtllm-bench with and without it.",
+        epilog="Run it in a checkout with the Python of TensorRT-LLM, in which the package is installed (pip install .).  "
+        "A second start with the same OUT goes on where the first was interrupted.  "
+        "Exit status: 0 all was measured, 1 the report says what was not, 2 wrong usage or no GPU, 130 interrupted.",
+    )
+    made.add_argument("out", type=Path, metavar="OUT", help="folder of the report")
+    made.add_argument("--model", action="append", default=[], help="a checkpoint's folder or Hugging Face name; again for more")
+    made.add_argument("--concurrency", type=_positive, nargs="+", default=[], help="of the recipes' runs these only")
+    made.add_argument(
+        "--geometry", action="append", choices=list(GEOMETRIES), help=f"layers to time; default {', '.join(_USUAL)}"
+    )
+    made.add_argument("--tokens", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of a decode call")
+    made.add_argument("--layers", type=_positive, default=8, help="with weights of their own, as memory allows (default 8)")
+    made.add_argument("--seconds", type=_positive, default=240, help="most, for the table of one geometry (default 240)")
+    made.add_argument("--no-kernels", action="store_true", help="trtllm-bench alone")
+    made.add_argument("--timeout", type=_positive, default=90, metavar="MINUTES", help="most, for one command (default 90)")
+    made.add_argument("--again", nargs="*", metavar="STEP", help="measure anew: all steps, or those named")
+    made.add_argument("--dry-run", action="store_true", help="print the steps and how long they may take, measure nothing")
+    made.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
+    return made
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parser().parse_args(arguments)
+    geometries = [] if given.no_kernels else given.geometry or list(_USUAL)
+    unique = [list(dict.fromkeys(values)) for values in (given.model, geometries, sorted(given.tokens), given.concurrency)]
+    models, geometries, tokens, concurrency = unique
+    wanted = plan.Wanted(tuple(models), tuple(geometries), tuple(tokens), given.layers, given.seconds, tuple(concurrency))
+    steps = plan.steps(wanted)
+    unknown = sorted(set(given.again or ()) - {step.name for step in steps})
+    if unknown:
+        return _wrong(f"--again {' '.join(unknown)}: the steps are {', '.join(step.name for step in steps)}")
+    out: Path = given.out.absolute()
+    try:
+        (out / "steps").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _wrong(f"{out}: cannot be written ({error.strerror}); choose another folder")
+    left_out = sorted(name for name in os.environ if name.startswith("TRTLLM_B12X") and not _ours(name))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM_B12X")}
+    say: Callable[[str], None] = (lambda text: print(text, file=sys.stderr, flush=True)) if given.json else _say
+    runner = Runner(out, 60.0 * given.timeout, say, environment)
+    try:
+        facts = _card(runner)
+    except StepError as error:
+        return _wrong(str(error))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    runner.on, runner.gpu = card.identity(facts), facts.get("card", {}).get("gpu", "")
+    anew = {step.name for step in steps} if given.again == [] else set(given.again or ())
+    records = {step.name: found for step in steps if step.name not in anew and (found := runner.stored(step))}
+    todo = [step for step in steps if step.name not in records]
+    if given.dry_run:
+        _plan(steps, todo, given.json)
+        return _ALL
+    if not facts.get("card"):
+        return _wrong("torch sees no GPU: run it where torch.cuda.is_available(); --dry-run prints the plan anywhere")
+    status = _ALL
+    try:
+        try:
+            _measure(runner, todo, records)
+        except KeyboardInterrupt:
+            status = _INTERRUPTED
+            say("interrupted: what was measured is kept, the same command goes on")
+        found = report.write(out, facts, left_out, steps, records, bool(models))
+    except OSError as error:
+        return _wrong(f"{error.filename or out}: cannot be written ({error.strerror}); mend that, and the same command goes on")
+    if given.json:
+        print(json.dumps(found))
+    else:
+        say(f"{out / 'report.md'}: {len(found['done'])} of {len(steps)} steps measured")
+    return status or (_SOME if found["not_measured"] else _ALL)
+
+
+def _measure(runner: Runner, todo: list[Step], records: dict[str, dict[str, Any]]) -> None:
+    """Into ``records``, step by step."""
+    left = sum(step.minutes for step in todo)
+    with _progress(runner, len(todo)) as advance:
+        for number, step in enumerate(todo, 1):
+            advance(number - 1, f"{step.minutes:g} of {left:.0f} min: {step.title}")
+            missing = [name for name in step.needs if records.get(name, {}).get("state") != DONE]
+            if missing:
+                records[step.name] = {
+                    "name": step.name,
+                    "title": step.title,
+                    "state": FAILED,
+                    "because": f"{missing[0]}: {records.get(missing[0], {}).get('because', 'not done')}",
+                }
+            else:
+                records[step.name] = runner.run(step)
+            left -= step.minutes
+            record = records[step.name]
+            runner.say(f"{step.name}: {_told(record)}")
+        advance(len(todo), "report")
+
+
+def _told(record: dict[str, Any]) -> str:
+    """A step's outcome in a line."""
+    if record["state"] != DONE:
+        return f"not measured: {record['because']}"
+    result = record["result"]
+    if "tpot_ms" not in result:
+        return f"done in {record['seconds']:.0f} s"
+    tpot, ttft, rate = result["tpot_ms"]["p50"], result["ttft_ms"]["p50"], result["output_tokens_per_second"]
+    return f"TPOT P50 {tpot:.2f} ms, TTFT P50 {ttft:.1f} ms, {rate:.1f} output tokens/s"
+
+
+@contextlib.contextmanager
+def _progress(runner: Runner, count: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar on a terminal, where rich is installed; else a line for each step."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        console = None
+    else:
+        console = Console(stderr=True)
+    if console is None or not console.is_terminal:
+        yield lambda done, text: runner.say(f"[{done}/{count}] {text}")
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=count)
+        before, runner.say = runner.say, lambda text: bar.console.print(text, markup=False, highlight=False)
+        try:
+            yield lambda done, text: bar.update(task, completed=done, description=text)
+        finally:
+            runner.say = before
+
+
+def _card(runner: Runner) -> dict[str, Any]:
+    """Asked at every start: what was measured belongs to it."""
+    file = runner.path("card")
+    file.unlink(missing_ok=True)
+    runner.command("card", [sys.executable, "-m", "benchmarks.on_card.card", str(file)])
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _plan(steps: list[Step], todo: list[Step], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([{"step": s.name, "title": s.title, "minutes": s.minutes, "done": s not in todo} for s in steps]))
+        return
+    for step in steps:
+        print(f"{'  done' if step not in todo else f'{step.minutes:4g} m'}  {step.name}: {step.title}")
+    print(f"about {sum(step.minutes for step in todo):.0f} minutes, and the loads of models that are not in memory's cache")
+
+
+def _ours(name: str) -> bool:
+    """Set by benchmarks/__init__.py for calls within a process, and not for these."""
+    return name == "TRTLLM_B12X_CROSSOVER" and os.environ[name] == "64"
+
+
+def _as_interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def _wrong(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return _NOTHING
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""``python -m benchmarks.on_card.card FILE``: the card, its driver and clocks, and versions, as JSON.  A process of its own: one
+that goes on holds no GPU memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.on_card.steps import gpu_state, write_json
+
+PACKAGES = (
+    "trtllm-b12x",
+    "tensorrt-llm",
+    "flashinfer-python",
+    "flashinfer-cubin",
+    "flashinfer-jit-cache",
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "torch",
+    "triton",
+    "transformers",
+)
+CLOCKS = (
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "clocks.max.mem",
+    "clocks.applications.graphics",
+    "clocks_event_reasons.active",
+    "persistence_mode",
+    "power.limit",
+    "temperature.gpu",
+    "pstate",
+)
+IDENTITY = ("name", "uuid", "driver_version", "vbios_version", "memory.total", "mig.mode.current")
+
+
+def facts() -> dict[str, Any]:
+    """Nothing that is not known."""
+    found: dict[str, Any] = {
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+    try:
+        import torch
+    except ImportError as error:
+        found["torch"] = f"does not import: {error}"
+    else:
+        found["cuda_of_torch"] = torch.version.cuda
+        if torch.cuda.is_available():
+            card = torch.cuda.get_device_properties(0)
+            names = ("name", "total_memory", "multi_processor_count", "L2_cache_size", "clock_rate", "memory_clock_rate")
+            found["card"] = {name: getattr(card, name) for name in names if hasattr(card, name)}
+            found["card"] |= {"capability": [card.major, card.minor], "gpu": f"GPU-{card.uuid}" if hasattr(card, "uuid") else ""}
+    gpu = found.get("card", {}).get("gpu", "")
+    return found | {"nvidia_smi": gpu_state(IDENTITY, gpu), "clocks": gpu_state(CLOCKS, gpu)}
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def identity(found: dict[str, Any]) -> dict[str, Any]:
+    """What a measurement belongs to."""
+    smi = (found.get("nvidia_smi") or [{}])[0]
+    return {
+        "card": found.get("card", {}).get("name"),
+        **{name: smi.get(name) for name in ("uuid", "driver_version")},
+        "versions": found["versions"],
+    }
+
+
+if __name__ == "__main__":
+    write_json(Path(sys.argv[1]), facts())

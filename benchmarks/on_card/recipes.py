@@ -1,0 +1,150 @@
+"""What is asked of ``trtllm-bench``: the recipes of published figures, data sets and options.
+
+Read in TensorRT-LLM: ``bench/benchmark/throughput.py`` (56851033 of 1.2, 000a01de), ``bench/dataclasses/configuration.py``
+(2787769c), ``bench/utils/data.py`` (04276b44), ``bench/dataset/utils.py`` (04b5d973), ``bench/dataclasses/reporting.py``
+(02499765), ``docs/source/developer-guide/perf-overview.md`` (585c7565), the commands' reference of 1.3.0rc26.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FIRST_ID, _LAST_ID = 1_000, 100_000
+"""Ids of prompts: no special tokens below or above in any vocabulary that a recipe names (the smallest has 131,072)."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One run: how many requests, how long, how many at a time."""
+
+    input_tokens: int
+    output_tokens: int
+    requests: int
+    concurrency: int | None
+    """None: all at once."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Of the LLM API, beyond those of :func:`options`."""
+    max_num_tokens: int | None = 4096
+    cache: float = 0.5
+    """Of the memory that weights leave, for the KV cache: enough for a few sequences, and a DGX Spark shares it with its CPU."""
+    minutes: float = 5
+
+    @property
+    def name(self) -> str:
+        return f"{self.input_tokens}-{self.output_tokens}-c{self.concurrency or 'all'}"
+
+    @property
+    def title(self) -> str:
+        at_once = f"{self.concurrency} at a time" if self.concurrency else "all at once"
+        return f"{self.input_tokens} in, {self.output_tokens} out, {self.requests} requests, {at_once}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is run of a model."""
+
+    model: str
+    """As :mod:`benchmarks.published` names it; "" for any other."""
+    hf_name: str
+    matches: tuple[str, ...]
+    loads: tuple[Load, ...]
+    note: str = ""
+
+
+def _decode(*concurrencies: int, input_tokens: int = 2048, output_tokens: int = 1024, **more: Any) -> tuple[Load, ...]:
+    return tuple(Load(input_tokens, output_tokens, max(5, 2 * c), c, **more) for c in concurrencies)
+
+
+_FP8_CACHE = (("kv_cache_config", {"dtype": "fp8"}),)
+RECIPES: tuple[Recipe, ...] = (
+    Recipe(
+        "Nemotron-3-Super",
+        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
+        ("nemotron-3-super",),
+        _decode(1, 4, 8),
+        "the first run is pull request 13773's",
+    ),
+    Recipe(
+        "Qwen3.6-35B-A3B",
+        "nvidia/Qwen3.6-35B-A3B-NVFP4",
+        ("qwen3.6-35b-a3b",),
+        _decode(1, 4, 8, input_tokens=1024, output_tokens=128, options=_FP8_CACHE, minutes=3) + _decode(1),
+        "the first three are pull request 15851's, whose input length is not known: 1024 here",
+    ),
+    Recipe(
+        "Qwen3-30B-A3B",
+        "nvidia/Qwen3-30B-A3B-FP4",
+        ("qwen3-30b-a3b",),
+        (
+            *_decode(1, 4, 8),
+            Load(
+                1024,
+                1024,
+                3000,
+                None,
+                (
+                    ("enable_attention_dp", True),
+                    ("cuda_graph_config", {"enable_padding": True, "batch_sizes": [*(2**i for i in range(9)), 384, 512]}),
+                ),
+                max_num_tokens=None,
+                cache=0.9,
+                minutes=12,
+            ),
+        ),
+        "the last run is the performance overview's, CUDA graphs up to 512 sequences",
+    ),
+)
+OTHER = Recipe("", "", (), _decode(1, 4, 8), "no figure is published for it: the recipe of pull request 13773, at 1, 4 and 8")
+
+
+def recipe_for(model: str) -> Recipe:
+    """By the name of a model, or of its folder."""
+    name = Path(model).name.lower()
+    return next((recipe for recipe in RECIPES if any(part in name for part in recipe.matches)), OTHER)
+
+
+def options(load: Load) -> dict[str, Any]:
+    """Of the LLM API: CUTLASS, no reuse of the KV cache, CUDA graphs at the concurrency."""
+    found: dict[str, Any] = {
+        "moe_config": {"backend": "CUTLASS"},
+        "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": load.cache},
+        "cuda_graph_config": {
+            "batch_sizes": _graphs(load.concurrency),
+            **({"enable_padding": True} if load.concurrency != 1 else {}),
+        },
+    }
+    for name, value in load.options:
+        found[name] = {**found[name], **value} if name == "kv_cache_config" else value
+    return found
+
+
+def _graphs(concurrency: int | None) -> list[int]:
+    """Every count that a batch passes through on its way to the last request."""
+    return sorted({*(2**i for i in range(4) if 2**i <= (concurrency or 1)), concurrency or 1})
+
+
+def write_dataset(path: Path, load: Load, vocabulary: int | None, seed: int = 420) -> None:
+    """One request a line; random tokens, made without a tokenizer and without a network."""
+    last = min(_LAST_ID, vocabulary or _LAST_ID)
+    draw = random.Random(seed)
+    lines = []
+    for task in range(load.requests):
+        ids = [draw.randrange(min(_FIRST_ID, last // 2), last) for _ in range(load.input_tokens)]
+        request = {"task_id": task, "input_ids": ids, "output_tokens": load.output_tokens}
+        lines.append(json.dumps(request, separators=(",", ":")))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def vocabulary_of(model: str) -> int | None:
+    """Of a folder's config.json."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return int(size) if size else None

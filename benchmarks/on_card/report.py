@@ -1,0 +1,282 @@
+"""OUT/report.json, report.md and plots, of what the steps wrote."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import published
+from benchmarks.floor_models import MODELS
+from benchmarks.markdown import table
+from benchmarks.on_card.recipes import recipe_for
+from benchmarks.on_card.steps import DONE, Step, write_json, write_text
+
+FORM = 1
+_HELD = 0.9
+"""Of the highest clock: a card that holds less under load was throttled, or is in a slow state."""
+
+
+def write(
+    out: Path,
+    facts: dict[str, Any],
+    left_out: Sequence[str],
+    steps: Sequence[Step],
+    records: dict[str, dict[str, Any]],
+    models: bool,
+) -> dict[str, Any]:
+    """Returns what report.json holds."""
+    found = collected(facts, left_out, steps, records, models)
+    write_json(out / "report.json", found)
+    drawn = plots(out, found)
+    write_text(out / "report.md", markdown(found, drawn))
+    return found
+
+
+def collected(
+    facts: dict[str, Any], left_out: Sequence[str], steps: Sequence[Step], records: dict[str, dict[str, Any]], models: bool
+) -> dict[str, Any]:
+    done = {name: record for name, record in records.items() if record["state"] == DONE}
+    lacking = [
+        {"step": s.name, "title": s.title, "because": records.get(s.name, {}).get("because", "the run was interrupted before it")}
+        for s in steps
+        if s.name not in done
+    ]
+    for name, record in done.items():
+        if name.startswith("kernels-"):
+            results = record["result"]["moe_decode"]
+            lacking += [{"step": name, "title": "a peer", "because": line} for line in results.get("not_measured", [])]
+    if not models:
+        lacking.append({"step": "bench", "title": "trtllm-bench", "because": "no --model was given"})
+    return {
+        "form": FORM,
+        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "card": facts,
+        "settings_left_out": list(left_out),
+        "doctor": done["doctor"]["result"] if "doctor" in done else None,
+        "kernels": _of(done, "kernels-"),
+        "paths": _of(done, "paths-"),
+        "bench": [_bench(r) for name, r in done.items() if name.startswith("bench-")],
+        "seconds": {name: record["seconds"] for name, record in done.items()},
+        "done": list(done),
+        "not_measured": lacking,
+    }
+
+
+def _of(done: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): record["result"] for name, record in done.items() if name.startswith(prefix)}
+
+
+def _bench(record: dict[str, Any]) -> dict[str, Any]:
+    asked = record["asked"]
+    return {"model": asked["model"], "load": asked["load"], "with": asked["with"], **record["result"]}
+
+
+def pairs(found: dict[str, Any]) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
+    """Runs with and without the package of the same load."""
+    by: dict[Any, dict[bool, dict[str, Any]]] = {}
+    for run in found["bench"]:
+        key = run["model"], run["load"]["input_tokens"], run["load"]["output_tokens"], run["load"]["concurrency"] or 0
+        by.setdefault(key, {})[run["with"]] = run
+    return [(runs.get(True), runs.get(False)) for runs in by.values()]
+
+
+# ---- markdown ------------------------------------------------------------------------------------------------------------
+
+
+def markdown(found: dict[str, Any], drawn: Sequence[str]) -> str:
+    card = found["card"]
+    gpu = card.get("card", {})
+    smi = (card.get("nvidia_smi") or [{}])[0]
+    lines = [
+        f"# {gpu.get('name', 'No GPU')}, {found['written']}",
+        "",
+        f"{gpu.get('multi_processor_count', '?')} multiprocessors, {gpu.get('total_memory', 0) / 1e9:.0f} GB, driver "
+        f"{smi.get('driver_version', 'unknown')}, {card['system']}, Python {card['python']}.",
+        "",
+        ", ".join(f"{name} {version}" for name, version in card["versions"].items()) + ".",
+        "",
+    ]
+    if found["settings_left_out"]:
+        lines += [f"Set, and left out of every step: {', '.join(found['settings_left_out'])}.", ""]
+    lines += _benchmarks(found) + _kernels(found) + _clocks(found)
+    if found["doctor"]:
+        lines += [
+            "",
+            "## doctor",
+            "",
+            *(f"- {name}: {value}" if name else f"- {value}" for name, value in found["doctor"]["facts"]),
+        ]
+    lines += ["", "## Not measured, because", ""]
+    lines += [f"- {line['step']} ({line['title']}): {line['because']}" for line in found["not_measured"]] or [
+        "Nothing is missing."
+    ]
+    lines += ["", *(f"![{name}]({name})" for name in drawn)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def _benchmarks(found: dict[str, Any]) -> list[str]:
+    if not found["bench"]:
+        return []
+    rows, notes = [], []
+    for with_it, without in pairs(found):
+        one = with_it or without
+        assert one is not None
+        load, name = one["load"], Path(one["model"]).name
+        label = [name, f"{load['input_tokens']} / {load['output_tokens']}", load["concurrency"] or "all"]
+        for metric, read, better in _METRICS:
+            values = [read(run) if run else math.nan for run in (with_it, without)]
+            change = f"{100 * (values[0] / values[1] - 1):+.1f} %" if all(map(math.isfinite, values)) else "-"
+            beside = [f for f in published.of(recipe_for(one["model"]).model, load["concurrency"], metric) if _same(f, load)]
+            shown = ", ".join(f"{f.value:g} ({f.path}, {f.card})" for f in beside) or "-"
+            cells = [f"{value:.2f}" if math.isfinite(value) else "-" for value in values]
+            rows.append([*label, metric, *cells, change, better, shown])
+        if with_it:
+            notes.append(f"- {name}, {label[1]}, {label[2]}: {'; '.join(with_it['served'])}")
+            notes += _floor(found, with_it, f"{name}, {label[1]}, {label[2]}")
+    titles = ("model", "in / out", "at a time", "", "with", "without", "change", "better", "published, others' kernels")
+    return ["## trtllm-bench, with and without the package", "", *table(titles, rows), "", *notes, ""]
+
+
+def _floor(found: dict[str, Any], run: dict[str, Any], what: str) -> list[str]:
+    """The least time of a step at the bandwidth that a copy reached, where the model and a copy are known."""
+    model = next((m for m in MODELS if m.name == recipe_for(run["model"]).model), None)
+    copy = max((result["moe_decode"]["copy"] for result in found["kernels"].values()), default=0)
+    load = run["load"]
+    if model is None or not copy or not load["concurrency"]:
+        return []
+    size = sum(model.parts(load["concurrency"], load["input_tokens"] + load["output_tokens"] // 2).values())
+    least = 1e3 * size / copy
+    share = least / run["tpot_ms"]["p50"]
+    return [f"- {what}: a step reads {size / 1e9:.1f} GB (docs/floor.md), {least:.2f} ms at the copy's rate: {share:.0%} of TPOT"]
+
+
+_METRICS = (
+    (published.TPOT, lambda run: run["tpot_ms"]["p50"], "less"),
+    (published.TTFT, lambda run: run["ttft_ms"]["p50"], "less"),
+    (published.OUTPUT, lambda run: run["output_tokens_per_second"], "more"),
+)
+
+
+def _same(figure: published.Published, load: dict[str, Any]) -> bool:
+    """Lengths as far as the source says them."""
+    words = figure.recipe.split(", ")
+    wanted = {f"{load['input_tokens']} in", f"{load['output_tokens']} out"}
+    return all(word in wanted for word in words if word.endswith((" in", " out")))
+
+
+def _kernels(found: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for name, result in found["kernels"].items():
+        results = result["moe_decode"]
+        times = _paths_by_tokens(found, name)
+        others = list(dict.fromkeys(path for at in times.values() for path in at))
+        peers = {
+            p: {line["tokens"]: line["us"] for line in results.get(p) or []} for p in ("flashinfer", "triton_kernels", "bfloat16")
+        }
+        peers = {p: at for p, at in peers.items() if at and any(line["geometry"] == name for line in results[p])}
+        rows = []
+        for line in (one for one in results["lines"] if one["routing"] == "random"):
+            t = line["tokens"]
+            cells = [
+                f"{line['us']:.1f}",
+                f"{line['megabytes']:.1f}",
+                f"{line['fraction']:.2f}",
+                f"{line['bytes_per_clock_sm']:.1f}",
+            ]
+            cells += [_us(times.get(t, {}).get(path)) for path in others] + [_us(at.get(t)) for at in peers.values()]
+            rows.append([t, *cells, "-" if math.isnan(line["error"]) else f"{line['error']:.4f}"])
+        titles = ["tokens", "Triton us", "MB", "of copy", "B/clock/SM", *(f"{path} us (tune)" for path in others)]
+        titles += [f"{p} us" for p in peers] + ["Triton's error"]
+        head = f"A layer in a captured graph, random routing; the copy of the same run moves {results['copy'] / 1e12:.2f} TB/s."
+        lines += [f"## {name}, one MoE layer", "", head, "", *table(titles, rows), ""]
+    if lines:
+        lines += [
+            "bfloat16 is cuBLAS on the same experts, products alone. (tune) is `trtllm-b12x tune`: each path as the server calls",
+            "it; host is the host's own CUTLASS with its quantization of the input.",
+            "",
+        ]
+    return lines
+
+
+def _paths_by_tokens(found: dict[str, Any], name: str) -> dict[int, dict[str, float]]:
+    if name not in found["paths"]:
+        return {}
+    tables = found["paths"][name]["tune"]["tables"]
+    return {int(tokens): paths for one in tables for tokens, paths in one["microseconds"].items()}
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _clocks(found: dict[str, Any]) -> list[str]:
+    """What the card's clocks were, alone and under load."""
+    rows = [[name, value] for name, value in (found["card"].get("clocks") or [{}])[0].items()]
+    lines = ["## Clocks", "", *(table(("before the run", ""), rows) if rows else ["nvidia-smi says nothing of them."]), ""]
+    most = (found["card"].get("clocks") or [{}])[0].get("clocks.max.sm")
+    loaded = [(r["load"], r["with"], r["clocks"]) for r in found["bench"]]
+    runs = [(f"bench {load['input_tokens']}/{load['output_tokens']}, with={w}", clocks) for load, w, clocks in loaded]
+    runs += [(f"kernels {name}", result["clocks"]) for name, result in found["kernels"].items()]
+    shown = [(name, clocks) for name, clocks in runs if clocks]
+    if shown:
+        names = list(dict.fromkeys(key for _, clocks in shown for key in clocks))
+        cells = [[_range(clocks.get(key)) for key in names] for _, clocks in shown]
+        titles = ["step (least, median, most)", *names]
+        lines += [*table(titles, [[name, *row] for (name, _), row in zip(shown, cells, strict=True)]), ""]
+    slow = [name for name, clocks in shown if most and clocks.get("clocks.sm", {}).get("most", most) < _HELD * most]
+    if slow:
+        lines += [
+            f"Never at {_HELD:.0%} of {most:.0f} MHz: {', '.join(slow)}. Lock the clock (`sudo nvidia-smi -lgc {most:.0f}`; a "
+            "DGX Spark has a slow state) and measure again with `--again`.",
+            "",
+        ]
+    return lines
+
+
+def _range(values: dict[str, float] | None) -> str:
+    return "-" if values is None else f"{values['least']:g}, {values['median']:g}, {values['most']:g}"
+
+
+# ---- plots ---------------------------------------------------------------------------------------------------------------
+
+
+def plots(out: Path, found: dict[str, Any]) -> list[str]:
+    """Names of what was drawn; none without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = []
+    if found["kernels"]:
+        figure, axes = pyplot.subplots(figsize=(8, 5))
+        for name, result in found["kernels"].items():
+            lines = [line for line in result["moe_decode"]["lines"] if line["routing"] == "random"]
+            axes.plot([line["tokens"] for line in lines], [line["fraction"] for line in lines], marker="o", label=name)
+        axes.set(xscale="log", xlabel="tokens", ylabel="fraction of copy bandwidth", ylim=(0, 1.1))
+        axes.legend()
+        axes.grid(alpha=0.3)
+        figure.savefig(out / "kernels.png", dpi=120, bbox_inches="tight")
+        pyplot.close(figure)
+        drawn.append("kernels.png")
+    both = [(a, b) for a, b in pairs(found) if a and b]
+    if both:
+        figure, axes = pyplot.subplots(figsize=(8, 1 + 0.8 * len(both)))
+        labels = [f"{Path(a['model']).name}\n{a['load']['concurrency'] or 'all'} at a time" for a, _ in both]
+        for shift, which, label in ((-0.2, 0, "with"), (0.2, 1, "without")):
+            places = [place + shift for place in range(len(both))]
+            axes.barh(places, [pair[which]["tpot_ms"]["p50"] for pair in both], height=0.38, label=label)
+        axes.set_yticks(range(len(both)), labels)
+        axes.invert_yaxis()
+        axes.set(xlabel=published.TPOT)
+        axes.legend()
+        figure.savefig(out / "bench.png", dpi=120, bbox_inches="tight")
+        pyplot.close(figure)
+        drawn.append("bench.png")
+    return drawn

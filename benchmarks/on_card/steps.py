@@ -1,0 +1,219 @@
+"""Steps of a run: each writes one file, is asked for once, and may fail without the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DONE, FAILED = "done", "failed"
+_SAMPLED = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+_EVERY_S = 10.0
+_LAST_LINES = 15
+
+
+class StepError(Exception):
+    """What cannot be measured, why, and what would mend it: a line for the report."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to measure."""
+
+    name: str
+    """Also its file's."""
+    title: str
+    asked: dict[str, Any]
+    """All that its result depends on; another asks for it anew."""
+    measure: Callable[[Runner], Any]
+    minutes: float
+    """Estimated."""
+    needs: tuple[str, ...] = ()
+    """Steps without which there is nothing to do."""
+
+
+@dataclass
+class Runner:
+    """Runs steps in ``out``, one after the other."""
+
+    out: Path
+    timeout_s: float
+    """Of one command."""
+    say: Callable[[str], None] = print
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    on: dict[str, Any] = field(default_factory=dict)
+    """Card and versions: results of others are measured anew."""
+    gpu: str = ""
+    """As ``nvidia-smi`` names the one that is measured; "" for the first."""
+
+    def path(self, name: str, suffix: str = ".json") -> Path:
+        return self.out / "steps" / f"{name}{suffix}"
+
+    def stored(self, step: Step) -> dict[str, Any] | None:
+        """What an earlier run has measured of exactly this, on this."""
+        try:
+            found: dict[str, Any] = json.loads(self.path(step.name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        same = found.get("asked") == _plain(step.asked) and found.get("on") == _plain(self.on)
+        return found if same and found.get("state") == DONE else None
+
+    def result(self, name: str) -> Any:
+        """Of a step that this run has done, else of an earlier one."""
+        return json.loads(self.path(name).read_text(encoding="utf-8"))["result"]
+
+    def run(self, step: Step) -> dict[str, Any]:
+        """Measure and write; an interruption writes nothing and goes on to the caller."""
+        started = time.time()
+        record: dict[str, Any] = {"name": step.name, "title": step.title, "asked": step.asked, "on": self.on, "started": started}
+        try:
+            record |= {"state": DONE, "result": step.measure(self)}
+        except StepError as error:
+            record |= {"state": FAILED, "because": str(error)}
+        except Exception as error:  # a defect of ours must not cost the owner of the card the other steps
+            record |= {"state": FAILED, "because": f"{type(error).__name__}: {error}"}
+        record["seconds"] = round(time.time() - started, 1)
+        write_json(self.path(step.name), record)
+        return record
+
+    def command(self, name: str, command: Sequence[str], ok: Sequence[int] = (0,), **environment: str) -> Finished:
+        """Run to its end, standard error and output together into ``name``.log, watching the GPU's clocks.
+
+        Raises:
+            StepError: it cannot be started, takes too long, or ends with another status than ``ok``.
+        """
+        log = self.path(name, ".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        samples: list[dict[str, float]] = []
+        with log.open("w", encoding="utf-8") as file:
+            file.write(f"$ {' '.join([f'{k}={v}' for k, v in environment.items()] + list(command))}\n")
+            file.flush()
+            try:
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=self.environment | environment,
+                    cwd=ROOT,  # where ``benchmarks`` is
+                    start_new_session=True,  # its workers go with it
+                )
+            except OSError as error:
+                raise StepError(f"{command[0]} cannot be started: {error.strerror}") from None
+            began = sampled = time.monotonic()
+            try:
+                while (status := _wait(child, 0.5)) is None:
+                    now = time.monotonic()
+                    if now - began > self.timeout_s:
+                        raise StepError(
+                            f"{log.name}: not done after {self.timeout_s / 60:.0f} minutes; --timeout gives it longer"
+                        )
+                    if now - sampled >= _EVERY_S:
+                        sampled = now
+                        samples += gpu_state(_SAMPLED, self.gpu)[:1]
+            finally:
+                if child.poll() is None:
+                    _end(child)
+        if status not in ok:
+            tail = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][
+                -_LAST_LINES:
+            ]
+            raise StepError(f"{' '.join(command[:4])} ... ended with {status} ({log}): " + " / ".join(tail)[-1500:])
+        return Finished(status, log, summary(samples))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that came to its end."""
+
+    status: int
+    log: Path
+    clocks: dict[str, dict[str, float]]
+    """Least, median and most of what the GPU said meanwhile; empty where nobody asked or it said nothing."""
+
+
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """With all that it started."""
+    for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            break
+        if _wait(child, patience) is not None:
+            break
+    try:
+        os.killpg(child.pid, signal.SIGKILL)  # workers that outlived it
+    except ProcessLookupError:
+        return
+
+
+def gpu_state(fields: Sequence[str], gpu: str = "") -> list[dict[str, Any]]:
+    """What ``nvidia-smi`` says of one GPU or of each: numbers as such, nothing that it does not know; empty where it is not."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *([f"--id={gpu}"] if gpu else [])]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if done.returncode:  # a field that this driver does not have: ask for each alone
+        if len(fields) == 1:
+            return []
+        apart = [gpu_state([one], gpu) for one in fields]
+        count = max(map(len, apart), default=0)
+        return [{k: v for gpus in apart if len(gpus) > i for k, v in gpus[i].items()} for i in range(count)]
+    found = []
+    for line in done.stdout.splitlines():
+        cells = zip(fields, (cell.strip() for cell in line.split(",")), strict=False)
+        found.append({name: _number(cell) for name, cell in cells if not cell.startswith("[")})
+    return found
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def summary(samples: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    found = {}
+    for name in _SAMPLED:
+        values = [sample[name] for sample in samples if isinstance(sample.get(name), float)]
+        if values:
+            found[name] = {"least": min(values), "median": statistics.median(values), "most": max(values)}
+    return found
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from a file."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,358 @@
+"""One page of results: ``python -m benchmarks.results`` writes docs/results.md, docs/floor.* and the table in the README.
+
+Of the files that runs wrote, and of nothing else: what has no file is said to be missing.  ``--take FILE ...`` copies what
+``benchmarks.moe_decode``, ``benchmarks.moe_mxfp8`` or ``benchmarks.on_card`` wrote into docs/ first, without what tells of the
+machine.  ``--check`` writes nothing and exits with 1 where a page is not what it would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import floor
+from benchmarks.markdown import table
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- results: begin, written by python -m benchmarks.results -->", "<!-- results: end -->"
+NOWHERE = "not measured"
+_FACTS = {"gpu", "copy", "torch", "triton", "lines"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file in docs/ and the run that writes it."""
+
+    file: str
+    what: str
+    command: str
+    is_it: Callable[[dict[str, Any]], bool]
+    by_hand: str = ""
+    """The page that has the numbers of an earlier run, which kept no file."""
+
+
+SOURCES = (
+    Source(
+        "decode.json",
+        "launches, host time, scratch memory and weight preparation of the driver of FlashInfer's kernels",
+        "python -m benchmarks.decode",
+        lambda found: "host microseconds" in found,
+    ),
+    Source(
+        "sm12x-on-hopper.json",
+        "numbers of FlashInfer's SM120 kernels, translated, and of the ways to prepare weights",
+        "make device",
+        lambda found: "sanitizer" in found,
+    ),
+    Source(
+        "moe-decode.json",
+        "time of whole NVFP4 layers on the Triton kernels, beside peers",
+        "python -m benchmarks.moe_decode",
+        lambda found: found.keys() >= _FACTS and "split" in (found["lines"] or [{}])[0],
+        "triton.md",
+    ),
+    Source(
+        "moe-mxfp8.json",
+        "time of whole MXFP8 layers on the Triton and grouped kernels, beside cuBLAS in bfloat16",
+        "python -m benchmarks.moe_mxfp8",
+        lambda found: found.keys() >= _FACTS and "cublas_us" in (found["lines"] or [{}])[0],
+        "mxfp8.md",
+    ),
+)
+
+
+def load(docs: Path) -> dict[str, dict[str, Any]]:
+    """What there is, by file; reports of cards as ``on-card/NAME.json``."""
+    names = [source.file for source in SOURCES] + [f"on-card/{path.name}" for path in sorted(docs.glob("on-card/*.json"))]
+    return {name: json.loads((docs / name).read_text(encoding="utf-8")) for name in names if (docs / name).exists()}
+
+
+def take(path: Path, docs: Path) -> Path:
+    """Copy what a run wrote; returns where to.
+
+    Raises:
+        ValueError: it is none of the files that are known.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        source = next((source for source in SOURCES if source.is_it(found)), None)
+        if source is not None:
+            target, kept = docs / source.file, found
+        elif {"form", "card", "kernels", "bench", "not_measured"} <= found.keys():
+            name = re.sub(r"[^a-z0-9]+", "-", found["card"]["card"]["name"].lower()).strip("-")
+            target, kept = docs / "on-card" / f"{name}.json", _of_a_card(found)
+        else:
+            raise ValueError("it has not the form of any")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise ValueError(f"{path}: not a file that a benchmark wrote: {error}") from None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(_finite(kept), indent=1) + "\n", encoding="utf-8")
+    return target
+
+
+def _of_a_card(found: dict[str, Any]) -> dict[str, Any]:
+    """Without serial numbers, paths and logs."""
+    card = {name: found["card"].get(name) for name in ("card", "versions", "clocks", "python", "cuda_of_torch")}
+    card["card"] = {name: value for name, value in card["card"].items() if name != "gpu"}
+    card["driver"] = (found["card"].get("nvidia_smi") or [{}])[0].get("driver_version")
+    runs = [
+        {name: value for name, value in run.items() if name not in ("command", "said")} | {"model": Path(run["model"]).name}
+        for run in found["bench"]
+    ]
+    lacking = [{"step": line["step"], "title": line["title"]} for line in found["not_measured"]]
+    kept = {name: found[name] for name in ("form", "written", "kernels", "paths")}
+    return {**kept, "card": card, "bench": runs, "not_measured": lacking}
+
+
+def _finite(value: Any) -> Any:
+    """null for what is no number: JSON has none."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- the numbers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One line of what a user gains."""
+
+    what: str
+    here: str
+    other: str
+    """And whose that is."""
+    on: str
+    file: str
+
+
+def gains(found: dict[str, dict[str, Any]]) -> list[Gain]:
+    """Of the files that are there, in the order in which a user asks."""
+    lines = _of_cards(found)
+    if "moe-decode.json" in found:
+        lines += _of_layers(found["moe-decode.json"])
+    if "decode.json" in found:
+        lines += _of_the_driver(found["decode.json"])
+    if "sm12x-on-hopper.json" in found:
+        lines += _of_preparation(found["sm12x-on-hopper.json"])
+    return lines
+
+
+def _of_cards(found: dict[str, dict[str, Any]]) -> list[Gain]:
+    lines = []
+    for file, report in found.items():
+        if not file.startswith("on-card/"):
+            continue
+        runs = {(r["model"], _load(r["load"]), r["with"]): r for r in report["bench"]}
+        for (model, load, with_it), run in runs.items():
+            other = runs.get((model, load, False))
+            if with_it and other:
+                times = [f"{r['tpot_ms']['p50']:.2f} ms, {r['output_tokens_per_second']:.0f} tokens/s" for r in (run, other)]
+                name = report["card"]["card"]["name"]
+                lines.append(
+                    Gain(f"a token of {model}, {load} (TPOT P50)", times[0], f"{times[1]}: the host's CUTLASS", name, file)
+                )
+    return lines
+
+
+def _load(load: dict[str, Any]) -> str:
+    return f"{load['input_tokens']} in, {load['output_tokens']} out, {load['concurrency'] or 'all'} at a time"
+
+
+def _of_layers(found: dict[str, Any]) -> list[Gain]:
+    own = {(x["geometry"], x["tokens"]): x["us"] for x in found["lines"] if (x["split"], x["routing"]) == ("TP1", "random")}
+    lines = []
+    for peer, whose in (
+        ("triton_kernels", "OpenAI's triton_kernels, MXFP4"),
+        ("bfloat16", "cuBLAS on bfloat16 experts, products alone"),
+    ):
+        at = {(x["geometry"], x["tokens"]): x["us"] for x in found.get(peer, [])}
+        for name in dict.fromkeys(geometry for geometry, _ in at):
+            counts = [tokens for tokens in (1, 8, 64) if (name, tokens) in at and (name, tokens) in own]
+            if counts:
+                here, there = (", ".join(f"{times[name, t]:.0f}" for t in counts) for times in (own, at))
+                what = f"decode of a {name} layer, {' / '.join(map(str, counts))} tokens"
+                lines.append(Gain(what, f"{here} us", f"{there} us: {whose}", found["gpu"], "moe-decode.json"))
+    return lines
+
+
+def _of_the_driver(found: dict[str, Any]) -> list[Gain]:
+    lines = []
+    for row in found["memory"]:
+        (many, total), *_ = ((name, value) for name, value in row.items() if name.endswith(" of them"))
+        what = f"scratch memory, {row['layers']} layers of {row['layer']} on b12x"
+        other = f"{_size(total)}: a B12xMoEWrapper per layer for 8,192 tokens ({many})"
+        lines.append(Gain(what, _size(row["ours, all layers"]), other, found["gpu"], "decode.json"))
+    for row in found["preparation"]:
+        what = f"weight memory beside the host's, a layer of {row['layer']}"
+        other = f"{_size(row['peers']['extra bytes'])}: block scales of its own, as vLLM and TensorRT-LLM prepare them"
+        lines.append(Gain(what, _size(row["ours"]["extra bytes"]), other, found["gpu"], "decode.json"))
+    row = next((r for r in found["host microseconds"] if not r["stubbed"] and r["tokens"] == 1), None)
+    if row:
+        other = f"{row['B12xMoEWrapper.run']:.0f} us: B12xMoEWrapper.run"
+        what = f"host time of a call of 1 token outside graphs, {row['layer']}"
+        lines.append(Gain(what, f"{row['run_moe']:.0f} us", other, found["gpu"], "decode.json"))
+    return lines
+
+
+def _of_preparation(found: dict[str, Any]) -> list[Gain]:
+    lines = []
+    for export in dict.fromkeys(row["export"] for row in found["exports"]):
+        rows = [row for row in found["exports"] if row["export"] == export]
+        exact, baked = (
+            next((r for r in rows if r["kernel"] == "static" and r["preparation"] == kind), None) for kind in ("exact", "baked")
+        )
+        if exact and baked:
+            on = f"{found['versions']['GPU']}, translated"
+            what = f"weights moved by their preparation, a small {export} exported by modelopt"
+            other = f"{100 * baked['weight_error']:.1f} %: weight_scale_2 multiplied into the block scales"
+            lines.append(Gain(what, f"{100 * exact['weight_error']:.1f} %", other, on, "sm12x-on-hopper.json"))
+    return lines
+
+
+def _size(value: float) -> str:
+    return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB" if value >= 1e6 else f"{value / 1e3:.0f} kB"
+
+
+# ---- pages ---------------------------------------------------------------------------------------------------------------
+
+_HEAD = """# Results
+
+What was measured and where, what is inferred, and what nobody has measured. Written by `python -m benchmarks.results` of the
+files that runs wrote; a number that no file has is not here.
+
+## Measured
+"""
+_INFERRED = """
+## Inferred
+
+- From bytes and bandwidths: the least time of a decode step on each card, [floor.md](floor.md).
+- From what a layer took on the H200: that the same kernels wait for memory on SM12x, [floor.md](floor.md).
+- From the translation to Hopper: that what b12x computes there it computes on SM12x, product for product. Not its speed.
+
+## Measured by nobody
+"""
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """docs/results.md."""
+    rows = []
+    for source in SOURCES:
+        if source.file in found:
+            rows.append([source.what, _where(found[source.file]), f"[{source.file}]({source.file})"])
+        else:
+            kept = f"; tables of an earlier run in [{source.by_hand}]({source.by_hand})" if source.by_hand else ""
+            rows.append([source.what, f"no file: `{source.command} OUT`, then `--take`{kept}", source.file])
+    rows.append(
+        [
+            "which path the crossover chooses, and how far behind the best that is",
+            "NVIDIA H200; by hand",
+            "[crossover.md](crossover.md)",
+        ]
+    )
+    cards = {name: report for name, report in found.items() if name.startswith("on-card/")}
+    for name, report in cards.items():
+        rows.append(["kernels and whole models, with and without the package", _where_card(report), f"[{name}]({name})"])
+    text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short, as in the README:", "", *_table(found), _INFERRED]
+    return "\n".join([*text, *_open(found, cards)]) + "\n"
+
+
+def _where(found: dict[str, Any]) -> str:
+    versions = found.get("versions") or {name: found[name] for name in ("torch", "triton")}
+    gpu = found.get("gpu") or versions.get("GPU")
+    return f"{gpu}; " + ", ".join(f"{name} {version}" for name, version in versions.items() if name != "GPU")
+
+
+def _where_card(report: dict[str, Any]) -> str:
+    card = report["card"]
+    versions = ", ".join(f"{name} {version}" for name, version in card["versions"].items())
+    return f"{card['card']['name']}, driver {card['driver']}, {report['written'][:10]}; {versions}"
+
+
+def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
+    """What no file has."""
+    real = [name for name, report in cards.items() if report["card"]["card"]["capability"][0] == 12]
+    lines = []
+    if not real:
+        lines.append(
+            "- Any time on an SM12x card: no TTFT, TPOT or tokens a second. `python -m benchmarks.on_card` measures them."
+        )
+    models = {run["model"] for name in real for run in found[name]["bench"]}
+    for model in floor.MODELS:
+        if not any(model.name.lower() in name.lower() for name in models):
+            lines.append(f"- {model.name} served whole, with and without the package, on any card.")
+    lines += [f"- {source.what}: not in a file ({source.file})." for source in SOURCES if source.file not in found]
+    if not any(report["paths"] for report in cards.values()):
+        lines.append("- The host's own CUTLASS beside any of these kernels on the same card.")
+    lines.append("- More than one card, in time: tensor and expert parallelism are measured as shares of a layer on one.")
+    return lines
+
+
+def _table(found: dict[str, dict[str, Any]], link: str = "") -> list[str]:
+    rows = [[g.what, g.here, g.other, g.on, f"[{g.file}]({link}{g.file})"] for g in gains(found)]
+    if not _of_cards(found):
+        rows.insert(0, ["time of a token, served whole", NOWHERE, "-", "no SM12x card yet", "`python -m benchmarks.on_card`"])
+    return table(["", "with the package", "otherwise", "measured on", "in"], rows)
+
+
+def readme(text: str, found: dict[str, dict[str, Any]]) -> str:
+    """README with its table anew.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"README.md: the lines {BEGIN} and {END} have to be there once")
+    before, rest = text.split(BEGIN)
+    return "\n".join([before + BEGIN, "", *_table(found, "docs/"), "", END + rest.split(END)[1]])
+
+
+def pages(root: Path = ROOT) -> dict[Path, str]:
+    """Every page as it has to be."""
+    docs = root / "docs"
+    found, least = load(docs), floor.results(docs)
+    return {
+        docs / "results.md": page(found),
+        docs / "floor.md": floor.page(least),
+        docs / "floor.json": json.dumps(least, indent=1) + "\n",
+        root / "README.md": readme((root / "README.md").read_text(encoding="utf-8"), found),
+    }
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
+    parser.add_argument("--take", type=Path, nargs="+", default=[], metavar="FILE", help="first copy these results into docs/")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is another")
+    given = parser.parse_args(arguments)
+    try:
+        for path in given.take:
+            print(f"{path} -> {take(path, root / 'docs')}")
+        stale = {
+            path: text for path, text in pages(root).items() if not path.exists() or path.read_text(encoding="utf-8") != text
+        }
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if given.check:
+        print(*(f"{path}: not what python -m benchmarks.results writes" for path in stale), sep="\n", end="")
+        return bool(stale)
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
+        print(f"{path} written")
+    plot = root / "docs" / "floor.png"
+    if (not plot.exists() or root / "docs" / "floor.json" in stale) and not floor.plot(plot):
+        print(f"{plot} not drawn: matplotlib is not here")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

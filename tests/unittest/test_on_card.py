@@ -1,0 +1,439 @@
+"""``python -m benchmarks.on_card`` where no card is: a stand-in for ``trtllm-bench``, and a card that is said to be there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import moe_decode, published
+from benchmarks.moe_decode import Measured
+from benchmarks.on_card import __main__ as on_card
+from benchmarks.on_card import compare, host, plan, recipes, report, steps
+from benchmarks.on_card.steps import Runner, Step, StepError, gpu_state, write_json
+from tests import trtllm_bench
+
+SUPER = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"
+FACTS = {
+    "system": "Linux",
+    "python": "3.12.3",
+    "versions": {"trtllm-b12x": "0.1.0", "tensorrt-llm": "1.3.0"},
+    "nvidia_smi": [{"name": "A stand-in", "uuid": "GPU-1", "driver_version": "580.1"}],
+    "clocks": [{"clocks.max.sm": 2600.0, "persistence_mode": "Enabled"}],
+    "card": {"name": "A stand-in", "total_memory": 96e9, "multi_processor_count": 188, "capability": [12, 0], "gpu": "GPU-1"},
+}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-in on the path, and a card; returns the file with a line per run."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    _executable(folder / "trtllm-bench", f"import runpy; runpy.run_path({trtllm_bench.__file__!r}, run_name='__main__')")
+    calls = tmp_path / "calls"
+    calls.touch()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("STAND_IN_CALLS", str(calls))
+    monkeypatch.delenv("STAND_IN", raising=False)
+    monkeypatch.setattr(on_card, "_card", lambda runner: FACTS)
+    monkeypatch.setattr(plan, "_doctor", lambda runner: {"active": True, "facts": [["GPU", "SM120"]], "verdicts": []})
+    return calls
+
+
+def _executable(path: Path, code: str) -> None:
+    path.write_text(f"#!{sys.executable}\n{code}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def run(out: Path, *arguments: str) -> int:
+    return on_card.main([str(out), "--no-kernels", *arguments])
+
+
+def read(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return found
+
+
+def called(calls: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in calls.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("generation", ["1.2", "1.3"])
+def test_a_model_with_and_without(bench: Path, tmp_path: Path, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN", generation)
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0
+    found = read(tmp_path)
+    with_it, without = found["bench"]
+    assert (with_it["with"], without["with"]) == (True, False)
+    assert (with_it["tpot_ms"]["p50"], without["tpot_ms"]["p50"]) == (11.5, 14.0)
+    assert with_it["ttft_ms"]["p50"] == 154.5
+    assert with_it["output_tokens_per_second"] == pytest.approx(1e3 * 1024 / (154.5 + 11.5 * 1023))
+    assert with_it["served"] == ["rank 0: 40 of 40 MoE layers on b12x+triton, decode below 64 tokens (NVFP4)"]
+    assert found["not_measured"] == []
+    assert found["settings_left_out"] == ["TRTLLM_B12X_KERNELS"]
+    config = "--extra_llm_api_options" if generation == "1.2" else "--config"
+    for call, switch in zip(called(bench), ("1", "0"), strict=True):
+        assert call["switches"] == {"TRTLLM_B12X": switch}
+        words = call["argv"]
+        given = dict(zip(words[words.index("throughput") + 1 :: 2], words[words.index("throughput") + 2 :: 2], strict=False))
+        assert words[:3] == ["--model", SUPER, "throughput"]
+        assert given["--concurrency"] == "1"
+        assert "--max_num_tokens 4096" in " ".join(words)
+        options = json.loads(Path(words[words.index(config) + 1]).read_text())
+        assert options["cuda_graph_config"] == {"batch_sizes": [1]}
+        assert options["moe_config"] == {"backend": "CUTLASS"}
+        assert options["kv_cache_config"]["enable_block_reuse"] is False
+        dataset = [json.loads(line) for line in Path(words[words.index("--dataset") + 1]).read_text().splitlines()]
+        assert [(len(one["input_ids"]), one["output_tokens"]) for one in dataset] == [(2048, 1024)] * 5
+    page = (tmp_path / "report.md").read_text()
+    row = next(line for line in page.splitlines() if published.TPOT in line)
+    assert "| 11.50 | 14.00 | -17.9 % | less | 11.49 (b12x below 64 tokens" in row
+    assert "13.97 (CUTLASS, RTX PRO 6000)" in row
+    assert "Nothing is missing." in page
+
+
+def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0
+    assert len(called(bench)) == 2, "measured once"
+    name = f"bench-{Path(SUPER).name}-2048-1024-c1-with"
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "--again", name) == 0
+    assert [call["switches"]["TRTLLM_B12X"] for call in called(bench)] == ["1", "0", "1"]
+    # Another load is measured, those that are there stay.
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "4") == 0
+    assert len(called(bench)) == 5
+    assert [(r["load"]["concurrency"], r["with"]) for r in read(tmp_path)["bench"]] == [
+        (1, True),
+        (1, False),
+        (4, True),
+        (4, False),
+    ]
+    # On another driver nothing holds.
+    monkeypatch.setattr(on_card, "_card", lambda runner: {**FACTS, "nvidia_smi": [{"uuid": "GPU-1", "driver_version": "590.2"}]})
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0
+    assert len(called(bench)) == 7
+    capsys.readouterr()
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "8", "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:6] for line in lines[:-1]] == ["  done"] * 4 + ["   5 m"] * 2
+    assert lines[-1].startswith("about 10 minutes")
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "8", "--dry-run", "--json") == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert [step["done"] for step in planned] == [True] * 4 + [False] * 2
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == read(tmp_path)
+    assert run(tmp_path, "--model", SUPER, "--again", "nothing") == 2
+    assert "--again nothing: the steps are doctor, trtllm-bench, bench-" in capsys.readouterr().err
+
+
+def test_an_interruption_loses_nothing(bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0
+    monkeypatch.setenv("STAND_IN", "interrupt")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist may ignore it
+    try:
+        assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "4") == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    found = read(tmp_path)
+    assert [(run["load"]["concurrency"], run["with"]) for run in found["bench"]] == [(1, True), (1, False)]
+    assert [line["because"] for line in found["not_measured"]] == ["the run was interrupted before it"] * 2
+    assert not list(tmp_path.rglob(".*")), "no file is half written"
+    monkeypatch.delenv("STAND_IN")
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "4") == 0
+    assert len(read(tmp_path)["bench"]) == 4
+    assert len(called(bench)) == 5
+
+
+@pytest.mark.parametrize(
+    ("how", "because"),
+    [
+        ("crash", "ended with 1"),
+        ("no report", "wrote no report; out of memory looks so"),
+        ("unserved", "the host would be compared with itself: rank 0: layers stay on CUTLASS: FLASHINFER: none is installed"),
+    ],
+)
+def test_a_step_that_fails_is_in_the_report(
+    bench: Path, tmp_path: Path, how: str, because: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN", how)
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 1
+    found = read(tmp_path)
+    lines = [line["because"] for line in found["not_measured"]]
+    assert because in lines[0]
+    assert len(lines) == (1 if how == "unserved" else 2)
+    assert because in (tmp_path / "report.md").read_text()
+    if how == "crash":
+        assert "CUDA out of memory" in lines[0]
+    monkeypatch.delenv("STAND_IN")
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0, "what failed is tried again"
+    if how == "no report":
+        monkeypatch.setenv("STAND_IN", how)
+        assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "--again") == 1, "and an older report is no report"
+
+
+def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, timeout_s=1.0)
+    with pytest.raises(StepError, match=r"not done after 0 minutes; --timeout"):
+        runner.command("slow", ["sh", "-c", "sleep 60 & echo $!; wait"])
+    grandchild = int(runner.path("slow", ".log").read_text().splitlines()[-1])
+    status = Path(f"/proc/{grandchild}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z", "its workers go with it"
+
+
+def test_without_trtllm_bench_or_the_package(tmp_path: Path, bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 1
+    lines = {line["step"]: line["because"] for line in read(tmp_path)["not_measured"]}
+    assert len(lines) == 3
+    assert lines["trtllm-bench"].startswith("trtllm-bench is not on the path: run this with the environment of TensorRT-LLM")
+    assert all(because.count("trtllm-bench is not on the path") == 1 for because in lines.values())
+    monkeypatch.setattr(on_card, "_card", lambda runner: {**FACTS, "versions": {"tensorrt-llm": "1.3.0"}})
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 1
+    assert "not installed in this environment" in read(tmp_path)["not_measured"][0]["because"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: Any) -> None:
+    """In this very environment."""
+    assert run(tmp_path) == 2
+    assert capsys.readouterr().err.startswith("error: torch sees no GPU")
+    facts = json.loads((tmp_path / "steps" / "card.json").read_text())
+    assert facts["versions"]["torch"]
+    doctor = plan._doctor(Runner(tmp_path, 60))
+    assert doctor["active"] is False
+    assert ["GPU", "none"] in doctor["facts"]
+    with pytest.raises(StepError, match=r"ended with 2.*this measures on a GPU"):
+        plan._kernels(Runner(tmp_path, 60), plan.Wanted((), ("Qwen3-30B-A3B",), (1,), 2, 10, ()), "Qwen3-30B-A3B")
+    (tmp_path / "file").touch()
+    assert run(tmp_path / "file") == 2
+    assert "cannot be written (Not a directory)" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written(bench: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "report.json").mkdir()
+    assert run(tmp_path) == 2
+    assert "report.json" in (said := capsys.readouterr().err)
+    assert "cannot be written (Is a directory); mend that, and the same command goes on" in said
+
+
+def test_a_defect_costs_one_step(tmp_path: Path) -> None:
+    def broken(runner: Runner) -> Any:
+        raise ZeroDivisionError("of ours")
+
+    runner = Runner(tmp_path, 1)
+    record = runner.run(Step("broken", "", {}, broken, 1))
+    assert record["because"] == "ZeroDivisionError: of ours"
+    assert json.loads((tmp_path / "steps" / "broken.json").read_text())["state"] == "failed"
+    assert runner.stored(Step("broken", "", {}, broken, 1)) is None
+
+
+def test_a_result_is_of_what_was_asked(tmp_path: Path) -> None:
+    def asked(tokens: tuple[int, ...]) -> Step:
+        return Step("one", "", {"tokens": tokens}, lambda runner: 7, 1)
+
+    runner = Runner(tmp_path, 1)
+    runner.run(asked((1, 2)))
+    found = runner.stored(asked((1, 2)))
+    assert found is not None
+    assert found["result"] == runner.result("one") == 7
+    assert runner.stored(asked((1, 4))) is None
+    (tmp_path / "steps" / "one.json").write_text("{")
+    assert runner.stored(asked((1, 2))) is None
+
+
+def test_recipes_are_those_of_the_published_figures(tmp_path: Path) -> None:
+    loads = {recipe.model: recipe.loads for recipe in recipes.RECIPES}
+    first = loads["Nemotron-3-Super"][0]
+    assert (first.input_tokens, first.output_tokens, first.requests, first.concurrency, first.max_num_tokens) == (
+        2048,
+        1024,
+        5,
+        1,
+        4096,
+    )
+    assert [load.concurrency for load in loads["Qwen3.6-35B-A3B"] if load.output_tokens == 128] == [1, 4, 8]
+    overview = loads["Qwen3-30B-A3B"][-1]
+    assert (overview.input_tokens, overview.output_tokens, overview.requests, overview.concurrency) == (1024, 1024, 3000, None)
+    files = {name: Path(name) for name in ("dataset", "options", "report")}
+    words = host.throughput("trtllm-bench", ["--config"], "nvidia/Qwen3-30B-A3B-FP4", recipes.OTHER, overview, files)
+    assert "--max_num_tokens" not in words
+    assert words[words.index("--concurrency") + 1] == "-1"
+    assert recipes.recipe_for("nvidia/Qwen3-30B-A3B-FP4").model == "Qwen3-30B-A3B"
+    assert recipes.recipe_for("/models/my-own") is recipes.OTHER
+    for figure in published.FIGURES:
+        assert figure.model in loads
+    # A folder is given by both of its names, and bounds the ids.
+    folder = tmp_path / "nemotron-3-super-mine"
+    folder.mkdir()
+    write_json(folder / "config.json", {"text_config": {"vocab_size": 1200}})
+    words = host.throughput("trtllm-bench", ["--config"], str(folder), recipes.recipe_for(str(folder)), first, files)
+    assert words[1:5] == ["--model", SUPER, "--model_path", str(folder)]
+    recipes.write_dataset(tmp_path / "data", first, recipes.vocabulary_of(str(folder)))
+    ids = [i for line in (tmp_path / "data").read_text().splitlines() for i in json.loads(line)["input_ids"]]
+    assert 0 < min(ids) < max(ids) < 1200
+
+
+def test_a_report_of_another_form_is_named(tmp_path: Path) -> None:
+    for content in (
+        "{",
+        "[]",
+        json.dumps({"performance": {}}),
+        json.dumps({"streaming_metrics": {}, "performance": {}, "engine": {}}),
+    ):
+        (tmp_path / "r.json").write_text(content)
+        with pytest.raises(StepError, match=r"r\.json has not the form that is known"):
+            host.read(tmp_path / "r.json")
+
+
+def test_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GB10 does not know its memory's clock; an older driver refuses a field."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_state(["clocks.sm"]) == []
+    code = (
+        "import sys; fields = sys.argv[1].split('=')[1].split(',')\n"
+        "if 'new.field' in fields or sys.argv[3:] not in ([], ['--id=GPU-1']): sys.exit(2)\n"
+        "print(', '.join({'clocks.sm': '2418', 'clocks.mem': '[N/A]', 'pstate': 'P0'}[f] for f in fields))"
+    )
+    _executable(tmp_path / "nvidia-smi", code)
+    assert gpu_state(["clocks.sm", "clocks.mem", "pstate"]) == [{"clocks.sm": 2418.0, "pstate": "P0"}]
+    assert gpu_state(["clocks.sm", "new.field"], "GPU-1") == [{"clocks.sm": 2418.0}]
+    assert gpu_state(["clocks.sm"], "GPU-2") == []
+
+
+def test_clocks_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_EVERY_S", 0.0)
+    (tmp_path / "count").touch()
+    code = f"import pathlib; calls = pathlib.Path({str(tmp_path / 'count')!r}); n = len(calls.read_bytes())\n"
+    _executable(tmp_path / "nvidia-smi", code + "calls.write_bytes(b'x' * (n + 1)); print(f'{800 + 100 * n}, [N/A], 50.5, 40')")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    done = Runner(tmp_path, 60).command("load", ["sleep", "1.4"])
+    assert done.clocks["clocks.sm"]["least"] == 800.0
+    assert done.clocks["clocks.sm"]["most"] >= 900.0
+    assert done.clocks["power.draw"] == {"least": 50.5, "median": 50.5, "most": 50.5}
+    assert "clocks.mem" not in done.clocks
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------------
+
+
+def _decode(us: float = 50.0, error: float = 0.0022) -> dict[str, Any]:
+    """As benchmarks.moe_decode writes it."""
+    numbers = (8.0, 21.2, 0.23, 3.7, None, 2, 22.0)
+    lines = [
+        asdict(
+            Measured(
+                "Qwen3-30B-A3B", "TP1", routing, tokens, us * tokens, *numbers, error if tokens < 64 else float("nan"), "tiles"
+            )
+        )
+        for tokens in (1, 64)
+        for routing in ("random", "skewed")
+    ]
+    peers = [{"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 98.0, "megabytes": 1.0}]
+    lacking = ["triton_kernels: it is not on PYTHONPATH"]
+    return {
+        "gpu": "A",
+        "copy": 4e12,
+        "lines": lines,
+        "bfloat16": peers,
+        "triton_kernels": [],
+        "flashinfer": [],
+        "not_measured": lacking,
+    }
+
+
+def _reported(tmp_path: Path, decode: dict[str, Any]) -> dict[str, Any]:
+    clocks = {"clocks.sm": {"least": 800.0, "median": 850.0, "most": 900.0}}
+    tune = {"tables": [{"microseconds": {"1": {"b12x": 30.0, "triton": 51.0, "host": 60.0}}}]}
+    results = {
+        "kernels-Qwen3-30B-A3B": {"moe_decode": decode, "clocks": clocks},
+        "paths-Qwen3-30B-A3B": {"tune": tune, "clocks": {}},
+    }
+    made = [Step(name, name, {}, lambda runner: None, 1) for name in results]
+    records = {name: {"state": "done", "result": result, "asked": {}, "seconds": 1.0} for name, result in results.items()}
+    return report.write(tmp_path, FACTS, [], made, records, models=False)
+
+
+def test_the_numbers_are_those_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for it writes where it is told to, as the benchmark names its files."""
+    (tmp_path / "decode.json").write_text(json.dumps(_decode()))
+    code = "import pathlib, shutil, sys; out = pathlib.Path(sys.argv[3])\n"
+    code += f"for kind in ('.json', '.md', '.png'): shutil.copy({str(tmp_path / 'decode.json')!r}, out.with_suffix(kind))"
+    _executable(tmp_path / "python", code)
+    monkeypatch.setattr(plan, "_PYTHON", str(tmp_path / "python"))
+    runner = Runner(tmp_path, 60)
+    wanted = plan.Wanted((), ("Qwen3.6-35B-A3B",), (1, 64), 2, 10, ())
+    (step,) = (one for one in plan.steps(wanted) if one.name.startswith("kernels-"))
+    record = runner.run(step)
+    assert json.dumps(record["result"]["moe_decode"]) == json.dumps(_decode())
+    assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == [f"{step.name}.json", f"{step.name}.log"]
+    words = (tmp_path / "steps" / f"{step.name}.log").read_text().splitlines()[0]
+    assert words.endswith("--geometry Qwen3.6-35B-A3B --split TP1 --layers 2 --seconds 10 --tokens 1 64")
+    (tmp_path / "decode.json").write_text(json.dumps({**_decode(), "lines": []}))
+    assert runner.run(step)["because"] == "no line was measured within 10 s; --seconds gives it longer"
+
+
+def test_the_kernels_of_a_report(tmp_path: Path) -> None:
+    found = _reported(tmp_path, _decode())
+    assert found["kernels"]["Qwen3-30B-A3B"]["moe_decode"]["lines"][0]["us"] == 50.0
+    page = (tmp_path / "report.md").read_text()
+    assert (
+        "| tokens | Triton us | MB | of copy | B/clock/SM | b12x us (tune) | triton us (tune) | host us (tune) | bfloat16 us |"
+        in page
+    )
+    assert "| 1 | 50.0 | 21.2 | 0.23 | 3.7 | 30.0 | 51.0 | 60.0 | 98.0 | 0.0022 |" in page
+    assert "| 64 | 3200.0 | 21.2 | 0.23 | 3.7 | - | - | - | - | - |" in page
+    assert "Never at 90% of 2600 MHz: kernels Qwen3-30B-A3B. Lock the clock (`sudo nvidia-smi -lgc 2600`" in page
+    assert "triton_kernels: it is not on PYTHONPATH" in page
+    assert "no --model was given" in page
+    assert (tmp_path / "kernels.png").exists() == ("kernels.png" in page)
+
+
+def test_the_floor_stands_beside_a_model(tmp_path: Path) -> None:
+    load = {"input_tokens": 2048, "output_tokens": 1024, "requests": 5, "concurrency": 1}
+    run = {"model": SUPER, "load": load, "with": True, "served": ["all"], "clocks": {}, "ttft_ms": {"p50": 150.0}}
+    run |= {"tpot_ms": {"p50": 10.0}, "output_tokens_per_second": 90.0}
+    found = _reported(tmp_path, {**_decode(), "copy": 2e12}) | {"bench": [run]}
+    page = report.markdown(found, [])
+    assert "a step reads 11.9 GB (docs/floor.md), 5.94 ms at the copy's rate: 59% of TPOT" in page
+    assert "| 10.00 | - | - | less |" in page
+
+
+def test_the_page_of_the_benchmark_alone() -> None:
+    """With every peer."""
+    peer = {"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 47.5, "products_us": 30.0, "error": 0.002}
+    found = {**_decode(), "torch": "2.11.0", "triton": "3.6.0", "triton_kernels": [peer], "flashinfer": [{**peer, "tokens": 64}]}
+    page = moe_decode.markdown(found, [Measured(**line) for line in found["lines"]])
+    assert "| Qwen3-30B-A3B | 1 | 47.5 | 30.0 | 50.0 | 0.0020 |" in page
+    assert "| Qwen3-30B-A3B | 64 | 47.5 | 3200.0 |" in page
+    assert "| Qwen3-30B-A3B | 1 | 98.0 | 50.0 |" in page
+    assert "Not measured: triton_kernels: it is not on PYTHONPATH" in page
+
+
+def test_a_report_compared_with_the_benchmark_alone(tmp_path: Path, capsys: Any) -> None:
+    _reported(tmp_path, _decode())
+    alone = tmp_path / "alone.json"
+
+    def compared(decode: dict[str, Any], *more: str) -> tuple[int, dict[str, Any]]:
+        alone.write_text(json.dumps(decode))
+        status = compare.main([str(tmp_path), str(alone), *more])
+        return status, json.loads(capsys.readouterr().out)
+
+    status, found = compared(_decode())
+    assert (status, found["lines"], found["worst_ratio"]) == (0, 4, 1.0)
+    status, found = compared(_decode(us=48.0))
+    assert (status, found["apart"]) == (0, [])
+    status, found = compared(_decode(us=40.0))
+    assert (status, len(found["apart"])) == (1, 4)
+    assert compared(_decode(us=40.0), "--within", "0.3")[0] == 0
+    status, found = compared(_decode(error=0.0023))
+    assert (status, len(found["differ"])) == (1, 2)
+    assert compared({**_decode(), "lines": []})[0] == 2

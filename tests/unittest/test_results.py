@@ -1,0 +1,98 @@
+"""The page of results is what the files say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import results
+from tests.unittest.test_on_card import FACTS, _decode
+
+
+def test_the_pages_are_what_the_command_writes() -> None:
+    for path, text in results.pages().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: python -m benchmarks.results writes it anew"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A checkout without results."""
+    (tmp_path / "docs").mkdir()
+    for page in ("triton.md", "mxfp8.md"):
+        shutil.copy(results.ROOT / "docs" / page, tmp_path / "docs")
+    (tmp_path / "README.md").write_text(f"before\n{results.BEGIN}\nold\n{results.END}\nafter\n")
+    return tmp_path
+
+
+def test_what_has_no_file_is_missing(root: Path) -> None:
+    assert results.main([], root) == 0
+    page = (root / "docs" / "results.md").read_text()
+    for source in results.SOURCES:
+        assert f"no file: `{source.command} OUT`" in page
+        assert f"{source.what}: not in a file" in page
+    assert "Any time on an SM12x card" in page
+    readme = (root / "README.md").read_text()
+    assert readme.startswith("before\n")
+    assert readme.endswith(f"{results.END}\nafter\n")
+    assert "| time of a token, served whole | not measured |" in readme
+    assert "old" not in readme
+    assert results.main(["--check"], root) == 0
+    (root / "docs" / "results.md").write_text(page.replace("not in a file", "measured"))
+    assert results.main(["--check"], root) == 1
+
+
+def _on_card() -> dict[str, Any]:
+    load = {"input_tokens": 2048, "output_tokens": 1024, "requests": 5, "concurrency": 1}
+    run = {"model": "/home/me/Nemotron-3-Super", "load": load, "clocks": {}, "command": ["/home/me/bin/trtllm-bench"], "said": []}
+    runs = [
+        {**run, "with": True, "tpot_ms": {"p50": 11.5}, "output_tokens_per_second": 86.0},
+        {**run, "with": False, "tpot_ms": {"p50": 14.0}, "output_tokens_per_second": 71.0},
+    ]
+    named = {"form": 1, "written": "2026-12-01 10:00:00 +0000", "card": FACTS, "bench": runs, "not_measured": []}
+    return {
+        **named,
+        "kernels": {"Qwen3-30B-A3B": {"moe_decode": _decode(), "clocks": {}}},
+        "paths": {},
+        "doctor": {"facts": ["/home/me"]},
+    }
+
+
+def test_runs_are_taken_in(root: Path, tmp_path: Path) -> None:
+    decode = {**_decode(), "torch": "2.11.0", "triton": "3.6.0", "gpu": "NVIDIA H200"}
+    (tmp_path / "a.json").write_text(json.dumps(decode))
+    (tmp_path / "b.json").write_text(json.dumps(_on_card()))
+    assert results.main(["--take", str(tmp_path / "a.json"), str(tmp_path / "b.json")], root) == 0
+    page, readme = (root / "docs" / "results.md").read_text(), (root / "README.md").read_text()
+    assert "| decode of a Qwen3-30B-A3B layer, 1 tokens | 50 us | 98 us: cuBLAS on bfloat16 experts, products alone |" in readme
+    assert "11.50 ms, 86 tokens/s | 14.00 ms, 71 tokens/s: the host's CUTLASS | A stand-in" in readme
+    assert "not measured" not in readme
+    assert "Any time on an SM12x card" not in page
+    assert "Nemotron-3-Super served whole" not in page
+    assert "Qwen3-30B-A3B served whole" in page
+    taken = (root / "docs" / "on-card" / "a-stand-in.json").read_text()
+    assert "GPU-1" not in taken
+    assert "/home/me" not in taken
+    assert "NaN" not in taken
+    assert "NaN" not in (root / "docs" / "moe-decode.json").read_text()
+
+
+def test_a_card_without_a_model_leaves_that_open(root: Path, tmp_path: Path) -> None:
+    hopper = {**FACTS, "card": {**FACTS["card"], "name": "NVIDIA H200", "capability": [9, 0]}}  # type: ignore[dict-item]
+    (tmp_path / "b.json").write_text(json.dumps({**_on_card(), "card": hopper, "bench": []}))
+    assert results.main(["--take", str(tmp_path / "b.json")], root) == 0
+    page = (root / "docs" / "results.md").read_text()
+    assert "| NVIDIA H200, driver 580.1, 2026-12-01; " in page
+    assert "| time of a token, served whole | not measured |" in page
+    assert "Any time on an SM12x card" in page
+
+
+def test_another_file_is_not_taken(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in ("{", "[]", '{"lines": []}', '{"copy": 1, "lines": [{}]}'):
+        (tmp_path / "x.json").write_text(content)
+        assert results.main(["--take", str(tmp_path / "x.json")], root) == 2
+        assert "not a file that a benchmark wrote" in capsys.readouterr().err
+    assert sorted(path.name for path in (root / "docs").iterdir()) == ["mxfp8.md", "triton.md"]
