@@ -21,7 +21,7 @@ BUDGET_S = 2.0
 """For all counts of a geometry."""
 _MARGIN = 0.95
 """Of a budget, what is planned with."""
-_POINT = 0.04
+_POINT = 0.03
 """Of a budget, what replays of one count may take: the rest goes into draws, warm calls, captures and other counts."""
 _CALLS = (12, 48)
 """Fewest and most calls in a graph, where they are quick."""
