@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import crossover
 from trtllm_b12x import process
 from trtllm_b12x.crossover import deciding, layers, measuring
 from trtllm_b12x.crossover.layers import Shape
@@ -99,6 +98,8 @@ def searched(both: dict[str, Path], geometry: Geometry, draw: Any) -> tuple[Meas
 
 def test_near_a_crossing_the_choice_is_right_at_every_count() -> None:
     """Paths that are within 10 % of each other for octaves; ``python -m benchmarks.crossover`` has more of them."""
+    from benchmarks import crossover  # it sets what is not set
+
     summaries, numbers = crossover.run("Qwen3-30B-A3B", (11,))
     assert {one.stand_in for one in summaries} == {"delay", "other tiles"}
     for one, behind in zip(summaries, numbers, strict=True):
@@ -228,6 +229,6 @@ def test_the_command(tmp_path: File) -> None:
     print(result.stdout, result.stderr)
     assert result.returncode == 0
     found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found["tables"][0]["microseconds"]) > 5
+    assert len(found["tables"][0]["microseconds"]) >= 5
     assert found["tables"][0]["seconds"] <= BUDGET_S
     assert torch.cuda.get_device_name() in result.stdout

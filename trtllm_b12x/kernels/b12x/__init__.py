@@ -194,9 +194,7 @@ class B12xKernel(Kernel):
         return plan.tested and tokens in plan.candidates
 
     def launches(self, tokens: int) -> Hashable:
-        """A direct micro kernel is compiled for each count; what they do is the same."""
-        best = self._plan.candidates[tokens][0]
-        return best.kind.name if best.kind is DIRECT_MICRO else (best.kind.name, best.variant)
+        return self._plan.candidates[tokens][0].variant
 
     def rounding(self, tokens: int) -> float:
         kind = self._plan.candidates[tokens][0].kind
