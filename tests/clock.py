@@ -24,6 +24,11 @@ class Clock:
         self.rounds: list[list[int]] = []
         """Counts that the last measurement was asked for."""
         self.budgets: list[float] = []
+        self.named: list[dict[str, Any]] = []
+        """Other arguments."""
+        self.steps: Any = {}
+        self.time_for = 1000
+        """Counts of a measurement."""
         self.layers = 0
         """On which the last one was measured."""
         self.largest_gap = 0.0
@@ -32,6 +37,8 @@ class Clock:
     def __call__(
         self, paths: dict[str, Path], geometry: Any, draw: Any, device: torch.device, budget_s: float = 2.0, **named: Any
     ) -> Standing:
+        self.named.append(named)
+        self.steps = measuring.steps(paths)
         return Standing(self, paths, geometry, draw, budget_s)
 
     def _call(self, paths: dict[str, Path], geometry: Any, draw: Any, tokens: int) -> None:
@@ -50,6 +57,7 @@ class Standing:
     def __init__(self, clock: Clock, paths: dict[str, Path], geometry: Any, draw: Any, budget_s: float) -> None:
         self._clock, self._paths, self.geometry, self._draw, self._budget = clock, paths, geometry, draw, budget_s
         self.spent = 0.0
+        self._left = clock.time_for
 
     def __call__(self, counts: Sequence[int]) -> Times:
         assert not torch.cuda.is_current_stream_capturing()
@@ -63,7 +71,8 @@ class Standing:
         clock.layers = len(self._paths[HOST].runs)
         self.spent += 0.05
         points = {}
-        for tokens in counts:
+        for tokens in counts[: self._left]:
+            self._left -= 1
             there = {name: path for name, path in self._paths.items() if path.serves(tokens)}
             if tokens in (1, 8):
                 clock._call(there, self.geometry, self._draw, tokens)

@@ -724,7 +724,7 @@ def warming_up(autotuner: str, graphs: str) -> dict[str, Any]:
                     forward("captured", tokens)
         for tokens in (40, 8, 3):
             forward("request", tokens)
-        return {"events": events, "gap": clock.largest_gap, "layers": clock.layers}
+        return {"events": events, "gap": clock.largest_gap, "layers": clock.layers, "steps": clock.steps}
 
 
 def ranks_apart() -> dict[str, Any]:

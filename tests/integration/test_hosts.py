@@ -490,6 +490,7 @@ def test_the_crossover_is_measured_once_the_host_has_tuned_and_never_under_captu
     assert [event[1] for event in measured] == (["attention", first] if tuner == "on" else [first])
     assert result["layers"] == 2
     assert 0 < result["gap"] < 0.2  # the host's own path, in this generation's form, computes the layer
+    assert result["steps"]["host"] == [2, 4, 8, 16, 32, 64]  # a tactic for each
     served = [event for event in result["events"] if event[0] in ("captured", "request")]
     assert served == [[what, tokens, int(tokens <= 8)] for what, tokens, _ in served]
     assert len(served) == (14 if graphs == "on" else 5)

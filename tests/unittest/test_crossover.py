@@ -114,6 +114,17 @@ def test_a_host_that_always_wins_has_everything(clock: Clock) -> None:
     assert served(module, 1, 8, 63) == [type(None)] * 3
 
 
+def test_where_launches_change_the_choice_has_a_step(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceKernel, "launches", lambda self, tokens: tokens >= 40)
+    clock._microseconds = lambda name, tokens: 12.0 if name == HOST else 13.0 if tokens >= 40 else 9.0
+    clock.time_for = 7
+    module = built()
+    called(module)
+    assert clock.steps["b12x"] == [40]
+    assert module.backend.schedule.split.times.counts == [1, 2, 4, 8, 16, 32, 64]
+    assert served(module, 39, 40) == [ReferenceKernel, type(None)]
+
+
 def test_never_under_capture_and_a_graph_that_follows_has_what_was_measured(clock: Clock) -> None:
     module = built()
     with capturing():
@@ -332,6 +343,7 @@ def test_other_ranks_times_count_and_one_that_has_none_takes_theirs(clock: Clock
     called(module)
     assert set(said.values()) == {""}
     assert len(said) > 1  # it is heard in every round of the others
+    assert len(clock.asked) == 2  # and does not try again
     assert served(module, 1, 2) == [type(None), ReferenceKernel]
 
 

@@ -133,6 +133,10 @@ def test_time_goes_where_the_choice_is_in_doubt() -> None:
     assert far.asked == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     far.asked, far.exact = [], {"a": lambda tokens: 12.0, HOST: lambda tokens: 1.0}
     assert searched(far).times.counts == [1, 2, 4, 8, 16]  # the first round; the host has won twice
+    for ratio, clear in ((1.035, True), (0.985, False)):  # a kernel has to be 3 % faster
+        near = Card(0)
+        near.serving, near.steps, near.exact = card.serving, {}, {"a": lambda n, t=ratio: t, HOST: lambda n: 1.0}  # type: ignore[misc]
+        assert (searched(near).times.counts == [1, 2, 4, 8, 16]) is clear
 
 
 def test_a_crossing_that_nobody_knows_of_is_found_to_the_token() -> None:

@@ -81,6 +81,7 @@ def test_a_geometry(card: Clock, tmp_path: Path) -> None:
     assert table["rows_per_local_expert"]["8"] == 2
     assert table["bandwidth_limit"]["8"] == pytest.approx(read, abs=0.01)
     assert table["skewed"]["worst_loss"] == 0
+    assert [named.get("skewed") for named in card.named] == [None, True]
     assert (content["gpu"], content["embedded_host"]) == ("A stand-in (SM0)", True)
 
 
@@ -182,3 +183,9 @@ def test_the_loss_of_a_choice_is_told() -> None:
     )
     assert isinstance(table.split, Measured)
     assert table.loss() == pytest.approx(0.2)
+
+
+def test_the_choice_knows_where_launches_change() -> None:
+    times = Times({n: {"a": 5.0 if n < 40 else 15.0, HOST: 10.0} for n in (16, 32, 64)})
+    table = tune._Table("", None, {}, times, {"a": [40]}, {"a": 64}, 1.0, 1, {})
+    assert table.split.ranges(64, {"a": 64}) == [(1, 39, "a"), (40, 64, HOST)]
