@@ -106,10 +106,9 @@ def test_near_a_crossing_the_choice_is_right_at_every_count() -> None:
         assert one.seconds <= BUDGET_S
         assert one.counts == 22
         if one.routes == crossover.MIXED:
-            assert one.close >= 11
+            assert one.close >= 6
             assert {path for *_, path in one.chosen} == {"triton", HOST}
-            late = [count for count in behind["later"] if count["behind"] > WITHIN + count["noise"]]
-            assert not late, late
+            assert one.worst <= WITHIN + one.noise_worst, [count for count in behind["later"] if count["behind"] > WITHIN]
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -393,6 +393,7 @@ def test_until_all_ranks_have_spoken_the_fixed_split_holds_and_nobody_waits_twic
     assert waits == [deciding.WAIT_S, 0, 0, 0]
     assert clock.rounds == [[32]]  # of a bench with what is left of the time
     assert clock.budgets == [deciding.UNTUNED_S, pytest.approx(deciding.UNTUNED_S - 0.05)]
+    assert clock.named[0]["least"] is clock.named[-1]["least"]
     there[0] = 99
     for module in modules:
         called(module)

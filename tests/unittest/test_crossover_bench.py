@@ -124,6 +124,14 @@ def test_the_first_count_is_measured_in_any_case(machine: Machine) -> None:
     assert made([6]).counts == []
 
 
+def test_another_bench_goes_on_with_what_is_left(machine: Machine) -> None:
+    paths = {"a": machine.path(lambda n: 1e-3), HOST: machine.path(lambda n: 40e-3, captured=False)}
+    least: dict[int, float] = {}
+    assert bench(machine, paths, budget_s=0.5, least=least)([1, 2]).counts == [1, 2]
+    assert set(least) == {1, 2}
+    assert bench(machine, paths, budget_s=0.05, least=least)([4]).counts == []
+
+
 def test_half_of_the_calls_have_skewed_routes_and_every_call_its_own(machine: Machine) -> None:
     paths = {"a": machine.path(lambda n: 1e-6 * n), HOST: machine.path(lambda n: 50e-6)}
     bench(machine, paths)([4, 8])

@@ -343,7 +343,8 @@ def _draw(tables: list[_Table], gpu: str, file: Path) -> None:
         for first, last, name in table.split.ranges(counts[-1], table.most):
             axes.axvspan(max(first - 0.5, counts[0]), last + 0.5, color=colors[name], alpha=0.12, lw=0)
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds", title=f"{table.name}\n{gpu}")
-        axes.set_xticks(counts, [str(count) for count in counts])
+        ticks = [count for count in counts if count & (count - 1) == 0]
+        axes.set_xticks(ticks, [str(count) for count in ticks])
         axes.legend()
         axes.grid(alpha=0.3)
     try:

@@ -53,6 +53,8 @@ class _State:
     budget: float = UNTUNED_S
     spent: float = 0.0
     """Seconds, to measure and of measuring."""
+    least: dict[int, float] = field(default_factory=dict)
+    """See :class:`measuring.Bench`."""
     waited: bool = False
     split: Split | None = None
     """Once it is settled."""
@@ -155,13 +157,14 @@ def _settle(state: _State, geometry: Geometry, device: torch.device, module: Any
         others.extend(text for text in texts if text.isdigit())
         return Times({}) if others else Times.sum(Times.of(text) for text in texts if text)
 
-    bench = measuring.Bench(timed, geometry, draw_of(module, geometry, device), device, state.budget - state.spent)
+    draw, left = draw_of(module, geometry, device), state.budget - state.spent
+    bench = measuring.Bench(timed, geometry, draw, device, left, least=state.least)
     whole = state.search.run(_measuring(state, bench), together)
     if whole is None:
         state.waited = True
         log.once(f"rank {getattr(module, 'rank', 0)}: other ranks have not measured yet: the fixed split holds until they have")
         return
-    if state.spent and state.search.own.counts:
+    if state.known is None and state.search.own.counts:
         store.keep(_keys(geometry, device, module, at)[-1], state.search.own)
     if others:
         state.split = Fixed(int(others[0]), f"another rank's {settings.CROSSOVER.name}={others[0]}")

@@ -92,19 +92,20 @@ class Bench:
         seed: int = 0,
         skewed: bool | None = None,
         progress: Callable[[float], None] = lambda share: None,
+        least: dict[int, float] | None = None,
     ) -> None:
         """
         Args:
             paths: families by name, and :data:`HOST`.
             skewed: every call's routes, or none's, instead of half of them.
             progress: told the share of the budget that is spent.
+            least: by token count, the seconds that its time could have been had in; what earlier benches found, and this one.
         """
         self.geometry, self._paths, self._draw, self._device = geometry, paths, draw, device
         self._budget, self._seed, self._skewed, self._progress = budget_s, seed, skewed, progress
         self.spent = 0.0
         """Seconds."""
-        self._least: dict[int, float] = {}
-        """By token count, the seconds that its time could have been had in."""
+        self._least = {} if least is None else least
 
     def __call__(self, counts: Sequence[int]) -> Times:
         """Microseconds of a call at so many of the counts, in this order, as there is time for; the first of all in any case.
