@@ -130,7 +130,7 @@ def share(mapping: Any, about: str, text: str, wait_s: float) -> list[str] | Non
 
     Args:
         about: the same on every rank.
-        text: of at most 500 characters, this rank's.
+        text: this rank's, of any length.
         wait_s: for others that are about to say theirs.
     """
     with _lock:
@@ -205,6 +205,8 @@ class _Table:
         self._decisions: dict[str, str] = {}
         self._shares: dict[str, dict[int, str]] = defaultdict(dict)
         """What is said of a thing, by rank."""
+        self._parts: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
+        """Of what another rank is still saying: by number."""
         self._asked: Counter[str] = Counter()
         self._open: dict[str, Settled] = {}
         self._untold: list[str] = []
@@ -243,7 +245,9 @@ class _Table:
         said, end = self._shares[about], time.monotonic() + wait_s
         if self._mine not in said:
             said[self._mine] = text
-            self._say("share", about, text)
+            parts = [text[start : start + _LONGEST] for start in range(0, len(text), _LONGEST)] or [""]
+            for number, part in enumerate(parts):
+                self._say("share", about, str(len(parts)), str(number), part)
         while True:
             self._exchange()
             if all(rank in said for rank in self._others) and not self._unsent:
@@ -309,7 +313,12 @@ class _Table:
             elif kind == "vote":
                 self._votes[words[0]][rank] = words[1]
             elif kind == "share":
-                self._shares[words[0]][rank] = words[1]
+                about, total, number, part = words
+                parts = self._parts[about, rank]
+                parts[number] = part
+                if len(parts) == int(total):
+                    self._shares[about][rank] = "".join(parts[str(place)] for place in range(len(parts)))
+                    del self._parts[about, rank]
             elif kind == "decision":
                 self._decisions[words[0]] = words[1]
         if self._leads or self._leader in self._here:

@@ -677,9 +677,24 @@ def tuning() -> dict[str, Any]:
     return {"alone": alone, "guarded": guarded, "cleared": cleared, "kernel_calls": counts, "missed": missed}
 
 
-def warming_up(autotuner: str, graphs: str) -> dict[str, Any]:
+def warming_up() -> dict[str, Any]:
     """The order of ``PyTorchModelEngine.warmup`` (id 54626282323): attention alone, the autotuner, then each batch size twice and
-    captured, the largest first; then requests.  When the crossover is measured, and what captures and calls run on."""
+    captured, the largest first; then requests.  When the crossover is measured, and what captures and calls run on: with and
+    without the autotuner and graphs, each time as in a new process."""
+    import gc
+
+    from trtllm_b12x import process
+
+    found = {}
+    for autotuner in ("on", "off"):
+        for graphs in ("on", "off"):
+            process.forget()
+            gc.collect()
+            found[f"{autotuner} {graphs}"] = _warmed_up(autotuner, graphs)
+    return found
+
+
+def _warmed_up(autotuner: str, graphs: str) -> dict[str, Any]:
     import tempfile
 
     import torch
@@ -724,7 +739,7 @@ def warming_up(autotuner: str, graphs: str) -> dict[str, Any]:
                     forward("captured", tokens)
         for tokens in (40, 8, 3):
             forward("request", tokens)
-        return {"events": events, "gap": clock.largest_gap, "layers": clock.layers}
+        return {"events": events, "gap": clock.largest_gap, "layers": clock.layers, "steps": clock.steps}
 
 
 def ranks_apart() -> dict[str, Any]:

@@ -8,6 +8,7 @@ package is the wheel, installed in an environment of its own.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -478,22 +479,21 @@ def test_the_autotuner(python: Path, double: dict[str, str]) -> None:
     assert result["missed"] == [0, 0, 2]  # and has tactics for them: 40 tokens were never tuned, for either GEMM
 
 
-@pytest.mark.parametrize("graphs", ["on", "off"])
-@pytest.mark.parametrize("tuner", ["on", "off"])
-def test_the_crossover_is_measured_once_the_host_has_tuned_and_never_under_capture(
-    python: Path, double: dict[str, str], tuner: str, graphs: str
-) -> None:
-    result = scenario(python, double, "warming_up", tuner, graphs, ENABLE_CONFIGURABLE_MOE="1")
-    measured = [event for event in result["events"] if event[0] == "measured"]
-    assert all(event[2:] == [False, False] for event in measured)
-    first = "warm" if graphs == "on" else "request"
-    assert [event[1] for event in measured] == (["attention", first] if tuner == "on" else [first])
-    assert result["layers"] == 2
-    assert 0 < result["gap"] < 0.2  # the host's own path, in this generation's form, computes the layer
-    served = [event for event in result["events"] if event[0] in ("captured", "request")]
-    assert served == [[what, tokens, int(tokens <= 8)] for what, tokens, _ in served]
-    assert len(served) == (14 if graphs == "on" else 5)
-    assert all(event[2] == 0 for event in result["events"] if event[0] == "tuning")
+def test_the_crossover_is_measured_once_the_host_has_tuned_and_never_under_capture(python: Path, double: dict[str, str]) -> None:
+    found = scenario(python, double, "warming_up", ENABLE_CONFIGURABLE_MOE="1")
+    for tuner, graphs in itertools.product(("on", "off"), repeat=2):
+        result = found[f"{tuner} {graphs}"]
+        measured = [event for event in result["events"] if event[0] == "measured"]
+        assert all(event[2:] == [False, False] for event in measured)
+        first = "warm" if graphs == "on" else "request"
+        assert [event[1] for event in measured] == (["attention", first] if tuner == "on" else [first]), (tuner, graphs)
+        assert result["layers"] == 2
+        assert 0 < result["gap"] < 0.2  # the host's own path, in this generation's form, computes the layer
+        assert result["steps"]["host"] == [2, 4, 8, 16, 32]  # a tactic for each
+        served = [event for event in result["events"] if event[0] in ("captured", "request")]
+        assert served == [[what, tokens, int(tokens <= 8)] for what, tokens, _ in served], (tuner, graphs)
+        assert len(served) == (14 if graphs == "on" else 5)
+        assert all(event[2] == 0 for event in result["events"] if event[0] == "tuning")
 
 
 # ---- what must not be there, and what must not matter --------------------------------------------------------------------

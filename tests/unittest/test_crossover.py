@@ -114,6 +114,17 @@ def test_a_host_that_always_wins_has_everything(clock: Clock) -> None:
     assert served(module, 1, 8, 63) == [type(None)] * 3
 
 
+def test_where_launches_change_the_choice_has_a_step(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceKernel, "launches", lambda self, tokens: tokens >= 40)
+    clock._microseconds = lambda name, tokens: 12.0 if name == HOST else 13.0 if tokens >= 40 else 9.0
+    clock.time_for = 7
+    module = built()
+    called(module)
+    assert clock.steps["b12x"] == [40]
+    assert module.backend.schedule.split.times.counts == [1, 2, 4, 8, 16, 32, 64]
+    assert served(module, 39, 40) == [ReferenceKernel, type(None)]
+
+
 def test_never_under_capture_and_a_graph_that_follows_has_what_was_measured(clock: Clock) -> None:
     module = built()
     with capturing():
@@ -280,20 +291,22 @@ def test_a_fault_of_ours_costs_the_card_its_say_and_no_kernel(
 def test_a_router_that_needs_more_than_logits_is_done_without(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     module = built()
     draw = deciding.draw_of(module.backend, module.backend.kernel.geometry, torch.device("cpu"))
-    with_router = draw(6, 1)
+    with_router = draw(6, 1, False)
     routing = type(module.backend.routing_method)
 
     def fails(self: Any, *_: Any) -> None:
         raise AttributeError("e_score_correction_bias")
 
     monkeypatch.setattr(routing, "apply", fails)
-    without = draw(6, 1)
+    without = draw(6, 1, False)
     for ids, scales in (with_router, without):
         assert ids.shape == scales.shape == (6, 2)
         assert ids.dtype == torch.int32
         assert scales.dtype == torch.float32
         assert all(len(set(row)) == 2 for row in ids.tolist())
     assert torch.equal(with_router[0], without[0])
+    busiest = [sum(int(draw(64, seed, skewed)[0].flatten().bincount().max()) for seed in range(9)) for skewed in (False, True)]
+    assert busiest[1] > 1.2 * busiest[0]  # experts are preferred, at every seed others
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------------
@@ -301,18 +314,23 @@ def test_a_router_that_needs_more_than_logits_is_done_without(clock: Clock, monk
 
 def test_other_ranks_times_count_and_one_that_has_none_takes_theirs(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this rank's side; with real processes: integration/test_distributed.py."""
-    other = Times({1: {"b12x": 30.0, HOST: 1.0}, 2: {"b12x": 1.0, HOST: 30.0}}).text()
-    said: list[str] = []
+    said: dict[str, str] = {}
 
     def share(mapping: Any, about: str, text: str, wait_s: float) -> list[str] | None:
-        said.append(text)
-        return [text, other]
+        said[about] = text
+        counts = [1 << power for power in range(2 + len(said))]
+        other = Times({n: {"b12x": 30.0 if n < 2 else 1.0, HOST: 1.0 if n < 2 else 30.0} for n in counts})
+        return [text, other.text()]
 
     monkeypatch.setattr(votes, "share", share)
     module = built()
     called(module)
     assert served(module, 1, 2) == [type(None), ReferenceKernel]
-    assert Times.of(said[0]).points[1] == {"b12x": 9.0, HOST: 12.0}
+    first, *_, last = (Times.of(text) for text in said.values())
+    assert first.points == {n: {"b12x": 9.0, HOST: 12.0} for n in (1, 2, 4, 8, 16)}
+    assert set(first.counts) < set(last.counts)
+    assert len(clock.rounds) > 1
+    assert module.backend.schedule.split.times.counts == [1, 2, 4, 8, 16, 32, 64]  # what both have
 
     def fails() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -320,42 +338,82 @@ def test_other_ranks_times_count_and_one_that_has_none_takes_theirs(clock: Clock
     clock._before = fails
     process.forget()
     answers.clear()
+    said.clear()
     module = built()
     called(module)
-    assert said[1] == ""
+    assert set(said.values()) == {""}
+    assert len(said) > 1  # it is heard in every round of the others
+    assert len(clock.asked) == 2  # and does not try again
     assert served(module, 1, 2) == [type(None), ReferenceKernel]
 
 
-def test_ranks_measure_every_count_as_only_all_together_can_tell_where_the_host_has_won(clock: Clock) -> None:
+def test_a_number_that_another_rank_was_given_is_this_ones_too(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: dict[str, str] = {}
+
+    def share(mapping: Any, about: str, text: str, wait_s: float) -> list[str] | None:
+        said[about] = text
+        return [text, "24"]
+
+    monkeypatch.setattr(votes, "share", share)
+    module = built()
+    called(module)
+    assert served(module, 23, 24) == [ReferenceKernel, type(None)]
+    assert lines(caplog)[-1].endswith("another rank's TRTLLM_B12X_CROSSOVER=24, fixed: CUTLASS from 24 tokens")
+    monkeypatch.setenv(settings.CROSSOVER.name, "8")
+    process.forget()
     called(built())
-    assert clock.given is None
-    called(built(mapping={"world_size": 2, "rank": 0, "tp_size": 2, "moe_ep_size": 2}))
-    assert clock.given == [1, 2, 4, 8, 16, 32, 64]
+    assert list(said.values()) == ["8"]  # under the name by which others hear it in their first round
 
 
 def test_until_all_ranks_have_spoken_the_fixed_split_holds_and_nobody_waits_twice(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits: list[float] = []
-    there = [False]
+    said: dict[str, str] = {}
+    there = [0]
+    """Rounds that the others have come to."""
 
     def share(mapping: Any, about: str, text: str, wait_s: float) -> list[str] | None:
         waits.append(wait_s)
-        return [text] if there[0] else None
+        assert said.setdefault(about, text) == text
+        return [text] if len(said) <= there[0] else None
 
     monkeypatch.setattr(votes, "share", share)
     modules = [built(), built()]
     for module in modules:
         called(module)
     assert waits == [deciding.WAIT_S, 0]
-    assert len(clock.asked) == 1
+    assert clock.rounds == [[1, 2, 4, 8, 16]]
     assert served(modules[0], 1, 63, 64) == [ReferenceKernel, ReferenceKernel, type(None)]
     assert caplog.text.count("other ranks have not measured yet") == 1
-    there[0] = True
+    there[0] = 1
+    called(modules[0])
+    assert waits == [deciding.WAIT_S, 0, 0, 0]
+    assert clock.rounds == [[32]]  # of a bench with what is left of the time
+    assert clock.budgets == [deciding.UNTUNED_S, pytest.approx(deciding.UNTUNED_S - 0.05)]
+    assert clock.named[0]["least"] is clock.named[-1]["least"]
+    there[0] = 99
     for module in modules:
         called(module)
-    assert waits == [deciding.WAIT_S, 0, 0]
     assert served(modules[1], 16, 40) == [ReferenceKernel, type(None)]
+    assert max(waits[1:]) == 0
+
+
+def test_both_measurements_of_a_host_that_calls_before_it_tunes_stay_in_the_budget(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = built()
+    called(module)
+    deciding.tuning()
+    called(module)
+    assert clock.budgets == [deciding.UNTUNED_S, pytest.approx(2.0 - 0.05 * len(clock.rounds))]
+    process.forget()
+    answers.clear()
+    deciding.tuning()
+    called(built())
+    assert clock.budgets[2:] == [2.0]
 
 
 def test_the_status_says_it(clock: Clock) -> None:

@@ -114,7 +114,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> bytes:
         b"[" * 100_000,
         b"1" * 10_000,
         b" " * (2 << 20),
-        damaged(lambda c: c.update(form=2)),
+        damaged(lambda c: c.update(form=1)),
         damaged(lambda c: c.update(card="a card")),
         damaged(lambda c: c.pop("microseconds")),
         damaged(lambda c: c.update(microseconds={})),

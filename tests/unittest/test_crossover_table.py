@@ -37,6 +37,32 @@ def test_between_two_counts_times_are_straight_in_logarithms() -> None:
     assert [tokens for tokens in range(1, 17) if split.pick(tokens, ["a"])] == list(range(1, 16))  # 15 tokens: 0.9375
 
 
+def test_where_launches_change_the_line_has_a_step() -> None:
+    exact = {"a": lambda n: n**0.5 * (1.5 if n >= 48 else 1), HOST: lambda n: n**0.25 * (0.8 if n >= 64 else 1)}
+    found = Times({n: {name: t(n) for name, t in exact.items()} for n in (16, 32, 64, 128)})
+    steps = {"a": [48], HOST: [64]}
+    for tokens in (33, 40, 47, 48, 50, 63, 64, 65, 100, 128):
+        assert found.at(tokens, steps) == pytest.approx({name: t(tokens) for name, t in exact.items()})
+    assert found.at(47)["a"] > 1.2 * exact["a"](47)
+    assert Measured(found, "measured", 64, {"a": [48]}).times.at(30) == found.at(30)
+    near = Times({32: {HOST: 10.0}, 33: {HOST: 10.3}, 64: {HOST: 12.0}})  # no slope: it would be the noise's
+    assert near.at(47, {HOST: [48]}) == near.at(47)
+    assert found.at(90, {"a": [70, 100]}) == pytest.approx(found.at(90))  # between two steps nobody knows
+
+
+def test_the_step_is_in_the_choice() -> None:
+    found = Times({n: {"a": 6.0 if n < 40 else 11.0, HOST: 10.0} for n in (16, 32, 64, 128)})
+    assert Measured(found, "measured", 64, {"a": [40]}).ranges(128, {"a": 128}) == [(1, 39, "a"), (40, 128, HOST)]
+    assert Measured(found, "measured", 64).ranges(128, {"a": 128})[0][1] > 45
+
+
+def test_paths_that_are_measured_at_other_counts() -> None:
+    found = Times({8: {"a": 8.0, HOST: 8.0}, 12: {HOST: 12.0}, 16: {"a": 16.0, HOST: 16.0}, 20: {HOST: 20.0}})
+    assert found.at(10) == pytest.approx({"a": 10.0, HOST: 10.0})
+    assert found.at(14) == pytest.approx({"a": 14.0, HOST: 14.0})
+    assert found.at(18) == pytest.approx({HOST: 18.0})
+
+
 def test_a_family_that_ends_between_two_counts_is_measured_there() -> None:
     found = Times({4: {"a": 1.0, "b": 2.0, HOST: 9.0}, 6: {"a": 1.5, "b": 2.5, HOST: 9.0}, 8: {"b": 3.0, HOST: 9.0}})
     split = Measured(found, "measured", 64)
@@ -103,12 +129,9 @@ def test_text_and_back() -> None:
     assert Times.of(found.text()).points == {
         tokens: {n: float(f"{t:.5g}") for n, t in p.items()} for tokens, p in found.points.items()
     }
-    full = Times({1 << i: {"b12x": 12345.678, "triton": 98765.432, HOST: 45678.901} for i in range(12)})
-    assert len(full.text()) <= 480
-    fuller = Times({1 << i: {"b12x": 12345.678, "triton": 98765.432, "third": 1.23456, HOST: 456.78} for i in range(16)})
-    assert Times.of(fuller.text()).points[1] == {"b12x": 12346, "triton": 98765, "third": 1.235, HOST: 456.8}
-    with pytest.raises(ValueError, match="characters"):
-        Times({i: {"b12x": 12345.678, "triton": 98765.432, HOST: 45678.901} for i in range(1, 40)}).text()
+    assert Times({}).text() == ""
+    long = Times({i: {"b12x": 123456.78, "triton": 1.2345678, HOST: 12.0} for i in range(1, 40)})
+    assert Times.of(long.text()).points[39] == {"b12x": 123457, "triton": 1.2346, HOST: 12.0}
 
 
 @pytest.mark.parametrize(

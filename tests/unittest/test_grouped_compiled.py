@@ -37,6 +37,13 @@ def test_products_are_native(capability: int, tmp_path: Path) -> None:
     assert names.count("fc2_kernel") == len({row.fc2 for row in TABLE})
 
 
+def test_where_launches_change() -> None:
+    kernel = GroupedKernel()
+    kernel.describe(QWEN3_30B, 4096, torch.device("cuda"))
+    found = [tokens for tokens in range(2, 4097) if kernel.launches(tokens) != kernel.launches(tokens - 1)]
+    assert found == [129, 641, 2049]  # 8, 40 and 128 routes of an expert
+
+
 def test_proof() -> None:
     proof = prove.prove("sm_120a", "grouped")
     assert (proof.compiled, proof.error) == (True, "")

@@ -318,6 +318,13 @@ def test_it_is_heard_beside_votes_and_through_a_shaky_line() -> None:
         )
 
 
+def test_what_is_longer_than_a_message_arrives_as_a_whole() -> None:
+    texts = {rank: "".join(f"{rank}{place:05}" for place in range(200 * rank)) for rank in range(3)}
+    for seed in (1, 2, 3):
+        heard = hold({rank: shares(text) for rank, text in texts.items()}, shaky=seed)
+        assert all(answers == {"a": ",".join(texts.values())} for answers in heard.values())
+
+
 def test_nobody_waits_long_and_it_is_there_when_it_is_asked_for_again() -> None:
     def impatient(table: _Table, answers: Answers) -> None:
         start = time.monotonic()

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import os
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import click
 
 from trtllm_b12x import __version__, settings
 from trtllm_b12x.bootstrap import first_line
-from trtllm_b12x.crossover.table import HOST, Measured, Times, winner
+from trtllm_b12x.crossover.table import HOST, Measured, Steps, Times, winner
 from trtllm_b12x.schedule import DEFAULT_CROSSOVER
 
 from .verify_output import plain, progress
@@ -41,6 +40,7 @@ class _Table:
     record: dict[str, Any]
     """As files have it."""
     times: Times
+    steps: Steps
     most: dict[str, int]
     """Tokens that each family serves."""
     seconds: float
@@ -51,7 +51,7 @@ class _Table:
     split: Measured = field(init=False)
 
     def __post_init__(self) -> None:
-        self.split = Measured(self.times, f"measured in {self.seconds:.1f} s", DEFAULT_CROSSOVER)
+        self.split = Measured(self.times, f"measured in {self.seconds:.1f} s", DEFAULT_CROSSOVER, self.steps)
 
     def rows(self, tokens: int) -> float:
         return float(tokens * self.geometry.top_k / self.geometry.num_experts / self.geometry.ranks)
@@ -256,6 +256,7 @@ def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | No
 
 def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed: bool, set_share: Any) -> _Table:
     from trtllm_b12x.crossover import deciding, layers, measuring, store
+    from trtllm_b12x.crossover.search import Search
 
     logging.getLogger("trtllm_b12x").setLevel(logging.WARNING)
     real = _families()
@@ -265,26 +266,22 @@ def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed:
         made = layers.build(shape, device, progress=lambda share: set_share(_BUILT * share))
         backend, geometry = getattr(made[0], "backend", made[0]), layers.geometry(made[0])
         paths = deciding.paths(backend, layers.call(made[0], 1))
-        most = {family: measuring.most_served(path) for family, path in paths.items() if family != HOST}
+        serving, steps = measuring.served(paths), measuring.steps(paths)
+        most = {family: max(counts) for family, counts in serving.items() if counts}
         layers.tuned(made[0], max(most.values()))
-        started = time.monotonic()
-        times = measuring.measure(
-            paths,
-            geometry,
-            deciding.draw_of(backend, geometry, device),
-            device,
-            progress=lambda share: set_share(_BUILT + (1 - _BUILT) * share),
-        )
-        seconds = time.monotonic() - started
+        draw = deciding.draw_of(backend, geometry, device)
+        told = lambda share: set_share(_BUILT + (1 - _BUILT) * share)  # noqa: E731
+        bench = measuring.Bench(paths, geometry, draw, device, progress=told)
+        times = Search(serving, steps).run(bench)
+        assert times is not None  # nobody else is asked
         others = None
         if skewed:
-            draw = deciding.draw_of(backend, geometry, device, skewed=True)
-            others = measuring.measure(paths, geometry, draw, device, given=times.counts, seed=_SEED)
+            others = measuring.Bench(paths, geometry, draw, device, seed=_SEED, skewed=True)(times.counts)
         key = deciding.key(geometry, device, list(most), tuned=not layers.is_embedded())
     store.keep(key, times)
     read = {tokens: measuring.expert_bytes(geometry) * measuring.expected_hits(geometry, tokens) for tokens in times.counts}
     limit = {tokens: 1e6 * size / copy for tokens, size in read.items()}
-    return _Table(name, geometry, store.record(key, times), times, most, seconds, len(made), limit, others)
+    return _Table(name, geometry, store.record(key, times), times, steps, most, bench.spent, len(made), limit, others)
 
 
 # ---- output --------------------------------------------------------------------------------------------------------------
@@ -346,7 +343,8 @@ def _draw(tables: list[_Table], gpu: str, file: Path) -> None:
         for first, last, name in table.split.ranges(counts[-1], table.most):
             axes.axvspan(max(first - 0.5, counts[0]), last + 0.5, color=colors[name], alpha=0.12, lw=0)
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds", title=f"{table.name}\n{gpu}")
-        axes.set_xticks(counts, [str(count) for count in counts])
+        ticks = [count for count in counts if count & (count - 1) == 0]
+        axes.set_xticks(ticks, [str(count) for count in ticks])
         axes.legend()
         axes.grid(alpha=0.3)
     try:

@@ -9,8 +9,7 @@ others'.  Until then, and where nothing can be measured, the fixed split holds. 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -25,11 +24,14 @@ from trtllm_b12x.log import logger
 from trtllm_b12x.schedule import Schedule
 
 from . import measuring, store
-from .measuring import Path
+from .measuring import Draw, Path
+from .search import Measure, Search
 from .table import HOST, Fixed, Measured, Split, Times
 
 WAIT_S = 5.0
 """For other ranks, which come to the same call at about the same time and measure for :data:`measuring.BUDGET_S` at most."""
+UNTUNED_S = 0.8
+"""Before the host has tuned; afterwards there is what this has left of :data:`measuring.BUDGET_S`."""
 ROWS = 32
 """Routed rows per local expert up to which kernels are planned where the card decides: Triton's largest block, beyond which an
 expert's weights are read more than once."""
@@ -44,9 +46,15 @@ UNTUNED, TUNED = 0, 1
 class _State:
     """Of the layers of one geometry, families and device, before or after the host has tuned."""
 
-    times: Times | None = None
+    search: Search | None = None
+    known: Times | None = None
+    """From a file, or stored."""
     source: str = ""
-    looked: bool = False
+    budget: float = UNTUNED_S
+    spent: float = 0.0
+    """Seconds, to measure and of measuring."""
+    least: dict[int, float] = field(default_factory=dict)
+    """See :class:`measuring.Bench`."""
     waited: bool = False
     split: Split | None = None
     """Once it is settled."""
@@ -115,11 +123,12 @@ def ask(module: Any, like: Any) -> bool:
     with _lock:
         at = _process.stage
         question = (geometry, tuple(found.families), str(device))
-        state = _process.states.setdefault((*question, at), _State())
+        before = _process.states.get((*question, UNTUNED))
+        budget = UNTUNED_S if at == UNTUNED else measuring.BUDGET_S - (before.spent if before else 0)
+        state = _process.states.setdefault((*question, at), _State(budget=budget))
         if state.split is None and not torch.cuda.is_current_stream_capturing():
             _settle(state, geometry, device, module, like, at)
-        before = _process.states.get((*question, UNTUNED), state)
-        split = state.split or before.split
+        split = state.split or (before.split if before else None)
         if split is not None:
             module.schedule = Schedule(found.families, split)
         return state.split is not None
@@ -127,23 +136,44 @@ def ask(module: Any, like: Any) -> bool:
 
 def _settle(state: _State, geometry: Geometry, device: torch.device, module: Any, like: Any, at: int) -> None:
     families = list(module.schedule.families)
-    told = settings.CROSSOVER.first(settings.CROSSOVER()) is not None
-    if not state.looked:
-        state.looked = True
-        if not told:
-            state.times, state.source = _own(geometry, device, module, like, at)
     about = f"crossover, {geometry}, {'+'.join(families)}, {at}"
-    texts = votes.share(module._mapping, about, state.times.text() if state.times else "", 0 if told or state.waited else WAIT_S)
-    state.waited = True
-    if told:
+    told = settings.CROSSOVER.first(settings.CROSSOVER())
+    if told is not None:
+        votes.share(module._mapping, f"{about}, 1", str(told), 0)
         state.split = fixed()
-    elif texts is None:
+        _say(module, geometry, state.split)
+        return
+    timed = paths(module, like)
+    steps = measuring.steps(timed)
+    if state.search is None:
+        state.search = Search(measuring.served(timed), steps)
+        state.known, state.source = _known(geometry, device, module, at)
+    others: list[str] = []
+
+    def together(own: Times, number: int) -> Times | None:
+        texts = votes.share(module._mapping, f"{about}, {number}", own.text(), 0 if state.waited else WAIT_S)
+        if texts is None:
+            return None
+        others.extend(text for text in texts if text.isdigit())
+        return Times({}) if others else Times.sum(Times.of(text) for text in texts if text)
+
+    draw, left = draw_of(module, geometry, device), state.budget - state.spent
+    bench = measuring.Bench(timed, geometry, draw, device, left, least=state.least)
+    whole = state.search.run(_measuring(state, bench), together)
+    if whole is None:
+        state.waited = True
         log.once(f"rank {getattr(module, 'rank', 0)}: other ranks have not measured yet: the fixed split holds until they have")
         return
+    if state.known is None and state.search.own.counts:
+        store.keep(_keys(geometry, device, module, at)[-1], state.search.own)
+    if others:
+        state.split = Fixed(int(others[0]), f"another rank's {settings.CROSSOVER.name}={others[0]}")
+    elif whole.counts:
+        measured = f"measured in {state.spent:.1f} s" if state.search.own.counts else "measured on other ranks"
+        state.split = Measured(whole, state.source or measured, schedule.DEFAULT_CROSSOVER, steps)
     else:
-        spoken = [Times.of(text) for text in texts if text]
-        source = state.source or "measured on other ranks"
-        state.split = Measured(Times.sum(spoken), source, schedule.DEFAULT_CROSSOVER) if spoken else fixed()
+        state.split = fixed()
+    state.search = None
     _say(module, geometry, state.split)
 
 
@@ -152,9 +182,14 @@ def _say(module: Any, geometry: Geometry, split: Split) -> None:
         log.once(f"rank {getattr(module, 'rank', 0)}: {geometry}: {split.summary}", logging.INFO)
 
 
-def _own(geometry: Geometry, device: torch.device, module: Any, like: Any, at: int) -> tuple[Times | None, str]:
-    """This rank's times and where they come from; None and nothing where it has none."""
-    keys = [key(geometry, device, list(module.schedule.families), tuned) for tuned in ((True,) if at == TUNED else (True, False))]
+def _keys(geometry: Geometry, device: torch.device, module: Any, at: int) -> list[store.Key]:
+    """Of tables that will do, the better first; the last is that of a measurement now."""
+    return [key(geometry, device, list(module.schedule.families), tuned) for tuned in ((True,) if at == TUNED else (True, False))]
+
+
+def _known(geometry: Geometry, device: torch.device, module: Any, at: int) -> tuple[Times | None, str]:
+    """What need not be measured, and where it is from; None and nothing where there is none."""
+    keys = _keys(geometry, device, module, at)
     word = settings.CROSSOVER()
     if settings.CROSSOVER.is_file(word):
         try:
@@ -165,18 +200,27 @@ def _own(geometry: Geometry, device: torch.device, module: Any, like: Any, at: i
         times = store.load(one)
         if times is not None:
             return times, "stored"
-    started = time.monotonic()
-    try:
-        timed = paths(module, like)
-        shared = module.tp_size * module.ep_size > 1  # whether the host has won twice, only all ranks together can tell
-        draw, given = draw_of(module, geometry, device), measuring.counts(timed) if shared else None
-        times = measuring.measure(timed, geometry, draw, device, given=given)
-    except Exception as error:
-        logger.debug("measuring %s", geometry, exc_info=error)
-        log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
-        return None, ""
-    store.keep(keys[-1], times)
-    return times, f"measured in {time.monotonic() - started:.1f} s"
+    return None, ""
+
+
+def _measuring(state: _State, bench: measuring.Bench) -> Measure:
+    """What is known, or what the bench finds at the call under way; where that fails it is not tried again."""
+    before = state.spent
+
+    def measure(counts: Sequence[int]) -> Times:
+        if state.known is not None:
+            return state.known
+        try:
+            return bench(counts)
+        except Exception as error:
+            logger.debug("measuring %s", bench.geometry, exc_info=error)
+            log.once(f"the crossover of {bench.geometry} cannot be measured: {first_line(error)}")
+            state.known = Times({})
+            return state.known
+        finally:
+            state.spent = before + bench.spent
+
+    return measure
 
 
 def key(geometry: Geometry, device: torch.device, families: list[str], tuned: bool) -> store.Key:
@@ -208,10 +252,13 @@ def paths(module: Any, like: Any) -> dict[str, Path]:
     found = {}
     for name, kernel in module.schedule.families.items():
         runs = [layer.schedule.families[name].run for layer in alike]
-        found[name] = Path(runs, kernel.serves, kernel.features.graph_safe)
+        found[name] = Path(runs, kernel.serves, kernel.features.graph_safe, kernel.launches)
     hosts = [partial(layer.run_as_the_host, like) for layer in alike]
-    # The embedded host's operator asks which experts have tokens.
-    return {**found, HOST: Path(hosts, captured=host.load().generation != "embedded")}
+    if host.load().generation == "embedded":  # its operator asks which experts have tokens
+        return {**found, HOST: Path(hosts, captured=False)}
+    # A tactic that was tuned for a power of two serves the counts up to the next: ``MoERunner.tuning_config`` maps by
+    # ``last_positive_power_of_2`` (``_torch/custom_ops/torch_custom_ops.py``).
+    return {**found, HOST: Path(hosts, launches=int.bit_length)}
 
 
 def _alike(other: Any, module: Any) -> bool:
@@ -227,10 +274,10 @@ def _alike(other: Any, module: Any) -> bool:
         return False
 
 
-def draw_of(module: Any, geometry: Geometry, device: torch.device, skewed: bool = False) -> Callable[[int, int], Any]:
-    """Routes as the layer's router draws them from random logits; of a router that needs more than those, uniform ones."""
+def draw_of(module: Any, geometry: Geometry, device: torch.device) -> Draw:
+    """Routes as the layer's router draws them from random logits; of a router that needs more than those, by the logits alone."""
 
-    def draw(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logits = measuring.router_logits(geometry, tokens, seed, skewed).to(device)
         try:
             ids, scales = module.routing_method.apply(logits)

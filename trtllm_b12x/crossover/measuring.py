@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,24 +15,28 @@ import torch
 
 from trtllm_b12x.kernels import Geometry
 
-from .table import HOST, Times
+from .table import HOST, Steps, Times
 
 BUDGET_S = 2.0
 """For all counts of a geometry."""
-_SHARE = 0.75
-"""Of the time that is left, what replays may take: the rest goes into draws, warm calls and captures."""
+_MARGIN = 0.95
+"""Of a budget, what is planned with."""
+_POINT = 0.03
+"""Of a budget, what replays of one count may take: the rest goes into draws, warm calls, captures and other counts."""
 _CALLS = (12, 48)
-"""Fewest and most calls in a graph."""
+"""Fewest and most calls in a graph, where they are quick."""
+_FEWEST_CALLS = 2
+"""Where they are slow: one with each kind of routes."""
 _COLD = 2.5
 """Bytes that the other calls of a graph read before a layer is read again, in multiples of the L2 cache."""
-_REPLAYS = (5, 25)
+_REPLAYS = (3, 25)
 _LARGEST = 8192
 """Tokens, of what is measured at all."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Tokens ``(T, H)``, global ids ``(T, top_k)`` and scales ``(T, top_k)`` to outputs."""
-Draw = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
-"""Token count and seed to ids and scales."""
+Draw = Callable[[int, int, bool], tuple[torch.Tensor, torch.Tensor]]
+"""Token count, seed, and whether some experts are preferred (:func:`router_logits`), to ids and scales."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Path:
     serves: Callable[[int], bool] = lambda tokens: True
     captured: bool = True
     """False: it asks the GPU what to launch, so no graph holds it and its calls are timed as they are launched."""
+    launches: Callable[[int], Hashable] = lambda tokens: None
+    """Equal for counts that are launched alike."""
 
 
 def possible(device: torch.device) -> bool:
@@ -51,105 +57,138 @@ def possible(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def most_served(path: Path, limit: int = _LARGEST) -> int:
-    """The most tokens up to ``limit``; 0 for none."""
-    return next((tokens for tokens in range(limit, 0, -1) if path.serves(tokens)), 0)
+def served(paths: Mapping[str, Path], limit: int = _LARGEST) -> dict[str, list[int]]:
+    """By family, the token counts up to ``limit`` that it serves."""
+    return {name: [n for n in range(1, limit + 1) if path.serves(n)] for name, path in paths.items() if name != HOST}
 
 
-def counts(paths: Mapping[str, Path]) -> list[int]:
-    """Powers of two, and the most tokens of each family."""
-    limits = {most_served(path) for name, path in paths.items() if name != HOST} - {0}
-    most = max(limits, default=0)
-    return sorted({1 << power for power in range(most.bit_length())} | limits)
-
-
-def measure(
-    paths: Mapping[str, Path],
-    geometry: Geometry,
-    draw: Draw,
-    device: torch.device,
-    budget_s: float = BUDGET_S,
-    given: Sequence[int] | None = None,
-    seed: int = 0,
-    progress: Callable[[float], None] = lambda share: None,
-) -> Times:
-    """Microseconds of a call, count by count from 1 on, until the host has won twice or the time is up.
-
-    Paths take turns, so that a clock that drifts is every path's.
-
-    Args:
-        paths: families by name, and :data:`HOST`.
-        given: counts, all of them; default :func:`counts`, as far as they are needed.
-        progress: told the share of the counts that is done.
-
-    Raises:
-        Exception: whatever a path raises.
-    """
-    wanted = list(given or counts(paths))
-    started = time.monotonic()
-    points: dict[int, dict[str, float]] = {}
-    with torch.cuda.device(device), torch.inference_mode(), _graphs() as graphs:
-        for done, tokens in enumerate(wanted):
-            left = budget_s - (time.monotonic() - started)
-            if points and left < 0.05:
-                break
-            there = {name: path for name, path in paths.items() if path.serves(tokens)}
-            share = _SHARE * left / max(len(wanted) - done, 1)
-            points[tokens] = _point(there, geometry, draw, device, tokens, share, seed, graphs)
-            progress((done + 1) / len(wanted))
-            if given is None and Times(points).ended:
-                break
-    return Times(points)
-
-
-def _point(
-    paths: Mapping[str, Path],
-    geometry: Geometry,
-    draw: Draw,
-    device: torch.device,
-    tokens: int,
-    budget_s: float,
-    seed: int,
-    graphs: _Graphs,
-) -> dict[str, float]:
-    own = torch.Generator(device).manual_seed(seed)  # the server's own generator stays as it is
-    x = torch.randn(tokens, geometry.hidden_size, dtype=geometry.dtype, device=device, generator=own)
-    layers = min(len(path.runs) for path in paths.values())
-    calls = _calls(geometry, tokens, layers, device)
-    routed = [draw(tokens, 1_000_003 * seed + 1009 * tokens + call) for call in range(calls)]
-    replays: dict[str, tuple[Callable[[], None], int]] = {}
+def steps(paths: Mapping[str, Path]) -> Steps:
+    """Where each path begins to launch its calls otherwise, as far as a family serves."""
+    counts = served(paths)
+    most = max((own[-1] for own in counts.values() if own), default=0)
+    found = {}
     for name, path in paths.items():
+        own = counts.get(name, range(1, most + 1))
+        launches = [path.launches(tokens) for tokens in own]
+        found[name] = [n for n, before, now in zip(own[1:], launches, launches[1:], strict=False) if before != now]
+    return found
 
-        def run(path: Path = path, some: int = calls) -> None:
-            for call, (ids, scales) in enumerate(routed[:some]):
+
+class Bench:
+    """Times calls on the paths of one geometry, for at most so long altogether.
+
+    A captured graph of each path goes through the layers, every call with routes of its own: half of them of a router that
+    prefers no expert, half of one that prefers some.  A call's time goes by the experts that are hit, and users' routers are
+    somewhere between.  Paths take turns, so that a clock that drifts is every path's.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        geometry: Geometry,
+        draw: Draw,
+        device: torch.device,
+        budget_s: float = BUDGET_S,
+        seed: int = 0,
+        skewed: bool | None = None,
+        progress: Callable[[float], None] = lambda share: None,
+        least: dict[int, float] | None = None,
+    ) -> None:
+        """
+        Args:
+            paths: families by name, and :data:`HOST`.
+            skewed: every call's routes, or none's, instead of half of them.
+            progress: told the share of the budget that is spent.
+            least: by token count, the seconds that its time could have been had in; what earlier benches found, and this one.
+        """
+        self.geometry, self._paths, self._draw, self._device = geometry, paths, draw, device
+        self._budget, self._seed, self._skewed, self._progress = budget_s, seed, skewed, progress
+        self.spent = 0.0
+        """Seconds."""
+        self._least = {} if least is None else least
+
+    def __call__(self, counts: Sequence[int]) -> Times:
+        """Microseconds of a call at so many of the counts, in this order, as there is time for; the first of all in any case.
+
+        Raises:
+            Exception: whatever a path raises.
+        """
+        started, before = time.monotonic(), self.spent
+        points: dict[int, dict[str, float]] = {}
+        with torch.cuda.device(self._device), torch.inference_mode(), _graphs() as graphs:
+            for tokens in counts:
+                self.spent = before + time.monotonic() - started
+                self._progress(min(self.spent / self._budget, 1))
+                if self._least and self._expected(tokens) > _MARGIN * self._budget - self.spent:
+                    break
+                points[tokens] = self._point(tokens, started + _MARGIN * self._budget - before, graphs)
+        self.spent = before + time.monotonic() - started
+        return Times(points)
+
+    def _expected(self, tokens: int) -> float:
+        """Seconds for a count, at least, by what the nearest took: proportional to tokens where these are more."""
+        nearest = min(self._least, key=lambda n: abs(math.log(n / tokens)))
+        return self._least[nearest] * max(1, tokens / nearest)
+
+    def _point(self, tokens: int, deadline: float, graphs: _Graphs) -> dict[str, float]:
+        g = self.geometry
+        paths = {name: path for name, path in self._paths.items() if path.serves(tokens)}
+        own = torch.Generator(self._device).manual_seed(self._seed)  # the server's own generator stays as it is
+        x = torch.randn(tokens, g.hidden_size, dtype=g.dtype, device=self._device, generator=own)
+        layers = min(len(path.runs) for path in paths.values())
+        routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def run(path: Path, calls: int) -> None:
+            for call, (ids, scales) in enumerate(routed[:calls]):
                 path.runs[call % layers](x, ids, scales)
 
-        run(some=1)  # modules load at their first call
-        if path.captured:
-            replays[name] = graphs.captured(run), calls
-        else:
-            replays[name] = lambda run=run: run(some=2), min(2, calls)  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in paths}
-    torch.cuda.synchronize(device)
-    begun = time.monotonic()
-    for turn in range(_REPLAYS[1] + 1):
-        for name, (replay, some) in replays.items():
-            seconds = _seconds(replay) / some
-            if turn:  # the first of a graph uploads it
-                times[name].append(seconds)
-        if turn >= _REPLAYS[0] and time.monotonic() - begun > budget_s:
-            break
-        if turn > 1 and time.monotonic() - begun > 2 * budget_s:
-            break
-    graphs.drop()
-    return {name: 1e6 * statistics.median(found) for name, found in times.items()}
+        self._draw_more(routed, tokens, 1)
+        if not self._least:  # modules load at their first call
+            for path in paths.values():
+                run(path, 1)
+        torch.cuda.synchronize(self._device)
+        begun = time.monotonic()
+        for path in paths.values():
+            run(path, 1)
+        torch.cuda.synchronize(self._device)
+        once = time.monotonic() - begun
+        share = _POINT * self._budget
+        fit = int(share / once / _REPLAYS[0])
+        calls = max(min(_calls(g, tokens, layers, self._device), fit // 2 * 2), _FEWEST_CALLS)
+        self._draw_more(routed, tokens, calls)
+        replays: dict[str, tuple[Callable[[], Any], int]] = {}
+        for name, path in paths.items():
+            some = calls if path.captured else _FEWEST_CALLS
+            replays[name] = (lambda path=path, some=some: run(path, some)), some  # type: ignore[misc]
+            if path.captured:
+                replays[name] = graphs.captured(replays[name][0]), some
+                replays[name][0]()  # the first of a graph uploads it
+        torch.cuda.synchronize(self._device)
+        times: dict[str, list[float]] = {name: [] for name in paths}
+        start = now = time.monotonic()
+        for turn in range(1, _REPLAYS[1] + 1):
+            for name, (replay, some) in replays.items():
+                times[name].append(_seconds(replay) / some)
+            took, now = time.monotonic() - now, time.monotonic()
+            self._least.setdefault(tokens, now - begun)
+            enough = share if turn >= _REPLAYS[0] else 2 * share
+            if now - start + took > enough or now + took > deadline:
+                break
+        graphs.drop()
+        return {name: 1e6 * statistics.median(found) for name, found in times.items()}
+
+    def _draw_more(self, routed: list[tuple[torch.Tensor, torch.Tensor]], tokens: int, calls: int) -> None:
+        for call in range(len(routed), calls):
+            skewed = call % 2 == 1 if self._skewed is None else self._skewed
+            routed.append(self._draw(tokens, 1_000_003 * self._seed + 1009 * tokens + call, skewed))
 
 
 def _calls(geometry: Geometry, tokens: int, layers: int, device: torch.device) -> int:
-    """So many that what a layer reads is out of the L2 cache when its turn comes again; each call has routes of its own."""
+    """So many that what a layer reads is out of the L2 cache when its turn comes again; an even number."""
     cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
     read = expert_bytes(geometry) * expected_hits(geometry, tokens)
-    return max(min(math.ceil(_COLD * cache / max(read, 1)) + 1, _CALLS[1]), _CALLS[0], min(layers, _CALLS[1] // 2))
+    found = max(min(math.ceil(_COLD * cache / max(read, 1)) + 1, _CALLS[1]), _CALLS[0], min(layers, _CALLS[1] // 2))
+    return found + found % 2
 
 
 def _seconds(run: Callable[[], Any]) -> float:

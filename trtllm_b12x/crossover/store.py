@@ -23,7 +23,7 @@ from trtllm_b12x.log import logger
 
 from .table import Times
 
-FORM = 1
+FORM = 2
 """Of the files."""
 _WAIT_S = 10.0
 _LARGEST = 1 << 20

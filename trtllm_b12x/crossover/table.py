@@ -1,8 +1,9 @@
 """What was measured, and which path serves a token count by it.  Pure: no torch, nothing of ours.
 
 A point is a token count with the microseconds of a call on each path: the families by name, and the host's own, :data:`HOST`.
-Between two points each path's time is a straight line in the logarithms of both.  Routed rows per local expert, which a path's
-time really goes by, are proportional to tokens within a geometry, so that the line is the same over either.
+Between two points each path's time is a straight line in the logarithms of both, broken where the path is known to launch calls
+otherwise from some count on (:data:`Steps`).  Routed rows per local expert, which a path's time really goes by, are proportional
+to tokens within a geometry, so that the line is the same over either.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 HOST = "host"
 """The host's own path, with its quantization of the input."""
 GAIN = 0.97
 """A kernel serves a count where it takes at most this share of the host's time."""
-LONGEST = 480
-"""Characters of :meth:`Times.text`: what ranks send each other at once."""
-_DIGITS = (5, 4, 3)
+_SPAN = 1.4
+"""From one count to the next where the line between them is followed further."""
+_DIGITS = 5
+"""Of what ranks tell each other."""
 
 Points = Mapping[int, Mapping[str, float]]
+Steps = Mapping[str, Sequence[int]]
+"""By path: counts from which on it launches calls otherwise (other tiles, another kernel, a launch more), in order."""
+NO_STEPS: Steps = MappingProxyType({})
 
 
 class Split(Protocol):
@@ -64,38 +70,31 @@ class Times:
                 )
         self.points = {tokens: {name: float(t) for name, t in points[tokens].items()} for tokens in sorted(points)}
         self.counts = list(self.points)
+        names = sorted({name for paths in self.points.values() for name in paths})
+        self._lines = {name: _Line({n: paths[name] for n, paths in self.points.items() if name in paths}) for name in names}
 
     @property
     def ended(self) -> bool:
         """The host has won twice in a row, so that no more counts are needed."""
         return len(self.counts) > 1 and all(winner(self.points[tokens]) is None for tokens in self.counts[-2:])
 
-    def at(self, tokens: int) -> dict[str, float]:
+    def at(self, tokens: int, steps: Steps = NO_STEPS) -> dict[str, float]:
         """Microseconds by path; outside the points, of the nearest one."""
-        place = bisect_left(self.counts, tokens)
-        if place == len(self.counts) or place == 0 or self.counts[place] == tokens:
-            return self.points[self.counts[min(place, len(self.counts) - 1)]]
-        low, high = self.counts[place - 1 : place + 1]
-        share = math.log(tokens / low) / math.log(high / low)
-        before, after = self.points[low], self.points[high]
-        return {name: before[name] ** (1 - share) * after[name] ** share for name in before if name in after}
+        if tokens > self.counts[-1]:
+            return self.points[self.counts[-1]]
+        lines = ((name, line, bisect_left(line.counts, tokens)) for name, line in self._lines.items())
+        return {name: line.at(tokens, place, steps.get(name, ())) for name, line, place in lines if place < len(line.counts)}
 
     def text(self) -> str:
-        """For :meth:`of`, with as many digits as there is room for.
-
-        Raises:
-            ValueError: it would be longer than :data:`LONGEST` with few.
-        """
-        names = sorted({name for paths in self.points.values() for name in paths})
-        for digits in _DIGITS:
-            rows = (
-                f"{tokens}:" + ",".join(_short(paths[name], digits) if name in paths else "" for name in names)
-                for tokens, paths in self.points.items()
-            )
-            text = ",".join(names) + "|" + ";".join(rows)
-            if len(text) <= LONGEST:
-                return text
-        raise ValueError(f"{len(text)} characters of times")
+        """For :meth:`of`; empty where there is nothing."""
+        if not self.points:
+            return ""
+        names = list(self._lines)
+        rows = (
+            f"{tokens}:" + ",".join(_short(paths[name]) if name in paths else "" for name in names)
+            for tokens, paths in self.points.items()
+        )
+        return ",".join(names) + "|" + ";".join(rows)
 
     @classmethod
     def of(cls, text: str) -> Times:
@@ -123,8 +122,42 @@ class Times:
         return cls(points)
 
 
-def _short(value: float, digits: int) -> str:
-    return f"{value:.0f}" if value >= 10.0 ** (digits - 1) else f"{value:.{digits}g}"
+class _Line:
+    """One path's time over tokens."""
+
+    def __init__(self, times: Mapping[int, float]) -> None:
+        self.counts = list(times)
+        self._x, self._y = [math.log(n) for n in times], [math.log(t) for t in times.values()]
+        self._times = list(times.values())
+
+    def at(self, tokens: int, place: int, steps: Sequence[int]) -> float:
+        """``place``: of the first count that is not below ``tokens``."""
+        low, high = self.counts[max(place - 1, 0)], self.counts[place]
+        if place == 0 or high == tokens:
+            return self._times[place]
+        inside = [step for step in steps if low < step <= high]
+        start, slope = place - 1, (self._y[place] - self._y[place - 1]) / (self._x[place] - self._x[place - 1])
+        if inside and not inside[0] <= tokens < inside[-1]:
+            # Before a step as the times before it go on, behind it as those behind; where neither is known, straight through.
+            behind = tokens >= inside[-1]
+            near, far = (place, place - 2) if behind else (place - 2, place)
+            known = [found for segment in (near, far) if (found := self._slope(segment, steps)) is not None]
+            if known:
+                start, slope = place - 1 + behind, known[0]
+        return math.exp(self._y[start] + slope * (math.log(tokens) - self._x[start]))
+
+    def _slope(self, start: int, steps: Sequence[int]) -> float | None:
+        """From that count to the next, where no step is between them, and enough that noise does not make it."""
+        if not 0 <= start < len(self.counts) - 1:
+            return None
+        low, high = self.counts[start : start + 2]
+        if high < _SPAN * low or any(low < step <= high for step in steps):
+            return None
+        return (self._y[start + 1] - self._y[start]) / (self._x[start + 1] - self._x[start])
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 10.0 ** (_DIGITS - 1) else f"{value:.{_DIGITS}g}"
 
 
 def winner(paths: Mapping[str, float], serving: Collection[str] | None = None) -> str | None:
@@ -137,19 +170,20 @@ def winner(paths: Mapping[str, float], serving: Collection[str] | None = None) -
 class Measured:
     """By measured times."""
 
-    def __init__(self, times: Times, source: str, default: int) -> None:
+    def __init__(self, times: Times, source: str, default: int, steps: Steps = NO_STEPS) -> None:
         """
         Args:
             source: ``measured``, or where it is from.
             default: the first count that is the host's where the points end before anything is decided.
+            steps: of the paths that were measured.
         """
-        self.times, self.source, self._default = times, source, default
+        self.times, self.source, self._default, self._steps = times, source, default, steps
 
     def pick(self, tokens: int, serving: Sequence[str]) -> str | None:
         counts = self.times.counts
         if not counts or (tokens > counts[-1] and (self.times.ended or tokens >= self._default)):
             return None
-        return winner(self.times.at(tokens), serving)
+        return winner(self.times.at(tokens, self._steps), serving)
 
     def ranges(self, most: int, serving: Mapping[str, int]) -> list[tuple[int, int, str]]:
         """First and last token count of each stretch up to ``most`` and who serves it; ``serving`` has each family's most."""

@@ -9,7 +9,7 @@ reference.  What a kernel can do is data (:class:`KernelFeatures`), which the de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -169,6 +169,10 @@ class Kernel(ABC):
     def serves(self, tokens: int) -> bool:
         """:meth:`run` takes this many tokens."""
         return 0 < tokens <= self.capacity
+
+    def launches(self, tokens: int) -> Hashable:
+        """Equal for counts of tokens that are launched alike (kernels, tiles), of those that :meth:`serves`."""
+        return None
 
     def rounding(self, tokens: int) -> float:
         """Relative L2 from the reference that is no mistake: the order of bf16 sums, reciprocals for divisions; 0 for neither."""

@@ -7,7 +7,7 @@ bound it, and not the weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,6 +236,9 @@ class GroupedKernel(Kernel):
 
     def serves(self, tokens: int) -> bool:
         return (self._plan.tested or self._plan.untold) and 0 < tokens <= self.capacity
+
+    def launches(self, tokens: int) -> Hashable:
+        return self.row(tokens)
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -256,6 +257,10 @@ class TritonKernel(Kernel):
 
     def serves(self, tokens: int) -> bool:
         return self._plan.tested and tokens in self._plan.steps
+
+    def launches(self, tokens: int) -> Hashable:
+        step = self._plan.steps[tokens]
+        return step.tiles, step.inline
 
     @property
     def device(self) -> torch.device:
