@@ -29,7 +29,6 @@ from tests.nvfp4_layer import random_call
 from trtllm_b12x.crossover.measuring import graph_seconds, routes
 from trtllm_b12x.kernels.triton import TritonKernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles, fitted
-from trtllm_b12x.kernels.triton.variants import function
 
 CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("Qwen3-30B-A3B", 1, (1, 8)),
@@ -86,7 +85,7 @@ def compile_one(asked: Candidate) -> None:
     for v in kernel.build.variants(step, step.inline):
         if v.name.startswith(asked.product):
             try:
-                function(v.name).warmup(*v.types, grid=(1,), **v.constants, **v.options)
+                v.warm_up()
             except Exception as error:
                 print(f"{asked}: {error}"[:300], flush=True)
 

@@ -249,7 +249,6 @@ def fc2_kernel(
         )
 
 
-KERNELS = {kernel.fn.__name__: kernel for kernel in (route_kernel, fc1_kernel, fc2_kernel)}
-for _kernel in KERNELS.values():
+for _kernel in (route_kernel, fc1_kernel, fc2_kernel):
     # Triton before 3.8 makes other keys of its cache for kernels that are hashed in another order (``DependenciesFinder``).
     getattr(_kernel, "cache_key", None)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from trtllm_b12x.environment import triton as toolchain
 
 from . import worker
-from .variants import Variant, function
+from .variant import Variant
 
 _FEWEST = 3
 """Kernels for which a process is worth its start."""
@@ -52,7 +53,7 @@ def fill_cache(variants: Sequence[Variant], capability: int, workers: int | None
         # The products take three times as long, and are dealt out first.
         jobs = [_job(variant) for variant in sorted(variants, key=lambda variant: variant.name == "route_kernel")]
         folder = toolchain.cache_folder()
-        sources = [function(name).cache_key for name in sorted({variant.name for variant in variants})]
+        sources = sorted({variant.function.cache_key for variant in variants})
         said = json.dumps([toolchain.version(), capability, sources, jobs])
         marker = folder / f"trtllm_b12x-{hashlib.sha256(said.encode()).hexdigest()[:32]}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def fill_cache(variants: Sequence[Variant], capability: int, workers: int | None
 
 def _job(variant: Variant) -> dict[str, Any]:
     types = [str(kind) if isinstance(kind, torch.dtype) else kind for kind in variant.types]
-    return {"name": variant.name, "types": types, "constants": variant.constants, "options": variant.options}
+    return {**asdict(variant), "types": types}
 
 
 def _run(shares: list[list[dict[str, Any]]], capability: int) -> None:

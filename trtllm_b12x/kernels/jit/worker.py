@@ -48,19 +48,19 @@ def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [sys.argv[1], *(entry for entry in sys.path if entry and os.path.abspath(entry) != here)]
     # The kernels' modules by their names, without the packages around them, which import torch.
-    package = "trtllm_b12x.kernels.triton"
-    for depth, name in enumerate(("trtllm_b12x", "trtllm_b12x.kernels", package)):
-        module = types.ModuleType(name)
-        module.__path__ = [os.path.join(here, *[os.pardir] * (2 - depth))]
-        sys.modules[name] = module
+    root = os.path.dirname(os.path.dirname(here))
+    for name in ("", ".kernels", ".kernels.triton", ".kernels.grouped"):
+        module = types.ModuleType(f"trtllm_b12x{name}")
+        module.__path__ = [os.path.join(root, *name.split("."))]
+        sys.modules[module.__name__] = module
     from triton.runtime import driver
 
     driver.set_active(_Driver(int(sys.argv[2])))
-    kernels = importlib.import_module(f"{package}.products").KERNELS
     for job in json.load(sys.stdin):
         with suppress(Exception):  # the process that asked compiles it again, and says what is wrong
             given = [_Tensor(kind) if isinstance(kind, str) else kind for kind in job["types"]]
-            made = kernels[job["name"]].warmup(*given, grid=(1,), **job["constants"], **job["options"])
+            kernel = getattr(importlib.import_module(f"trtllm_b12x.kernels.{job['module']}"), job["name"])
+            made = kernel.warmup(*given, grid=(1,), **job["constants"], **job["options"])
             _launcher(made)
 
 
