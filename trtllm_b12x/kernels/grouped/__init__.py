@@ -16,8 +16,8 @@ from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
-from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.jit import JitKernel, Variant
+from trtllm_b12x.kernels import Geometry, late
+from trtllm_b12x.kernels.jit import JitKernel, Variant, aligned
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel
 from trtllm_b12x.kernels.triton import ACTIVATIONS
 
@@ -143,15 +143,23 @@ class GroupedKernel(JitKernel):
         token_final_scales: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from . import source
-
         tokens, g = x.shape[0], self.geometry
         if x.dtype != g.dtype or x.shape[1] != g.hidden_size:
             raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the kernel takes {g.hidden_size} columns of {g.dtype}")
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-        x, ids = x.contiguous(), token_selected_experts.to(torch.int32).contiguous()
-        scales = token_final_scales.to(torch.float32).contiguous()
+        direct = out is not None and out.dtype is g.dtype and out.is_contiguous() and out.data_ptr() % 16 == 0
+        result = out if direct else torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=x.device)
+        assert result is not None
+        ids = token_selected_experts.to(torch.int32).contiguous()
+        with late.through_jit(g):
+            self._launch(aligned(x), ids, token_final_scales.to(torch.float32).contiguous(), result)
+        return result if out is None or direct else out.copy_(result)
+
+    def _launch(self, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, result: torch.Tensor) -> None:
+        from . import source
+
+        tokens, g = x.shape[0], self.geometry
         hidden, size, device = g.hidden_size, g.intermediate_size, x.device
         routes, row = tokens * g.top_k, self.row(tokens)
         codes = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn, device=device)
@@ -168,11 +176,7 @@ class GroupedKernel(JitKernel):
         source.fc2_kernel[(-(-hidden // row.fc2.rows), self._blocks(routes, row.fc2))](
             h, h_scales, self._w2, self._s2, order, starts, scales, shares, **self._of_product(row.fc2), **_options(row.fc2)
         )
-        direct = out is not None and out.dtype is g.dtype and out.is_contiguous()
-        result = out if direct else torch.empty(tokens, hidden, dtype=g.dtype, device=device)
-        assert result is not None
         source.sum_kernel[(tokens, parts)](shares, ids, result, self.first_expert, **self._of_sum())
-        return result if out is None or direct else out.copy_(result)
 
     def _sorted(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Routes by local expert, int32 (those of other ranks last), and where each expert's begin, ``(E + 1,)``."""

@@ -17,13 +17,13 @@ import torch
 
 from trtllm_b12x import locks, process
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
+from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line, late
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.log import logger
 
+from . import precompile
 from .cards import Card, card_of
 from .examination import faults
-from .precompile import fill_cache
 from .variant import Variant
 
 __all__ = ["Card", "JitKernel", "Plan", "Variant", "aligned", "card_of", "interpreted"]
@@ -137,17 +137,10 @@ class JitKernel(Kernel):
                 raise PlanError(f"Triton's kernels do not run on {self._device}")
             return None
         name, capability = self.features.name, self.card.capability
-        lacking = toolchain.lacking(capability)
-        if lacking:
-            raise PlanError("; ".join(map(str, lacking)))
-        started = time.monotonic()
+        started, variants = time.monotonic(), list(self.variants())
         logger.info("%s kernels for %s: compiling, or loading from Triton's cache", name, self.geometry)
-        variants = list(self.variants())
-        processes = fill_cache(variants, capability)
         with torch.cuda.device(self._device), torch.inference_mode(False):
-            compiled = {variant.key: variant.warm_up() for variant in variants}
-            for kernel in compiled.values():
-                kernel.run  # noqa: B018 (loads it)
+            compiled, processes = precompile.compiled(variants, capability, late.remedy(self.geometry, self.card))
         took = time.monotonic() - started
         logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
         return compiled
@@ -167,7 +160,8 @@ class JitKernel(Kernel):
         if self._plan.tested:
             return
         try:
-            found = faults(self, self.reference, self.first_expert, self._tested_sizes())
+            with late.expected():
+                found = faults(self, self.reference, self.first_expert, self._tested_sizes())
             if found:
                 raise PlanError("; ".join(found))
         except Exception as error:

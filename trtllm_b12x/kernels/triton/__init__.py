@@ -20,7 +20,7 @@ import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.kernels import Epilogue, Geometry, Weights
+from trtllm_b12x.kernels import Epilogue, Geometry, Weights, late
 from trtllm_b12x.kernels.jit import Card, JitKernel, Plan, Variant, aligned
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 
@@ -204,7 +204,12 @@ class TritonKernel(JitKernel):
             stream = torch._C._cuda_getCurrentRawStream(x.get_device())
         else:
             layer, own, stream = self._layers[quantized], tensors, 0
-        call.launch(stream, layer, launch.Given(*own, *call.parts(memory, g)), swizzled)
+        given = launch.Given(*own, *call.parts(memory, g))
+        if call.direct:
+            call.launch(stream, layer, given, swizzled)
+        else:
+            with late.through_jit(g):
+                call.launch(stream, layer, given, swizzled)
         if out is None or usable:
             return result
         return out.copy_(result)
