@@ -33,7 +33,6 @@ from trtllm_b12x.crossover.measuring import graph_seconds, routes
 from trtllm_b12x.kernels.triton import TritonKernel
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles, fitted
-from trtllm_b12x.kernels.triton.variants import function
 
 CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("Qwen3-30B-A3B", 1, (1,)),
@@ -109,7 +108,7 @@ def compile_one(kind: type[TritonKernel], asked: Candidate) -> None:
     for v in kernel.build.variants(step, step.inline):
         if v.name == KERNEL[asked.product]:
             try:
-                function(v.name).warmup(*v.types, grid=(1,), **v.constants, **v.options)
+                v.warm_up()
             except Exception as error:
                 print(f"{asked}: {error}"[:300], flush=True)
 

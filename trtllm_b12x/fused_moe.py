@@ -19,7 +19,7 @@ from .crossover import deciding
 from .decision import RejectReason, Resolution
 from .host import contract, questions
 from .quantization import Method
-from .schedule import EVERY, HOSTS, Schedule, crossover
+from .schedule import HOSTS, Schedule
 
 _SPARE = "kernels that are preferred serve every call"
 """What a family is left out for that nothing speaks against."""
@@ -185,8 +185,7 @@ class Promoted(Carried):
         try:
             geometry, kernel = self._geometry(), self.schedule.families.get(name)
             kind = self._kernels[name]
-            first = None if self._alone else deciding.first(geometry, self.w2_weight.device)
-            most = EVERY if kind.features.every_count else crossover(geometry.top_k, [kind.features], first) - 1
+            most = deciding.most(kind.features, geometry, self.w2_weight.device, self._alone)
             refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
             if refused or before.serves_all(most):
                 return None, refused or _SPARE

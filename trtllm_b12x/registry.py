@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class Status:
     """Geometry to the kernels that serve it, and to those that the self-test left out, with the numbers."""
     crossovers: dict[str, str] = field(default_factory=dict)
     """Geometry to which path serves how many tokens, and how that is known."""
+    late_compiles: dict[str, int] = field(default_factory=dict)
+    """Kernel to how often it was compiled while a call waited; there should be none."""
 
 
 def record(module: Any, verdict: Resolution, ready: bool) -> None:
@@ -110,7 +113,13 @@ def status() -> Status:
         workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
         kernels=_summaries(bound),
         crossovers={str(m.schedule.kernels[0].geometry): m.schedule.split.summary for m in served if m.schedule.kernels},
+        late_compiles=_late_compiles(),
     )
+
+
+def _late_compiles() -> dict[str, int]:
+    late = sys.modules.get("trtllm_b12x.kernels.late")  # who has no kernels does not import them
+    return late.compiles() if late is not None else {}
 
 
 def _formats(served: list[Any]) -> dict[str, int]:

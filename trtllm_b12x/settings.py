@@ -124,6 +124,12 @@ DETERMINISTIC = Switch(
     "0",
     "1 takes kernels only whose reruns agree to the bit (static, direct micro, Triton's), b12x from FlashInfer 0.7.0 on",
 )
+FREEZE = Switch(
+    f"{_PREFIX}_FREEZE",
+    _ON_OFF,
+    "0",
+    "1 compiles nothing in a server: kernels that are not in the caches (trtllm-b12x warmup) do not serve, and say so",
+)
 GATHER_BF16 = Switch(
     f"{_PREFIX}_GATHER_BF16",
     _ON_OFF,
@@ -160,6 +166,7 @@ SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (
     ENABLED,
     CROSSOVER,
     DETERMINISTIC,
+    FREEZE,
     GATHER_BF16,
     KEEP_BACKEND,
     KERNELS,

@@ -147,14 +147,28 @@ def restarted(dispatch: Any, cute: Any) -> dict[str, Any]:
     with mock.patch.object(cute, "compile", mock.Mock(side_effect=AssertionError("compiled"))) as compile_again:
         found["loaded"] = plan()
     found["compiled again"] = compile_again.call_count
+    found["warmed up"] = warmed_up()
     own, micro = dispatch.MoEMicroKernel, sources.micro(dispatch)
     found["micro"] = {"digest": micro.digest if micro else "", "own": bool(micro and micro.kernel is own)}
     return found
 
 
+def warmed_up() -> list[bool]:
+    """What ``trtllm-b12x warmup`` asks the same cache for: whether each kernel is there already, that is under the same key."""
+    from trtllm_b12x.kernels.b12x import worker
+    from trtllm_b12x.kernels.jit.precompile import run_processes
+
+    request = {"target": "sm_120a", "multiprocessors": [48], "capacity": 1, "share": [0, 1], "geometry": worker.fields(GEOMETRY)}
+    said: list[dict[str, Any]] = []
+    run_processes([(worker.command(), json.dumps(request))], dict(os.environ), said.append)
+    return [bool(one["cached"]) for one in said if "cached" in one]
+
+
 def main() -> None:
     base = Path(sys.argv[1])
-    os.environ.update(CUTE_DSL_ARCH="sm_120a", FLASHINFER_WORKSPACE_BASE=str(base), TRTLLM_B12X_LOG="ERROR")
+    os.environ.update(
+        CUTE_DSL_ARCH="sm_120a", FLASHINFER_CUDA_ARCH_LIST="12.0", FLASHINFER_WORKSPACE_BASE=str(base), TRTLLM_B12X_LOG="ERROR"
+    )
     with card() as dispatch:
         from cutlass import cute
         from flashinfer.jit import cute_dsl_core

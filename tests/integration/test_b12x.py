@@ -69,6 +69,7 @@ def test_a_second_start_compiles_nothing(cases: dict[str, dict[str, Any]]) -> No
     found = cases["restart"]
     assert found["loaded"] == found["compiled"] == ["direct_micro", "micro", "static"]
     assert found["compiled again"] == 0
+    assert found["warmed up"] == [True, True]  # micro and static of the first geometry
 
 
 def test_micro_is_compiled_from_a_source_with_its_barrier(cases: dict[str, dict[str, Any]]) -> None:

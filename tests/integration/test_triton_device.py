@@ -24,8 +24,7 @@ from trtllm_b12x import process, strict_reference
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import ACTIVATIONS, TritonKernel, launch, operands
-from trtllm_b12x.kernels.triton.variants import function
+from trtllm_b12x.kernels.triton import ACTIVATIONS, TritonKernel, launch, operands, products
 from trtllm_b12x.strict_reference import Arithmetic
 
 pytestmark = pytest.mark.skipif(
@@ -124,9 +123,9 @@ def decoded(  # type: ignore[no-untyped-def]
     row = tl.arange(0, rows)[:, None]
     word, block = tl.arange(0, columns // 8)[None, :], tl.arange(0, columns // 16)[None, :]
     given = tl.load(words + row * (columns // 8) + word), tl.load(scales + row * (columns // 16) + block)
-    products = operands.decoded(given[0], given[1], rows, columns, dtype, ptx)
+    decoded = operands.decoded(given[0], given[1], rows, columns, dtype, ptx)
     for j in tl.static_range(8):
-        tl.store(out + j * (rows * columns // 8) + row * (columns // 8) + word, products[j])
+        tl.store(out + j * (rows * columns // 8) + row * (columns // 8) + word, decoded[j])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -203,14 +202,14 @@ def test_streams_and_graphs_at_a_time(swiglu: Layer) -> None:
 
 def test_nothing_is_compiled_after_the_plan(swiglu: Layer) -> None:
     kernel = planned(swiglu, capacity=80)
-    names = ("route_kernel", "fc1_kernel", "fc2_kernel")
-    before = [len(function(name).device_caches[0][0]) for name in names]
+    functions = (products.route_kernel, products.fc1_kernel, products.fc2_kernel)
+    before = [len(function.device_caches[0][0]) for function in functions]
     for tokens in range(1, 81):
         x, ids, scales = random_call(swiglu.geometry, tokens, device="cuda")
         for given in (ids, ids.long()):
             for weights in (scales, scales.bfloat16()):
                 kernel.run(x, given, weights)
-    assert [len(function(name).device_caches[0][0]) for name in names] == before
+    assert [len(function.device_caches[0][0]) for function in functions] == before
 
 
 @pytest.mark.parametrize("tokens", [1, 63])
@@ -263,7 +262,7 @@ def test_the_first_plan_compiles_in_processes(
         result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         taken.append(float(result.stdout))
-    assert [path.suffix for path in tmp_path.glob("trtllm_b12x-*") if path.suffix != ".lock"] == [""]
+    assert any((tmp_path / "trtllm_b12x").iterdir())  # what the cache is known to hold
     with capsys.disabled():
         print(f"\nfirst plan {taken[0]:.1f} s, second {taken[1]:.2f} s")
     assert taken[1] < 2

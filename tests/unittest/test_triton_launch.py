@@ -16,9 +16,9 @@ import torch
 
 from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import Card, TritonKernel, launch, worker
-from trtllm_b12x.kernels.triton.precompile import fill_cache
-from trtllm_b12x.kernels.triton.variants import Variant, function
+from trtllm_b12x.kernels.jit import Variant, worker
+from trtllm_b12x.kernels.jit.precompile import fill_cache
+from trtllm_b12x.kernels.triton import Card, TritonKernel, launch, products
 
 ROOT = Path(__file__).parents[2]
 _HEAD = 7 * 4 + 8 + 8
@@ -84,7 +84,7 @@ def main() -> None:
             step = steps[tokens]
             assert step.inline is (tokens == 2)
             variants = kernel.build.variants(step, inline, quantized)
-            compiled = {v.key: function(v.name).warmup(*v.types, grid=(1,), **v.constants, **v.options) for v in variants}
+            compiled = {v.key: v.warm_up() for v in variants}
             jit = launch.call(kernel.build, step, variants, None)
             direct = launch.call(kernel.build, step, variants, compiled)
             x, ids, scales = random_call(layer.geometry, tokens)
@@ -100,7 +100,8 @@ def main() -> None:
                 given = launch.Given(*own, *call.parts(memory, layer.geometry))
                 told[way] = each(cuda, call, variants, layers[quantized], given)
             names = ("route_kernel", "fc1_kernel", "fc2_kernel")
-            caches = [len(next(iter(function(n).device_caches.values()))[0]) for n in names if function(n).device_caches]
+            functions = [getattr(products, name) for name in names]
+            caches = [len(next(iter(function.device_caches.values()))[0]) for function in functions if function.device_caches]
             found[name] = {**told, "kernels": sum(caches)}
         print(json.dumps({**found, "kept": kept}))
 

@@ -125,7 +125,7 @@ def test_usage(tmp_path: Path) -> None:
 
 def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, said in (
-        ([*SIZES, "--activation", "tanh"], "activation 'tanh': the host has "),
+        ([*SIZES, "--activation", "tanh"], "activation 'tanh': there are kernels for "),
         ([*SIZES, "--activation", "gelu"], "ACTIVATION"),
         ([*SIZES, "--tp", "3"], "--tp 3: there are 256 to divide; choose a divisor"),
         ([*SIZES, "--ep", "3"], "--ep 3: there are 8 to divide; choose a divisor"),

@@ -26,8 +26,10 @@ from .cache import cache  # noqa: E402
 from .doctor import doctor  # noqa: E402
 from .tune import tune  # noqa: E402
 from .verify import verify  # noqa: E402
+from .warmup import warmup  # noqa: E402
 
 main.add_command(cache)
 main.add_command(doctor)
 main.add_command(tune)
 main.add_command(verify)
+main.add_command(warmup)

@@ -12,17 +12,17 @@ from typing import Any
 import click
 
 from trtllm_b12x import __version__, families, formats, settings
-from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution, resolve
+from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution
 
 from . import facts
-
-_TARGETS = {"sm_120a": 120, "sm_121a": 121}
+from .target import TARGETS, judged
+from .target import environment as environment_of
 
 
 @click.command(short_help="Which kernels serve decode here, and why not the others?")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen.")
 @click.option("--compile", "compile_", is_flag=True, help="Prove it: compile a kernel of each family (seconds).")
-@click.option("--target", type=click.Choice(sorted(_TARGETS)), help="Judge for this card instead of the one that is here.")
+@click.option("--target", type=click.Choice(sorted(TARGETS)), help="Judge for this card instead of the one that is here.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Judge this checkpoint's own MoE layers.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None, checkpoint: Path | None) -> None:
@@ -30,18 +30,13 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
 
     Exit status: 0 some will, 1 none will, 2 wrong usage or an unusable checkpoint.
     """
-    from trtllm_b12x.environment import driver_cuda, probe, triton
+    from trtllm_b12x.environment import driver_cuda
 
     for complaint in settings.complaints():
         click.echo(f"error: {complaint}", err=True)
         ctx.exit(2)
     _look_at_host()
-    environment = probe(always_look=True)
-    if target is not None:
-        # Another machine's card; its toolkit is unknown where this one has none.
-        toolkit, sm = environment.toolkit_cuda if environment.toolkit_cuda != (0, 0) else None, _TARGETS[target]
-        environment = dataclasses.replace(environment, sm=sm, toolkit_cuda=toolkit, triton_lacks=triton.lacking(sm))
-        environment = dataclasses.replace(environment, upcast=triton.upcast(sm))
+    environment = environment_of(target)
     proofs = {}
     if compile_:
         try:
@@ -53,13 +48,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         proofs = {name: prove(card, name) for name in settings.KERNELS.listed()}
         environment = dataclasses.replace(environment, compile_proved=proofs["b12x"].compiled if "b12x" in proofs else None)
     problems = _usual() if checkpoint is None else _problems(ctx, checkpoint)
-    verdicts = []
-    for problem in problems:
-        rows = families.rows(settings.KERNELS.listed(), problem.quant_algo)
-        asked = [(row.name, row.features(environment)) for row in rows]
-        verdict, row = resolve(problem, None, environment, asked), formats.find(problem.quant_algo or "")
-        alone = row is not None and not row.hosts_path
-        verdicts.append((_name(problem), families.complete(verdict, dict(asked)) if alone else verdict))
+    verdicts = [(_name(problem), judged(problem, environment)) for problem in problems]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((name for name in verdict.families if name not in failed), "") for _, verdict in verdicts]
     active = any(serving)

@@ -17,6 +17,8 @@ from trtllm_b12x.bootstrap import first_line
 from trtllm_b12x.crossover.table import HOST, Measured, Steps, Times, winner
 from trtllm_b12x.schedule import DEFAULT_CROSSOVER
 
+from . import geometry
+from .geometry import Unusable
 from .verify_output import plain, progress
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 _DONE, _UNUSABLE, _INTERRUPTED = 0, 2, 130
 _BUILT = 0.6
 """Share of a geometry's time that is over once its layers are there: kernels are compiled and tested."""
+_FORMATS = ("NVFP4",)
+"""Of which layers are measured: the host has a path to be compared with, and weights are drawn."""
 _SEED = 1
 """Of the skewed routes."""
 
@@ -83,14 +87,7 @@ class _Table:
 
 
 @click.command(short_help="Measure which path is the fastest at how many tokens.")
-@click.argument("checkpoint", type=click.Path(path_type=Path), required=False)
-@click.option("--hidden", type=click.IntRange(128), help="Hidden size.")
-@click.option("--intermediate", type=click.IntRange(16), help="Intermediate size of an expert, before any split.")
-@click.option("--experts", type=click.IntRange(1), help="Experts of the layer, on all ranks.")
-@click.option("--top-k", type=click.IntRange(1), help="Experts of a token.")
-@click.option("--activation", default="swiglu", show_default=True, help="swiglu, relu2 or another that the host computes.")
-@click.option("--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Tensor-parallel ranks that share it.")
-@click.option("--ep", type=click.IntRange(1, 1024), default=1, show_default=True, help="Expert-parallel ranks that share it.")
+@geometry.options
 @click.option("--skewed", is_flag=True, help="Also routes that prefer experts by 1 / rank: is the choice right for those too?")
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for standard output."
@@ -100,16 +97,13 @@ class _Table:
 def tune(
     ctx: click.Context,
     checkpoint: Path | None,
-    hidden: int | None,
-    intermediate: int | None,
-    experts: int | None,
-    top_k: int | None,
     activation: str,
     tp: int,
     ep: int,
     skewed: bool,
     json_file: Path | None,
     png: Path | None,
+    **sizes: int | None,
 ) -> None:
     """Measure each kernel family and the host's own path on this card, as a server does when it warms up.
 
@@ -120,19 +114,16 @@ def tune(
     Exit status: 0 measured, 2 there is nothing to measure on, or nothing to measure, 130 interrupted.
     """
     try:
-        sizes = {"--experts": experts, "--top-k": top_k, "--hidden": hidden, "--intermediate": intermediate}
-        missing = [name for name, value in sizes.items() if value is None]
-        if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(sizes)):
-            raise click.UsageError(f"give a CHECKPOINT, or all of {', '.join(sizes)}")
+        geometry.check(checkpoint, sizes)
         if png is not None and importlib.util.find_spec("matplotlib") is None:
-            raise _Unusable("--png needs matplotlib: pip install matplotlib, or the package's extra, trtllm-b12x[plot]")
+            raise Unusable("--png needs matplotlib: pip install matplotlib, or the package's extra, trtllm-b12x[plot]")
         for file in (json_file, png):
             if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
-                raise _Unusable(f"{file}: its folder does not exist; create it first")
+                raise Unusable(f"{file}: its folder does not exist; create it first")
         gpu = _gpu()
-        shapes = _of_checkpoint(checkpoint, tp, ep) if checkpoint else _of_sizes(sizes, activation, tp, ep)
+        shapes = geometry.given(checkpoint, sizes, activation, tp, ep, _FORMATS)
         status = _tune(shapes, gpu, skewed, json_file, png)
-    except _Unusable as error:
+    except Unusable as error:
         click.echo(f"error: {plain(error)}", err=True)
         status = _UNUSABLE
     except KeyboardInterrupt:
@@ -141,17 +132,13 @@ def tune(
     ctx.exit(status)
 
 
-class _Unusable(Exception):  # noqa: N818 - one line for the user, not a fault
-    pass
-
-
 def _gpu() -> str:
     try:
         import torch
     except Exception as error:
-        raise _Unusable(f"torch does not import: {str(error).splitlines()[0]}") from None
+        raise Unusable(f"torch does not import: {str(error).splitlines()[0]}") from None
     if not torch.cuda.is_available():
-        raise _Unusable("no GPU: torch sees none, and times of another machine say nothing; run it on the one with the card")
+        raise Unusable("no GPU: torch sees none, and times of another machine say nothing; run it on the one with the card")
     major, minor = torch.cuda.get_device_capability()
     return f"{torch.cuda.get_device_name()} (SM{major}{minor})"
 
@@ -165,55 +152,6 @@ def _families() -> list[str]:
     from trtllm_b12x.kernels import considered
 
     return [family for family, kernel in considered("cuda").items() if kernel.features.name == family]
-
-
-def _of_sizes(sizes: dict[str, int | None], activation: str, tp: int, ep: int) -> dict[str, Shape]:
-    from trtllm_b12x.crossover.layers import Shape
-
-    experts, top_k, hidden, intermediate = (int(value or 0) for value in sizes.values())
-    if top_k > experts:
-        raise _Unusable(f"--top-k {top_k}: there are {experts} experts")
-    shape = Shape(experts, top_k, hidden, intermediate, _activation(activation), tp, ep)
-    return {f"{experts} experts, top {top_k}, {hidden} x {intermediate}": _divided(shape)}
-
-
-def _of_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[str, Shape]:
-    """Name of the first layer of each geometry to what it is."""
-    from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
-    from trtllm_b12x.crossover.layers import FORMAT, Shape
-
-    try:
-        with Checkpoint(checkpoint) as source:
-            served = [layer for layer in source.layers if layer.quant_algo == FORMAT]
-    except CheckpointError as error:
-        raise _Unusable(str(error)) from None
-    found: dict[Shape, str] = {}
-    for layer in served:
-        sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
-        found.setdefault(Shape(*sizes, _activation(layer.activation), tp, ep), layer.name)
-    if not found:
-        raise _Unusable(f"{checkpoint}: has no {FORMAT} MoE layer")
-    return {name: _divided(shape) for shape, name in found.items()}
-
-
-def _divided(shape: Shape) -> Shape:
-    for size, parts, what in ((shape.intermediate_size, shape.tp, "tp"), (shape.num_experts, shape.ep, "ep")):
-        if size % parts:
-            raise _Unusable(f"--{what} {parts}: there are {size} to divide; choose a divisor")
-    return shape
-
-
-def _activation(word: str) -> str:
-    from trtllm_b12x.host import UnsupportedHostError, load
-
-    try:
-        names = [kind.name for kind in load().ActivationType]
-    except UnsupportedHostError as error:
-        raise _Unusable(str(error)) from None
-    found = next((name for name in names if name.lower() == word.lower()), None)
-    if found is None:
-        raise _Unusable(f"activation {word!r}: the host has {', '.join(names)}")
-    return found
 
 
 def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | None, png: Path | None) -> int:
@@ -321,7 +259,7 @@ def _write(tables: list[_Table], gpu: str, copy: float, embedded: bool, file: Pa
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
-        raise _Unusable(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
+        raise Unusable(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
 
 
 def _draw(tables: list[_Table], gpu: str, file: Path) -> None:
@@ -350,4 +288,4 @@ def _draw(tables: list[_Table], gpu: str, file: Path) -> None:
     try:
         figure.savefig(file, dpi=120, bbox_inches="tight")
     except OSError as error:
-        raise _Unusable(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
+        raise Unusable(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None

@@ -147,8 +147,11 @@ def percent(value: float | None) -> str:
 
 
 @contextmanager
-def progress(layers: int, about: str = "verifying") -> Iterator[tuple[Callable[[float], None], Callable[[], Any]]]:
-    """A bar with an estimate on standard error: what sets how many layers are done, and a context in which lines may be printed.
+def progress(
+    total: int, about: str = "verifying", what: str = "layer"
+) -> Iterator[tuple[Callable[..., None], Callable[[], Any]]]:
+    """A bar with an estimate on standard error: what sets how many are done (and, of another total, how many there are), and a
+    context in which lines may be printed.
 
     Quiet where standard error is no terminal.
     """
@@ -170,8 +173,9 @@ def progress(layers: int, about: str = "verifying") -> Iterator[tuple[Callable[[
             bar.start()
 
     with bar:
-        task = bar.add_task(f"{about} {layers} {'layer' if layers == 1 else 'layers'}", total=layers)
-        yield (lambda done: bar.update(task, completed=done)), paused
+        many = f" {total} {what}{'' if total == 1 else 's'}" if what else ""
+        task = bar.add_task(f"{about}{many}", total=total)
+        yield (lambda done, of=None: bar.update(task, completed=done, total=of)), paused
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 
 from trtllm_b12x import host, locks, log, process, registry, schedule, settings, votes
 from trtllm_b12x.bootstrap import first_line
+from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.log import logger
 from trtllm_b12x.schedule import Schedule
@@ -85,6 +86,17 @@ def first(geometry: Geometry, device: torch.device) -> int | None:
         return fixed
     rows = ROWS * geometry.num_experts * geometry.ranks // geometry.top_k
     return 1 + min(max(rows, _TOKENS[0]), _TOKENS[1])
+
+
+def most(features: KernelFeatures, geometry: Geometry, device: torch.device, alone: bool) -> int:
+    """Tokens that a family's kernels are planned for.
+
+    Args:
+        alone: the host has no path of its own to be measured against.
+    """
+    if features.every_count:
+        return schedule.EVERY
+    return schedule.crossover(geometry.top_k, [features], None if alone else first(geometry, device)) - 1
 
 
 def fixed() -> Split:

@@ -41,6 +41,7 @@ class Shape:
     activation: str
     tp: int = 1
     ep: int = 1
+    format: str = FORMAT
 
 
 def build(

@@ -5,6 +5,7 @@ Read, never imported; a ptxas is asked for its version.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -51,8 +52,31 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
         return (Lacking("Triton is not installed", "pip install triton, of the version that torch asks for"),)
     if found and version_tuple(found) < OLDEST:
         return (Lacking(f"Triton {found} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
+    return () if sealed(sm) is not None else tools_lacking(sm)
+
+
+def tools_lacking(sm: int | None) -> tuple[Lacking, ...]:
+    """What a compile lacks, whatever the cache holds."""
     asked = (_c_compiler(), _headers(), _ptxas(sm or 0), _cache_folder())
     return tuple(item for item in asked if item is not None)
+
+
+def own_folder() -> Path:
+    """What the cache's kernels of ours are told by."""
+    return cache_folder() / "trtllm_b12x"
+
+
+def seal(sm: int | None) -> Path:
+    """The file by which ``trtllm-b12x warmup`` says that the cache holds what a server asks for."""
+    return own_folder() / f"sealed-{version()}-{sm}.json"
+
+
+def sealed(sm: int | None) -> str | None:
+    """What the ptxas of a sealed cache has said of its version; None: it is not sealed."""
+    try:
+        return str(json.loads(seal(sm).read_text(encoding="utf-8"))["ptxas"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def upcast(sm: int | None) -> str:
@@ -87,6 +111,10 @@ def _headers() -> Lacking | None:
     if not folder or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH") or (Path(folder) / "Python.h").exists():
         return None
     return Lacking(f"no Python.h in {folder} for Triton's launcher", "apt-get install python3-dev")
+
+
+def lacks_ptxas(sm: int) -> bool:
+    return _ptxas(sm) is not None
 
 
 def _ptxas(sm: int) -> Lacking | None:

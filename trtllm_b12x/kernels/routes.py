@@ -9,6 +9,7 @@ what is not this rank's; kernels that index by it write elsewhere (FlashInfer is
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,11 @@ import torch
 
 if TYPE_CHECKING:
     from . import InputScales
+    from .jit.variant import Variant
 
 _BLOCK = 1024
+ID_TYPES, SCALE_TYPES = (torch.int64, torch.int32), (torch.float32, torch.bfloat16)
+"""Of routes as hosts have them; others are converted to the first of each."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,15 @@ def compact(
         input_scales: as for :func:`prepare`.
     """
     size = ids.numel()
-    block = 1 << (size - 1).bit_length()
+    block = _padded(size)
     divisors = _divisors(input_scales, into[3])
     _kernels().compact[(1,)](
         ids, scales, *into, size, table.first, table.count, table.unrouted, *divisors, block=block, wide=_BLOCK, num_warps=2
     )
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _divisors(scales: InputScales | None, any_floats: torch.Tensor) -> tuple[Any, ...]:
@@ -91,21 +99,34 @@ def _divisors(scales: InputScales | None, any_floats: torch.Tensor) -> tuple[Any
     return fc31, fc2, ratio, scales.fc1_divisor, scales.fc2_divisor, *steps, ratio.numel()
 
 
-def warm_up(device: torch.device, sizes: tuple[int, ...] = ()) -> None:
-    """Compile for the types that hosts use; ``compact`` for these numbers of routes."""
+def variants(sizes: Iterable[int] = ()) -> Iterator[Variant]:
+    """What calls launch, for the types that hosts use; ``compact`` for these numbers of routes."""
+    from .jit.variant import Variant
+
+    i, f = torch.int32, torch.float32
+    rest = (1, 0, 1, 0, *(f,) * 5, 0, 0, 0)
+    blocks = sorted({_padded(size) for size in sizes})
+    for ids in ID_TYPES:
+        for scales in SCALE_TYPES:
+            yield Variant("routes_triton", "prepare", (ids, scales, i, f, *rest), {"block": _BLOCK}, {})
+            for block in blocks:
+                constants = {"block": block, "wide": _BLOCK}
+                yield Variant("routes_triton", "compact", (ids, scales, i, i, i, f, *rest), constants, {"num_warps": 2})
+
+
+def warm_up(device: torch.device, sizes: Iterable[int], remedy: str) -> None:
+    """Compile :func:`variants`, or load them from Triton's cache.
+
+    Raises:
+        PlanError: see :func:`trtllm_b12x.kernels.jit.precompile.compiled`, which ``remedy`` is for.
+    """
     if device.type != "cuda":
         return
-    table = Table(0, 1, 0)
-    for ids_type in (torch.int32, torch.int64):
-        for scales_type in (torch.float32, torch.bfloat16):
-            for size in (1, *sizes):
-                ids = torch.zeros(size, dtype=ids_type, device=device)
-                scales = torch.zeros(size, dtype=scales_type, device=device)
-                out = torch.empty(3, size, dtype=torch.int32, device=device)
-                floats = out[2].view(torch.float32)
-                prepare(table, ids, scales, (out[0], floats))
-                if size in sizes:
-                    compact(table, ids, scales, (out[0], out[1], torch.empty_like(out[0, :1]), floats))
+    from .jit.precompile import compiled
+
+    major, minor = torch.cuda.get_device_capability(device)
+    with torch.cuda.device(device):
+        compiled(list(variants(sizes)), 10 * major + minor, remedy)
 
 
 def _kernels() -> Any:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from trtllm_b12x import environment, families, host, locks, process, settings
-from trtllm_b12x.kernels import Geometry, Kernel, KernelWeights, PlanError, Workspace, first_line, routes
+from trtllm_b12x.kernels import Geometry, Kernel, KernelWeights, PlanError, Workspace, first_line, late, routes
+from trtllm_b12x.kernels.jit.cards import card_of
 from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
 from trtllm_b12x.kernels.streams import Turn
 from trtllm_b12x.log import logger
@@ -31,6 +32,7 @@ from .compiler import ACTIVATIONS, DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO, Signature
 from .launch import compacted as compacted_route
 from .scratch import Scratch, fitting
+from .worker import seal
 
 _NO_CACHE = "FLASHINFER_CUTE_DSL_DISABLE_CACHE"
 
@@ -146,7 +148,8 @@ class B12xKernel(Kernel):
                 return
             started = time.monotonic()
             try:
-                outcomes = examine(self._tests(), self.geometry, self.weights, self.first_expert)
+                with late.expected():
+                    outcomes = examine(self._tests(), self.geometry, self.weights, self.first_expert)
                 if outcomes is None:
                     logger.info("b12x kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
                     return
@@ -242,6 +245,8 @@ class B12xKernel(Kernel):
         scales: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        ids = ids if ids.dtype in routes.ID_TYPES else ids.to(routes.ID_TYPES[0])
+        scales = scales if scales.dtype in routes.SCALE_TYPES else scales.to(routes.SCALE_TYPES[0])
         x, ids, scales = _aligned(x.contiguous()), ids.contiguous(), scales.contiguous()
         direct = out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0
         result = out if direct and out is not None else torch.empty_like(x)
@@ -278,7 +283,10 @@ def _compile_elsewhere_first(device: torch.device) -> None:
     """Inside TensorRT-LLM: what has never compiled on this installation must not be tried in the server's own process."""
     if host.installed() and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        error = environment.compile_error(f"sm_{major}{minor}a")
+        target = f"sm_{major}{minor}a"
+        if settings.FREEZE() or seal(target).exists():  # nothing is compiled, or has been while the image was built
+            return
+        error = environment.compile_error(target)
         if error:
             raise PlanError(error)
 
@@ -300,6 +308,12 @@ def _cached_or_not(make: Callable[[], _Plan]) -> _Plan:
         os.environ[_NO_CACHE] = before
 
 
+def compacted(geometry: Geometry, candidates: dict[int, list[Candidate]]) -> list[int]:
+    """Numbers of routes that are numbered by expert before the launch."""
+    found = [tokens for tokens, kinds in candidates.items() if any(c.launch.route is compacted_route for c in kinds)]
+    return [tokens * geometry.top_k for tokens in found]
+
+
 def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan:
     started = time.monotonic()
     logger.info("b12x kernels for %s: compiling, or loading from FlashInfer's cache", geometry)
@@ -309,9 +323,7 @@ def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan
     if compiler.micro is None:
         logger.info("FlashInfer's micro kernel is left out: its source is not one whose barriers can be told")
     candidates = {tokens: list(compiler.candidates(tokens)) for tokens in sizes(dispatch, capacity)}
-    compacted = {
-        tokens * geometry.top_k for tokens, found in candidates.items() if any(c.launch.route is compacted_route for c in found)
-    }
-    routes.warm_up(device, tuple(sorted(compacted)))
+    remedy = late.remedy(geometry, card_of(device)) if device.type == "cuda" else ""
+    routes.warm_up(device, compacted(geometry, candidates), remedy)
     logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
     return _Plan(geometry, device, scratch, scratch.pristine(), compiler.signatures, candidates, Turn.of(device))

@@ -7,6 +7,7 @@ same from 0.6.18 to 0.7.2.  All three kinds come through TVM-FFI, which takes th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 from trtllm_b12x import locks, settings
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, PlanError, late
+from trtllm_b12x.kernels.jit.cards import card_of
 
 from . import sources
 from .launch import DIRECT_MICRO, MICRO, STATIC, Kind, Launch, Signature, compacted, one_expert_a_slot
@@ -67,11 +69,35 @@ def signatures(dispatch: Any) -> dict[str, Signature]:
     return found
 
 
+def _build(
+    build: Callable[..., Any], remedy: str, module: str, name: str, compile_kernel: Callable[[], Any], **others: Any
+) -> Any:
+    def compile_now() -> Any:
+        if settings.FREEZE():
+            raise PlanError(f"{name} is not in FlashInfer's cache, and none is compiled: {settings.FREEZE.name}=1 ({remedy})")
+        return compile_kernel()
+
+    return build(module, name, compile_now, **others)
+
+
 class Compiler:
     """Makes the candidates of one geometry, in the sizes and with the grids that FlashInfer's launcher would choose."""
 
-    def __init__(self, dispatch: Any, geometry: Geometry, scratch: Scratch, device: torch.device) -> None:
+    def __init__(
+        self,
+        dispatch: Any,
+        geometry: Geometry,
+        scratch: Scratch,
+        device: torch.device,
+        build: Callable[..., Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            build: instead of FlashInfer's ``build_and_load_cute_dsl_kernel``, which compiles what its cache does not hold.
+        """
         self.dispatch, self.geometry, self.scratch, self.device = dispatch, geometry, scratch, device
+        remedy = late.remedy(geometry, card_of(device))
+        self._build = build or functools.partial(_build, dispatch.build_and_load_cute_dsl_kernel, remedy)
         self.signatures = signatures(dispatch)
         self.activation = ACTIVATIONS[geometry.activation]
         self.variants: dict[int, int] = {}
@@ -107,7 +133,8 @@ class Compiler:
         clusters = min(d._lookup_mac_ladder(d._STATIC_MAC_LADDER, rows) or self.most_clusters, self.most_clusters)
         if rows < 40:
             clusters = min(clusters, 64)
-        function, _ = d._get_static_kernel(**self._sizes(tokens), mac_override=clusters)
+        get = sources.with_globals(d._get_static_kernel, build_and_load_cute_dsl_kernel=self._build)
+        function, _ = get(**self._sizes(tokens), mac_override=clusters)
         return Launch(function, self.signatures[STATIC.name])
 
     def _micro(self, tokens: int) -> Launch | None:
@@ -119,8 +146,8 @@ class Compiler:
             return None
         tiles = rows * max(1, -(-g.intermediate_size // 128))
         clusters = min(d._lookup_mac_ladder(d._MICRO_MAC_LADDER, rows) or self.most_clusters, tiles, self.most_clusters)
-        get, digest = d._get_micro_kernel, self.micro.digest
-        if digest:  # as another kernel, in memory and on disk
+        get = sources.with_globals(d._get_micro_kernel, build_and_load_cute_dsl_kernel=self._build)
+        if digest := self.micro.digest:  # as another kernel, in memory and on disk
             get = sources.with_globals(
                 get,
                 MoEMicroKernel=self.micro.kernel,
@@ -184,7 +211,7 @@ class Compiler:
                     current_cuda_stream=lambda: runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
                 )
                 # A module of its own: FlashInfer empties one whose sources are not those of the last kernel.
-                _compiled[key] = d.build_and_load_cute_dsl_kernel(
+                _compiled[key] = self._build(
                     f"{d._CUTE_DSL_MODULE}_direct_micro",
                     d._disk_kernel_name("direct_micro", key),
                     lambda: compile_kernel(kernel, topk_ids_dtype=torch.int32, options="--enable-tvm-ffi"),

@@ -6,23 +6,20 @@ bound it, and not the weights.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trtllm_b12x import families, locks, process
+from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
-from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
+from trtllm_b12x.kernels import Geometry, late
+from trtllm_b12x.kernels.jit import JitKernel, Variant, aligned
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel
-from trtllm_b12x.kernels.triton import ACTIVATIONS, card_of, interpreted
-from trtllm_b12x.kernels.triton.compiler import assemble
-from trtllm_b12x.kernels.triton.examination import faults
-from trtllm_b12x.log import logger
+from trtllm_b12x.kernels.triton import ACTIVATIONS
 
 _COLUMNS = 1024
 """Of a token that a program quantizes, or adds up."""
@@ -61,26 +58,7 @@ TABLE = (
 multiplies bfloat16.  All fit the 99 KB of SM120; there they are not measured."""
 
 
-@dataclass
-class _Plan:
-    """What layers of one geometry share on one device."""
-
-    tested: bool = False
-    untold: bool = False
-    """Not yet, since the weights say nothing."""
-
-
-_plans: dict[tuple[Any, ...], _Plan] = {}
-_lock = locks.new()
-
-
-@process.kept
-def _forget() -> None:
-    with _lock:
-        _plans.clear()
-
-
-class GroupedKernel(Kernel):
+class GroupedKernel(JitKernel):
     """MXFP8 by MXFP8, of one layer."""
 
     features = families.grouped(Environment())
@@ -88,82 +66,29 @@ class GroupedKernel(Kernel):
     weights: MXFP8Weights
 
     @classmethod
-    def available(cls) -> bool:
-        return toolchain.version() != "none"
-
-    @classmethod
     def runs_on(cls, device: torch.device) -> bool:
-        if device.type != "cuda":
-            return interpreted() and version_tuple(toolchain.version()) >= _INTERPRETED_FROM
-        major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor >= cls.features.oldest_sm
+        there = super().runs_on(device)
+        return there and (device.type == "cuda" or version_tuple(toolchain.version()) >= _INTERPRETED_FROM)
 
     # ---- plan --------------------------------------------------------------------------------------------------------
 
-    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """Compile the kernels of every row of :data:`TABLE`, or share what another layer compiled."""
-        self.describe(geometry, capacity, device)
-        self._key = (geometry, str(device))
-        with _lock:
-            if self._key not in _plans:
-                try:
-                    self._compile()
-                except Exception as error:
-                    raise PlanError(first_line(error)) from error
-                _plans[self._key] = _Plan()
-            self._plan = _plans[self._key]
-
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """What :meth:`variants` goes by; compiles nothing.
-
-        Raises:
-            ValueError: no kernel of the family serves ``geometry``.
-        """
-        _refuse(geometry)
-        self.geometry, self.capacity, self._device = geometry, capacity, device
+        super().describe(geometry, capacity, device)
         self._padded = 1 << (geometry.num_experts - 1).bit_length()
 
-    def _compile(self) -> None:
-        if self._device.type != "cuda":
-            if not interpreted():
-                raise PlanError(f"Triton's kernels do not run on {self._device}")
-            return
-        lacking = toolchain.lacking(card_of(self._device).capability)
-        if lacking:
-            raise PlanError("; ".join(map(str, lacking)))
-        from . import source
+    def _identity(self) -> tuple[Any, ...]:
+        return "grouped", self.geometry
 
-        started, made = time.monotonic(), 0
-        logger.info("grouped kernels for %s: compiling, or loading from Triton's cache", self.geometry)
-        with torch.cuda.device(self._device), torch.inference_mode(False):
-            for name, types, constants in self.variants():
-                getattr(source, name).warmup(*types, grid=(1,), **constants)
-                made += 1
-        logger.info("grouped kernels for %s: %d in %.1f s", self.geometry, made, time.monotonic() - started)
-
-    def compile_for(self, capability: int) -> Iterator[tuple[str, Any]]:
-        """Every kernel for a card that is not here, with its name; :meth:`describe` was called."""
-        from . import source
-
-        for name, types, constants in self.variants():
-            jit = getattr(source, name)
-            own = {key: value for key, value in constants.items() if key in jit.arg_names}
-            options = {key: value for key, value in constants.items() if key not in own}
-            yield name, assemble(jit, types, own, options, capability)
-
-    def variants(self) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-        """Every kernel: its name, the types of its arguments, and its constants with the compiler's options."""
+    def variants(self) -> Iterator[Variant]:
+        """Those of every row of :data:`TABLE`."""
         x, e4m3, byte, i, f = self.geometry.dtype, torch.float8_e4m3fn, torch.uint8, torch.int32, torch.float32
-        found: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {}
-        for row in TABLE:
-            for name, types, constants in (
-                ("quantize_kernel", (x, e4m3, byte, 2), self._of_tokens()),
-                ("fc1_kernel", (e4m3, byte, e4m3, byte, i, i, e4m3, byte), self._of_fc1(row.fc1)),
-                ("fc2_kernel", (e4m3, byte, e4m3, byte, i, i, f, torch.bfloat16), self._of_fc2(row.fc2)),
-                ("sum_kernel", (torch.bfloat16, i, x, 2), self._of_sum()),
-            ):
-                found.setdefault(f"{name} {constants}", (name, types, constants))
-        return list(found.values())
+        fc1_types, fc2_types = (e4m3, byte, e4m3, byte, i, i, e4m3, byte), (e4m3, byte, e4m3, byte, i, i, f, torch.bfloat16)
+        yield Variant("grouped.source", "quantize_kernel", (x, e4m3, byte, 2), self._of_tokens(), {})
+        yield Variant("grouped.source", "sum_kernel", (torch.bfloat16, i, x, 2), self._of_sum(), {})
+        for tile in dict.fromkeys(row.fc1 for row in TABLE):
+            yield Variant("grouped.source", "fc1_kernel", fc1_types, self._of_fc1(tile), _options(tile))
+        for tile in dict.fromkeys(row.fc2 for row in TABLE):
+            yield Variant("grouped.source", "fc2_kernel", fc2_types, self._of_product(tile), _options(tile))
 
     def _of_tokens(self) -> dict[str, Any]:
         return {"H": self.geometry.hidden_size, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
@@ -173,14 +98,10 @@ class GroupedKernel(Kernel):
         own = {"TOP_K": g.top_k, "ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated}
         return {**own, **self._of_product(tile)}
 
-    def _of_fc2(self, tile: Tile) -> dict[str, Any]:
-        return self._of_product(tile)
-
     def _of_product(self, tile: Tile) -> dict[str, Any]:
         g = self.geometry
         sizes = {"H": g.hidden_size, "SIZE": g.intermediate_size, "EXPERTS": g.num_experts, "PADDED_EXPERTS": self._padded}
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-        return {**sizes, "BM": tile.routes, "BN": tile.rows, "BK": tile.columns, **options}
+        return {**sizes, "BM": tile.routes, "BN": tile.rows, "BK": tile.columns}
 
     def _of_sum(self) -> dict[str, Any]:
         g = self.geometry
@@ -199,50 +120,18 @@ class GroupedKernel(Kernel):
         experts = torch.arange(self.geometry.num_experts + 1, dtype=torch.int32, device=weights.device)
         self._experts = experts
 
-    def self_test(self) -> None:
-        """A token count of each row of the table, once per plan.
-
-        Weights that say nothing (a dummy load) are served untested, since the host has no path for them, and tested when they do.
-
-        Raises:
-            PlanError: a kernel is wrong; the message has the numbers.
-        """
-        if self._plan.tested:
-            return
-        try:
-            found = faults(self, self.reference, self.first_expert, self._tested_sizes())
-            if found:
-                raise PlanError("; ".join(found))
-        except Exception as error:
-            with _lock:
-                _plans.pop(self._key, None)
-            raise PlanError(first_line(error)) from error
-        finally:
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
-        if found is None:
-            logger.info("grouped kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
-        self._plan.tested, self._plan.untold = found is not None, found is None
-
     def _tested_sizes(self) -> list[int]:
         """One token, and one of each row beyond; no more than the last row needs."""
         per_token = self.geometry.top_k / (self.geometry.num_experts * self.geometry.ranks)
         sizes = {1} | {int(row.most / per_token) + 1 for row in TABLE[:-1]}
         return sorted(size for size in sizes if size <= self.capacity)
 
-    @property
-    def settled(self) -> bool:
-        return self._plan.tested
-
     def serves(self, tokens: int) -> bool:
+        """Also untested where the weights say nothing, since the host has no path for them."""
         return (self._plan.tested or self._plan.untold) and 0 < tokens <= self.capacity
 
     def launches(self, tokens: int) -> Hashable:
         return self.row(tokens)
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     # ---- run ---------------------------------------------------------------------------------------------------------
 
@@ -257,15 +146,23 @@ class GroupedKernel(Kernel):
         token_final_scales: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from . import source
-
         tokens, g = x.shape[0], self.geometry
         if x.dtype != g.dtype or x.shape[1] != g.hidden_size:
             raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the kernel takes {g.hidden_size} columns of {g.dtype}")
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-        x, ids = x.contiguous(), token_selected_experts.to(torch.int32).contiguous()
-        scales = token_final_scales.to(torch.float32).contiguous()
+        direct = out is not None and out.dtype is g.dtype and out.is_contiguous() and out.data_ptr() % 16 == 0
+        result = out if direct else torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=x.device)
+        assert result is not None
+        ids = token_selected_experts.to(torch.int32).contiguous()
+        with late.through_jit(g):
+            self._launch(aligned(x), ids, token_final_scales.to(torch.float32).contiguous(), result)
+        return result if out is None or direct else out.copy_(result)
+
+    def _launch(self, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, result: torch.Tensor) -> None:
+        from . import source
+
+        tokens, g = x.shape[0], self.geometry
         hidden, size, device = g.hidden_size, g.intermediate_size, x.device
         routes, row = tokens * g.top_k, self.row(tokens)
         codes = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn, device=device)
@@ -276,17 +173,13 @@ class GroupedKernel(Kernel):
         h = torch.empty(routes, size, dtype=torch.float8_e4m3fn, device=device)
         h_scales = torch.empty(routes, size // BLOCK_SIZE, dtype=torch.uint8, device=device)
         source.fc1_kernel[(-(-size // row.fc1.rows), self._blocks(routes, row.fc1))](
-            codes, code_scales, self._w1, self._s1, order, starts, h, h_scales, **self._of_fc1(row.fc1)
+            codes, code_scales, self._w1, self._s1, order, starts, h, h_scales, **self._of_fc1(row.fc1), **_options(row.fc1)
         )
         shares = torch.empty(routes, hidden, dtype=torch.bfloat16, device=device)
         source.fc2_kernel[(-(-hidden // row.fc2.rows), self._blocks(routes, row.fc2))](
-            h, h_scales, self._w2, self._s2, order, starts, scales, shares, **self._of_fc2(row.fc2)
+            h, h_scales, self._w2, self._s2, order, starts, scales, shares, **self._of_product(row.fc2), **_options(row.fc2)
         )
-        direct = out is not None and out.dtype is g.dtype and out.is_contiguous()
-        result = out if direct else torch.empty(tokens, hidden, dtype=g.dtype, device=device)
-        assert result is not None
         source.sum_kernel[(tokens, parts)](shares, ids, result, self.first_expert, **self._of_sum())
-        return result if out is None or direct else out.copy_(result)
 
     def _sorted(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Routes by local expert, int32 (those of other ranks last), and where each expert's begin, ``(E + 1,)``."""
@@ -302,11 +195,5 @@ class GroupedKernel(Kernel):
         return min(routes, self.geometry.num_experts + routes // tile.routes)
 
 
-def _refuse(geometry: Geometry) -> None:
-    """Raise ValueError where no kernel of the family serves ``geometry``."""
-    known = families.grouped(Environment())
-    if geometry.activation not in known.activations:
-        raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(known.activations))}")
-    if geometry.hidden_size % known.hidden_size_multiple or geometry.intermediate_size % BLOCK_SIZE:
-        sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
-        raise ValueError(f"{sizes} must be multiples of {known.hidden_size_multiple} and {BLOCK_SIZE}")
+def _options(tile: Tile) -> dict[str, Any]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}

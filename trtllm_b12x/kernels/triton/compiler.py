@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,6 @@ from trtllm_b12x.kernels import Geometry
 
 from . import TritonKernel
 from .tiles import Card
-from .variants import function
-
-_POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.uint8: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 
 
 @dataclass(frozen=True)
@@ -60,29 +49,6 @@ def compile_for(
     for variant in kernel.build.variants(step, step.inline if inline is None else inline, quantized):
         if only and variant.name not in only:
             continue
-        made = assemble(function(variant.name), variant.types, variant.constants, variant.options, card.capability)
+        made = variant.assemble(card.capability)
         code = (made.asm[stage] for stage in ("ttgir", "ptx", "cubin"))
         yield Compiled(variant.name, variant.constants, variant.options["num_warps"], made.metadata.shared, *code)
-
-
-def assemble(jit: Any, types: Iterable[Any], constants: dict[str, Any], options: dict[str, Any], capability: int) -> Any:
-    """One kernel as Triton's JIT would compile it, with every pointer at a multiple of 16 that may be.
-
-    Args:
-        types: of the arguments up to the constants, tensors' dtypes and examples of integers.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = dict.fromkeys(jit.arg_names, "constexpr")
-    given = dict(zip(jit.arg_names, types, strict=False))
-    signature |= {argument: _POINTERS[kind] if isinstance(kind, torch.dtype) else "i32" for argument, kind in given.items()}
-    # What alignment changes is specialized by it at a launch too (``launch.py``).
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, parameter in enumerate(jit.params)
-        if signature[parameter.name].startswith("*") and not parameter.do_not_specialize_on_alignment
-    }
-    source = ASTSource(jit, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from trtllm_b12x.decision import version_tuple
+from trtllm_b12x.kernels.jit.variant import Variant
 
-from .variants import Build, Step, Variant, function
+from .variants import Build, Step
 
 _KNOWN = frozenset({(3, 5), (3, 6), (3, 7), (3, 8), (3, 9)})
 """Releases of Triton whose ``JITFunction.run`` ends in ``kernel.run(x, y, z, stream, function, packed_metadata, launch_metadata,
@@ -139,12 +140,12 @@ def _memory(build: Build, step: Step, inline: bool, quantized: bool) -> Memory:
 
 
 def _through_jit(variant: Variant, grid: tuple[int, int]) -> Launch:
-    start, constants = function(variant.name)[grid], {**variant.constants, **variant.options}
+    start, constants = variant.function[grid], {**variant.constants, **variant.options}
     return lambda stream, *arguments: start(*arguments, **constants)
 
 
 def _directly(variant: Variant, grid: tuple[int, int], compiled: Any) -> Launch:
-    names = function(variant.name).arg_names[len(variant.types) :]
+    names = variant.function.arg_names[len(variant.types) :]
     constants = tuple(variant.constants[name] for name in names)
     run = compiled.run  # loads the kernel on the current device, and makes its launcher
     head, (x, y) = (compiled.function, compiled.packed_metadata, None, None, None), grid

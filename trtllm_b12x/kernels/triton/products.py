@@ -302,7 +302,6 @@ def fc2_token_kernel(
     tl.store(out + token * H + rows, rounded(total, out.dtype.element_ty), mask=rows < H)
 
 
-KERNELS = {kernel.fn.__name__: kernel for kernel in (route_kernel, fc1_kernel, fc2_kernel, fc2_token_kernel)}
-for _kernel in KERNELS.values():
+for _kernel in (route_kernel, fc1_kernel, fc2_kernel, fc2_token_kernel):
     # Triton before 3.8 makes other keys of its cache for kernels that are hashed in another order (``DependenciesFinder``).
     getattr(_kernel, "cache_key", None)

@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.jit.cards import Card
 
 INLINE_ROUTES = 64
 """Up to so many routes every program finds its own block of them, and no launch sorts them."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """What the rule knows of a GPU."""
-
-    multiprocessors: int
-    shared_memory: int
-    """Bytes per multiprocessor."""
-    capability: int
-    """90, 120, ..."""
 
 
 @dataclass(frozen=True)

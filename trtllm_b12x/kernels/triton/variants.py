@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.jit.cards import Card
+from trtllm_b12x.kernels.jit.variant import Variant
 
-from .tiles import INLINE_ROUTES, Card, Tile, Tiles, blocks, tiles
+from .tiles import INLINE_ROUTES, Tile, Tiles, blocks, tiles
 
 ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
 """By the host's ``ActivationType``, in the order of ``products.py``'s constants.  GELU is the exact one, alone and in Geglu, as
@@ -33,23 +34,6 @@ class Step:
     """Programs along routes, where they are sorted."""
     inline: bool
     """Routes need not be sorted."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A kernel: what is compiled once."""
-
-    name: str
-    types: tuple[Any, ...]
-    """Of the arguments up to the constants, tensors' dtypes and examples of integers."""
-    constants: dict[str, Any]
-    options: dict[str, Any]
-    """Of the compiler."""
-
-    @cached_property
-    def key(self) -> tuple[Any, ...]:
-        types = (kind if isinstance(kind, torch.dtype) else int for kind in self.types)
-        return (self.name, *types, *sorted(self.constants.items()), *sorted(self.options.items()))
 
 
 @dataclass(frozen=True)
@@ -122,7 +106,7 @@ class Build:
         options["enable_fp_fusion"] = True  # the default until Triton 3.10
         if self.gpu:
             options["launch_pdl"] = self.overlap
-        return Variant(name, types, constants, options)
+        return Variant("triton.products", name, types, constants, options)
 
     def every(self, capacity: int) -> Iterator[Variant]:
         """What calls of 1 to ``capacity`` tokens may launch, in every form."""
@@ -137,10 +121,3 @@ class Build:
                 if variant.key not in seen:
                     seen.add(variant.key)
                     yield variant
-
-
-def function(name: str) -> Any:
-    """The kernel of that name, of Triton's JIT or its interpreter."""
-    from .products import KERNELS
-
-    return KERNELS[name]

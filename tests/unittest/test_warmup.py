@@ -1,0 +1,199 @@
+"""``trtllm-b12x warmup``, and a server that finds what it left: no compiler, no GPU, and no compile while calls wait."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests import layers, warm_start
+from tests.checkpoints import random_experts, write_checkpoint
+from trtllm_b12x.cli import main
+from trtllm_b12x.crossover.layers import Shape
+from trtllm_b12x.kernels.jit.cards import MODELS, models
+
+warmup: Any = importlib.import_module("trtllm_b12x.cli.warmup")  # its package has the command by that name
+ROOT = Path(__file__).parents[2]
+SIZES = {"hidden": 128, "intermediate": 128, "experts": 4, "top-k": 2}
+FIELDS = {"num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 128, "activation": "Swiglu"}
+CARD = {"capability": 120, "multiprocessors": 170}
+
+
+def run(*arguments: Any, **variables: str) -> Result:
+    return CliRunner().invoke(main, ["warmup", *map(str, arguments)], env=variables)
+
+
+def sizes(**others: Any) -> list[Any]:
+    return [word for name, value in {**SIZES, **others}.items() for word in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("warm")
+
+
+@pytest.fixture(scope="module")
+def variables(folder: Path) -> dict[str, str]:
+    """Of the image: the build's and the server's."""
+    return {
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TRITON_LIBCUDA_PATH": warm_start.LIBCUDA,
+        "XDG_CACHE_HOME": str(folder / "xdg"),
+        "TRTLLM_B12X_KERNELS": "triton,grouped",
+        "TRTLLM_B12X_MXFP8_UPCAST": "1",  # whatever this Triton has
+        "TRTLLM_B12X_CROSSOVER": "2",  # one token: few kernels
+    }
+
+
+@pytest.fixture(scope="module")
+def built(variables: dict[str, str]) -> list[dict[str, Any]]:
+    """What the image's build has said, a format after the other, and the second once more."""
+    found = []
+    for form, kernels in (("nvfp4", "triton"), ("mxfp8", "grouped"), ("mxfp8", "grouped")):
+        result = run(
+            *sizes(),
+            "--format",
+            form,
+            "--target",
+            "sm_120a",
+            "--card",
+            170,
+            "--json",
+            **{**variables, "TRTLLM_B12X_KERNELS": kernels},
+        )
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout))
+    return found
+
+
+def test_every_kernel_is_compiled_once(built: list[dict[str, Any]], variables: dict[str, str]) -> None:
+    rows = [row for report in built for target in report["targets"] for row in target["rows"]]
+    assert [(row["family"], row["compiled"], row["cached"], row["failed"]) for row in rows] == [
+        ("triton", 9, 0, 0),
+        ("grouped", 9, 0, 0),
+        ("grouped", 0, 9, 0),
+    ]
+    assert built[0]["caches"]["triton"] == variables["TRITON_CACHE_DIR"]
+
+
+def test_a_server_without_compilers_plans_every_kernel(
+    built: list[dict[str, Any]], variables: dict[str, str], folder: Path
+) -> None:
+    """Another geometry is refused with the command that mends it; calls of every form compile nothing, and what does is said."""
+    if subprocess.run(["unshare", "--map-root-user", "--mount", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces here: compilers cannot be taken away")
+    asked = [
+        {**FIELDS, "family": "triton", "capacity": 1},
+        {**FIELDS, "family": "grouped", "capacity": 4096, "format": "MXFP8"},
+        {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1},
+    ]
+    triton, grouped, other = warm_start.start(warm_start.driver(folder), asked, CARD, variables)
+    for found, kernels in ((triton, 9), (grouped, 9)):
+        assert (found["error"], found["kernels"], found["compiled"]) == ("", kernels, 0)
+    assert other["error"].startswith("PlanError: 9 of 9 kernels are not in Triton's cache, and none is compiled: no C compiler")
+    remedy = (
+        "--hidden 128 --intermediate 128 --experts 4 --top-k 1 --activation swiglu --format nvfp4 --target sm_120a --card 170"
+    )
+    assert f"trtllm-b12x warmup {remedy}" in other["error"]
+
+
+def test_calls_compile_nothing_and_what_does_is_said(
+    built: list[dict[str, Any]], variables: dict[str, str], folder: Path
+) -> None:
+    found = warm_start.calls(warm_start.driver(folder), {**FIELDS, "format": "MXFP8"}, CARD, variables)
+    assert found["by calls"] == {}
+    assert list(found["by hand"].values()) == [2]  # of two types
+    assert "quantize_kernel (H=128" in next(iter(found["by hand"]))
+    assert found["frozen"] == {"NVFP4": True, "MXFP8": False}
+    assert found["status"] == found["by hand"]
+    assert found["said"] == 1
+
+
+def test_ranks_that_start_together_compile_each_kernel_once(variables: dict[str, str], folder: Path) -> None:
+    """With nothing in the cache: one compiles, the other waits and loads."""
+    library = warm_start.driver(folder)
+    fresh = {**variables, "TRITON_CACHE_DIR": str(folder / "ranks"), "LIBRARY_PATH": str(folder)}
+    asked = [{**FIELDS, "family": "routes", "capacity": 0}]
+    found = warm_start.together(2, library, asked, CARD, fresh)
+    assert [rank["error"] for rank in found] == ["", ""]
+    assert sorted(rank["processes"] for rank in found) == [0, 2]
+    assert [rank["compiled"] for rank in found] == [0, 0]  # by the ranks' own JIT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give a CHECKPOINT, or all of --experts, --top-k, --hidden, --intermediate"),
+        (sizes(intermediate=100, tp=3), "--tp 3: there are 100 to divide"),
+        ([*sizes(), "--card", "RTX 9090"], "'RTX 9090' is no card of sm_120a; there are RTX PRO 6000, RTX 5090"),
+        ([*sizes(), "--activation", "tanh"], "activation 'tanh': there are kernels for"),
+        ([*sizes(), "--format", "mxfp8", "--activation", "swiglubias"], "no family of kernels can serve this here"),
+    ],
+)
+def test_what_cannot_be_warmed_up(arguments: list[Any], said: str, variables: dict[str, str]) -> None:
+    result = run(*arguments, "--target", "sm_120a", **variables)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "MXFP8"])
+@pytest.mark.parametrize(("size", "tp", "ep"), [(192, 1, 1), (320, 2, 1), (416, 1, 4), (448, 2, 2)])
+def test_the_geometry_is_the_one_of_the_host_s_layer(
+    algorithm: str, size: int, tp: int, ep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the kernels' tile, of one rank."""
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton,grouped")
+    monkeypatch.setenv("TRTLLM_B12X_MXFP8_UPCAST", "1")
+    config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algorithm), group_size=32 if algorithm == "MXFP8" else 16)
+    ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
+    backend = layers.create(8, 128, size, quant_config=config, mapping=ranks).backend
+    works, _ = warmup._works({"": Shape(8, 2, 128, size, "Swiglu", tp, ep, algorithm)}, "sm_120a", "bfloat16")
+    assert {work.geometry for work in works} == {backend._geometry()}
+    assert tuple(work.kind.features.name for work in works) == backend.verdict.families
+
+
+def test_a_host_that_does_not_import_is_not_asked(tmp_path: Path) -> None:
+    """Its bindings need a driver, which a machine that builds images does not have."""
+    (tmp_path / "tensorrt_llm").mkdir()
+    (tmp_path / "tensorrt_llm/__init__.py").write_text("raise ImportError('libcuda.so.1')\n")
+    variables = {
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))),
+        "TRTLLM_B12X_KERNELS": "triton",
+        "PATH": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "trtllm_b12x", "warmup", *map(str, sizes()), "--target", "sm_120a"]
+    result = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "not triton: TRITON: no C compiler for Triton's launcher" in result.stderr
+
+
+def test_without_a_compiler_it_says_what_is_missing(variables: dict[str, str], tmp_path: Path) -> None:
+    """Also where the cache is there: it is to be filled."""
+    result = run(*sizes(), "--target", "sm_120a", **{**variables, "PATH": str(tmp_path)})
+    assert result.exit_code == 2
+    assert "not triton: TRITON: no C compiler for Triton's launcher" in result.output
+
+
+def test_a_checkpoint_says_its_own_formats(variables: dict[str, str], tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", [random_experts(3, 128, 64)], top_k=2)
+    result = run(model, "--target", "sm_999a", **variables)
+    assert "'sm_999a' is none of sm_120a, sm_121a" in result.output
+    result = run(model, "--target", "sm_121a", "--card", "5090", **variables)
+    assert "'5090' is no card of sm_121a; there are GB10" in result.output
+
+
+def test_cards_by_name_and_by_number() -> None:
+    assert [card.multiprocessors for card in models("sm_120a", ("geforce rtx 5090", "NVIDIA RTX PRO 6000", "12"))] == [
+        188,
+        170,
+        12,
+    ]
+    assert {card.multiprocessors for card in models("sm_120a")} == set(MODELS["sm_120a"].values())
+    assert [card.capability for card in models("sm_121a")] == [121]

@@ -1,0 +1,264 @@
+"""A server's plans on a card that is not here, in processes without compilers and with.
+
+The driver is ``tests/driver.c``; Triton's launchers and FlashInfer's loader are their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).parents[1]
+LIBCUDA = "/usr/lib/x86_64-linux-gnu"
+"""Where containers have it."""
+
+
+def driver(folder: Path) -> Path:
+    """``libcuda.so.1`` with which nothing runs; needs a compiler."""
+    import triton
+
+    library = folder / "libcuda.so.1"
+    headers = Path(triton.__file__).parent / "backends/nvidia/include"
+    command = ["gcc", "-shared", "-fPIC", "-w", f"-I{headers}", "-Wl,-soname,libcuda.so.1", str(ROOT / "tests/driver.c")]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    if not (folder / "libcuda.so").exists():
+        (folder / "libcuda.so").symlink_to(library)  # what Triton 3.5 links with
+    return library
+
+
+def start(
+    library: Path, geometries: Sequence[dict[str, Any]], card: dict[str, int], environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Plan each of ``geometries`` (``family``, ``capacity`` and the fields of a geometry) in a process without any compiler.
+
+    Small ones are called once too, so that their launches reach the driver.
+
+    Neither network, nor a compiler, nor an assembler is there: an empty folder hides Triton's tools, and PATH has ``file`` alone,
+    if it was there (Python's ``platform.architecture`` asks it, which is part of the keys of Triton's modules in C).
+    """
+    import triton
+
+    tools, empty, path = Path(triton.__file__).parent / "backends/nvidia/bin", library.parent / "empty", library.parent / "path"
+    for folder in (empty, path):
+        folder.mkdir(exist_ok=True)
+    if (file := shutil.which("file")) and not (path / "file").exists():
+        (path / "file").symlink_to(file)
+    inside = f"mount --bind {empty} {tools} && PATH={path} exec {sys.executable} -c '{_CODE.format('plans')}'"
+    nowhere = {"TRITON_PTXAS_PATH": "/nowhere", "TRITON_PTXAS_BLACKWELL_PATH": "/nowhere"}
+    command = ["unshare", "--map-root-user", "--mount", "--net", "sh", "-c", inside]
+    [process] = [_process(command, library, {"geometries": list(geometries)}, card, {**environment, **nowhere})]
+    return _lines(process)
+
+
+def together(
+    ranks: int, library: Path, geometries: Sequence[dict[str, Any]], card: dict[str, int], environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    """The first of ``geometries`` in so many processes at once, with compilers."""
+    command = [sys.executable, "-c", _CODE.format("plans")]
+    started = [_process(command, library, {"geometries": list(geometries)}, card, environment) for _ in range(ranks)]
+    return [_lines(process)[0] for process in started]
+
+
+def calls(library: Path, geometry: dict[str, Any], card: dict[str, int], environment: dict[str, str]) -> dict[str, Any]:
+    """What :func:`late` finds in a process with compilers."""
+    command = [sys.executable, "-c", _CODE.format("late")]
+    return _lines(_process(command, library, {"geometry": geometry}, card, environment))[0]
+
+
+_CODE = "from tests import warm_start; warm_start.{}()"
+
+
+def _process(
+    command: list[str], library: Path, request: dict[str, Any], card: dict[str, int], environment: dict[str, str]
+) -> subprocess.Popen[str]:
+    variables = {name: value for name, value in os.environ.items() if name not in ("CC", "TRITON_INTERPRET")}
+    process = subprocess.Popen(
+        command,
+        env={**variables, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({**request, "library": str(library), "card": card}))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def _lines(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    out, said = process.communicate()
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        raise RuntimeError(said[-3000:])
+    return lines
+
+
+def _asked() -> dict[str, Any]:
+    asked: dict[str, Any] = json.load(sys.stdin)
+    ctypes.CDLL(asked["library"], mode=ctypes.RTLD_GLOBAL)
+    import torch
+
+    torch.version.cuda = torch.version.cuda or "13.0"  # FlashInfer's folder is named by what that, or an nvcc, knows
+    return asked
+
+
+def plans() -> None:
+    asked, begun = _asked(), time.monotonic()
+    from triton import knobs
+
+    from trtllm_b12x import formats
+    from trtllm_b12x.kernels import Geometry
+    from trtllm_b12x.kernels.b12x.compiler import DISPATCH
+    from trtllm_b12x.kernels.jit import precompile
+
+    if any(given["family"] == "b12x" for given in asked["geometries"]):
+        formats.load(f"{DISPATCH}:__name__")
+    imported = time.monotonic() - begun
+    processes: list[int] = []
+    fill = precompile.fill_cache
+
+    def counted(*arguments: Any, **named: Any) -> int:
+        processes.append(fill(*arguments, **named))
+        return processes[-1]
+
+    kept: list[bool] = []
+    knobs.compilation.listener = lambda cache_hit, **others: kept.append(bool(cache_hit))
+    for given in asked["geometries"]:
+        family, capacity = given.pop("family"), given.pop("capacity")
+        kept.clear()
+        processes.clear()
+        error, started, cpu = "", time.monotonic(), time.process_time()
+        try:
+            with _on(asked["card"]), mock.patch.object(precompile, "fill_cache", counted):
+                _plan(family, Geometry(**given), capacity, asked["card"])
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        said = {"family": family, "seconds": time.monotonic() - started, "imports": imported, "error": error}
+        said["cpu"] = time.process_time() - cpu
+        found = {"kernels": len(kept), "compiled": kept.count(False), "processes": max(processes, default=0)}
+        print(json.dumps({**said, **found}), flush=True)
+
+
+def late() -> None:
+    """Calls of every form on a planned layer of MXFP8, and one kernel that is in no plan."""
+    import logging
+
+    asked = _asked()
+    import torch
+
+    import trtllm_b12x
+    from tests import mxfp8
+    from trtllm_b12x import settings
+    from trtllm_b12x.kernels import Geometry, PlanError
+    from trtllm_b12x.kernels import late as compiles
+    from trtllm_b12x.kernels.grouped import GroupedKernel, source
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trtllm_b12x").addHandler(handler)
+    geometry = Geometry(**asked["geometry"])
+    with _on(asked["card"]):
+        kernel = GroupedKernel()
+        kernel.plan(geometry, 4096, torch.device("cuda"))
+        kernel.bind(mxfp8.random_weights(geometry))
+        for tokens in (1, 2, 15, 16, 17, 300):
+            for shift in (0, 1):  # of everything that a host hands on, from where 16 bytes begin
+
+                def given(size: int, kind: torch.dtype, shift: int = shift) -> torch.Tensor:
+                    return torch.zeros(size + shift, dtype=kind)[shift:]
+
+                x, out = (given(tokens * 128, torch.bfloat16).view(tokens, 128) for _ in range(2))
+                for ids in (torch.int32, torch.int64):
+                    for scales in (torch.float32, torch.bfloat16):
+                        kernel.run(x, given(2 * tokens, ids).view(-1, 2), given(2 * tokens, scales).view(-1, 2), out)
+        found: dict[str, Any] = {"by calls": compiles.compiles(), "frozen": {}}
+        for name, dtype in (("NVFP4", torch.float16), ("MXFP8", torch.float32)):
+            with settings.FREEZE.set("1"):
+                try:
+                    with compiles.through_jit(Geometry(**{**asked["geometry"], "format": name})):
+                        codes = torch.zeros(128, dtype=torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint8)
+                        source.quantize_kernel[(1, 1)](torch.zeros(128, dtype=dtype), *codes, 1, **kernel._of_tokens())
+                    found["frozen"][name] = False
+                except PlanError:
+                    found["frozen"][name] = True
+    found |= {"by hand": compiles.compiles(), "status": trtllm_b12x.status().late_compiles}
+    print(json.dumps({**found, "said": sum("was compiled while a call waited" in line for line in said)}))
+
+
+@contextlib.contextmanager
+def _on(card: dict[str, int]) -> Iterator[None]:
+    """torch and Triton see the card."""
+    import torch
+    from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+    from triton.runtime import driver as triton_driver
+
+    from trtllm_b12x.kernels.jit import worker
+
+    active: Any = worker._Driver(card["capability"])
+    active.utils, active.launcher_cls = CudaUtils(), CudaLauncher
+    triton_driver.set_active(active)
+    major, minor = divmod(card["capability"], 10)
+    answer = {"multi_processor_count": card["multiprocessors"], "shared_memory_per_multiprocessor": 100 << 10}
+    properties = mock.Mock(major=major, minor=minor, total_memory=96 << 30, **answer)
+    answers: dict[str, Any] = {
+        "get_device_properties": lambda *arguments: properties,
+        "get_device_capability": lambda *arguments: (major, minor),
+        "current_device": lambda: 0,
+        "current_stream": lambda *arguments: mock.Mock(cuda_stream=0),
+        "device": lambda *arguments: contextlib.nullcontext(),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, function in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        yield
+
+
+def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> None:
+    import torch
+
+    from trtllm_b12x import families, formats
+    from trtllm_b12x.kernels import routes
+
+    if family == "routes":  # a few small kernels
+        routes.warm_up(torch.device("cuda"), (), "")
+        return
+    [row] = families.rows([family], geometry.format)
+    kernel = formats.load(row.kernel)()
+    if family != "b12x":
+        kernel.plan(geometry, capacity, torch.device("cuda"))
+        if geometry.hidden_size <= 256:  # weights of a larger one would take longer than all else
+            _call(kernel, geometry)
+        return
+    from trtllm_b12x.kernels.b12x import compacted
+    from trtllm_b12x.kernels.b12x.compiler import DISPATCH
+
+    dispatch = formats.load(f"{DISPATCH}:__dict__")
+    dispatch.update(dict.fromkeys(("get_num_sm", "get_max_active_clusters"), lambda *arguments: card["multiprocessors"]))
+    kernel.plan(geometry, capacity, torch.device("cpu"))  # a GPU's memory is not there; kernels are loaded all the same
+    routes.warm_up(torch.device("cuda"), compacted(geometry, kernel._plan.candidates), "")
+
+
+def _call(kernel: Any, geometry: Any) -> None:
+    """Through Triton's JIT, which takes tensors of the CPU."""
+    from tests import mxfp8, nvfp4_layer
+    from trtllm_b12x.kernels.triton import launch
+
+    with mock.patch.object(launch, "watched", return_value=True):
+        kernel.bind(
+            mxfp8.random_weights(geometry) if geometry.format == "MXFP8" else nvfp4_layer.random_layer(geometry).kernel_weights()
+        )
+        kernel.run(*nvfp4_layer.random_call(geometry, 1))

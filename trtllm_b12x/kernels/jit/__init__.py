@@ -1,0 +1,186 @@
+"""Kernels that Triton compiles: what its families have in common.
+
+A plan is compiled in processes (``precompile.py``, ``worker.py``) into Triton's cache, shared by the layers of a geometry on a
+device, and tested on the card by the first of them whose weights say anything (``examination.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_b12x import locks, process
+from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line, late
+from trtllm_b12x.kernels.reference import ReferenceKernel
+from trtllm_b12x.log import logger
+
+from . import precompile
+from .cards import Card, card_of
+from .examination import faults
+from .variant import Variant
+
+__all__ = ["Card", "JitKernel", "Plan", "Variant", "aligned", "card_of", "interpreted"]
+
+
+@dataclass
+class Plan:
+    """What layers of one geometry share on one device."""
+
+    compiled: dict[tuple[Any, ...], Any] | None
+    """By variant; None in Triton's interpreter."""
+    tested: bool = False
+    untold: bool = False
+    """Not tested, since the weights say nothing."""
+
+
+_plans: dict[tuple[Any, ...], Any] = {}
+_lock = locks.new()
+
+
+@process.kept
+def _forget() -> None:
+    with _lock:
+        _plans.clear()
+
+
+def interpreted() -> bool:
+    """Triton's kernels run on the CPU, in Python."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, at an address that kernels are compiled for."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+class JitKernel(Kernel):
+    """Our own kernels on one layer."""
+
+    reference: type[ReferenceKernel]
+    """What it is compared with."""
+    first_expert: int
+    _plan: Any
+    """A :class:`Plan`."""
+
+    def __init__(self, card: Card | None = None) -> None:
+        """
+        Args:
+            card: that kernels are chosen for, instead of the device's own.
+        """
+        self._card = card
+
+    @classmethod
+    def available(cls) -> bool:
+        return toolchain.version() != "none"
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        if device.type != "cuda":
+            return interpreted()
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor >= cls.features.oldest_sm
+
+    # ---- plan --------------------------------------------------------------------------------------------------------
+
+    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """Compile every kernel for 1 to ``capacity`` tokens, or share what another layer compiled."""
+        self.describe(geometry, capacity, device)
+        self._key = (*self._identity(), str(device))
+        with _lock:
+            if self._key not in _plans:
+                try:
+                    _plans[self._key] = self._planned(self._compile())
+                except Exception as error:
+                    raise PlanError(first_line(error)) from error
+            self._plan = _plans[self._key]
+
+    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """What :meth:`variants` goes by; compiles nothing.
+
+        Raises:
+            ValueError: no kernel of the family serves ``geometry``.
+        """
+        known = self.features
+        if geometry.activation not in known.activations:
+            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(known.activations))}")
+        if geometry.hidden_size % known.hidden_size_multiple or geometry.intermediate_size % known.group_size:
+            sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
+            raise ValueError(f"{sizes} must be multiples of {known.hidden_size_multiple} and {known.group_size}")
+        self.geometry, self.capacity, self._device = geometry, capacity, device
+
+    @abstractmethod
+    def variants(self) -> Iterator[Variant]:
+        """Every kernel that a call may launch; :meth:`describe` was called."""
+
+    @abstractmethod
+    def _identity(self) -> tuple[Any, ...]:
+        """What plans differ by, beside the device."""
+
+    def _planned(self, compiled: dict[tuple[Any, ...], Any] | None) -> Plan:
+        return Plan(compiled)
+
+    @property
+    def card(self) -> Card:
+        return self._card or card_of(self._device)
+
+    def _compile(self) -> dict[tuple[Any, ...], Any] | None:
+        if self._device.type != "cuda":
+            if not interpreted():
+                raise PlanError(f"Triton's kernels do not run on {self._device}")
+            return None
+        name, capability = self.features.name, self.card.capability
+        started, variants = time.monotonic(), list(self.variants())
+        logger.info("%s kernels for %s: compiling, or loading from Triton's cache", name, self.geometry)
+        with torch.cuda.device(self._device), torch.inference_mode(False):
+            compiled, processes = precompile.compiled(variants, capability, late.remedy(self.geometry, self.card))
+        took = time.monotonic() - started
+        logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
+        return compiled
+
+    # ---- test --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _tested_sizes(self) -> Sequence[int]:
+        """Token counts that reach every kernel."""
+
+    def self_test(self) -> None:
+        """Once per plan; weights that say nothing (a dummy load) leave it to those that do.
+
+        Raises:
+            PlanError: a kernel is wrong; the message has the numbers.
+        """
+        if self._plan.tested:
+            return
+        try:
+            with late.expected():
+                found = faults(self, self.reference, self.first_expert, self._tested_sizes())
+            if found:
+                raise PlanError("; ".join(found))
+        except Exception as error:
+            with _lock:
+                _plans.pop(self._key, None)
+            raise PlanError(first_line(error)) from error
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+        if found is None:
+            what = f"{self.features.name} kernels for {self.geometry}"
+            logger.info("%s: not tested yet, the weights are all zero or not finite", what)
+        self._plan.tested, self._plan.untold = found is not None, found is None
+
+    @property
+    def settled(self) -> bool:
+        tested: bool = self._plan.tested
+        return tested
+
+    @property
+    def device(self) -> torch.device:
+        return self._device

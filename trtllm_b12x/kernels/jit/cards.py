@@ -1,0 +1,77 @@
+"""The GPU that kernels are compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the choice of kernels knows of a GPU."""
+
+    multiprocessors: int
+    shared_memory: int
+    """Bytes per multiprocessor."""
+    capability: int
+    """90, 120, ..."""
+
+
+SHARED_MEMORY = 100 << 10
+"""Of a multiprocessor of capability 12.x (CUDA C++ programming guide, table of technical specifications)."""
+MODELS: dict[str, dict[str, int]] = {
+    "sm_120a": {
+        "RTX PRO 6000": 188,
+        "RTX 5090": 170,
+        "RTX PRO 5000": 110,
+        "RTX 5080": 84,
+        "RTX PRO 4500": 82,
+        "RTX 5090 Laptop": 82,
+        "RTX 5070 Ti": 70,
+        "RTX PRO 4000": 70,
+        "RTX 5080 Laptop": 60,
+        "RTX 5070": 48,
+        "RTX 5070 Ti Laptop": 46,
+        "RTX 5060 Ti": 36,
+        "RTX 5070 Laptop": 36,
+        "RTX PRO 2000": 34,
+        "RTX 5060": 30,
+        "RTX 5060 Laptop": 26,
+        "RTX 5050": 20,
+    },
+    "sm_121a": {"GB10": 48},
+}
+"""Target to its cards' numbers of multiprocessors: CUDA cores of NVIDIA's product pages over 128, as a multiprocessor has."""
+
+
+def models(target: str, names: Iterable[str] = ()) -> tuple[Card, ...]:
+    """Cards of ``target``, one of each number of multiprocessors.
+
+    Args:
+        names: of :data:`MODELS`, in any case and without ``GeForce`` or ``NVIDIA``, or numbers of multiprocessors; default all.
+
+    Raises:
+        ValueError: a name is none of them; the message has those there are.
+    """
+    known = {_plain(name): count for name, count in MODELS[target].items()}
+    counts = []
+    for name in names:
+        count = int(name) if name.strip().isdecimal() else known.get(_plain(name), 0)
+        if not 0 < count <= 1024:
+            raise ValueError(f"{name!r} is no card of {target}; there are {', '.join(MODELS[target])}, or a number of SMs")
+        counts.append(count)
+    return tuple(Card(count, SHARED_MEMORY, int(target[3:6])) for count in sorted(set(counts or known.values()), reverse=True))
+
+
+def _plain(name: str) -> str:
+    return "".join(word for word in name.lower().replace("-", " ").split() if word not in ("nvidia", "geforce", "rtx"))
+
+
+def card_of(device: torch.device) -> Card:
+    if device.type != "cuda":
+        return Card(4, 228 << 10, 90)
+    found = torch.cuda.get_device_properties(device)
+    shared = getattr(found, "shared_memory_per_multiprocessor", SHARED_MEMORY)
+    return Card(found.multi_processor_count, shared, 10 * found.major + found.minor)

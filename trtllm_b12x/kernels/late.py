@@ -1,0 +1,111 @@
+"""Triton's compiles that come too late: of kernels of ours, outside any plan, while a call waits.
+
+Calls launch what a plan has compiled, so there should be none; Triton's JIT alone knows (``knobs.compilation.listener``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trtllm_b12x import locks, log, process, settings
+
+from . import Geometry, PlanError, formats
+
+if TYPE_CHECKING:
+    from .jit.cards import Card
+
+_SHAPE = ("H", "SIZE", "EXPERTS", "TOP_K", "BM", "BN", "block")
+"""Constants of our kernels that tell a user which."""
+_found: dict[str, int] = {}
+_lock = locks.new()
+_expecting = threading.local()
+_watching = False
+
+
+@process.kept
+def _forget() -> None:
+    with _lock:
+        _found.clear()
+
+
+def compiles() -> dict[str, int]:
+    """Kernel, with its shape, to how often it was compiled while a call waited."""
+    with _lock:
+        return dict(_found)
+
+
+@contextmanager
+def expected() -> Iterator[list[str]]:
+    """What this thread compiles in here is planned, and not late; gives the list that it is added to."""
+    _watch()
+    before, _expecting.made = getattr(_expecting, "made", None), []
+    try:
+        yield _expecting.made
+    finally:
+        _expecting.made = before
+
+
+@contextmanager
+def through_jit(geometry: Geometry) -> Iterator[None]:
+    """A call that Triton's JIT launches, which may compile.
+
+    Raises:
+        PlanError: it did, ``TRTLLM_B12X_FREEZE`` is set, and the host has a path of its own for the layer.
+    """
+    before = sum(_found.values())
+    yield
+    if sum(_found.values()) > before and settings.FREEZE():
+        form = formats.find(geometry.format)
+        if form is not None and form.hosts_path:
+            raise PlanError(f"a kernel was compiled while a call waited, and {settings.FREEZE.name}=1")
+
+
+def remedy(geometry: Geometry, card: Card) -> str:
+    """The command that compiles what a layer takes."""
+    g, capability = geometry, card.capability
+    sizes = f"--hidden {g.hidden_size} --intermediate {g.intermediate_size} --experts {g.num_experts * g.ranks} --top-k {g.top_k}"
+    form = f"--activation {g.activation.lower()} --format {g.format.lower()}" + f" --ep {g.ranks}" * g.expert_parallel
+    form += " --dtype float16" * (g.dtype is torch.float16)
+    return f"trtllm-b12x warmup {sizes} {form} --target sm_{capability}a --card {card.multiprocessors}"
+
+
+def _watch() -> None:
+    """Beside whoever listens already."""
+    global _watching
+    with _lock:
+        if _watching:
+            return
+        _watching = True
+    with suppress(Exception):  # another Triton
+        from triton import knobs
+
+        before = knobs.compilation.listener
+
+        def listen(**told: Any) -> Any:
+            with suppress(Exception):
+                if not told["cache_hit"]:
+                    _note(told["src"])
+            return None if before is None else before(**told)
+
+        knobs.compilation.listener = listen
+
+
+def _note(source: Any) -> None:
+    if not str(getattr(source.fn, "__module__", "")).startswith("trtllm_b12x."):
+        return
+    given = {source.fn.arg_names[place[0]]: value for place, value in source.constants.items()}
+    shape = ", ".join(f"{name}={given[name]}" for name in _SHAPE if name in given)
+    what, planned = f"{source.fn.__name__} ({shape})", getattr(_expecting, "made", None)
+    if planned is not None:
+        planned.append(what)
+        return
+    with _lock:
+        _found[what] = _found.get(what, 0) + 1
+    log.once(
+        f"{what} was compiled while a call waited: it is in no plan; please report it, with the output of trtllm-b12x doctor"
+    )
