@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,7 +71,7 @@ def fill_cache(
         return 0
     with suppress(*(() if ahead else (Exception,))):
         names = digests(wanted, capability)
-        # The products take three times as long, and are dealt out first, those that are alike to different processes.
+        # The products take three times as long: the last to be done are short.
         order = sorted(range(len(wanted)), key=lambda i: (wanted[i].name == "route_kernel", wanted[i].name, i))
         jobs = [_job(wanted[i], names[i]) for i in order]
         done: list[str] = []
@@ -83,7 +84,7 @@ def fill_cache(
 
         with ExitStack() as stack:
             stand_in = stack.enter_context(_libcuda()) if ahead else None
-            _run([jobs[first::workers] for first in range(workers)], capability, note, stand_in)
+            _run(jobs, workers, capability, note, stand_in)
         _keep(done)
         return workers
     return 0
@@ -249,7 +250,7 @@ def _driver_folders() -> list[str]:
 # ---- processes -----------------------------------------------------------------------------------------------------------
 
 
-def _run(shares: list[list[dict[str, Any]]], capability: int, report: Report, stand_in: str | None) -> None:
+def _run(jobs: list[dict[str, Any]], workers: int, capability: int, report: Report, stand_in: str | None) -> None:
     import triton
 
     # Triton from where this process has it, whatever a subprocess would find.
@@ -260,12 +261,9 @@ def _run(shares: list[list[dict[str, Any]]], capability: int, report: Report, st
     if stand_in is not None:
         command.append(stand_in)
         environment["LIBRARY_PATH"] = os.pathsep.join(filter(None, (stand_in, os.environ.get("LIBRARY_PATH"))))
-    requests: list[dict[str, Any]] = [{"jobs": share, "drivers": []} for share in shares]
-    if stand_in is not None:
-        for request in requests:
-            request["drivers"] = _driver_folders() if request is requests[0] else _driver_folders()[:1]
+    request = {"jobs": jobs, "drivers": [] if stand_in is None else _driver_folders(), "processes": workers}
     timeout = _TIMEOUT_S if stand_in is None else None
-    run_processes([(command, json.dumps(request)) for request in requests], environment, report, timeout)
+    run_processes([(command, json.dumps(request))], environment, report, timeout)
 
 
 def run_processes(
@@ -292,6 +290,7 @@ def run_processes(
                 cwd="/",
                 text=True,
                 errors="replace",
+                start_new_session=True,  # to be ended with the processes that it forks
             )
             listener = threading.Thread(target=listen, args=(process,), daemon=True)
             listener.start()
@@ -306,5 +305,6 @@ def run_processes(
     finally:
         for process, _ in started:
             if process.poll() is None:
-                process.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
