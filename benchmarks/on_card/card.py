@@ -3,13 +3,13 @@ that goes on holds no GPU memory."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.on_card.steps import gpu_state, write_json
+from trtllm_b12x.environment import packages
 
 PACKAGES = (
     "trtllm-b12x",
@@ -44,7 +44,7 @@ def facts() -> dict[str, Any]:
         "machine": platform.machine(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": versions(),
+        "versions": packages.versions(PACKAGES),
     }
     try:
         import torch
@@ -59,16 +59,6 @@ def facts() -> dict[str, Any]:
             found["card"] |= {"capability": [card.major, card.minor], "gpu": f"GPU-{card.uuid}" if hasattr(card, "uuid") else ""}
     gpu = found.get("card", {}).get("gpu", "")
     return found | {"nvidia_smi": gpu_state(IDENTITY, gpu), "clocks": gpu_state(CLOCKS, gpu)}
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def identity(found: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def test_every_call_has_tiles_that_fit(geometry: Geometry, card: Card) -> None:
                 assert tile.rows in (16, 32, 64, 128)
                 assert tile.columns in (128, 256)
                 assert 16 * tile.num_warps <= parts * tile.rows <= 64 * tile.num_warps
+        assert found.token is None or geometry.top_k <= 8  # the columns of one product
         routes = tokens * geometry.top_k
         # Every expert's routes, however they fall, find a block.
         most = min(routes, geometry.num_experts)

@@ -49,6 +49,7 @@ def variables(folder: Path) -> dict[str, str]:
         "TRTLLM_B12X_KERNELS": "triton,grouped",
         "TRTLLM_B12X_MXFP8_UPCAST": "1",  # whatever this Triton has
         "TRTLLM_B12X_CROSSOVER": "2",  # one token: few kernels
+        "PYTHONUNBUFFERED": "1",  # as images have it: what several processes say must not mix
     }
 
 

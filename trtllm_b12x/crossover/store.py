@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import stat
@@ -18,7 +17,7 @@ from typing import Any
 
 from trtllm_b12x import __version__
 from trtllm_b12x.bootstrap import first_line
-from trtllm_b12x.environment import answers
+from trtllm_b12x.environment import answers, packages
 from trtllm_b12x.log import logger
 
 from .table import Times
@@ -55,13 +54,7 @@ class Key:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    found = {"trtllm-b12x": __version__}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"trtllm-b12x": __version__, **packages.versions(_PACKAGES)}
 
 
 def record(key: Key, times: Times) -> dict[str, Any]:

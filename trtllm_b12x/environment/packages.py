@@ -25,6 +25,11 @@ def installed(names: Iterable[str]) -> dict[str, Distribution]:
     return found
 
 
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Of those of ``names`` that are installed."""
+    return {name: found.version for name, found in installed(names).items()}
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A file as its wheel brought it."""

@@ -127,6 +127,5 @@ def cache_folder() -> Path:
 
 def seal(target: str) -> Path:
     """The file by which ``trtllm-b12x warmup`` says that what is installed here has compiled for ``target`` into that folder."""
-    stack = {name: wheel.version for name, wheel in packages.installed(WHEELS).items()}
-    said = json.dumps([inspect_flashinfer().version, sorted(stack.items())])
+    said = json.dumps([inspect_flashinfer().version, sorted(packages.versions(WHEELS).items())])
     return cache_folder() / f"trtllm_b12x-{target}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"

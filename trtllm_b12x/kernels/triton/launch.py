@@ -109,23 +109,21 @@ def call(build: Build, step: Step, variants: tuple[Variant, ...], compiled: Mapp
         variants: of the call (:meth:`Build.variants`).
         compiled: kernels by :attr:`Variant.key`; None: through Triton's JIT, or its interpreter.
     """
-    g, tiles = build.geometry, build.columns(step)
-    inline = variants[0].name != "route_kernel"
-    quantized = not inline and bool(variants[0].constants["QUANTIZED"])
-    across = step.tokens * g.top_k if inline else step.blocks
-    grids = {
-        "route_kernel": (1 + step.tokens, 1),
-        "fc1_kernel": (-(-g.intermediate_size // step.tiles.fc1.rows), across),
-        "fc2_kernel": (tiles, across),
-        "fc2_token_kernel": (-(-g.hidden_size // step.tiles.token.rows) if step.tiles.token else 0, step.tokens),
-    }
-    made = {
-        v.name: _through_jit(v, grids[v.name]) if compiled is None else _directly(v, grids[v.name], compiled[v.key])
-        for v in variants
-    }
-    memory = _memory(build, step, inline, quantized)
-    launches = made.get("route_kernel"), made["fc1_kernel"], made.get("fc2_kernel") or made["fc2_token_kernel"]
-    return Call(step, memory, tiles, g.num_experts, quantized, *launches, compiled is not None)
+    g = build.geometry
+    *route, fc1, fc2 = variants
+    quantized = any(v.constants["QUANTIZED"] for v in route)
+    across = step.blocks if route else step.tokens * g.top_k
+
+    def launch(variant: Variant, *grid: int) -> Launch:
+        return _through_jit(variant, grid) if compiled is None else _directly(variant, grid, compiled[variant.key])
+
+    launches = (
+        launch(route[0], 1 + step.tokens, 1) if route else None,
+        launch(fc1, -(-g.intermediate_size // fc1.constants["BN"]), across),
+        launch(fc2, -(-g.hidden_size // fc2.constants["BN"]), step.tokens if fc2.name == "fc2_token_kernel" else across),
+    )
+    memory = _memory(build, step, not route, quantized)
+    return Call(step, memory, build.columns(step), g.num_experts, quantized, *launches, compiled is not None)
 
 
 def _memory(build: Build, step: Step, inline: bool, quantized: bool) -> Memory:
@@ -139,12 +137,12 @@ def _memory(build: Build, step: Step, inline: bool, quantized: bool) -> Memory:
     return Memory(starts[-1], *starts[:-1])
 
 
-def _through_jit(variant: Variant, grid: tuple[int, int]) -> Launch:
+def _through_jit(variant: Variant, grid: tuple[int, ...]) -> Launch:
     start, constants = variant.function[grid], {**variant.constants, **variant.options}
     return lambda stream, *arguments: start(*arguments, **constants)
 
 
-def _directly(variant: Variant, grid: tuple[int, int], compiled: Any) -> Launch:
+def _directly(variant: Variant, grid: tuple[int, ...], compiled: Any) -> Launch:
     names = variant.function.arg_names[len(variant.types) :]
     constants = tuple(variant.constants[name] for name in names)
     run = compiled.run  # loads the kernel on the current device, and makes its launcher
