@@ -26,7 +26,9 @@ H100, RTX_PRO_6000 = Card(132, 228 << 10, 90), Card(188, 100 << 10, 120)
 
 
 @pytest.mark.parametrize("card", [H100, RTX_PRO_6000])
-@pytest.mark.parametrize("geometry", [QWEN3_30B, NEMOTRON_SUPER, Geometry(8, 2, 144, 80, "Swiglu")])
+@pytest.mark.parametrize(
+    "geometry", [QWEN3_30B, NEMOTRON_SUPER, Geometry(512, 22, 1024, 768, "Swiglu"), Geometry(8, 2, 144, 80, "Swiglu")]
+)
 def test_every_call_has_tiles_that_fit(geometry: Geometry, card: Card) -> None:
     for tokens in range(1, 257):
         found = tiles(geometry, tokens, card)
