@@ -105,6 +105,26 @@ def _() -> dict[str, Any]:
     }
 
 
+@case("stretches of a sum side by side")
+def _() -> dict[str, Any]:
+    """Two for FC1, of which the second ends early, and four for FC2, of which two are empty; then sorted by a launch of its own."""
+    layer = random_layer(Geometry(5, 3, 208, 144, "Swiglu", bias=torch.float32), ratio=True)
+    kernel = bound(layer, first=2, found=Tiles(1, Tile(64, 128, 4, 2, split=2), Tile(32, 128, 4, 2, split=4)))
+    x, ids, scales = random_call(layer.geometry, 4)
+    ids += 2
+    ids[0, 1], ids[1], ids[2, 0], ids[2, 1] = -1, torch.tensor([0, 1, 9]), 3, 3
+    poison = x.clone()
+    poison[3, 1] = torch.nan
+    out = torch.full((4, 208), torch.nan, dtype=torch.bfloat16)
+    kernel.run(x, ids, scales, out=out)
+    return {
+        "error": distance(out, layer.expected(x, ids, scales, 2)),
+        "zeros": not out[1].any().item(),
+        "same": torch.equal(kernel.run(x, ids.long(), scales), out),
+        "apart": torch.equal(kernel.run(poison, ids, scales)[:3], out[:3]),
+    }
+
+
 @case("several blocks of one expert")
 def _() -> dict[str, Any]:
     """All of 20 tokens take the same two experts, once sorted by a launch of its own and once by every program."""

@@ -36,7 +36,8 @@ def test_every_call_has_tiles_that_fit(geometry: Geometry, card: Card) -> None:
             if tile is not None:
                 assert tile.rows in (16, 32, 64, 128)
                 assert tile.columns in (128, 256)
-                assert 16 * tile.num_warps <= parts * tile.rows <= 64 * tile.num_warps
+                assert 16 * tile.num_warps <= parts * tile.split * tile.rows <= 64 * tile.num_warps
+                assert tile.split == 1 or found.routes == 1  # the columns of one product
         assert found.token is None or geometry.top_k <= 8  # the columns of one product
         routes = tokens * geometry.top_k
         # Every expert's routes, however they fall, find a block.
@@ -66,7 +67,7 @@ def test_few_variants_and_the_fewest_launches(card: Card, products: int) -> None
     ("geometry", "steps"),
     [
         (QWEN3_30B, [5, 9, 81, 177]),
-        (NEMOTRON_SUPER, [2, 3, 7, 117]),
+        (NEMOTRON_SUPER, [7, 117]),
         (dataclasses.replace(QWEN3_30B, num_experts=32, ranks=4), None),
     ],
 )

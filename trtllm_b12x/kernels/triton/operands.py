@@ -162,9 +162,9 @@ def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr, WORD: tl.constexpr):
 
 
 @triton.jit
-def loaded(x, offsets, there, column, k, BK: tl.constexpr, K: tl.constexpr):
-    """Columns from ``k`` on; zeros where there is no row, and beyond the matrix."""
-    if K % BK != 0:
+def loaded(x, offsets, there, column, k, K: tl.constexpr, WHOLE: tl.constexpr):
+    """Columns from ``k`` on; zeros where there is no row and, unless ``WHOLE``, beyond the matrix."""
+    if not WHOLE:
         return tl.load(x + offsets + k, mask=tl.max_constancy(there & (k + column < K), (1, 8)), other=0.0)
     return tl.load(x + offsets + k, mask=tl.max_constancy(there, (1, 8)), other=0.0)
 
@@ -248,26 +248,51 @@ def scale_offsets(
 
 @triton.jit
 def matrix(
-    w, s, words, scales, k, there, ROWS: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
-    WORD: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
+    w, s, words, scales, k, part, there, SPLIT: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, EVERY: tl.constexpr, WHOLE: tl.constexpr, WORD: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Columns ``k`` to ``k + BK`` of a program's ROWS, as :func:`decoded` gives them; zeros where no row or column is ``there``.
 
     Args:
-        WHOLE: every row is.
+        part: ``(ROWS,)``, which of the SPLIT stretches of ``LENGTH`` columns a row is in.
+        EVERY: each row is there.
+        WHOLE: so is each column.
     """
     size: tl.constexpr = 128 // WORD
     beyond = k * WORD  # 512 bytes for four blocks of columns
-    if not WHOLE or K % BK != 0:
-        column = k // WORD + tl.arange(0, BK // WORD)
-        block = k // size + tl.arange(0, BK // size)
-        codes = tl.load(w + words + k // WORD, mask=there[:, None] & (column < K // WORD)[None, :], other=0)
-        factors = tl.load(s + scales + beyond, mask=there[:, None] & (block < K // size)[None, :], other=0)
-    else:
+    if EVERY and WHOLE:
         codes = tl.load(w + words + k // WORD)
         factors = tl.load(s + scales + beyond)
+    elif WHOLE:
+        codes = tl.load(w + words + k // WORD, mask=there[:, None], other=0)
+        factors = tl.load(s + scales + beyond, mask=there[:, None], other=0)
+    else:
+        column = (k // WORD + tl.arange(0, BK // WORD))[None, :]  # in words, so that Triton sees which masks are of one stretch
+        block = (k // size + tl.arange(0, BK // size))[None, :]
+        if SPLIT > 1:
+            column += (part * (LENGTH // WORD))[:, None]
+            block += (part * (LENGTH // size))[:, None]
+        codes = tl.load(w + words + k // WORD, mask=there[:, None] & (column < K // WORD), other=0)
+        factors = tl.load(s + scales + beyond, mask=there[:, None] & (block < K // size), other=0)
     if WORD == FP4:
         parts = decoded(codes, factors, ROWS, BK, dtype, PTX)
     else:
         parts = mxfp8.decoded(codes, factors, ROWS, BK, PTX)
     return parts
+
+
+@triton.jit
+def own_columns(sums, PARTS: tl.constexpr, BN: tl.constexpr):
+    """Of ``(PARTS * BN, 8)``, whose part ``i`` of the rows is for column ``i`` alone: ``(PARTS * BN,)``."""
+    part = tl.arange(0, PARTS * BN) // BN
+    return tl.sum(tl.where(part[:, None] == tl.arange(0, 8)[None, :], sums, 0.0), axis=1)
+
+
+@triton.jit
+def added(parts, PARTS: tl.constexpr, BN: tl.constexpr):
+    """``(PARTS * BN,)`` to ``(BN,)``."""
+    if PARTS == 1:
+        total = parts
+    else:
+        total = tl.sum(tl.reshape(parts, (PARTS, BN)), axis=0)
+    return total

@@ -53,7 +53,8 @@ class Build:
         """How ``tokens`` are launched, by the rule or with other tiles."""
         g = self.geometry
         chosen = found or tiles(g, tokens, self.card, g.ranks, self.word)
-        return Step(tokens, chosen, blocks(g, tokens, chosen.routes), tokens * g.top_k <= INLINE_ROUTES)
+        inline = chosen.routes == 1 or tokens * g.top_k <= INLINE_ROUTES
+        return Step(tokens, chosen, blocks(g, tokens, chosen.routes), inline)
 
     def columns(self, step: Step) -> int:
         """Tiles of the hidden size."""
@@ -81,9 +82,14 @@ class Build:
         common = {"TOP_K": g.top_k, "PDL": self.overlap}
         product = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": self.columns(step), "BM": found.routes}
         product |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "PTX": self.gpu, "WORD": self.word}
-        first = {"BN": found.fc1.rows, "BK": found.fc1.columns, "ACTIVATION": ACTIVATIONS.index(g.activation)}
+        first = {
+            "BN": found.fc1.rows,
+            "BK": found.fc1.columns,
+            "SPLIT": found.fc1.split,
+            "ACTIVATION": ACTIVATIONS.index(g.activation),
+        }
         first |= {"GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
-        second = {"BN": found.fc2.rows, "BK": found.fc2.columns}
+        second = {"BN": found.fc2.rows, "BK": found.fc2.columns, "SPLIT": found.fc2.split}
         bias, call = g.bias or f, (i, step.tokens, 1, 0, 1, 0)
         types: tuple[Any, ...] = (x, i, byte, f, f, f, bias, f, f, f, i, f, x, torch.bfloat16, *call)
         made = [self._variant("fc1_kernel", types, common | product | first, found.fc1)]
