@@ -142,7 +142,7 @@ def memory(shape: Shape) -> dict[str, Any]:
         "weights of a layer": sum(t.untyped_storage().nbytes() for t in tensors.tensors().values()),
         "padding of a layer": round(
             (1 - shape.intermediate_size / shape.padded)
-            * sum(t.nbytes for name, t in tensors.tensors().items() if name.startswith(("fc1_weight", "fc2_weight")))
+            * sum(t.nbytes for name, t in tensors.tensors().items() if "_weight" in name)
         ),
         "ours, one layer": one,
         "ours, all layers": one + more,

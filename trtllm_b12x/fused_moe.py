@@ -16,6 +16,7 @@ from . import formats, host, kernels, log, registry, settings, votes
 from .carried import Carried
 from .crossover import deciding
 from .decision import RejectReason, Resolution
+from .formats.epilogue import Epilogue
 from .host import contract, questions
 from .quantization import Method
 from .schedule import HOSTS, Schedule
@@ -248,7 +249,7 @@ class Promoted(Carried):
     def _kernel_weights(self) -> Any:
         """Of the layer's format, with what it has beside its weights."""
         weights, extra = self.quant_method.kernel_weights(self), questions.activation_tensors(self)
-        return dataclasses.replace(weights, epilogue=kernels.Epilogue(**extra)) if extra else weights
+        return dataclasses.replace(weights, epilogue=Epilogue(**extra)) if extra else weights
 
     # ---- call --------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from trtllm_b12x import process, strict_reference
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import ACTIVATIONS, TritonKernel, launch, operands, products
+from trtllm_b12x.kernels.triton import TritonKernel, launch, operands, products
+from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
 from trtllm_b12x.strict_reference import Arithmetic
 
 pytestmark = pytest.mark.skipif(

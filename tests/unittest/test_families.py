@@ -24,8 +24,8 @@ from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.b12x import B12xKernel
 from trtllm_b12x.kernels.b12x.compiler import ACTIVATIONS
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.kernels.triton import ACTIVATIONS as TRITON_ACTIVATIONS
 from trtllm_b12x.kernels.triton import TritonKernel
+from trtllm_b12x.kernels.triton.variants import ACTIVATIONS as TRITON_ACTIVATIONS
 
 FREE_OF = {RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_MISSING, RejectReason.FLASHINFER_TOO_OLD}
 TOY = KernelFeatures(

@@ -19,8 +19,9 @@ from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
-from trtllm_b12x.kernels.triton import ACTIVATIONS, TritonKernel
+from trtllm_b12x.kernels.triton import TritonKernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles
+from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
 
 BOUND = 0.004
 """Relative L2 of bfloat16's rounding of the activation's result and of the output; seen: 0.0026."""

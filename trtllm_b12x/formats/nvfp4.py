@@ -121,11 +121,11 @@ _NO_TENSORS = ("input_scales", "epilogue")
 
 @dataclass(frozen=True)
 class NVFP4Weights(Weights):
-    """What FlashInfer's kernels take besides the call's own tensors, by the names of ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py).
+    """What kernels take besides the call's own tensors; alphas and block scales are the host's tensors, so that weights which are
+    copied over them are followed at once.
 
-    The wrapper's ``w1_alpha`` and ``input_global_scale`` reach the kernels as their product (``_folded_w1_alpha``), which is the
-    host's own ``fc31_alpha``; so that tensor is what a kernel binds, and weights that are copied over it are followed at once.
-    Both input scales are given per expert: FlashInfer expands a single one at every call, which is a launch each.
+    The divisors are ``input_global_scale`` and ``fc2_input_scale`` of FlashInfer's ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py),
+    which expands a single one at every call, a launch each: here they are per expert.
     E local experts, H hidden size, T intermediate size on the tile, r = 2 if gated (rows [up; gate]) else 1.
     """
 
@@ -134,17 +134,17 @@ class NVFP4Weights(Weights):
     fc1_weight_sf: torch.Tensor
     """``(32, 4, r*T/128, 4, H/64, E)`` float8_e4m3fn."""
     fc1_alpha: torch.Tensor
-    """``(E,)`` float32: FC1's ``weight_scale_2`` times its input scale."""
+    """``(E,)`` float32: FC1's ``weight_scale_2`` times its divisor (FlashInfer's ``_folded_w1_alpha``)."""
     fc2_weight: torch.Tensor
     """``(E, H, T/2)`` uint8."""
     fc2_weight_sf: torch.Tensor
     """``(32, 4, H/128, 4, T/64, E)`` float8_e4m3fn."""
     fc2_alpha: torch.Tensor
-    """``(E,)`` float32: FC2's ``weight_scale_2`` times its input scale."""
-    fc2_divisor: torch.Tensor
-    """``(E,)`` float32: the divisor of FC2's input (ModelOpt's ``input_scale``)."""
+    """``(E,)`` float32: FC2's ``weight_scale_2`` times its divisor."""
     fc1_divisor: torch.Tensor
-    """``(E,)`` float32, the same for all experts: the divisor of FC1's input."""
+    """``(E,)`` float32, the same for all experts: what FC1's input is divided by (ModelOpt's ``input_scale``)."""
+    fc2_divisor: torch.Tensor
+    """``(E,)`` float32: what FC2's input is divided by."""
     input_scales: InputScales | None = None
     """What the last two are derived from at every call; None where they are constants."""
     epilogue: Epilogue = field(default_factory=Epilogue)
@@ -155,7 +155,7 @@ class NVFP4Weights(Weights):
 
     @property
     def fc1_weight_scale_2(self) -> torch.Tensor:
-        """``(E,)`` float32, new: FC1's ``weight_scale_2``, for FlashInfer's public entry points, which fold by themselves."""
+        """``(E,)`` float32, new; what FlashInfer's public entry points take as ``w1_alpha``, since they fold by themselves."""
         return self.fc1_alpha / self.fc1_divisor
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -182,12 +182,9 @@ class NVFP4Weights(Weights):
 
     def typical_input(self) -> float:
         """A quarter of the calibrated range: 6 * 448 of the input scale."""
-        scale = (
-            float(self.fc1_divisor[0])
-            if self.input_scales is None
-            else 1 / float(self.input_scales.fc31_input_scale.flatten()[0])
-        )
-        return 672 * scale if 0 < scale < math.inf else 1.0
+        given = self.input_scales
+        divisor = float(self.fc1_divisor[0]) if given is None else 1 / float(given.fc31_input_scale.flatten()[0])
+        return 672 * divisor if 0 < divisor < math.inf else 1.0
 
     def derive(self) -> None:
         if self.input_scales is not None:

@@ -18,28 +18,7 @@ import torch
 
 from trtllm_b12x import bootstrap, decision, environment, families, formats, host, settings
 from trtllm_b12x.decision import Environment, KernelFeatures, Resolution
-from trtllm_b12x.formats.epilogue import Epilogue
-from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
-from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.host.questions import Question
-
-__all__ = [
-    "GATED",
-    "Epilogue",
-    "Geometry",
-    "InputScales",
-    "Kernel",
-    "KernelFeatures",
-    "NVFP4Weights",
-    "PlanError",
-    "Weights",
-    "Workspace",
-    "considered",
-    "first_line",
-    "machine",
-    "resolve",
-]
-
 
 GATED = frozenset({"Swiglu", "SwigluBias", "Geglu"})
 
@@ -105,6 +84,12 @@ def first_line(error: BaseException) -> str:
     return line.removeprefix("PlanError: ") if isinstance(error, PlanError) else line
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, at an address that kernels load 16 bytes from: a chunk of a longer call may begin anywhere."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 class Kernel(ABC):
     """Decode for one layer: ``plan`` once, ``bind`` after every load, ``self_test`` once, ``run`` per call."""
 
@@ -115,7 +100,7 @@ class Kernel(ABC):
     limited = ""
     """Why these are fewer than :meth:`plan` was asked for."""
     weights: Any
-    """The :class:`Weights` of their format."""
+    """The :class:`trtllm_b12x.formats.weights.Weights` of their format."""
 
     @abstractmethod
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
@@ -133,7 +118,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def bind(self, weights: Any, first_expert: int = 0) -> None:
-        """Take the layer's :class:`Weights`, those of the experts from ``first_expert`` on; only views are made.
+        """Take the layer's weights, those of the experts from ``first_expert`` on; only views are made.
 
         Raises:
             ValueError: a tensor has the wrong shape or dtype; the message names it.

@@ -112,17 +112,17 @@ class ReferenceKernel(Kernel):
         return move_off_ties((x * (_OFF_TIES * factor * scale * 6 * 448 / x.abs().max())).to(torch.bfloat16), scale)
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
-        """What one local expert adds to the tokens that are routed to it, whose ``x`` and ``scales`` these are."""
+        """What one local expert adds to the tokens that are routed to it, whose ``x`` and ``router_weights`` these are."""
         w, size = self.weights, self.geometry.intermediate_size
         x_codes = self._quantized(x, w.fc1_divisor[expert])
         fc1 = (x_codes @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T) * w.fc1_alpha[expert]
         inner = activate(self.geometry.activation, *fc1.split(size, dim=1)).to(torch.bfloat16)
         inner_codes = self._quantized(inner, w.fc2_divisor[expert])
-        w2 = dequantized(w.fc2_weight, w.fc2_weight_sf, expert)
+        fc2 = dequantized(w.fc2_weight, w.fc2_weight_sf, expert)
         factor = (router_weights * w.fc2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
         for first in range(0, size, _PARTIAL_COLUMNS):
             columns = slice(first, first + _PARTIAL_COLUMNS)
-            partial = (inner_codes[:, columns] @ w2[:, columns].T).to(torch.bfloat16) * factor
+            partial = (inner_codes[:, columns] @ fc2[:, columns].T).to(torch.bfloat16) * factor
             result.index_add_(0, token, partial.float())
 
     def _quantized(self, values: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class Examinee:
     atomic: bool
     """It adds up in bf16 atomics; else reruns must agree to the bit."""
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    """(x, global ids, router_weights) to the output."""
+    """(x, global ids, router weights) to the output."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,8 @@ def examine(
 def _outcome(test: Examinee, geometry: Geometry, calls: _Calls) -> Outcome:
     bound = max(BOUND, geometry.atomic_rounding + _SLACK) if test.atomic else BOUND
     try:
-        results = [
-            test.run(calls.x[part], calls.ids[part], calls.router_weights[part]) for part in (*calls.parts(), calls.parts()[0])
-        ]
+        parts = (*calls.parts(), calls.parts()[0])
+        results = [test.run(calls.x[part], calls.ids[part], calls.router_weights[part]) for part in parts]
         found = torch.cat(results[:-1]).float()
     except Exception as error:
         return Outcome(test.kernel, test.variant, test.tokens, float("inf"), float("inf"), bound, fault=first_line(error))

@@ -65,14 +65,14 @@ class MXFP8(Method):
         height = module.w3_w1_weight.shape[1]
         for slot, expert in enumerate(module.initial_local_expert_ids):
             gate, up, down = (_scale(weights, f"{expert}.{name}") for name in ("w1", "w3", "w2"))
-            w1, w2 = (parameter.data[slot] for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale))
+            fc1, fc2 = (parameter.data[slot] for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale))
             # Scales have the weights' rows, so they are placed alike.
-            rows = interleaved_rows(w1).flatten(0, 2).flatten(1)
+            rows = interleaved_rows(fc1).flatten(0, 2).flatten(1)
             self.load_expert_w3_w1_weight(module, gate, up, rows[:height])
-            interleave(rows, w1)
-            rows = interleaved_rows(w2).flatten(0, 2).flatten(1)
+            interleave(rows, fc1)
+            rows = interleaved_rows(fc2).flatten(0, 2).flatten(1)
             self.load_expert_w2_weight(module, down, rows)
-            interleave(rows, w2)
+            interleave(rows, fc2)
 
     # ---- the kernels' view -------------------------------------------------------------------------------------------
 
@@ -86,12 +86,12 @@ class MXFP8(Method):
                 raise ValueError(
                     f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
                 )
-        w1, w2 = module.w3_w1_weight.data, module.w2_weight.data
+        fc1, fc2 = module.w3_w1_weight.data, module.w2_weight.data
         s1, s2 = module.w3_w1_weight_scale.data, module.w2_weight_scale.data
         return MXFP8Weights(
-            fc1_weight=w1,
+            fc1_weight=fc1,
             fc1_weight_sf=mma_scale_view(s1, s1.shape[1], s1.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
-            fc2_weight=w2,
+            fc2_weight=fc2,
             fc2_weight_sf=mma_scale_view(s2, s2.shape[1], s2.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
         )
 

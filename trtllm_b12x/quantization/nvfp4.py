@@ -228,17 +228,17 @@ class NVFP4(Method):
                 raise ValueError(
                     f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
                 )
-        w1 = module.w3_w1_weight.data.view(torch.uint8)
-        w2 = module.w2_weight.data.view(torch.uint8)
+        fc1 = module.w3_w1_weight.data.view(torch.uint8)
+        fc2 = module.w2_weight.data.view(torch.uint8)
         return NVFP4Weights(
-            fc1_weight=w1,
-            fc1_weight_sf=mma_scale_view(module.w3_w1_weight_scale.data, rows=w1.shape[1], columns=2 * w1.shape[2]),
+            fc1_weight=fc1,
+            fc1_weight_sf=mma_scale_view(module.w3_w1_weight_scale.data, rows=fc1.shape[1], columns=2 * fc1.shape[2]),
             fc1_alpha=module.fc31_alpha.data,
-            fc2_weight=w2,
-            fc2_weight_sf=mma_scale_view(module.w2_weight_scale.data, rows=w2.shape[1], columns=2 * w2.shape[2]),
+            fc2_weight=fc2,
+            fc2_weight_sf=mma_scale_view(module.w2_weight_scale.data, rows=fc2.shape[1], columns=2 * fc2.shape[2]),
             fc2_alpha=module.fc2_alpha.data,
-            fc2_divisor=module.b12x_fc2_divisor,
             fc1_divisor=module.b12x_fc1_divisor,
+            fc2_divisor=module.b12x_fc2_divisor,
             input_scales=self.input_scales(module),
         )
 

@@ -23,7 +23,7 @@ import torch
 
 from trtllm_b12x import environment, families, host, locks, process, settings
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, Kernel, PlanError, Workspace, first_line, late, routes
+from trtllm_b12x.kernels import Geometry, Kernel, PlanError, Workspace, aligned, first_line, late, routes
 from trtllm_b12x.kernels.jit.cards import card_of
 from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
 from trtllm_b12x.kernels.streams import Turn
@@ -246,13 +246,7 @@ class B12xKernel(Kernel):
         router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ids = ids if ids.dtype in routes.ID_TYPES else ids.to(routes.ID_TYPES[0])
-        router_weights = (
-            router_weights
-            if router_weights.dtype in routes.ROUTER_WEIGHT_TYPES
-            else router_weights.to(routes.ROUTER_WEIGHT_TYPES[0])
-        )
-        x, ids, router_weights = _aligned(x.contiguous()), ids.contiguous(), router_weights.contiguous()
+        x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
         direct = out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0
         result = out if direct and out is not None else torch.empty_like(x)
         table = self._tables[candidate.kind.skips_negative_ids and bool(self.features.negative_ids)]
@@ -261,9 +255,8 @@ class B12xKernel(Kernel):
             if capture:
                 scratch = self._plan.of_capture(capture)
                 bound = self._bind_to(scratch)
-            candidate.launch(
-                bound[candidate.kind.name], scratch, table, self.weights.input_scales, x, ids, router_weights, result
-            )
+            arguments, inputs = bound[candidate.kind.name], self.weights.input_scales
+            candidate.launch(arguments, scratch, table, inputs, x, ids, router_weights, result)
         return result if out is None or direct else out.copy_(result)
 
 
@@ -276,11 +269,6 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number])
     return ", ".join("-".join(map(str, part)) for part in parts)
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """At an address that the kernels can load 16 bytes from: a chunk of a longer call may begin anywhere."""
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
-from trtllm_b12x.kernels import Geometry, late
-from trtllm_b12x.kernels.jit import JitKernel, aligned
+from trtllm_b12x.kernels import Geometry, aligned, late
+from trtllm_b12x.kernels.jit import JitKernel
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel
-from trtllm_b12x.kernels.triton import ACTIVATIONS
+from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
 
 _COLUMNS = 1024
 """Of a token that a program quantizes, or adds up."""
@@ -113,13 +113,13 @@ class GroupedKernel(JitKernel):
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         weights.check(self.geometry)
         self.weights, self.first_expert = weights, first_expert
-        self._w1, self._w2 = weights.fc1_weight, weights.fc2_weight
-        self._s1, self._s2 = (scales.permute(5, 2, 4, 0, 1, 3) for scales in (weights.fc1_weight_sf, weights.fc2_weight_sf))
-        for name, tensor in (("w1", self._w1), ("w1's scales", self._s1), ("w2", self._w2), ("w2's scales", self._s2)):
+        lying = {n: t.permute(5, 2, 4, 0, 1, 3) if n.endswith("_sf") else t for n, t in weights.tensors().items()}
+        for name, tensor in lying.items():
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} is not contiguous")
-        experts = torch.arange(self.geometry.num_experts + 1, dtype=torch.int32, device=weights.device)
-        self._experts = experts
+        self._fc1 = lying["fc1_weight"], lying["fc1_weight_sf"]
+        self._fc2 = lying["fc2_weight"], lying["fc2_weight_sf"]
+        self._experts = torch.arange(self.geometry.num_experts + 1, dtype=torch.int32, device=weights.device)
 
     def _tested_sizes(self) -> list[int]:
         """One token, and one of each row beyond; no more than the last row needs."""
@@ -174,11 +174,11 @@ class GroupedKernel(JitKernel):
         h = torch.empty(routes, size, dtype=torch.float8_e4m3fn, device=device)
         h_sf = torch.empty(routes, size // BLOCK_SIZE, dtype=torch.uint8, device=device)
         source.fc1_kernel[(-(-size // row.fc1.rows), self._blocks(routes, row.fc1))](
-            codes, codes_sf, self._w1, self._s1, order, starts, h, h_sf, **self._of_fc1(row.fc1), **_options(row.fc1)
+            codes, codes_sf, *self._fc1, order, starts, h, h_sf, **self._of_fc1(row.fc1), **_options(row.fc1)
         )
         shares = torch.empty(routes, hidden, dtype=torch.bfloat16, device=device)
         source.fc2_kernel[(-(-hidden // row.fc2.rows), self._blocks(routes, row.fc2))](
-            h, h_sf, self._w2, self._s2, order, starts, router_weights, shares, **self._of_product(row.fc2), **_options(row.fc2)
+            h, h_sf, *self._fc2, order, starts, router_weights, shares, **self._of_product(row.fc2), **_options(row.fc2)
         )
         source.sum_kernel[(tokens, parts)](shares, ids, result, self.first_expert, **self._of_sum())
 

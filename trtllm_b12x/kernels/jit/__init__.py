@@ -26,8 +26,6 @@ from .cards import Card, card_of
 from .examination import faults
 from .variant import Variant
 
-__all__ = ["Card", "JitKernel", "Plan", "Variant", "aligned", "card_of", "interpreted"]
-
 
 @dataclass
 class Plan:
@@ -53,12 +51,6 @@ def _forget() -> None:
 def interpreted() -> bool:
     """Triton's kernels run on the CPU, in Python."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, at an address that kernels are compiled for."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 class JitKernel(Kernel):

@@ -39,11 +39,8 @@ def faults(kernel: Any, yardstick: type[ReferenceKernel], first_expert: int, siz
     for count, end in zip(sizes, torch.tensor(sizes).cumsum(0).tolist(), strict=True):
         if count * g.top_k > 1:
             local[end - 1, -1] = -1
-    x, local, router_weights = (
-        (drawn.to(device) * kernel.weights.typical_input()).to(g.dtype),
-        local.to(device),
-        router_weights.to(device),
-    )
+    x = (drawn.to(device) * kernel.weights.typical_input()).to(g.dtype)
+    local, router_weights = local.to(device), router_weights.to(device)
     reference = yardstick()
     reference.plan(g, total, device)
     reference.bind(kernel.weights)

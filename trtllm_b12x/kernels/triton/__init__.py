@@ -20,19 +20,16 @@ import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, late
-from trtllm_b12x.kernels.jit import JitKernel, Plan, aligned
+from trtllm_b12x.kernels import Geometry, aligned, late, routes
+from trtllm_b12x.kernels.jit import JitKernel, Plan
 from trtllm_b12x.kernels.jit.cards import Card
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 
 from . import launch
 from .tiles import Tiles
-from .variants import ACTIVATIONS, ID_TYPES, ROUTER_WEIGHT_TYPES, Build, Step
-
-__all__ = ["ACTIVATIONS", "Card", "Epilogue", "TritonKernel"]
+from .variants import Build, Step
 
 _LARGEST_TOP_K = 64
 _LARGEST_EXPERTS = 2048
@@ -126,11 +123,10 @@ class TritonKernel(JitKernel):
         if self.geometry.activation == "SwigluBias":
             given = ((extra.swiglu_alpha, 1.0), (extra.swiglu_beta, 0.0), (extra.swiglu_limit, float("inf")))
             constants = [filled(tensor, value) for tensor, value in given]
-        fc1_bias = none if extra.fc1_bias is None else extra.fc1_bias
-        fc2_bias = none if extra.fc2_bias is None else extra.fc2_bias
-        w1, w2 = (weight.view(torch.int32) for weight in (weights.fc1_weight, weights.fc2_weight))
-        head, tail = (w1, scale_bytes(weights.fc1_weight_sf), weights.fc1_alpha), (inputs.up_to_gate, fc1_bias, *constants)
-        fc2 = (w2, scale_bytes(weights.fc2_weight_sf), weights.fc2_alpha, inputs.fc2_input_scale, fc2_bias)
+        bias1, bias2 = (none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
+        fc1, fc2 = matrices(weights)
+        head, tail = (*fc1, weights.fc1_alpha), (inputs.up_to_gate, bias1, *constants)
+        fc2 = (*fc2, weights.fc2_alpha, inputs.fc2_input_scale, bias2)
         steps = int(inputs.fc31_input_scale.numel() > 1), int(inputs.fc2_input_scale.numel() > 1)
         # Input that arrives quantized is in units of the input scale, which the alpha holds.
         one = torch.ones(1, dtype=torch.float32, device=device)
@@ -199,7 +195,7 @@ class TritonKernel(JitKernel):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         tokens, g, quantized = x.shape[0], self.geometry, x_sf is not None
-        x, ids, router_weights = aligned(x), _of(ids, ID_TYPES), _of(router_weights, ROUTER_WEIGHT_TYPES)
+        x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
         usable = out is not None and out.dtype is g.dtype and out.is_contiguous() and out.data_ptr() % 16 == 0
         result = out if usable else torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=x.device)
         assert result is not None
@@ -235,7 +231,9 @@ class TritonKernel(JitKernel):
             step = plan.steps.get(tokens)
             if step is None:
                 raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-            inline = step.inline and not quantized and (ids, router_weights) == (ID_TYPES[0], ROUTER_WEIGHT_TYPES[0])
+            inline = (
+                step.inline and not quantized and ids is routes.ID_TYPES[0] and router_weights is routes.ROUTER_WEIGHT_TYPES[0]
+            )
             variants = self.build.variants(step, inline, quantized, ids, router_weights)
             found = launch.call(self.build, step, variants, plan.compiled if direct else None)
             plan.calls[key] = found
@@ -256,11 +254,7 @@ def check(geometry: Geometry, weights: Weights) -> None:
             raise ValueError(f"{name} is not contiguous, or not at a multiple of 16 bytes")
 
 
-def scale_bytes(scales: torch.Tensor) -> torch.Tensor:
-    """Block scales as they lie in memory, uint8."""
-    return scales.permute(5, 2, 4, 0, 1, 3).view(torch.uint8)
-
-
-def _of(tensor: torch.Tensor, kinds: tuple[torch.dtype, ...]) -> torch.Tensor:
-    """Contiguous, of a type that kernels are compiled for: another is converted by a launch of its own, none compiled."""
-    return (tensor if tensor.dtype in kinds else tensor.to(kinds[0])).contiguous()
+def matrices(weights: Any) -> Iterator[tuple[torch.Tensor, ...]]:
+    """FC1's and FC2's codes in int32 words, and block scales as they lie in memory, uint8."""
+    for weight, block_scales in ((weights.fc1_weight, weights.fc1_weight_sf), (weights.fc2_weight, weights.fc2_weight_sf)):
+        yield weight.view(torch.int32), block_scales.permute(5, 2, 4, 0, 1, 3).view(torch.uint8)

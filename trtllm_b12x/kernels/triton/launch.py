@@ -82,9 +82,8 @@ class Call:
         tokens, blocks, first, step = self.step.tokens, self.step.blocks, layer.first_expert, layer.steps
         if self.route is not None:
             size = self.step.tiles.routes
-            self.route(
-                stream, x, x_sf, ids, router_weights, staged, out, numbers, tokens, blocks, first, self.tiles, size, int(swizzled)
-            )
+            sizes = tokens, blocks, first, self.tiles, size, int(swizzled)
+            self.route(stream, x, x_sf, ids, router_weights, staged, out, numbers, *sizes)
             ids, router_weights, first = numbers, partial, 0
             if self.quantized:
                 x = staged

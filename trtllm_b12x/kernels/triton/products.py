@@ -117,18 +117,18 @@ def fc1_kernel(
     weight += e * (halves * SIZE * (H // WORD))
     weight_sf += e * ((halves * SIZE + 127) // 128 * ((H + columns - 1) // columns) * 512)
     words = rows[:, None] * (H // WORD) + tl.arange(0, BK // WORD)[None, :]
-    up_sf = scale_offsets(tile, 0, BN, BK, SIZE, H, 1, WORD)
-    gate_sf = scale_offsets(tile, 1, BN, BK, SIZE, H, 1, WORD)
+    up_sf_offsets = scale_offsets(tile, 0, BN, BK, SIZE, H, 1, WORD)
+    gate_sf_offsets = scale_offsets(tile, 1, BN, BK, SIZE, H, 1, WORD)
     offsets, given, column = places(route // TOP_K * H, n, width, BK, WORD)
     up = tl.zeros((BN, width), tl.float32)
     gate = tl.zeros((BN, width), tl.float32)
     for k in range(0, H, BK):
         operands = split_inputs(loaded(x, offsets, given, column, k, BK, H), width, BK, WORD)
-        w = matrix(weight, weight_sf, words, up_sf, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
+        w = matrix(weight, weight_sf, words, up_sf_offsets, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
         up = dot(w, operands, up, WORD)
         if GATED:
             half = weight + SIZE * (H // WORD)
-            w = matrix(half, weight_sf, words, gate_sf, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
+            w = matrix(half, weight_sf, words, gate_sf_offsets, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
             gate = dot(w, operands, gate, WORD)
     if WORD == FP4:
         factor = tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
