@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from . import formats, host, kernels, log, registry, settings, votes
+from . import eligibility, formats, host, kernels, log, registry, settings, votes
 from .carried import Carried
 from .crossover import deciding
 from .decision import RejectReason, Resolution
@@ -86,7 +86,7 @@ class Promoted(Carried):
             self.retire_kernels()  # the host may create weights anew, for another quantization
             self._load = votes.load()
             algorithm = questions.quant_algo(self.quant_config)
-            self._kernels, self._dtype = kernels.considered(quant_algo=algorithm), self.dtype or torch.bfloat16
+            self._kernels, self._dtype = eligibility.considered(quant_algo=algorithm), self.dtype or torch.bfloat16
             self._judge_and_record()
             row = formats.find(algorithm)
             if self.verdict.served and row is not None:
@@ -226,7 +226,7 @@ class Promoted(Carried):
         if lacking:
             raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
         question = questions.of_layer(self, self._config, self._alltoall)
-        return kernels.resolve(question, self._kernels, self._plan_errors)
+        return eligibility.resolve(question, self._kernels, self._plan_errors)
 
     def _activation_name(self) -> str:
         return questions.activation_name(lambda name: getattr(self, name, None))

@@ -154,9 +154,9 @@ def _adapter() -> Host | None:
 
 
 def _resolve(question: questions.Question) -> Resolution:
-    from . import kernels  # torch is there by now
+    from . import eligibility  # torch is there by now
 
-    return kernels.resolve(question)
+    return eligibility.resolve(question)
 
 
 def _is_ours(moe_cls: Any) -> bool:

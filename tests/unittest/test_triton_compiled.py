@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests import sass
-from trtllm_b12x.kernels import Geometry, prove
+from trtllm_b12x.environment import prove
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton.compiler import Compiled, compile_for
 from trtllm_b12x.kernels.triton.tiles import Card
 

@@ -149,7 +149,7 @@ def _device() -> str:
 
 def _families() -> list[str]:
     """That run on this card themselves, not by what stands in for them."""
-    from trtllm_b12x.kernels import considered
+    from trtllm_b12x.eligibility import considered
 
     return [family for family, kernel in considered("cuda").items() if kernel.features.name == family]
 

@@ -228,7 +228,7 @@ class Json:
 
 def header(checkpoint: Path, device: str, tp: int, ep: int, seed: int, algorithms: Iterable[str]) -> dict[str, Any]:
     """What the numbers were computed with, for experts quantized so."""
-    from trtllm_b12x.kernels import considered
+    from trtllm_b12x.eligibility import considered
     from trtllm_b12x.verification import Tolerances
 
     kernels = (kernel.features.name for name in algorithms for kernel in considered(device, name).values())

@@ -12,8 +12,9 @@ import torch
 import trtllm_b12x
 from trtllm_b12x import host, selection
 from trtllm_b12x.decision import Deployment, Problem, Resolution
+from trtllm_b12x.eligibility import resolve
 from trtllm_b12x.host import building
-from trtllm_b12x.kernels import Geometry, resolve
+from trtllm_b12x.kernels import Geometry
 
 FORMAT = "NVFP4"
 """Of the weights that are drawn."""

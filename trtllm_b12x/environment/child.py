@@ -34,6 +34,18 @@ def file_of(package: str) -> str:
     return spec.origin or next(iter(spec.submodule_search_locations or ()), "")
 
 
+def variables() -> dict[str, str]:
+    """Of a process of ours that is to see no GPU, and nothing of the working directory, and to promote nothing."""
+    return {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Runs ``main()`` of a module of this package."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from {module} import main; main()"
+    return [sys.executable, "-c", code, *arguments]
+
+
 def answer_for_the_gpu(torch: Any, sm_count: int, major: int, minor: int) -> None:
     """FlashInfer 0.6.17 and 0.6.18 ask for a GPU while they are imported (``gdn_kernels``) and while they build a launch."""
 

@@ -11,8 +11,8 @@ import torch
 from trtllm_b12x import selection, strict_reference
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
 from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
+from trtllm_b12x.eligibility import considered, resolve
 from trtllm_b12x.host import embedded, questions
-from trtllm_b12x.kernels import considered, resolve
 from trtllm_b12x.schedule import EVERY, HOSTS, crossover
 from trtllm_b12x.strict_reference import Arithmetic
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import environment, families, host, locks, process, settings
+from trtllm_b12x import environment, families, locks, process, settings
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, Workspace, aligned, first_line, late, routes
 from trtllm_b12x.kernels.jit.cards import card_of
@@ -276,7 +276,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def _compile_elsewhere_first(device: torch.device) -> None:
     """Inside TensorRT-LLM: what has never compiled on this installation must not be tried in the server's own process."""
-    if host.installed() and device.type == "cuda":
+    if environment.hosted() and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         target = f"sm_{major}{minor}a"
         if settings.FREEZE() or seal(target).exists():  # nothing is compiled, or has been while the image was built

@@ -21,15 +21,6 @@ from trtllm_b12x.environment import child, inspect_flashinfer, packages
 from trtllm_b12x.environment.cute_dsl import WHEELS
 
 
-def command() -> list[str]:
-    """Runs :func:`main`; nothing of the working directory is imported."""
-    root = str(Path(__file__).parents[3])
-    code = (
-        "import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from trtllm_b12x.kernels.b12x.worker import main; main()"
-    )
-    return [sys.executable, "-c", code.format(root=root)]
-
-
 class _Share:
     """Stands in for FlashInfer's function: compiles and stores the kernels of this process' share, and returns nothing to run."""
 

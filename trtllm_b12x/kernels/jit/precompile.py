@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x import log, settings
+from trtllm_b12x.environment import child
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import PlanError, first_line, late
 
@@ -255,8 +256,7 @@ def _run(jobs: list[dict[str, Any]], workers: int, capability: int, report: Repo
 
     # Triton from where this process has it, whatever a subprocess would find.
     site = str(Path(triton.__file__).parents[1])
-    env = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
-    env["TRITON_CACHE_DIR"] = str(toolchain.cache_folder())
+    env = {**child.variables(), "TRITON_CACHE_DIR": str(toolchain.cache_folder())}
     command = [sys.executable, str(Path(worker.__file__)), site, str(capability)]
     if stand_in is not None:
         command.append(stand_in)
