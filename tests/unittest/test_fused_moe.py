@@ -46,9 +46,9 @@ def test_both_sides_of_the_crossover(tokens: int, gated: bool) -> None:
     module = layers.load(layers.create(6, 128, 192, top_k=3, gated=gated), tensors)
     assert type(module.backend) is FlashInferNvfp4Sm12xFusedMoE
     x, logits = layers.inputs(module, tokens, tensors)
-    with verification._kernel_calls(module.backend) as count:
+    with verification.kernel_calls(module.backend) as reached:
         result = module(x, logits)
-    assert count() == (1 if tokens < crossover() else 0)
+    assert len(reached) == (1 if tokens < crossover() else 0)
     none, kernel = layers.errors(module, x, logits, result, tensors)
     assert none < 0.05
     if tokens < crossover():
@@ -63,9 +63,9 @@ def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:
     module = layers.load(layers.create(24, 128, 128, top_k=22), tensors)
     for tokens, calls in ((46, 1), (47, 0)):
         x, logits = layers.inputs(module, tokens, tensors)
-        with verification._kernel_calls(module.backend) as count:
+        with verification.kernel_calls(module.backend) as reached:
             assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
-        assert count() == calls
+        assert len(reached) == calls
 
 
 def test_alternating_prefill_and_decode(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
@@ -89,9 +89,9 @@ def test_the_scheduler_may_see_other_token_counts_in_quantize_input_and_run_moe(
         assert layers.errors(module, x, logits, grown, tensors)[0] < 0.05
     packed, sf = backend.quantize_input(x, post_quant_comm=False)
     assert packed.dtype is torch.uint8
-    with verification._kernel_calls(backend) as count:
+    with verification.kernel_calls(backend) as reached:
         layers.run_moe(backend, packed[:4], ids[:4], router_weights[:4], sf, output_dtype=torch.bfloat16)
-    assert count() == 0  # already quantized: CUTLASS
+    assert len(reached) == 0  # already quantized: CUTLASS
 
 
 def test_before_communication_the_form_never_depends_on_the_count(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
@@ -133,9 +133,9 @@ def test_quantized_input_and_no_tokens_are_served_as_the_host_serves_them(layer:
     packed, sf = fp4_quantize(x, module.backend.fc31_input_scale)
     result = module(host.Fp4QuantizedTensor(packed, sf), logits, output_dtype=torch.bfloat16)
     assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
-    with verification._kernel_calls(module.backend) as count:
+    with verification.kernel_calls(module.backend) as reached:
         empty = module(x[:0], logits[:0])
-    assert count() == 0
+    assert len(reached) == 0
     assert empty.shape == (0, 128)
     assert empty.dtype is torch.bfloat16
 
@@ -144,9 +144,9 @@ def test_chunks_are_concatenated_right() -> None:
     tensors = random_experts(6, 128, 192)
     module = layers.load(layers.create(6, 128, 192, top_k=3, max_num_tokens=200, moe_max_num_tokens=50), tensors)
     x, logits = layers.inputs(module, 120, tensors)
-    with verification._kernel_calls(module.backend) as count:
+    with verification.kernel_calls(module.backend) as reached:
         result = module(x, logits)
-    assert count() == 3
+    assert len(reached) == 3
     none, kernel = layers.errors(module, x, logits, result, tensors)
     assert none < 0.05
     assert kernel < 0.005
@@ -235,9 +235,9 @@ def test_awq_scales_that_show_up_with_the_weights_leave_the_layer_to_cutlass(lay
     backend.post_load_weights()
     assert backend.verdict.reasons == (RejectReason.PRE_QUANT_SCALE,)
     x, logits = layers.inputs(module, 4, tensors)
-    with verification._kernel_calls(backend) as count:
+    with verification.kernel_calls(backend) as reached:
         assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
-    assert count() == 0
+    assert len(reached) == 0
 
 
 def test_weights_created_anew_for_another_quantization(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
@@ -258,9 +258,9 @@ def test_weights_created_anew_for_another_quantization(layer: tuple[Any, dict[st
     backend.load_weights([plain])
     backend.post_load_weights()
     x, ids, router_weights = torch.randn(3, 128).bfloat16(), torch.randint(0, 6, (3, 3), dtype=torch.int32), torch.rand(3, 3)
-    with verification._kernel_calls(backend) as count:
+    with verification.kernel_calls(backend) as reached:
         assert layers.run_moe(backend, x, ids, router_weights, output_dtype=torch.bfloat16).isfinite().all()
-    assert count() == 0
+    assert len(reached) == 0
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------------

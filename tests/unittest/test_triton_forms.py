@@ -19,7 +19,7 @@ from trtllm_b12x import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import dequantize
 from trtllm_b12x.host.embedded.ops import fp4_quantize
-from trtllm_b12x.verification import _kernel_calls
+from trtllm_b12x.verification import kernel_calls
 
 host = layers.host
 BOUND = 0.004
@@ -81,13 +81,13 @@ def with_constants(names: tuple[str, ...], tokens: int, device: str = "cpu") -> 
     module, hosts = twins(tensors, device, **layers.swiglu_constants(**there))
     x, logits = layers.inputs(module, tokens, tensors)
     call = x.to(device), logits.to(device)
-    with _kernel_calls(module.backend) as count:
+    with kernel_calls(module.backend) as reached:
         found = module(*call)
     expected = in_float32(tensors, x, *module.routing_method.apply(logits), **given)
     plain = in_float32(tensors, x, *module.routing_method.apply(logits))
     assert distance(plain, expected) > 0.1  # what it would be without
-    assert count() or torch.equal(found, hosts(*call))
-    return module, distance(found, expected), count()
+    assert len(reached) or torch.equal(found, hosts(*call))
+    return module, distance(found, expected), len(reached)
 
 
 @pytest.mark.parametrize(("tokens", "served"), [(1, 1), (63, 1), (64, 0)])
@@ -135,10 +135,10 @@ def on_scaled_input(tokens: int, device: str = "cpu") -> tuple[float, int]:
     x, logits = layers.inputs(module, tokens, tensors)
     ids, router_weights = module.routing_method.apply(logits)
     call = x.to(device), logits.to(device)
-    with _kernel_calls(module.backend) as count:
+    with kernel_calls(module.backend) as reached:
         found = module(*call)
-    assert count() or torch.equal(found, hosts(*call))
-    return distance(found, in_float32(tensors, x * router_weights.bfloat16(), ids, torch.ones_like(router_weights))), count()
+    assert len(reached) or torch.equal(found, hosts(*call))
+    return distance(found, in_float32(tensors, x * router_weights.bfloat16(), ids, torch.ones_like(router_weights))), len(reached)
 
 
 @pytest.mark.parametrize(("tokens", "served"), [(1, 1), (63, 1), (64, 0)])
@@ -166,11 +166,11 @@ def as_ranks_gather(tokens: int, ranks: int = 2, device: str = "cpu") -> tuple[f
         assert torch.equal(sent, packed)
         assert torch.equal(sf.view(torch.uint8).flatten(), plain)
         form: dict[str, Any] = {"is_sf_swizzled": False, "output_dtype": torch.bfloat16}
-        with _kernel_calls(module.backend) as count:
+        with kernel_calls(module.backend) as reached:
             part = layers.run_moe(module.backend, sent, *routes, sf, **form)
-        assert count() or torch.equal(part, layers.run_moe(hosts.backend, sent, *routes, sf, **form))
+        assert len(reached) or torch.equal(part, layers.run_moe(hosts.backend, sent, *routes, sf, **form))
         total += part.float().cpu()
-        calls += count()
+        calls += len(reached)
         blocks = plain.view(tokens, -1).view(torch.float8_e4m3fn)
         given = (dequantize(packed, blocks) / scale).cpu()
     return distance(total, in_float32(tensors, given, ids, router_weights)), calls
@@ -200,9 +200,9 @@ def test_input_that_a_model_has_quantized(tokens: int, swizzled: bool) -> None:
     ids, router_weights = module.routing_method.apply(logits)
     packed, sf = fp4_quantize(x, module.backend.fc31_input_scale, is_sf_swizzled_layout=swizzled)
     given, none = module.backend.quantize_input(host.Fp4QuantizedTensor(packed, sf, swizzled), post_quant_comm=False)
-    with _kernel_calls(module.backend) as count:
+    with kernel_calls(module.backend) as reached:
         found = layers.run_moe(module.backend, given, ids, router_weights, none, output_dtype=torch.bfloat16)
-    assert count() == 1
+    assert len(reached) == 1
     _, plain = fp4_quantize(x, module.backend.fc31_input_scale, is_sf_swizzled_layout=False)
     values = dequantize(packed, plain.view(tokens, -1).view(torch.float8_e4m3fn)) / module.backend.fc31_input_scale
     assert distance(found, in_float32(tensors, values, ids, router_weights)) < BOUND

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -250,14 +249,14 @@ def _write(tables: list[_Table], gpu: str, copy: float, embedded: bool, file: Pa
         "copy_bytes_per_second": round(copy),
         "tables": [table.json() for table in tables],
     }
+    from trtllm_b12x.environment import answers
+
     text = json.dumps(content, indent=1) + "\n"
     if str(file) == "-":
         click.echo(text, nl=False)
         return
     try:
-        temporary = file.with_name(f".{file.name[:200]}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
+        answers.replace(file, text)
     except OSError as error:
         raise Unusable(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
 

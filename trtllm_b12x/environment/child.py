@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -44,6 +45,14 @@ def command(module: str, *arguments: str) -> list[str]:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from {module} import main; main()"
     return [sys.executable, "-c", code, *arguments]
+
+
+def run(command: list[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Outside the working directory, nothing on its standard input; what it says is text whatever it is."""
+    nothing = subprocess.DEVNULL
+    return subprocess.run(
+        command, stdin=nothing, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, cwd="/"
+    )
 
 
 def answer_for_the_gpu(torch: Any, sm_count: int, major: int, minor: int) -> None:

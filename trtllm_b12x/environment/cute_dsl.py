@@ -121,16 +121,7 @@ def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, A
     env = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
     env |= {"TRTLLM_B12X": "0", "PYTHONSAFEPATH": "1"}
     try:
-        result = subprocess.run(
-            [sys.executable, child.__file__],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PROBE_TIMEOUT_S,
-            env=env,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-        )
+        result = child.run([sys.executable, child.__file__], env, PROBE_TIMEOUT_S)
         output, how = result.stdout, _ending(result)
     except subprocess.TimeoutExpired as late:
         output = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""

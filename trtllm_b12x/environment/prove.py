@@ -34,16 +34,7 @@ def prove(target: str, family: str = "b12x") -> Proof:
         target: ``sm_120a`` or ``sm_121a``.
     """
     try:
-        result = subprocess.run(
-            child.command("trtllm_b12x.kernels.prove", target, family),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            env=child.variables(),
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-        )
+        result = child.run(child.command("trtllm_b12x.kernels.prove", target, family), child.variables(), TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Proof(target, False, f"no result within {TIMEOUT_S} s")
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]

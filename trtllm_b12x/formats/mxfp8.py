@@ -85,10 +85,7 @@ class MXFP8Weights(Weights):
             "fc2_weight": ((experts, hidden, size), torch.float8_e4m3fn),
             "fc2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 128), experts), torch.uint8),
         }
-        for name, tensor in self.tensors().items():
-            shape, dtype = expected[name]
-            if tensor.dtype != dtype or tensor.shape != shape:
-                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
+        self.compare(expected)
 
     def scales(self, slot: int) -> dict[str, torch.Tensor]:
         """A local expert's E8M0 bytes in rows, ``(rows, K / 32)``, by the field of the weight (copies)."""

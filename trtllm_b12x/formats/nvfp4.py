@@ -174,10 +174,7 @@ class NVFP4Weights(Weights):
             "fc2_weight": ((experts, hidden, size // 2), torch.uint8),
             "fc2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 64), experts), torch.float8_e4m3fn),
         }
-        for name, tensor in self.tensors().items():
-            shape, dtype = expected.get(name, ((experts,), torch.float32))
-            if tensor.dtype != dtype or tensor.shape != shape:
-                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
+        self.compare(expected, others=(experts,))
         self.epilogue.check(experts, rows, hidden, geometry.bias, self.fc1_weight.device)
 
     def typical_input(self) -> float:

@@ -88,6 +88,18 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+def output(out: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype, columns: int) -> torch.Tensor:
+    """What a kernel writes: ``out`` where it can, else a tensor of its own, ``(tokens of like, columns)``."""
+    if out is not None and out.dtype is dtype and out.is_contiguous() and out.data_ptr() % 16 == 0:
+        return out
+    return torch.empty(like.shape[0], columns, dtype=dtype, device=like.device)
+
+
+def handed_back(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    """To the caller who gave ``out``, and for whom :func:`output` gave ``result``."""
+    return result if out is None or result is out else out.copy_(result)
+
+
 class Kernel(ABC):
     """Decode for one layer: ``plan`` once, ``bind`` after every load, ``self_test`` once, ``run`` per call."""
 
@@ -147,6 +159,19 @@ class Kernel(ABC):
     def settled(self) -> bool:
         """What :meth:`serves` says is final."""
         return True
+
+    def check(self, geometry: Geometry, multiples: tuple[int, int]) -> None:
+        """Raise ValueError, naming what, where the activation or a size is none of the family's.
+
+        Args:
+            multiples: of the hidden and of the intermediate size.
+        """
+        known, sizes = self.features.activations, (geometry.hidden_size, geometry.intermediate_size)
+        if geometry.activation not in known:
+            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(known))}")
+        if any(size % multiple for size, multiple in zip(sizes, multiples, strict=True)):
+            named = f"hidden size {sizes[0]} and intermediate size {sizes[1]}"
+            raise ValueError(f"{named} must be multiples of {' and '.join(map(str, dict.fromkeys(multiples)))}")
 
     def serves(self, tokens: int) -> bool:
         """:meth:`run` takes this many tokens."""

@@ -70,9 +70,13 @@ def _micro_kernel(card: Card) -> Any:
 
 def _compile_triton(card: Card, directory: Path) -> list[str]:
     """What a layer's call of two tokens launches, and one of 63."""
-    from .triton.compiler import compile_for
+    from .triton import TritonKernel
 
-    return [kernel.ptx for tokens in (2, 63) for kernel in compile_for(card, _LAYER, tokens)]
+    kernel = TritonKernel(card)
+    kernel.describe(_LAYER, 63, torch.device("cuda"))
+    steps = (kernel.build.step(tokens) for tokens in (2, 63))
+    variants = (variant for step in steps for variant in kernel.build.variants(step, step.inline))
+    return [variant.assemble(card.capability).asm["ptx"] for variant in variants]
 
 
 def _compile_grouped(card: Card, directory: Path) -> list[str]:

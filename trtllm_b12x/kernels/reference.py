@@ -65,12 +65,7 @@ class ReferenceKernel(Kernel):
         Raises:
             ValueError: an activation or a size that no kernel of the family takes.
         """
-        if geometry.activation not in self.features.activations:
-            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(self.features.activations))}")
-        multiples = self.features.hidden_size_multiple, self.multiple
-        if geometry.hidden_size % multiples[0] or geometry.intermediate_size % multiples[1]:
-            sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
-            raise ValueError(f"{sizes} must be multiples of {' and '.join(map(str, dict.fromkeys(multiples)))}")
+        self.check(geometry, (self.features.hidden_size_multiple, self.multiple))
         self.geometry, self.capacity, self._device = geometry, capacity, device
         self.gated = geometry.gated
 

@@ -1,5 +1,7 @@
 """The Triton kernels of :mod:`trtllm_b12x.kernels.routes`, which imports this where there is a GPU."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,7 +18,7 @@ def jit(function: Any) -> Any:
 
 
 @jit
-def _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided):  # type: ignore[no-untyped-def]
+def _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided):
     # Divisions as torch rounds them, so that the bits are those of InputScales.derive.
     inside = at < divided
     one = tl.full(at.shape, 1.0, tl.float32)
@@ -27,25 +29,10 @@ def _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step,
 
 
 @jit
-def prepare(  # type: ignore[no-untyped-def]
-    ids,
-    router_weights,
-    ids_out,
-    router_weights_out,
-    size,
-    first,
-    count,
-    unrouted,
-    fc31,
-    fc2,
-    ratio,
-    fc1_divisor,
-    fc2_divisor,
-    fc31_step,
-    fc2_step,
-    divided,
-    block: tl.constexpr,
-):
+def prepare(
+    ids, router_weights, ids_out, router_weights_out, size, first, count, unrouted,
+    fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided, block: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
     _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided)
     inside = at < size
@@ -57,28 +44,10 @@ def prepare(  # type: ignore[no-untyped-def]
 
 
 @jit
-def compact(  # type: ignore[no-untyped-def]
-    ids,
-    router_weights,
-    numbers,
-    experts,
-    used,
-    router_weights_out,
-    size,
-    first,
-    count,
-    unrouted,
-    fc31,
-    fc2,
-    ratio,
-    fc1_divisor,
-    fc2_divisor,
-    fc31_step,
-    fc2_step,
-    divided,
-    block: tl.constexpr,
-    wide: tl.constexpr,
-):
+def compact(
+    ids, router_weights, numbers, experts, used, router_weights_out, size, first, count, unrouted,
+    fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided, block: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
     for begin in range(0, divided, wide):
         at = begin + tl.arange(0, wide)
         _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided)

@@ -95,14 +95,8 @@ class _Calls:
         return [slice(first, first + self.tokens) for first in range(0, len(self.x), self.tokens)]
 
 
-def examine(
-    tests: Iterable[Examinee],
-    geometry: Geometry,
-    weights: Weights,
-    first_expert: int = 0,
-    reference: type[ReferenceKernel] = ReferenceKernel,
-) -> list[Outcome] | None:
-    """Run each of ``tests`` against the ``reference`` of their format.
+def examine(tests: Iterable[Examinee], geometry: Geometry, weights: Weights, first_expert: int = 0) -> list[Outcome] | None:
+    """Run each of ``tests`` against the reference.
 
     Every test reaches every expert, alone with others and with all tokens on the same ``top_k``, so that each tile of rows and,
     with the most tokens, each wave of tasks is run; and some ids that are in no table.
@@ -112,7 +106,7 @@ def examine(
     """
     tests = list(tests)
     sizes = sorted({test.tokens for test in tests})
-    drawn = _draw_until_finite(geometry, weights, sizes, first_expert, reference)
+    drawn = _draw_until_finite(geometry, weights, sizes, first_expert)
     if drawn is None:
         return None
     return [_outcome(test, geometry, drawn[test.tokens]) for test in tests]
@@ -136,11 +130,9 @@ def _outcome(test: Examinee, geometry: Geometry, calls: _Calls) -> Outcome:
     return Outcome(test.kernel, test.variant, test.tokens, float(whole), float(worst), bound, same)
 
 
-def _draw_until_finite(
-    geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int, reference: type[ReferenceKernel]
-) -> dict[int, _Calls] | None:
+def _draw_until_finite(geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int) -> dict[int, _Calls] | None:
     for attempt in range(_DRAWS):
-        drawn = _draw(geometry, weights, sizes, first_expert, 64.0**-attempt, reference)
+        drawn = _draw(geometry, weights, sizes, first_expert, 64.0**-attempt)
         expected = torch.cat([calls.expected for calls in drawn.values()])
         finite, told = expected.isfinite().all(1), expected.any(1)
         if bool(finite.float().mean() > 0.5):
@@ -148,16 +140,14 @@ def _draw_until_finite(
     return None
 
 
-def _draw(
-    geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int, factor: float, kind: type[ReferenceKernel]
-) -> dict[int, _Calls]:
+def _draw(geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int, factor: float) -> dict[int, _Calls]:
     """Calls of each size, and what the reference makes of them, in one go: it dequantizes an expert once."""
     device = weights.device
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):  # whatever the host's default is while it loads
         routes = {tokens: _routes(geometry, tokens, generator) for tokens in sizes}
     total = sum(map(len, routes.values()))
-    reference, most = kind(), max(total, geometry.num_experts)
+    reference, most = ReferenceKernel(), max(total, geometry.num_experts)
     reference.plan(geometry, most, device)
     reference.bind(weights)
     x = reference.activations(most, factor)

@@ -80,12 +80,7 @@ class MXFP8(Method):
         return int(module.w2_weight.shape[2])
 
     def kernel_weights(self, module: Any) -> MXFP8Weights:
-        for name in STORED:
-            tensor = getattr(module, name)
-            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-                raise ValueError(
-                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
-                )
+        self.readable(module, STORED)
         fc1, fc2 = module.w3_w1_weight.data, module.w2_weight.data
         s1, s2 = module.w3_w1_weight_scale.data, module.w2_weight_scale.data
         return MXFP8Weights(

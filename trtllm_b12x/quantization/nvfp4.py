@@ -222,12 +222,7 @@ class NVFP4(Method):
         return sum(int(getattr(module, name).nbytes) for name in names)
 
     def kernel_weights(self, module: Any) -> NVFP4Weights:
-        for name in READ_BY_KERNELS:
-            tensor = getattr(module, name)
-            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-                raise ValueError(
-                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
-                )
+        self.readable(module, READ_BY_KERNELS)
         fc1 = module.w3_w1_weight.data.view(torch.uint8)
         fc2 = module.w2_weight.data.view(torch.uint8)
         return NVFP4Weights(

@@ -282,28 +282,6 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         w3_weight_scale: torch.Tensor,
         dst_w3_w1_weight_scale: torch.Tensor,
     ) -> None:
-        raise NotImplementedError
-
-    def load_expert_w2_weight_scale_nvfp4(
-        self, module: Any, w2_weight_scale: torch.Tensor, dst_w2_weight_scale: torch.Tensor
-    ) -> None:
-        raise NotImplementedError
-
-
-class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
-    weight_dtype = FUSED_MOE_NVFP4_WEIGHT_DTYPE
-    block_scales_dtype = FUSED_MOE_NVFP4_WEIGHT_BLOCK_SCALE_DTYPE
-
-    def create_weights(self, module: Any) -> None:  # type: ignore[override]
-        super().create_weights(module, self.weight_dtype, 16, self.block_scales_dtype, 4)
-
-    def load_expert_w3_w1_weight_scale_nvfp4(
-        self,
-        module: Any,
-        w1_weight_scale: torch.Tensor,
-        w3_weight_scale: torch.Tensor,
-        dst_w3_w1_weight_scale: torch.Tensor,
-    ) -> None:
         # The same rows as the weights', so the same copy; then the interleave.
         self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
         _interleave(dst_w3_w1_weight_scale)
@@ -313,6 +291,14 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
     ) -> None:
         self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
         _interleave(dst_w2_weight_scale)
+
+
+class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
+    weight_dtype = FUSED_MOE_NVFP4_WEIGHT_DTYPE
+    block_scales_dtype = FUSED_MOE_NVFP4_WEIGHT_BLOCK_SCALE_DTYPE
+
+    def create_weights(self, module: Any) -> None:  # type: ignore[override]
+        super().create_weights(module, self.weight_dtype, 16, self.block_scales_dtype, 4)
 
 
 def _interleave(block_scales: torch.Tensor) -> None:

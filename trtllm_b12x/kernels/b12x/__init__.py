@@ -23,13 +23,13 @@ import torch
 
 from trtllm_b12x import environment, families, locks, process, settings
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, Kernel, PlanError, Workspace, aligned, first_line, late, routes
+from trtllm_b12x.kernels import Geometry, Kernel, PlanError, Workspace, aligned, first_line, handed_back, late, output, routes
 from trtllm_b12x.kernels.jit.cards import card_of
 from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
 from trtllm_b12x.kernels.streams import Turn
 from trtllm_b12x.log import logger
 
-from .compiler import ACTIVATIONS, DISPATCH, Candidate, Compiler, sizes
+from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO, Signature
 from .launch import compacted as compacted_route
 from .scratch import Scratch, fitting
@@ -76,12 +76,7 @@ class _Plan:
 
 _plans: weakref.WeakValueDictionary[tuple[Any, ...], _Plan] = weakref.WeakValueDictionary()
 _lock = locks.new()
-
-
-@process.kept
-def _forget() -> None:
-    with _lock:
-        _plans.clear()
+process.kept(_plans.clear)
 
 
 class B12xKernel(Kernel):
@@ -101,13 +96,7 @@ class B12xKernel(Kernel):
             ValueError: an activation or a size that the kernels do not take.
             PlanError: compiling failed, or memory ran out; nothing is kept.
         """
-        if geometry.activation not in ACTIVATIONS:
-            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(ACTIVATIONS))}")
-        if geometry.hidden_size % self.features.hidden_size_multiple or geometry.intermediate_size % self.features.tile:
-            raise ValueError(
-                f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size} must be multiples of "
-                f"{self.features.hidden_size_multiple} and {self.features.tile}"
-            )
+        self.check(geometry, (self.features.hidden_size_multiple, self.features.tile))
         asked, capacity = capacity, fitting(geometry, capacity)
         self.geometry, self.capacity = geometry, capacity
         self.limited = f"FlashInfer has no offsets for more than {capacity} tokens of this geometry" if capacity < asked else ""
@@ -247,8 +236,7 @@ class B12xKernel(Kernel):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
-        direct = out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0
-        result = out if direct and out is not None else torch.empty_like(x)
+        result = output(out, x, x.dtype, x.shape[1])
         table = self._tables[candidate.kind.skips_negative_ids and bool(self.features.negative_ids)]
         with self._plan.turn as capture:
             scratch, bound = self._plan.scratch, self._bound
@@ -257,7 +245,7 @@ class B12xKernel(Kernel):
                 bound = self._bind_to(scratch)
             arguments, inputs = bound[candidate.kind.name], self.weights.input_scales
             candidate.launch(arguments, scratch, table, inputs, x, ids, router_weights, result)
-        return result if out is None or direct else out.copy_(result)
+        return handed_back(out, result)
 
 
 def _ranges(numbers: list[int]) -> str:

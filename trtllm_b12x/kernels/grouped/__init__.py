@@ -16,7 +16,7 @@ from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
-from trtllm_b12x.kernels import Geometry, aligned, late
+from trtllm_b12x.kernels import Geometry, aligned, handed_back, late, output
 from trtllm_b12x.kernels.jit import JitKernel
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel
@@ -152,13 +152,11 @@ class GroupedKernel(JitKernel):
             raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the kernel takes {g.hidden_size} columns of {g.dtype}")
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-        direct = out is not None and out.dtype is g.dtype and out.is_contiguous() and out.data_ptr() % 16 == 0
-        result = out if direct else torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=x.device)
-        assert result is not None
+        result = output(out, x, g.dtype, g.hidden_size)
         ids = token_selected_experts.to(torch.int32).contiguous()
         with late.through_jit(g):
             self._launch(aligned(x), ids, token_final_scales.to(torch.float32).contiguous(), result)
-        return result if out is None or direct else out.copy_(result)
+        return handed_back(out, result)
 
     def _launch(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, result: torch.Tensor) -> None:
         from . import source

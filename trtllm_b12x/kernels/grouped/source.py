@@ -101,9 +101,7 @@ def _sf_offsets(rows, block, K: tl.constexpr):
 
 
 @triton.jit
-def _product(
-    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BK: tl.constexpr
-):  # fmt: skip
+def _product(sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BK: tl.constexpr):
     """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
 
     Args:
@@ -199,21 +197,10 @@ def fc2_kernel(
     if H % BN != 0:
         rows = tl.minimum(rows, H - 1)
     place = (first + tl.minimum(m, n - 1)).to(tl.int64)[:, None]
+    a, a_sf = h + place * SIZE, h_sf + place * (SIZE // BLOCK_SIZE)
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, SIZE, BK):
-        sums = _product(
-            sums,
-            h + place * SIZE,
-            h_sf + place * (SIZE // BLOCK_SIZE),
-            there,
-            weight,
-            weight_sf,
-            rows,
-            inside,
-            k,
-            SIZE,
-            BK,
-        )
+        sums = _product(sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BK)
     sums *= tl.load(router_weights + route, mask=there, other=0.0)[:, None]
     column = tile * BN + tl.arange(0, BN)
     tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])

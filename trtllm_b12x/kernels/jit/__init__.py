@@ -40,12 +40,7 @@ class Plan:
 
 _plans: dict[tuple[Any, ...], Any] = {}
 _lock = locks.new()
-
-
-@process.kept
-def _forget() -> None:
-    with _lock:
-        _plans.clear()
+process.kept(_plans.clear)
 
 
 def interpreted() -> bool:
@@ -100,12 +95,7 @@ class JitKernel(Kernel):
         Raises:
             ValueError: no kernel of the family serves ``geometry``.
         """
-        known = self.features
-        if geometry.activation not in known.activations:
-            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(known.activations))}")
-        if geometry.hidden_size % known.hidden_size_multiple or geometry.intermediate_size % known.group_size:
-            sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
-            raise ValueError(f"{sizes} must be multiples of {known.hidden_size_multiple} and {known.group_size}")
+        self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
         self.geometry, self.capacity, self._device = geometry, capacity, device
 
     @abstractmethod

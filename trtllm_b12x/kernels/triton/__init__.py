@@ -21,7 +21,7 @@ import torch
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, aligned, late, routes
+from trtllm_b12x.kernels import Geometry, aligned, handed_back, late, output, routes
 from trtllm_b12x.kernels.jit import JitKernel, Plan
 from trtllm_b12x.kernels.jit.cards import Card
 from trtllm_b12x.kernels.jit.variant import Variant
@@ -196,9 +196,7 @@ class TritonKernel(JitKernel):
     ) -> torch.Tensor:
         tokens, g, quantized = x.shape[0], self.geometry, x_sf is not None
         x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
-        usable = out is not None and out.dtype is g.dtype and out.is_contiguous() and out.data_ptr() % 16 == 0
-        result = out if usable else torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=x.device)
-        assert result is not None
+        result = output(out, x, g.dtype, g.hidden_size)
         call = self._call(tokens, quantized, ids.dtype, router_weights.dtype)
         memory = torch.empty(call.memory.nbytes, dtype=torch.uint8, device=x.device)
         tensors = (x, x if x_sf is None else x_sf, ids, router_weights, result)
@@ -214,9 +212,7 @@ class TritonKernel(JitKernel):
         else:
             with late.through_jit(g):
                 call.launch(stream, layer, given, swizzled)
-        if out is None or usable:
-            return result
-        return out.copy_(result)
+        return handed_back(out, result)
 
     def _call(self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype) -> launch.Call:
         """
