@@ -21,8 +21,9 @@ import torch
 import triton
 
 from benchmarks import require_gpu
+from benchmarks.geometries import routes
 from tests import mxfp8
-from trtllm_b12x.crossover.measuring import copy_bandwidth, graph_seconds, routes
+from trtllm_b12x.crossover.measuring import copy_bandwidth, graph_seconds
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.grouped import GroupedKernel
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
