@@ -185,7 +185,9 @@ def preparation(shape: Shape) -> dict[str, Any]:
     def peers() -> Any:
         made = []
         for name, sf in halves.items():
-            baked = round_to_e4m3(plain_scales(sf).float() * tensors.fc1_weight_scale_2.view(-1, 1, 1)).view(torch.uint8)
+            baked = round_to_e4m3(plain_scales(sf).float() * (tensors.fc1_alpha / tensors.fc1_divisor).view(-1, 1, 1)).view(
+                torch.uint8
+            )
             made.append(mma_scale_view(block_scale_interleave(baked), rows[name], columns[name]))
         return made, [tensors.fc1_divisor.clone(), tensors.fc2_divisor.clone()]
 

@@ -41,7 +41,7 @@ def alpha_without_the_input_scale(patch: pytest.MonkeyPatch) -> None:
 
     def kernel_weights(self: Any, module: Any) -> Any:
         weights = original(self, module)
-        return dataclasses.replace(weights, fc1_alpha=weights.fc1_weight_scale_2)
+        return dataclasses.replace(weights, fc1_alpha=weights.fc1_alpha / weights.fc1_divisor)
 
     patch.setattr(Method, "kernel_weights", kernel_weights)
 
@@ -90,8 +90,8 @@ def baked_block_scales(patch: pytest.MonkeyPatch) -> None:
         fc2_scale = weights.fc2_divisor
         return dataclasses.replace(
             weights,
-            fc1_weight_sf=baked(weights.fc1_weight_sf, weights.fc1_weight_scale_2),
-            fc1_alpha=weights.fc1_divisor.expand(weights.fc1_weight_scale_2.shape).contiguous(),
+            fc1_weight_sf=baked(weights.fc1_weight_sf, weights.fc1_alpha / weights.fc1_divisor),
+            fc1_alpha=weights.fc1_divisor.expand(weights.fc1_alpha.shape).contiguous(),
             fc2_weight_sf=baked(weights.fc2_weight_sf, weights.fc2_alpha / fc2_scale),
             fc2_alpha=fc2_scale.clone(),
         )

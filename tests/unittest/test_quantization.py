@@ -68,7 +68,9 @@ def test_exact_scale_map() -> None:
     fc2 = max(float(tensors[f"{e}.w2.input_scale"]) for e in range(3))
     assert weights.fc1_divisor.tolist() == pytest.approx([fc1] * 3, rel=2e-7)
     for e in range(3):
-        assert weights.fc1_weight_scale_2[e].item() == pytest.approx(float(tensors[f"{e}.w1.weight_scale_2"]), rel=5e-7)
+        assert (weights.fc1_alpha / weights.fc1_divisor)[e].item() == pytest.approx(
+            float(tensors[f"{e}.w1.weight_scale_2"]), rel=5e-7
+        )
         assert weights.fc2_divisor[e].item() == pytest.approx(fc2, rel=2e-7)
         assert weights.fc2_alpha[e].item() == pytest.approx(float(tensors[f"{e}.w2.weight_scale_2"]) * fc2, rel=5e-7)
         scales = plain_scales(weights.fc1_weight_sf)[e].view(torch.uint8)
@@ -138,7 +140,9 @@ def test_reload_keeps_every_storage() -> None:
     other = random_experts(3, 128, 192, seed=9, up_to_gate=2.0)
     layers.load(backend, other)
     assert {name: t.data_ptr() for name, t in backend.kernel.weights.tensors().items()} == before
-    assert backend.kernel.weights.fc1_weight_scale_2[0].item() == pytest.approx(float(other["0.w1.weight_scale_2"]), rel=5e-7)
+    assert (backend.kernel.weights.fc1_alpha / backend.kernel.weights.fc1_divisor)[0].item() == pytest.approx(
+        float(other["0.w1.weight_scale_2"]), rel=5e-7
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

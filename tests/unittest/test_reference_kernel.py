@@ -61,7 +61,7 @@ def test_scales_of_its_own_for_each_expert() -> None:
     module, kernel, tensors = bound()
     scale = float(kernel.weights.fc1_divisor[0])
     per_expert = scale * torch.tensor([1.0, 1.5, 1.25, 1.75])
-    scale_2 = kernel.weights.fc1_weight_scale_2
+    scale_2 = kernel.weights.fc1_alpha / kernel.weights.fc1_divisor
     kernel.bind(dataclasses.replace(kernel.weights, fc1_divisor=per_expert, fc1_alpha=scale_2 * per_expert))
     x, _ = layers.inputs(module, 1, tensors)
     outputs = [kernel.run(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3)).float() for e in range(4)]

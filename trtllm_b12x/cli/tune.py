@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from trtllm_b12x.crossover.layers import Shape
 
-_DONE, _UNUSABLE, _INTERRUPTED = 0, 2, 130
+_DONE, _UNUSABLE = 0, 2
 _BUILT = 0.6
 """Share of a geometry's time that is over once its layers are there: kernels are compiled and tested."""
 _FORMATS = ("NVFP4",)
@@ -112,7 +112,7 @@ def tune(
 
     Exit status: 0 measured, 2 there is nothing to measure on, or nothing to measure, 130 interrupted.
     """
-    try:
+    with geometry.reported(ctx):
         geometry.check(checkpoint, sizes)
         if png is not None and importlib.util.find_spec("matplotlib") is None:
             raise Unusable("--png needs matplotlib: pip install matplotlib, or the package's extra, trtllm-b12x[plot]")
@@ -121,14 +121,7 @@ def tune(
                 raise Unusable(f"{file}: its folder does not exist; create it first")
         gpu = _gpu()
         shapes = geometry.given(checkpoint, sizes, activation, tp, ep, _FORMATS)
-        status = _tune(shapes, gpu, skewed, json_file, png)
-    except Unusable as error:
-        click.echo(f"error: {plain(error)}", err=True)
-        status = _UNUSABLE
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        status = _INTERRUPTED
-    ctx.exit(status)
+        ctx.exit(_tune(shapes, gpu, skewed, json_file, png))
 
 
 def _gpu() -> str:

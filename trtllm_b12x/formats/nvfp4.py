@@ -153,11 +153,6 @@ class NVFP4Weights(Weights):
     payload = ("fc1_weight", "fc2_weight")
     block_scales = ("fc1_weight_sf", "fc2_weight_sf")
 
-    @property
-    def fc1_weight_scale_2(self) -> torch.Tensor:
-        """``(E,)`` float32, new; what FlashInfer's public entry points take as ``w1_alpha``, since they fold by themselves."""
-        return self.fc1_alpha / self.fc1_divisor
-
     def tensors(self) -> dict[str, torch.Tensor]:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _NO_TENSORS}
 

@@ -195,7 +195,7 @@ def arguments(weights: NVFP4Weights) -> dict[str, torch.Tensor]:
     return {
         "fc1_weight": weights.fc1_weight,
         "fc1_weight_sf": weights.fc1_weight_sf,
-        "w1_alpha": weights.fc1_weight_scale_2,
+        "w1_alpha": weights.fc1_alpha / weights.fc1_divisor,
         "fc2_weight": weights.fc2_weight,
         "fc2_weight_sf": weights.fc2_weight_sf,
         "fc2_alpha": weights.fc2_alpha,
