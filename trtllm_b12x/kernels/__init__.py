@@ -9,8 +9,9 @@ reference.  What a kernel can do is data (:class:`KernelFeatures`), which the de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -107,6 +108,8 @@ class Kernel(ABC):
     geometry: Geometry
     capacity: int
     """Most tokens that it was planned for."""
+    instruction: ClassVar[str] = ""
+    """Of tensor cores, that its products are in PTX."""
     limited = ""
     """Why these are fewer than :meth:`plan` was asked for."""
     weights: Any
@@ -154,6 +157,18 @@ class Kernel(ABC):
     def runs_on(cls, device: torch.device) -> bool:
         """:meth:`plan` may be asked for this device."""
         return True
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Any, directory: Path) -> Iterable[str]:
+        """PTX of some of its kernels of a layer, for a :class:`trtllm_b12x.kernels.jit.cards.Card` that need not be here.
+
+        Args:
+            directory: for what compiling writes.
+
+        Raises:
+            Exception: they do not compile; the first line, or what ptxas says in another, tells why.
+        """
+        raise PlanError(f"{cls.features.name} has no kernel to compile")
 
     @property
     def settled(self) -> bool:

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO, Signature
 from .launch import compacted as compacted_route
 from .scratch import Scratch, fitting
-from .worker import seal
+from .worker import assembled, seal
 
 _NO_CACHE = "FLASHINFER_CUTE_DSL_DISABLE_CACHE"
 
@@ -84,10 +85,15 @@ class B12xKernel(Kernel):
 
     _flashinfer = environment.inspect_flashinfer()
     features = families.b12x(environment.of_flashinfer(_flashinfer))
+    instruction = "kind::mxf4nvf4"
 
     @classmethod
     def available(cls) -> bool:
         return cls._flashinfer.b12x
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Any, directory: Path) -> list[str]:
+        return assembled(geometry, card, directory)
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Allocate one workspace and compile every kernel for up to ``capacity`` tokens, or share what another layer planned.

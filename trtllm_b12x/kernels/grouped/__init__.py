@@ -64,6 +64,7 @@ class GroupedKernel(JitKernel):
 
     features = families.grouped(Environment())
     reference = MXFP8ReferenceKernel
+    instruction = "kind::mxf8f6f4.block_scale"
     weights: MXFP8Weights
 
     @classmethod

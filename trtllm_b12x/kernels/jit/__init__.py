@@ -11,6 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class Plan:
 
 _plans: dict[tuple[Any, ...], Any] = {}
 _lock = locks.new()
+_PROVED = 63
+"""Tokens of a call that :meth:`JitKernel.assembled` is about."""
 process.kept(_plans.clear)
 
 
@@ -54,6 +57,7 @@ class JitKernel(Kernel):
     reference: type[ReferenceKernel]
     """What it is compared with."""
     first_expert: int
+    instruction = "mma.sync"
     _plan: Any
     """A :class:`Plan`."""
 
@@ -101,6 +105,16 @@ class JitKernel(Kernel):
     @abstractmethod
     def variants(self) -> Iterator[Variant]:
         """Every kernel that a call may launch; :meth:`describe` was called."""
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
+        kernel = cls(card)
+        kernel.describe(geometry, _PROVED, torch.device("cuda"))
+        return (variant.assemble(card.capability).asm["ptx"] for variant in kernel.samples())
+
+    def samples(self) -> Iterator[Variant]:
+        """Of :meth:`variants`, those that a compile on another machine shows."""
+        return self.variants()
 
     @abstractmethod
     def _identity(self) -> tuple[Any, ...]:

@@ -77,6 +77,11 @@ class TritonKernel(JitKernel):
     def variants(self) -> Iterator[Variant]:
         return self.build.every(self.capacity)
 
+    def samples(self) -> Iterator[Variant]:
+        """What two tokens launch, and the most."""
+        for step in map(self.build.step, (2, self.capacity)):
+            yield from self.build.variants(step, step.inline)
+
     def _identity(self) -> tuple[Any, ...]:
         return self.build, self.capacity
 
