@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks import require_gpu
-from benchmarks.geometries import GEOMETRIES
+from benchmarks.geometries import GEOMETRIES, routes
 from benchmarks.moe_decode import stack
 from tests import mxfp8
 from tests.nvfp4_layer import random_call
-from trtllm_b12x.crossover.measuring import graph_seconds, routes
+from trtllm_b12x.crossover.measuring import graph_seconds
 from trtllm_b12x.kernels.triton import TritonKernel
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles, fitted

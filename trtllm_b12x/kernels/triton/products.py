@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from .epilogues import SWIGLU_BIAS, activate, along, rounded, share_of_one, shares_of_block
 from .operands import (
     FP4,
-    INTERPRETED,
     SCALE,
     added,
     dot,
@@ -29,48 +29,12 @@ from .operands import (
 )
 from .routing import localized, own_block, route_kernel, start_token
 
-SWIGLU = tl.constexpr(0)
-SWIGLU_BIAS = tl.constexpr(1)
-GEGLU = tl.constexpr(2)
-RELU2 = tl.constexpr(3)
-SILU = tl.constexpr(4)
-GELU = tl.constexpr(5)
-
-
-@triton.jit
-def activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
-    """float32; ``fc1`` is up's half where there is a ``gate``."""
-    if ACTIVATION == SWIGLU:
-        return gate / (1 + tl.exp(-gate)) * fc1
-    if ACTIVATION == SWIGLU_BIAS:
-        gate = tl.where(gate > limit, limit, gate)  # NaN stays
-        fc1 = tl.where(fc1 > limit, limit, tl.where(fc1 < -limit, -limit, fc1))
-        return gate / (1 + tl.exp(-alpha * gate)) * (fc1 + beta)
-    if ACTIVATION == GEGLU:
-        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * fc1
-    if ACTIVATION == RELU2:
-        positive = tl.where(fc1 < 0, 0.0, fc1)
-        return positive * positive
-    if ACTIVATION == SILU:
-        return fc1 / (1 + tl.exp(-fc1))
-    return 0.5 * fc1 * (1 + tl.erf(fc1 * 0.7071067811865476))
-
-
-@triton.jit
-def rounded(values, dtype: tl.constexpr):
-    """float32 to a 16-bit float, to the nearest; Triton's interpreter cuts bfloat16 off."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        values = tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
-    return values.to(dtype)
-
 
 @triton.jit(
     do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
     do_not_specialize_on_alignment=[
         "ids",
-        "scales",
+        "router_weights",
         "bias",
         "alpha",
         "input_scale",
@@ -81,8 +45,8 @@ def rounded(values, dtype: tl.constexpr):
     ],
 )
 def fc1_kernel(
-    x, weight, block_scales, alpha, input_scale, up_to_gate, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, scales, out, h,
-    workspace, tokens, blocks, first, experts, step,
+    x, weight, weight_sf, alpha, input_scale, up_to_gate, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, router_weights, out,
+    h, workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -102,7 +66,7 @@ def fc1_kernel(
         input_scale: float32, the reciprocal of that scale, of expert ``e`` at ``e * step``; 1 where x is in units of it.
         up_to_gate: ``(E,)`` float32, up's ``weight_scale_2`` over gate's.
         bias: with BIAS, ``(E, r * SIZE)``.
-        ids, scales: without SORTED, ``(tokens, TOP_K)`` int32 global ids and float32; with it the workspace's.
+        ids, router_weights: without SORTED, ``(tokens, TOP_K)`` int32 global ids and float32; with it the workspace's.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -137,14 +101,14 @@ def fc1_kernel(
     there = rows < SIZE
     part = tl.arange(0, SPLIT * BN) // BN
     weight += e * (halves * SIZE * (H // WORD))
-    block_scales += e * ((halves * SIZE + 127) // 128 * ((H + columns - 1) // columns) * 512)
+    weight_sf += e * ((halves * SIZE + 127) // 128 * ((H + columns - 1) // columns) * 512)
     words = rows[:, None] * (H // WORD) + tl.arange(0, BK // WORD)[None, :]
-    up_scales = scale_offsets(tile, 0, BN, BK, SIZE, H, SPLIT, WORD)
-    gate_scales = scale_offsets(tile, 1, BN, BK, SIZE, H, SPLIT, WORD)
+    up_sf_offsets = scale_offsets(tile, 0, BN, BK, SIZE, H, SPLIT, WORD)
+    gate_sf_offsets = scale_offsets(tile, 1, BN, BK, SIZE, H, SPLIT, WORD)
     if SPLIT > 1:
         words += (part * (stretch // WORD))[:, None]
-        up_scales += (part * (stretch * WORD))[:, None]
-        gate_scales += (part * (stretch * WORD))[:, None]
+        up_sf_offsets += (part * (stretch * WORD))[:, None]
+        gate_sf_offsets += (part * (stretch * WORD))[:, None]
     if BM == 1:
         x += one // TOP_K * H
         offsets, given, column = places(m * stretch, SPLIT, width, BK, WORD)
@@ -156,14 +120,14 @@ def fc1_kernel(
     for k in range(0, stretch, BK):
         operands = split_inputs(loaded(x, offsets, given, column, k, H, whole), width, BK, WORD)
         w = matrix(
-            weight, block_scales, words, up_scales, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
+            weight, weight_sf, words, up_sf_offsets, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
             WORD, dtype, PTX,
         )  # fmt: skip
         up = dot(w, operands, up, WORD)
         if GATED:
             half = weight + SIZE * (H // WORD)
             w = matrix(
-                half, block_scales, words, gate_scales, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
+                half, weight_sf, words, gate_sf_offsets, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
                 WORD, dtype, PTX,
             )  # fmt: skip
             gate = dot(w, operands, gate, WORD)
@@ -179,9 +143,9 @@ def fc1_kernel(
         if GATED:
             up *= tl.load(up_to_gate + e)
     if BIAS:
-        up += _along(tl.load(bias + e * (halves * SIZE) + rows, mask=there, other=0).to(tl.float32), BM)
+        up += along(tl.load(bias + e * (halves * SIZE) + rows, mask=there, other=0).to(tl.float32), BM)
         if GATED:
-            gate += _along(tl.load(bias + e * (halves * SIZE) + SIZE + rows, mask=there, other=0).to(tl.float32), BM)
+            gate += along(tl.load(bias + e * (halves * SIZE) + SIZE + rows, mask=there, other=0).to(tl.float32), BM)
     if ACTIVATION == SWIGLU_BIAS:
         result = activate(up, gate, tl.load(swiglu_alpha + e), tl.load(swiglu_beta + e), tl.load(swiglu_limit + e), ACTIVATION)
     else:
@@ -194,14 +158,6 @@ def fc1_kernel(
 
 
 @triton.jit
-def _along(values, BM: tl.constexpr):
-    """A value of each row, as sums have them: of one route, or of the routes of a block."""
-    if BM != 1:
-        values = values[:, None]
-    return values
-
-
-@triton.jit
 def _prefetch(addresses):
     """Lines of 128 bytes into L2."""
     tl.inline_asm_elementwise(
@@ -209,83 +165,13 @@ def _prefetch(addresses):
     )
 
 
-@triton.jit
-def _scales_of(scales, local_ids, routes, route, there, SORTED: tl.constexpr):
-    if SORTED:
-        found = tl.load(local_ids + routes + route, mask=there, other=0).to(tl.float32, bitcast=True)
-    else:
-        found = tl.load(scales + route, mask=there, other=0.0)
-    return found
-
-
-@triton.jit
-def _held(local_ids, at, there, first, experts, SORTED: tl.constexpr):
-    """Whether the routes ``at`` are to experts of this rank."""
-    local = tl.load(local_ids + at, mask=there, other=-1)
-    if not SORTED:
-        local = localized(local, first, experts)
-    return local >= 0
-
-
-@triton.jit
-def _share_of_one(
-    sums, scales, local_ids, out, partial, workspace, route, tile, rows, routes, first, experts, H: tl.constexpr,
-    TOP_K: tl.constexpr, TILES: tl.constexpr, SORTED: tl.constexpr,
-):  # fmt: skip
-    """``sums (BN,)`` of one route to its share, or to the token's result if no other is missing."""
-    there = rows < H
-    token = route // TOP_K
-    sums *= _scales_of(scales, local_ids, routes, route, route >= 0, SORTED)
-    tl.store(partial + route * H + rows, sums, mask=there)
-    slots: tl.constexpr = triton.next_power_of_2(TOP_K)
-    k = tl.arange(0, slots)
-    expected = tl.sum(_held(local_ids, token * TOP_K + k, k < TOP_K, first, experts, SORTED).to(tl.int32), axis=0)
-    tl.debug_barrier()
-    before = tl.atomic_add(workspace + token * TILES + tile, 1, sem="acq_rel")
-    tl.debug_barrier()
-    if before == expected - 1:
-        total = tl.zeros_like(sums)
-        for place in tl.static_range(TOP_K):
-            other = token * TOP_K + place
-            end = tl.where(_held(local_ids, other, other >= 0, first, experts, SORTED), H, 0)
-            total += tl.load(partial + other * H + rows, mask=rows < end, other=0.0, cache_modifier=".cg")
-        tl.store(out + token * H + rows, rounded(total, out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _shares(
-    sums, scales, local_ids, out, partial, workspace, route, given, tile, rows, routes, first, experts, H: tl.constexpr,
-    TOP_K: tl.constexpr, TILES: tl.constexpr, SORTED: tl.constexpr,
-):  # fmt: skip
-    """``sums (BN, routes)`` of one expert's to their shares, and to results of tokens of which no other is missing."""
-    there = rows < H
-    token = route // TOP_K
-    sums *= _scales_of(scales, local_ids, routes, route, given, SORTED)[None, :]
-    tl.store(partial + route[None, :] * H + rows[:, None], sums, mask=there[:, None] & given[None, :])
-    expected = tl.zeros_like(token)
-    for k in tl.static_range(TOP_K):
-        expected += _held(local_ids, token * TOP_K + k, given, first, experts, SORTED).to(tl.int32)
-    tl.debug_barrier()
-    before = tl.atomic_add(workspace + token * TILES + tile, token * 0 + 1, mask=given, sem="acq_rel")
-    last = given & (before == expected - 1)
-    tl.debug_barrier()
-    if tl.max(last.to(tl.int32), axis=0) > 0:
-        total = tl.zeros_like(sums)
-        for k in tl.static_range(TOP_K):
-            held = there[:, None] & _held(local_ids, token * TOP_K + k, last, first, experts, SORTED)[None, :]
-            share = partial + (token * TOP_K + k)[None, :] * H + rows[:, None]
-            total += tl.load(share, mask=held, other=0.0, cache_modifier=".cg")
-        tl.store(
-            out + token[None, :] * H + rows[:, None], rounded(total, out.dtype.element_ty), mask=there[:, None] & last[None, :]
-        )
-
-
 @triton.jit(
     do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
-    do_not_specialize_on_alignment=["ids", "scales", "bias", "alpha", "input_scale"],
+    do_not_specialize_on_alignment=["ids", "router_weights", "bias", "alpha", "input_scale"],
 )
 def fc2_kernel(
-    h, weight, block_scales, alpha, input_scale, bias, ids, scales, out, partial, workspace, tokens, blocks, first, experts, step,
+    h, weight, weight_sf, alpha, input_scale, bias, ids, router_weights, out, partial, workspace, tokens, blocks, first, experts,
+    step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr, WORD: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
@@ -324,7 +210,7 @@ def fc2_kernel(
     e = tl.maximum(expert, 0).to(tl.int64)
     columns: tl.constexpr = 512 // WORD
     weight += e * (H * (SIZE // WORD))
-    block_scales += e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
+    weight_sf += e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
     if PDL:
         if expert >= 0:
             lines: tl.constexpr = triton.next_power_of_2((SIZE + 32 * WORD - 1) // (32 * WORD))
@@ -353,7 +239,7 @@ def fc2_kernel(
     for k in range(0, stretch, BK):
         hs = split_inputs(loaded(h, inputs, given, column, k, SIZE, whole), width, BK, WORD)
         w = matrix(
-            weight, block_scales, words, offsets, k, part, copies < H, SPLIT, stretch, SPLIT * BN, BK, SIZE, H % BN == 0, whole,
+            weight, weight_sf, words, offsets, k, part, copies < H, SPLIT, stretch, SPLIT * BN, BK, SIZE, H % BN == 0, whole,
             WORD, tl.bfloat16, PTX,
         )  # fmt: skip
         sums = dot(w, hs, sums, WORD)
@@ -362,24 +248,26 @@ def fc2_kernel(
     if WORD == FP4:
         sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
     if BIAS:
-        sums += _along(tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32), BM)
+        sums += along(tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32), BM)
     if BM == 1:
-        _share_of_one(
-            sums, scales, local_ids, out, partial, workspace, one, tile, rows, routes, first, experts, H, TOP_K, TILES, SORTED
-        )
-    else:
-        _shares(
-            sums, scales, local_ids, out, partial, workspace, route, m < n, tile, rows, routes, first, experts, H, TOP_K, TILES,
+        share_of_one(
+            sums, router_weights, local_ids, out, partial, workspace, one, tile, rows, routes, first, experts, H, TOP_K, TILES,
             SORTED,
+        )  # fmt: skip
+    else:
+        shares_of_block(
+            sums, router_weights, local_ids, out, partial, workspace, route, m < n, tile, rows, routes, first, experts, H, TOP_K,
+            TILES, SORTED,
         )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
-    do_not_specialize_on_alignment=["ids", "scales", "bias", "alpha", "input_scale"],
+    do_not_specialize_on_alignment=["ids", "router_weights", "bias", "alpha", "input_scale"],
 )
 def fc2_token_kernel(
-    h, weight, block_scales, alpha, input_scale, bias, ids, scales, out, partial, workspace, tokens, blocks, first, experts, step,
+    h, weight, weight_sf, alpha, input_scale, bias, ids, router_weights, out, partial, workspace, tokens, blocks, first, experts,
+    step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
     WORD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -415,7 +303,7 @@ def fc2_token_kernel(
     for k in range(0, SIZE, BK):
         hs = split_inputs(loaded(h, inputs, given, column, k, SIZE, whole), 8, BK, WORD)
         w = matrix(
-            weight, block_scales, words, factors, k, part, there, 1, SIZE, 8 * BN, BK, SIZE, False, whole, WORD, tl.bfloat16, PTX
+            weight, weight_sf, words, factors, k, part, there, 1, SIZE, 8 * BN, BK, SIZE, False, whole, WORD, tl.bfloat16, PTX
         )
         sums = dot(w, hs, sums, WORD)
     shares = own_columns(sums, 8, BN)
@@ -423,7 +311,7 @@ def fc2_token_kernel(
         shares *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
     if BIAS:
         shares += tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32)
-    shares *= tl.load(scales + route, mask=routed, other=0.0)
+    shares *= tl.load(router_weights + route, mask=routed, other=0.0)
     total = added(tl.where(there, shares, 0.0), 8, BN)
     rows = rows_of(tile, BN, H, 1)
     tl.store(out + token * H + rows, rounded(total, out.dtype.element_ty), mask=rows < H)
