@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.moe_tiles OUT`` writes OUT.json, every tile's time, and prints the best of each call: FC1 and FC2 apart,
 the other's as the rule has it, then the best of both together, which are rows for ``trtllm_b12x/kernels/triton/tiles.py``.
-``--calls`` narrows it; the defaults take 4 minutes on 16 cores, most of them to compile, in as many processes.
+``--calls`` narrows it; the defaults take some 8 minutes on 16 cores, most of them to compile, in as many processes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("Nemotron-3-Super", 2, (1,)),
     ("Nemotron-3-Super", 8, (8,)),
     ("Nemotron-3-Super", 32, (8,)),
+    ("gpt-oss-120b-like", 1, (1,)),
+    ("gpt-oss-120b-like", 2, (1,)),
     ("DeepSeek-like", 1, (1,)),
     ("DeepSeek-like", 16, (8,)),
     ("Qwen3-30B-A3B", 128, (16,)),
@@ -84,9 +86,11 @@ def candidates(calls: tuple[tuple[str, int, tuple[int, ...]], ...]) -> Iterator[
 
 def _tiles(count: int, parts: int, split: int) -> Iterator[Tile]:
     """``parts`` times ``split`` the rows of a tile are a product's: gate's and up's, or those of eight experts."""
-    for rows, columns, warps, stages in itertools.product((8, 16, 32, 64, 128), (128, 256), (1, 2, 4, 8), (2, 3, 4, 6)):
+    for rows, columns, warps, stages in itertools.product((8, 16, 32, 64, 128, 256), (128, 256), (1, 2, 4, 8), (2, 3, 4, 6)):
         # A warp takes 16 rows or 32 of each product; more routes than eight spill in narrow or wide tiles.
-        if parts * split * rows not in (16 * warps, 32 * warps) or (count > 8 and (columns > 128 or parts * rows == 16 * warps)):
+        if parts * split * rows not in (16 * warps, 32 * warps, 64 * warps) or (
+            count > 8 and (columns > 128 or parts * rows == 16 * warps)
+        ):
             continue
         # What would keep less than one tile on its way, or more than shared memory has.
         if stages == 2 or (stages == 6 and columns == 256) or (parts * split * rows == 256 and columns == 256):

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from .operands import INTERPRETED
-from .routing import localized
 
 SWIGLU = tl.constexpr(0)
 SWIGLU_BIAS = tl.constexpr(1)
@@ -57,69 +56,68 @@ def along(values, BM: tl.constexpr):
 
 
 @triton.jit
-def _weights_of(router_weights, local_ids, routes, route, there, SORTED: tl.constexpr):
+def _weights_of(router_weights, route, there, SORTED: tl.constexpr):
     if SORTED:
-        found = tl.load(local_ids + routes + route, mask=there, other=0).to(tl.float32, bitcast=True)
+        found = tl.load(router_weights + route, mask=there, other=0).to(tl.float32, bitcast=True)
     else:
         found = tl.load(router_weights + route, mask=there, other=0.0)
     return found
 
 
 @triton.jit
-def _held(local_ids, at, there, first, experts, SORTED: tl.constexpr):
-    """Whether the routes ``at`` are to experts of this rank."""
-    local = tl.load(local_ids + at, mask=there, other=-1)
-    if not SORTED:
-        local = localized(local, first, experts)
-    return local >= 0
+def _held(low, high, k: tl.constexpr):
+    """Whether a token's route ``k`` is to an expert of this rank, by the words of ``start_token``."""
+    if k < 32:
+        word = low
+    else:
+        word = high
+    return ((word >> (k % 32)) & 1) != 0
 
 
 @triton.jit
 def share_of_one(
-    sums, router_weights, local_ids, out, partial, workspace, route, tile, rows, routes, first, experts, H: tl.constexpr,
-    TOP_K: tl.constexpr, TILES: tl.constexpr, SORTED: tl.constexpr,
+    sums, router_weights, out, partial, workspace, tokens, route, tile, rows, H: tl.constexpr, TOP_K: tl.constexpr,
+    TILES: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """``sums (BN,)`` of one route to its share, or to the token's result if no other is missing."""
     there = rows < H
     token = route // TOP_K
-    sums *= _weights_of(router_weights, local_ids, routes, route, route >= 0, SORTED)
+    words = workspace + tokens * TILES + 2 * token
+    low, high = tl.load(words), tl.load(words + 1)
+    sums *= _weights_of(router_weights, route, route >= 0, SORTED)
     tl.store(partial + route * H + rows, sums, mask=there)
-    slots: tl.constexpr = triton.next_power_of_2(TOP_K)
-    k = tl.arange(0, slots)
-    expected = tl.sum(_held(local_ids, token * TOP_K + k, k < TOP_K, first, experts, SORTED).to(tl.int32), axis=0)
     tl.debug_barrier()
     before = tl.atomic_add(workspace + token * TILES + tile, 1, sem="acq_rel")
     tl.debug_barrier()
-    if before == expected - 1:
+    if before == TOP_K - 1:
         total = tl.zeros_like(sums)
-        for place in tl.static_range(TOP_K):
-            other = token * TOP_K + place
-            end = tl.where(_held(local_ids, other, other >= 0, first, experts, SORTED), H, 0)
-            total += tl.load(partial + other * H + rows, mask=rows < end, other=0.0, cache_modifier=".cg")
+        for k in tl.static_range(TOP_K):
+            end = tl.where(_held(low, high, k), H, 0)
+            share = partial + (token * TOP_K + k) * H + rows
+            total += tl.load(share, mask=rows < end, other=0.0, cache_modifier=".cg")
         tl.store(out + token * H + rows, rounded(total, out.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def shares_of_block(
-    sums, router_weights, local_ids, out, partial, workspace, route, given, tile, rows, routes, first, experts, H: tl.constexpr,
-    TOP_K: tl.constexpr, TILES: tl.constexpr, SORTED: tl.constexpr,
+    sums, router_weights, out, partial, workspace, tokens, route, given, tile, rows, H: tl.constexpr, TOP_K: tl.constexpr,
+    TILES: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """``sums (BN, routes)`` of one expert's to their shares, and to results of tokens of which no other is missing."""
     there = rows < H
     token = route // TOP_K
-    sums *= _weights_of(router_weights, local_ids, routes, route, given, SORTED)[None, :]
+    words = workspace + tokens * TILES + 2 * token
+    low, high = tl.load(words, mask=given, other=0), tl.load(words + 1, mask=given, other=0)
+    sums *= _weights_of(router_weights, route, given, SORTED)[None, :]
     tl.store(partial + route[None, :] * H + rows[:, None], sums, mask=there[:, None] & given[None, :])
-    expected = tl.zeros_like(token)
-    for k in tl.static_range(TOP_K):
-        expected += _held(local_ids, token * TOP_K + k, given, first, experts, SORTED).to(tl.int32)
     tl.debug_barrier()
     before = tl.atomic_add(workspace + token * TILES + tile, token * 0 + 1, mask=given, sem="acq_rel")
-    last = given & (before == expected - 1)
+    last = given & (before == TOP_K - 1)
     tl.debug_barrier()
     if tl.max(last.to(tl.int32), axis=0) > 0:
         total = tl.zeros_like(sums)
         for k in tl.static_range(TOP_K):
-            held = there[:, None] & _held(local_ids, token * TOP_K + k, last, first, experts, SORTED)[None, :]
+            held = there[:, None] & (last & _held(low, high, k))[None, :]
             share = partial + (token * TOP_K + k)[None, :] * H + rows[:, None]
             total += tl.load(share, mask=held, other=0.0, cache_modifier=".cg")
         tl.store(

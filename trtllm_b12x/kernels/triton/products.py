@@ -76,7 +76,7 @@ def fc1_kernel(
     width: tl.constexpr = BM if BM > 8 else 8
     m = tl.arange(0, width)
     if SORTED:
-        order = workspace + tokens * TILES + 2 * routes
+        order = workspace + tokens * (TILES + 2) + routes
         entry = order + routes + slot * 3
         n = tl.load(entry + 2)
         if n == 0:
@@ -86,7 +86,7 @@ def fc1_kernel(
         one = tl.load(order + tl.load(entry + 1))
     else:
         if (tile == 0) & (slot % TOP_K == 0):
-            start_token(slot // TOP_K, ids, out, workspace, first, experts, H, TOP_K, SLOTS, TILES, BLOCK)
+            start_token(slot // TOP_K, tokens, ids, out, workspace, first, experts, H, TOP_K, SLOTS, TILES, BLOCK)
         expert, n, route = own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
         one = slot
         if expert < 0:
@@ -193,8 +193,8 @@ def fc2_kernel(
     m = tl.arange(0, width)
     # The routes are an earlier kernel's than the one before, which has waited for it: they are there already.
     if SORTED:
-        local_ids = workspace + tokens * TILES
-        order = local_ids + 2 * routes
+        router_weights = workspace + tokens * (TILES + 2)
+        order = router_weights + routes
         entry = order + routes + slot * 3
         n = tl.load(entry + 2)
         expert = tl.where(n == 0, -1, tl.load(entry, mask=n > 0, other=0))
@@ -202,7 +202,6 @@ def fc2_kernel(
         route = tl.load(order + place + m, mask=m < n, other=0)
         one = tl.load(order + place, mask=n > 0, other=0)
     else:
-        local_ids = ids
         expert, n, route = own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
         one = slot
     rows = rows_of(tile, BN, H, 1)
@@ -250,15 +249,9 @@ def fc2_kernel(
     if BIAS:
         sums += along(tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32), BM)
     if BM == 1:
-        share_of_one(
-            sums, router_weights, local_ids, out, partial, workspace, one, tile, rows, routes, first, experts, H, TOP_K, TILES,
-            SORTED,
-        )  # fmt: skip
+        share_of_one(sums, router_weights, out, partial, workspace, tokens, one, tile, rows, H, TOP_K, TILES, SORTED)
     else:
-        shares_of_block(
-            sums, router_weights, local_ids, out, partial, workspace, route, m < n, tile, rows, routes, first, experts, H, TOP_K,
-            TILES, SORTED,
-        )  # fmt: skip
+        shares_of_block(sums, router_weights, out, partial, workspace, tokens, route, m < n, tile, rows, H, TOP_K, TILES, SORTED)
 
 
 @triton.jit(

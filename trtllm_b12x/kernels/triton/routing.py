@@ -45,19 +45,29 @@ def own_block(ids, slot, routes, first, count, BM: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def start_token(
-    token, ids, out, counters, first, count, H: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, tiles,
+    token, tokens, ids, out, workspace, first, count, H: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, tiles,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Counters of a token to zero, and its output, where it has no route to this rank's experts."""
+    """A token's counters to the routes that are not this rank's, which of them are, and zeros as its output where none is.
+
+    Args:
+        workspace: counters ``(tokens, tiles)``, then ``(tokens, 2)`` words of a bit for each route.
+    """
     k = tl.arange(0, SLOTS)
     local = localized(tl.load(ids + token * TOP_K + k, mask=k < TOP_K, other=-1), first, count)
-    routed = tl.max(tl.where(k < TOP_K, local, -1), axis=0) >= 0
+    held = (k < TOP_K) & (local >= 0)
+    bit = tl.where(held, 1, 0) << (k % 32)
+    words = workspace + tokens * tiles + 2 * token
+    tl.store(words, tl.sum(tl.where(k < 32, bit, 0), axis=0))
+    tl.store(words + 1, tl.sum(tl.where(k < 32, 0, bit), axis=0))
+    known = tl.sum(held.to(tl.int32), axis=0)
     at = tl.arange(0, BLOCK)
     for begin in range(0, tiles, BLOCK):
-        tl.store(counters + token * tiles + begin + at, at * 0, mask=begin + at < tiles)
+        tl.store(workspace + token * tiles + begin + at, at * 0 + TOP_K - known, mask=begin + at < tiles)
     zeros = tl.zeros((BLOCK,), out.dtype.element_ty)
+    end = tl.where(known == 0, H, 0)
     for begin in range(0, H, BLOCK):
-        tl.store(out + token * H + begin + at, zeros, mask=(begin + at < H) & (not routed))
+        tl.store(out + token * H + begin + at, zeros, mask=begin + at < end)
 
 
 @triton.jit
@@ -76,8 +86,8 @@ def route_kernel(
 ):  # fmt: skip
     """Program 0 sorts routes by expert into blocks of at most ``size``, program ``1 + t`` makes token ``t`` ready.
 
-    ``workspace``, int32: counters ``(tokens, tiles)``; local ids, float32 router weights, routes by expert, ``(tokens, TOP_K)``
-    each; ``(blocks, 3)``: expert, place of its first route, number of routes (0: none); two numbers per expert.
+    ``workspace``, int32: as :func:`start_token`; float32 router weights and routes by expert, ``(tokens, TOP_K)`` each;
+    ``(blocks, 3)``: expert, place of its first route, number of routes (0: none); two numbers per expert.
 
     Which of an expert's routes comes first is left to the order of atomics: a route's results do not depend on its place.
 
@@ -94,9 +104,8 @@ def route_kernel(
         cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     routes = tokens * TOP_K
-    local_ids = workspace + tokens * tiles
     if program == 0:
-        weights = local_ids + routes
+        weights = workspace + tokens * (tiles + 2)
         order = weights + routes
         table = order + routes
         counts = table + blocks * 3
@@ -110,7 +119,6 @@ def route_kernel(
             r = begin + at
             inside = r < routes
             local = localized(tl.load(ids + r, mask=inside, other=0), first, EXPERTS)
-            tl.store(local_ids + r, local, mask=inside)
             scale = tl.load(router_weights + r, mask=inside, other=0).to(tl.float32)
             tl.store(weights + r, scale.to(tl.int32, bitcast=True), mask=inside)
             tl.atomic_add(counts + local, at * 0 + 1, mask=inside & (local >= 0))
@@ -139,7 +147,7 @@ def route_kernel(
             tl.store(order + place_of, r, mask=held)
     else:
         token = program - 1
-        start_token(token, ids, out, workspace, first, EXPERTS, H, TOP_K, SLOTS, tiles, BLOCK)
+        start_token(token, tokens, ids, out, workspace, first, EXPERTS, H, TOP_K, SLOTS, tiles, BLOCK)
         if QUANTIZED:
             groups: tl.constexpr = (H + 63) // 64
             at = tl.arange(0, BLOCK)

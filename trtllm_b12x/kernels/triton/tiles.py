@@ -77,7 +77,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         *_SORTED,
     ),
 }
-"""Large: measured on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super and DeepSeek's sizes (``python -m
+"""Large: measured on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super, gpt-oss's and DeepSeek's sizes (``python -m
 benchmarks.moe_tiles``).  Small: not measured, the same with half of the columns, for shared memory.  Blocks of 64 routes
 spill."""
 MXFP8: dict[str, tuple[Row, ...]] = {
@@ -113,7 +113,7 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     row = next(row for row in table if routes <= row.most * geometry.num_experts)
     hidden, size = geometry.hidden_size, geometry.intermediate_size
     fc1 = fitted(row.gated if geometry.gated else row.plain, hidden, row.routes, 1 + geometry.gated)
-    fc2 = fitted(row.short if size <= SHORT else row.long, size, row.routes)
+    fc2 = fitted(row.short if size <= SHORT else row.long, size, row.routes, rows=hidden)
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
@@ -121,18 +121,21 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     return Tiles(row.routes, _divided(fc1, size, wanted), _divided(fc2, hidden, wanted), token)
 
 
-def fitted(tile: Tile, inner: int, routes: int = 8, parts: int = 1) -> Tile:
+def fitted(tile: Tile, inner: int, routes: int = 8, parts: int = 1, rows: int = 0) -> Tile:
     """Half the columns, where the last stage would multiply zeros for half of its time.
 
     Args:
         inner: columns of the sum.
         routes: of a block; where it is one, stretches of the sum side by side make up for what is not on its way.
         parts: of the product's rows, each of the tile's.
+        rows: of FC2's matrix, whose share of the work goes down with wider tiles; 0: it is FC1's.
     """
     if not 0 < inner % 256 <= 128 < tile.columns:
         return tile
     if routes == 1:
         return replace(tile, columns=128, num_warps=8, num_stages=3, split=256 // (parts * tile.rows))
+    if rows and rows % 256 == 0:
+        return Tile(256, 128, 4, 3)
     return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
 
 
