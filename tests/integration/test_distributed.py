@@ -120,7 +120,7 @@ def measured_alike(rank: int) -> None:
                 module = layers.create(experts, 128, 256, mapping={**mapping, "enable_attention_dp": dp}, reduce_results=not dp)
                 backend = layers.load(module, tensors).backend
                 if case == "one has stored" and rank == 1:
-                    key = deciding.key(backend.kernel.geometry, torch.device("cpu"), ["b12x"], tuned=True)
+                    key = deciding.key(backend.kernel.geometry, torch.device("cpu"), backend.schedule, tuned=True)
                     points = {tokens: {"b12x": noisy("b12x", tokens), HOST: 10.0} for tokens in (1, 2, 4, 8, 16, 32, 64)}
                     store.keep(key, Times(points))
                 start = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
@@ -18,6 +19,10 @@ from . import Method
 STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 _TILE = 128
 """Rows, and columns in four blocks, that a tile of interleaved scales has."""
+_BELOW_TWO = 0xBF
+"""Bits of an E4M3 code but the highest of its exponent."""
+_ONE = 127
+"""As E8M0."""
 
 
 class MXFP8(Method):
@@ -75,6 +80,14 @@ class MXFP8(Method):
             interleave(rows, w2)
 
     # ---- the kernels' view -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, module: Any, generator: torch.Generator) -> None:
+        """Codes of both signs below 2, all with scales of two neighboring powers."""
+        for weight, scale in ((module.w3_w1_weight, module.w3_w1_weight_scale), (module.w2_weight, module.w2_weight_scale)):
+            weight.data.view(torch.uint8).random_(0, 256, generator=generator).bitwise_and_(_BELOW_TWO)
+            byte = _ONE - round(math.log2(weight.shape[2]) / 2)
+            scale.data.view(torch.uint8).random_(byte, byte + 2, generator=generator)
 
     def intermediate_size(self, module: Any) -> int:
         return int(module.w2_weight.shape[2])
