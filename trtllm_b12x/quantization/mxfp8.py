@@ -82,6 +82,10 @@ class MXFP8(Method):
             self.load_expert_w2_weight(module, down, rows)
             interleave(rows, w2)
 
+    def process_weights_after_loading(self, module: Any) -> None:
+        """Nothing is staged: hosts that stage scales interleave here what they wrote themselves."""
+        super(_host.load().MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
+
     # ---- the kernels' view -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
