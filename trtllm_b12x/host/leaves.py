@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trtllm_b12x import formats
@@ -37,15 +36,18 @@ class Candidate(_Leaf):
         from trtllm_b12x import selection
 
         eligibility = super().can_implement(p, d)
-        if not eligibility.eligible and not _alone(p):
-            return eligibility
+        served = eligibility
         try:
+            if not eligibility.eligible:
+                if not _alone(p):
+                    return eligibility
+                served = type(eligibility).ok()
             refusal = selection.refusal(p, d)
         except Exception as error:
             selection.refuse(error)
             refusal = "promotion is off"
         if refusal is None:
-            return type(eligibility).ok()
+            return served
         reason = importlib.import_module(type(eligibility).__module__).MoERejectReason.PATH_NOT_ENABLED
         return dataclasses.replace(eligibility, eligible=False, reject_reason=reason, detail=refusal)
 
@@ -59,9 +61,7 @@ class Candidate(_Leaf):
 
 def _alone(p: Any) -> bool:
     """Of a format that hosts have no path for on our cards."""
-    row = None
-    with suppress(Exception):
-        row = formats.find(p.quant or "")
+    row = formats.find(p.quant or "")
     return row is not None and not row.hosts_path
 
 
