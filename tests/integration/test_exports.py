@@ -150,6 +150,15 @@ def test_mxfp8_at_every_count(mxfp8: Path, ranks: tuple[str, ...], tmp_path: Pat
         assert layer["reference_error"] < 0.1
 
 
+def test_mxfp8_blocks_along_the_rows(tmp_path: Path) -> None:
+    """nvidia-modelopt does not turn stacked experts before it quantizes them: no product has such scales, and it is said."""
+    checkpoint = export(llama4(num_experts_per_tok=1), tmp_path, form="mxfp8")
+    result = CliRunner().invoke(main, ["verify", str(checkpoint)])
+    assert result.exit_code == 2
+    assert "model.layers.0.feed_forward.experts.gate_up_proj_weight_scale scales blocks of rows" in result.output
+    assert "export the experts as NVFP4, or not quantized" in result.output
+
+
 @pytest.fixture(scope="module")
 def mxfp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = {"hidden_size": 256, "num_experts": 12, "moe_intermediate_size": 192, "num_hidden_layers": 1}
