@@ -143,8 +143,8 @@ def test_hidden_and_intermediate_sizes(tmp_path: Path) -> None:
 
 
 def write_stacked(directory: Path, experts: int, hidden: int, size: int, form: str = "NVFP4", rows_first: bool = False) -> Any:
-    """One tensor for all experts and one scale of each kind, inner dimension first, as nvidia-modelopt writes Llama 4 in NVFP4, or
-    as transformers keeps newer models; returns each expert's payload, rows first."""
+    """One tensor for all experts and one scale of each kind, inner dimension first as nvidia-modelopt writes Llama 4 in NVFP4, or
+    rows first as transformers keeps newer models; returns each expert's payload, rows first."""
     generator = torch.Generator().manual_seed(0)
     fc1, fc2 = (torch.randn(experts, *shape, generator=generator) * 0.05 for shape in ((2 * size, hidden), (hidden, size)))
     tensors, by_expert = {}, {}
