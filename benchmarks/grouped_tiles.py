@@ -32,10 +32,10 @@ from trtllm_b12x.kernels.grouped import GroupedKernel, Row, Tile, _options
 CALLS = (("Qwen3-30B-A3B", 4096), ("Qwen3-30B-A3B", 1024), ("gemma-4-26B-A4B", 4096))
 """Layer and tokens: 256 and 64 routes of an expert."""
 SHAPES = {
-    "fc1": "64x64x64x4 64x64x128x4 64x128x64x4 64x128x64x8 64x128x128x8 64x256x64x8 128x64x64x4 128x64x64x8 128x64x128x8 128x128x64x8 "
-    "256x64x64x8",
-    "fc2": "64x64x64x4 64x64x128x4 64x128x64x4 64x128x64x8 64x256x64x8 128x64x64x4 128x64x64x8 128x64x128x8 128x128x64x4 128x128x64x8 "
-    "128x256x64x8 256x128x64x8",
+    "fc1": "64x64x64x4 64x64x128x4 64x128x64x4 64x128x64x8 64x128x128x8 64x256x64x8 128x64x64x4 128x64x64x8 128x64x128x8 "
+    "128x128x64x8 256x64x64x8",
+    "fc2": "64x64x64x4 64x64x128x4 64x128x64x4 64x128x64x8 64x256x64x8 128x64x64x4 128x64x64x8 128x64x128x8 128x128x64x4 "
+    "128x128x64x8 128x256x64x8 256x128x64x8",
 }
 """Routes, rows, columns and warps of those that Triton 3.6 compiles for sm_90 without spills."""
 STAGES = (3, 4)
@@ -45,7 +45,8 @@ JOINED = 3
 
 def tiles(product: str) -> Iterator[Tile]:
     for shape, stages in itertools.product(SHAPES[product].split(), STAGES):
-        yield Tile(*map(int, shape.split("x")), stages)
+        count, rows, columns, warps = map(int, shape.split("x"))
+        yield Tile(count, rows, columns, warps, stages)
 
 
 class Tried(GroupedKernel):
