@@ -28,7 +28,7 @@ _STACKED_TENSOR = re.compile(
 )
 """All experts in one tensor, gate before up: Llama 4 as nvidia-modelopt 0.47 writes it has the inner dimension first."""
 
-_ACTIVATIONS = {(True, "silu"): "Swiglu", (False, "relu2"): "Relu2"}
+_ACTIVATIONS = {(True, "silu"): "Swiglu", (True, "gelu_pytorch_tanh"): "Geglu", (False, "relu2"): "Relu2"}
 """(has a gate, ``hidden_act``) to the host's ``ActivationType`` name."""
 
 _SWIGLU_CONSTANTS = ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "swiglu_beta")
@@ -225,7 +225,7 @@ class Checkpoint:
             )
 
     def _layer(self, name: str, found: _Found, algo: str, group_size: int | None) -> MoELayer:
-        top_k = self._setting("num_experts_per_tok", "num_experts_per_token")
+        top_k = self._setting("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
         if top_k is None:
             raise CheckpointError(f"{self.directory / 'config.json'}: num_experts_per_tok is missing; restore it")
         kind = kinds.of(algo)
