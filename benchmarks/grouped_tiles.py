@@ -9,6 +9,7 @@ there are cores.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import require_gpu
+from benchmarks import grouped_upcast, require_gpu
 from benchmarks.moe_mxfp8 import GEOMETRIES
 from tests import mxfp8
 from trtllm_b12x.crossover.measuring import graph_seconds, routes
@@ -58,9 +59,11 @@ class Tried(GroupedKernel):
         return self.tried or super().row(tokens)
 
 
-def compile_one(asked: tuple[str, str, Tile]) -> dict[str, Any]:
+def compile_one(bits: bool, asked: tuple[str, str, Tile]) -> dict[str, Any]:
     """Into Triton's cache; what there is to know of it."""
     name, product, tile = asked
+    if bits:
+        grouped_upcast.install()
     kernel = GroupedKernel()
     kernel.describe(GEOMETRIES[name], 4096, torch.device("cuda", 0))
     variant = next(v for v in kernel.variants() if v.name == f"{product}_kernel")
@@ -93,12 +96,24 @@ class Timed:
             torch.cuda.synchronize()
             return math.inf
 
+    def error(self) -> float:
+        """Relative L2 of the tiles tried last, from the same layer in torch with the same rounding points."""
+        kernel, (x, ids, scales) = self.calls[0]
+        yardstick = kernel.reference()
+        yardstick.plan(kernel.geometry, x.shape[0], x.device)
+        yardstick.bind(kernel.weights)
+        expected = yardstick.run(x, ids, scales, out=torch.zeros(x.shape, device=x.device))
+        return float((kernel.run(x, ids, scales).float() - expected).norm() / expected.norm())
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--bits", action="store_true", help="codes decoded by their bits (benchmarks/grouped_upcast.py)")
     given = parser.parse_args()
     require_gpu()
+    if given.bits:
+        grouped_upcast.install()
     started = time.monotonic()
     plan = [
         (name, product, tile)
@@ -107,7 +122,7 @@ def main() -> None:
         for tile in tiles(product)
     ]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        compiled = list(pool.map(compile_one, plan, chunksize=2))
+        compiled = list(pool.map(functools.partial(compile_one, given.bits), plan, chunksize=2))
     fit = {ask for ask, made in zip(plan, compiled, strict=True) if made.get("spills") == 0}
     print(f"{len(plan)} kernels in {time.monotonic() - started:.0f} s, {len(fit)} without spills", flush=True)
     times: list[dict[str, Any]] = []
@@ -132,6 +147,7 @@ def main() -> None:
             times += [{"geometry": name, "tokens": tokens, "fc1": asdict(a), "fc2": asdict(b), "us": us} for us, a, b in pairs]
             for us, a, b in sorted(pairs, key=lambda pair: pair[0])[:3]:
                 print(f"    {us:.0f} us: {a}, {b}", flush=True)
+            print(f"    {call.error():.5f} from torch", flush=True)
         del kernels
         torch.cuda.empty_cache()
     print(f"{time.monotonic() - started:.0f} s in all")
