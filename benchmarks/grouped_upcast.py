@@ -2,8 +2,8 @@
 products: for ``python -m benchmarks.grouped_tiles --bits``.
 
 Triton converts each E4M3 code by itself there (``F2FP.F16.E4M3``, then ``F2F.BF16.F16``) and stores weights for the tensor cores
-two bytes at a time.  Here four codes become four bfloat16 in eight instructions, the values times 2**-120, and 16 bytes are stored
-at a time.  All steps are exact.
+two bytes at a time.  Here four codes become four bfloat16 in eight instructions, the values times 2**-120, and are stored by 16
+bytes.  All steps are exact.
 """
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
