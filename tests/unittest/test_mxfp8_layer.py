@@ -49,6 +49,17 @@ def test_numbers(gated: bool, tokens: int) -> None:
     assert float((found.float() - expected).norm() / expected.norm()) < 0.005
 
 
+def test_scales_that_a_checkpoint_lacks_are_seen() -> None:
+    """Tokens of that expert are not numbers; the host would take whatever was in memory."""
+    weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
+    del weights["3.w2.weight_scale"]
+    layer = built(weights)
+    x, logits = torch.randn(40, HIDDEN).bfloat16(), torch.randn(40, EXPERTS)
+    met = (layer.routing_method.apply(logits)[0] == 3).any(1)
+    assert 0 < int(met.sum()) < 40
+    assert torch.equal(layer(x, logits).isnan().all(1), met)
+
+
 def test_ranks_of_attention_dp_gather_bf16() -> None:
     """Nothing of a rank decides what is sent: the host has no form of its own to send."""
     weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
