@@ -1,5 +1,5 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
-# `make test-wheels` is the slow part of the tests: environments made of real wheels, minutes of downloads.
+# `make test-wheels` is the part of the tests that is marked slow: environments made of real wheels, minutes of downloads.
 # `make results` writes docs/results.md, docs/floor.* and the README's table of the files that runs wrote.
 # `make environments` makes the table tests/integration/environments.json anew: an hour.
 # `make kernels` and `make kernels-all` compile FlashInfer's SM120 kernels and translate them for Hopper; `make device` runs them
@@ -21,10 +21,10 @@ demo: $(VENV)/.demo
 	$(BIN)/trtllm-b12x verify $(DEMO)/nvfp4 --original $(DEMO)/original --require-b12x
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --ignore tests/integration/test_payload.py $(TESTS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(TESTS)
 
 test-wheels: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 tests/integration/test_payload.py
+	$(BIN)/python -m pytest -n 2 -m slow tests/integration
 
 environments: $(VENV)/.test
 	$(BIN)/python -m tests.integration.environments --again

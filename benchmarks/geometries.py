@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from trtllm_b12x.crossover.measuring import router_logits
 from trtllm_b12x.kernels import Geometry
 
 GEOMETRIES: dict[str, Geometry] = {
@@ -13,3 +14,8 @@ GEOMETRIES: dict[str, Geometry] = {
     "gpt-oss-120b-like": Geometry(128, 4, 2880, 2880, "SwigluBias", bias=torch.bfloat16),
     "DeepSeek-like": Geometry(256, 8, 7168, 2048, "Swiglu"),
 }
+
+
+def routes(geometry: Geometry, tokens: int, seed: int, skewed: bool = False) -> torch.Tensor:
+    """Global ids ``(tokens, top_k)`` int32 on the CPU."""
+    return router_logits(geometry, tokens, seed, skewed).topk(geometry.top_k, dim=1).indices.int()

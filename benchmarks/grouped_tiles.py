@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from benchmarks import grouped_upcast, require_gpu
+from benchmarks.geometries import routes
 from benchmarks.moe_mxfp8 import GEOMETRIES
 from tests import mxfp8
-from trtllm_b12x.crossover.measuring import graph_seconds, routes
+from trtllm_b12x.crossover.measuring import graph_seconds
 from trtllm_b12x.kernels.grouped import GroupedKernel, Row, Tile, _options
 
 CALLS = (("Qwen3-30B-A3B", 4096), ("Qwen3-30B-A3B", 1024), ("gemma-4-26B-A4B", 4096))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from trtllm_b12x.kernels.grouped import source
-from trtllm_b12x.kernels.grouped.source import _scales_of
+from trtllm_b12x.kernels.grouped.source import _sf_offsets
 
 _UNIT = tl.constexpr(2.0**120)
 _DECODE = tl.constexpr("""{
@@ -44,7 +44,7 @@ def _decoded(codes, scales, ROWS: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _product(
-    sums, a, a_scales, a_there, w, scales, rows, rows_there, k, K: tl.constexpr, BK: tl.constexpr
+    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """As :func:`trtllm_b12x.kernels.grouped.source._product`."""
     column = k + tl.arange(0, BK)
@@ -52,15 +52,15 @@ def _product(
     inside, whole = (column < K)[None, :], (block < K // 32)[None, :]
     if K % BK != 0:
         x = tl.load(a + column[None, :], mask=a_there[:, None] & inside, other=0.0)
-        x_scales = tl.load(a_scales + block[None, :], mask=a_there[:, None] & whole, other=0)
+        x_sf = tl.load(a_sf + block[None, :], mask=a_there[:, None] & whole, other=0)
         codes = tl.load(w + rows[:, None] * K + column[None, :], mask=rows_there[:, None] & inside, other=0.0)
-        factors = tl.load(scales + _scales_of(rows, block, K), mask=rows_there[:, None] & whole, other=0)
+        factors = tl.load(w_sf + _sf_offsets(rows, block, K), mask=rows_there[:, None] & whole, other=0)
     else:
         x = tl.load(a + column[None, :])
-        x_scales = tl.load(a_scales + block[None, :])
+        x_sf = tl.load(a_sf + block[None, :])
         codes = tl.load(w + rows[:, None] * K + column[None, :])
-        factors = tl.load(scales + _scales_of(rows, block, K))
-    return tl.dot(_decoded(x, x_scales, x.shape[0], BK), tl.trans(_decoded(codes, factors, codes.shape[0], BK)), sums)
+        factors = tl.load(w_sf + _sf_offsets(rows, block, K))
+    return tl.dot(_decoded(x, x_sf, x.shape[0], BK), tl.trans(_decoded(codes, factors, codes.shape[0], BK)), sums)
 
 
 def install() -> None:

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks import require_gpu
-from benchmarks.geometries import GEOMETRIES
+from benchmarks.geometries import GEOMETRIES, routes
 from benchmarks.moe_decode import stack
 from tests import mxfp8
 from tests.nvfp4_layer import random_call
-from trtllm_b12x.crossover.measuring import graph_seconds, routes
+from trtllm_b12x.crossover.measuring import graph_seconds
 from trtllm_b12x.kernels.triton import TritonKernel
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.tiles import Tile, Tiles, fitted
@@ -77,20 +77,21 @@ def candidates(calls: tuple[tuple[str, int, tuple[int, ...]], ...]) -> Iterator[
         if product == "token":
             blocks = (1,) * (1 in blocks and geometry.top_k <= 8)
         for count in blocks:
-            for tile in dict.fromkeys(fitted(tile, inner) for tile in _tiles(count, parts)):
+            splits = (1, 2, 4, 8) if count == 1 and product != "token" else (1,)
+            for tile in dict.fromkeys(fitted(tile, inner) for split in splits for tile in _tiles(count, parts, split)):
                 yield Candidate(name, tokens, count, product, tile)
 
 
-def _tiles(count: int, parts: int) -> Iterator[Tile]:
-    """``parts`` times the rows of a tile are a product's: gate's and up's, or those of eight experts."""
-    for rows, columns, warps, stages in itertools.product((16, 32, 64, 128), (128, 256), (1, 2, 4, 8), (2, 3, 4, 6)):
-        # A warp takes 16 rows or 32; more routes than eight spill in narrow or wide tiles.
-        if parts * rows not in (16 * warps, 32 * warps) or (count > 8 and (columns > 128 or parts * rows == 16 * warps)):
+def _tiles(count: int, parts: int, split: int) -> Iterator[Tile]:
+    """``parts`` times ``split`` the rows of a tile are a product's: gate's and up's, or those of eight experts."""
+    for rows, columns, warps, stages in itertools.product((8, 16, 32, 64, 128), (128, 256), (1, 2, 4, 8), (2, 3, 4, 6)):
+        # A warp takes 16 rows or 32 of each product; more routes than eight spill in narrow or wide tiles.
+        if parts * split * rows not in (16 * warps, 32 * warps) or (count > 8 and (columns > 128 or parts * rows == 16 * warps)):
             continue
         # What would keep less than one tile on its way, or more than shared memory has.
-        if stages == 2 or (stages == 6 and columns == 256) or (parts * rows == 256 and columns == 256):
+        if stages == 2 or (stages == 6 and columns == 256) or (parts * split * rows == 256 and columns == 256):
             continue
-        yield Tile(rows, columns, warps, stages)
+        yield Tile(rows, columns, warps, stages, split)
 
 
 def with_tile(tiles: Tiles, asked: Candidate) -> Tiles:

@@ -1,7 +1,12 @@
-"""What the package costs a process that starts, one that imports it, and a host that asks it: ``make bench``."""
+"""What the package costs a process that starts, one that imports it, and a host that asks it: ``make bench``.
+
+``--baseline COMMIT``, or ``--against FOLDER`` for another checkout: only the host time of a decode call, of both in one run.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import resource
 import statistics
 import subprocess
@@ -9,16 +14,17 @@ import sys
 import tempfile
 import timeit
 import venv
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
+from benchmarks.calls import ROOT, checked_out, compared
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.facts import GOOD
 from trtllm_b12x.decision import Deployment, Environment, Problem, decide
 
-ROOT = Path(__file__).parents[1]
 REPEATS = 15
 PAIRS = 150
 
@@ -60,7 +66,27 @@ def startup(pth: str, bytecode: bool) -> float:
         return statistics.median(added)
 
 
+def compare(baseline: str | None, against: Path | None, file: Path | None) -> None:
+    """Print what became of the host time of a decode call, and write it as JSON."""
+    with nullcontext(against) if against is not None else checked_out(str(baseline)) as other:
+        found = compared(other.absolute())
+    for name, row in found.items():
+        spread = f"quartiles {row['low']:.3f} and {row['high']:.3f}"
+        print(f"{name}: {row['us']:.2f} us, before {row['us before']:.2f}, {row['ratio']:.3f} times that ({spread})")
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--baseline", metavar="COMMIT", help="of this repository")
+    which.add_argument("--against", metavar="FOLDER", type=Path, help="another checkout")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison's numbers")
+    given = parser.parse_args()
+    if given.baseline or given.against:
+        compare(given.baseline, given.against, given.json)
+        return
     for name, pth in (("trtllm_b12x.pth:", (ROOT / "trtllm_b12x.pth").read_text()), ("a comment in one:", "# nothing\n")):
         compiled, plain = (1e3 * startup(pth, bytecode) for bytecode in (True, False))
         print(f"{name:19} {compiled:6.2f} ms of CPU time at an interpreter's start, {plain:.2f} without .pyc files")

@@ -28,13 +28,13 @@ def explain(model_config: object, override_quant_config: object = None) -> "Reso
     Returns:
         A :class:`trtllm_b12x.decision.Resolution`; printing it gives every reason with its remedy.
     """
-    from . import kernels
+    from . import eligibility
     from .host import questions
 
     question = questions.of_model(model_config, override_quant_config)
     if question is None:
         raise TypeError(f"{type(model_config).__name__} is no ModelConfig of the host: it has no quant_config")
-    return kernels.resolve(question)
+    return eligibility.resolve(question)
 
 
 def uninstall() -> None:

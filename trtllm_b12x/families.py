@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .decision import FLASHINFERS, OLDEST_FLASHINFER, Environment, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
+from .decision import FLASHINFERS, Environment, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
 
 STATIC_ROUTED_ROWS = 1024
 """Up to so many (token, expert) pairs FlashInfer takes its static kernel or a smaller one, beyond it the dynamic kernel, whose
@@ -40,7 +40,6 @@ def b12x(e: Environment) -> KernelFeatures:
         # From 0.7.0 static keeps each route's result and adds them up in order, in the groups of 256 columns that make its tile.
         deterministic=None if e.tile is None else e.tile == 256,
         most_routes=STATIC_ROUTED_ROWS,
-        versions=f"flashinfer-python>={'.'.join(map(str, OLDEST_FLASHINFER))}",
     )
 
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from . import formats, kernels, log, registry, settings, votes
-from . import host as _host
+from . import eligibility, formats, host, kernels, log, registry, settings, votes
 from .carried import Carried
 from .crossover import deciding
 from .decision import RejectReason, Resolution
+from .formats.epilogue import Epilogue
 from .host import contract, questions
 from .quantization import Method
 from .schedule import HOSTS, Schedule
@@ -86,7 +86,7 @@ class Promoted(Carried):
             self.retire_kernels()  # the host may create weights anew, for another quantization
             self._load = votes.load()
             algorithm = questions.quant_algo(self.quant_config)
-            self._kernels, self._dtype = kernels.considered(quant_algo=algorithm), self.dtype or torch.bfloat16
+            self._kernels, self._dtype = eligibility.considered(quant_algo=algorithm), self.dtype or torch.bfloat16
             self._judge_and_record()
             row = formats.find(algorithm)
             if self.verdict.served and row is not None:
@@ -126,7 +126,8 @@ class Promoted(Carried):
             self._announce_and_record(ready=True)
 
     def _bind_or_not(self) -> None:
-        self._conclude()
+        if self._open:
+            votes.settle()
         if self._ours is not None:
             if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
                 return
@@ -169,10 +170,6 @@ class Promoted(Carried):
                 torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
         with suppress(Exception):
             registry.record(self, self.verdict, ready=self._agreed.keys() >= set(settings.KERNELS.listed()))
-
-    def _conclude(self) -> None:
-        if self._open:
-            votes.settle()
 
     def _bound_kernel(self, name: str, before: Schedule) -> tuple[kernels.Kernel | None, str | None]:
         """The kernel with the weights, planned and tested before if it is new, or what failed.
@@ -229,7 +226,7 @@ class Promoted(Carried):
         if lacking:
             raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
         question = questions.of_layer(self, self._config, self._alltoall)
-        return kernels.resolve(question, self._kernels, self._plan_errors)
+        return eligibility.resolve(question, self._kernels, self._plan_errors)
 
     def _activation_name(self) -> str:
         return questions.activation_name(lambda name: getattr(self, name, None))
@@ -249,7 +246,7 @@ class Promoted(Carried):
     def _kernel_weights(self) -> Any:
         """Of the layer's format, with what it has beside its weights."""
         weights, extra = self.quant_method.kernel_weights(self), questions.activation_tensors(self)
-        return dataclasses.replace(weights, epilogue=kernels.Epilogue(**extra)) if extra else weights
+        return dataclasses.replace(weights, epilogue=Epilogue(**extra)) if extra else weights
 
     # ---- call --------------------------------------------------------------------------------------------------------
 
@@ -259,13 +256,13 @@ class Promoted(Carried):
         Args:
             like: the call under way, in the host's form.
         """
-        if self._asked == deciding.TUNED or torch.compiler.is_compiling() or not self.schedule.kernels:
+        if self._asked == deciding.TUNED:
             return
         try:
             if self._is_tuning():
                 deciding.tuning()
-            elif self._asked != (stage := deciding.stage()) and deciding.ask(self, like):
-                self._asked = stage
+            elif self._asked != (stage := deciding.stage()) and self.schedule.kernels and not torch.compiler.is_compiling():
+                self._asked = stage if deciding.ask(self, like) else self._asked
         except Exception as error:  # it costs the card's own split
             self._asked = deciding.TUNED
             with suppress(Exception):
@@ -275,12 +272,11 @@ class Promoted(Carried):
         """None where the call is the host's."""
         if not isinstance(x, torch.Tensor) or x.dtype is not (self._dtype if x_sf is None else torch.uint8):
             return None
-        kernel = self.schedule.at(x.shape[0])
+        kernel = self.schedule.at(x.size(0))
         if kernel is None or not (x_sf is None or kernel.features.quantized_input):
             return None
-        if self._alone:
-            return kernel
-        return None if self._is_tuning() else kernel  # CUTLASS's tactics for few tokens are found as without us
+        # CUTLASS's tactics for few tokens are found as without us.
+        return kernel if self._alone or not self._is_tuning() else None
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
         """As the parent, except that what a kernel will serve passes through: it takes tokens that are not quantized.
@@ -290,7 +286,8 @@ class Promoted(Carried):
         rank serves the layer.
         """
         try:
-            self._conclude()
+            if self._open:
+                votes.settle()
             serves = self._alone or (not post_quant_comm and self._kernel_for(x) is not None)
         except Exception as error:
             self._leave_to_the_host(error)
@@ -376,15 +373,15 @@ def layer_class() -> type[Promoted]:
     Raises:
         UnsupportedHostError: see :func:`trtllm_b12x.host.load`.
     """
-    host = _host.load()
-    return _host.derive(
+    trtllm = host.load()
+    return host.derive(
         f"{__name__}:FlashInferNvfp4Sm12xFusedMoE",
         Promoted,
-        host.Layer,
-        host.CutlassFusedMoE,
-        hosts_class=host.CutlassFusedMoE,
-        _quantized=host.Fp4QuantizedTensor,
-        _is_tuning=staticmethod(host.is_tuning),
+        trtllm.Layer,
+        trtllm.CutlassFusedMoE,
+        hosts_class=trtllm.CutlassFusedMoE,
+        _quantized=trtllm.Fp4QuantizedTensor,
+        _is_tuning=staticmethod(trtllm.is_tuning),
     )
 
 

@@ -11,6 +11,7 @@ from .decision import Rejection, RejectReason, Resolution
 logger = logging.getLogger("trtllm_b12x")
 _said: set[tuple[str, RejectReason] | str] = set()
 _lock = locks.new()
+process.kept(_said.clear)
 
 
 def announce(resolution: Resolution, subject: str, rank: int = 0) -> None:
@@ -81,9 +82,3 @@ def configure() -> None:
         logger.addHandler(_WhereNobodyListens())
     for complaint in settings.complaints():
         logger.warning(complaint)
-
-
-@process.kept
-def _forget() -> None:
-    with _lock:
-        _said.clear()

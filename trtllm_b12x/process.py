@@ -8,7 +8,7 @@ _kept: list[Callable[[], None]] = []
 
 
 def kept(forget: Callable[[], None]) -> Callable[[], None]:
-    """Decorates the function that forgets it."""
+    """Takes, or decorates, the function that forgets it."""
     _kept.append(forget)
     return forget
 

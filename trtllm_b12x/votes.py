@@ -86,10 +86,10 @@ def stand_aside(model_config: Any, refused: str) -> None:
         model_config: the host's, for its ``mapping``.
         refused: why promotion is off here, if it is; else what this rank's environment refuses by itself counts.
     """
-    from . import kernels
+    from . import eligibility
 
     try:
-        verdict = kernels.resolve((Problem(), Deployment()))
+        verdict = eligibility.resolve((Problem(), Deployment()))
         reason = refused or ("" if verdict.served else str(verdict))
         if reason:
             decline(model_config.mapping, reason)

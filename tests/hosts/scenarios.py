@@ -234,7 +234,7 @@ def lora() -> dict[str, Any]:
     import trtllm_b12x
     from tests import layers
     from tests.checkpoints import random_experts
-    from trtllm_b12x.verification import _kernel_calls
+    from trtllm_b12x.verification import kernel_calls
 
     host, tensors = layers.host, random_experts(4, 128, 192)
 
@@ -258,9 +258,9 @@ def lora() -> dict[str, Any]:
         layers.load(layer, tensors)
         if not promote:
             return [type(layer.backend).__name__]
-        with _kernel_calls(layer.backend) as count:
+        with kernel_calls(layer.backend) as reached:
             layer(*layers.inputs(layer, 3, tensors), lora_params={"num_seqs": 1})
-        return [type(layer.backend).__name__, count()]
+        return [type(layer.backend).__name__, len(reached)]
 
     experts = ["attn_q", "moe_h_to_4h", "moe_4h_to_h"]
     return {"attention": outcome(["attn_q"], True), "experts": [outcome(experts, False)[0], outcome(experts, True)[0]]}
@@ -312,7 +312,7 @@ def uneven() -> dict[str, Any]:
     import trtllm_b12x
     from tests import layers
     from tests.checkpoints import random_experts
-    from trtllm_b12x.verification import _kernel_calls
+    from trtllm_b12x.verification import kernel_calls
 
     host, tensors = layers.host, random_experts(4, 128, 256)
     communication = importlib.import_module(f"{host.create_moe.__package__}.communication")
@@ -348,10 +348,10 @@ def uneven() -> dict[str, Any]:
     whole, result = None, {}
     for name, (rows, scores, counts, padding) in calls.items():
         sent.clear()
-        with _kernel_calls(layer.backend) as count:
+        with kernel_calls(layer.backend) as reached:
             output = layer(rows, scores, all_rank_num_tokens=counts, use_dp_padding=padding)
         whole = output if whole is None else whole
-        result[name] = [list(output.shape), bool(torch.equal(output, whole[: counts[0]])), count(), sent[0], sent[-1]]
+        result[name] = [list(output.shape), bool(torch.equal(output, whole[: counts[0]])), len(reached), sent[0], sent[-1]]
     return result
 
 
@@ -687,7 +687,7 @@ def tuning() -> dict[str, Any]:
     import trtllm_b12x
     from tests import layers
     from tests.checkpoints import random_experts
-    from trtllm_b12x.verification import _kernel_calls
+    from trtllm_b12x.verification import kernel_calls
 
     def profile() -> str:
         specs = (autotuner.DynamicTensorSpec(0, 0, (), lambda n: n // 2), autotuner.DynamicTensorSpec(3, 0))
@@ -709,9 +709,9 @@ def tuning() -> dict[str, Any]:
     x, logits = layers.inputs(module, 5, tensors)
     counts = []
     for tune in (True, False):
-        with autotuner.autotune(tune), _kernel_calls(module.backend) as count:
+        with autotuner.autotune(tune), kernel_calls(module.backend) as reached:
             module(x, logits)
-        counts.append(count())
+        counts.append(len(reached))
     tuner, missed = autotuner.AutoTuner.get(), []
     module.backend.retire_kernels()
     for tokens in (3, 5, 40):
@@ -747,7 +747,7 @@ def _warmed_up(autotuner: str, graphs: str) -> dict[str, Any]:
     from tests.checkpoints import random_experts
     from tests.clock import Clock, capturing, standing_in
     from trtllm_b12x.crossover.table import HOST
-    from trtllm_b12x.verification import _kernel_calls
+    from trtllm_b12x.verification import kernel_calls
 
     os.environ.update({"TRTLLM_B12X_CROSSOVER": "auto", "XDG_CACHE_HOME": tempfile.mkdtemp()})
     tensors = random_experts(4, 128, 192)
@@ -762,11 +762,11 @@ def _warmed_up(autotuner: str, graphs: str) -> dict[str, Any]:
     def forward(what: str, tokens: int) -> None:
         now[0] = what
         for module, backend in zip(modules, backends, strict=True):
-            with _kernel_calls(backend) as count:
+            with kernel_calls(backend) as reached:
                 asked = len(clock.asked)
                 module(*layers.inputs(module, tokens, tensors))
             if len(clock.asked) == asked:  # else it counted the measurement's, too
-                events.append([what, tokens, count()])
+                events.append([what, tokens, len(reached)])
 
     now = [""]
     with standing_in(Clock(lambda name, tokens: 10.0 if name == HOST or tokens > 8 else 5.0, measured)) as clock:

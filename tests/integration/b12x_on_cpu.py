@@ -155,12 +155,13 @@ def restarted(dispatch: Any, cute: Any) -> dict[str, Any]:
 
 def warmed_up() -> list[bool]:
     """What ``trtllm-b12x warmup`` asks the same cache for: whether each kernel is there already, that is under the same key."""
+    from trtllm_b12x.environment import child
     from trtllm_b12x.kernels.b12x import worker
     from trtllm_b12x.kernels.jit.precompile import run_processes
 
     request = {"target": "sm_120a", "multiprocessors": [48], "capacity": 1, "share": [0, 1], "geometry": worker.fields(GEOMETRY)}
     said: list[dict[str, Any]] = []
-    run_processes([(worker.command(), json.dumps(request))], dict(os.environ), said.append)
+    run_processes([(child.command(worker.__name__), json.dumps(request))], dict(os.environ), said.append)
     return [bool(one["cached"]) for one in said if "cached" in one]
 
 

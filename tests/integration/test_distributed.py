@@ -69,7 +69,7 @@ def reduced(rank: int) -> None:
 
 def attention_dp(rank: int) -> None:
     from tests import layers
-    from trtllm_b12x.verification import _kernel_calls
+    from trtllm_b12x.verification import kernel_calls
 
     for gather_bf16 in (False, True):
         os.environ["TRTLLM_B12X_GATHER_BF16"] = str(int(gather_bf16))
@@ -81,10 +81,10 @@ def attention_dp(rank: int) -> None:
                 calls = [layers.inputs(module, counts[rank], tensors, seed=2 * seed + rank) for seed in range(20)]
                 results = []
                 for x, logits in calls:
-                    with _kernel_calls(module.backend) as count:
+                    with kernel_calls(module.backend) as reached:
                         results.append(module(x, logits, all_rank_num_tokens=counts))
                     assert results[-1].shape == x.shape
-                    assert count() == int(on_kernel), (gather_bf16, counts)
+                    assert len(reached) == int(on_kernel), (gather_bf16, counts)
                 x, logits = (torch.cat(parts) for parts in zip(*calls, strict=True))
                 none, kernel = layers.errors(module, x, logits, torch.cat(results), tensors)
                 assert none < 0.05, (gather_bf16, tp, ep, counts, none)

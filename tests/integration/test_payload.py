@@ -14,6 +14,8 @@ import pytest
 from . import environments
 from .environments import CASES, COMPLETE, MAIN, ROOT, Environment, made
 
+pytestmark = pytest.mark.slow
+
 
 def reasons(report: dict[str, Any]) -> list[str]:
     return [rejection["reason"] for rejection in report["verdicts"][0]["rejections"]]

@@ -20,7 +20,7 @@ from trtllm_b12x import environment
 from trtllm_b12x.cli import facts as rows
 from trtllm_b12x.cli import main
 from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason
-from trtllm_b12x.kernels import prove
+from trtllm_b12x.environment import prove
 
 FIELD = dataclasses.replace(
     GOOD, dsl="4.5.0", payload_cuda=(12, 9), payload_fault=PayloadFault.SHADOWED, flashinfer="0.6.16", exact_scales=False

@@ -394,7 +394,7 @@ def test_force_asks_for_a_proof_once(site: Path, compiles: bool) -> None:
     code = f"""
 import dataclasses
 from trtllm_b12x import decision, environment as e
-from trtllm_b12x.kernels import prove
+from trtllm_b12x.environment import prove
 def proof(target):
     open({str(home(site) / "proofs")!r}, 'a').write(target + ' ')
     return prove.Proof(target, {compiles})

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ from tests.facts import GOOD
 from trtllm_b12x import environment, families, formats, process, settings
 from trtllm_b12x.cli import main
 from trtllm_b12x.decision import KernelFeatures, RejectReason
-from trtllm_b12x.kernels import Geometry, PlanError
+from trtllm_b12x.kernels import Geometry, PlanError, prove
 from trtllm_b12x.kernels.b12x import B12xKernel
 from trtllm_b12x.kernels.b12x.compiler import ACTIVATIONS
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.kernels.triton import ACTIVATIONS as TRITON_ACTIVATIONS
 from trtllm_b12x.kernels.triton import TritonKernel
+from trtllm_b12x.kernels.triton.variants import ACTIVATIONS as TRITON_ACTIVATIONS
 
 FREE_OF = {RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_MISSING, RejectReason.FLASHINFER_TOO_OLD}
 TOY = KernelFeatures(
@@ -134,6 +135,23 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(main, ["doctor"]).exit_code == 2
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
     assert CliRunner().invoke(main, ["doctor"]).exit_code == 1
+
+
+def test_doctor_compiles_what_the_family_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # is given back
+    assert prove.proof("sm_121a", "toy").error == "toy has no kernel to compile"
+    monkeypatch.setattr(Toy, "instruction", "mma.toy")
+    for said, expected in (
+        (["ld; mma.toy; mma.toy", "mma.toy"], (True, "", 3)),
+        (["ld"], (False, "the PTX holds no mma.toy instruction", 0)),
+        (PlanError("TypeError: no\nptxas fatal : unknown"), (False, "ptxas fatal : unknown", 0)),
+        (PlanError("TypeError: no\nnothing"), (False, "TypeError: no", 0)),
+    ):
+        asked = Mock(return_value=said) if isinstance(said, list) else Mock(side_effect=said)
+        monkeypatch.setattr(Toy, "assembled", asked)
+        found = prove.proof("sm_121a", "toy")
+        assert (found.compiled, found.error, found.products) == expected
+        assert asked.call_args[0][1].multiprocessors == 48  # GB10's
 
 
 @pytest.mark.parametrize(("cause", "tried"), [(None, 1), (torch.OutOfMemoryError("no memory"), 2)], ids=["compile", "memory"])

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests import sass
+from trtllm_b12x.environment import prove
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.kernels import Geometry, prove
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.grouped import TABLE, GroupedKernel
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import mxfp8
-from trtllm_b12x import formats, kernels
+from trtllm_b12x import eligibility, formats
 from trtllm_b12x.decision import Deployment, Environment, Problem, RejectReason, decide
 from trtllm_b12x.environment import triton
 from trtllm_b12x.families import grouped, triton_mxfp8
@@ -78,15 +78,15 @@ def test_decode_alone_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has no path for prefill."""
     problem = Problem(quant_algo="MXFP8", group_size=32, activation="Swiglu", hidden_size=256, intermediate_size=96)
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
-    assert kernels.resolve((problem, Deployment())).reasons == (RejectReason.PREFILL,)
+    assert eligibility.resolve((problem, Deployment())).reasons == (RejectReason.PREFILL,)
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")
-    assert kernels.resolve((problem, Deployment())).families == ("grouped",)
+    assert eligibility.resolve((problem, Deployment())).families == ("grouped",)
     monkeypatch.delenv("TRTLLM_B12X_KERNELS")
-    assert kernels.resolve((problem, Deployment())).families == ("triton", "grouped")
+    assert eligibility.resolve((problem, Deployment())).families == ("triton", "grouped")
 
 
 def test_other_formats_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRTLLM_B12X_KERNELS")
     assert [row.name for row in formats.FORMATS if not row.hosts_path] == ["MXFP8"]
-    found = kernels.resolve((Problem(quant_algo="NVFP4"), Deployment()))
+    found = eligibility.resolve((Problem(quant_algo="NVFP4"), Deployment()))
     assert [name for name, _ in found.verdicts] == ["b12x", "triton"]

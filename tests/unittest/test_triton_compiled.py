@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests import sass
-from trtllm_b12x.kernels import Geometry, prove
-from trtllm_b12x.kernels.triton.compiler import Compiled, compile_for
+from tests.compiled import Compiled, compile_for
+from trtllm_b12x.environment import prove
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton.tiles import Card
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import textwrap
 from enum import Enum
@@ -15,8 +16,7 @@ from trtllm_b12x import __version__, families, formats, settings
 from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution
 
 from . import facts
-from .target import TARGETS, judged
-from .target import environment as environment_of
+from .target import TARGETS, judged, machine
 
 
 @click.command(short_help="Which kernels serve decode here, and why not the others?")
@@ -30,22 +30,20 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
 
     Exit status: 0 some will, 1 none will, 2 wrong usage or an unusable checkpoint.
     """
-    from trtllm_b12x.environment import driver_cuda
+    from trtllm_b12x.environment import driver_cuda, prove
 
     for complaint in settings.complaints():
         click.echo(f"error: {complaint}", err=True)
         ctx.exit(2)
     _look_at_host()
-    environment = environment_of(target)
+    environment = machine(target)
     proofs = {}
     if compile_:
-        try:
-            from trtllm_b12x.kernels.prove import prove
-        except ImportError as error:
-            click.echo(f"error: --compile needs torch: {error}", err=True)
+        if importlib.util.find_spec("torch") is None:
+            click.echo("error: --compile needs torch: it is not installed", err=True)
             ctx.exit(2)
         card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
-        proofs = {name: prove(card, name) for name in settings.KERNELS.listed()}
+        proofs = {name: prove.prove(card, name) for name in settings.KERNELS.listed()}
         environment = dataclasses.replace(environment, compile_proved=proofs["b12x"].compiled if "b12x" in proofs else None)
     problems = _usual() if checkpoint is None else _problems(ctx, checkpoint)
     verdicts = [(_name(problem), judged(problem, environment)) for problem in problems]

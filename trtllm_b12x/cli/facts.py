@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from trtllm_b12x import __version__, environment
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.environment import answers
+from trtllm_b12x.environment import answers, packages
 
 _HOSTS = {
     "none": "not installed (the embedded host stands in)",
@@ -27,13 +26,6 @@ print(json.dumps([[getattr(p, name, 0) for name in names] for p in found]))
 """
 
 
-def version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def cuda(found: tuple[int, int] | None) -> str:
     return "unknown" if found is None else f"CUDA {found[0]}.{found[1]}" if found[0] else "none"
 
@@ -42,13 +34,13 @@ def rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> 
     """(name, value) in the order in which they are printed."""
     gpu = "unknown" if e.sm is None else f"SM{e.sm}" if e.sm else "none"
     cards = environment.cards()
-    host_version = version("tensorrt_llm")
-    host = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
+    host_version = _versions("tensorrt_llm").partition(" ")[2]
+    recognized = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
     return [
         ("trtllm-b12x", __version__),
         ("Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}"),
         ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
-        ("TensorRT-LLM", f"{host_version}, {host}" if host_version else host),
+        ("TensorRT-LLM", f"{host_version}, {recognized}" if host_version else recognized),
         ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
         *(("", card) for card in [*cards, *(_devices() if cards else [])]),
         ("driver", cuda(driver)),
@@ -63,7 +55,7 @@ def rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> 
 
 
 def _versions(*names: str) -> str:
-    return ", ".join(f"{name} {found}" for name in names if (found := version(name)))
+    return ", ".join(f"{name} {found}" for name, found in packages.versions(names).items())
 
 
 def _payload(e: Environment) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from trtllm_b12x import formats
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.families import FAMILIES
 
+from .verify_output import plain
+
 if TYPE_CHECKING:
     from trtllm_b12x.crossover.layers import Shape
 
@@ -20,6 +23,19 @@ _SIZES = ("experts", "top_k", "hidden", "intermediate")
 
 class Unusable(Exception):  # noqa: N818 - one line for the user, not a fault
     pass
+
+
+@contextmanager
+def reported(ctx: click.Context, interrupted: str = "interrupted") -> Iterator[None]:
+    """What cannot be done, and an interrupt, are a line and an exit status, 2 and 130."""
+    try:
+        yield
+    except Unusable as error:
+        click.echo(f"error: {plain(error)}", err=True)
+        ctx.exit(2)
+    except KeyboardInterrupt:
+        click.echo(interrupted, err=True)
+        ctx.exit(130)
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:

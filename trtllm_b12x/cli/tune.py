@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from trtllm_b12x.crossover.layers import Shape
 
-_DONE, _UNUSABLE, _INTERRUPTED = 0, 2, 130
+_DONE, _UNUSABLE = 0, 2
 _BUILT = 0.6
 """Share of a geometry's time that is over once its layers are there: kernels are compiled and tested."""
 _SEED = 1
@@ -117,7 +116,7 @@ def tune(
 
     Exit status: 0 measured, 2 there is nothing to measure on, or nothing to measure, 130 interrupted.
     """
-    try:
+    with geometry.reported(ctx):
         geometry.check(checkpoint, sizes)
         if png is not None and importlib.util.find_spec("matplotlib") is None:
             raise Unusable("--png needs matplotlib: pip install matplotlib, or the package's extra, trtllm-b12x[plot]")
@@ -126,14 +125,7 @@ def tune(
                 raise Unusable(f"{file}: its folder does not exist; create it first")
         gpu = _gpu()
         shapes = geometry.given(checkpoint, sizes, activation, tp, ep, form)
-        status = _tune(shapes, gpu, skewed, json_file, png)
-    except Unusable as error:
-        click.echo(f"error: {plain(error)}", err=True)
-        status = _UNUSABLE
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        status = _INTERRUPTED
-    ctx.exit(status)
+        ctx.exit(_tune(shapes, gpu, skewed, json_file, png))
 
 
 def _gpu() -> str:
@@ -153,7 +145,7 @@ def _device() -> str:
 
 def _families() -> list[str]:
     """That run on this card themselves, not by what stands in for them."""
-    from trtllm_b12x.kernels import considered
+    from trtllm_b12x.eligibility import considered
 
     return [family for family, kernel in considered("cuda").items() if kernel.features.name == family]
 
@@ -257,14 +249,14 @@ def _write(tables: list[_Table], gpu: str, copy: float, embedded: bool, file: Pa
         "copy_bytes_per_second": round(copy),
         "tables": [table.json() for table in tables],
     }
+    from trtllm_b12x.environment import answers
+
     text = json.dumps(content, indent=1) + "\n"
     if str(file) == "-":
         click.echo(text, nl=False)
         return
     try:
-        temporary = file.with_name(f".{file.name[:200]}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
+        answers.replace(file, text)
     except OSError as error:
         raise Unusable(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
 

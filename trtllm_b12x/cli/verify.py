@@ -107,21 +107,7 @@ def _default_tokens() -> list[int]:
     "--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for standard output."
 )
 @click.pass_context
-def verify(
-    ctx: click.Context,
-    checkpoint: Path,
-    layers: list[int] | None,
-    sample: int | None,
-    tokens: list[int] | None,
-    tp: int,
-    ep: int,
-    seed: int,
-    original: Path | None,
-    require_b12x: bool,
-    device: str,
-    json_file: Path | None,
-    kernels: tuple[str, ...],
-) -> None:
+def verify(ctx: click.Context, kernels: tuple[str, ...], **given: Any) -> None:
     """Check the MoE layers of a quantized CHECKPOINT (a folder that nvidia-modelopt exported).
 
     Each layer is loaded as TensorRT-LLM loads it, once for each kernel family that serves it, run through its kernels (few
@@ -138,7 +124,7 @@ def verify(
     """
     try:
         with settings.KERNELS.only(kernels), settings.CROSSOVER.set(str(crossover())):  # what is verified is not what is fast
-            status = _verify(checkpoint, layers, sample, tokens, tp, ep, seed, original, require_b12x, device, json_file)
+            status = _verify(**given)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         status = INTERRUPTED

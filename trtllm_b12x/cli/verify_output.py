@@ -218,17 +218,14 @@ class Json:
         elif not self._at_once:
             self.path.write_text(text, encoding="utf-8")
         else:
-            temporary = self.path.with_name(f".{self.path.name[:200]}.{os.getpid()}")
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(self.path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            from trtllm_b12x.environment import answers
+
+            answers.replace(self.path, text)
 
 
 def header(checkpoint: Path, device: str, tp: int, ep: int, seed: int, algorithms: Iterable[str]) -> dict[str, Any]:
     """What the numbers were computed with, for experts quantized so."""
-    from trtllm_b12x.kernels import considered
+    from trtllm_b12x.eligibility import considered
     from trtllm_b12x.verification import Tolerances
 
     kernels = (kernel.features.name for name in algorithms for kernel in considered(device, name).values())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trtllm_b12x.crossover.layers import Shape
     from trtllm_b12x.kernels.warmup import Made, Work
 
-_DONE, _FAILED, _UNUSABLE, _INTERRUPTED = 0, 1, 2, 130
+_DONE, _FAILED = 0, 1
 
 
 class _Targets(click.ParamType):
@@ -76,16 +76,9 @@ def warmup(
     Exit status: 0 all is in the caches, 1 a kernel could not be compiled, 2 there is nothing to compile, or nothing to compile
     with, 130 interrupted.
     """
-    try:
+    with geometry.reported(ctx, "interrupted: what was compiled is kept"):
         shapes = geometry.given(checkpoint, sizes, activation, tp, ep, form)
-        status = _warm_up(shapes, dtype, targets, cards, jobs, as_json)
-    except Unusable as error:
-        click.echo(f"error: {plain(error)}", err=True)
-        status = _UNUSABLE
-    except KeyboardInterrupt:
-        click.echo("interrupted: what was compiled is kept", err=True)
-        status = _INTERRUPTED
-    ctx.exit(status)
+        ctx.exit(_warm_up(shapes, dtype, targets, cards, jobs, as_json))
 
 
 def _warm_up(
@@ -179,7 +172,7 @@ def _facts(name: str) -> Environment:
     """With the tools that compile: what the cache holds already is no reason to go on without them."""
     from trtllm_b12x.environment import triton
 
-    return dataclasses.replace(target.environment(name), triton_lacks=triton.tools_lacking(target.TARGETS[name]))
+    return dataclasses.replace(target.machine(name), triton_lacks=triton.tools_lacking(target.TARGETS[name]))
 
 
 # ---- output --------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Layers to measure where no server has loaded any: of a geometry with random weights, or of a checkpoint."""
+"""Layers of a geometry with random weights: to measure where no server has loaded any."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ import trtllm_b12x
 from trtllm_b12x import formats, host, selection
 from trtllm_b12x.checkpoint import kinds
 from trtllm_b12x.decision import Deployment, Problem, Resolution
+from trtllm_b12x.eligibility import resolve
 from trtllm_b12x.host import building
-from trtllm_b12x.kernels import Geometry, resolve
+from trtllm_b12x.kernels import Geometry
 
 _MEMORY = 0.5
 """Share of what is free that layers may take."""
@@ -44,15 +45,11 @@ class Shape:
 def build(
     shape: Shape,
     device: torch.device,
-    weights: Callable[[int], Mapping[str, torch.Tensor]] | None = None,
-    available: int = _MOST,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Any]:
-    """The first rank's layers, promoted and loaded, as many as are out of the L2 cache when their turn comes again.
+    """The first rank's layers, promoted, with random weights, as many as are out of the L2 cache when their turn comes again.
 
     Args:
-        weights: of the checkpoint's layer of that number; default random ones.
-        available: layers that there are.
         progress: told the share of them that is done.
 
     Returns:
@@ -68,16 +65,13 @@ def build(
         backend = getattr(module, "backend", module)
         if not getattr(getattr(backend, "verdict", None), "served", False):
             raise NothingToMeasureError(str(getattr(backend, "verdict", _verdict(shape))))
-        if weights is None:
-            backend.quant_method.fill(backend, torch.Generator(backend.w2_weight.device).manual_seed(len(made)))
-        else:
-            module.load_weights([weights(len(made))])
+        backend.quant_method.fill(backend, torch.Generator(backend.w2_weight.device).manual_seed(len(made)))
         module.post_load_weights()
         if not backend.schedule.kernels or not backend.schedule.settled:
             raise NothingToMeasureError(str(backend.verdict))
         made.append(module)
         if len(made) == 1:
-            wanted = _enough(backend, device, available)
+            wanted = _enough(backend, device)
         progress(len(made) / wanted)
     return made
 
@@ -109,13 +103,13 @@ def _verdict(shape: Shape) -> Resolution:
     return resolve((problem, Deployment(ep_size=shape.ep)))
 
 
-def _enough(backend: Any, device: torch.device, available: int) -> int:
+def _enough(backend: Any, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     size = sum(parameter.nbytes for parameter in backend.parameters())
     cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
     room = 1 + int(_MEMORY * torch.cuda.mem_get_info(device)[0]) // size
-    return max(1, min(max(6, math.ceil(_COLD * cache / size)), _MOST, room, available))
+    return max(1, min(max(6, math.ceil(_COLD * cache / size)), _MOST, room))
 
 
 def call(module: Any, tokens: int) -> Any:

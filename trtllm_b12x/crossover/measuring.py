@@ -35,9 +35,9 @@ _LARGEST = 8192
 """Tokens, of what is measured at all."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
-"""Tokens ``(T, H)``, global ids ``(T, top_k)`` and scales ``(T, top_k)`` to outputs."""
+"""Tokens ``(T, H)``, global ids ``(T, top_k)`` and router weights ``(T, top_k)`` to outputs."""
 Draw = Callable[[int, int, bool], tuple[torch.Tensor, torch.Tensor]]
-"""Token count, seed, and whether some experts are preferred (:func:`router_logits`), to ids and scales."""
+"""Token count, seed, and whether some experts are preferred (:func:`router_logits`), to ids and router weights."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class Bench:
         routed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def run(path: Path, calls: int) -> None:
-            for call, (ids, scales) in enumerate(routed[:calls]):
-                path.runs[call % layers](x, ids, scales)
+            for call, (ids, router_weights) in enumerate(routed[:calls]):
+                path.runs[call % layers](x, ids, router_weights)
 
         self._draw_more(routed, tokens, 1)
         if not self._least:  # modules load at their first call
@@ -265,11 +265,6 @@ def router_logits(geometry: Geometry, tokens: int, seed: int, skewed: bool = Fal
         if skewed:
             logits -= torch.log(torch.arange(1, experts + 1).float())[torch.randperm(experts, generator=generator)]
         return logits
-
-
-def routes(geometry: Geometry, tokens: int, seed: int, skewed: bool = False) -> torch.Tensor:
-    """Global ids ``(tokens, top_k)`` int32 on the CPU."""
-    return router_logits(geometry, tokens, seed, skewed).topk(geometry.top_k, dim=1).indices.int()
 
 
 def copy_bandwidth() -> float:

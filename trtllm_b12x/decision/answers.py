@@ -64,8 +64,6 @@ class KernelFeatures:
     graph_safe: bool | None = None
     deterministic: bool | None = None
     """They can be restricted to kernels whose reruns agree to the bit (``TRTLLM_B12X_DETERMINISTIC``)."""
-    versions: str = ""
-    """Of flashinfer-python, as a requirement; empty where it does not matter."""
     arithmetic: str = "KERNEL"
     """Where they round: a member of :class:`trtllm_b12x.strict_reference.Arithmetic`."""
     quantizations: frozenset[str] = frozenset({"NVFP4"})

@@ -35,10 +35,6 @@ def version_tuple(version: str) -> tuple[int, ...]:
     return found.release[:-1] if found.pre else found.release
 
 
-def _disabled(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "TRTLLM_B12X=0" if e.enabled is False else None
-
-
 def _host(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if e.host != "unsupported":
         return None
@@ -60,10 +56,6 @@ def _toolkit(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> st
     return f"FlashInfer finds CUDA {e.toolkit_cuda[0]}.{e.toolkit_cuda[1]}, b12x needs 13"
 
 
-def _dsl_missing(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "nvidia-cutlass-dsl is not installed" if e.dsl == "none" else None
-
-
 def _dsl_payload(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     """Environments where the CUDA 12 payload loads compile invalid PTX and die at model start (TensorRT-LLM issue 15853)."""
     if e.payload_cuda is None or e.payload_cuda >= (13, 0) or e.dsl == "none":
@@ -76,10 +68,6 @@ def _dsl_payload(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -
     if fault is PayloadFault.DRIVER:
         return detail + "; update the driver to one of CUDA 13 (580 or newer)"
     return detail
-
-
-def _flashinfer_missing(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "flashinfer-python is not installed" if e.flashinfer == "none" else None
 
 
 def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
@@ -96,18 +84,6 @@ def _flashinfer_broken(p: Problem, d: Deployment, e: Environment, f: KernelFeatu
     if not e.flashinfer_fault and e.exact_scales is False and version_tuple(e.flashinfer or "") >= OLDEST_FLASHINFER:
         return f"flashinfer-python {e.flashinfer} has no B12xMoEWrapper that takes input_global_scale"
     return e.flashinfer_fault or None
-
-
-def _requirement(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return f"not met: {', '.join(e.unmet)}" if e.unmet else None
-
-
-def _triton(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "; ".join(item.what for item in e.triton_lacks or ()) or None
-
-
-def _upcast(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return None if e.allow_upcast else e.upcast or None
 
 
 def _quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
@@ -129,14 +105,6 @@ def _group_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) ->
     return f"{p.quant_algo} with group size {p.group_size}"
 
 
-def _pre_quant_scale(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "the experts carry AWQ pre-quantization scales" if p.pre_quant_scale else None
-
-
-def _dynamic_quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "the host rewrites alphas and input scales at every call" if p.dynamic_quantization else None
-
-
 def _activation_dtype(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if p.activation_dtype is None or p.activation_dtype in f.dtypes:
         return None
@@ -147,10 +115,6 @@ def _activation(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) ->
     if p.activation is None or not f.activations or p.activation in f.activations:
         return None
     return f"activation {p.activation}, the kernel has {', '.join(sorted(f.activations))}"
-
-
-def _activation_constants(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "SwiGLU with alpha, beta or limit" if p.activation_constants else None
 
 
 def _hidden_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
@@ -166,14 +130,6 @@ def _intermediate_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatu
     return f"intermediate size {p.intermediate_size:g} per rank is no multiple of {f.group_size}"
 
 
-def _bias(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "the experts have a bias" if p.bias else None
-
-
-def _router_weight_on_input(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "the router weight is applied to the input" if p.apply_router_weight_on_input else None
-
-
 def _expert_parallel(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if d.ep_size in (None, 1) or f.negative_ids is not False:
         return None
@@ -184,10 +140,6 @@ def _attention_dp(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) 
     if not d.attention_dp or e.gather_bf16 or f.quantized_input:
         return None
     return "attention-DP ranks gather tokens that the host has quantized, the kernels take bf16"
-
-
-def _alltoall(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "ids from an all-to-all hold padding, and tokens come quantized" if d.alltoall else None
 
 
 def _load_balancer(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
@@ -202,10 +154,6 @@ def _cuda_graphs(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -
     return f"kernel {f.name} cannot be captured in a CUDA graph"
 
 
-def _lora(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    return "LoRA on the experts" if d.lora else None
-
-
 def _deterministic(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if not e.only_deterministic or f.deterministic is not False:
         return None
@@ -213,34 +161,42 @@ def _deterministic(p: Problem, d: Deployment, e: Environment, f: KernelFeatures)
 
 
 RULES: dict[RejectReason, _Rule] = {
-    RejectReason.DISABLED: _disabled,
+    RejectReason.DISABLED: lambda p, d, e, f: "TRTLLM_B12X=0" if e.enabled is False else None,
     RejectReason.HOST: _host,
     RejectReason.SM: _sm,
     RejectReason.TOOLKIT: _toolkit,
-    RejectReason.DSL_MISSING: _dsl_missing,
+    RejectReason.DSL_MISSING: lambda p, d, e, f: "nvidia-cutlass-dsl is not installed" if e.dsl == "none" else None,
     RejectReason.DSL_PAYLOAD: _dsl_payload,
-    RejectReason.FLASHINFER_MISSING: _flashinfer_missing,
+    RejectReason.FLASHINFER_MISSING: lambda p, d, e, f: "flashinfer-python is not installed" if e.flashinfer == "none" else None,
     RejectReason.FLASHINFER_TOO_OLD: _flashinfer_too_old,
     RejectReason.FLASHINFER_BROKEN: _flashinfer_broken,
-    RejectReason.REQUIREMENT: _requirement,
-    RejectReason.TRITON: _triton,
-    RejectReason.UPCAST: _upcast,
+    RejectReason.REQUIREMENT: lambda p, d, e, f: f"not met: {', '.join(e.unmet)}" if e.unmet else None,
+    RejectReason.TRITON: lambda p, d, e, f: "; ".join(item.what for item in e.triton_lacks or ()) or None,
+    RejectReason.UPCAST: lambda p, d, e, f: None if e.allow_upcast else e.upcast or None,
     RejectReason.QUANTIZATION: _quantization,
     RejectReason.GROUP_SIZE: _group_size,
-    RejectReason.PRE_QUANT_SCALE: _pre_quant_scale,
-    RejectReason.DYNAMIC_QUANTIZATION: _dynamic_quantization,
+    RejectReason.PRE_QUANT_SCALE: lambda p, d, e, f: (
+        "the experts carry AWQ pre-quantization scales" if p.pre_quant_scale else None
+    ),
+    RejectReason.DYNAMIC_QUANTIZATION: lambda p, d, e, f: (
+        "the host rewrites alphas and input scales at every call" if p.dynamic_quantization else None
+    ),
     RejectReason.ACTIVATION_DTYPE: _activation_dtype,
     RejectReason.ACTIVATION: _activation,
-    RejectReason.ACTIVATION_CONSTANTS: _activation_constants,
+    RejectReason.ACTIVATION_CONSTANTS: lambda p, d, e, f: "SwiGLU with alpha, beta or limit" if p.activation_constants else None,
     RejectReason.HIDDEN_SIZE: _hidden_size,
     RejectReason.INTERMEDIATE_SIZE: _intermediate_size,
-    RejectReason.BIAS: _bias,
-    RejectReason.ROUTER_WEIGHT_ON_INPUT: _router_weight_on_input,
+    RejectReason.BIAS: lambda p, d, e, f: "the experts have a bias" if p.bias else None,
+    RejectReason.ROUTER_WEIGHT_ON_INPUT: lambda p, d, e, f: (
+        "the router weight is applied to the input" if p.apply_router_weight_on_input else None
+    ),
     RejectReason.EXPERT_PARALLEL: _expert_parallel,
     RejectReason.ATTENTION_DP: _attention_dp,
-    RejectReason.ALLTOALL: _alltoall,
+    RejectReason.ALLTOALL: lambda p, d, e, f: (
+        "ids from an all-to-all hold padding, and tokens come quantized" if d.alltoall else None
+    ),
     RejectReason.LOAD_BALANCER: _load_balancer,
-    RejectReason.LORA: _lora,
+    RejectReason.LORA: lambda p, d, e, f: "LoRA on the experts" if d.lora else None,
     RejectReason.DETERMINISTIC: _deterministic,
     RejectReason.CUDA_GRAPHS: _cuda_graphs,
 }

@@ -14,7 +14,7 @@ from functools import cache
 from trtllm_b12x import host, settings
 from trtllm_b12x.decision import Environment
 
-from . import answers, packages, triton
+from . import answers, packages, prove, triton
 from .cute_dsl import WHEELS, Payload, inspect_payload, installation_key
 from .flashinfer import FlashInfer, distribution_of, inspect_flashinfer
 from .gpu import cards, driver_cuda, gpu_sm, toolkit_cuda
@@ -124,11 +124,15 @@ def compile_error(target: str) -> str:
     A child compiles one the first time on an installation, because a payload that imports may still end the process that uses it;
     that it passed is kept.
     """
-    from trtllm_b12x.kernels.prove import prove
 
     def ask() -> str:
-        proof = prove(target)
+        proof = prove.prove(target)
         return "" if proof.compiled else proof.error or "the compile failed and does not say why"
 
     error, _ = answers.once(f"compile {target} {installation_key()}", ask, keep=lambda answer: answer == "")
     return str(error)
+
+
+def hosted() -> bool:
+    """This process is one of TensorRT-LLM's, or may become one."""
+    return host.installed()

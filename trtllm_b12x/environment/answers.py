@@ -72,13 +72,17 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, content: dict[str, Any]) -> None:
-    """Replace the file as a whole.  The new one is made with O_EXCL: a link that lies in its place is not followed."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    replace(file, json.dumps(content))
+
+
+def replace(file: Path, text: str) -> None:
+    """The file as a whole, or not at all.  The new one is made with O_EXCL: a link that lies in its place is not followed."""
+    temporary = file.with_name(f".{file.name[:200]}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            json.dump(content, stream)
+            stream.write(text)
         temporary.replace(file)
     except OSError:
         temporary.unlink(missing_ok=True)

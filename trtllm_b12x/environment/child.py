@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -32,6 +33,26 @@ def file_of(package: str) -> str:
     if spec is None:
         return ""
     return spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+
+
+def variables() -> dict[str, str]:
+    """Of a process of ours that is to see no GPU, and nothing of the working directory, and to promote nothing."""
+    return {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Runs ``main()`` of a module of this package."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from {module} import main; main()"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run(command: list[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Outside the working directory, nothing on its standard input; what it says is text whatever it is."""
+    nothing = subprocess.DEVNULL
+    return subprocess.run(
+        command, stdin=nothing, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, cwd="/"
+    )
 
 
 def answer_for_the_gpu(torch: Any, sm_count: int, major: int, minor: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -28,6 +29,13 @@ class Weights(ABC):
     @abstractmethod
     def check(self, geometry: Geometry) -> None:
         """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take."""
+
+    def compare(self, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], others: tuple[int, ...] = ()) -> None:
+        """:meth:`check` with shape and dtype by field; those that are not there are float32 of shape ``others``."""
+        for name, tensor in self.tensors().items():
+            shape, dtype = expected.get(name, (others, torch.float32))
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
 
     @abstractmethod
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

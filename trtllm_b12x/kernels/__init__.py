@@ -9,38 +9,15 @@ reference.  What a kernel can do is data (:class:`KernelFeatures`), which the de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from trtllm_b12x import bootstrap, decision, families, formats, host, settings
-from trtllm_b12x import environment as machine
-from trtllm_b12x.decision import Environment, KernelFeatures, Resolution
-from trtllm_b12x.formats.epilogue import Epilogue
-from trtllm_b12x.formats.nvfp4 import InputScales, KernelWeights
-from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.host.questions import Question
-
-__all__ = [
-    "GATED",
-    "Epilogue",
-    "Geometry",
-    "InputScales",
-    "Kernel",
-    "KernelFeatures",
-    "KernelWeights",
-    "PlanError",
-    "Weights",
-    "Workspace",
-    "considered",
-    "environment",
-    "first_line",
-    "resolve",
-]
-
+from trtllm_b12x import bootstrap, formats
+from trtllm_b12x.decision import KernelFeatures
 
 GATED = frozenset({"Swiglu", "SwigluBias", "Geglu"})
 
@@ -106,6 +83,24 @@ def first_line(error: BaseException) -> str:
     return line.removeprefix("PlanError: ") if isinstance(error, PlanError) else line
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, at an address that kernels load 16 bytes from: a chunk of a longer call may begin anywhere."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def output(out: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype, columns: int) -> torch.Tensor:
+    """What a kernel writes: ``out`` where it can, else a tensor of its own, ``(tokens of like, columns)``."""
+    if out is not None and out.dtype is dtype and out.is_contiguous() and out.data_ptr() % 16 == 0:
+        return out
+    return torch.empty(like.shape[0], columns, dtype=dtype, device=like.device)
+
+
+def handed_back(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    """To the caller who gave ``out``, and for whom :func:`output` gave ``result``."""
+    return result if out is None or result is out else out.copy_(result)
+
+
 class Kernel(ABC):
     """Decode for one layer: ``plan`` once, ``bind`` after every load, ``self_test`` once, ``run`` per call."""
 
@@ -113,10 +108,12 @@ class Kernel(ABC):
     geometry: Geometry
     capacity: int
     """Most tokens that it was planned for."""
+    instruction: ClassVar[str] = ""
+    """Of tensor cores, that its products are in PTX."""
     limited = ""
     """Why these are fewer than :meth:`plan` was asked for."""
     weights: Any
-    """The :class:`Weights` of their format."""
+    """The :class:`trtllm_b12x.formats.weights.Weights` of their format."""
 
     @abstractmethod
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
@@ -134,7 +131,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def bind(self, weights: Any, first_expert: int = 0) -> None:
-        """Take the layer's :class:`Weights`, those of the experts from ``first_expert`` on; only views are made.
+        """Take the layer's weights, those of the experts from ``first_expert`` on; only views are made.
 
         Raises:
             ValueError: a tensor has the wrong shape or dtype; the message names it.
@@ -161,10 +158,35 @@ class Kernel(ABC):
         """:meth:`plan` may be asked for this device."""
         return True
 
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Any, directory: Path) -> Iterable[str]:
+        """PTX of some of its kernels of a layer, for a :class:`trtllm_b12x.kernels.jit.cards.Card` that need not be here.
+
+        Args:
+            directory: for what compiling writes.
+
+        Raises:
+            Exception: they do not compile; the first line, or what ptxas says in another, tells why.
+        """
+        raise PlanError(f"{cls.features.name} has no kernel to compile")
+
     @property
     def settled(self) -> bool:
         """What :meth:`serves` says is final."""
         return True
+
+    def check(self, geometry: Geometry, multiples: tuple[int, int]) -> None:
+        """Raise ValueError, naming what, where the activation or a size is none of the family's.
+
+        Args:
+            multiples: of the hidden and of the intermediate size.
+        """
+        known, sizes = self.features.activations, (geometry.hidden_size, geometry.intermediate_size)
+        if geometry.activation not in known:
+            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(known))}")
+        if any(size % multiple for size, multiple in zip(sizes, multiples, strict=True)):
+            named = f"hidden size {sizes[0]} and intermediate size {sizes[1]}"
+            raise ValueError(f"{named} must be multiples of {' and '.join(map(str, dict.fromkeys(multiples)))}")
 
     def serves(self, tokens: int) -> bool:
         """:meth:`run` takes this many tokens."""
@@ -238,68 +260,3 @@ class Workspace:
 
     key: int
     nbytes: int
-
-
-def environment() -> Environment:
-    """What a decision is to know of this process's machine, inside TensorRT-LLM.
-
-    The embedded host runs on any machine, so there the machine says nothing.
-    """
-    return replace(
-        machine.probe() if host.installed() else Environment(),
-        enabled=settings.ENABLED() != "0",
-        gather_bf16=settings.GATHER_BF16(),
-        allow_upcast=settings.MXFP8_UPCAST(),
-        only_deterministic=settings.DETERMINISTIC(),
-    )
-
-
-def considered(device: str | None = None, quant_algo: str | None = None) -> dict[str, type[Kernel]]:
-    """Family to its kernels, in order, for layers that are made on ``device``, torch's default one if not given.
-
-    A family that has kernels for several formats is considered with those for ``quant_algo``.
-
-    TensorRT-LLM's layers are on its GPU.  Where torch sees no card that the family's kernels run on, what stands in for them; but
-    kernels that run on the CPU (Triton's, in its interpreter) stand in for themselves.
-    """
-    on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
-    found: dict[str, type[Kernel]] = {}
-    for row in families.rows(settings.KERNELS.listed(), quant_algo):
-        kernel = formats.load(row.kernel)
-        there = _card_is_there(kernel.features) if on_gpu else kernel.runs_on(torch.device("cpu"))
-        if there and kernel.available():
-            found[row.name] = kernel
-        elif row.stand_in:
-            found[row.name] = formats.load(row.stand_in)
-    return found
-
-
-def resolve(
-    question: Question, kernels: Mapping[str, type[Kernel]] | None = None, plan_errors: Mapping[str, str] = MappingProxyType({})
-) -> Resolution:
-    """Which families serve a layer in this process, and why not the others.
-
-    Args:
-        question: of :mod:`trtllm_b12x.host.questions`; where its format is not known yet, what serves any of ours.
-        kernels: :func:`considered`, for its format.
-        plan_errors: family to what planning its kernels for the layer has raised.
-    """
-    algorithm = question[0].quant_algo
-    found = []
-    for name in formats.names() if algorithm is None and kernels is None else (algorithm,):
-        asked = considered(quant_algo=name) if kernels is None else kernels
-        rows = tuple((family, kernel.features) for family, kernel in asked.items())
-        resolution = decision.resolve(*question, environment(), rows, plan_errors)
-        form = formats.find(name or "")
-        found.append(resolution if form is None or form.hosts_path else families.complete(resolution, dict(rows)))
-    return next((resolution for resolution in found if resolution.served), found[0])
-
-
-def _card_is_there(features: KernelFeatures) -> bool:
-    if not torch.cuda.is_available():
-        return False
-    sm = machine.probe().sm if host.installed() else None  # torch's answer would create a CUDA context in whoever only asks
-    if not sm:
-        major, minor = torch.cuda.get_device_capability()
-        sm = 10 * major + minor
-    return features.oldest_sm <= sm <= features.newest_sm

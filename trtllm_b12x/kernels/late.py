@@ -25,12 +25,7 @@ _found: dict[str, int] = {}
 _lock = locks.new()
 _expecting = threading.local()
 _watching = False
-
-
-@process.kept
-def _forget() -> None:
-    with _lock:
-        _found.clear()
+process.kept(_found.clear)
 
 
 def compiles() -> dict[str, int]:

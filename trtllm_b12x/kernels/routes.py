@@ -1,7 +1,7 @@
 """What a call prepares for a kernel, in one launch: routes in the form that kernels take, and the divisors of activations.
 
-Routes become local int32 ids and float32 scales, nothing outside the table.  Divisors are derived from the host's input scales,
-in graphs too, so that they are never older than those.
+Routes become local int32 ids and float32 router weights, nothing outside the table.  Divisors are derived from the host's input
+scales, in graphs too, so that they are never older than those.
 
 A router whose logits are no number may hand out any id, and an all-to-all pads with one beyond the last expert.  CUTLASS skips
 what is not this rank's; kernels that index by it write elsewhere (FlashInfer issue 5446).
@@ -16,12 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from . import InputScales
+    from trtllm_b12x.formats.nvfp4 import InputScales
+
     from .jit.variant import Variant
 
 _BLOCK = 1024
-ID_TYPES, SCALE_TYPES = (torch.int64, torch.int32), (torch.float32, torch.bfloat16)
+ID_TYPES, ROUTER_WEIGHT_TYPES = (torch.int32, torch.int64), (torch.float32, torch.bfloat16)
 """Of routes as hosts have them; others are converted to the first of each."""
+
+
+def of_known_types(ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous, of types that kernels are compiled for: another is converted by a launch of its own, none compiled."""
+    ids = ids if ids.dtype in ID_TYPES else ids.to(ID_TYPES[0])
+    known = router_weights.dtype in ROUTER_WEIGHT_TYPES
+    return ids.contiguous(), (router_weights if known else router_weights.to(ROUTER_WEIGHT_TYPES[0])).contiguous()
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Table:
     """Global id of the first."""
     count: int
     unrouted: int = -1
-    """What becomes of a route to another: -1 where the kernel skips that, else an expert of the table, whose scale is then 0."""
+    """What becomes of a route to another: -1 where the kernel skips that, else an expert of the table, of weight 0."""
 
     def holds(self, ids: torch.Tensor) -> torch.Tensor:
         return (ids >= self.first) & (ids < self.first + self.count)
@@ -45,58 +53,59 @@ class Table:
 def prepare(
     table: Table,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    router_weights: torch.Tensor,
     into: tuple[torch.Tensor, torch.Tensor],
     input_scales: InputScales | None = None,
 ) -> None:
-    """Local ids and the scales of routes that are in ``table`` (0 for others), in one launch.
+    """Local ids and the router weights of routes that are in ``table`` (0 for others), in one launch.
 
     Args:
         ids: contiguous integers of any type and shape.
-        scales: contiguous floats of any type, as many.
+        router_weights: contiguous floats of any type, as many.
         into: int32 and float32, as many; on the same GPU.
         input_scales: derive its divisors too.
     """
     size = ids.numel()
     blocks = -(-max(size, table.count) // _BLOCK)
     divisors = _divisors(input_scales, into[1])
-    _kernels().prepare[(blocks,)](ids, scales, *into, size, table.first, table.count, table.unrouted, *divisors, block=_BLOCK)
+    experts = table.first, table.count, table.unrouted
+    _kernels().prepare[(blocks,)](ids, router_weights, *into, size, *experts, *divisors, block=_BLOCK)
 
 
 def compact(
     table: Table,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    router_weights: torch.Tensor,
     into: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     input_scales: InputScales | None = None,
 ) -> None:
     """Number the local experts that occur, in the order of their first route, in one launch of one block.
 
     Args:
-        ids, scales: as for :func:`prepare`; at most a few hundred, since every pair of routes is compared.
+        ids, router_weights: as for :func:`prepare`; at most a few hundred, since every pair of routes is compared.
         into: number of each route's expert (int32, as many as ``ids``), local id of each number (int32), how many there are
-            (one int32), and the scales (float32).  A route outside the table counts as one to ``table.unrouted`` with scale 0.
+            (one int32), and the router weights (float32).  A route outside the table counts as one to ``table.unrouted``, of
+            weight 0.
         input_scales: as for :func:`prepare`.
     """
     size = ids.numel()
     block = _padded(size)
     divisors = _divisors(input_scales, into[3])
-    _kernels().compact[(1,)](
-        ids, scales, *into, size, table.first, table.count, table.unrouted, *divisors, block=block, wide=_BLOCK, num_warps=2
-    )
+    experts = table.first, table.count, table.unrouted
+    _kernels().compact[(1,)](ids, router_weights, *into, size, *experts, *divisors, block=block, wide=_BLOCK, num_warps=2)
 
 
 def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _divisors(scales: InputScales | None, any_floats: torch.Tensor) -> tuple[Any, ...]:
+def _divisors(given: InputScales | None, any_floats: torch.Tensor) -> tuple[Any, ...]:
     """Arguments of a kernel that derives divisors for so many experts; for none it gets pointers that it does not read."""
-    if scales is None:
+    if given is None:
         return (*(any_floats,) * 5, 0, 0, 0)
-    fc31, fc2, ratio = scales.fc31_input_scale, scales.fc2_input_scale, scales.up_to_gate
+    fc31, fc2, ratio = given.fc31_input_scale, given.fc2_input_scale, given.up_to_gate
     steps = int(fc31.numel() > 1), int(fc2.numel() > 1)
-    return fc31, fc2, ratio, scales.fc1_divisor, scales.fc2_divisor, *steps, ratio.numel()
+    return fc31, fc2, ratio, given.fc1_divisor, given.fc2_divisor, *steps, ratio.numel()
 
 
 def variants(sizes: Iterable[int] = ()) -> Iterator[Variant]:
@@ -107,11 +116,11 @@ def variants(sizes: Iterable[int] = ()) -> Iterator[Variant]:
     rest = (1, 0, 1, 0, *(f,) * 5, 0, 0, 0)
     blocks = sorted({_padded(size) for size in sizes})
     for ids in ID_TYPES:
-        for scales in SCALE_TYPES:
-            yield Variant("routes_triton", "prepare", (ids, scales, i, f, *rest), {"block": _BLOCK}, {})
+        for floats in ROUTER_WEIGHT_TYPES:
+            yield Variant("routes_triton", "prepare", (ids, floats, i, f, *rest), {"block": _BLOCK}, {})
             for block in blocks:
                 constants = {"block": block, "wide": _BLOCK}
-                yield Variant("routes_triton", "compact", (ids, scales, i, i, i, f, *rest), constants, {"num_warps": 2})
+                yield Variant("routes_triton", "compact", (ids, floats, i, i, i, f, *rest), constants, {"num_warps": 2})
 
 
 def warm_up(device: torch.device, sizes: Iterable[int], remedy: str) -> None:

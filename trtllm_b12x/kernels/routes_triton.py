@@ -1,5 +1,7 @@
 """The Triton kernels of :mod:`trtllm_b12x.kernels.routes`, which imports this where there is a GPU."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,7 +18,7 @@ def jit(function: Any) -> Any:
 
 
 @jit
-def _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided):  # type: ignore[no-untyped-def]
+def _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided):
     # Divisions as torch rounds them, so that the bits are those of InputScales.derive.
     inside = at < divided
     one = tl.full(at.shape, 1.0, tl.float32)
@@ -27,58 +29,25 @@ def _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step,
 
 
 @jit
-def prepare(  # type: ignore[no-untyped-def]
-    ids,
-    scales,
-    ids_out,
-    scales_out,
-    size,
-    first,
-    count,
-    unrouted,
-    fc31,
-    fc2,
-    ratio,
-    fc1_divisor,
-    fc2_divisor,
-    fc31_step,
-    fc2_step,
-    divided,
-    block: tl.constexpr,
-):
+def prepare(
+    ids, router_weights, ids_out, router_weights_out, size, first, count, unrouted,
+    fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided, block: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
     _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided)
     inside = at < size
     local = tl.load(ids + at, mask=inside, other=0).to(tl.int64) - first
     held = (local >= 0) & (local < count)
-    scale = tl.load(scales + at, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(router_weights + at, mask=inside, other=0).to(tl.float32)
     tl.store(ids_out + at, tl.where(held, local, unrouted).to(tl.int32), mask=inside)
-    tl.store(scales_out + at, tl.where(held, scale, 0.0), mask=inside)
+    tl.store(router_weights_out + at, tl.where(held, scale, 0.0), mask=inside)
 
 
 @jit
-def compact(  # type: ignore[no-untyped-def]
-    ids,
-    scales,
-    numbers,
-    experts,
-    used,
-    scales_out,
-    size,
-    first,
-    count,
-    unrouted,
-    fc31,
-    fc2,
-    ratio,
-    fc1_divisor,
-    fc2_divisor,
-    fc31_step,
-    fc2_step,
-    divided,
-    block: tl.constexpr,
-    wide: tl.constexpr,
-):
+def compact(
+    ids, router_weights, numbers, experts, used, router_weights_out, size, first, count, unrouted,
+    fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided, block: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
     for begin in range(0, divided, wide):
         at = begin + tl.arange(0, wide)
         _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided)
@@ -94,8 +63,8 @@ def compact(  # type: ignore[no-untyped-def]
     of_column = tl.min(tl.where(same, rows, block), axis=0)[None, :]
     begins = of_column == columns
     number = tl.sum(tl.where(begins & (columns < of_row), 1, 0), axis=1)[:, None]
-    scale = tl.load(scales + rows, mask=rows < size, other=0).to(tl.float32)
+    scale = tl.load(router_weights + rows, mask=rows < size, other=0).to(tl.float32)
     tl.store(numbers + rows, number, mask=rows < size)
     tl.store(experts + number, row_expert.to(tl.int32), mask=(of_row == rows) & (rows < size))
     tl.store(used, tl.sum(tl.where(begins & (columns < size), 1, 0)))
-    tl.store(scales_out + rows, tl.where(row_held, scale, 0.0), mask=rows < size)
+    tl.store(router_weights_out + rows, tl.where(row_held, scale, 0.0), mask=rows < size)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_b12x.environment import inspect_flashinfer
+from trtllm_b12x.formats.weights import Weights
 
-from . import Geometry, Weights, first_line
+from . import Geometry, first_line
 from .reference import ReferenceKernel
 
 BOUND = 0.02
@@ -41,7 +42,7 @@ class Examinee:
     atomic: bool
     """It adds up in bf16 atomics; else reruns must agree to the bit."""
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    """(x, global ids, scales) to the output."""
+    """(x, global ids, router weights) to the output."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class _Calls:
     """``(calls * tokens, hidden_size)`` bfloat16."""
     ids: torch.Tensor
     """``(calls * tokens, top_k)`` int32, global."""
-    scales: torch.Tensor
+    router_weights: torch.Tensor
     expected: torch.Tensor
     """float32, of the reference."""
 
@@ -94,14 +95,8 @@ class _Calls:
         return [slice(first, first + self.tokens) for first in range(0, len(self.x), self.tokens)]
 
 
-def examine(
-    tests: Iterable[Examinee],
-    geometry: Geometry,
-    weights: Weights,
-    first_expert: int = 0,
-    reference: type[ReferenceKernel] = ReferenceKernel,
-) -> list[Outcome] | None:
-    """Run each of ``tests`` against the ``reference`` of their format.
+def examine(tests: Iterable[Examinee], geometry: Geometry, weights: Weights, first_expert: int = 0) -> list[Outcome] | None:
+    """Run each of ``tests`` against the reference.
 
     Every test reaches every expert, alone with others and with all tokens on the same ``top_k``, so that each tile of rows and,
     with the most tokens, each wave of tasks is run; and some ids that are in no table.
@@ -111,7 +106,7 @@ def examine(
     """
     tests = list(tests)
     sizes = sorted({test.tokens for test in tests})
-    drawn = _draw_until_finite(geometry, weights, sizes, first_expert, reference)
+    drawn = _draw_until_finite(geometry, weights, sizes, first_expert)
     if drawn is None:
         return None
     return [_outcome(test, geometry, drawn[test.tokens]) for test in tests]
@@ -120,7 +115,8 @@ def examine(
 def _outcome(test: Examinee, geometry: Geometry, calls: _Calls) -> Outcome:
     bound = max(BOUND, geometry.atomic_rounding + _SLACK) if test.atomic else BOUND
     try:
-        results = [test.run(calls.x[part], calls.ids[part], calls.scales[part]) for part in (*calls.parts(), calls.parts()[0])]
+        parts = (*calls.parts(), calls.parts()[0])
+        results = [test.run(calls.x[part], calls.ids[part], calls.router_weights[part]) for part in parts]
         found = torch.cat(results[:-1]).float()
     except Exception as error:
         return Outcome(test.kernel, test.variant, test.tokens, float("inf"), float("inf"), bound, fault=first_line(error))
@@ -134,11 +130,9 @@ def _outcome(test: Examinee, geometry: Geometry, calls: _Calls) -> Outcome:
     return Outcome(test.kernel, test.variant, test.tokens, float(whole), float(worst), bound, same)
 
 
-def _draw_until_finite(
-    geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int, reference: type[ReferenceKernel]
-) -> dict[int, _Calls] | None:
+def _draw_until_finite(geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int) -> dict[int, _Calls] | None:
     for attempt in range(_DRAWS):
-        drawn = _draw(geometry, weights, sizes, first_expert, 64.0**-attempt, reference)
+        drawn = _draw(geometry, weights, sizes, first_expert, 64.0**-attempt)
         expected = torch.cat([calls.expected for calls in drawn.values()])
         finite, told = expected.isfinite().all(1), expected.any(1)
         if bool(finite.float().mean() > 0.5):
@@ -146,27 +140,25 @@ def _draw_until_finite(
     return None
 
 
-def _draw(
-    geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int, factor: float, kind: type[ReferenceKernel]
-) -> dict[int, _Calls]:
+def _draw(geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int, factor: float) -> dict[int, _Calls]:
     """Calls of each size, and what the reference makes of them, in one go: it dequantizes an expert once."""
     device = weights.device
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):  # whatever the host's default is while it loads
         routes = {tokens: _routes(geometry, tokens, generator) for tokens in sizes}
     total = sum(map(len, routes.values()))
-    reference, most = kind(), max(total, geometry.num_experts)
+    reference, most = ReferenceKernel(), max(total, geometry.num_experts)
     reference.plan(geometry, most, device)
     reference.bind(weights)
     x = reference.activations(most, factor)
     local = torch.cat(list(routes.values())).to(device)
-    scales = _scales(reference, x, local)
-    expected = reference.run(x[:total], local, scales).float()
+    router_weights = _router_weights(reference, x, local)
+    expected = reference.run(x[:total], local, router_weights).float()
     ids = _global(local, geometry.num_experts, first_expert)
     drawn, first = {}, 0
     for tokens, part in routes.items():
         rows = slice(first, first + len(part))
-        drawn[tokens] = _Calls(tokens, x[rows], ids[rows], scales[rows], expected[rows])
+        drawn[tokens] = _Calls(tokens, x[rows], ids[rows], router_weights[rows], expected[rows])
         first += len(part)
     return drawn
 
@@ -195,7 +187,7 @@ def _routes(geometry: Geometry, tokens: int, generator: torch.Generator) -> torc
     return ids.int()
 
 
-def _scales(reference: ReferenceKernel, x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _router_weights(reference: ReferenceKernel, x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Router weights with which every expert of a token counts alike, however small its weights are: float32, as ``local``."""
     experts = reference.geometry.num_experts
     every = torch.arange(experts, dtype=torch.int32, device=x.device).unsqueeze(1)

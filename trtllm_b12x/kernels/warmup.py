@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from trtllm_b12x.environment import child
+
 from . import Geometry, Kernel, PlanError, first_line, routes
 from .jit import JitKernel, precompile
 from .jit.cards import Card
@@ -111,8 +113,7 @@ def _flashinfers(work: Work, cards: Sequence[Card], report: Report, before: int,
             found["failed" if told["error"] else "done"] += 1
             report(Made(work.kind.features.name, **told), before + found["total"])
 
-    environment = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
-    precompile.run_processes([(worker.command(), text) for text in asked], environment, said)
+    precompile.run_processes([(child.command(worker.__name__), text) for text in asked], child.variables(), said)
     if found["total"] and found["done"] == found["total"]:
         worker.seal(request["target"]).touch()
     elif not found["failed"]:

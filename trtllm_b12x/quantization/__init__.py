@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from trtllm_b12x import host as _host
+from trtllm_b12x import host
 from trtllm_b12x.formats.weights import Weights
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ class Method(_Method):
         """
         if tensor is None:
             return
-        host = _host.load()
-        ranks = module.tp_size, module.tp_rank, host.TensorParallelMode[mode]
-        shard = host.load_weight_shard(tensor, *ranks, destination.device).contiguous().view(torch.uint8)
+        trtllm = host.load()
+        ranks = module.tp_size, module.tp_rank, trtllm.TensorParallelMode[mode]
+        shard = trtllm.load_weight_shard(tensor, *ranks, destination.device).contiguous().view(torch.uint8)
         if shard.shape != destination.shape:
             destination.zero_()
         destination[: shard.shape[0], : shard.shape[1]].copy_(shard)
@@ -94,6 +94,16 @@ class Method(_Method):
         Raises:
             ValueError: a parameter does not lie as kernels read it; the message names it.
         """
+
+    @staticmethod
+    def readable(module: Any, names: Iterable[str]) -> None:
+        """Raise ValueError, naming the parameter, where one does not lie as kernels read it."""
+        for name in names:
+            tensor = getattr(module, name)
+            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+                raise ValueError(
+                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
+                )
 
     @abstractmethod
     def intermediate_size(self, module: Any) -> int:

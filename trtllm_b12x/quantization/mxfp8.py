@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import host as _host
+from trtllm_b12x import host
 from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
 
@@ -50,7 +50,7 @@ class MXFP8(Method):
         rows = size * (2 if module.is_gated_activation else 1)
         module.scaling_vector_size = BLOCK_SIZE
         # The base of the host's own method, which asserts sizes that its operator needs.
-        super(_host.load().MXFP8CutlassFusedMoEMethod, self).create_weights(
+        super(host.load().MXFP8CutlassFusedMoEMethod, self).create_weights(
             module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, size)
         )
         shapes = {"w3_w1_weight_scale": (_tiles(rows) * _TILE, _tiles(hidden)), "w2_weight_scale": (hidden, _tiles(size))}
@@ -73,18 +73,18 @@ class MXFP8(Method):
         height = module.w3_w1_weight.shape[1]
         for slot, expert in enumerate(module.initial_local_expert_ids):
             gate, up, down = _scales(module, weights, expert)
-            w1, w2 = (parameter.data[slot] for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale))
+            fc1, fc2 = (parameter.data[slot] for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale))
             # Scales have the weights' rows, so they are placed alike.
-            rows = interleaved_rows(w1).flatten(0, 2).flatten(1)
+            rows = interleaved_rows(fc1).flatten(0, 2).flatten(1)
             self.load_expert_w3_w1_weight(module, gate, up, rows[:height])
-            interleave(rows, w1)
-            rows = interleaved_rows(w2).flatten(0, 2).flatten(1)
+            interleave(rows, fc1)
+            rows = interleaved_rows(fc2).flatten(0, 2).flatten(1)
             self.load_expert_w2_weight(module, down, rows)
-            interleave(rows, w2)
+            interleave(rows, fc2)
 
     def process_weights_after_loading(self, module: Any) -> None:
         """Nothing is staged: hosts that stage scales interleave here what they wrote themselves."""
-        super(_host.load().MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
+        super(host.load().MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
 
     # ---- the kernels' view -------------------------------------------------------------------------------------------
 
@@ -100,19 +100,14 @@ class MXFP8(Method):
         return int(module.w2_weight.shape[2])
 
     def kernel_weights(self, module: Any) -> MXFP8Weights:
-        for name in STORED:
-            tensor = getattr(module, name)
-            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-                raise ValueError(
-                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
-                )
-        w1, w2 = module.w3_w1_weight.data, module.w2_weight.data
+        self.readable(module, STORED)
+        fc1, fc2 = module.w3_w1_weight.data, module.w2_weight.data
         s1, s2 = module.w3_w1_weight_scale.data, module.w2_weight_scale.data
         return MXFP8Weights(
-            w1_weight=w1,
-            w1_weight_sf=mma_scale_view(s1, s1.shape[1], s1.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
-            w2_weight=w2,
-            w2_weight_sf=mma_scale_view(s2, s2.shape[1], s2.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
+            fc1_weight=fc1,
+            fc1_weight_sf=mma_scale_view(s1, s1.shape[1], s1.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
+            fc2_weight=fc2,
+            fc2_weight_sf=mma_scale_view(s2, s2.shape[1], s2.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
         )
 
 
@@ -147,10 +142,10 @@ def method_class() -> type[MXFP8]:
     Raises:
         UnsupportedHostError: the host does not know the format; and see :func:`trtllm_b12x.host.load`.
     """
-    base = _host.load().MXFP8CutlassFusedMoEMethod
+    base = host.load().MXFP8CutlassFusedMoEMethod
     if base is None:
-        raise _host.UnsupportedHostError("this TensorRT-LLM has no MXFP8 experts: they came in August 2026")
-    return _host.derive(f"{__name__}:MXFP8Sm12xFusedMoEMethod", MXFP8, base)
+        raise host.UnsupportedHostError("this TensorRT-LLM has no MXFP8 experts: they came in August 2026")
+    return host.derive(f"{__name__}:MXFP8Sm12xFusedMoEMethod", MXFP8, base)
 
 
 def __getattr__(name: str) -> Any:

@@ -143,7 +143,7 @@ def outputs(
     names = form.names
     x = torch.cat([call.x for call in calls]).to(device).float()
     ids = torch.cat([call.token_selected_experts for call in calls]).to(device)
-    route_weights = torch.cat([call.token_final_scales for call in calls]).to(device).float()
+    router_weights = torch.cat([call.token_final_scales for call in calls]).to(device).float()
     rounded = [a if form.quantized else Arithmetic.UNQUANTIZED for a in arithmetics]
     inputs = [x if a is Arithmetic.UNQUANTIZED else form.input(x, a) for a in rounded]
     sums = [torch.zeros_like(x) for _ in rounded]
@@ -153,7 +153,7 @@ def outputs(
             continue
         matrices = {name: form.matrix(expert, name).to(device) for name in names}
         up_to_gate = form.up_to_gate(expert) if gated else 1.0
-        route_weight = route_weights[token, slot].unsqueeze(1)
+        router_weight = router_weights[token, slot].unsqueeze(1)
         # One product for all arithmetics: a matrix of this size is read from memory each time.
         rows = torch.cat([values[token] for values in inputs])
         fc1 = [(rows @ matrices[name].T).chunk(len(rounded)) for name in names[:-1]]
@@ -175,7 +175,7 @@ def outputs(
             inner.append(hidden * unit)
         fc2 = (torch.cat(inner) @ matrices["w2"].T).chunk(len(rounded))
         for arithmetic, result, total in zip(rounded, fc2, sums, strict=True):
-            total.index_add_(0, token, route_weight * _bf16(result, arithmetic is Arithmetic.CUTLASS))
+            total.index_add_(0, token, router_weight * _bf16(result, arithmetic is Arithmetic.CUTLASS))
         on_expert()
     sums = [_bf16(total, a in (Arithmetic.KERNEL, Arithmetic.CUTLASS)) for a, total in zip(arithmetics, sums, strict=True)]
     per_call = zip(*(total.split([call.x.shape[0] for call in calls]) for total in sums), strict=True)

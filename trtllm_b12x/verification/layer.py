@@ -11,8 +11,8 @@ import torch
 from trtllm_b12x import selection, strict_reference
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
 from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
+from trtllm_b12x.eligibility import considered, resolve
 from trtllm_b12x.host import embedded, questions
-from trtllm_b12x.kernels import considered, resolve
 from trtllm_b12x.schedule import EVERY, HOSTS, crossover
 from trtllm_b12x.strict_reference import Arithmetic
 
@@ -111,7 +111,7 @@ def verify_layer(
         step += 1
         progress(_LOADED + (_RUN - _LOADED) * step / steps)
         for index, batch in enumerate(batches):
-            with _kernel_calls(module.backend) as calls:
+            with kernel_calls(module.backend) as calls:
                 outputs[index] = outputs[index] + module(batch.call.x, batch.logits).float()
             paths[index] |= set(calls) or {"cutlass"}
             tokens = cases[batch.case].tokens
@@ -330,17 +330,11 @@ def _same_layer(other: MoELayer, layer: MoELayer) -> bool:
     return other.quant_algo == "none" and identity(other) == identity(layer)
 
 
-class _Calls(list[str]):
-    """Families whose kernels were called, in order; calling it counts them."""
-
-    def __call__(self) -> int:
-        return len(self)
-
-
 @contextmanager
-def _kernel_calls(backend: Any) -> Iterator[_Calls]:
-    """Counts the calls that reach the layer's kernels."""
-    calls, schedule = _Calls(), getattr(backend, "schedule", HOSTS)
+def kernel_calls(backend: Any) -> Iterator[list[str]]:
+    """Families whose kernels were called, in order."""
+    calls: list[str] = []
+    schedule = getattr(backend, "schedule", HOSTS)
 
     def counting(name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **kwargs: (calls.append(name), run(*args, **kwargs))[1]  # type: ignore[func-returns-value]

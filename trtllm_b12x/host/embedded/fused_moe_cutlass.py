@@ -36,10 +36,8 @@ class CutlassFusedMoE(MoE):
     ) -> None:
         super().__init__(model_config=model_config, **arguments)
         del without_comm  # no communication is embedded
-        self.unpadded_hidden_size = self.hidden_size
         self.moe_max_num_tokens = model_config.moe_max_num_tokens
         self.apply_router_weight_on_input = apply_router_weight_on_input
-        self.use_fused_finalize = not model_config.moe_disable_finalize_fusion and model_config.lora_config is None
         if not model_config.skip_create_weights_in_init:
             self.create_weights()
 

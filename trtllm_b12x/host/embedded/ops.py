@@ -146,20 +146,20 @@ def fused_moe(
         if token.numel() == 0:
             continue
         if nvfp4:
-            w1 = dequantize(fc1_expert_weights[local].view(torch.uint8), sf1[local])
-            w2 = dequantize(fc2_expert_weights[local].view(torch.uint8), sf2[local])
+            fc1 = dequantize(fc1_expert_weights[local].view(torch.uint8), sf1[local])
+            fc2 = dequantize(fc2_expert_weights[local].view(torch.uint8), sf2[local])
             fc1_scale, fc2_scale = alpha1[local], alpha2[local]
         else:
-            w1, w2 = fc1_expert_weights[local].float(), fc2_expert_weights[local].float()
+            fc1, fc2 = fc1_expert_weights[local].float(), fc2_expert_weights[local].float()
             fc1_scale = fc2_scale = torch.ones((), device=x.device)
-        inner = ((x_codes[token] @ w1.T) * fc1_scale).to(weights_dtype).float()
+        inner = ((x_codes[token] @ fc1.T) * fc1_scale).to(weights_dtype).float()
         own = (None if given is None else given[local] for given in constants)
         inner = _activate(inner, activation_type, *own).to(weights_dtype).float()
         if nvfp4:
             global_scale = act2[local] if act2.dim() else act2
             packed, sf = fp4_quantize(inner, global_scale, is_sf_swizzled_layout=False)
             inner = dequantize(packed, sf.view(torch.float8_e4m3fn).view(inner.shape[0], -1))
-        partial = ((inner @ w2.T) * fc2_scale).to(weights_dtype).float()
+        partial = ((inner @ fc2.T) * fc2_scale).to(weights_dtype).float()
         if token_final_scales is not None:
             partial = partial * token_final_scales[token, slot].float().unsqueeze(-1)
         result.index_add_(0, token, partial)

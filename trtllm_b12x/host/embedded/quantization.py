@@ -138,7 +138,8 @@ class FusedMoEQuantScalesMXFP8(NamedTuple):
 
 
 class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
-    """E4M3 weights ``(E, r*I, H)`` and ``(E, H, I)``, four E8M0 scales to an int32, 128x4-interleaved (C2, 3729c14d)."""
+    """E4M3 weights ``(E, r*I, H)`` and ``(E, H, I)``, four E8M0 scales to an int32, 128x4-interleaved (C2, 3729c14d).  It
+    loads no scales: nothing here multiplies by them."""
 
     BLOCK_SIZE = 32
     BLOCK_SCALES_DTYPE = torch.int32
@@ -157,21 +158,6 @@ class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
     def setup_quant_scales(self, module: Any) -> None:
         module.quant_scales = FusedMoEQuantScalesMXFP8(
             fc31_weight_block_scale=module.w3_w1_weight_scale, fc2_weight_block_scale=module.w2_weight_scale
-        )
-
-    def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
-        for slot, expert in enumerate(module.initial_local_expert_ids):
-            w1, w3, w2 = (self._scale(weights, f"{expert}.{name}") for name in ("w1", "w3", "w2"))
-            destinations = module.w3_w1_weight_scale.data[slot], module.w2_weight_scale.data[slot]
-            self.load_expert_w3_w1_weight(module, w1, w1[:0] if w3 is None else w3, destinations[0])
-            self.load_expert_w2_weight(module, w2, destinations[1])
-            for destination in destinations:
-                _interleave(destination)
-
-    @staticmethod
-    def _scale(weights: Mapping[str, torch.Tensor], matrix: str) -> Any:
-        return next(
-            (weights[f"{matrix}.{kind}"] for kind in ("weight_scale_inv", "weight_scale") if f"{matrix}.{kind}" in weights), None
         )
 
 
@@ -282,28 +268,6 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         w3_weight_scale: torch.Tensor,
         dst_w3_w1_weight_scale: torch.Tensor,
     ) -> None:
-        raise NotImplementedError
-
-    def load_expert_w2_weight_scale_nvfp4(
-        self, module: Any, w2_weight_scale: torch.Tensor, dst_w2_weight_scale: torch.Tensor
-    ) -> None:
-        raise NotImplementedError
-
-
-class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
-    weight_dtype = FUSED_MOE_NVFP4_WEIGHT_DTYPE
-    block_scales_dtype = FUSED_MOE_NVFP4_WEIGHT_BLOCK_SCALE_DTYPE
-
-    def create_weights(self, module: Any) -> None:  # type: ignore[override]
-        super().create_weights(module, self.weight_dtype, 16, self.block_scales_dtype, 4)
-
-    def load_expert_w3_w1_weight_scale_nvfp4(
-        self,
-        module: Any,
-        w1_weight_scale: torch.Tensor,
-        w3_weight_scale: torch.Tensor,
-        dst_w3_w1_weight_scale: torch.Tensor,
-    ) -> None:
         # The same rows as the weights', so the same copy; then the interleave.
         self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
         _interleave(dst_w3_w1_weight_scale)
@@ -313,6 +277,14 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
     ) -> None:
         self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
         _interleave(dst_w2_weight_scale)
+
+
+class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
+    weight_dtype = FUSED_MOE_NVFP4_WEIGHT_DTYPE
+    block_scales_dtype = FUSED_MOE_NVFP4_WEIGHT_BLOCK_SCALE_DTYPE
+
+    def create_weights(self, module: Any) -> None:  # type: ignore[override]
+        super().create_weights(module, self.weight_dtype, 16, self.block_scales_dtype, 4)
 
 
 def _interleave(block_scales: torch.Tensor) -> None:

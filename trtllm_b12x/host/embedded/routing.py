@@ -15,9 +15,6 @@ class BaseMoeRoutingMethod:
     def experts_per_token(self) -> int:
         return self.top_k
 
-    def get_experts_per_token(self) -> int:
-        return self.top_k
-
     def apply(self, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
 

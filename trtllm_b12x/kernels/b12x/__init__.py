@@ -17,22 +17,24 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from trtllm_b12x import environment, families, host, locks, process, settings
-from trtllm_b12x.kernels import Geometry, Kernel, KernelWeights, PlanError, Workspace, first_line, late, routes
+from trtllm_b12x import environment, families, locks, process, settings
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
+from trtllm_b12x.kernels import Geometry, Kernel, PlanError, Workspace, aligned, first_line, handed_back, late, output, routes
 from trtllm_b12x.kernels.jit.cards import card_of
 from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
 from trtllm_b12x.kernels.streams import Turn
 from trtllm_b12x.log import logger
 
-from .compiler import ACTIVATIONS, DISPATCH, Candidate, Compiler, sizes
+from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO, Signature
 from .launch import compacted as compacted_route
 from .scratch import Scratch, fitting
-from .worker import seal
+from .worker import assembled, seal
 
 _NO_CACHE = "FLASHINFER_CUTE_DSL_DISABLE_CACHE"
 
@@ -75,12 +77,7 @@ class _Plan:
 
 _plans: weakref.WeakValueDictionary[tuple[Any, ...], _Plan] = weakref.WeakValueDictionary()
 _lock = locks.new()
-
-
-@process.kept
-def _forget() -> None:
-    with _lock:
-        _plans.clear()
+process.kept(_plans.clear)
 
 
 class B12xKernel(Kernel):
@@ -88,10 +85,15 @@ class B12xKernel(Kernel):
 
     _flashinfer = environment.inspect_flashinfer()
     features = families.b12x(environment.of_flashinfer(_flashinfer))
+    instruction = "kind::mxf4nvf4"
 
     @classmethod
     def available(cls) -> bool:
         return cls._flashinfer.b12x
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Any, directory: Path) -> list[str]:
+        return assembled(geometry, card, directory)
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Allocate one workspace and compile every kernel for up to ``capacity`` tokens, or share what another layer planned.
@@ -100,13 +102,7 @@ class B12xKernel(Kernel):
             ValueError: an activation or a size that the kernels do not take.
             PlanError: compiling failed, or memory ran out; nothing is kept.
         """
-        if geometry.activation not in ACTIVATIONS:
-            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(ACTIVATIONS))}")
-        if geometry.hidden_size % self.features.hidden_size_multiple or geometry.intermediate_size % self.features.tile:
-            raise ValueError(
-                f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size} must be multiples of "
-                f"{self.features.hidden_size_multiple} and {self.features.tile}"
-            )
+        self.check(geometry, (self.features.hidden_size_multiple, self.features.tile))
         asked, capacity = capacity, fitting(geometry, capacity)
         self.geometry, self.capacity = geometry, capacity
         self.limited = f"FlashInfer has no offsets for more than {capacity} tokens of this geometry" if capacity < asked else ""
@@ -122,7 +118,7 @@ class B12xKernel(Kernel):
                     raise PlanError(first_line(error)) from error
         self._plan, self._key = plan, key
 
-    def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
+    def bind(self, weights: NVFP4Weights, first_expert: int = 0) -> None:
         weights.check(self.geometry)
         self.weights = weights  # the kernels are given addresses: these views keep the memory
         self.first_expert = first_expert
@@ -242,22 +238,20 @@ class B12xKernel(Kernel):
         candidate: Candidate,
         x: torch.Tensor,
         ids: torch.Tensor,
-        scales: torch.Tensor,
+        router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ids = ids if ids.dtype in routes.ID_TYPES else ids.to(routes.ID_TYPES[0])
-        scales = scales if scales.dtype in routes.SCALE_TYPES else scales.to(routes.SCALE_TYPES[0])
-        x, ids, scales = _aligned(x.contiguous()), ids.contiguous(), scales.contiguous()
-        direct = out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0
-        result = out if direct and out is not None else torch.empty_like(x)
+        x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
+        result = output(out, x, x.dtype, x.shape[1])
         table = self._tables[candidate.kind.skips_negative_ids and bool(self.features.negative_ids)]
         with self._plan.turn as capture:
             scratch, bound = self._plan.scratch, self._bound
             if capture:
                 scratch = self._plan.of_capture(capture)
                 bound = self._bind_to(scratch)
-            candidate.launch(bound[candidate.kind.name], scratch, table, self.weights.input_scales, x, ids, scales, result)
-        return result if out is None or direct else out.copy_(result)
+            arguments, inputs = bound[candidate.kind.name], self.weights.input_scales
+            candidate.launch(arguments, scratch, table, inputs, x, ids, router_weights, result)
+        return handed_back(out, result)
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -271,17 +265,12 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join("-".join(map(str, part)) for part in parts)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """At an address that the kernels can load 16 bytes from: a chunk of a longer call may begin anywhere."""
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
 # ---- planning ------------------------------------------------------------------------------------------------------------
 
 
 def _compile_elsewhere_first(device: torch.device) -> None:
     """Inside TensorRT-LLM: what has never compiled on this installation must not be tried in the server's own process."""
-    if host.installed() and device.type == "cuda":
+    if environment.hosted() and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         target = f"sm_{major}{minor}a"
         if settings.FREEZE() or seal(target).exists():  # nothing is compiled, or has been while the image was built

@@ -21,15 +21,6 @@ from trtllm_b12x.environment import child, inspect_flashinfer, packages
 from trtllm_b12x.environment.cute_dsl import WHEELS
 
 
-def command() -> list[str]:
-    """Runs :func:`main`; nothing of the working directory is imported."""
-    root = str(Path(__file__).parents[3])
-    code = (
-        "import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from trtllm_b12x.kernels.b12x.worker import main; main()"
-    )
-    return [sys.executable, "-c", code.format(root=root)]
-
-
 class _Share:
     """Stands in for FlashInfer's function: compiles and stores the kernels of this process' share, and returns nothing to run."""
 
@@ -112,6 +103,46 @@ def _compile(asked: dict[str, Any], target: str, share: list[int], counts: list[
             routes |= set(compacted(geometry, candidates))
         if counting:
             say(total=len(build.names), routes=sorted(routes))
+
+
+def assembled(geometry: Any, card: Any, directory: Path) -> list[str]:
+    """PTX of FlashInfer's micro kernel for two tokens, by its own compile function, 0.6.18 to 0.7.2."""
+    os.environ.update(
+        CUTE_DSL_ARCH=f"sm_{card.capability}a",
+        CUTE_DSL_KEEP_PTX="1",
+        CUTE_DSL_DUMP_DIR=str(directory),
+        FLASHINFER_CUTE_DSL_DISABLE_CACHE="1",
+        CUTE_DSL_DISABLE_FILE_CACHING="1",
+    )
+    captured = directory / "output"
+    # The assembler writes to the process's own streams, past Python's.
+    with captured.open("wb") as stream:
+        saved = os.dup(1), os.dup(2)
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+        try:
+            _compile_micro(geometry, card)
+        except Exception as error:
+            from trtllm_b12x.kernels import PlanError
+
+            raise PlanError(f"{type(error).__name__}: {error}\n{captured.read_text(errors='replace')}") from error
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(saved[0], 1)
+            os.dup2(saved[1], 2)
+    return [path.read_text(errors="replace") for path in directory.glob("*.ptx")]
+
+
+def _compile_micro(geometry: Any, card: Any) -> None:
+    import torch
+
+    child.answer_for_the_gpu(torch, card.multiprocessors, *divmod(card.capability, 10))
+    dispatch = importlib.import_module(child.DISPATCH)
+    for name in ("get_num_sm", "get_max_active_clusters"):
+        setattr(dispatch, name, lambda *arguments: card.multiprocessors)
+    sizes = {"k": geometry.hidden_size, "n": geometry.intermediate_size, "num_topk": geometry.top_k}
+    dispatch._get_micro_kernel(geometry.num_experts, geometry.num_experts, m=2, max_rows=2 * geometry.top_k, **sizes)
 
 
 def fields(geometry: Any) -> dict[str, Any]:

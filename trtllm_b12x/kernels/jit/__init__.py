@@ -11,6 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +27,6 @@ from .cards import Card, card_of
 from .examination import faults
 from .variant import Variant
 
-__all__ = ["Card", "JitKernel", "Plan", "Variant", "aligned", "card_of", "interpreted"]
-
 
 @dataclass
 class Plan:
@@ -42,23 +41,14 @@ class Plan:
 
 _plans: dict[tuple[Any, ...], Any] = {}
 _lock = locks.new()
-
-
-@process.kept
-def _forget() -> None:
-    with _lock:
-        _plans.clear()
+_PROVED = 63
+"""Tokens of a call that :meth:`JitKernel.assembled` is about."""
+process.kept(_plans.clear)
 
 
 def interpreted() -> bool:
     """Triton's kernels run on the CPU, in Python."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, at an address that kernels are compiled for."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 class JitKernel(Kernel):
@@ -67,6 +57,7 @@ class JitKernel(Kernel):
     reference: type[ReferenceKernel]
     """What it is compared with."""
     first_expert: int
+    instruction = "mma.sync"
     _plan: Any
     """A :class:`Plan`."""
 
@@ -108,17 +99,22 @@ class JitKernel(Kernel):
         Raises:
             ValueError: no kernel of the family serves ``geometry``.
         """
-        known = self.features
-        if geometry.activation not in known.activations:
-            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(known.activations))}")
-        if geometry.hidden_size % known.hidden_size_multiple or geometry.intermediate_size % known.group_size:
-            sizes = f"hidden size {geometry.hidden_size} and intermediate size {geometry.intermediate_size}"
-            raise ValueError(f"{sizes} must be multiples of {known.hidden_size_multiple} and {known.group_size}")
+        self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
         self.geometry, self.capacity, self._device = geometry, capacity, device
 
     @abstractmethod
     def variants(self) -> Iterator[Variant]:
         """Every kernel that a call may launch; :meth:`describe` was called."""
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
+        kernel = cls(card)
+        kernel.describe(geometry, _PROVED, torch.device("cuda"))
+        return (variant.assemble(card.capability).asm["ptx"] for variant in kernel.samples())
+
+    def samples(self) -> Iterator[Variant]:
+        """Of :meth:`variants`, those that a compile on another machine shows."""
+        return self.variants()
 
     @abstractmethod
     def _identity(self) -> tuple[Any, ...]:

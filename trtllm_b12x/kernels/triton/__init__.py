@@ -1,8 +1,8 @@
 """NVFP4 experts on bfloat16 or float16 activations (W4A16) in Triton, on the host's own tensors; it needs torch's Triton alone.
 
-``products.py`` and ``routing.py`` have the kernels, ``tiles.py`` their sizes, ``variants.py`` which of them a call takes,
-``launch.py`` how.  A call of few routes is two launches, FC1 with its activation and FC2
-with the weighted sum; of more, or of input that arrives quantized, three, the first of which sorts routes by expert.  Nothing
+``products.py``, ``epilogues.py`` and ``routing.py`` have the kernels, ``tiles.py`` their sizes, ``variants.py`` which of them a
+call takes, ``launch.py`` how.  A call of few routes is two launches, FC1 with its activation and FC2 with the weighted sum; of
+more, or of input that arrives quantized, three, the first of which sorts routes by expert.  Nothing
 depends on values, nothing is shared between calls: scratch memory comes from torch's allocator call by call, so calls on several
 streams and graphs that replay at a time do not meet.
 
@@ -20,15 +20,16 @@ import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.kernels import Epilogue, Geometry, Weights, late
-from trtllm_b12x.kernels.jit import Card, JitKernel, Plan, Variant, aligned
+from trtllm_b12x.formats.weights import Weights
+from trtllm_b12x.kernels import Geometry, aligned, handed_back, late, output, routes
+from trtllm_b12x.kernels.jit import JitKernel, Plan
+from trtllm_b12x.kernels.jit.cards import Card
+from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 
 from . import launch
 from .tiles import Tiles
-from .variants import ACTIVATIONS, ID_TYPES, SCALE_TYPES, Build, Step
-
-__all__ = ["ACTIVATIONS", "Card", "Epilogue", "TritonKernel"]
+from .variants import Build, Step
 
 _LARGEST_TOP_K = 64
 _LARGEST_EXPERTS = 2048
@@ -76,6 +77,11 @@ class TritonKernel(JitKernel):
     def variants(self) -> Iterator[Variant]:
         return self.build.every(self.capacity)
 
+    def samples(self) -> Iterator[Variant]:
+        """What two tokens launch, and the most."""
+        for step in map(self.build.step, (2, self.capacity)):
+            yield from self.build.variants(step, step.inline)
+
     def _identity(self) -> tuple[Any, ...]:
         return self.build, self.capacity
 
@@ -112,21 +118,20 @@ class TritonKernel(JitKernel):
         inputs, extra = weights.input_scales, weights.epilogue
         if inputs is None:
             raise ValueError("the kernels take the host's input scales, not their reciprocals")
-        experts, device = self.geometry.num_experts, weights.w1_weight.device
+        experts, device = self.geometry.num_experts, weights.fc1_weight.device
 
         def filled(tensor: torch.Tensor | None, value: float) -> torch.Tensor:
             return torch.full((experts,), value, dtype=torch.float32, device=device) if tensor is None else tensor
 
-        none = weights.w2_alpha  # an address for what is not read
+        none = weights.fc2_alpha  # an address for what is not read
         constants = [none] * 3
         if self.geometry.activation == "SwigluBias":
             given = ((extra.swiglu_alpha, 1.0), (extra.swiglu_beta, 0.0), (extra.swiglu_limit, float("inf")))
             constants = [filled(tensor, value) for tensor, value in given]
-        w1_bias = none if extra.w1_bias is None else extra.w1_bias
-        w2_bias = none if extra.w2_bias is None else extra.w2_bias
-        w1, w2 = (weight.view(torch.int32) for weight in (weights.w1_weight, weights.w2_weight))
-        head, tail = (w1, scale_bytes(weights.w1_weight_sf), weights.folded_w1_alpha), (inputs.up_to_gate, w1_bias, *constants)
-        fc2 = (w2, scale_bytes(weights.w2_weight_sf), weights.w2_alpha, inputs.fc2_input_scale, w2_bias)
+        bias1, bias2 = (none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
+        fc1, fc2 = matrices(weights)
+        head, tail = (*fc1, weights.fc1_alpha), (inputs.up_to_gate, bias1, *constants)
+        fc2 = (*fc2, weights.fc2_alpha, inputs.fc2_input_scale, bias2)
         steps = int(inputs.fc31_input_scale.numel() > 1), int(inputs.fc2_input_scale.numel() > 1)
         # Input that arrives quantized is in units of the input scale, which the alpha holds.
         one = torch.ones(1, dtype=torch.float32, device=device)
@@ -191,17 +196,15 @@ class TritonKernel(JitKernel):
         x_sf: torch.Tensor | None,
         swizzled: bool,
         ids: torch.Tensor,
-        scales: torch.Tensor,
+        router_weights: torch.Tensor,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         tokens, g, quantized = x.shape[0], self.geometry, x_sf is not None
-        x, ids, scales = aligned(x), _of(ids, ID_TYPES), _of(scales, SCALE_TYPES)
-        usable = out is not None and out.dtype is g.dtype and out.is_contiguous() and out.data_ptr() % 16 == 0
-        result = out if usable else torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=x.device)
-        assert result is not None
-        call = self._call(tokens, quantized, ids.dtype, scales.dtype)
+        x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
+        result = output(out, x, g.dtype, g.hidden_size)
+        call = self._call(tokens, quantized, ids.dtype, router_weights.dtype)
         memory = torch.empty(call.memory.nbytes, dtype=torch.uint8, device=x.device)
-        tensors = (x, x if x_sf is None else x_sf, ids, scales, result)
+        tensors = (x, x if x_sf is None else x_sf, ids, router_weights, result)
         if call.direct:
             layer = self._addresses[quantized]
             own: tuple[Any, ...] = tuple(map(torch.Tensor.data_ptr, tensors))
@@ -214,25 +217,25 @@ class TritonKernel(JitKernel):
         else:
             with late.through_jit(g):
                 call.launch(stream, layer, given, swizzled)
-        if out is None or usable:
-            return result
-        return out.copy_(result)
+        return handed_back(out, result)
 
-    def _call(self, tokens: int, quantized: bool, ids: torch.dtype, scales: torch.dtype) -> launch.Call:
+    def _call(self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype) -> launch.Call:
         """
         Raises:
             ValueError: no kernel is planned for so many tokens.
         """
         plan = self._plan
         direct = plan.compiled is not None and not launch.watched()
-        key = (tokens, quantized, ids, scales, direct)
+        key = (tokens, quantized, ids, router_weights, direct)
         found = plan.calls.get(key)
         if found is None:
             step = plan.steps.get(tokens)
             if step is None:
                 raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-            inline = step.inline and not quantized and (ids, scales) == (ID_TYPES[0], SCALE_TYPES[0])
-            variants = self.build.variants(step, inline, quantized, ids, scales)
+            inline = (
+                step.inline and not quantized and ids is routes.ID_TYPES[0] and router_weights is routes.ROUTER_WEIGHT_TYPES[0]
+            )
+            variants = self.build.variants(step, inline, quantized, ids, router_weights)
             found = launch.call(self.build, step, variants, plan.compiled if direct else None)
             plan.calls[key] = found
         return found
@@ -252,11 +255,7 @@ def check(geometry: Geometry, weights: Weights) -> None:
             raise ValueError(f"{name} is not contiguous, or not at a multiple of 16 bytes")
 
 
-def scale_bytes(scales: torch.Tensor) -> torch.Tensor:
-    """Block scales as they lie in memory, uint8."""
-    return scales.permute(5, 2, 4, 0, 1, 3).view(torch.uint8)
-
-
-def _of(tensor: torch.Tensor, kinds: tuple[torch.dtype, ...]) -> torch.Tensor:
-    """Contiguous, of a type that kernels are compiled for: another is converted by a launch of its own, none compiled."""
-    return (tensor if tensor.dtype in kinds else tensor.to(kinds[0])).contiguous()
+def matrices(weights: Any) -> Iterator[tuple[torch.Tensor, ...]]:
+    """FC1's and FC2's codes in int32 words, and block scales as they lie in memory, uint8."""
+    for weight, block_scales in ((weights.fc1_weight, weights.fc1_weight_sf), (weights.fc2_weight, weights.fc2_weight_sf)):
+        yield weight.view(torch.int32), block_scales.permute(5, 2, 4, 0, 1, 3).view(torch.uint8)

@@ -22,6 +22,8 @@ class Tile:
     """Of the sum, 128 or 256: eight products of an eighth each (``source.py``), of at least 16."""
     num_warps: int
     num_stages: int
+    split: int = 1
+    """1, 2, 4 or 8 stretches of the sum side by side, where a block is one route: so many times the rows are a product's."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ _SORTED = (
 )
 TABLE: dict[str, tuple[Row, ...]] = {
     LARGE: (
-        Row(0.05, 1, Tile(64, 256, 4, 4), Tile(128, 256, 8, 3), Tile(128, 128, 8, 3), Tile(64, 256, 4, 4), Tile(16, 128, 8, 3)),
-        Row(0.3, 1, Tile(64, 256, 4, 4), Tile(128, 256, 4, 3), Tile(128, 128, 8, 3), Tile(64, 256, 4, 4), Tile(16, 128, 8, 3)),
+        Row(0.3, 1, Tile(64, 256, 4, 4), Tile(128, 256, 4, 3), Tile(128, 128, 8, 3, 2), Tile(64, 256, 4, 4), Tile(16, 128, 8, 4)),
         Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(64, 256, 4, 4)),
         *_SORTED,
     ),
@@ -111,8 +112,8 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     experts = min(geometry.num_experts, routes)
     row = next(row for row in table if routes <= row.most * geometry.num_experts)
     hidden, size = geometry.hidden_size, geometry.intermediate_size
-    fc1 = fitted(row.gated if geometry.gated else row.plain, hidden)
-    fc2 = fitted(row.short if size <= SHORT else row.long, size)
+    fc1 = fitted(row.gated if geometry.gated else row.plain, hidden, row.routes, 1 + geometry.gated)
+    fc2 = fitted(row.short if size <= SHORT else row.long, size, row.routes)
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
@@ -120,9 +121,19 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     return Tiles(row.routes, _divided(fc1, size, wanted), _divided(fc2, hidden, wanted), token)
 
 
-def fitted(tile: Tile, inner: int) -> Tile:
-    """Fewer columns, and more stages, where the last stage would multiply zeros for half of its time."""
-    return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6)) if 0 < inner % 256 <= 128 < tile.columns else tile
+def fitted(tile: Tile, inner: int, routes: int = 8, parts: int = 1) -> Tile:
+    """Half the columns, where the last stage would multiply zeros for half of its time.
+
+    Args:
+        inner: columns of the sum.
+        routes: of a block; where it is one, stretches of the sum side by side make up for what is not on its way.
+        parts: of the product's rows, each of the tile's.
+    """
+    if not 0 < inner % 256 <= 128 < tile.columns:
+        return tile
+    if routes == 1:
+        return replace(tile, columns=128, num_warps=8, num_stages=3, split=256 // (parts * tile.rows))
+    return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
 
 
 def _divided(tile: Tile, rows: int, programs: float) -> Tile:

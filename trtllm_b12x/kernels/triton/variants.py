@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,15 +12,13 @@ import torch
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.jit.cards import Card
 from trtllm_b12x.kernels.jit.variant import Variant
+from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
 from .tiles import INLINE_ROUTES, Tile, Tiles, blocks, tiles
 
 ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
-"""By the host's ``ActivationType``, in the order of ``products.py``'s constants.  GELU is the exact one, alone and in Geglu, as
+"""By the host's ``ActivationType``, in the order of ``epilogues.py``'s constants.  GELU is the exact one, alone and in Geglu, as
 CUTLASS has it (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
-ID_TYPES, SCALE_TYPES = (torch.int32, torch.int64), (torch.float32, torch.bfloat16)
-"""Of routes, as hosts have them; others are converted to the first of each."""
-
 _BLOCK = 1024
 """Elements a program sets or sorts at a time."""
 
@@ -53,7 +52,8 @@ class Build:
         """How ``tokens`` are launched, by the rule or with other tiles."""
         g = self.geometry
         chosen = found or tiles(g, tokens, self.card, g.ranks, self.word)
-        return Step(tokens, chosen, blocks(g, tokens, chosen.routes), tokens * g.top_k <= INLINE_ROUTES)
+        inline = chosen.routes == 1 or tokens * g.top_k <= INLINE_ROUTES
+        return Step(tokens, chosen, blocks(g, tokens, chosen.routes), inline)
 
     def columns(self, step: Step) -> int:
         """Tiles of the hidden size."""
@@ -65,39 +65,39 @@ class Build:
         inline: bool,
         quantized: bool = False,
         ids: torch.dtype = ID_TYPES[0],
-        scales: torch.dtype = SCALE_TYPES[0],
+        router_weights: torch.dtype = ROUTER_WEIGHT_TYPES[0],
     ) -> tuple[Variant, ...]:
         """Kernels of a call, in the order of their launches.
 
         Args:
             inline: programs find their routes by themselves.
             quantized: NVFP4 input; never inline.
-            ids, scales: types of the routes; never others than the first where ``inline``.
+            ids, router_weights: types of the routes; never others than the first where ``inline``.
         """
         g, found = self.geometry, step.tiles
         x, byte, f, i = g.dtype, torch.uint8, torch.float32, torch.int32
         slots = 1 << max(g.top_k - 1, 1).bit_length()
         # Constants that a variant does not use do not make another.
         common = {"TOP_K": g.top_k, "PDL": self.overlap}
-        product = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": self.columns(step), "BM": found.routes}
-        product |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "PTX": self.gpu, "WORD": self.word}
-        first = {"BN": found.fc1.rows, "BK": found.fc1.columns, "ACTIVATION": ACTIVATIONS.index(g.activation)}
-        first |= {"GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
-        second = {"BN": found.fc2.rows, "BK": found.fc2.columns}
+        both = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": self.columns(step), "BM": found.routes}
+        both |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "PTX": self.gpu, "WORD": self.word}
+        first = {"BN": found.fc1.rows, "BK": found.fc1.columns, "SPLIT": found.fc1.split}
+        first |= {"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
+        second = {"BN": found.fc2.rows, "BK": found.fc2.columns, "SPLIT": found.fc2.split}
         bias, call = g.bias or f, (i, step.tokens, 1, 0, 1, 0)
         types: tuple[Any, ...] = (x, i, byte, f, f, f, bias, f, f, f, i, f, x, torch.bfloat16, *call)
-        made = [self._variant("fc1_kernel", types, common | product | first, found.fc1)]
+        made = [self._variant("fc1_kernel", types, common | both | first, found.fc1)]
         types = (torch.bfloat16, i, byte, f, f, bias, i, f, x, f, *call)
         if inline and found.token is not None:
-            constants = {name: product[name] for name in ("H", "SIZE", "BIAS", "WORD", "PTX")}
+            constants = {name: both[name] for name in ("H", "SIZE", "BIAS", "WORD", "PTX")}
             constants |= {"BN": found.token.rows, "BK": found.token.columns}
             made.append(self._variant("fc2_token_kernel", types, common | constants, found.token))
         else:
-            made.append(self._variant("fc2_kernel", types, common | product | second, found.fc2))
+            made.append(self._variant("fc2_kernel", types, common | both | second, found.fc2))
         if not inline:
             constants = {"H": g.hidden_size, "SLOTS": slots, "EXPERTS": g.num_experts, "BLOCK": _BLOCK, "QUANTIZED": quantized}
             constants |= {"PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
-            types = (byte if quantized else x, byte, ids, scales, x, x, i, step.tokens, 1, 0, 1, 1, 0)
+            types = (byte if quantized else x, byte, ids, router_weights, x, x, i, step.tokens, 1, 0, 1, 1, 0)
             made.insert(0, self._variant("route_kernel", types, common | constants, None))
         return tuple(made)
 
@@ -114,7 +114,7 @@ class Build:
         for tokens in range(1, capacity + 1):
             step = self.step(tokens)
             forms = [self.variants(step, True)] * step.inline
-            forms += [self.variants(step, False, False, ids, scales) for ids in ID_TYPES for scales in SCALE_TYPES]
+            forms += [self.variants(step, False, False, *types) for types in product(ID_TYPES, ROUTER_WEIGHT_TYPES)]
             if self.word == 8:
                 forms.append(self.variants(step, False, True))
             for variant in (variant for form in forms for variant in form):

@@ -1,4 +1,4 @@
-"""A plan's kernels compiled for a card that is not here: for tests, and to say beforehand whether an environment can."""
+"""What a call launches on a card that is not here: Triton's kernels, compiled."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from trtllm_b12x.kernels import Geometry
-
-from . import TritonKernel
-from .tiles import Card
+from trtllm_b12x.kernels.jit.cards import Card
+from trtllm_b12x.kernels.triton import TritonKernel
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,116 @@
+"""Host time of a decode call around its kernel, in this checkout and in another, batches in turn: for :mod:`benchmarks.overhead`.
+
+The kernel of both is a function that returns the output it was given, so what is left is what the package does for a call.  Each
+runs in a process of its own, which is this file; what counts is the ratio of two batches that followed each other, so a machine
+that is busy slows both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+CALLS = 400
+"""Of a batch."""
+BATCHES = 101
+
+
+def serve() -> None:
+    """A batch for each line of stdin, which names what is called: its seconds on stdout.  Of whatever checkout is imported."""
+    import torch
+
+    from tests import layers
+    from tests.checkpoints import random_experts
+
+    torch.set_num_threads(1)
+    module = layers.load(layers.create(8, 128, 256), random_experts(8, 128, 256))
+    backend = module.backend
+    x, logits = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 8)
+    ids, router_weights = module.routing_method.apply(logits)
+    out = torch.zeros_like(x)
+    kernel: Any = type(backend.kernel)
+    kernel.run = lambda self, x, ids, router_weights, out=None: x if out is None else out
+    runs = {
+        "quantize_input": lambda: backend.quantize_input(x, post_quant_comm=False),
+        "run_moe": lambda: layers.run_moe(backend, x, ids, router_weights, moe_output=out, output_dtype=x.dtype),
+        "the layer, routing and wrapper with it": lambda: module(x, logits),
+    }
+    assert runs["run_moe"]() is out, "the call is not the kernel's"
+    print(json.dumps(list(runs)), flush=True)
+    with torch.inference_mode():
+        for line in sys.stdin:
+            run = runs[json.loads(line)]
+            started = time.perf_counter()
+            for _ in range(CALLS):
+                run()
+            print(time.perf_counter() - started, flush=True)
+
+
+@contextmanager
+def serving(checkout: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process with the package and the tests of ``checkout``."""
+    env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "TRTLLM_B12X_KERNELS": "b12x"}
+    command = [sys.executable, str(Path(__file__))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=checkout, env=env, text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            process.stdin.close()
+
+
+@contextmanager
+def checked_out(commit: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        git, there = ["git", "-C", str(ROOT), "worktree"], str(Path(folder) / "tree")
+        subprocess.run([*git, "add", "--detach", "--quiet", there, commit], check=True)
+        try:
+            yield Path(there)
+        finally:
+            subprocess.run([*git, "remove", "--force", there], check=True)
+
+
+def batch(process: subprocess.Popen[str], name: str) -> float:
+    """Microseconds of a call."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(name) + "\n")
+    process.stdin.flush()
+    return 1e6 * float(process.stdout.readline()) / CALLS
+
+
+def compared(other: Path) -> dict[str, dict[str, float]]:
+    """By what is called: median microseconds of both, and the ratio of ours to theirs with its quartiles."""
+    with serving(ROOT) as ours, serving(other) as theirs:
+        assert ours.stdout is not None
+        assert theirs.stdout is not None
+        names = json.loads(ours.stdout.readline())
+        if names != json.loads(theirs.stdout.readline() or "[]"):
+            raise SystemExit(f"{other}: its layers cannot be called as ours")
+        found = {}
+        for name in names:
+            batch(ours, name), batch(theirs, name)  # warm
+            pairs = []
+            for number in range(BATCHES):
+                first = batch(ours if number % 2 else theirs, name)
+                second = batch(theirs if number % 2 else ours, name)
+                pairs.append((first, second) if number % 2 else (second, first))
+            ratios = [mine / other for mine, other in pairs]
+            low, ratio, high = statistics.quantiles(ratios, n=4)
+            mine, before = (statistics.median(times) for times in zip(*pairs, strict=True))
+            found[name] = {"us": mine, "us before": before, "ratio": ratio, "low": low, "high": high}
+    return found
+
+
+if __name__ == "__main__":
+    serve()
