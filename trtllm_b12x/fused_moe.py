@@ -182,7 +182,7 @@ class Promoted(Carried):
         try:
             geometry, kernel = self._geometry(), self.schedule.families.get(name)
             kind = self._kernels[name]
-            most = deciding.most(kind.features, geometry, self.w2_weight.device, self._alone)
+            most = deciding.most(kind.features, geometry, self.w2_weight.device)
             refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
             if refused or before.serves_all(most):
                 return None, refused or _SPARE
@@ -251,12 +251,12 @@ class Promoted(Carried):
     # ---- call --------------------------------------------------------------------------------------------------------
 
     def _ask(self, like: Any) -> None:
-        """Which of the families and the host serves how many tokens on this card, once that can be told.
+        """Which of the families, and of the host where that has a path, serves how many tokens on this card, once it can be told.
 
         Args:
             like: the call under way, in the host's form.
         """
-        if self._alone or self._asked == deciding.TUNED:
+        if self._asked == deciding.TUNED:
             return
         try:
             if self._is_tuning():

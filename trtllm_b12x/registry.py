@@ -112,7 +112,7 @@ def status() -> Status:
         scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
         workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
         kernels=_summaries(bound),
-        crossovers={str(m.schedule.kernels[0].geometry): m.schedule.split.summary for m in served if m.schedule.kernels},
+        crossovers={str(m.schedule.kernels[0].geometry): m.schedule.summary for m in served if m.schedule.kernels},
         late_compiles=_late_compiles(),
     )
 

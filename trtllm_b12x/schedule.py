@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .kernels import Kernel
 
 DEFAULT_CROSSOVER = 64
-"""First token count that CUTLASS serves.  The value TensorRT-LLM's own b12x backend has fixed
+"""First token count that CUTLASS serves, or what is in its place.  The value TensorRT-LLM's own b12x backend has fixed
 (``_PREFILL_VIA_CUTLASS_THRESHOLD``, PR 13773); where the card can be asked, it is (:mod:`trtllm_b12x.crossover`)."""
 
 
@@ -45,6 +45,8 @@ class Schedule:
         """In order."""
         self.kernels = tuple(families.values())
         self.split = split or Fixed(DEFAULT_CROSSOVER)
+        self.base = next((name for name, kernel in families.items() if kernel.features.every_count), "")
+        """The family that serves calls of any size, in the place of a host that has no path; empty where there is none."""
         self._table: tuple[Kernel | None, ...] | None = None
         """By token count, once that is settled."""
 
@@ -60,8 +62,8 @@ class Schedule:
         return self._any(tokens) if name is None else self.families[name]
 
     def _any(self, tokens: int) -> Kernel | None:
-        """What serves calls of any size, where there is such a family: the host has no path then."""
-        return next((kernel for kernel in self.kernels if kernel.features.every_count and kernel.serves(tokens)), None)
+        kernel = self.families[self.base] if self.base else None
+        return kernel if kernel is not None and kernel.serves(tokens) else None
 
     @property
     def settled(self) -> bool:
@@ -80,7 +82,7 @@ class Schedule:
     @property
     def below(self) -> int:
         """First token count from which every call is the host's; :data:`EVERY` where none is."""
-        if any(kernel.features.every_count for kernel in self.kernels):
+        if self.base:
             return EVERY
         names = list(self.families)
         counts = range(self._capacity, 0, -1)
@@ -88,6 +90,13 @@ class Schedule:
 
     def _planned(self, tokens: int, names: list[str]) -> list[str]:
         return [name for name in names if tokens <= self.families[name].capacity]
+
+    @property
+    def summary(self) -> str:
+        """Where the split comes from, and what it says."""
+        if len(self.families) == 1 and self.base:
+            return f"{self.base} at every count"
+        return self.split.summary(self.base or "CUTLASS")
 
     @property
     def limited(self) -> str:

@@ -1,4 +1,7 @@
-"""Layers of a format that the host has no path for on this card, where it would say that no implementation can serve them."""
+"""Layers of a format that the host has no path for on this card, where it would say that no implementation can serve them.
+
+In C3 our class answers for them itself (:mod:`trtllm_b12x.host.leaves`).
+"""
 
 from __future__ import annotations
 

@@ -83,6 +83,32 @@ def mixtral(**overrides: Any) -> Any:
     return _named(MixtralForCausalLM, MixtralConfig(**_SMALL, **overrides))
 
 
+def gemma4(**overrides: Any) -> Any:
+    """Gemma 4: GeGLU experts beside a dense MLP, bf16."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **{
+            "vocab_size": 256,
+            "vocab_size_per_layer_input": 256,
+            "hidden_size": 256,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "global_head_dim": 32,
+            "enable_moe_block": True,
+            "num_experts": 12,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 96,
+            **overrides,
+        }
+    )
+    return _named(Gemma4ForCausalLM, config)
+
+
 _SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -104,7 +130,15 @@ def _named(model_class: Any, config: Any) -> Any:
     return model
 
 
-MODELS = {"llama4": llama4, "mixtral": mixtral, "nemotron-h": nemotron_h, "qwen3-moe": qwen3_moe, "mxfp8-qwen3-moe": qwen3_moe}
+MODELS = {
+    "gemma4": gemma4,
+    "llama4": llama4,
+    "mixtral": mixtral,
+    "nemotron-h": nemotron_h,
+    "qwen3-moe": qwen3_moe,
+    "mxfp8-gemma4": gemma4,
+    "mxfp8-qwen3-moe": qwen3_moe,
+}
 
 
 def export(

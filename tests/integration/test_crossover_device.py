@@ -118,7 +118,7 @@ def test_the_choice_is_the_best_of_a_later_measurement(name: str) -> None:
     both = families(made) | {HOST: Path([dense(module, 0) for module in made])}
     split, seconds = searched(both, geometry, draw)
     first = split.times
-    print(f"\n{name}: {len(made)} layers, {seconds:.2f} s, {first.counts}, {split.summary}")
+    print(f"\n{name}: {len(made)} layers, {seconds:.2f} s, {first.counts}, {split.summary()}")
     assert seconds <= BUDGET_S
     x = torch.randn(5, geometry.hidden_size, device="cuda").bfloat16()
     ids, router_weights = draw(5, 1, False)
@@ -158,7 +158,7 @@ def test_a_path_that_is_made_fast_is_chosen_everywhere() -> None:
     fast: Callable[..., Any] = lambda x, ids, router_weights: x.clone()  # noqa: E731
     both = families(made) | {HOST: Path([fast] * len(made))}
     split, seconds = searched(both, geometry, draw)
-    print(f"\n{seconds:.2f} s, {split.summary}")
+    print(f"\n{seconds:.2f} s, {split.summary()}")
     assert split.times.counts == [1, 2, 4, 8, 16]  # won twice in the first round
     assert [split.pick(tokens, ["triton"]) for tokens in range(1, 257)] == [None] * 256
 
@@ -192,7 +192,7 @@ def test_a_layer_measures_once_outside_capture_and_keeps_it(
     expected = captured.clone()
     for backend in backends:
         assert torch.equal(backend.run_moe(x, ids, router_weights, output_dtype=x.dtype), expected) == (backend is backends[0])
-    print(f"\n{len(measured)} measurement, {measured[0].spent:.2f} s, {backends[0].schedule.split.summary}")
+    print(f"\n{len(measured)} measurement, {measured[0].spent:.2f} s, {backends[0].schedule.summary}")
     assert len(measured) == 1
     assert measured[0].spent <= deciding.UNTUNED_S  # whatever the embedded host's operator takes
     assert all(isinstance(backend.schedule.split, Measured) for backend in backends)

@@ -120,7 +120,7 @@ def measured_alike(rank: int) -> None:
                 module = layers.create(experts, 128, 256, mapping={**mapping, "enable_attention_dp": dp}, reduce_results=not dp)
                 backend = layers.load(module, tensors).backend
                 if case == "one has stored" and rank == 1:
-                    key = deciding.key(backend.kernel.geometry, torch.device("cpu"), ["b12x"], tuned=True)
+                    key = deciding.key(backend.kernel.geometry, torch.device("cpu"), backend.schedule, tuned=True)
                     points = {tokens: {"b12x": noisy("b12x", tokens), HOST: 10.0} for tokens in (1, 2, 4, 8, 16, 32, 64)}
                     store.keep(key, Times(points))
                 start = time.monotonic()
@@ -135,6 +135,36 @@ def measured_alike(rank: int) -> None:
                 assert set(chosen) == {"b12x", None}
             assert len(clock.asked) == (0 if case == "one has stored" and rank == 1 else 2)
     assert measuring.possible(torch.device("cpu")) is False
+    os.environ["TRTLLM_B12X_CROSSOVER"] = "64"
+
+
+def measured_alike_without_a_path_of_the_host(rank: int) -> None:
+    """Decode of MXFP8 is quicker below 29 tokens on one rank and below 9 on the other; both have the sum's answer."""
+    import tempfile
+
+    from tests import layers, mxfp8
+    from tests.clock import Clock, standing_in
+    from trtllm_b12x import settings, votes
+    from trtllm_b12x.crossover.table import HOST
+
+    os.environ["TRTLLM_B12X_CROSSOVER"] = "auto"
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo.MXFP8, group_size=32)
+    with (
+        settings.KERNELS.only(["triton", "grouped"]),
+        standing_in(Clock(lambda name, tokens: 30.0 if name == HOST else tokens * (1 + 2 * rank))) as clock,
+    ):
+        for tp, ep in ((2, 1), (1, 2)):
+            mapping = {"world_size": WORLD, "rank": rank, "tp_size": WORLD, "moe_tp_size": tp, "moe_ep_size": ep}
+            module = layers.create(4, 256, 256, quant_config=config, mapping=mapping, reduce_results=True)
+            layers.load(module, mxfp8.random_experts(4, 256, 256))
+            module(torch.ones(5, 256, dtype=torch.bfloat16), torch.arange(20.0).view(5, 4))
+            found = module.backend.schedule
+            assert [found.at(tokens) is found.families["triton"] for tokens in (1, 14, 15, 64)] == [True, True, False, False]
+            heard = votes.share(module.backend._mapping, f"MXFP8 {tp} {ep}", found.summary, 5.0)
+            assert heard is not None
+            assert all(line.endswith("triton 1-14, then grouped") for line in heard), heard
+        assert len(clock.asked) == 2
     os.environ["TRTLLM_B12X_CROSSOVER"] = "64"
 
 
@@ -294,7 +324,7 @@ EMBEDDED = [
     for jobs in (
         (a_later_load_is_asked_anew, a_kernel_that_one_rank_cannot_have),
         (votes_about_layers,),
-        (what_is_gathered_is_agreed,),
+        (measured_alike_without_a_path_of_the_host, what_is_gathered_is_agreed),
         (a_rank_without_the_package,),
     )
 ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.integration.exports import export, llama4, mixtral, nemotron_h, qwen3_moe
+from tests.integration.exports import export, gemma4, llama4, mixtral, nemotron_h, qwen3_moe
 from trtllm_b12x import strict_reference
 from trtllm_b12x.checkpoint import Checkpoint
 from trtllm_b12x.cli import main
@@ -148,6 +148,28 @@ def test_mxfp8_at_every_count(mxfp8: Path, ranks: tuple[str, ...], tmp_path: Pat
         assert layer["bytes"]["extra_payload"] == layer["bytes"]["extra_scales"] == 0
         assert [case["path"] for case in layer["cases"]] == ["triton", "triton", "grouped", "grouped", "triton"]
         assert layer["reference_error"] < 0.1
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp8"])
+def test_gemma4(form: str, tmp_path: Path, every_family: None) -> None:
+    """GeGLU by tanh, which kernels take for the exact one as the host does; the original's experts speak too."""
+    checkpoint = export(gemma4(), tmp_path, original=True, form=form)
+    original = str(tmp_path / "original")
+    report = verify(checkpoint, tmp_path, "--require-b12x", "--tokens", "1,5,64,300", "--original", original)
+    (layer,) = report["layers"]
+    assert (layer["activation"], layer["bits_exact"]) == ("Geglu", True)
+    assert layer["served_by"] == {"nvfp4": "triton", "mxfp8": "triton+grouped"}[form]
+    assert max(case["rel_l2_kernel"] for case in layer["cases"]) < 0.005
+    assert layer["weight_error"] < {"nvfp4": 0.11, "mxfp8": 0.03}[form]
+
+
+def test_mxfp8_blocks_along_the_rows(tmp_path: Path) -> None:
+    """nvidia-modelopt does not turn stacked experts before it quantizes them: no product has such scales, and it is said."""
+    checkpoint = export(llama4(num_experts_per_tok=1), tmp_path, form="mxfp8")
+    result = CliRunner().invoke(main, ["verify", str(checkpoint)])
+    assert result.exit_code == 2
+    assert "model.layers.0.feed_forward.experts.gate_up_proj_weight_scale scales blocks of rows" in result.output
+    assert "export the experts as NVFP4, or not quantized" in result.output
 
 
 @pytest.fixture(scope="module")

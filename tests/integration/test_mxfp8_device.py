@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests import layers, mxfp8
 from trtllm_b12x import process, strict_reference
+from trtllm_b12x.crossover.table import GAIN, HOST, Measured
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.kernels import Geometry
@@ -157,6 +159,25 @@ def test_a_layer_at_every_count(gated: bool) -> None:
         arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.KERNEL
         ((wanted,),) = strict_reference.outputs(tensors, 16, gated, [call], [arithmetic], quant_algo="MXFP8")
         assert distance(module(x.cuda(), logits.cuda()).cpu(), wanted) < BOUND, tokens
+
+
+def test_the_card_decides_between_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measured on this card, in graphs; what is chosen is the quicker one, but for the three percent of :data:`GAIN`."""
+    monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", "auto")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    process.forget()
+    tensors = mxfp8.random_experts(16, 512, 192)
+    module = built(tensors, 192)
+    x, logits = torch.randn(8, 512, device=CUDA).bfloat16(), torch.rand(8, 16, device=CUDA)
+    before = module(x, logits)
+    split = module.backend.schedule.split
+    assert isinstance(split, Measured)
+    print(f"\n{module.backend.schedule.summary}: {split.times.points}")
+    for tokens, times in split.times.points.items():
+        quick = "triton" in times and times["triton"] <= GAIN * times[HOST]
+        assert (module.backend.schedule.at(tokens) is module.backend.schedule.families["triton"]) == quick
+    assert distance(module(x, logits), before) < 0.1
+    assert list(tmp_path.rglob("crossover-*.json"))
 
 
 def test_a_refit_while_a_graph_holds_the_layer() -> None:

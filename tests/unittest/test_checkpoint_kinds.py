@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import mxfp8
 from tests.checkpoints import quantize_weight, random_experts, write_checkpoint
 from trtllm_b12x.checkpoint import Checkpoint
 from trtllm_b12x.decision import RejectReason
@@ -141,38 +142,46 @@ def test_hidden_and_intermediate_sizes(tmp_path: Path) -> None:
     assert judge(layer, Ranks(tp=2)).reasons == (RejectReason.INTERMEDIATE_SIZE,)
 
 
-def write_stacked(directory: Path, experts: int, hidden: int, size: int) -> dict[str, torch.Tensor]:
-    """As nvidia-modelopt writes Llama 4: one tensor for all experts, inner dimension first, one scale of each kind."""
+def write_stacked(directory: Path, experts: int, hidden: int, size: int, form: str = "NVFP4", rows_first: bool = False) -> Any:
+    """One tensor for all experts and one scale of each kind, inner dimension first as nvidia-modelopt writes Llama 4 in NVFP4, or
+    rows first as transformers keeps newer models; returns each expert's payload, rows first."""
     generator = torch.Generator().manual_seed(0)
     fc1, fc2 = (torch.randn(experts, *shape, generator=generator) * 0.05 for shape in ((2 * size, hidden), (hidden, size)))
     tensors, by_expert = {}, {}
     for name, weight in (("gate_up_proj", fc1), ("down_proj", fc2)):
         shared = float(weight.abs().max()) / 2688
-        parts = [quantize_weight(w, shared) for w in weight]
+        parts = [quantize_weight(w, shared) if form == "NVFP4" else mxfp8.quantize_weight(w) for w in weight]
         prefix = f"model.layers.0.feed_forward.experts.{name}"
-        tensors[prefix] = torch.stack([p["weight"].T for p in parts]).contiguous()
-        stacked = torch.stack([p["weight_scale"].view(torch.uint8).T for p in parts]).contiguous()
-        tensors[f"{prefix}_weight_scale"] = stacked.view(torch.float8_e4m3fn)
-        tensors[f"{prefix}_weight_scale_2"] = torch.tensor(shared)
-        tensors[f"{prefix}_input_scale"] = torch.tensor((4.0 if name == "gate_up_proj" else 6.0) / 2688)
+        for suffix, kind in (("", "weight"), ("_weight_scale", "weight_scale")):
+            stacked = torch.stack([p[kind].view(torch.uint8) for p in parts])
+            stacked = (stacked if rows_first else stacked.mT).contiguous()
+            tensors[prefix + suffix] = stacked.view(parts[0][kind].dtype)
+        if form == "NVFP4":
+            tensors[f"{prefix}_weight_scale_2"] = torch.tensor(shared)
+            tensors[f"{prefix}_input_scale"] = torch.tensor((4.0 if name == "gate_up_proj" else 6.0) / 2688)
         for e, part in enumerate(parts):
-            by_expert[f"{e}.{name}"] = part["weight"]
+            by_expert[f"{e}.{name}"] = part["weight"].view(torch.uint8)
     directory.mkdir(exist_ok=True)
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"num_experts_per_tok": 2, "hidden_act": "silu"}))
-    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+    section = {"quant_algo": form, "group_size": 16 if form == "NVFP4" else 32}
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
     return by_expert
 
 
-def test_stacked_experts(tmp_path: Path) -> None:
-    parts = write_stacked(tmp_path, 4, 128, 96)
+@pytest.mark.parametrize("size", [96, 64])  # of which the first product is square
+@pytest.mark.parametrize("rows_first", [False, True], ids=["inner first", "rows first"])
+@pytest.mark.parametrize("form", ["NVFP4", "MXFP8"])
+def test_stacked_experts(form: str, rows_first: bool, size: int, tmp_path: Path, every_family: None) -> None:
+    parts = write_stacked(tmp_path, 4, 128, size, form, rows_first)
     checkpoint = Checkpoint(tmp_path)
     (layer,) = checkpoint.layers
-    assert (layer.stacked, layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.gated) == (True, 4, 128, 96, True)
+    assert (layer.stacked, layer.inner_first) == (True, not rows_first)
+    assert (layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.gated) == (4, 128, size, True)
     weights = checkpoint.weights(layer)
-    assert torch.equal(weights["3.w1.weight"], parts["3.gate_up_proj"][:96])
-    assert torch.equal(weights["3.w3.weight"], parts["3.gate_up_proj"][96:])
-    assert torch.equal(weights["3.w2.weight"], parts["3.down_proj"])
+    assert torch.equal(weights["3.w1.weight"].view(torch.uint8), parts["3.gate_up_proj"][:size])
+    assert torch.equal(weights["3.w3.weight"].view(torch.uint8), parts["3.gate_up_proj"][size:])
+    assert torch.equal(weights["3.w2.weight"].view(torch.uint8), parts["3.down_proj"])
     report = verify_layer(checkpoint, layer, CASES)
     assert report.passed, report
     assert report.bits_exact

@@ -205,8 +205,8 @@ def test_a_load_and_a_move_keep_what_was_measured(clock: Clock) -> None:
 
 def stored(times: Times) -> None:
     """What another process of this machine would have measured."""
-    kernel = built().backend.schedule.kernels[0]
-    store.keep(deciding.key(kernel.geometry, torch.device("cpu"), ["b12x"], False), times)
+    found = built().backend.schedule
+    store.keep(deciding.key(found.kernels[0].geometry, torch.device("cpu"), found, False), times)
     process.forget()
 
 

@@ -93,9 +93,10 @@ def test_a_count_that_nobody_serves_is_the_hosts() -> None:
 
 def test_the_summary_names_every_stretch() -> None:
     split = Measured(times(a=[9.0, 1, 1, 8, 8], b=[1.0, 2, 2, 0, 0], host=[4.0, 4, 4, 4, 4]), "stored", 64)
-    assert split.summary == "stored: b 1-1, a 2-6, then CUTLASS"
-    assert Measured(times(a=[9.0, 9], host=[4.0, 4]), "stored", 64).summary == "stored: CUTLASS"
-    assert Fixed(64).summary == "default, fixed: CUTLASS from 64 tokens"
+    assert split.summary() == "stored: b 1-1, a 2-6, then CUTLASS"
+    assert Measured(times(a=[9.0, 9], host=[4.0, 4]), "stored", 64).summary() == "stored: CUTLASS"
+    assert Fixed(64).summary("grouped") == "default, fixed: grouped from 64 tokens"
+    assert split.summary("grouped") == "stored: b 1-1, a 2-6, then grouped"
 
 
 def test_ranks_add_up_what_all_of_them_have() -> None:

@@ -172,5 +172,6 @@ def test_what_is_planned_and_measured_for_one_format_is_not_anothers() -> None:
     assert [geometry.format for geometry in geometries] == ["FP8", "NVFP4"]
     assert str(geometries[0]).endswith("Swiglu, FP8")
     same = dataclasses.replace(geometries[0], format="NVFP4")
-    keys = [deciding.key(geometry, torch.device("cpu"), ["triton"], True) for geometry in (geometries[0], same)]
+    among = modules[0].backend.schedule
+    keys = [deciding.key(geometry, torch.device("cpu"), among, True) for geometry in (geometries[0], same)]
     assert keys[0] != keys[1]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests import mxfp8
+from tests.clock import Clock, capturing, standing_in
 from tests.layers import create, host
+from trtllm_b12x import process, registry, settings, votes
+from trtllm_b12x.crossover.table import HOST, Times
+from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
 
 EXPERTS, HIDDEN, SIZE, TOP_K = 6, 256, 160, 2
@@ -42,6 +49,17 @@ def test_numbers(gated: bool, tokens: int) -> None:
     assert float((found.float() - expected).norm() / expected.norm()) < 0.005
 
 
+def test_scales_that_a_checkpoint_lacks_are_seen() -> None:
+    """Tokens of that expert are not numbers; the host would take whatever was in memory."""
+    weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
+    del weights["3.w2.weight_scale"]
+    layer = built(weights)
+    x, logits = torch.randn(40, HIDDEN).bfloat16(), torch.randn(40, EXPERTS)
+    met = (layer.routing_method.apply(logits)[0] == 3).any(1)
+    assert 0 < int(met.sum()) < 40
+    assert torch.equal(layer(x, logits).isnan().all(1), met)
+
+
 def test_ranks_of_attention_dp_gather_bf16() -> None:
     """Nothing of a rank decides what is sent: the host has no form of its own to send."""
     weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
@@ -52,3 +70,90 @@ def test_ranks_of_attention_dp_gather_bf16() -> None:
         sent, scales = module.backend.quantize_input(x, post_quant_comm=after)
         assert sent is x
         assert scales is None
+
+
+# ---- the card decides between the two kernels ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That is asked, and has stored nothing yet."""
+    monkeypatch.setenv(settings.CROSSOVER.name, "auto")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    process.forget()
+
+
+def level(name: str, tokens: int) -> float:
+    """The every-count family takes the same time at each, decode's is as quick at 30 tokens."""
+    return 30.0 if name == HOST else float(tokens)
+
+
+def called(layer: Any, tokens: int = 3) -> None:
+    assert layer(torch.randn(tokens, HIDDEN).bfloat16(), torch.randn(tokens, EXPERTS)).isfinite().all()
+
+
+def served(layer: Any, *counts: int) -> list[str]:
+    short = {MXFP8UnquantizedReferenceKernel: "triton", MXFP8ReferenceKernel: "grouped"}
+    return [short[type(layer.backend.schedule.at(tokens))] for tokens in counts]
+
+
+def test_the_card_decides_between_the_kernels(card: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with standing_in(Clock(level)) as clock:
+        layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
+        assert layer.backend.schedule.kernels[0].capacity == 96  # 32 rows for each of the experts
+        assert served(layer, 63, 64) == ["triton", "grouped"]  # until then
+        with capturing():
+            called(layer)
+        assert not clock.asked
+        called(layer, 200)
+        called(layer)
+        assert (len(clock.asked), clock.budgets) == (1, [2.0])
+        assert 0 < clock.largest_gap < 0.1
+        assert (
+            served(layer, 1, 29, 30, 96, 97, 4096) == ["triton"] * 2 + ["grouped"] * 4
+        )  # the host's three percent are grouped's
+        (said,) = [r.getMessage() for r in caplog.records if "measured in" in r.getMessage()]
+        assert said.endswith("MXFP8: measured in 0.2 s: triton 1-29, then grouped")
+        (file,) = tmp_path.rglob("crossover-*.json")
+        assert json.loads(file.read_text())["paths"] == {"kernels": ["triton"], "host": "grouped", "tuned": True}
+        process.forget()
+        again = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
+        called(again)
+        assert len(clock.asked) == 1
+        assert served(again, 29, 30) == ["triton", "grouped"]
+        (said,) = registry.status().crossovers.values()
+        assert said == "stored: triton 1-29, then grouped"
+
+
+def test_one_kernel_has_nothing_to_be_measured_against(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.KERNELS.name, "grouped")
+    with standing_in(Clock(level)) as clock:
+        layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
+        called(layer)
+        assert not clock.asked
+        assert registry.status().crossovers[str(layer.backend.kernel.geometry)] == "grouped at every count"
+
+
+def test_a_number_is_the_split(card: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(settings.CROSSOVER.name, "80")
+    with standing_in(Clock(level)) as clock:
+        layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
+        called(layer)
+        assert not clock.asked
+        assert served(layer, 79, 80) == ["triton", "grouped"]
+    assert "TRTLLM_B12X_CROSSOVER=80, fixed: grouped from 80 tokens" in caplog.text
+
+
+def test_ranks_add_up_their_times(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this rank's side, which alone would take triton below 30 tokens; the other would below 2."""
+
+    def share(mapping: Any, about: str, text: str, wait_s: float) -> list[str] | None:
+        own = Times.of(text).counts
+        return [text, Times({n: {"triton": 1000.0 * n, HOST: 1900.0} for n in own}).text()]
+
+    monkeypatch.setattr(votes, "share", share)
+    with standing_in(Clock(level)):
+        layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
+        called(layer)
+        assert served(layer, 1, 2, 29) == ["triton", "grouped", "grouped"]

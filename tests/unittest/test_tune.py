@@ -85,6 +85,33 @@ def test_a_geometry(card: Clock, tmp_path: Path) -> None:
     assert (content["gpu"], content["embedded_host"]) == ("A stand-in (SM0)", True)
 
 
+def test_two_kernels_of_a_format_that_the_host_has_no_path_for(
+    card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are measured against each other, from drawn weights on."""
+    monkeypatch.setattr(tune, "_families", lambda: ["triton", "grouped"])
+    out, png = tmp_path / "out.json", tmp_path / "out.png"
+    result = run(*SIZES, "--format", "mxfp8", "--json", out, "--png", png)
+    assert result.exit_code == 0, result.output
+    assert "MXFP8: measured in " in result.output
+    assert "triton 1-9, then grouped, 1 layers" in result.output
+    lines = result.output.splitlines()
+    assert lines[4].split() == ["tokens", "rows/expert", "triton", "us", "grouped", "us", "limit", "us", "chosen"]
+    rows = {int(line.split()[0]): line.split()[1:] for line in lines[5:] if line.split()[0].isdigit()}
+    read = 3 * 128 * 256 * 33 / 32 * 8 * (1 - 0.75**8) * 1e6 / 1e12
+    assert rows[8] == ["2.00", "8.0", "10.0", f"{read:.1f}", "triton"]
+    assert rows[16][-1] == "grouped"
+    assert 0 < card.largest_gap < 0.1
+    (table,) = json.loads(out.read_text())["tables"]
+    key = store.Key(*(table[part] for part in ("card", "geometry", "paths", "conditions")))
+    assert key.paths == {"kernels": ["triton"], "host": "grouped", "tuned": True}
+    assert store.load(key) is not None
+    monkeypatch.setattr(tune, "_families", lambda: ["grouped"])
+    result = run(*SIZES, "--format", "mxfp8")
+    assert result.exit_code == 2
+    assert "grouped at every count: there is nothing to compare it with" in result.output
+
+
 def test_what_it_writes_is_what_a_server_reads(card: Clock, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert run(*SIZES, "--ep", "2", "--json", out).exit_code == 0

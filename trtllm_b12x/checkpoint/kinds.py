@@ -31,8 +31,6 @@ class Kind:
     """Kind of tensor to the elements of a row that one of its entries holds or scales; a kind that is not here is one number."""
     group_size: ClassVar[int | None] = None
     """Elements that share a block scale."""
-    inner_first: ClassVar[bool] = False
-    """Tensors of all experts have the inner dimension before the rows."""
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
     """``quant_method`` in config.json to what it stands for there, as TensorRT-LLM reads it."""
     full_code: ClassVar[str] = ""

@@ -26,9 +26,9 @@ _STACKED_TENSOR = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<projection>gate_up_proj|down_proj)"
     r"(?P<kind>|_weight_scale|_weight_scale_2|_input_scale|_pre_quant_scale|_bias)"
 )
-"""All experts in one tensor, the inner dimension first and gate before up: Llama 4 as nvidia-modelopt 0.47 writes it."""
+"""All experts in one tensor, gate before up: Llama 4 as nvidia-modelopt 0.47 writes it has the inner dimension first."""
 
-_ACTIVATIONS = {(True, "silu"): "Swiglu", (False, "relu2"): "Relu2"}
+_ACTIVATIONS = {(True, "silu"): "Swiglu", (True, "gelu_pytorch_tanh"): "Geglu", (False, "relu2"): "Relu2"}
 """(has a gate, ``hidden_act``) to the host's ``ActivationType`` name."""
 
 _SWIGLU_CONSTANTS = ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "swiglu_beta")
@@ -225,7 +225,7 @@ class Checkpoint:
             )
 
     def _layer(self, name: str, found: _Found, algo: str, group_size: int | None) -> MoELayer:
-        top_k = self._setting("num_experts_per_tok", "num_experts_per_token")
+        top_k = self._setting("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
         if top_k is None:
             raise CheckpointError(f"{self.directory / 'config.json'}: num_experts_per_tok is missing; restore it")
         kind = kinds.of(algo)
@@ -239,7 +239,8 @@ class Checkpoint:
         if found.stacked:
             weight = _stacked_name(name, projections["w1"], "weight")
             num_experts, *matrix = self._shape(weight, 3)
-            inner_first = kind.inner_first or matrix[0] == self._setting("hidden_size")
+            height, width = self._shape(_stacked_name(name, projections["w2"], "weight"), 3)[1:]
+            inner_first = matrix != [2 * packed * width, height // packed]  # no sizes fit both ways
             inner, rows = matrix if inner_first else reversed(matrix)
             rows //= 2
         else:
@@ -304,9 +305,17 @@ class Checkpoint:
                     for expert in range(layer.num_experts):
                         self._expect(f"{layer.name}.experts.{expert}.{own}.{kind}", dtype, shape)
                 elif host_name != "w3":  # w1's and w3's are one tensor
+                    name = _stacked_name(layer.name, own, kind)
                     if shape:
-                        shape = [layer.num_experts, shape[1], shape[0] * (2 if host_name == "w1" else 1)]
-                    self._expect(_stacked_name(layer.name, own, kind), dtype, shape)
+                        stored, inner = rows * (2 if host_name == "w1" else 1), shape[1]
+                        shape = [layer.num_experts, *((inner, stored) if layer.inner_first else (stored, inner))]
+                        if self._files.header(name)[1] == [layer.num_experts, columns, stored // form.columns[kind]] != shape:
+                            raise CheckpointError(
+                                f"{self.file_of(name)}: {name} scales blocks of rows, not of what a product sums over, as "
+                                "nvidia-modelopt writes stacked experts (Llama 4, gpt-oss) in MXFP8; no kernel can serve them: "
+                                "export the experts as NVFP4, or not quantized"
+                            )
+                    self._expect(name, dtype, shape)
 
     def _expect(self, name: str, expected_dtype: str, shape: list[int]) -> None:
         dtype, found = self._files.header(name)

@@ -16,7 +16,6 @@ class _MXFP8(Kind):
     dtypes = MappingProxyType({"weight": "F8_E4M3", "weight_scale": "U8"})
     columns = MappingProxyType({"weight": 1, "weight_scale": 32})
     group_size = 32
-    inner_first = True
     settings = MappingProxyType({"mxfp8": {"quant_algo": "MXFP8"}})
 
     def nbytes(self, elements: int) -> int:

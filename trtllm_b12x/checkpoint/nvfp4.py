@@ -18,7 +18,6 @@ class _NVFP4(Kind):
     dtypes = MappingProxyType({"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"})
     columns = MappingProxyType({"weight": 2, "weight_scale": 16})
     group_size = 16
-    inner_first = True
     settings = MappingProxyType({"nvfp4": {"quant_algo": "NVFP4", "ignore": ["*.mlp.gate", "lm_head"]}})
     full_code = "a code of magnitude 6"
     damaged = "random bytes 88 %, transposed 85 %"

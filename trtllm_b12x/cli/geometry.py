@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from trtllm_b12x import formats
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.families import FAMILIES
 
@@ -50,6 +51,14 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option(
                 "--activation", default="swiglu", show_default=True, help="swiglu, relu2 or another that there are kernels for."
             ),
+            click.option(
+                "--format",
+                "form",
+                type=click.Choice([name.lower() for name in formats.names()], case_sensitive=False),
+                default=formats.names()[0].lower(),
+                show_default=True,
+                help="Of the weights of a geometry; a checkpoint says its own.",
+            ),
             click.option("--tp", type=ranks, default=1, show_default=True, help="Tensor-parallel ranks that share it."),
             click.option("--ep", type=ranks, default=1, show_default=True, help="Expert-parallel ranks that share it."),
         )
@@ -71,14 +80,12 @@ def check(checkpoint: Path | None, sizes: dict[str, Any]) -> dict[str, Any]:
     return wanted
 
 
-def given(
-    checkpoint: Path | None, sizes: dict[str, Any], activation: str, tp: int, ep: int, formats: Sequence[str]
-) -> dict[str, Shape]:
+def given(checkpoint: Path | None, sizes: dict[str, Any], activation: str, tp: int, ep: int, form: str) -> dict[str, Shape]:
     """Name of the first layer of each geometry to what it is.
 
     Args:
         sizes: by the names of their parameters; of these :data:`_SIZES` count.
-        formats: of a checkpoint's layers; the first is that of a geometry.
+        form: of a geometry's weights, in any case.
 
     Raises:
         click.UsageError: see :func:`check`.
@@ -86,23 +93,23 @@ def given(
     """
     wanted = check(checkpoint, sizes)
     if checkpoint is not None:
-        return _of_checkpoint(checkpoint, tp, ep, formats)
+        return _of_checkpoint(checkpoint, tp, ep)
     from trtllm_b12x.crossover.layers import Shape
 
     experts, top_k, hidden, intermediate = wanted.values()
     if top_k > experts:
         raise Unusable(f"--top-k {top_k}: there are {experts} experts")
-    shape = Shape(experts, top_k, hidden, intermediate, _activation(activation), tp, ep, formats[0])
+    shape = Shape(experts, top_k, hidden, intermediate, _activation(activation), tp, ep, form.upper())
     return {f"{experts} experts, top {top_k}, {hidden} x {intermediate}": _divided(shape)}
 
 
-def _of_checkpoint(checkpoint: Path, tp: int, ep: int, formats: Sequence[str]) -> dict[str, Shape]:
+def _of_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[str, Shape]:
     from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
     from trtllm_b12x.crossover.layers import Shape
 
     try:
         with Checkpoint(checkpoint) as source:
-            served = [layer for layer in source.layers if layer.quant_algo in formats]
+            served = [layer for layer in source.layers if layer.quant_algo in formats.names()]
     except CheckpointError as error:
         raise Unusable(str(error)) from None
     found: dict[Shape, str] = {}
@@ -111,7 +118,7 @@ def _of_checkpoint(checkpoint: Path, tp: int, ep: int, formats: Sequence[str]) -
         kind = "SwigluBias" if layer.activation_constants else layer.activation
         found.setdefault(Shape(*sizes, _activation(kind), tp, ep, layer.quant_algo), layer.name)
     if not found:
-        raise Unusable(f"{checkpoint}: has no {' or '.join(formats)} MoE layer")
+        raise Unusable(f"{checkpoint}: has no {' or '.join(formats.names())} MoE layer")
     return {name: _divided(shape) for shape, name in found.items()}
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 _DONE, _UNUSABLE = 0, 2
 _BUILT = 0.6
 """Share of a geometry's time that is over once its layers are there: kernels are compiled and tested."""
-_FORMATS = ("NVFP4",)
-"""Of which layers are measured: the host has a path to be compared with, and weights are drawn."""
 _SEED = 1
 """Of the skewed routes."""
 
@@ -51,10 +49,15 @@ class _Table:
     limit: dict[int, float]
     """Microseconds by token count for what a call reads once, at the bandwidth of a copy."""
     skewed: Times | None = None
+    base: str = ""
+    """The family in the place of the host's path, where the host has none."""
     split: Measured = field(init=False)
 
     def __post_init__(self) -> None:
         self.split = Measured(self.times, f"measured in {self.seconds:.1f} s", DEFAULT_CROSSOVER, self.steps)
+
+    def called(self, path: str) -> str:
+        return self.base if self.base and path == HOST else path
 
     def rows(self, tokens: int) -> float:
         return float(tokens * self.geometry.top_k / self.geometry.num_experts / self.geometry.ranks)
@@ -96,6 +99,7 @@ class _Table:
 def tune(
     ctx: click.Context,
     checkpoint: Path | None,
+    form: str,
     activation: str,
     tp: int,
     ep: int,
@@ -106,9 +110,9 @@ def tune(
 ) -> None:
     """Measure each kernel family and the host's own path on this card, as a server does when it warms up.
 
-    For each geometry of an NVFP4 CHECKPOINT, or for one that is given by its sizes.  Weights are drawn: times do not depend on
-    them.  The table is stored where a server of this installation looks for it; a file of --json serves others on the same kind
-    of card by TRTLLM_B12X_CROSSOVER=FILE.
+    For each geometry of an NVFP4 or MXFP8 CHECKPOINT, or for one that is given by its sizes; MXFP8's families are measured
+    against each other.  Weights are drawn: times do not depend on them.  The table is stored where a server of this installation
+    looks for it; a file of --json serves others on the same kind of card by TRTLLM_B12X_CROSSOVER=FILE.
 
     Exit status: 0 measured, 2 there is nothing to measure on, or nothing to measure, 130 interrupted.
     """
@@ -120,7 +124,7 @@ def tune(
             if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
                 raise Unusable(f"{file}: its folder does not exist; create it first")
         gpu = _gpu()
-        shapes = geometry.given(checkpoint, sizes, activation, tp, ep, _FORMATS)
+        shapes = geometry.given(checkpoint, sizes, activation, tp, ep, form)
         ctx.exit(_tune(shapes, gpu, skewed, json_file, png))
 
 
@@ -195,6 +199,9 @@ def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed:
     with settings.KERNELS.only(real), settings.CROSSOVER.set("auto"):
         made = layers.build(shape, device, progress=lambda share: set_share(_BUILT * share))
         backend, geometry = getattr(made[0], "backend", made[0]), layers.geometry(made[0])
+        among = backend.schedule
+        if list(among.families) == [among.base]:
+            raise layers.NothingToMeasureError(f"{among.summary}: there is nothing to compare it with")
         paths = deciding.paths(backend, layers.call(made[0], 1))
         serving, steps = measuring.served(paths), measuring.steps(paths)
         most = {family: max(counts) for family, counts in serving.items() if counts}
@@ -207,11 +214,11 @@ def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed:
         others = None
         if skewed:
             others = measuring.Bench(paths, geometry, draw, device, seed=_SEED, skewed=True)(times.counts)
-        key = deciding.key(geometry, device, list(most), tuned=not layers.is_embedded())
+        key = deciding.key(geometry, device, among, tuned=bool(among.base) or not layers.is_embedded())
     store.keep(key, times)
     read = {tokens: measuring.expert_bytes(geometry) * measuring.expected_hits(geometry, tokens) for tokens in times.counts}
     limit = {tokens: 1e6 * size / copy for tokens, size in read.items()}
-    return _Table(name, geometry, store.record(key, times), times, steps, most, bench.spent, len(made), limit, others)
+    return _Table(name, geometry, store.record(key, times), times, steps, most, bench.spent, len(made), limit, others, among.base)
 
 
 # ---- output --------------------------------------------------------------------------------------------------------------
@@ -220,12 +227,12 @@ def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed:
 def _lines(table: _Table) -> list[str]:
     names = [*table.most, HOST]
     found = [
-        f"{table.name}, on a rank {table.geometry}: {table.split.summary}, {table.layers} layers",
-        "  ".join(("tokens", "rows/expert", *(f"{name} us".rjust(10) for name in names), "  limit us", "chosen")),
+        f"{table.name}, on a rank {table.geometry}: {table.split.summary(table.base or 'CUTLASS')}, {table.layers} layers",
+        "  ".join(("tokens", "rows/expert", *(f"{table.called(name)} us".rjust(10) for name in names), "  limit us", "chosen")),
     ]
     for tokens, paths in table.times.points.items():
         cells = [f"{paths[name]:.1f}".rjust(10) if name in paths else "-".rjust(10) for name in names]
-        ends = f"{table.limit[tokens]:.1f}".rjust(10), winner(paths) or HOST
+        ends = f"{table.limit[tokens]:.1f}".rjust(10), table.called(winner(paths) or HOST)
         found.append("  ".join((str(tokens).rjust(6), f"{table.rows(tokens):.2f}".rjust(11), *cells, *ends)))
     if table.skewed is not None:
         found.append(f"skewed routes: the choice is at most {100 * table.loss():.1f} % behind the fastest path")
@@ -263,10 +270,10 @@ def _draw(tables: list[_Table], gpu: str, file: Path) -> None:
 
     figure, all_axes = pyplot.subplots(len(tables), 1, figsize=(8, 4.5 * len(tables)), squeeze=False)
     for table, axes in zip(tables, all_axes[:, 0], strict=True):
-        colors = {}
+        colors, label = {}, table.base or "the host's path"
         for name in [*table.most, HOST]:
             points = [(tokens, paths[name]) for tokens, paths in table.times.points.items() if name in paths]
-            (drawn,) = axes.plot(*zip(*points, strict=True), marker="o", label="the host's path" if name == HOST else name)
+            (drawn,) = axes.plot(*zip(*points, strict=True), marker="o", label=label if name == HOST else name)
             colors[name] = drawn.get_color()
         axes.plot(list(table.limit), list(table.limit.values()), "k--", label="bandwidth limit")
         counts = table.times.counts

@@ -42,14 +42,6 @@ class _Targets(click.ParamType):
 @click.command(short_help="Compile every kernel of a model ahead of time, without a GPU.")
 @geometry.options
 @click.option(
-    "--format",
-    "form",
-    type=click.Choice([name.lower() for name in formats.names()], case_sensitive=False),
-    default=formats.names()[0].lower(),
-    show_default=True,
-    help="Of the weights of a geometry; a checkpoint says its own.",
-)
-@click.option(
     "--dtype", type=click.Choice(["bfloat16", "float16"]), default="bfloat16", show_default=True, help="Of activations."
 )
 @click.option("--target", "targets", type=_Targets(), required=True, help="sm_120a, sm_121a, or both with a comma between.")
@@ -85,8 +77,7 @@ def warmup(
     with, 130 interrupted.
     """
     with geometry.reported(ctx, "interrupted: what was compiled is kept"):
-        wanted = [name for name in formats.names() if name.lower() == form.lower()] if checkpoint is None else formats.names()
-        shapes = geometry.given(checkpoint, sizes, activation, tp, ep, wanted)
+        shapes = geometry.given(checkpoint, sizes, activation, tp, ep, form)
         ctx.exit(_warm_up(shapes, dtype, targets, cards, jobs, as_json))
 
 
@@ -161,7 +152,6 @@ def _works(shapes: dict[str, Shape], name: str, dtype: str) -> tuple[list[Work],
         against += [f"{name}: not {family}: {rejection}" for family, rejection in verdict.refused]
         rows = [row for row in families.rows(verdict.families, shape.format) if row.name in verdict.families]
         tile = math.lcm(*(row.features(facts).tile for row in rows))
-        form = formats.find(shape.format)
         for row in rows:
             kind = formats.load(row.kernel)
             on_rank = Geometry(
@@ -174,8 +164,7 @@ def _works(shapes: dict[str, Shape], name: str, dtype: str) -> tuple[list[Work],
                 ranks=shape.ep,
                 format=shape.format,
             )
-            alone = form is not None and not form.hosts_path
-            works.append(Work(kind, on_rank, deciding.most(kind.features, on_rank, torch.device("cuda"), alone)))
+            works.append(Work(kind, on_rank, deciding.most(kind.features, on_rank, torch.device("cuda"))))
     return list(dict.fromkeys(works)), list(dict.fromkeys(against))
 
 

@@ -88,15 +88,11 @@ def first(geometry: Geometry, device: torch.device) -> int | None:
     return 1 + min(max(rows, _TOKENS[0]), _TOKENS[1])
 
 
-def most(features: KernelFeatures, geometry: Geometry, device: torch.device, alone: bool) -> int:
-    """Tokens that a family's kernels are planned for.
-
-    Args:
-        alone: the host has no path of its own to be measured against.
-    """
+def most(features: KernelFeatures, geometry: Geometry, device: torch.device) -> int:
+    """Tokens that a family's kernels are planned for."""
     if features.every_count:
         return schedule.EVERY
-    return schedule.crossover(geometry.top_k, [features], None if alone else first(geometry, device)) - 1
+    return schedule.crossover(geometry.top_k, [features], first(geometry, device)) - 1
 
 
 def fixed() -> Split:
@@ -133,7 +129,7 @@ def ask(module: Any, like: Any) -> bool:
     if not found.settled:
         return False
     with _lock:
-        at = _process.stage
+        at = TUNED if found.base else _process.stage  # of kernels of ours the host tunes nothing
         question = (geometry, tuple(found.families), str(device))
         before = _process.states.get((*question, UNTUNED))
         budget = UNTUNED_S if at == UNTUNED else measuring.BUDGET_S - (before.spent if before else 0)
@@ -191,12 +187,13 @@ def _settle(state: _State, geometry: Geometry, device: torch.device, module: Any
 
 def _say(module: Any, geometry: Geometry, split: Split) -> None:
     with suppress(Exception):  # a log that fails costs no kernel
-        log.once(f"rank {getattr(module, 'rank', 0)}: {geometry}: {split.summary}", logging.INFO)
+        summary = Schedule(module.schedule.families, split).summary
+        log.once(f"rank {getattr(module, 'rank', 0)}: {geometry}: {summary}", logging.INFO)
 
 
 def _keys(geometry: Geometry, device: torch.device, module: Any, at: int) -> list[store.Key]:
     """Of tables that will do, the better first; the last is that of a measurement now."""
-    return [key(geometry, device, list(module.schedule.families), tuned) for tuned in ((True,) if at == TUNED else (True, False))]
+    return [key(geometry, device, module.schedule, tuned) for tuned in ((True,) if at == TUNED else (True, False))]
 
 
 def _known(geometry: Geometry, device: torch.device, module: Any, at: int) -> tuple[Times | None, str]:
@@ -235,13 +232,14 @@ def _measuring(state: _State, bench: measuring.Bench) -> Measure:
     return measure
 
 
-def key(geometry: Geometry, device: torch.device, families: list[str], tuned: bool) -> store.Key:
+def key(geometry: Geometry, device: torch.device, among: Schedule, tuned: bool) -> store.Key:
     """What a measurement on ``device`` holds for."""
+    families = [name for name in among.families if name != among.base]
     words = {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in asdict(geometry).items()}
     return store.Key(
         card=_card(device),
         geometry=words,
-        paths={"kernels": families, "host": host.load().generation, "tuned": tuned},
+        paths={"kernels": families, "host": among.base or host.load().generation, "tuned": tuned},
         conditions={**store.versions(), "deterministic": settings.DETERMINISTIC()},
     )
 
@@ -259,12 +257,15 @@ def _card(device: torch.device) -> dict[str, Any]:
 
 
 def paths(module: Any, like: Any) -> dict[str, Path]:
-    """Each family and the host's own path, on this layer and others like it."""
+    """Each family and the host's own path, or the family in its place, on this layer and others like it."""
     alike = [module, *(other for other, _ in registry.alive() if other is not module and _alike(other, module))][:_LAYERS]
     found = {}
     for name, kernel in module.schedule.families.items():
         runs = [layer.schedule.families[name].run for layer in alike]
-        found[name] = Path(runs, kernel.serves, kernel.features.graph_safe, kernel.launches)
+        path = HOST if name == module.schedule.base else name
+        found[path] = Path(runs, kernel.serves, kernel.features.graph_safe, kernel.launches)
+    if HOST in found:
+        return found
     hosts = [partial(layer.run_as_the_host, like) for layer in alike]
     if host.load().generation == "embedded":  # its operator asks which experts have tokens
         return {**found, HOST: Path(hosts, captured=False)}

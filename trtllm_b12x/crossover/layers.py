@@ -10,16 +10,13 @@ from typing import Any
 import torch
 
 import trtllm_b12x
-from trtllm_b12x import host, selection
+from trtllm_b12x import formats, host, selection
+from trtllm_b12x.checkpoint import kinds
 from trtllm_b12x.decision import Deployment, Problem, Resolution
 from trtllm_b12x.eligibility import resolve
 from trtllm_b12x.host import building
 from trtllm_b12x.kernels import Geometry
 
-FORMAT = "NVFP4"
-"""Of the weights that are drawn."""
-_INPUT_SCALES = (0.01, 0.0005)
-"""Of FC1 and FC2: amax / 2688 of activations."""
 _MEMORY = 0.5
 """Share of what is free that layers may take."""
 _COLD = 8
@@ -42,7 +39,7 @@ class Shape:
     activation: str
     tp: int = 1
     ep: int = 1
-    format: str = FORMAT
+    format: str = formats.FORMATS[0].name
 
 
 def build(
@@ -66,11 +63,12 @@ def build(
     while len(made) < wanted:
         module = _promoted(shape, device)
         backend = getattr(module, "backend", module)
-        fill(backend, len(made))
-        module.post_load_weights()
-        schedule = getattr(backend, "schedule", None)
-        if schedule is None or not schedule.kernels or not schedule.settled:
+        if not getattr(getattr(backend, "verdict", None), "served", False):
             raise NothingToMeasureError(str(getattr(backend, "verdict", _verdict(shape))))
+        backend.quant_method.fill(backend, torch.Generator(backend.w2_weight.device).manual_seed(len(made)))
+        module.post_load_weights()
+        if not backend.schedule.kernels or not backend.schedule.settled:
+            raise NothingToMeasureError(str(backend.verdict))
         made.append(module)
         if len(made) == 1:
             wanted = _enough(backend, device)
@@ -80,11 +78,12 @@ def build(
 
 def _promoted(shape: Shape, device: torch.device) -> Any:
     sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k, shape.activation)
+    group_size = kinds.of(shape.format).group_size
     was = selection.active()
     trtllm_b12x.install()
     try:
         with torch.device(device), torch.inference_mode(False):
-            return building.create(*sizes, tp=shape.tp, ep=shape.ep)
+            return building.create(*sizes, tp=shape.tp, ep=shape.ep, quant_algo=shape.format, group_size=group_size)
     finally:
         if not was:
             trtllm_b12x.uninstall()
@@ -93,8 +92,8 @@ def _promoted(shape: Shape, device: torch.device) -> Any:
 def _verdict(shape: Shape) -> Resolution:
     """On a layer that the host has built as its own."""
     problem = Problem(
-        quant_algo=FORMAT,
-        group_size=16,
+        quant_algo=shape.format,
+        group_size=kinds.of(shape.format).group_size,
         activation=shape.activation,
         activation_dtype="bfloat16",
         hidden_size=shape.hidden_size,
@@ -111,23 +110,6 @@ def _enough(backend: Any, device: torch.device) -> int:
     cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
     room = 1 + int(_MEMORY * torch.cuda.mem_get_info(device)[0]) // size
     return max(1, min(max(6, math.ceil(_COLD * cache / size)), _MOST, room))
-
-
-@torch.no_grad()
-def fill(backend: Any, seed: int) -> None:
-    """Codes of every value and block scales from 0.5 to 2, so that outputs are about one: the host's dummy load, with sense."""
-    device = backend.w2_weight.device
-    own = torch.Generator(device).manual_seed(seed)
-    for name, parameter in backend.named_parameters():
-        if name.endswith(("_weight", "_weight_scale")):
-            low, high = (0, 256) if name.endswith("_weight") else (0x30, 0x41)
-            parameter.data.view(torch.uint8).random_(low, high, generator=own)
-    inner = backend.hidden_size, backend.intermediate_size_per_partition
-    for scale, alpha, size, amax in zip(
-        ("fc31_input_scale", "fc2_input_scale"), ("fc31_alpha", "fc2_alpha"), inner, _INPUT_SCALES, strict=True
-    ):
-        getattr(backend, scale).data.fill_(1 / amax)
-        getattr(backend, alpha).data.fill_(amax * 0.2 / math.sqrt(size))
 
 
 def call(module: Any, tokens: int) -> Any:

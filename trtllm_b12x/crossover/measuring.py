@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trtllm_b12x.checkpoint import kinds
 from trtllm_b12x.kernels import Geometry
 
 from .table import HOST, Steps, Times
@@ -246,7 +247,7 @@ def _graphs() -> Iterator[_Graphs]:
 def expert_bytes(geometry: Geometry) -> int:
     """Codes and block scales of one expert."""
     rows = 2 if geometry.gated else 1
-    return (rows + 1) * geometry.hidden_size * geometry.intermediate_size * 9 // 16
+    return kinds.of(geometry.format).nbytes((rows + 1) * geometry.hidden_size * geometry.intermediate_size)
 
 
 def expected_hits(geometry: Geometry, tokens: int) -> float:

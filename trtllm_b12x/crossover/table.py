@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 HOST = "host"
-"""The host's own path, with its quantization of the input."""
+"""The host's own path, with its quantization of the input; where it has none, the family that serves every count."""
 GAIN = 0.97
 """A kernel serves a count where it takes at most this share of the host's time."""
 _SPAN = 1.4
@@ -35,9 +35,8 @@ class Split(Protocol):
     def pick(self, tokens: int, serving: Sequence[str]) -> str | None:
         """One of ``serving``, families that serve so many tokens, the preferred one first; None: the host."""
 
-    @property
-    def summary(self) -> str:
-        """Where it comes from, and what it says."""
+    def summary(self, base: str = "CUTLASS") -> str:
+        """Where it comes from, and what it says; ``base`` is the host's path, or the family in its place."""
 
 
 class Fixed:
@@ -49,9 +48,8 @@ class Fixed:
     def pick(self, tokens: int, serving: Sequence[str]) -> str | None:
         return serving[0] if serving and tokens < self.first else None
 
-    @property
-    def summary(self) -> str:
-        return f"{self.source}, fixed: CUTLASS from {self.first} tokens"
+    def summary(self, base: str = "CUTLASS") -> str:
+        return f"{self.source}, fixed: {base} from {self.first} tokens"
 
 
 class Times:
@@ -196,8 +194,7 @@ class Measured:
                 found.append((tokens, tokens, name))
         return found
 
-    @property
-    def summary(self) -> str:
+    def summary(self, base: str = "CUTLASS") -> str:
         most: dict[str, int] = {}
         for tokens, paths in self.times.points.items():
             most.update(dict.fromkeys(paths, tokens))
@@ -205,5 +202,5 @@ class Measured:
         stretches = self.ranges(max(most.values(), default=0), most)
         if stretches and stretches[-1][2] == HOST:
             stretches.pop()
-        parts = [f"{'CUTLASS' if name == HOST else name} {first}-{last}" for first, last, name in stretches]
-        return f"{self.source}: {', '.join([*parts, 'then CUTLASS'] if parts else ['CUTLASS'])}"
+        parts = [f"{base if name == HOST else name} {first}-{last}" for first, last, name in stretches]
+        return f"{self.source}: {', '.join([*parts, f'then {base}'] if parts else [base])}"

@@ -37,20 +37,23 @@ def create(
     *,
     tp: int = 1,
     ep: int = 1,
+    quant_algo: str = "NVFP4",
+    group_size: int | None = 16,
     dtype: torch.dtype = torch.bfloat16,
     most_tokens: int = 8192,
 ) -> Any:
-    """What ``create_moe`` makes of an NVFP4 layer on the first of ``tp * ep`` ranks, its weights uninitialized.
+    """What ``create_moe`` makes of a quantized layer on the first of ``tp * ep`` ranks, its weights uninitialized.
 
-    Sizes are the model's.  ``activation`` is a member of the host's ``ActivationType``.
+    Sizes are the model's.  ``activation`` is a member of the host's ``ActivationType``, ``quant_algo`` of its ``QuantAlgo``.
 
     Raises:
+        ValueError: the host does not know the algorithm.
         Exception: whatever the host raises.
     """
     trtllm, names = load(), records()
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
     config = names.ModelConfig(
-        quant_config=names.QuantConfig(quant_algo=names.QuantAlgo.NVFP4, group_size=16),
+        quant_config=names.QuantConfig(quant_algo=names.QuantAlgo(quant_algo), group_size=group_size),
         mapping=names.Mapping(**ranks),
         moe_backend="CUTLASS",
         max_num_tokens=most_tokens,

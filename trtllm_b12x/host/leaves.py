@@ -3,7 +3,8 @@
 ``moe_resolution`` reads its tables at every call: ``IMPL_PRIORITY`` (who is asked first), ``BACKEND_FAMILY`` (what a backend's
 name means) and ``FALLBACK_IMPLS`` (where other names end).  Our class stands in each right before the leaf it inherits, and
 answers ``can_implement`` as the leaf does, then for itself.  So the host's report and fallback hold, and a layer may be bound
-again.  A pinned ``impl_id`` reaches registered identities only: the leaf itself.
+again.  Layers of a format that no leaf has a path for on this card (MXFP8) are its too, at every call.  A pinned ``impl_id``
+reaches registered identities only: the leaf itself.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trtllm_b12x import formats
+
 if TYPE_CHECKING:
 
     class _Leaf:
         @classmethod
         def can_implement(cls, p: Any, d: Any) -> Any: ...
+
+        def _get_quant_method(self) -> Any: ...
 
 else:
     _Leaf = object
@@ -31,17 +36,33 @@ class Candidate(_Leaf):
         from trtllm_b12x import selection
 
         eligibility = super().can_implement(p, d)
-        if not eligibility.eligible:
-            return eligibility
+        served = eligibility
         try:
+            if not eligibility.eligible:
+                if not _alone(p):
+                    return eligibility
+                served = type(eligibility).ok()
             refusal = selection.refusal(p, d)
         except Exception as error:
             selection.refuse(error)
             refusal = "promotion is off"
         if refusal is None:
-            return eligibility
+            return served
         reason = importlib.import_module(type(eligibility).__module__).MoERejectReason.PATH_NOT_ENABLED
         return dataclasses.replace(eligibility, eligible=False, reject_reason=reason, detail=refusal)
+
+    def _check_quant_config_is_my_format(self) -> None:
+        """The leaf's check before it creates weights: it holds where the method is the leaf's."""
+
+    def _get_quant_method(self) -> Any:
+        getattr(super(), "_check_quant_config_is_my_format", lambda: None)()
+        return super()._get_quant_method()
+
+
+def _alone(p: Any) -> bool:
+    """Of a format that hosts have no path for on our cards."""
+    row = formats.find(p.quant or "")
+    return row is not None and not row.hosts_path
 
 
 def tables(package: str, leaf: type, ours: type) -> tuple[Any, dict[str, Any]]:

@@ -109,6 +109,14 @@ class Method(_Method):
     def intermediate_size(self, module: Any) -> int:
         """Of this rank, on the tile, as the parameters have it."""
 
+    @abstractmethod
+    def fill(self, module: Any, generator: torch.Generator) -> None:
+        """Random weights, finite and such that outputs are about one: the host's dummy load, with sense.
+
+        Args:
+            generator: of the parameters' device.
+        """
+
     def refresh(self, module: Any) -> None:
         """All that is derived from what was loaded; repeatable."""
 

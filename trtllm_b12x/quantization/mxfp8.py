@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
@@ -18,6 +19,10 @@ from . import Method
 STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 _TILE = 128
 """Rows, and columns in four blocks, that a tile of interleaved scales has."""
+_BELOW_TWO = 0xBF
+"""Bits of an E4M3 code but the highest of its exponent."""
+_ONE = 127
+"""As E8M0."""
 
 
 class MXFP8(Method):
@@ -50,7 +55,8 @@ class MXFP8(Method):
         )
         shapes = {"w3_w1_weight_scale": (_tiles(rows) * _TILE, _tiles(hidden)), "w2_weight_scale": (hidden, _tiles(size))}
         for name, shape in shapes.items():
-            scales = torch.nn.Parameter(torch.empty((experts, *shape), dtype=torch.int32), requires_grad=False)
+            # NaN until it is loaded: what a checkpoint lacks is seen.
+            scales = torch.nn.Parameter(torch.full((experts, *shape), -1, dtype=torch.int32), requires_grad=False)
             module.register_parameter(name, scales)
         self.setup_quant_scales(module)
 
@@ -59,12 +65,14 @@ class MXFP8(Method):
     def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
         """E8M0 bytes of each local expert, ``weight_scale`` or, as some producers name it, ``weight_scale_inv``.
 
+        What is missing stays as it was (partial loading).
+
         Raises:
-            KeyError: an expert has neither; the message names the tensor.
+            ValueError: scales of stacked experts are not those of blocks along the inner dimension.
         """
         height = module.w3_w1_weight.shape[1]
         for slot, expert in enumerate(module.initial_local_expert_ids):
-            gate, up, down = (_scale(weights, f"{expert}.{name}") for name in ("w1", "w3", "w2"))
+            gate, up, down = _scales(module, weights, expert)
             fc1, fc2 = (parameter.data[slot] for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale))
             # Scales have the weights' rows, so they are placed alike.
             rows = interleaved_rows(fc1).flatten(0, 2).flatten(1)
@@ -74,7 +82,19 @@ class MXFP8(Method):
             self.load_expert_w2_weight(module, down, rows)
             interleave(rows, fc2)
 
+    def process_weights_after_loading(self, module: Any) -> None:
+        """Nothing is staged: hosts that stage scales interleave here what they wrote themselves."""
+        super(host.load().MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
+
     # ---- the kernels' view -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, module: Any, generator: torch.Generator) -> None:
+        """Codes of both signs below 2, all with scales of two neighboring powers."""
+        for weight, scale in ((module.w3_w1_weight, module.w3_w1_weight_scale), (module.w2_weight, module.w2_weight_scale)):
+            weight.data.view(torch.uint8).random_(0, 256, generator=generator).bitwise_and_(_BELOW_TWO)
+            byte = _ONE - round(math.log2(weight.shape[2]) / 2)
+            scale.data.view(torch.uint8).random_(byte, byte + 2, generator=generator)
 
     def intermediate_size(self, module: Any) -> int:
         return int(module.w2_weight.shape[2])
@@ -95,11 +115,24 @@ def _tiles(size: int) -> int:
     return -(-size // _TILE)
 
 
+def _scales(module: Any, weights: Mapping[str, torch.Tensor], expert: int) -> tuple[torch.Tensor | None, ...]:
+    """w1's, w3's and w2's, rows first."""
+    if module.weight_loading_mode.name != "FUSED_GATE_UP_PROJ":
+        return tuple(_scale(weights, f"{expert}.{name}.") for name in ("w1", "w3", "w2"))
+    # Stacked as hosts take other formats' (``MXFP4WeightFusedMoEMethod``): inner dimension first, gate before up.
+    found = [_scale(weights, f"{name}_") for name in ("gate_up_proj", "down_proj")]
+    for stacked, inner in zip(found, (module.hidden_size, module.intermediate_size), strict=True):
+        if stacked is not None and stacked.shape[1] != inner // BLOCK_SIZE:
+            raise ValueError(
+                f"stacked scales {tuple(stacked.shape)}: blocks of {BLOCK_SIZE} along the inner dimension are meant, "
+                f"{inner // BLOCK_SIZE} of them; nvidia-modelopt's MXFP8 exports of Llama 4 and gpt-oss have them along the rows"
+            )
+    fc1, fc2 = (None if stacked is None else stacked[expert].T for stacked in found)
+    return *((None, None) if fc1 is None else fc1.chunk(2)), fc2
+
+
 def _scale(weights: Mapping[str, torch.Tensor], matrix: str) -> torch.Tensor | None:
-    for name in ("weight_scale_inv", "weight_scale"):
-        if f"{matrix}.{name}" in weights:
-            return weights[f"{matrix}.{name}"]
-    return None
+    return next((weights[matrix + name] for name in ("weight_scale_inv", "weight_scale") if matrix + name in weights), None)
 
 
 @functools.cache

@@ -29,6 +29,8 @@ SCALARS_READ_BY_KERNELS = ("fc31_input_scale", "fc2_input_scale", RATIO)
 
 _LARGEST = 2.0**100
 """Ratio that float32 has room for."""
+_INPUT_SCALES = (0.01, 0.0005)
+"""Of FC1 and FC2, where weights are drawn: amax / 2688 of activations."""
 
 
 def _or_as_the_host(step: Callable[..., None]) -> Callable[..., None]:
@@ -213,6 +215,17 @@ class NVFP4(Method):
         """FC2's input scale of each expert for the host's operator, where gate and up differ."""
         parameters, buffers = module._parameters, module._buffers  # a module's attributes take a microsecond each
         torch.mul(parameters["fc2_input_scale"], parameters[RATIO], out=buffers["b12x_fc2_act_global"])
+
+    @torch.no_grad()
+    def fill(self, module: Any, generator: torch.Generator) -> None:
+        """Codes of every value and block scales from 0.5 to 2."""
+        for name in STORED:
+            low, high = (0x30, 0x41) if name.endswith("_scale") else (0, 256)
+            getattr(module, name).data.view(torch.uint8).random_(low, high, generator=generator)
+        sizes = module.hidden_size, module.intermediate_size_per_partition
+        for fc, size, scale in zip(("fc31", "fc2"), sizes, _INPUT_SCALES, strict=True):
+            getattr(module, f"{fc}_input_scale").data.fill_(1 / scale)
+            getattr(module, f"{fc}_alpha").data.fill_(scale * 0.2 / math.sqrt(size))
 
     def intermediate_size(self, module: Any) -> int:
         return 2 * int(module.w2_weight.data.view(torch.uint8).shape[2])

@@ -6,6 +6,7 @@ are computed here from their definitions, each in a :class:`Judge`.  Rounding po
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -122,16 +123,18 @@ def outputs(
     device: torch.device | str = "cpu",
     on_expert: Callable[[], None] = lambda: None,
     quant_algo: str = "NVFP4",
+    activation: str = "Swiglu",
 ) -> list[list[torch.Tensor]]:
     """Outputs of one layer.
 
     Args:
         weights: as of :class:`Judge`.  Without ``weight_scale`` they are taken as plain weights and activations stay unquantized.
-        gated: SwiGLU if true, else squared ReLU.
+        gated: ``activation`` if true, else squared ReLU.
         calls: ids are global, negative ids unrouted.
         arithmetics: one output for each.
         on_expert: called after each expert that a token chose; the others are not read.
         quant_algo: the weights' format.
+        activation: ``Swiglu``, or ``Geglu`` with the GELU by tanh of the models that have it (gemma-4).
 
     Returns:
         ``result[call][arithmetic]``, float32 ``(T, H)``.
@@ -163,7 +166,7 @@ def outputs(
             if gated:
                 # The kernels compute up in units of its weight_scale_2 over gate's.
                 up = _bf16(fc1[1][position] / unit, each_in_bf16)
-                hidden = hidden / (1 + torch.exp(-hidden)) * up
+                hidden = _GATES[activation](hidden) * up
             else:
                 hidden = hidden.clamp(min=0).square()
             hidden = _bf16(hidden, as_stored)
@@ -177,6 +180,12 @@ def outputs(
     sums = [_bf16(total, a in (Arithmetic.KERNEL, Arithmetic.CUTLASS)) for a, total in zip(arithmetics, sums, strict=True)]
     per_call = zip(*(total.split([call.x.shape[0] for call in calls]) for total in sums), strict=True)
     return [list(call) for call in per_call]
+
+
+_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Swiglu": lambda gate: gate / (1 + torch.exp(-gate)),
+    "Geglu": lambda gate: 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))),
+}
 
 
 def _bf16(values: torch.Tensor, rounds: bool) -> torch.Tensor:

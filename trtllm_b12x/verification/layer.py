@@ -208,7 +208,7 @@ def _measure(
         arithmetics = [Arithmetic.NONE, Arithmetic.UNQUANTIZED, *([points[path]] if path in points else [])]
         calls = [batches[index].call for index in mine]
         found = strict_reference.outputs(
-            weights, layer.num_experts, layer.gated, calls, arithmetics, device, on_expert, layer.quant_algo
+            weights, layer.num_experts, layer.gated, calls, arithmetics, device, on_expert, layer.quant_algo, layer.activation
         )
         strict.update(zip(mine, found, strict=True))
     calls = [batch.call for batch in batches]
@@ -314,7 +314,10 @@ def _against_original(
     if wrong:
         listed = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         report.failures.append(f"weights differ from the original's (bound {100 * bounds.weight:.0f} %): {listed}")
-    return strict_reference.outputs(plain, layer.num_experts, layer.gated, calls, (Arithmetic.UNQUANTIZED,), device)
+    arithmetics = (Arithmetic.UNQUANTIZED,)
+    return strict_reference.outputs(
+        plain, layer.num_experts, layer.gated, calls, arithmetics, device, activation=layer.activation
+    )
 
 
 def _same_layer(other: MoELayer, layer: MoELayer) -> bool:

@@ -187,9 +187,14 @@ def _activate(
     if activation_type == ActivationType.Swiglu:
         up, gate = fc1_output.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
+    if activation_type == ActivationType.Geglu:
+        up, gate = fc1_output.chunk(2, dim=-1)
+        return torch.nn.functional.gelu(gate) * up  # the exact one, as CUTLASS has it (``moe_kernels.cu``)
     if activation_type == ActivationType.Relu2:
         return torch.relu(fc1_output) ** 2
-    raise ValueError(f"the embedded host computes Swiglu, SwigluBias and Relu2, not {ActivationType(activation_type).name}")
+    raise ValueError(
+        f"the embedded host computes Swiglu, SwigluBias, Geglu and Relu2, not {ActivationType(activation_type).name}"
+    )
 
 
 def _expert_scales(block_scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
