@@ -157,6 +157,10 @@ def fc1_kernel(
         tl.store(h + route[None, :] * SIZE + rows[:, None], result, mask=there[:, None] & (m < n)[None, :])
 
 
+_FIRST = tl.constexpr(512)
+"""Programs that begin at once, on a card of some 130 multiprocessors."""
+
+
 @triton.jit
 def _prefetch(addresses):
     """Lines of 128 bytes into L2."""
@@ -211,7 +215,8 @@ def fc2_kernel(
     weight += e * (H * (SIZE // WORD))
     weight_sf += e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
     if PDL:
-        if expert >= 0:
+        # Of use to programs that begin beside FC1's; for others a second look for each line.
+        if not SORTED and (expert >= 0) & (slot * TILES + tile < _FIRST):
             lines: tl.constexpr = triton.next_power_of_2((SIZE + 32 * WORD - 1) // (32 * WORD))
             line = tl.arange(0, lines)
             _prefetch(weight + rows[:, None] * (SIZE // WORD) + tl.minimum(line * 32, SIZE // WORD - 1)[None, :])
