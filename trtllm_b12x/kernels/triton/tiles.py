@@ -68,7 +68,7 @@ _SORTED = (
 TABLE: dict[str, tuple[Row, ...]] = {
     LARGE: (
         Row(0.3, 1, Tile(64, 256, 4, 4), Tile(128, 256, 4, 3), Tile(128, 128, 8, 3, 2), Tile(64, 256, 4, 4), Tile(16, 128, 8, 4)),
-        Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(64, 256, 4, 4)),
+        Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(256, 128, 8, 3)),
         *_SORTED,
     ),
     SMALL: (
@@ -113,7 +113,9 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     row = next(row for row in table if routes <= row.most * geometry.num_experts)
     hidden, size = geometry.hidden_size, geometry.intermediate_size
     fc1 = fitted(row.gated if geometry.gated else row.plain, hidden, row.routes, 1 + geometry.gated)
-    fc2 = fitted(row.short if size <= SHORT else row.long, size, row.routes, rows=hidden)
+    fc2 = fitted(row.short if size <= SHORT else row.long, size, row.routes)
+    if fc2.rows == 256 and hidden % 256:
+        fc2 = replace(fc2, rows=128, columns=256, num_warps=4)  # as many bytes at a time
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
@@ -121,21 +123,18 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     return Tiles(row.routes, _divided(fc1, size, wanted), _divided(fc2, hidden, wanted), token)
 
 
-def fitted(tile: Tile, inner: int, routes: int = 8, parts: int = 1, rows: int = 0) -> Tile:
+def fitted(tile: Tile, inner: int, routes: int = 8, parts: int = 1) -> Tile:
     """Half the columns, where the last stage would multiply zeros for half of its time.
 
     Args:
         inner: columns of the sum.
         routes: of a block; where it is one, stretches of the sum side by side make up for what is not on its way.
         parts: of the product's rows, each of the tile's.
-        rows: of FC2's matrix, whose share of the work goes down with wider tiles; 0: it is FC1's.
     """
     if not 0 < inner % 256 <= 128 < tile.columns:
         return tile
     if routes == 1:
         return replace(tile, columns=128, num_warps=8, num_stages=3, split=256 // (parts * tile.rows))
-    if rows and rows % 256 == 0:
-        return Tile(256, 128, 4, 3)
     return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
 
 
