@@ -142,13 +142,13 @@ def test_verify_finds_mistakes_of_its_method(tmp_path: Path, monkeypatch: pytest
 
     def damaged(self: Any, module: Any, weights: Any) -> None:
         original(self, module, weights)
-        module.toy_w2_scale.data[1] *= 2
+        module.toy_fc2_scale.data[1] *= 2
         module.toy_w1.data[2, 3, 5] ^= 1
 
     monkeypatch.setattr(toy_format.ToyMethod, "load_quant_scales", damaged)
     result = CliRunner().invoke(main, ["verify", str(tmp_path), "--tokens", "8"])
     assert result.exit_code == 1
-    assert "w2_scale differ from the checkpoint's scales" in result.output
+    assert "fc2_scale differ from the checkpoint's scales" in result.output
     assert "the kernel's codes or block scales differ from the checkpoint's" in result.output
 
 
