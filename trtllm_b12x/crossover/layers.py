@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 import trtllm_b12x
-from trtllm_b12x import host, selection
-from trtllm_b12x.decision import Deployment, Problem, Resolution
-from trtllm_b12x.eligibility import resolve
+from trtllm_b12x import host, registry, selection
 from trtllm_b12x.host import building
 from trtllm_b12x.kernels import Geometry
 
@@ -70,7 +68,8 @@ def build(
         module.post_load_weights()
         schedule = getattr(backend, "schedule", None)
         if schedule is None or not schedule.kernels or not schedule.settled:
-            raise NothingToMeasureError(str(getattr(backend, "verdict", _verdict(shape))))
+            verdicts = (verdict for built, verdict in registry.alive() if built is backend)
+            raise NothingToMeasureError(str(next(verdicts, "the host has built it as its own")))
         made.append(module)
         if len(made) == 1:
             wanted = _enough(backend, device)
@@ -88,20 +87,6 @@ def _promoted(shape: Shape, device: torch.device) -> Any:
     finally:
         if not was:
             trtllm_b12x.uninstall()
-
-
-def _verdict(shape: Shape) -> Resolution:
-    """On a layer that the host has built as its own."""
-    problem = Problem(
-        quant_algo=FORMAT,
-        group_size=16,
-        activation=shape.activation,
-        activation_dtype="bfloat16",
-        hidden_size=shape.hidden_size,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-    )
-    return resolve((problem, Deployment(ep_size=shape.ep)))
 
 
 def _enough(backend: Any, device: torch.device) -> int:
