@@ -49,45 +49,42 @@ FAMILY = Family("triton", lambda facts: FEATURES, f"{__name__}:ToyKernel", f"{__
 
 @dataclass(frozen=True)
 class ToyWeights(Weights):
-    w1: torch.Tensor
+    fc1: torch.Tensor
     """``(E, 2*T, H)`` uint8, rows [up; gate]."""
-    w1_scale: torch.Tensor
+    fc1_scale: torch.Tensor
     """``(E, 2)`` float32, up's and gate's."""
-    w2: torch.Tensor
+    fc2: torch.Tensor
     """``(E, H, T)`` uint8."""
-    w2_scale: torch.Tensor
+    fc2_scale: torch.Tensor
     """``(E,)`` float32."""
 
-    payload = ("w1", "w2")
+    payload = ("fc1", "fc2")
     block_scales = ()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return vars(self)
 
     def check(self, geometry: Geometry) -> None:
         experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
-        assert (self.w1.shape, self.w2.shape) == ((experts, 2 * size, hidden), (experts, hidden, size))
+        assert (self.fc1.shape, self.fc2.shape) == ((experts, 2 * size, hidden), (experts, hidden, size))
 
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        return {"weight": (self.w1[slot], self.w2[slot])}
+        return {"weight": (self.fc1[slot], self.fc2[slot])}
 
 
 class ToyKernel(ReferenceKernel):
     features = FEATURES
     multiple = 32
 
-    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
+    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
         w: ToyWeights = self.weights
-        halves = (x.float() @ values(w.w1[expert]).T).chunk(2, dim=1)
-        up, gate = (half * scale for half, scale in zip(halves, w.w1_scale[expert], strict=True))
+        halves = (x.float() @ values(w.fc1[expert]).T).chunk(2, dim=1)
+        up, gate = (half * scale for half, scale in zip(halves, w.fc1_scale[expert], strict=True))
         inner = activate(self.geometry.activation, up, gate)
-        result.index_add_(0, token, inner @ values(w.w2[expert]).T * w.w2_scale[expert] * scales.unsqueeze(1))
+        result.index_add_(0, token, inner @ values(w.fc2[expert]).T * w.fc2_scale[expert] * router_weights.unsqueeze(1))
 
 
 class ToyMethod(Method, UnquantizedFusedMoEMethod):
     format = "FP8"
-    stored = ("toy_w1", "toy_w2")
-    read_by_kernels = itemgetter("toy_w1", "toy_w1_scale", "toy_w2", "toy_w2_scale")
+    stored = ("toy_fc1", "toy_fc2")
+    read_by_kernels = itemgetter("toy_fc1", "toy_fc1_scale", "toy_fc2", "toy_fc2_scale")
 
     def create_weights(self, module: Any) -> None:  # type: ignore[override]
         logical = module.intermediate_size_per_partition
@@ -98,10 +95,10 @@ class ToyMethod(Method, UnquantizedFusedMoEMethod):
             module.intermediate_size_per_partition = logical
         experts, hidden = module.expert_size_per_partition, module.hidden_size
         for name, shape, dtype in (
-            ("toy_w1", (experts, 2 * size, hidden), torch.uint8),
-            ("toy_w1_scale", (experts, 2), torch.float32),
-            ("toy_w2", (experts, hidden, size), torch.uint8),
-            ("toy_w2_scale", (experts,), torch.float32),
+            ("toy_fc1", (experts, 2 * size, hidden), torch.uint8),
+            ("toy_fc1_scale", (experts, 2), torch.float32),
+            ("toy_fc2", (experts, hidden, size), torch.uint8),
+            ("toy_fc2_scale", (experts,), torch.float32),
         ):
             module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
 
@@ -118,21 +115,21 @@ class ToyMethod(Method, UnquantizedFusedMoEMethod):
             for half, name in enumerate(("w3", "w1")):
                 codes = load_weight_shard(weights[f"{expert}.{name}.weight"], *column)
                 scale = weights[f"{expert}.{name}.weight_scale"]
-                parameters["toy_w1"][slot].chunk(2)[half][: len(codes)].copy_(codes.view(torch.uint8))
+                parameters["toy_fc1"][slot].chunk(2)[half][: len(codes)].copy_(codes.view(torch.uint8))
                 parameters["w3_w1_weight"][slot].chunk(2)[half].zero_()[: len(codes)].copy_(codes.float() * scale)
-                parameters["toy_w1_scale"][slot, half] = scale
+                parameters["toy_fc1_scale"][slot, half] = scale
             row = (module.tp_size, module.tp_rank, TensorParallelMode.ROW)
             codes = load_weight_shard(weights[f"{expert}.w2.weight"], *row)
             scale = weights[f"{expert}.w2.weight_scale"]
-            parameters["toy_w2"][slot, :, : codes.shape[1]].copy_(codes.view(torch.uint8))
+            parameters["toy_fc2"][slot, :, : codes.shape[1]].copy_(codes.view(torch.uint8))
             parameters["w2_weight"][slot].zero_()[:, : codes.shape[1]].copy_(codes.float() * scale)
-            parameters["toy_w2_scale"][slot] = scale
+            parameters["toy_fc2_scale"][slot] = scale
 
     def kernel_weights(self, module: Any) -> ToyWeights:
-        return ToyWeights(*(module._parameters[f"toy_{name}"].data for name in ("w1", "w1_scale", "w2", "w2_scale")))
+        return ToyWeights(*(module._parameters[f"toy_{name}"].data for name in ("fc1", "fc1_scale", "fc2", "fc2_scale")))
 
     def intermediate_size(self, module: Any) -> int:
-        return int(module.toy_w2.shape[2])
+        return int(module.toy_fc2.shape[2])
 
 
 class _Kind(Kind):
@@ -162,7 +159,7 @@ class ToyJudge(Judge):
         return (values / scale).to(torch.float8_e4m3fn).float() * scale
 
     def scalars(self, local: Any) -> dict[str, torch.Tensor]:
-        return {"w2_scale": torch.tensor([float(self.weights[f"{e}.w2.weight_scale"]) for e in local], dtype=torch.float64)}
+        return {"fc2_scale": torch.tensor([float(self.weights[f"{e}.w2.weight_scale"]) for e in local], dtype=torch.float64)}
 
 
 def values(codes: torch.Tensor) -> torch.Tensor:

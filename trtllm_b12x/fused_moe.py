@@ -337,7 +337,12 @@ class Promoted(Carried):
             if self._ours is not None:
                 self._ours.before_hosts_call(self)
             return None
-        self._follow()
+        addresses = self.quant_method.addresses(self)
+        if addresses != self._addresses:  # the kernel reads the parameters as they are now, also where no hook was called
+            weights = self._kernel_weights()
+            for one in self.schedule.kernels:
+                one.bind(weights, self.slot_start)
+            self._addresses = addresses
         # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
         # reduces.
         direct = moe_output if moe_output is not None and moe_output.dtype is self._dtype else None
@@ -348,15 +353,6 @@ class Promoted(Carried):
         if moe_output is None:
             return result if output_dtype in (None, self._dtype) else result.to(output_dtype)
         return moe_output if direct is not None else moe_output.copy_(result)
-
-    def _follow(self) -> None:
-        """The kernel reads the parameters as they are now, also where somebody replaced or overwrote them and called no hook."""
-        addresses = self.quant_method.addresses(self)
-        if addresses != self._addresses:
-            weights = self._kernel_weights()
-            for kernel in self.schedule.kernels:
-                kernel.bind(weights, self.slot_start)
-            self._addresses = addresses
 
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
         """bf16 that :meth:`quantize_input` passed through and the kernel does not serve, with the scale layout of this call."""

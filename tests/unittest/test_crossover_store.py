@@ -180,10 +180,11 @@ def test_no_link_is_followed_and_nothing_but_a_file_is_read(folder: Path, tmp_pa
 def test_a_disk_that_takes_nothing_is_one_line(
     folder: Path, error: int, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
 ) -> None:
-    def refuses(*_: Any, **__: Any) -> None:
+    def refuses(descriptor: int, *_: Any, **__: Any) -> None:
+        os.close(descriptor)
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(json, "dump", refuses)
+    monkeypatch.setattr(os, "fdopen", refuses)
     store.keep(KEY, TIMES)
     (line,) = lines()
     assert line.startswith(f"the crossover is measured at every start, {folder} cannot be written: ")

@@ -51,7 +51,7 @@ def test_a_layer_on_both_sides_of_the_crossover(mapping: dict[str, int], caplog:
     module = layers.create(4, 128, 160, mapping=mapping, quant_config=quant_config("FP8"))
     layers.load(module, tensors)
     backend = module.backend
-    assert (type(backend.quant_method), backend.toy_w2.shape[2]) == (toy_format.ToyMethod, 192)
+    assert (type(backend.quant_method), backend.toy_fc2.shape[2]) == (toy_format.ToyMethod, 192)
     assert list(backend.schedule.families) == ["triton"]
     assert isinstance(backend.kernel, toy_format.ToyKernel)
     for tokens in (1, 63, 64, 200):
@@ -142,13 +142,13 @@ def test_verify_finds_mistakes_of_its_method(tmp_path: Path, monkeypatch: pytest
 
     def damaged(self: Any, module: Any, weights: Any) -> None:
         original(self, module, weights)
-        module.toy_w2_scale.data[1] *= 2
-        module.toy_w1.data[2, 3, 5] ^= 1
+        module.toy_fc2_scale.data[1] *= 2
+        module.toy_fc1.data[2, 3, 5] ^= 1
 
     monkeypatch.setattr(toy_format.ToyMethod, "load_quant_scales", damaged)
     result = CliRunner().invoke(main, ["verify", str(tmp_path), "--tokens", "8"])
     assert result.exit_code == 1
-    assert "w2_scale differ from the checkpoint's scales" in result.output
+    assert "fc2_scale differ from the checkpoint's scales" in result.output
     assert "the kernel's codes or block scales differ from the checkpoint's" in result.output
 
 

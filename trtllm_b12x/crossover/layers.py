@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 import trtllm_b12x
-from trtllm_b12x import formats, host, selection
+from trtllm_b12x import formats, host, registry, selection
 from trtllm_b12x.checkpoint import kinds
-from trtllm_b12x.decision import Deployment, Problem, Resolution
-from trtllm_b12x.eligibility import resolve
 from trtllm_b12x.host import building
 from trtllm_b12x.kernels import Geometry
 
@@ -64,11 +62,11 @@ def build(
         module = _promoted(shape, device)
         backend = getattr(module, "backend", module)
         if not getattr(getattr(backend, "verdict", None), "served", False):
-            raise NothingToMeasureError(str(getattr(backend, "verdict", _verdict(shape))))
+            raise NothingToMeasureError(_why(backend))
         backend.quant_method.fill(backend, torch.Generator(backend.w2_weight.device).manual_seed(len(made)))
         module.post_load_weights()
         if not backend.schedule.kernels or not backend.schedule.settled:
-            raise NothingToMeasureError(str(backend.verdict))
+            raise NothingToMeasureError(_why(backend))
         made.append(module)
         if len(made) == 1:
             wanted = _enough(backend, device)
@@ -89,18 +87,9 @@ def _promoted(shape: Shape, device: torch.device) -> Any:
             trtllm_b12x.uninstall()
 
 
-def _verdict(shape: Shape) -> Resolution:
-    """On a layer that the host has built as its own."""
-    problem = Problem(
-        quant_algo=shape.format,
-        group_size=kinds.of(shape.format).group_size,
-        activation=shape.activation,
-        activation_dtype="bfloat16",
-        hidden_size=shape.hidden_size,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-    )
-    return resolve((problem, Deployment(ep_size=shape.ep)))
+def _why(backend: Any) -> str:
+    verdicts = (verdict for built, verdict in registry.alive() if built is backend)
+    return str(next(verdicts, "the host has built it as its own"))
 
 
 def _enough(backend: Any, device: torch.device) -> int:

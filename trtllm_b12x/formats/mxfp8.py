@@ -5,7 +5,7 @@ For the torch implementations that stand in for device code; :mod:`trtllm_b12x.s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -72,9 +72,6 @@ class MXFP8Weights(Weights):
     """``(E, H, T)`` float8_e4m3fn."""
     fc2_weight_sf: torch.Tensor
     """``(32, 4, H/128, 4, T/128, E)`` uint8."""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def check(self, geometry: Geometry) -> None:
         experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size

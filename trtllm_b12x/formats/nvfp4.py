@@ -7,7 +7,7 @@ The numbers are one place for the two torch implementations that stand in for de
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,9 +116,6 @@ class InputScales:
         torch.div(self.fc2_input_scale.reciprocal(), self.up_to_gate, out=self.fc2_divisor)
 
 
-_NO_TENSORS = ("input_scales", "epilogue")
-
-
 @dataclass(frozen=True)
 class NVFP4Weights(Weights):
     """What kernels take besides the call's own tensors; alphas and block scales are the host's tensors, so that weights which are
@@ -152,9 +149,6 @@ class NVFP4Weights(Weights):
 
     payload = ("fc1_weight", "fc2_weight")
     block_scales = ("fc1_weight_sf", "fc2_weight_sf")
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _NO_TENSORS}
 
     def check(self, geometry: Geometry) -> None:
         """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -22,9 +22,10 @@ class Weights(ABC):
     block_scales: ClassVar[tuple[str, ...]]
     """Fields that hold what scales blocks of them."""
 
-    @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
         """What kernels read, by field."""
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in named if isinstance(value, torch.Tensor)}
 
     @abstractmethod
     def check(self, geometry: Geometry) -> None:

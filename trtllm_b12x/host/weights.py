@@ -40,7 +40,14 @@ else:
     _Method = object
 
 
-class DirectWeights(_Method):
+class _Weights(_Method):
+    def post_load_weights(self, module: Any) -> None:
+        self.before_quant_scales(module)
+        super().post_load_weights(module)
+        self.after_quant_scales(module)
+
+
+class DirectWeights(_Weights):
     """The embedded host and generation A."""
 
     def load_quant_scales(self, module: Any, weights: Any) -> None:
@@ -53,13 +60,8 @@ class DirectWeights(_Method):
         # A load may be all there is: not every reload of a host ends with its post-load hooks.
         self.refresh(module)
 
-    def post_load_weights(self, module: Any) -> None:
-        self.before_quant_scales(module)
-        super().post_load_weights(module)
-        self.after_quant_scales(module)
 
-
-class StagedWeights(_Method):
+class StagedWeights(_Weights):
     """Generation B."""
 
     def _reconcile_and_compute_alphas(self, module: Any, tmp_weight_scale_2: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,11 +78,6 @@ class StagedWeights(_Method):
 
     def _interleave_w2_weight_scale(self, dst_w2_weight_scale: torch.Tensor) -> None:
         """Done already, when the scales were written: the host would do it to every expert, loaded or not."""
-
-    def post_load_weights(self, module: Any) -> None:
-        self.before_quant_scales(module)
-        super().post_load_weights(module)
-        self.after_quant_scales(module)
 
 
 class CachedWeights(StagedWeights):

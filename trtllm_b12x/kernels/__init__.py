@@ -211,19 +211,14 @@ class Kernel(ABC):
 
     @abstractmethod
     def run(
-        self,
-        x: torch.Tensor,
-        token_selected_experts: torch.Tensor,
-        token_final_scales: torch.Tensor,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Experts on ``x``.
 
         Args:
             x: ``(tokens, H)`` in one of the features' dtypes, not quantized.
-            token_selected_experts: ``(tokens, top_k)`` integers of any type, global ids; one that is none of this rank's is
-                unrouted.
-            token_final_scales: ``(tokens, top_k)``, any float type.
+            ids: ``(tokens, top_k)`` integers of any type, global ids; one that is none of this rank's is unrouted.
+            router_weights: ``(tokens, top_k)``, any float type.
             out: ``(tokens, H)`` in the dtype of ``x``, to write into.
 
         Returns:
@@ -238,8 +233,8 @@ class Kernel(ABC):
         x: torch.Tensor,
         x_sf: torch.Tensor,
         swizzled: bool,
-        token_selected_experts: torch.Tensor,
-        token_final_scales: torch.Tensor,
+        ids: torch.Tensor,
+        router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """:meth:`run` on input that the host has quantized, by ``fc31_input_scale``; of kernels whose features say so.

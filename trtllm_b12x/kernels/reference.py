@@ -81,20 +81,16 @@ class ReferenceKernel(Kernel):
         """It is what others are compared with."""
 
     def run(
-        self,
-        x: torch.Tensor,
-        token_selected_experts: torch.Tensor,
-        token_final_scales: torch.Tensor,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         if x.shape[0] > self.capacity:
             raise ValueError(f"{x.shape[0]} tokens exceed the planned capacity of {self.capacity}")
         self.weights.derive()
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        local = self.table.local(token_selected_experts)
+        local = self.table.local(ids)
         for expert in local[local >= 0].unique().tolist():
             token, slot = (local == expert).nonzero(as_tuple=True)
-            self._add(result, expert, token, x[token], token_final_scales[token, slot].float())
+            self._add(result, expert, token, x[token], router_weights[token, slot].float())
         if out is None:
             return result.to(x.dtype)
         return out.copy_(result)
@@ -150,8 +146,8 @@ class UnquantizedReferenceKernel(ReferenceKernel):
         x: torch.Tensor,
         x_sf: torch.Tensor,
         swizzled: bool,
-        token_selected_experts: torch.Tensor,
-        token_final_scales: torch.Tensor,
+        ids: torch.Tensor,
+        router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x, columns = x.view(torch.uint8), self.geometry.hidden_size
@@ -163,7 +159,7 @@ class UnquantizedReferenceKernel(ReferenceKernel):
             plain = x_sf[: x.shape[0] * columns // 16].view(x.shape[0], -1)
         # The host has one input scale for all experts where it quantizes for them.
         values = dequantize(x, plain.view(torch.float8_e4m3fn)) * self.weights.fc1_divisor[0]
-        result = super().run(values, token_selected_experts, token_final_scales, out)
+        result = super().run(values, ids, router_weights, out)
         return result if out is not None else result.to(self.geometry.dtype)
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:

@@ -138,5 +138,6 @@ class Method(_Method):
         return int(total * (padded - logical) // padded)
 
     def scalar_bytes(self, module: Any) -> int:
-        """What this method adds to the host's parameters."""
-        return 0
+        """What this method adds to the host's parameters, under names of ours."""
+        named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        return sum(int(tensor.nbytes) for name, tensor in named if name.startswith("b12x_"))

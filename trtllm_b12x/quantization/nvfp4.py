@@ -230,10 +230,6 @@ class NVFP4(Method):
     def intermediate_size(self, module: Any) -> int:
         return 2 * int(module.w2_weight.data.view(torch.uint8).shape[2])
 
-    def scalar_bytes(self, module: Any) -> int:
-        names = ("b12x_up_to_gate", "b12x_fc1_divisor", "b12x_fc2_divisor", "b12x_fc2_act_global")
-        return sum(int(getattr(module, name).nbytes) for name in names)
-
     def kernel_weights(self, module: Any) -> NVFP4Weights:
         self.readable(module, READ_BY_KERNELS)
         fc1 = module.w3_w1_weight.data.view(torch.uint8)

@@ -106,8 +106,7 @@ def count_bytes(backend: Any, total: BytesReport) -> None:
     total.padding += sum(getattr(backend, name).nbytes for name in backend.quant_method.stored)
     total.extra_payload += extra(weights.payload)
     total.extra_scales += extra(weights.block_scales)
-    named = (*backend.named_parameters(), *backend.named_buffers())
-    total.scalars += sum(tensor.nbytes for name, tensor in named if name.startswith("b12x_"))
+    total.scalars += backend.quant_method.scalar_bytes(backend)
 
 
 def bits_exact(backend: Any, weights: Any, layer: MoELayer) -> bool:

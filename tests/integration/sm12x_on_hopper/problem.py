@@ -193,12 +193,12 @@ def wrapper(shape: Shape, device: str, capacity: int = 0) -> Any:
 def arguments(weights: NVFP4Weights) -> dict[str, torch.Tensor]:
     """What ``B12xMoEWrapper.run`` takes beside the call's tensors, by its names: unfolded, the wrapper folds."""
     return {
-        "fc1_weight": weights.fc1_weight,
-        "fc1_weight_sf": weights.fc1_weight_sf,
+        "w1_weight": weights.fc1_weight,
+        "w1_weight_sf": weights.fc1_weight_sf,
         "w1_alpha": weights.fc1_alpha / weights.fc1_divisor,
-        "fc2_weight": weights.fc2_weight,
-        "fc2_weight_sf": weights.fc2_weight_sf,
-        "fc2_alpha": weights.fc2_alpha,
+        "w2_weight": weights.fc2_weight,
+        "w2_weight_sf": weights.fc2_weight_sf,
+        "w2_alpha": weights.fc2_alpha,
         "input_global_scale": weights.fc1_divisor,
         "fc2_input_scale": weights.fc2_divisor,
     }

@@ -219,11 +219,7 @@ class B12xKernel(Kernel):
         return Workspace(id(self._plan), self._plan.scratch.nbytes())
 
     def run(
-        self,
-        x: torch.Tensor,
-        token_selected_experts: torch.Tensor,
-        token_final_scales: torch.Tensor,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         candidates = self._plan.candidates.get(x.shape[0])
         if candidates is None:
@@ -231,7 +227,7 @@ class B12xKernel(Kernel):
             raise ValueError(
                 f"no kernel is planned for {x.shape[0]} tokens, only for {planned}: plan() with a capacity that covers it"
             )
-        return self._launch(candidates[0], x, token_selected_experts, token_final_scales, out)
+        return self._launch(candidates[0], x, ids, router_weights, out)
 
     def _launch(
         self,

@@ -142,11 +142,7 @@ class GroupedKernel(JitKernel):
         return next(row for row in TABLE if tokens * g.top_k <= row.most * g.num_experts * g.ranks)
 
     def run(
-        self,
-        x: torch.Tensor,
-        token_selected_experts: torch.Tensor,
-        token_final_scales: torch.Tensor,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         tokens, g = x.shape[0], self.geometry
         if x.dtype != g.dtype or x.shape[1] != g.hidden_size:
@@ -154,9 +150,9 @@ class GroupedKernel(JitKernel):
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
         result = output(out, x, g.dtype, g.hidden_size)
-        ids = token_selected_experts.to(torch.int32).contiguous()
+        ids = ids.to(torch.int32).contiguous()
         with late.through_jit(g):
-            self._launch(aligned(x), ids, token_final_scales.to(torch.float32).contiguous(), result)
+            self._launch(aligned(x), ids, router_weights.to(torch.float32).contiguous(), result)
         return handed_back(out, result)
 
     def _launch(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, result: torch.Tensor) -> None:

@@ -174,8 +174,7 @@ class JitKernel(Kernel):
 
     @property
     def settled(self) -> bool:
-        tested: bool = self._plan.tested
-        return tested
+        return bool(self._plan.tested)
 
     @property
     def device(self) -> torch.device:

@@ -162,24 +162,20 @@ class TritonKernel(JitKernel):
     # ---- run ---------------------------------------------------------------------------------------------------------
 
     def run(
-        self,
-        x: torch.Tensor,
-        token_selected_experts: torch.Tensor,
-        token_final_scales: torch.Tensor,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         g = self.geometry
         if x.dtype != g.dtype or x.shape[1] != g.hidden_size:
             raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the kernel takes {g.hidden_size} columns of {g.dtype}")
-        return self._run(x, None, False, token_selected_experts, token_final_scales, out)
+        return self._run(x, None, False, ids, router_weights, out)
 
     def run_quantized(
         self,
         x: torch.Tensor,
         x_sf: torch.Tensor,
         swizzled: bool,
-        token_selected_experts: torch.Tensor,
-        token_final_scales: torch.Tensor,
+        ids: torch.Tensor,
+        router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tokens, hidden = x.shape[0], self.geometry.hidden_size
@@ -188,7 +184,7 @@ class TritonKernel(JitKernel):
         if x.shape[1] != hidden // 2 or x_sf.numel() < blocks:
             shapes = f"{tuple(x.shape)} bytes with {x_sf.numel()} scales"
             raise ValueError(f"x is {shapes}, the kernel takes {hidden // 2} bytes of FP4 a token and {blocks} scales")
-        return self._run(x, x_sf, swizzled, token_selected_experts, token_final_scales, out)
+        return self._run(x, x_sf, swizzled, ids, router_weights, out)
 
     def _run(
         self,
