@@ -136,8 +136,8 @@ class Layers:
         """The kernels and so many microseconds."""
 
         def added(run: measuring.Run) -> measuring.Run:
-            def both(x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> None:
-                run(x, ids, scales)
+            def both(x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> None:
+                run(x, ids, router_weights)
                 self.sleep(delay(x.shape[0]))
 
             return both
@@ -146,7 +146,7 @@ class Layers:
         return Path([added(kernel.run) for kernel in kernels], lambda n: n <= MOST, launches=kernels[0].launches)
 
     def alone(self, delay: Callable[[int], float]) -> Path:
-        run: measuring.Run = lambda x, ids, scales: self.sleep(delay(x.shape[0]))  # noqa: E731
+        run: measuring.Run = lambda x, ids, router_weights: self.sleep(delay(x.shape[0]))  # noqa: E731
         return Path([run] * _STACK, launches=int.bit_length)
 
     def sleep(self, microseconds: float) -> None:

@@ -27,9 +27,9 @@ from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.kernels import NEMOTRON_SUPER, QWEN3_30B, SMALL_RELU2, SMALL_SWIGLU, Shape
 from tests.integration.sm12x_on_hopper.problem import arguments, wrapper
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
-from trtllm_b12x.formats.nvfp4 import round_to_e4m3
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights, round_to_e4m3
 from trtllm_b12x.host.embedded.ops import block_scale_interleave
-from trtllm_b12x.kernels import Geometry, KernelWeights
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.b12x import B12xKernel
 from trtllm_b12x.schedule import crossover
 
@@ -44,7 +44,7 @@ def geometry(shape: Shape) -> Geometry:
     return Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
 
 
-def weights(shape: Shape) -> KernelWeights:
+def weights(shape: Shape) -> NVFP4Weights:
     """Tensors of the right sizes; every scale is 2**-6, so that nothing overflows."""
     rows, experts, hidden = (2 if shape.gated else 1) * shape.padded, shape.num_experts, shape.hidden_size
 
@@ -52,15 +52,15 @@ def weights(shape: Shape) -> KernelWeights:
         return mma_scale_view(torch.full((experts * height * width // 16,), 8, dtype=torch.uint8, device="cuda"), height, width)
 
     ones = torch.ones(experts, device="cuda")
-    return KernelWeights(
-        w1_weight=torch.randint(0, 255, (experts, rows, hidden // 2), dtype=torch.uint8, device="cuda"),
-        w1_weight_sf=scales(rows, hidden),
-        folded_w1_alpha=ones * 1e-3,
-        w2_weight=torch.randint(0, 255, (experts, hidden, shape.padded // 2), dtype=torch.uint8, device="cuda"),
-        w2_weight_sf=scales(hidden, shape.padded),
-        w2_alpha=ones * 1e-3,
-        fc2_input_scale=ones * 1e-3,
-        input_global_scale=ones * 1e-3,
+    return NVFP4Weights(
+        fc1_weight=torch.randint(0, 255, (experts, rows, hidden // 2), dtype=torch.uint8, device="cuda"),
+        fc1_weight_sf=scales(rows, hidden),
+        fc1_alpha=ones * 1e-3,
+        fc2_weight=torch.randint(0, 255, (experts, hidden, shape.padded // 2), dtype=torch.uint8, device="cuda"),
+        fc2_weight_sf=scales(hidden, shape.padded),
+        fc2_alpha=ones * 1e-3,
+        fc2_divisor=ones * 1e-3,
+        fc1_divisor=ones * 1e-3,
     )
 
 
@@ -70,7 +70,7 @@ def call(shape: Shape, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return x, ids, torch.full((tokens, shape.top_k), 1 / shape.top_k, device="cuda")
 
 
-def planned(shape: Shape, tensors: KernelWeights) -> B12xKernel:
+def planned(shape: Shape, tensors: NVFP4Weights) -> B12xKernel:
     kernel = B12xKernel()
     kernel.plan(geometry(shape), crossover(shape.top_k, [B12xKernel.features]) - 1, torch.device("cuda", 0))
     kernel.bind(tensors)
@@ -100,18 +100,18 @@ def count_launches(shape: Shape, tokens: int) -> dict[str, Any]:
     """Ours, and FlashInfer's wrapper given one input scale (its example) or one per expert."""
     tensors = weights(shape)
     kernel = planned(shape, tensors)
-    x, ids, scales = call(shape, tokens)
+    x, ids, router_weights = call(shape, tokens)
     long = ids.long()
     plain = wrapper(shape, "cuda", crossover(shape.top_k, [B12xKernel.features]) - 1)
     given = arguments(tensors)
     one = {**given, "input_global_scale": given["input_global_scale"][:1], "fc2_input_scale": given["fc2_input_scale"][:1]}
-    named = {"x": x, "token_selected_experts": ids, "token_final_scales": scales}
+    named = {"x": x, "token_selected_experts": ids, "token_final_scales": router_weights}
     return {
         "layer": shape.name,
         "tokens": tokens,
         "served by": kernel._plan.candidates[tokens][0].kind.name,
-        "ours": launches(lambda: kernel.run(x, ids, scales)),
-        "ours, int64 ids": launches(lambda: kernel.run(x, long, scales)),
+        "ours": launches(lambda: kernel.run(x, ids, router_weights)),
+        "ours, int64 ids": launches(lambda: kernel.run(x, long, router_weights)),
         "B12xMoEWrapper.run, one scale per expert": launches(lambda: plain.run(**named, **given)),
         "B12xMoEWrapper.run, one scale": launches(lambda: plain.run(**named, **one)),
     }
@@ -142,7 +142,7 @@ def memory(shape: Shape) -> dict[str, Any]:
         "weights of a layer": sum(t.untyped_storage().nbytes() for t in tensors.tensors().values()),
         "padding of a layer": round(
             (1 - shape.intermediate_size / shape.padded)
-            * sum(t.nbytes for name, t in tensors.tensors().items() if name.startswith(("w1_weight", "w2_weight")))
+            * sum(t.nbytes for name, t in tensors.tensors().items() if name.startswith(("fc1_weight", "fc2_weight")))
         ),
         "ours, one layer": one,
         "ours, all layers": one + more,
@@ -172,22 +172,22 @@ def preparation(shape: Shape) -> dict[str, Any]:
     """From the host's tensors to what a kernel binds: ours, and the peers' (vLLM PR 48536: block scales times
     ``weight_scale_2``, rounded to E4M3 again, interleaved anew)."""
     tensors = weights(shape)
-    halves = {"w1": tensors.w1_weight_sf, "w2": tensors.w2_weight_sf}
-    rows = {"w1": tensors.w1_weight.shape[1], "w2": shape.hidden_size}
+    halves = {"w1": tensors.fc1_weight_sf, "w2": tensors.fc2_weight_sf}
+    rows = {"w1": tensors.fc1_weight.shape[1], "w2": shape.hidden_size}
     columns = {"w1": shape.hidden_size, "w2": shape.padded}
 
     def ours() -> Any:
         return [mma_scale_view(sf.permute(5, 2, 4, 0, 1, 3), rows[name], columns[name]) for name, sf in halves.items()], [
-            tensors.input_global_scale.reciprocal(),
-            tensors.fc2_input_scale.reciprocal(),
+            tensors.fc1_divisor.reciprocal(),
+            tensors.fc2_divisor.reciprocal(),
         ]
 
     def peers() -> Any:
         made = []
         for name, sf in halves.items():
-            baked = round_to_e4m3(plain_scales(sf).float() * tensors.w1_alpha.view(-1, 1, 1)).view(torch.uint8)
+            baked = round_to_e4m3(plain_scales(sf).float() * tensors.fc1_weight_scale_2.view(-1, 1, 1)).view(torch.uint8)
             made.append(mma_scale_view(block_scale_interleave(baked), rows[name], columns[name]))
-        return made, [tensors.input_global_scale.clone(), tensors.fc2_input_scale.clone()]
+        return made, [tensors.fc1_divisor.clone(), tensors.fc2_divisor.clone()]
 
     found: dict[str, Any] = {"layer": shape.name}
     for name, prepare in (("ours", ours), ("peers", peers)):
@@ -232,7 +232,7 @@ def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
     backend = layers.load(module, tensors).backend
     kernel = backend.kernel
     assert isinstance(kernel, B12xKernel), backend.verdict
-    x, ids, scales = call(shape, tokens)
+    x, ids, router_weights = call(shape, tokens)
     out = torch.empty_like(x)
     candidate = kernel._plan.candidates[tokens][0]
     real: Any = candidate.launch
@@ -242,13 +242,13 @@ def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
     scratch, table = kernel._plan.scratch, kernel._tables[False]
     bound = kernel._bound[candidate.kind.name]
     runs: dict[str, Callable[[], Any]] = {
-        "the launch alone": lambda: launch(bound, scratch, table, kernel.weights.input_scales, x, ids, scales, out),
-        "run_moe": lambda: layers.run_moe(backend, x, ids, scales, moe_output=out),
-        "run_moe, output allocated": lambda: layers.run_moe(backend, x, ids, scales),
+        "the launch alone": lambda: launch(bound, scratch, table, kernel.weights.input_scales, x, ids, router_weights, out),
+        "run_moe": lambda: layers.run_moe(backend, x, ids, router_weights, moe_output=out),
+        "run_moe, output allocated": lambda: layers.run_moe(backend, x, ids, router_weights),
     }
     if not stubbed:
         plain, given = wrapper(shape, "cuda", kernel.capacity), arguments(kernel.weights)
-        named = {"x": x, "token_selected_experts": ids, "token_final_scales": scales}
+        named = {"x": x, "token_selected_experts": ids, "token_final_scales": router_weights}
         runs["B12xMoEWrapper.run"] = lambda: plain.run(**named, **given)
     for run in runs.values():
         run()

@@ -107,18 +107,20 @@ def measure(
         for routing in ("random", "skewed"):
             if time.monotonic() > deadline:
                 return found
-            x, _, scales = random_call(geometry, count, whole.num_experts, "cuda")
+            x, _, router_weights = random_call(geometry, count, whole.num_experts, "cuda")
             skewed = routing == "skewed"
             calls = [
                 (i, routes(whole, count, i * 97 + turn, skewed).cuda()) for turn in range(_PER_LAYER) for i in range(len(layers))
             ]
             error = math.nan
             if count <= MOST_CHECKED and not skewed:
-                error = distance(kernels[0].run(x, calls[0][1], scales), layers[0].expected(x, calls[0][1], scales))
+                error = distance(
+                    kernels[0].run(x, calls[0][1], router_weights), layers[0].expected(x, calls[0][1], router_weights)
+                )
             hit = statistics.mean(int(ids[ids < geometry.num_experts].unique().numel()) for _, ids in calls)
 
-            def run(calls: Any = calls, x: Any = x, scales: Any = scales) -> list[torch.Tensor]:
-                return [kernels[i].run(x, ids, scales) for i, ids in calls]
+            def run(calls: Any = calls, x: Any = x, router_weights: Any = router_weights) -> list[torch.Tensor]:
+                return [kernels[i].run(x, ids, router_weights) for i, ids in calls]
 
             seconds = graph_seconds(run) / len(calls)
             size = hit * expert_bytes(geometry)
@@ -135,7 +137,7 @@ def measure(
                 size / seconds / clock / kernels[0].build.card.multiprocessors,
                 FLOORS.get(name, {}).get(count) if label == "TP1" and routing == "random" else None,
                 2 if kernels[0].build.step(count).inline else 3,
-                host_microseconds(functools.partial(kernels[0].run, x, calls[0][1], scales)),
+                host_microseconds(functools.partial(kernels[0].run, x, calls[0][1], router_weights)),
                 error,
                 str(kernels[0].build.step(count).tiles),
             )

@@ -72,17 +72,19 @@ def measure(name: str, bandwidth: float) -> list[Line]:
         yardstick.plan(geometry, max(counts), torch.device("cuda"))
         yardstick.bind(weights[0])
         for tokens in counts:
-            x, _, scales = mxfp8.random_call(geometry, tokens, device="cuda")
+            x, _, router_weights = mxfp8.random_call(geometry, tokens, device="cuda")
             places = [i for _ in range(_PER_LAYER if tokens <= 64 else 1) for i in range(LAYERS)]
             calls = [(i, routes(geometry, tokens, seed).cuda()) for seed, i in enumerate(places)]
 
-            def run(calls: Any = calls, x: Any = x, scales: Any = scales, kernels: Any = kernels) -> list[torch.Tensor]:
-                return [kernels[i].run(x, ids, scales) for i, ids in calls]
+            def run(
+                calls: Any = calls, x: Any = x, router_weights: Any = router_weights, kernels: Any = kernels
+            ) -> list[torch.Tensor]:
+                return [kernels[i].run(x, ids, router_weights) for i, ids in calls]
 
             seconds = graph_seconds(run, replays=3) / len(calls)
             ids = calls[0][1]
-            expected = yardstick.run(x, ids, scales, out=torch.zeros(x.shape, device="cuda"))
-            error = float((kernels[0].run(x, ids, scales).float() - expected).norm() / expected.norm())
+            expected = yardstick.run(x, ids, router_weights, out=torch.zeros(x.shape, device="cuda"))
+            error = float((kernels[0].run(x, ids, router_weights).float() - expected).norm() / expected.norm())
             hit = statistics.mean(int(ids.unique().numel()) for _, ids in calls)
             line = Line(
                 name,

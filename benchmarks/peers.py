@@ -194,18 +194,18 @@ def measured_flashinfer(
         weights = random_layer(padded, "cuda", seed).kernel_weights()
         made.append((wrapper(shape, "cuda", max(tokens)), arguments(weights)))
 
-    def call(i: int, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def call(i: int, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
         layer, given = made[i]
-        result: torch.Tensor = layer.run(x=x, token_selected_experts=ids, token_final_scales=scales, **given)
+        result: torch.Tensor = layer.run(x=x, token_selected_experts=ids, token_final_scales=router_weights, **given)
         return result
 
     found = []
     for count in tokens:
-        x, _, scales = random_call(padded, count, device="cuda")
+        x, _, router_weights = random_call(padded, count, device="cuda")
         calls = [(i, routes(geometry, count, i * 97 + turn).cuda()) for turn in range(2) for i in range(layers)]
 
-        def run(calls: Any = calls, x: Any = x, scales: Any = scales) -> list[torch.Tensor]:
-            return [call(i, x, ids, scales) for i, ids in calls]
+        def run(calls: Any = calls, x: Any = x, router_weights: Any = router_weights) -> list[torch.Tensor]:
+            return [call(i, x, ids, router_weights) for i, ids in calls]
 
         line = {"tokens": count, "us": 1e6 * graph_seconds(run) / len(calls)}
         print(f"flashinfer, {geometry}: {line}", flush=True)

@@ -89,8 +89,8 @@ def calls(kernel: B12xKernel, tokens: int, seed: int) -> list[tuple[torch.Tensor
     for _ in range(BATCH):
         x = torch.randn(tokens, g.hidden_size, device="cuda", generator=generator).to(torch.bfloat16)
         ids = torch.rand(tokens, g.num_experts, device="cuda", generator=generator).argsort(1)[:, : g.top_k].int().contiguous()
-        scales = torch.softmax(torch.randn(tokens, g.top_k, device="cuda", generator=generator), 1)
-        made.append((x, ids, scales))
+        router_weights = torch.softmax(torch.randn(tokens, g.top_k, device="cuda", generator=generator), 1)
+        made.append((x, ids, router_weights))
     return made
 
 

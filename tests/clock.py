@@ -43,9 +43,9 @@ class Clock:
 
     def _call(self, paths: dict[str, Path], geometry: Any, draw: Any, tokens: int) -> None:
         x = torch.randn(tokens, geometry.hidden_size, generator=torch.Generator().manual_seed(tokens)).to(geometry.dtype)
-        ids, scales = draw(tokens, 0, tokens == 8)
+        ids, router_weights = draw(tokens, 0, tokens == 8)
         for layer in range(self.layers):
-            results = {name: path.runs[layer](x, ids, scales).float() for name, path in paths.items()}
+            results = {name: path.runs[layer](x, ids, router_weights).float() for name, path in paths.items()}
             for result in results.values():
                 gap = float((result - results[HOST]).norm() / results[HOST].norm())
                 self.largest_gap = max(self.largest_gap, gap)

@@ -129,7 +129,7 @@ def run_moe(
     backend: Any,
     x: Any,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    router_weights: torch.Tensor,
     x_sf: torch.Tensor | None = None,
     *,
     is_sf_swizzled: bool = True,
@@ -139,7 +139,7 @@ def run_moe(
     """``backend.run_moe`` in the form of this host's generation."""
     if host.has_get_moe_cls:
         result: torch.Tensor = backend.run_moe(
-            x, ids, scales, x_sf, is_sf_swizzled=is_sf_swizzled, output_dtype=output_dtype, moe_output=moe_output
+            x, ids, router_weights, x_sf, is_sf_swizzled=is_sf_swizzled, output_dtype=output_dtype, moe_output=moe_output
         )
         return result
     records = importlib.import_module(f"{host.create_moe.__package__}.impl_contract")
@@ -147,7 +147,7 @@ def run_moe(
         input_sf_swizzled=is_sf_swizzled, enable_alltoall=False, moe_output=moe_output, payload_in_workspace=False
     )
     context = records.MoERunContext(
-        token_selected_experts=ids, token_final_scales=scales, x=x, x_sf=x_sf, output_dtype=output_dtype, comm_plan=plan
+        token_selected_experts=ids, token_final_scales=router_weights, x=x, x_sf=x_sf, output_dtype=output_dtype, comm_plan=plan
     )
     return backend.run_moe(context, workspace=None)
 

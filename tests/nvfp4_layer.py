@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_b12x.kernels import Epilogue, Geometry, InputScales, KernelWeights
+from trtllm_b12x.formats.epilogue import Epilogue
+from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.strict_reference.nvfp4 import decode_fp4
 
 INPUT_SCALE = (0.0123, 0.00045)
@@ -38,7 +40,7 @@ class Layer:
     """``(E,)`` float32."""
     epilogue: Epilogue
 
-    def kernel_weights(self, one_for_all: bool = True) -> KernelWeights:
+    def kernel_weights(self, one_for_all: bool = True) -> NVFP4Weights:
         """
         Args:
             one_for_all: experts have one input scale of FC1 in common; of FC2 each has its own.
@@ -51,29 +53,29 @@ class Layer:
         divisors = torch.empty_like(self.scale_1), torch.empty_like(self.scale_1)
         inputs = InputScales(fc31_input_scale, fc2_input_scale, self.up_to_gate, *divisors)
         inputs.derive()
-        return KernelWeights(
-            w1_weight=self.w1,
-            w1_weight_sf=interleaved(self.s1),
-            folded_w1_alpha=self.scale_1 * fc1,
-            w2_weight=self.w2,
-            w2_weight_sf=interleaved(self.s2),
-            w2_alpha=self.scale_2 * fc2,
-            fc2_input_scale=inputs.fc2_divisor,
-            input_global_scale=inputs.fc1_divisor,
+        return NVFP4Weights(
+            fc1_weight=self.w1,
+            fc1_weight_sf=interleaved(self.s1),
+            fc1_alpha=self.scale_1 * fc1,
+            fc2_weight=self.w2,
+            fc2_weight_sf=interleaved(self.s2),
+            fc2_alpha=self.scale_2 * fc2,
+            fc2_divisor=inputs.fc2_divisor,
+            fc1_divisor=inputs.fc1_divisor,
             input_scales=inputs,
             epilogue=self.epilogue,
         )
 
-    def expected(self, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def expected(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, first: int = 0) -> torch.Tensor:
         """float32 ``(tokens, H)``."""
         g, extra = self.geometry, self.epilogue
         result = torch.zeros(x.shape[0], g.hidden_size, device=x.device)
         local = ids.long() - first
         for e in local[(local >= 0) & (local < g.num_experts)].unique().tolist():
             token, slot = (local == e).nonzero(as_tuple=True)
-            weight = scales[token, slot].float().unsqueeze(1)
+            weight = router_weights[token, slot].float().unsqueeze(1)
             fc1 = x[token].float() @ (dequantized(self.w1[e], self.s1[e]) * self.scale_1[e]).T
-            bias = extra.w1_bias[e].float() if extra.w1_bias is not None else torch.zeros(fc1.shape[1], device=x.device)
+            bias = extra.fc1_bias[e].float() if extra.fc1_bias is not None else torch.zeros(fc1.shape[1], device=x.device)
             if g.gated:
                 up, gate = fc1.chunk(2, dim=1)
                 up = up * self.up_to_gate[e]
@@ -82,8 +84,8 @@ class Layer:
             else:
                 inner = plain(g.activation, fc1 + bias)
             fc2 = inner @ (dequantized(self.w2[e], self.s2[e]) * self.scale_2[e]).T
-            if extra.w2_bias is not None:
-                fc2 = fc2 + extra.w2_bias[e].float()
+            if extra.fc2_bias is not None:
+                fc2 = fc2 + extra.fc2_bias[e].float()
             result.index_add_(0, token, fc2 * weight)
         return result
 
@@ -147,8 +149,8 @@ def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, ratio: 
 
     up_to_gate = 0.5 + uniform(g.num_experts) if ratio and g.gated else torch.ones(g.num_experts, device=device)
     extra = Epilogue(
-        w1_bias=(uniform(g.num_experts, rows) - 0.5).to(g.bias) if g.bias else None,
-        w2_bias=(uniform(g.num_experts, g.hidden_size) - 0.5).to(g.bias) if g.bias else None,
+        fc1_bias=(uniform(g.num_experts, rows) - 0.5).to(g.bias) if g.bias else None,
+        fc2_bias=(uniform(g.num_experts, g.hidden_size) - 0.5).to(g.bias) if g.bias else None,
         **(
             {
                 "swiglu_alpha": torch.full((g.num_experts,), 1.702, device=device),
@@ -177,8 +179,8 @@ def random_call(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, geometry.hidden_size, generator=generator).to(dtype)
     ids = torch.rand(tokens, experts or geometry.num_experts, generator=generator).argsort(1)[:, : geometry.top_k].int()
-    scales = torch.softmax(torch.randn(tokens, geometry.top_k, generator=generator), 1)
-    return x.to(device), ids.contiguous().to(device), scales.to(device)
+    router_weights = torch.softmax(torch.randn(tokens, geometry.top_k, generator=generator), 1)
+    return x.to(device), ids.contiguous().to(device), router_weights.to(device)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

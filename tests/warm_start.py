@@ -183,8 +183,8 @@ def late() -> None:
 
                 x, out = (given(tokens * 128, torch.bfloat16).view(tokens, 128) for _ in range(2))
                 for ids in (torch.int32, torch.int64):
-                    for scales in (torch.float32, torch.bfloat16):
-                        kernel.run(x, given(2 * tokens, ids).view(-1, 2), given(2 * tokens, scales).view(-1, 2), out)
+                    for router_weights in (torch.float32, torch.bfloat16):
+                        kernel.run(x, given(2 * tokens, ids).view(-1, 2), given(2 * tokens, router_weights).view(-1, 2), out)
         found: dict[str, Any] = {"by calls": compiles.compiles(), "frozen": {}}
         for name, dtype in (("NVFP4", torch.float16), ("MXFP8", torch.float32)):
             with settings.FREEZE.set("1"):

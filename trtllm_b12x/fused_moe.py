@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from . import formats, kernels, log, registry, settings, votes
-from . import host as _host
+from . import formats, host, kernels, log, registry, settings, votes
 from .carried import Carried
 from .crossover import deciding
 from .decision import RejectReason, Resolution
@@ -376,15 +375,15 @@ def layer_class() -> type[Promoted]:
     Raises:
         UnsupportedHostError: see :func:`trtllm_b12x.host.load`.
     """
-    host = _host.load()
-    return _host.derive(
+    trtllm = host.load()
+    return host.derive(
         f"{__name__}:FlashInferNvfp4Sm12xFusedMoE",
         Promoted,
-        host.Layer,
-        host.CutlassFusedMoE,
-        hosts_class=host.CutlassFusedMoE,
-        _quantized=host.Fp4QuantizedTensor,
-        _is_tuning=staticmethod(host.is_tuning),
+        trtllm.Layer,
+        trtllm.CutlassFusedMoE,
+        hosts_class=trtllm.CutlassFusedMoE,
+        _quantized=trtllm.Fp4QuantizedTensor,
+        _is_tuning=staticmethod(trtllm.is_tuning),
     )
 
 

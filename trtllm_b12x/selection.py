@@ -14,8 +14,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from . import bootstrap, environment, log, registry, settings, unserved, votes
-from . import host as _host
+from . import bootstrap, environment, host, log, registry, settings, unserved, votes
 from .decision import Problem, RejectReason, Resolution, Verdict, decide
 from .host import Host, autotuner, patches, questions
 
@@ -32,8 +31,8 @@ def install() -> None:
     """
     if settings.ENABLED() == "0":
         return
-    if not _host.installed():
-        patch(_host.load().create_moe)
+    if not host.installed():
+        patch(host.load().create_moe)
         return
     _turn_on()
     bootstrap.start()
@@ -146,8 +145,8 @@ def _adapter() -> Host | None:
         if _refused:
             return None
         try:
-            return _host.load()
-        except _host.UnsupportedHostError as error:
+            return host.load()
+        except host.UnsupportedHostError as error:
             _refused = str(error)
             _give_back()  # nothing of ours was answered yet
             log.logger.warning("%s; the host's own classes run (trtllm-b12x doctor shows what differs)", error)
@@ -194,8 +193,8 @@ def _promoting(get_moe_cls: Any) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         moe_cls = get_moe_cls(*args, **kwargs)
         try:
-            host = _adapter()
-            return moe_cls if host is None else _class_for(host, moe_cls, args, kwargs)
+            trtllm = _adapter()
+            return moe_cls if trtllm is None else _class_for(trtllm, moe_cls, args, kwargs)
         except Exception as error:
             refuse(error)
             return moe_cls
@@ -206,11 +205,11 @@ def _promoting(get_moe_cls: Any) -> Any:
 def _resolving(resolve_moe_cls: Any) -> Any:
     @functools.wraps(resolve_moe_cls)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        host = None
+        trtllm = None
         try:
-            host = _adapter()
-            if host is not None and host.leaves:
-                _join(host)
+            trtllm = _adapter()
+            if trtllm is not None and trtllm.leaves:
+                _join(trtllm)
         except Exception as error:
             refuse(error)
         try:
@@ -219,7 +218,7 @@ def _resolving(resolve_moe_cls: Any) -> Any:
             found = None
             with suppress(Exception):
                 model_config = args[0] if args else kwargs.get("model_config")
-                found = host and unserved.class_for(host, _resolve, model_config, kwargs.get("override_quant_config"))
+                found = trtllm and unserved.class_for(trtllm, _resolve, model_config, kwargs.get("override_quant_config"))
             if found is None:
                 raise
             return found
@@ -227,8 +226,8 @@ def _resolving(resolve_moe_cls: Any) -> Any:
     return wrapper
 
 
-def _join(host: Host) -> None:
-    resolution, joined = host.tables(_our_class())
+def _join(trtllm: Host) -> None:
+    resolution, joined = trtllm.tables(_our_class())
     with patches.lock:
         for name, table in joined.items():
             patches.put(resolution, name, table)
@@ -251,11 +250,11 @@ def _to_be_built(resolution: Resolution) -> bool:
     return any(_SAID_BY_THE_LAYER.issuperset(verdict.reasons) for _, verdict in resolution.verdicts)
 
 
-def _class_for(host: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    moe_cls = _without_broken_b12x(moe_cls, host)
+def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    moe_cls = _without_broken_b12x(moe_cls, trtllm)
     model_config = args[0] if args else kwargs.get("model_config")
     question = questions.of_model(model_config, args[1] if len(args) > 1 else kwargs.get("override_quant_config"))
-    if question is None or (moe_cls is not host.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
+    if question is None or (moe_cls is not trtllm.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
         return moe_cls
     verdict = _resolve(question)
     if moe_cls.__name__ == _NAMED_BY_MODELS:
@@ -281,17 +280,17 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         if call is None:
             return create_moe_backend(*args, **kwargs)
         asked = call.arguments["moe_cls"]
-        otherwise, host = getattr(asked, "hosts_class", asked), None
+        otherwise, trtllm = getattr(asked, "hosts_class", asked), None
         try:
-            host = _adapter()
-            moe_cls, verdict = (otherwise, None) if host is None else _backend_for(host, call)
+            trtllm = _adapter()
+            moe_cls, verdict = (otherwise, None) if trtllm is None else _backend_for(trtllm, call)
             ours = moe_cls if _is_ours(moe_cls) else None
         except Exception as error:
             refuse(error)
             moe_cls, verdict, ours = otherwise, None, None
         call.arguments["moe_cls"] = moe_cls
         try:
-            with patches.known_as_cutlass(names, None if host is None or host.leaves else ours):
+            with patches.known_as_cutlass(names, None if trtllm is None or trtllm.leaves else ours):
                 module = create_moe_backend(*call.args, **call.kwargs)
         except Exception as error:
             if ours is None:
@@ -310,25 +309,25 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
     return wrapper
 
 
-def _backend_for(host: Host, call: inspect.BoundArguments) -> tuple[Any, Resolution | None]:
+def _backend_for(trtllm: Host, call: inspect.BoundArguments) -> tuple[Any, Resolution | None]:
     """The class to build, and the verdict on the layer if it is one of CUTLASS's."""
     asked, model_config = call.arguments["moe_cls"], call.arguments.get("model_config")
-    moe_cls = _without_broken_b12x(asked, host)
+    moe_cls = _without_broken_b12x(asked, trtllm)
     promoted_before = _is_ours(asked)
-    if not promoted_before and not any(moe_cls is cutlass for cutlass in (host.CutlassFusedMoE, *host.leaves)):
+    if not promoted_before and not any(moe_cls is cutlass for cutlass in (trtllm.CutlassFusedMoE, *trtllm.leaves)):
         return moe_cls, None
     verdict = _resolve(questions.of_call(_flat(call), quantization=not promoted_before))
     ours = _to_be_built(verdict)
     # Where the class is chosen first, yes or no was said already; elsewhere the host's answer is CutlassFusedMoE.
-    if ours and (promoted_before or not host.chooses_first):
+    if ours and (promoted_before or not trtllm.chooses_first):
         if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
             _warn_of_trtllm(model_config)
         return _our_class(), verdict
     if ours:
         return moe_cls, None  # somebody named the host's class
-    if promoted_before or not host.has_get_moe_cls:
+    if promoted_before or not trtllm.has_get_moe_cls:
         log.announce(verdict, "MoE layer", _rank(model_config))
-    return (host.CutlassFusedMoE if promoted_before else moe_cls), verdict
+    return (trtllm.CutlassFusedMoE if promoted_before else moe_cls), verdict
 
 
 def _flat(call: inspect.BoundArguments) -> dict[str, Any]:
@@ -361,7 +360,7 @@ def _has_no_kernel_here(moe_cls: type) -> bool:
     return named and not settings.KEEP_BACKEND() and environment.probe().sm in (120, 121)
 
 
-def _without_broken_b12x(moe_cls: Any, host: Host) -> Any:
+def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:
     """CUTLASS in place of the host's own b12x class where the payload gate says that its kernels will not compile."""
     if getattr(moe_cls, "__name__", "") not in _HOSTS_B12X or settings.KEEP_BACKEND():
         return moe_cls
@@ -370,4 +369,4 @@ def _without_broken_b12x(moe_cls: Any, host: Host) -> Any:
     if not rejections:
         return moe_cls
     log.announce(Resolution((("b12x", Verdict(rejections)),)), f"moe_backend CUTEDSL ({moe_cls.__name__})")
-    return host.CutlassFusedMoE
+    return trtllm.CutlassFusedMoE

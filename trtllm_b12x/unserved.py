@@ -13,14 +13,14 @@ BACKENDS = ("CUTLASS", "AUTO", "TRTLLM")
 """Settings that are meant to find whatever serves; other names mean one backend."""
 
 
-def class_for(host: Host, resolve: Callable[[questions.Question], Resolution], model_config: Any, override: Any) -> Any:
+def class_for(trtllm: Host, resolve: Callable[[questions.Question], Resolution], model_config: Any, override: Any) -> Any:
     """The host's class that ours is built in place of, where kernels of ours serve every call; else None, and a line says why.
 
     Args:
         resolve: of :mod:`trtllm_b12x.selection`.
         override: the layer's quantization, where it has one of its own.
     """
-    if host.leaves or str(getattr(model_config, "moe_backend", "")).upper() not in BACKENDS:
+    if trtllm.leaves or str(getattr(model_config, "moe_backend", "")).upper() not in BACKENDS:
         return None
     question = questions.of_model(model_config, override)
     row = formats.find(question[0].quant_algo or "") if question is not None else None
@@ -28,6 +28,6 @@ def class_for(host: Host, resolve: Callable[[questions.Question], Resolution], m
         return None
     verdict = resolve(question)
     if verdict.served:
-        return host.CutlassFusedMoE
+        return trtllm.CutlassFusedMoE
     log.announce(verdict, f"{row.name} experts", 0)
     return None

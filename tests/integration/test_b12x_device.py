@@ -61,10 +61,10 @@ def built(gated: bool = True, seed: int = 0, **arguments: Any) -> tuple[Any, dic
 
 
 def drawn(module: Any, tokens: int, tensors: dict[str, torch.Tensor], seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """x, ids and scales on the GPU."""
+    """x, ids and router weights on the GPU."""
     x, logits = layers.inputs(module, tokens, tensors, seed)
-    ids, scales = module.routing_method.apply(logits)
-    return x.cuda(), ids.cuda(), scales.cuda()
+    ids, router_weights = module.routing_method.apply(logits)
+    return x.cuda(), ids.cuda(), router_weights.cuda()
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -358,13 +358,13 @@ def test_an_id_of_no_expert_touches_nothing(gated: bool, dtype: torch.dtype) -> 
     reference.bind(module.backend.kernel.weights)
     ids_of_no_expert = [E, E + 1, 1 << 20, 2**31 - 1, -1, -(2**31)] + ([2**32, -(2**40)] if dtype is torch.int64 else [])
     for tokens in (1, 4, 8, 16, 63):
-        x, ids, scales = drawn(module, tokens, tensors)
-        untouched = layers.run_moe(module.backend, x, ids, scales)
+        x, ids, router_weights = drawn(module, tokens, tensors)
+        untouched = layers.run_moe(module.backend, x, ids, router_weights)
         for bad in ids_of_no_expert:
             given = ids.to(dtype)
             given[-1, 1] = bad
-            result = layers.run_moe(module.backend, x, given, scales)
-            assert distance(result, reference.run(x, given, scales)) <= 0.02, (tokens, bad)
+            result = layers.run_moe(module.backend, x, given, router_weights)
+            assert distance(result, reference.run(x, given, router_weights)) <= 0.02, (tokens, bad)
             if tokens > 1:
                 assert distance(result[:-1], untouched[:-1]) <= (ATOMIC if tokens == 8 else 0)
         torch.cuda.synchronize()
@@ -470,14 +470,14 @@ def soak(ep: int, calls: int) -> int:
         if kind == "remote":  # on rank 1 of 2: experts of rank 0
             ids = ids % (E // ep)
         ids = ids.to(rng.choice((torch.int32, torch.int64)))
-        scales = torch.softmax(torch.randn(tokens, TOP_K, device="cuda"), 1)
+        router_weights = torch.softmax(torch.randn(tokens, TOP_K, device="cuda"), 1)
         bad = None
         if kind == "not a number" and tokens:
             bad = rng.randrange(tokens)
             x = x.clone()
             x[bad, rng.randrange(H)] = rng.choice((torch.inf, -torch.inf, torch.nan))
         out = outputs[:tokens]
-        result = layers.run_moe(module.backend, x, ids, scales, moe_output=out)
+        result = layers.run_moe(module.backend, x, ids, router_weights, moe_output=out)
         assert result.data_ptr() == out.data_ptr()
         good = torch.ones(tokens, dtype=torch.bool, device="cuda")
         if bad is not None:
@@ -489,7 +489,7 @@ def soak(ep: int, calls: int) -> int:
             if kind == "remote" and ep == 2:
                 assert not result.any()
             elif tokens:
-                expected = reference.run(x, ids, scales)
+                expected = reference.run(x, ids, router_weights)
                 error = (result - expected).float()[good].norm() / expected.float()[good].norm().clamp(min=1e-30)
                 assert not good.any() or float(error) <= 0.02, (call, kind, tokens, float(error))
         outputs.fill_(torch.nan)

@@ -56,14 +56,14 @@ def dense(module: Any, first: int) -> Run:
     weights, experts = backend.schedule.kernels[0].weights, range(geometry.num_experts)
     assert weights.input_scales is not None
     scales = (
-        weights.folded_w1_alpha * weights.input_scales.fc31_input_scale,
-        weights.w2_alpha * weights.input_scales.fc2_input_scale,
+        weights.fc1_alpha * weights.input_scales.fc31_input_scale,
+        weights.fc2_alpha * weights.input_scales.fc2_input_scale,
     )
     w1, w2 = (
         torch.stack([(dequantized(weight, sf, e) * scale[e]).bfloat16() for e in experts])
         for weight, sf, scale in (
-            (weights.w1_weight, weights.w1_weight_sf, scales[0]),
-            (weights.w2_weight, weights.w2_weight_sf, scales[1]),
+            (weights.fc1_weight, weights.fc1_weight_sf, scales[0]),
+            (weights.fc2_weight, weights.fc2_weight_sf, scales[1]),
         )
     )
     size = geometry.intermediate_size
@@ -121,9 +121,9 @@ def test_the_choice_is_the_best_of_a_later_measurement(name: str) -> None:
     print(f"\n{name}: {len(made)} layers, {seconds:.2f} s, {first.counts}, {split.summary}")
     assert seconds <= BUDGET_S
     x = torch.randn(5, geometry.hidden_size, device="cuda").bfloat16()
-    ids, scales = draw(5, 1, False)
+    ids, router_weights = draw(5, 1, False)
     assert ids.max() >= geometry.num_experts or geometry.ranks == 1
-    results = [path.runs[0](x, ids, scales).float() for path in both.values()]
+    results = [path.runs[0](x, ids, router_weights).float() for path in both.values()]
     assert float((results[0] - results[1]).norm() / results[0].norm()) < 0.02
     counts = [tokens for tokens in AFTERWARDS if both["triton"].serves(tokens)]
     worst = {}
@@ -155,7 +155,7 @@ def test_two_measurements_agree() -> None:
 
 def test_a_path_that_is_made_fast_is_chosen_everywhere() -> None:
     made, geometry, draw = built(SHAPES["64 experts, top 8"])
-    fast: Callable[..., Any] = lambda x, ids, scales: x.clone()  # noqa: E731
+    fast: Callable[..., Any] = lambda x, ids, router_weights: x.clone()  # noqa: E731
     both = families(made) | {HOST: Path([fast] * len(made))}
     split, seconds = searched(both, geometry, draw)
     print(f"\n{seconds:.2f} s, {split.summary}")
@@ -181,17 +181,17 @@ def test_a_layer_measures_once_outside_capture_and_keeps_it(
     made, geometry, draw = built(SHAPES["64 experts, top 8"])
     backends = [module.backend for module in made]
     before = torch.cuda.get_rng_state()
-    ids, scales = draw(4, 0, False)
+    ids, router_weights = draw(4, 0, False)
     x = torch.randn(4, geometry.hidden_size, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        captured = backends[0].run_moe(x, ids, scales, output_dtype=x.dtype)
+        captured = backends[0].run_moe(x, ids, router_weights, output_dtype=x.dtype)
     assert not measured
     graph.replay()
     expected = captured.clone()
     for backend in backends:
-        assert torch.equal(backend.run_moe(x, ids, scales, output_dtype=x.dtype), expected) == (backend is backends[0])
+        assert torch.equal(backend.run_moe(x, ids, router_weights, output_dtype=x.dtype), expected) == (backend is backends[0])
     print(f"\n{len(measured)} measurement, {measured[0].spent:.2f} s, {backends[0].schedule.split.summary}")
     assert len(measured) == 1
     assert measured[0].spent <= deciding.UNTUNED_S  # whatever the embedded host's operator takes
@@ -207,7 +207,7 @@ def test_a_layer_measures_once_outside_capture_and_keeps_it(
         assert (served is None) == (winner(paths) is None)
     process.forget()
     again, _, _ = built(SHAPES["64 experts, top 8"])
-    again[0].backend.run_moe(x, ids, scales, output_dtype=x.dtype)
+    again[0].backend.run_moe(x, ids, router_weights, output_dtype=x.dtype)
     assert len(measured) == 1
     assert again[0].backend.schedule.split.source == "stored"
     assert caplog.text.count("measured in") == 1
@@ -216,7 +216,7 @@ def test_a_layer_measures_once_outside_capture_and_keeps_it(
     file.write_text(json.dumps(content))
     process.forget()
     other, _, _ = built(SHAPES["64 experts, top 8"])
-    other[0].backend.run_moe(x, ids, scales, output_dtype=x.dtype)
+    other[0].backend.run_moe(x, ids, router_weights, output_dtype=x.dtype)
     assert len(measured) == 2
     assert "of another card (name)" in caplog.text
 

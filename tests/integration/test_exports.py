@@ -105,10 +105,10 @@ def test_the_judge_agrees_with_the_model_itself(make: Any, tmp_path: Path) -> No
     layer = checkpoint.layers[0]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, layer.hidden_size, generator=generator).bfloat16()
-    scales, ids = torch.randn(20, layer.num_experts, generator=generator).softmax(-1).topk(layer.top_k)
+    router_weights, ids = torch.randn(20, layer.num_experts, generator=generator).softmax(-1).topk(layer.top_k)
     with torch.no_grad():
-        theirs = experts.float()(x.float(), ids, scales)
-    call = strict_reference.Call(x, ids, scales)
+        theirs = experts.float()(x.float(), ids, router_weights)
+    call = strict_reference.Call(x, ids, router_weights)
     arithmetics = [strict_reference.Arithmetic.UNQUANTIZED]
     ((ours,),) = strict_reference.outputs(checkpoint.weights(layer), layer.num_experts, layer.gated, [call], arithmetics)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-3

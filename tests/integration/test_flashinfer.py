@@ -11,8 +11,8 @@ import torch
 from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout, convert_sf_to_mma_layout, get_mma_sf_shape
 
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.host import embedded as host
-from trtllm_b12x.kernels import KernelWeights
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 
@@ -37,8 +37,8 @@ def test_scale_view(experts: int, rows: int, columns: int) -> None:
 def test_the_kernel_takes_our_tensors_by_these_names() -> None:
     parameters = inspect.signature(flashinfer.B12xMoEWrapper.run).parameters
     # Two are derived from the one, and it has none of the other.
-    given = {field.name for field in dataclasses.fields(KernelWeights)} - {"input_scales", "epilogue"}
-    ours = {"w1_alpha" if name == "folded_w1_alpha" else name for name in given}
+    given = {field.name for field in dataclasses.fields(NVFP4Weights)} - {"input_scales", "epilogue"}
+    ours = {"w1_alpha" if name == "fc1_alpha" else name for name in given}
     assert ours == {name for name in parameters if name.startswith(("w1_", "w2_", "fc2_", "input_"))}
     assert {"x", "token_selected_experts", "token_final_scales"} <= set(parameters)
 

@@ -86,14 +86,14 @@ def test_a_rank_of_several(kind: Kind) -> None:
     for first in (0, 16):
         kernel, yardstick = planned(kind, geometry, weights, first), reference(kind, geometry, weights, first)
         for tokens in (1, 9, 63):
-            x, ids, scales = mxfp8.random_call(geometry, tokens, experts=24, device=CUDA)
+            x, ids, router_weights = mxfp8.random_call(geometry, tokens, experts=24, device=CUDA)
             ids[0, 0] = -1
-            wanted = expected(yardstick, (x, ids, scales))
-            found = kernel.run(x, ids.long(), scales.bfloat16().float())
+            wanted = expected(yardstick, (x, ids, router_weights))
+            found = kernel.run(x, ids.long(), router_weights.bfloat16().float())
             usable = wanted.any(1)
             assert not found[~usable].any()
             if usable.any():
-                assert distance(found[usable], expected(yardstick, (x, ids, scales.bfloat16().float()))[usable]) < BOUND
+                assert distance(found[usable], expected(yardstick, (x, ids, router_weights.bfloat16().float()))[usable]) < BOUND
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -102,18 +102,18 @@ def test_reruns_graphs_and_neighbors(kind: Kind) -> None:
     geometry = Geometry(32, 4, 512, 256, "Swiglu")
     kernel = planned(kind, geometry, mxfp8.random_weights(geometry, CUDA))
     for tokens in (3, 63, *((900,) if kind is GroupedKernel else ())):
-        x, ids, scales = mxfp8.random_call(geometry, tokens, device=CUDA)
-        first = kernel.run(x, ids, scales)
-        assert torch.equal(kernel.run(x, ids, scales), first)
+        x, ids, router_weights = mxfp8.random_call(geometry, tokens, device=CUDA)
+        first = kernel.run(x, ids, router_weights)
+        assert torch.equal(kernel.run(x, ids, router_weights), first)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = kernel.run(x, ids, scales)
+            kept = kernel.run(x, ids, router_weights)
         for _ in range(3):
             kept.fill_(torch.nan)
             graph.replay()
             assert torch.equal(kept, first)
         x[-1] = torch.nan
-        found = kernel.run(x, ids, scales)
+        found = kernel.run(x, ids, router_weights)
         assert torch.equal(found[:-1], first[:-1])
         assert found[-1].isnan().all()
 
@@ -123,15 +123,15 @@ def test_every_scale(kind: Kind) -> None:
     """E8M0 from 2**-127 on; 255 is NaN."""
     geometry = Geometry(2, 1, 128, 128, "Relu2")
     weights = mxfp8.random_weights(geometry, CUDA)
-    x, _, scales = mxfp8.random_call(geometry, 4, device=CUDA)
+    x, _, router_weights = mxfp8.random_call(geometry, 4, device=CUDA)
     ids = torch.tensor([[0], [1], [0], [1]], dtype=torch.int32, device=CUDA)
     kernel = planned(kind, geometry, weights)
     # What Triton multiplies as bfloat16 takes 2**-127 for zero.
     for byte in (*((0,) if kind is TritonMXFP8Kernel else ()), 1, 30, 100, 140, 255):
-        weights.w1_weight_sf[..., 1].fill_(127)
-        weights.w2_weight_sf[..., 1].fill_(byte)
-        found = kernel.run(x, ids, scales)[1::2].float()
-        wanted = expected(reference(kind, geometry, weights), (x, ids, scales))[1::2]
+        weights.fc1_weight_sf[..., 1].fill_(127)
+        weights.fc2_weight_sf[..., 1].fill_(byte)
+        found = kernel.run(x, ids, router_weights)[1::2].float()
+        wanted = expected(reference(kind, geometry, weights), (x, ids, router_weights))[1::2]
         if byte == 255:
             assert found.isnan().all()
         else:
@@ -164,11 +164,11 @@ def test_a_refit_while_a_graph_holds_the_layer() -> None:
     module, other = built(first, 192), built(second, 192)
     x = torch.randn(8, 512, device="cuda").bfloat16()
     ids = torch.rand(8, 16, device="cuda").topk(4, dim=1).indices.int()
-    scales = torch.rand(8, 4, device="cuda")
-    wanted = layers.run_moe(other.backend, x, ids, scales)
+    router_weights = torch.rand(8, 4, device="cuda")
+    wanted = layers.run_moe(other.backend, x, ids, router_weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = layers.run_moe(module.backend, x, ids, scales)
+        kept = layers.run_moe(module.backend, x, ids, router_weights)
     graph.replay()
     assert not torch.equal(kept, wanted)
     layers.load(module, second)

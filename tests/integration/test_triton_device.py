@@ -74,14 +74,14 @@ def test_a_rank_of_several(ids_type: torch.dtype, scales_type: torch.dtype) -> N
     layer = random_layer(Geometry(8, 4, 512, 256, "Relu2", ranks=4), "cuda")
     kernels = {first: planned(layer, first, 63) for first in (0, 24)}
     for tokens in (1, 9, 63):
-        x, ids, scales = random_call(layer.geometry, tokens, experts=32, device="cuda")
-        ids, scales = ids.to(ids_type), scales.to(scales_type)
+        x, ids, router_weights = random_call(layer.geometry, tokens, experts=32, device="cuda")
+        ids, router_weights = ids.to(ids_type), router_weights.to(scales_type)
         ids[0, 0] = -1
         ids[-1] = 31
         for first, kernel in kernels.items():
             out = torch.full_like(x, torch.nan)
-            kernel.run(x, ids, scales, out=out)
-            expected = layer.expected(x, ids, scales, first)
+            kernel.run(x, ids, router_weights, out=out)
+            expected = layer.expected(x, ids, router_weights, first)
             assert not out[(expected == 0).all(1)].any()
             assert not expected.any() or distance(out, expected) < BOUND
 
@@ -105,15 +105,15 @@ def test_input_that_arrives_quantized(swizzled: bool) -> None:
     layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu"), "cuda")
     kernel = planned(layer, capacity=160)
     for tokens in (1, 8, 130):
-        x, ids, scales = random_call(layer.geometry, tokens, device="cuda")
-        assert distance(kernel.run(x, ids, scales), layer.expected(x, ids, scales)) < BOUND
+        x, ids, router_weights = random_call(layer.geometry, tokens, device="cuda")
+        assert distance(kernel.run(x, ids, router_weights), layer.expected(x, ids, router_weights)) < BOUND
         codes = torch.randint(0, 16, (tokens, 512), dtype=torch.uint8, device="cuda")
         sf = (torch.rand(tokens, 32, device="cuda") * 100).to(torch.float8_e4m3fn)
         magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda")[(codes & 7).long()]
         values = torch.where(codes >= 8, -magnitude, magnitude) * sf.float().repeat_interleave(16, 1) * INPUT_SCALE[0]
         given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
-        found = kernel.run_quantized(pack_fp4(codes), given, swizzled, ids, scales)
-        assert distance(found, layer.expected(values, ids, scales)) < BOUND
+        found = kernel.run_quantized(pack_fp4(codes), given, swizzled, ids, router_weights)
+        assert distance(found, layer.expected(values, ids, router_weights)) < BOUND
 
 
 @triton.jit
@@ -150,12 +150,12 @@ def test_reruns_and_tokens_apart(swiglu: Layer, overlap: bool) -> None:
         pytest.skip("no programmatic dependent launch")
     kernel = planned(swiglu, overlap=overlap)
     for tokens in TOKENS:
-        x, ids, scales = random_call(swiglu.geometry, tokens, device="cuda")
-        first = kernel.run(x, ids, scales)
+        x, ids, router_weights = random_call(swiglu.geometry, tokens, device="cuda")
+        first = kernel.run(x, ids, router_weights)
         for _ in range(20):
-            assert torch.equal(kernel.run(x, ids, scales), first)
-        assert torch.equal(kernel.run(x, ids.long(), scales), first)  # sorted by a launch of its own
-        marked, weights = x.clone(), scales.clone()
+            assert torch.equal(kernel.run(x, ids, router_weights), first)
+        assert torch.equal(kernel.run(x, ids.long(), router_weights), first)  # sorted by a launch of its own
+        marked, weights = x.clone(), router_weights.clone()
         marked[tokens // 2, 3], weights[-1, 0] = torch.nan, torch.inf
         after = kernel.run(marked, ids, weights)
         others = torch.ones(tokens, dtype=torch.bool, device="cuda")
@@ -205,9 +205,9 @@ def test_nothing_is_compiled_after_the_plan(swiglu: Layer) -> None:
     functions = (products.route_kernel, products.fc1_kernel, products.fc2_kernel)
     before = [len(function.device_caches[0][0]) for function in functions]
     for tokens in range(1, 81):
-        x, ids, scales = random_call(swiglu.geometry, tokens, device="cuda")
+        x, ids, router_weights = random_call(swiglu.geometry, tokens, device="cuda")
         for given in (ids, ids.long()):
-            for weights in (scales, scales.bfloat16()):
+            for weights in (router_weights, router_weights.bfloat16()):
                 kernel.run(x, given, weights)
     assert [len(function.device_caches[0][0]) for function in functions] == before
 

@@ -36,11 +36,11 @@ def test_what_only_cutlass_does(
     seen: dict[str, Any] = {}
     run_moe = host.CutlassFusedMoE.run_moe
 
-    def spy(self: Any, x: Any, ids: Any, scales: Any, **kwargs: Any) -> torch.Tensor:
+    def spy(self: Any, x: Any, ids: Any, router_weights: Any, **kwargs: Any) -> torch.Tensor:
         seen.update(kwargs, x=x)
         for name in set(kwargs) - set(inspect.signature(run_moe).parameters):  # another generation's
             kwargs.pop(name)
-        result: torch.Tensor = run_moe(self, x, ids, scales, **kwargs)
+        result: torch.Tensor = run_moe(self, x, ids, router_weights, **kwargs)
         return result
 
     monkeypatch.setattr(host.CutlassFusedMoE, "run_moe", spy)
@@ -48,11 +48,11 @@ def test_what_only_cutlass_does(
     if arguments.keys() & {"enable_alltoall"} & inspect.signature(run_moe).parameters.keys():
         arguments = {**arguments, **TUNED}
     x, logits = layers.inputs(module, 5, tensors)
-    ids, scales = module.routing_method.apply(logits)
+    ids, router_weights = module.routing_method.apply(logits)
     ids[4, 0] = 6  # the host's padding id: num_slots
     passed, sf = module.backend.quantize_input(x, post_quant_comm=False)
     with verification._kernel_calls(module.backend) as count:
-        result = module.backend.run_moe(passed, ids, scales, sf, output_dtype=torch.bfloat16, **arguments)
+        result = module.backend.run_moe(passed, ids, router_weights, sf, output_dtype=torch.bfloat16, **arguments)
     assert count() == 0
     assert seen["x"].dtype is torch.uint8
     assert seen["x_sf"] is not None
@@ -118,9 +118,11 @@ def test_scales_given_with_the_input(layer: tuple[Any, dict[str, torch.Tensor]])
     module, tensors = layer
     x, logits = layers.inputs(module, 6, tensors)
     packed, sf = fp4_quantize(x, module.backend.fc31_input_scale, 16, False, False)
-    ids, scales = module.routing_method.apply(logits)
+    ids, router_weights = module.routing_method.apply(logits)
     with verification._kernel_calls(module.backend) as count:
-        result = module.backend.run_moe(packed, ids, scales, sf.view(6, -1), is_sf_swizzled=False, output_dtype=torch.bfloat16)
+        result = module.backend.run_moe(
+            packed, ids, router_weights, sf.view(6, -1), is_sf_swizzled=False, output_dtype=torch.bfloat16
+        )
     assert count() == 0
     assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
 
@@ -129,8 +131,8 @@ def test_scales_given_with_the_input(layer: tuple[Any, dict[str, torch.Tensor]])
 def test_ids_of_either_width(layer: tuple[Any, dict[str, torch.Tensor]], dtype: torch.dtype) -> None:
     module, tensors = layer
     x, logits = layers.inputs(module, 5, tensors)
-    ids, scales = module.routing_method.apply(logits)
-    assert layers.errors(module, x, logits, module.backend.run_moe(x, ids.to(dtype), scales), tensors)[1] < 0.005
+    ids, router_weights = module.routing_method.apply(logits)
+    assert layers.errors(module, x, logits, module.backend.run_moe(x, ids.to(dtype), router_weights), tensors)[1] < 0.005
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -142,11 +144,11 @@ def test_ids_of_nobody_are_unrouted(padding: int, dtype: torch.dtype) -> None:
     backend = layers.load(layers.create(6, 128, 320, mapping=mapping), tensors).backend
     x = layers.inputs(backend, 40, tensors)[0]
     ids = torch.stack([torch.randperm(3)[:2] for _ in range(40)]).to(dtype) + 3
-    scales = torch.rand(40, 2)
+    router_weights = torch.rand(40, 2)
     ids[::3, 1] = padding
-    without = torch.where(ids == padding, torch.zeros_like(scales), scales)
+    without = torch.where(ids == padding, torch.zeros_like(router_weights), router_weights)
     valid = torch.where(ids == padding, torch.full_like(ids, 3), ids)
-    assert torch.equal(backend.run_moe(x, ids, scales), backend.run_moe(x, valid, without))
+    assert torch.equal(backend.run_moe(x, ids, router_weights), backend.run_moe(x, valid, without))
 
 
 def test_multi_token_prediction_multiplies_the_tokens(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:

@@ -299,10 +299,10 @@ def test_a_router_that_needs_more_than_logits_is_done_without(clock: Clock, monk
 
     monkeypatch.setattr(routing, "apply", fails)
     without = draw(6, 1, False)
-    for ids, scales in (with_router, without):
-        assert ids.shape == scales.shape == (6, 2)
+    for ids, router_weights in (with_router, without):
+        assert ids.shape == router_weights.shape == (6, 2)
         assert ids.dtype == torch.int32
-        assert scales.dtype == torch.float32
+        assert router_weights.dtype == torch.float32
         assert all(len(set(row)) == 2 for row in ids.tolist())
     assert torch.equal(with_router[0], without[0])
     busiest = [sum(int(draw(64, seed, skewed)[0].flatten().bincount().max()) for seed in range(9)) for skewed in (False, True)]

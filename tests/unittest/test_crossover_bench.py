@@ -28,7 +28,7 @@ class Machine:
         self.draws: list[tuple[int, int, bool]] = []
 
     def path(self, seconds: Callable[[int], float], captured: bool = True, **named: Any) -> Path:
-        def run(x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> None:
+        def run(x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> None:
             tokens = x.shape[0]
             self.now += CAPTURE_S if self.capturing else max(LAUNCH_S, seconds(tokens))
             self.replayed += seconds(tokens)

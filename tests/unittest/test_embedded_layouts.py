@@ -125,10 +125,10 @@ def test_the_host_splits_at_half_of_the_padded_rows(size: int) -> None:
     assert module.w3_w1_weight.shape[1] == -(-2 * size // 128) * 128
     x = torch.randn(8, 128).bfloat16()
     ids = torch.tensor([[0, 1]] * 8, dtype=torch.int32)
-    scales = torch.full((8, 2), 0.5)
+    router_weights = torch.full((8, 2), 0.5)
     packed, sf = module.quantize_input(x, post_quant_comm=False)
-    result = module.run_moe(packed, ids, scales, sf, output_dtype=torch.bfloat16).float()
-    call = strict_reference.Call(x, ids, scales)
+    result = module.run_moe(packed, ids, router_weights, sf, output_dtype=torch.bfloat16).float()
+    call = strict_reference.Call(x, ids, router_weights)
     (expected,) = strict_reference.outputs(tensors, 2, True, [call], [strict_reference.Arithmetic.NONE])[0]
     error = float((result - expected).norm() / expected.norm())
     assert error < 0.06 if size == 128 else error > 0.5
@@ -149,9 +149,9 @@ def test_unquantized_experts() -> None:
     module.post_load_weights()
     x = torch.randn(5, 64)
     ids = torch.tensor([[1, 0]] * 5)
-    scales = torch.rand(5, 2)
-    result = module.run_moe(*module.quantize_input(x)[:1], ids, scales)
-    call = strict_reference.Call(x, ids, scales)
+    router_weights = torch.rand(5, 2)
+    result = module.run_moe(*module.quantize_input(x)[:1], ids, router_weights)
+    call = strict_reference.Call(x, ids, router_weights)
     (expected,) = strict_reference.outputs(plain, 2, True, [call], [strict_reference.Arithmetic.NONE])[0]
     torch.testing.assert_close(result, expected)
 

@@ -56,13 +56,13 @@ def test_a_layer_on_both_sides_of_the_crossover(mapping: dict[str, int], caplog:
     assert isinstance(backend.kernel, toy_format.ToyKernel)
     for tokens in (1, 63, 64, 200):
         x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
-        ids, scales = module.routing_method.apply(torch.randn(tokens, 4, generator=torch.Generator().manual_seed(tokens)))
+        ids, router_weights = module.routing_method.apply(torch.randn(tokens, 4, generator=torch.Generator().manual_seed(tokens)))
         served = backend.schedule.at(tokens) is not None
         assert served == (tokens < 64)
         rank = set(backend.initial_local_expert_ids)
         local = torch.where(torch.isin(ids, torch.tensor(sorted(rank))), ids, -1)
-        ((expected,),) = outputs(tensors, 4, True, [Call(x, local, scales)], [Arithmetic.UNQUANTIZED], quant_algo="FP8")
-        result = layers.run_moe(backend, x, ids, scales)
+        ((expected,),) = outputs(tensors, 4, True, [Call(x, local, router_weights)], [Arithmetic.UNQUANTIZED], quant_algo="FP8")
+        result = layers.run_moe(backend, x, ids, router_weights)
         assert relative(result, expected) < (0.004 if served else 0.01)
     assert "1 of 1 MoE layers on triton, decode below 64 tokens (FP8)" in caplog.text
     assert trtllm_b12x.status().formats == {"FP8": 1}

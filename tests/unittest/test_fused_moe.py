@@ -81,16 +81,16 @@ def test_the_scheduler_may_see_other_token_counts_in_quantize_input_and_run_moe(
     module, tensors = layer
     backend = module.backend
     x, logits = layers.inputs(module, 80, tensors)
-    ids, scales = module.routing_method.apply(logits)
+    ids, router_weights = module.routing_method.apply(logits)
     small, _ = backend.quantize_input(x[:40], post_quant_comm=False)
     assert small.dtype is torch.bfloat16
     for swizzled in (True, False):
-        grown = layers.run_moe(backend, x, ids, scales, None, is_sf_swizzled=swizzled, output_dtype=torch.bfloat16)
+        grown = layers.run_moe(backend, x, ids, router_weights, None, is_sf_swizzled=swizzled, output_dtype=torch.bfloat16)
         assert layers.errors(module, x, logits, grown, tensors)[0] < 0.05
     packed, sf = backend.quantize_input(x, post_quant_comm=False)
     assert packed.dtype is torch.uint8
     with verification._kernel_calls(backend) as count:
-        layers.run_moe(backend, packed[:4], ids[:4], scales[:4], sf, output_dtype=torch.bfloat16)
+        layers.run_moe(backend, packed[:4], ids[:4], router_weights[:4], sf, output_dtype=torch.bfloat16)
     assert count() == 0  # already quantized: CUTLASS
 
 
@@ -106,11 +106,11 @@ def test_moe_output_is_written_and_returned(layer: tuple[Any, dict[str, torch.Te
     module, tensors = layer
     for tokens in (4, 70):
         x, logits = layers.inputs(module, tokens, tensors)
-        ids, scales = module.routing_method.apply(logits)
+        ids, router_weights = module.routing_method.apply(logits)
         quantized, sf = module.backend.quantize_input(x, post_quant_comm=False)
         for dtype in (torch.bfloat16, torch.float32):
             buffer = torch.full((tokens, 128), float("nan"), dtype=dtype)
-            result = layers.run_moe(module.backend, quantized, ids, scales, sf, output_dtype=dtype, moe_output=buffer)
+            result = layers.run_moe(module.backend, quantized, ids, router_weights, sf, output_dtype=dtype, moe_output=buffer)
             assert result is buffer
             assert layers.errors(module, x, logits, buffer, tensors)[0] < 0.05
 
@@ -118,9 +118,9 @@ def test_moe_output_is_written_and_returned(layer: tuple[Any, dict[str, torch.Te
 def test_output_dtype_is_honored_and_outputs_are_never_shared(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
     module, tensors = layer
     x, logits = layers.inputs(module, 3, tensors)
-    ids, scales = module.routing_method.apply(logits)
+    ids, router_weights = module.routing_method.apply(logits)
     dtypes = (None, torch.bfloat16, torch.float32, torch.float16)
-    results = [layers.run_moe(module.backend, x, ids, scales, output_dtype=dtype) for dtype in dtypes]
+    results = [layers.run_moe(module.backend, x, ids, router_weights, output_dtype=dtype) for dtype in dtypes]
     assert [r.dtype for r in results] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16]
     assert len({r.data_ptr() for r in results}) == 4
     assert torch.equal(results[0], results[1])
@@ -204,11 +204,11 @@ def test_what_is_refused_behaves_as_the_host_to_the_bit(arguments: dict[str, Any
     ]
     x = torch.randn(3, arguments["hidden_size"]).to(arguments.get("dtype", torch.bfloat16))
     ids = torch.randint(0, 4, (3, arguments.get("top_k", 2)), dtype=torch.int32)
-    scales = torch.rand(ids.shape)
+    router_weights = torch.rand(ids.shape)
     results = []
     for module in (backend, parent):
         quantized, sf = module.quantize_input(x, post_quant_comm=False)
-        results.append(layers.run_moe(module, quantized, ids, scales, sf, output_dtype=x.dtype))
+        results.append(layers.run_moe(module, quantized, ids, router_weights, sf, output_dtype=x.dtype))
     assert torch.equal(*results)
 
 
@@ -257,9 +257,9 @@ def test_weights_created_anew_for_another_quantization(layer: tuple[Any, dict[st
     plain |= {f"{e}.w2.weight": torch.randn(128, 192).bfloat16() for e in range(6)}
     backend.load_weights([plain])
     backend.post_load_weights()
-    x, ids, scales = torch.randn(3, 128).bfloat16(), torch.randint(0, 6, (3, 3), dtype=torch.int32), torch.rand(3, 3)
+    x, ids, router_weights = torch.randn(3, 128).bfloat16(), torch.randint(0, 6, (3, 3), dtype=torch.int32), torch.rand(3, 3)
     with verification._kernel_calls(backend) as count:
-        assert layers.run_moe(backend, x, ids, scales, output_dtype=torch.bfloat16).isfinite().all()
+        assert layers.run_moe(backend, x, ids, router_weights, output_dtype=torch.bfloat16).isfinite().all()
     assert count() == 0
 
 
@@ -279,9 +279,9 @@ def test_a_fault_in_a_call_is_the_hosts_to_answer_and_said_once(
         raise ZeroDivisionError("in the kernel")
 
     module.backend.kernel.run = broken
-    ids, scales = module.routing_method.apply(logits)
+    ids, router_weights = module.routing_method.apply(logits)
     buffer = torch.full((5, 128), float("nan"), dtype=torch.bfloat16)
-    result = layers.run_moe(module.backend, x, ids, scales, output_dtype=torch.bfloat16, moe_output=buffer)
+    result = layers.run_moe(module.backend, x, ids, router_weights, output_dtype=torch.bfloat16, moe_output=buffer)
     assert result is buffer
     assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
     assert torch.equal(module(x, logits), result)
@@ -297,13 +297,13 @@ def test_an_error_that_is_the_hosts_too_stays_the_hosts(layer: tuple[Any, dict[s
     module, tensors = layer
     plain = layers.load(layers.create(6, 128, 192, top_k=3, promote=False), tensors)
     x, logits = layers.inputs(module, 5, tensors)
-    ids, scales = module.routing_method.apply(logits)
+    ids, router_weights = module.routing_method.apply(logits)
     small = torch.empty(4, 128, dtype=torch.bfloat16)  # too small for the call
     errors = []
     for backend in (module.backend, plain.backend):
         given, sf = backend.quantize_input(x, post_quant_comm=False)
         with pytest.raises((RuntimeError, ValueError, TypeError, IndexError)) as raised:
-            layers.run_moe(backend, given, ids, scales, sf, output_dtype=torch.bfloat16, moe_output=small)
+            layers.run_moe(backend, given, ids, router_weights, sf, output_dtype=torch.bfloat16, moe_output=small)
         errors.append((raised.type, str(raised.value)))
     assert errors[0] == errors[1]
     assert module.backend.kernel is not None  # the call was wrong, not the kernel

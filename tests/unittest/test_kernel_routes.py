@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from trtllm_b12x.kernels import InputScales, routes
+from trtllm_b12x.formats.nvfp4 import InputScales
+from trtllm_b12x.kernels import routes
 
 EXPERTS, FIRST = 16, 32
 IDS = [32, 47, 33, 31, 48, -1, 2**31 - 1, -(2**31), 32, 33]
@@ -23,7 +24,7 @@ HELD = [True, True, True, False, False, False, False, False, True, True]
 def on(device: str) -> dict[str, list[list[float]]]:
     """Both kernels on :data:`IDS`, for every pair of types, and once on an id that 32 bits would make another's."""
     found: dict[str, list[list[float]]] = {}
-    scales = torch.arange(1, len(IDS) + 1, device=device) / 8
+    router_weights = torch.arange(1, len(IDS) + 1, device=device) / 8
     for unrouted in (-1, 0):
         table = routes.Table(FIRST, EXPERTS, unrouted)
         for ids_type in (torch.int32, torch.int64):
@@ -33,11 +34,11 @@ def on(device: str) -> dict[str, list[list[float]]]:
                     ids[3] = FIRST + 2**32
                 out = torch.full((4, len(IDS)), -7, dtype=torch.int32, device=device)
                 floats = out[1].view(torch.float32)
-                routes.prepare(table, ids, scales.to(scales_type), (out[0], floats))
+                routes.prepare(table, ids, router_weights.to(scales_type), (out[0], floats))
                 prepared = [out[0].tolist(), floats.tolist(), table.local(ids).tolist()]
                 if unrouted == 0:
                     used = out[0, :1]
-                    routes.compact(table, ids, scales.to(scales_type), (out[2], out[3], used, floats))
+                    routes.compact(table, ids, router_weights.to(scales_type), (out[2], out[3], used, floats))
                     prepared += [out[2].tolist(), out[3].tolist(), used.tolist(), floats.tolist()]
                 found[f"{unrouted} {ids_type} {scales_type}"] = prepared
     return found
@@ -47,7 +48,7 @@ def divisors_on(device: str) -> dict[str, list[list[float]]]:
     """Both kernels' divisors of more experts than a block has, and what torch makes of the same input scales."""
     experts, found = 1100, {}
     ratio = torch.rand(experts, device=device) + 0.5
-    ids, scales = torch.zeros(8, dtype=torch.int32, device=device), torch.ones(8, device=device)
+    ids, router_weights = torch.zeros(8, dtype=torch.int32, device=device), torch.ones(8, device=device)
     for fc2 in (torch.tensor(3.7, device=device), torch.rand(experts, device=device) + 0.1):
         derived = InputScales(torch.tensor(0.037, device=device), fc2, ratio, *torch.zeros(2, experts, device=device))
         given = (derived.fc1_divisor, derived.fc2_divisor)
@@ -55,8 +56,8 @@ def divisors_on(device: str) -> dict[str, list[list[float]]]:
         floats = torch.empty(8, device=device)
         results = []
         for launch in (
-            lambda: routes.prepare(table, ids, scales, (out[0], floats), derived),  # noqa: B023
-            lambda: routes.compact(table, ids, scales, (out[0], out[1], out[2, :1], floats), derived),  # noqa: B023
+            lambda: routes.prepare(table, ids, router_weights, (out[0], floats), derived),  # noqa: B023
+            lambda: routes.compact(table, ids, router_weights, (out[0], out[1], out[2, :1], floats), derived),  # noqa: B023
             derived.derive,
         ):
             for divisor in given:
@@ -89,17 +90,17 @@ def test_divisors_are_derived_in_the_same_launch() -> None:
 def test_routes_outside_the_table_become_unrouted_ones() -> None:
     found = in_triton("on")
     assert len(found) == 12
-    for name, (ids, scales, in_torch, *compacted) in found.items():
+    for name, (ids, router_weights, in_torch, *compacted) in found.items():
         unrouted = int(name.split()[0])
         expected = [i - FIRST if held else unrouted for i, held in zip(IDS, HELD, strict=True)]
         assert ids == in_torch == expected, name
-        assert scales == [(at + 1) / 8 if held else 0 for at, held in enumerate(HELD)]
+        assert router_weights == [(at + 1) / 8 if held else 0 for at, held in enumerate(HELD)]
         if compacted:
             numbers, experts, (used,), scales_again = compacted
             assert used == 3  # 0, which is also what the others became, 15 and 1
             assert experts[:3] == [0, 15, 1]
             assert [experts[int(number)] for number in numbers] == expected
-            assert scales_again == scales
+            assert scales_again == router_weights
 
 
 @pytest.mark.parametrize("ids", [[[0, 5, 9], [4, -1, 3]], [[2**31 - 1, 4, 7], [8, 0, -5]]])

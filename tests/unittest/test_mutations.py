@@ -13,8 +13,8 @@ import torch
 from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x.checkpoint import Checkpoint
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
+from trtllm_b12x.formats.nvfp4 import InputScales
 from trtllm_b12x.host import embedded
-from trtllm_b12x.kernels import InputScales
 from trtllm_b12x.quantization import nvfp4 as quantization
 from trtllm_b12x.verification import Case, LayerReport, Tolerances, verify_layer
 
@@ -41,7 +41,7 @@ def alpha_without_the_input_scale(patch: pytest.MonkeyPatch) -> None:
 
     def kernel_weights(self: Any, module: Any) -> Any:
         weights = original(self, module)
-        return dataclasses.replace(weights, folded_w1_alpha=weights.w1_alpha)
+        return dataclasses.replace(weights, fc1_alpha=weights.fc1_weight_scale_2)
 
     patch.setattr(Method, "kernel_weights", kernel_weights)
 
@@ -87,13 +87,13 @@ def baked_block_scales(patch: pytest.MonkeyPatch) -> None:
         def interleaved(plain: torch.Tensor) -> Any:
             return embedded.block_scale_interleave(plain.view(torch.uint8)).numpy()
 
-        fc2_scale = weights.fc2_input_scale
+        fc2_scale = weights.fc2_divisor
         return dataclasses.replace(
             weights,
-            w1_weight_sf=baked(weights.w1_weight_sf, weights.w1_alpha),
-            folded_w1_alpha=weights.input_global_scale.expand(weights.w1_alpha.shape).contiguous(),
-            w2_weight_sf=baked(weights.w2_weight_sf, weights.w2_alpha / fc2_scale),
-            w2_alpha=fc2_scale.clone(),
+            fc1_weight_sf=baked(weights.fc1_weight_sf, weights.fc1_weight_scale_2),
+            fc1_alpha=weights.fc1_divisor.expand(weights.fc1_weight_scale_2.shape).contiguous(),
+            fc2_weight_sf=baked(weights.fc2_weight_sf, weights.fc2_alpha / fc2_scale),
+            fc2_alpha=fc2_scale.clone(),
         )
 
     patch.setattr(Method, "kernel_weights", kernel_weights)

@@ -35,10 +35,10 @@ def test_numbers(gated: bool, tokens: int) -> None:
     layer = built(weights, gated)
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     logits = torch.randn(tokens, EXPERTS, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    ids, scales = layer.routing_method.apply(logits)
+    ids, router_weights = layer.routing_method.apply(logits)
     found = layer(x, logits)
     arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.KERNEL
-    [[expected]] = outputs(weights, EXPERTS, gated, [Call(x, ids, scales)], [arithmetic], quant_algo="MXFP8")
+    [[expected]] = outputs(weights, EXPERTS, gated, [Call(x, ids, router_weights)], [arithmetic], quant_algo="MXFP8")
     assert float((found.float() - expected).norm() / expected.norm()) < 0.005
 
 

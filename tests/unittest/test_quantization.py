@@ -46,12 +46,12 @@ def test_the_kernel_reads_the_host_storage_and_nothing_else(gated: bool) -> None
     backend, _ = built(192, gated)
     weights = backend.kernel.weights
     own = {
-        "w1_weight": backend.w3_w1_weight,
-        "w1_weight_sf": backend.w3_w1_weight_scale,
-        "w2_weight": backend.w2_weight,
-        "w2_weight_sf": backend.w2_weight_scale,
-        "folded_w1_alpha": backend.fc31_alpha,
-        "w2_alpha": backend.fc2_alpha,
+        "fc1_weight": backend.w3_w1_weight,
+        "fc1_weight_sf": backend.w3_w1_weight_scale,
+        "fc2_weight": backend.w2_weight,
+        "fc2_weight_sf": backend.w2_weight_scale,
+        "fc1_alpha": backend.fc31_alpha,
+        "fc2_alpha": backend.fc2_alpha,
     }
     for name, parameter in own.items():
         view = getattr(weights, name)
@@ -66,12 +66,12 @@ def test_exact_scale_map() -> None:
     weights = backend.kernel.weights
     fc1 = max(float(tensors[f"{e}.w1.input_scale"]) for e in range(3))
     fc2 = max(float(tensors[f"{e}.w2.input_scale"]) for e in range(3))
-    assert weights.input_global_scale.tolist() == pytest.approx([fc1] * 3, rel=2e-7)
+    assert weights.fc1_divisor.tolist() == pytest.approx([fc1] * 3, rel=2e-7)
     for e in range(3):
-        assert weights.w1_alpha[e].item() == pytest.approx(float(tensors[f"{e}.w1.weight_scale_2"]), rel=5e-7)
-        assert weights.fc2_input_scale[e].item() == pytest.approx(fc2, rel=2e-7)
-        assert weights.w2_alpha[e].item() == pytest.approx(float(tensors[f"{e}.w2.weight_scale_2"]) * fc2, rel=5e-7)
-        scales = plain_scales(weights.w1_weight_sf)[e].view(torch.uint8)
+        assert weights.fc1_weight_scale_2[e].item() == pytest.approx(float(tensors[f"{e}.w1.weight_scale_2"]), rel=5e-7)
+        assert weights.fc2_divisor[e].item() == pytest.approx(fc2, rel=2e-7)
+        assert weights.fc2_alpha[e].item() == pytest.approx(float(tensors[f"{e}.w2.weight_scale_2"]) * fc2, rel=5e-7)
+        scales = plain_scales(weights.fc1_weight_sf)[e].view(torch.uint8)
         assert torch.equal(scales[:192], tensors[f"{e}.w3.weight_scale"].view(torch.uint8))
         assert torch.equal(scales[256 : 256 + 192], tensors[f"{e}.w1.weight_scale"].view(torch.uint8))
 
@@ -116,9 +116,9 @@ def test_a_copy_and_a_moved_layer() -> None:
         assert copied.kernel is None
         assert backend.kernel is not None
         loaded = layers.load(copied, tensors)
-        assert loaded.kernel.weights.w1_weight.data_ptr() == loaded.w3_w1_weight.data_ptr()
+        assert loaded.kernel.weights.fc1_weight.data_ptr() == loaded.w3_w1_weight.data_ptr()
     module._apply(torch.clone)
-    assert backend.kernel.weights.w1_weight.data_ptr() == backend.w3_w1_weight.data_ptr()
+    assert backend.kernel.weights.fc1_weight.data_ptr() == backend.w3_w1_weight.data_ptr()
 
 
 def test_one_half_at_a_time() -> None:
@@ -138,7 +138,7 @@ def test_reload_keeps_every_storage() -> None:
     other = random_experts(3, 128, 192, seed=9, up_to_gate=2.0)
     layers.load(backend, other)
     assert {name: t.data_ptr() for name, t in backend.kernel.weights.tensors().items()} == before
-    assert backend.kernel.weights.w1_alpha[0].item() == pytest.approx(float(other["0.w1.weight_scale_2"]), rel=5e-7)
+    assert backend.kernel.weights.fc1_weight_scale_2[0].item() == pytest.approx(float(other["0.w1.weight_scale_2"]), rel=5e-7)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

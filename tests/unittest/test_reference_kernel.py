@@ -10,7 +10,8 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.kernels import Geometry, KernelWeights
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 
@@ -35,45 +36,43 @@ def test_against_the_strict_reference(tokens: int, gated: bool) -> None:
 def test_reruns_are_bit_identical_and_out_is_written() -> None:
     module, kernel, tensors = bound()
     x, logits = layers.inputs(module, 9, tensors)
-    ids, scales = module.routing_method.apply(logits)
-    first = kernel.run(x, ids, scales)
+    ids, router_weights = module.routing_method.apply(logits)
+    first = kernel.run(x, ids, router_weights)
     out = torch.full_like(first, float("nan"))
-    assert kernel.run(x, ids.long(), scales, out=out) is out
+    assert kernel.run(x, ids.long(), router_weights, out=out) is out
     assert torch.equal(first, out)
 
 
 def test_negative_ids_are_unrouted() -> None:
     module, kernel, tensors = bound()
     x, logits = layers.inputs(module, 6, tensors)
-    ids, scales = module.routing_method.apply(logits)
+    ids, router_weights = module.routing_method.apply(logits)
     dropped = ids.clone()
     dropped[:, 1] = -1
     dropped[5] = -1
-    zeroed = scales.clone()
+    zeroed = router_weights.clone()
     zeroed[:, 1] = 0
-    result = kernel.run(x, dropped, scales)
+    result = kernel.run(x, dropped, router_weights)
     assert torch.equal(result[:5], kernel.run(x, ids, zeroed)[:5])
     assert not result[5].any()
 
 
 def test_scales_of_its_own_for_each_expert() -> None:
     module, kernel, tensors = bound()
-    scale = float(kernel.weights.input_global_scale[0])
+    scale = float(kernel.weights.fc1_divisor[0])
     per_expert = scale * torch.tensor([1.0, 1.5, 1.25, 1.75])
-    scale_2 = kernel.weights.w1_alpha
-    kernel.bind(dataclasses.replace(kernel.weights, input_global_scale=per_expert, folded_w1_alpha=scale_2 * per_expert))
+    scale_2 = kernel.weights.fc1_weight_scale_2
+    kernel.bind(dataclasses.replace(kernel.weights, fc1_divisor=per_expert, fc1_alpha=scale_2 * per_expert))
     x, _ = layers.inputs(module, 1, tensors)
     outputs = [kernel.run(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3)).float() for e in range(4)]
-    kernel.bind(dataclasses.replace(kernel.weights, input_global_scale=torch.full((4,), scale), folded_w1_alpha=scale_2 * scale))
+    kernel.bind(dataclasses.replace(kernel.weights, fc1_divisor=torch.full((4,), scale), fc1_alpha=scale_2 * scale))
     shared = [kernel.run(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3)).float() for e in range(4)]
     close = [float((a - b).norm() / b.norm()) for a, b in zip(outputs, shared, strict=True)]
     assert close[0] == 0
     assert all(0 < c < 0.4 for c in close[1:])  # the same input, quantized otherwise
 
 
-@pytest.mark.parametrize(
-    "name", [f.name for f in dataclasses.fields(KernelWeights) if f.name not in ("input_scales", "epilogue")]
-)
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(NVFP4Weights) if f.name not in ("input_scales", "epilogue")])
 def test_every_tensor_is_checked(name: str) -> None:
     _, kernel, _ = bound()
     tensor = getattr(kernel.weights, name)

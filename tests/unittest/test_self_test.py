@@ -48,9 +48,9 @@ def test_every_expert_every_row_of_a_tile_and_ids_of_no_expert(tokens: int, expe
     kernel = bound(expert_parallel=expert_parallel)
     seen: list[torch.Tensor] = []
 
-    def watched(x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def watched(x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
         seen.append(ids)
-        return kernel.run(x, ids, scales)
+        return kernel.run(x, ids, router_weights)
 
     examined(kernel, watched, sizes=(tokens,))
     assert len(seen) == CALLS + 1  # one again
@@ -105,7 +105,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> ReferenceKernel:
     monkeypatch.setattr(reference, "dequantized", remembered)
     module = layers.load(layers.create(16, 128, 128, top_k=4), random_experts(16, 128, 128))
     kernel: ReferenceKernel = module.backend.kernel
-    kernel.weights.w2_alpha[::3] *= 1e-3
+    kernel.weights.fc2_alpha[::3] *= 1e-3
     kernel.bind(dataclasses.replace(kernel.weights, input_scales=None))  # what a test writes into the divisors stays there
     return kernel
 
@@ -113,13 +113,13 @@ def large(monkeypatch: pytest.MonkeyPatch) -> ReferenceKernel:
 @pytest.mark.parametrize("tokens", [1, CAPACITY])
 def test_each_single_expert_is_looked_at(large: ReferenceKernel, tokens: int) -> None:
     for expert in range(16):
-        alpha = large.weights.w2_alpha.clone()
+        alpha = large.weights.fc2_alpha.clone()
         alpha[expert] *= 3
-        (outcome,) = examined(large, rebound(large, w2_alpha=alpha), sizes=(tokens,))
+        (outcome,) = examined(large, rebound(large, fc2_alpha=alpha), sizes=(tokens,))
         assert not outcome.passed, (expert, str(outcome))
 
 
-@pytest.mark.parametrize("name", ["w2_alpha", "folded_w1_alpha", "fc2_input_scale"])
+@pytest.mark.parametrize("name", ["fc2_alpha", "fc1_alpha", "fc2_divisor"])
 def test_each_swapped_scale_is_seen(large: ReferenceKernel, name: str) -> None:
     scales = getattr(large.weights, name)
     scales *= torch.linspace(1, 2, 16)
@@ -132,22 +132,22 @@ def test_each_swapped_scale_is_seen(large: ReferenceKernel, name: str) -> None:
 
 
 def wrong_scale_of_one_expert(kernel: ReferenceKernel) -> Run:
-    alpha = kernel.weights.w2_alpha.clone()
+    alpha = kernel.weights.fc2_alpha.clone()
     alpha[7] *= 1.5
-    return rebound(kernel, w2_alpha=alpha)
+    return rebound(kernel, fc2_alpha=alpha)
 
 
 def gate_and_up_swapped(kernel: ReferenceKernel) -> Run:
-    w1 = kernel.weights.w1_weight
-    return rebound(kernel, w1_weight=w1.roll(w1.shape[1] // 2, 1).contiguous())
+    w1 = kernel.weights.fc1_weight
+    return rebound(kernel, fc1_weight=w1.roll(w1.shape[1] // 2, 1).contiguous())
 
 
 def input_scale_for_its_reciprocal(kernel: ReferenceKernel) -> Run:
-    return rebound(kernel, fc2_input_scale=kernel.weights.fc2_input_scale.reciprocal())
+    return rebound(kernel, fc2_divisor=kernel.weights.fc2_divisor.reciprocal())
 
 
 def next_experts_weights(kernel: ReferenceKernel) -> Run:
-    return rebound(kernel, w2_weight=kernel.weights.w2_weight.roll(1, 0).contiguous())
+    return rebound(kernel, fc2_weight=kernel.weights.fc2_weight.roll(1, 0).contiguous())
 
 
 def rebound(kernel: ReferenceKernel, **tensors: Any) -> Run:
@@ -193,19 +193,19 @@ def the_output_of_the_call_before(kernel: ReferenceKernel) -> Run:
 def rows_beyond_a_tile(kernel: ReferenceKernel) -> Run:
     """An expert's rows behind the first 16 of a call, as 0.6.17's static kernel drops those behind 32 of 64."""
 
-    def run(x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
         place = torch.stack([(ids[: at + 1] == ids[at, :1]).any(1).sum() for at in range(len(ids))])
-        return kernel.run(x, torch.where((place > 16).unsqueeze(1), -1, ids), scales)
+        return kernel.run(x, torch.where((place > 16).unsqueeze(1), -1, ids), router_weights)
 
     return run
 
 
 def zeros(kernel: ReferenceKernel) -> Run:
-    return lambda x, ids, scales: torch.zeros_like(x)
+    return lambda x, ids, router_weights: torch.zeros_like(x)
 
 
 def something_for_a_route_to_nowhere(kernel: ReferenceKernel) -> Run:
-    return lambda x, ids, scales: kernel.run(x, ids.clamp(0, 7), scales)
+    return lambda x, ids, router_weights: kernel.run(x, ids.clamp(0, 7), router_weights)
 
 
 def an_exception(kernel: ReferenceKernel) -> Run:
@@ -225,7 +225,7 @@ def no_number(kernel: ReferenceKernel) -> Run:
 
 
 def the_second_route_forgotten(kernel: ReferenceKernel) -> Run:
-    return lambda x, ids, scales: kernel.run(x, ids, scales * torch.tensor([1.0, 0.0, 1.0]))
+    return lambda x, ids, router_weights: kernel.run(x, ids, router_weights * torch.tensor([1.0, 0.0, 1.0]))
 
 
 MISTAKES = [
@@ -275,15 +275,15 @@ def test_weights_that_say_nothing_are_no_test() -> None:
     """A host that loads dummies."""
     kernel = bound()
     for filler in (0, 0x7F):  # zeros, and block scales that are no number
-        kernel.weights.w2_weight_sf.view(torch.uint8).fill_(filler)
+        kernel.weights.fc2_weight_sf.view(torch.uint8).fill_(filler)
         assert examine([Examinee("any", 0, 8, False, lambda x, *routes: x)], kernel.geometry, kernel.weights) is None
 
 
 @pytest.mark.parametrize("mistake", [None, zeros, wrong_scale_of_one_expert])
 def test_experts_that_say_nothing_leave_the_others_to_be_tested(mistake: Callable[[ReferenceKernel], Run] | None) -> None:
     kernel = bound()
-    kernel.weights.w2_alpha[2] = torch.nan
-    kernel.weights.w2_alpha[5] = 0
+    kernel.weights.fc2_alpha[2] = torch.nan
+    kernel.weights.fc2_alpha[5] = 0
     (outcome,) = examined(kernel, mistake(kernel) if mistake else kernel.run, sizes=(1,))
     assert outcome.passed == (mistake is None), str(outcome)
 
@@ -297,9 +297,9 @@ def test_values_are_drawn_smaller_where_the_reference_overflows(right: bool) -> 
         largest.append(float(result.abs().max()))
         return result
 
-    kernel.weights.w2_alpha[:] = 1
+    kernel.weights.fc2_alpha[:] = 1
     examined(kernel, watched, sizes=(8,))
-    kernel.weights.w2_alpha[:] = 20 * 3e38 / max(largest)
+    kernel.weights.fc2_alpha[:] = 20 * 3e38 / max(largest)
     (outcome,) = examined(kernel, kernel.run if right else zeros(kernel), sizes=(8,))
     assert outcome.passed == right
 

@@ -40,12 +40,12 @@ def in_float32(
     tensors: dict[str, torch.Tensor],
     x: torch.Tensor,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    router_weights: torch.Tensor,
     alpha: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
     limit: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SwiGLU experts on ``x (T, H)``, ids and scales ``(T, k)``."""
+    """SwiGLU experts on ``x (T, H)``, ids and router weights ``(T, k)``."""
     result = torch.zeros(x.shape[0], x.shape[1])
     for e in ids.unique().tolist():
         token, slot = (ids == e).nonzero(as_tuple=True)
@@ -53,7 +53,7 @@ def in_float32(
         most = math.inf if limit is None else float(limit[e])
         up, gate = up.clamp(-most, most), gate.clamp(max=most)
         inner = gate * torch.sigmoid(gate if alpha is None else alpha[e] * gate) * (up if beta is None else up + beta[e])
-        result.index_add_(0, token, inner @ dequantized(tensors, e, "w2").T * scales[token, slot].unsqueeze(1))
+        result.index_add_(0, token, inner @ dequantized(tensors, e, "w2").T * router_weights[token, slot].unsqueeze(1))
     return result
 
 
@@ -133,12 +133,12 @@ def on_scaled_input(tokens: int, device: str = "cpu") -> tuple[float, int]:
     for each in (module, hosts):
         each.routing_method.apply = routed
     x, logits = layers.inputs(module, tokens, tensors)
-    ids, scales = module.routing_method.apply(logits)
+    ids, router_weights = module.routing_method.apply(logits)
     call = x.to(device), logits.to(device)
     with _kernel_calls(module.backend) as count:
         found = module(*call)
     assert count() or torch.equal(found, hosts(*call))
-    return distance(found, in_float32(tensors, x * scales.bfloat16(), ids, torch.ones_like(scales))), count()
+    return distance(found, in_float32(tensors, x * router_weights.bfloat16(), ids, torch.ones_like(router_weights))), count()
 
 
 @pytest.mark.parametrize(("tokens", "served"), [(1, 1), (63, 1), (64, 0)])
@@ -157,8 +157,8 @@ def as_ranks_gather(tokens: int, ranks: int = 2, device: str = "cpu") -> tuple[f
         module, hosts = twins(tensors, device, mapping=mapping)
         assert module.backend.verdict.families == ("triton",)
         x, logits = layers.inputs(module, tokens, tensors)
-        ids, scales = module.routing_method.apply(logits)
-        routes = ids.to(device), scales.to(device)
+        ids, router_weights = module.routing_method.apply(logits)
+        routes = ids.to(device), router_weights.to(device)
         sent, sf = module.backend.quantize_input(x.to(device))  # what goes to the other ranks is as without us
         scale = module.backend.fc31_input_scale.data
         packed, plain = fp4_quantize(x.to(device), scale, is_sf_swizzled_layout=False)
@@ -173,7 +173,7 @@ def as_ranks_gather(tokens: int, ranks: int = 2, device: str = "cpu") -> tuple[f
         calls += count()
         blocks = plain.view(tokens, -1).view(torch.float8_e4m3fn)
         given = (dequantize(packed, blocks) / scale).cpu()
-    return distance(total, in_float32(tensors, given, ids, scales)), calls
+    return distance(total, in_float32(tensors, given, ids, router_weights)), calls
 
 
 @pytest.mark.parametrize(("tokens", "served"), [(1, 2), (63, 2), (64, 0)])
@@ -197,15 +197,15 @@ def test_input_that_a_model_has_quantized(tokens: int, swizzled: bool) -> None:
     tensors = random_experts(EXPERTS, HIDDEN, SIZE)
     module = layers.load(layers.create(EXPERTS, HIDDEN, SIZE), tensors)
     x, logits = layers.inputs(module, tokens, tensors)
-    ids, scales = module.routing_method.apply(logits)
+    ids, router_weights = module.routing_method.apply(logits)
     packed, sf = fp4_quantize(x, module.backend.fc31_input_scale, is_sf_swizzled_layout=swizzled)
     given, none = module.backend.quantize_input(host.Fp4QuantizedTensor(packed, sf, swizzled), post_quant_comm=False)
     with _kernel_calls(module.backend) as count:
-        found = layers.run_moe(module.backend, given, ids, scales, none, output_dtype=torch.bfloat16)
+        found = layers.run_moe(module.backend, given, ids, router_weights, none, output_dtype=torch.bfloat16)
     assert count() == 1
     _, plain = fp4_quantize(x, module.backend.fc31_input_scale, is_sf_swizzled_layout=False)
     values = dequantize(packed, plain.view(tokens, -1).view(torch.float8_e4m3fn)) / module.backend.fc31_input_scale
-    assert distance(found, in_float32(tensors, values, ids, scales)) < BOUND
+    assert distance(found, in_float32(tensors, values, ids, router_weights)) < BOUND
 
 
 def in_the_interpreter() -> dict[str, tuple[float, int]]:

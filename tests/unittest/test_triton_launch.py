@@ -16,9 +16,11 @@ import torch
 
 from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.jit import Variant, worker
+from trtllm_b12x.kernels.jit import worker
+from trtllm_b12x.kernels.jit.cards import Card
 from trtllm_b12x.kernels.jit.precompile import fill_cache
-from trtllm_b12x.kernels.triton import Card, TritonKernel, launch, products
+from trtllm_b12x.kernels.jit.variant import Variant
+from trtllm_b12x.kernels.triton import TritonKernel, launch, products
 
 ROOT = Path(__file__).parents[2]
 _HEAD = 7 * 4 + 8 + 8
@@ -87,10 +89,16 @@ def main() -> None:
             compiled = {v.key: v.warm_up() for v in variants}
             jit = launch.call(kernel.build, step, variants, None)
             direct = launch.call(kernel.build, step, variants, compiled)
-            x, ids, scales = random_call(layer.geometry, tokens)
+            x, ids, router_weights = random_call(layer.geometry, tokens)
             if quantized:
                 x = torch.zeros(tokens, 64, dtype=torch.uint8)
-            tensors = (x, torch.zeros(512, dtype=torch.uint8), ids, scales, torch.zeros(tokens, 128, dtype=torch.bfloat16))
+            tensors = (
+                x,
+                torch.zeros(512, dtype=torch.uint8),
+                ids,
+                router_weights,
+                torch.zeros(tokens, 128, dtype=torch.bfloat16),
+            )
             memory = torch.zeros(jit.memory.nbytes, dtype=torch.uint8)
             told = {}
             for way, call, layers, own in (

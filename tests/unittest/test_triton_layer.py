@@ -18,7 +18,8 @@ from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x import process, strict_reference, votes
 from trtllm_b12x.formats.layouts import plain_scales
-from trtllm_b12x.kernels import Geometry, KernelWeights, PlanError
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
+from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton import check
 from trtllm_b12x.strict_reference import Arithmetic, Call
@@ -85,18 +86,18 @@ def test_bits_lie_where_the_kernels_read_them(gated: bool, size: int) -> None:
     """Tiles of 128 rows that hold the end of up and the start of gate; sizes that are multiples of 16 alone."""
     tensors = random_experts(3, 128, size, gated)
     backend = layers.load(layers.create(3, 128, size, gated=gated), tensors).backend
-    weights: KernelWeights = backend.kernel.weights
+    weights: NVFP4Weights = backend.kernel.weights
     check(backend.kernel.geometry, weights)
     inner = backend.kernel.geometry.intermediate_size
     assert inner == -(-size // (64 if gated else 128)) * (64 if gated else 128)
-    scales = plain_scales(weights.w1_weight_sf).view(torch.uint8)
+    scales = plain_scales(weights.fc1_weight_sf).view(torch.uint8)
     for e in range(3):
         for half, start in (("w3", 0), ("w1", inner)) if gated else (("w1", 0),):
-            for found, kind in ((weights.w1_weight, "weight"), (scales, "weight_scale")):
+            for found, kind in ((weights.fc1_weight, "weight"), (scales, "weight_scale")):
                 rows = found[e, start : start + inner]
                 assert torch.equal(rows[:size], tensors[f"{e}.{half}.{kind}"].view(torch.uint8))
                 assert not rows[size:].any()
-        columns = plain_scales(weights.w2_weight_sf).view(torch.uint8)[e]
+        columns = plain_scales(weights.fc2_weight_sf).view(torch.uint8)[e]
         assert torch.equal(columns[:, : size // 16], tensors[f"{e}.w2.weight_scale"].view(torch.uint8))
         assert not columns[:, size // 16 :].any()
 
@@ -107,7 +108,7 @@ def test_one_half_at_a_time() -> None:
     backend = layers.load(layers.create(2, 128, 192), tensors).backend
     for half, given in (("w3", (None, other["1.w3.weight_scale"])), ("w1", (other["1.w1.weight_scale"], None))):
         backend.quant_method.load_expert_w3_w1_weight_scale_nvfp4(backend, *given, backend.w3_w1_weight_scale.data[1])
-        found = plain_scales(backend.kernel.weights.w1_weight_sf)[1].view(torch.uint8)
+        found = plain_scales(backend.kernel.weights.fc1_weight_sf)[1].view(torch.uint8)
         assert torch.equal(found[:192], other["1.w3.weight_scale"].view(torch.uint8))
         expected = tensors if half == "w3" else other
         assert torch.equal(found[192:], expected["1.w1.weight_scale"].view(torch.uint8))

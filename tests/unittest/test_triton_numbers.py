@@ -77,12 +77,12 @@ def _() -> dict[str, Any]:
     """H and I multiples of 16 alone; int64 ids of which most are not this rank's, bfloat16 scales, a token without a route."""
     layer = random_layer(Geometry(3, 3, 144, 80, "Swiglu", ranks=2), ratio=True)
     kernel = bound(layer, first=4, found=Tiles(8, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2)))
-    x, ids, scales = random_call(layer.geometry, 4, experts=9)
-    ids, scales = ids.long(), scales.bfloat16()
+    x, ids, router_weights = random_call(layer.geometry, 4, experts=9)
+    ids, router_weights = ids.long(), router_weights.bfloat16()
     ids[0, 1], ids[2], ids[3, 0] = -1, torch.tensor([-1, 2**40 + 4, 7]), 4
     out = torch.full((4, 144), torch.nan, dtype=torch.bfloat16)
-    kernel.run(x, ids, scales, out=out)
-    return {"error": distance(out, layer.expected(x, ids, scales, 4)), "zeros": not out[2].any().item()}
+    kernel.run(x, ids, router_weights, out=out)
+    return {"error": distance(out, layer.expected(x, ids, router_weights, 4)), "zeros": not out[2].any().item()}
 
 
 @case("all routes of a token as one product")
@@ -91,17 +91,17 @@ def _() -> dict[str, Any]:
     layer = random_layer(Geometry(7, 6, 144, 80, "Swiglu", bias=torch.float32), ratio=True)
     tile = Tile(128, 128, 4, 2)
     kernel = bound(layer, first=2, found=Tiles(1, tile, tile, Tile(16, 128, 8, 2)))
-    x, ids, scales = random_call(layer.geometry, 4)
+    x, ids, router_weights = random_call(layer.geometry, 4)
     ids += 2
     ids[0, 1], ids[1], ids[2, 0], ids[2, 1] = -1, torch.tensor([0, 1, 9, 2**31 - 1, -1, 1]), 3, 3
     poison = x.clone()
     poison[3] = torch.nan
     out = torch.full((4, 144), torch.nan, dtype=torch.bfloat16)
-    kernel.run(x, ids, scales, out=out)
+    kernel.run(x, ids, router_weights, out=out)
     return {
-        "error": distance(out, layer.expected(x, ids, scales, 2)),
+        "error": distance(out, layer.expected(x, ids, router_weights, 2)),
         "zeros": not out[1].any().item(),
-        "apart": torch.equal(kernel.run(poison, ids, scales)[:3], out[:3]),
+        "apart": torch.equal(kernel.run(poison, ids, router_weights)[:3], out[:3]),
     }
 
 
@@ -110,10 +110,10 @@ def _() -> dict[str, Any]:
     """All of 20 tokens take the same two experts, once sorted by a launch of its own and once by every program."""
     layer = random_layer(Geometry(3, 2, 128, 128, "Relu2"))
     kernel = bound(layer)
-    x, _, scales = random_call(layer.geometry, 20)
+    x, _, router_weights = random_call(layer.geometry, 20)
     ids = torch.tensor([[2, 0]], dtype=torch.int32).repeat(20, 1)
-    expected = layer.expected(x, ids, scales)
-    inline, launched = kernel.run(x, ids, scales), kernel.run(x, ids.long(), scales)
+    expected = layer.expected(x, ids, router_weights)
+    inline, launched = kernel.run(x, ids, router_weights), kernel.run(x, ids.long(), router_weights)
     return {"error": distance(inline, expected), "same": torch.equal(inline, launched)}
 
 
@@ -123,28 +123,28 @@ def _() -> dict[str, Any]:
     layer = random_layer(Geometry(2, 1, 128, 128, "Swiglu", torch.float16))
     layer.scale_1 *= 1024
     layer.scale_2 *= 2.0**-20
-    x, ids, scales = random_call(layer.geometry, 2, dtype=torch.float16)
-    found = bound(layer).run(x, ids, scales)
-    return {"error": distance(found, layer.expected(x, ids, scales)), "dtype": str(found.dtype)}
+    x, ids, router_weights = random_call(layer.geometry, 2, dtype=torch.float16)
+    found = bound(layer).run(x, ids, router_weights)
+    return {"error": distance(found, layer.expected(x, ids, router_weights)), "dtype": str(found.dtype)}
 
 
 @case("quantized input", True)
 @case("quantized input, scales in rows", False)
 def _(swizzled: bool) -> dict[str, Any]:
     layer = random_layer(Geometry(3, 2, 144, 128, "Swiglu"))
-    _, ids, scales = random_call(layer.geometry, 2)
+    _, ids, router_weights = random_call(layer.geometry, 2)
     codes = torch.randint(0, 16, (2, 144), dtype=torch.uint8)
     sf = (torch.rand(2, 9) * 100).to(torch.float8_e4m3fn)
     magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     x = magnitude * sf.float().repeat_interleave(16, 1) * INPUT_SCALE[0]
     given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
     kernel = bound(layer)
-    expected = layer.expected(x, ids, scales)
-    found = kernel.run_quantized(pack_fp4(codes), given, swizzled, ids, scales)
+    expected = layer.expected(x, ids, router_weights)
+    found = kernel.run_quantized(pack_fp4(codes), given, swizzled, ids, router_weights)
     other = UnquantizedReferenceKernel()
     other.plan(layer.geometry, 2, torch.device("cpu"))
     other.bind(layer.kernel_weights())
-    also = other.run_quantized(pack_fp4(codes), given, swizzled, ids, scales)
+    also = other.run_quantized(pack_fp4(codes), given, swizzled, ids, router_weights)
     return {
         "error": max(distance(found, expected), distance(also, expected)),
         "dtypes": found.dtype is also.dtype is x.bfloat16().dtype,
@@ -156,10 +156,10 @@ def _() -> dict[str, Any]:
     """Not a number in one token, whatever it shares a block with, leaves the others' bits alone."""
     layer = random_layer(Geometry(3, 2, 128, 128, "Swiglu"))
     kernel = bound(layer)
-    x, ids, scales = random_call(layer.geometry, 3)
-    before = kernel.run(x, ids, scales)
-    x[1, 5], scales[2, 0] = torch.nan, torch.inf
-    after = kernel.run(x, ids, scales)
+    x, ids, router_weights = random_call(layer.geometry, 3)
+    before = kernel.run(x, ids, router_weights)
+    x[1, 5], router_weights[2, 0] = torch.nan, torch.inf
+    after = kernel.run(x, ids, router_weights)
     same = torch.equal(before[0], after[0])
     return {"error": 0.0, "same": same, "marked": bool(after[1].isnan().all() and not after[2].isfinite().any())}
 
@@ -185,7 +185,7 @@ def _() -> dict[str, Any]:
     kernel.self_test()
     passed = kernel.serves(2)
     kernel._plan.tested = False
-    kernel.weights.folded_w1_alpha[1] *= 1.1  # the kernels follow, what they are compared with too
+    kernel.weights.fc1_alpha[1] *= 1.1  # the kernels follow, what they are compared with too
     kernel.self_test()
     inputs = kernel.weights.input_scales
     assert inputs is not None

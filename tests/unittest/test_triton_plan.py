@@ -16,7 +16,8 @@ from trtllm_b12x.crossover.table import HOST
 from trtllm_b12x.decision import Environment, Problem, RejectReason, decide
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.kernels import Epilogue, Geometry
+from trtllm_b12x.formats.epilogue import Epilogue
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton import TritonKernel, _Plan, check
 from trtllm_b12x.kernels.triton.tiles import TABLE, Card, blocks, tiles
 
@@ -105,11 +106,11 @@ def test_a_layer_s_tensors_are_checked() -> None:
         cut: dict[str, Any] = {name: tensor[:-1]}
         with pytest.raises(ValueError, match=name):
             check(layer.geometry, dataclasses.replace(weights, **cut))
-    with pytest.raises(ValueError, match=r"w1_weight_sf.*contiguous"):
-        check(layer.geometry, dataclasses.replace(weights, w1_weight_sf=weights.w1_weight_sf.contiguous()))
+    with pytest.raises(ValueError, match=r"fc1_weight_sf.*contiguous"):
+        check(layer.geometry, dataclasses.replace(weights, fc1_weight_sf=weights.fc1_weight_sf.contiguous()))
     for epilogue, named in (
         (Epilogue(swiglu_alpha=torch.ones(3)), "swiglu_alpha"),
-        (Epilogue(w1_bias=torch.ones(2, 160), w2_bias=torch.ones(2, 144)), "w1_bias"),
+        (Epilogue(fc1_bias=torch.ones(2, 160), fc2_bias=torch.ones(2, 144)), "fc1_bias"),
         (Epilogue(swiglu_limit=torch.ones(2, dtype=torch.int32)), "swiglu_limit"),
     ):
         with pytest.raises(ValueError, match=named):

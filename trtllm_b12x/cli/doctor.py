@@ -15,8 +15,7 @@ from trtllm_b12x import __version__, families, formats, settings
 from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution
 
 from . import facts
-from .target import TARGETS, judged
-from .target import environment as environment_of
+from .target import TARGETS, judged, machine
 
 
 @click.command(short_help="Which kernels serve decode here, and why not the others?")
@@ -36,7 +35,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         click.echo(f"error: {complaint}", err=True)
         ctx.exit(2)
     _look_at_host()
-    environment = environment_of(target)
+    environment = machine(target)
     proofs = {}
     if compile_:
         try:

@@ -43,12 +43,12 @@ def rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> 
     gpu = "unknown" if e.sm is None else f"SM{e.sm}" if e.sm else "none"
     cards = environment.cards()
     host_version = version("tensorrt_llm")
-    host = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
+    recognized = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
     return [
         ("trtllm-b12x", __version__),
         ("Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}"),
         ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
-        ("TensorRT-LLM", f"{host_version}, {host}" if host_version else host),
+        ("TensorRT-LLM", f"{host_version}, {recognized}" if host_version else recognized),
         ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
         *(("", card) for card in [*cards, *(_devices() if cards else [])]),
         ("driver", cuda(driver)),

@@ -10,7 +10,7 @@ from trtllm_b12x.decision import Deployment, Environment, Problem, Resolution, r
 TARGETS = {"sm_120a": 120, "sm_121a": 121}
 
 
-def environment(target: str | None) -> Environment:
+def machine(target: str | None) -> Environment:
     """This machine's facts, with the card of ``target`` for its own."""
     from trtllm_b12x.environment import probe, triton
 

@@ -190,7 +190,7 @@ def _facts(name: str) -> Environment:
     """With the tools that compile: what the cache holds already is no reason to go on without them."""
     from trtllm_b12x.environment import triton
 
-    return dataclasses.replace(target.environment(name), triton_lacks=triton.tools_lacking(target.TARGETS[name]))
+    return dataclasses.replace(target.machine(name), triton_lacks=triton.tools_lacking(target.TARGETS[name]))
 
 
 # ---- output --------------------------------------------------------------------------------------------------------------

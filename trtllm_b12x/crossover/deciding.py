@@ -292,9 +292,9 @@ def draw_of(module: Any, geometry: Geometry, device: torch.device) -> Draw:
     def draw(tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logits = measuring.router_logits(geometry, tokens, seed, skewed).to(device)
         try:
-            ids, scales = module.routing_method.apply(logits)
-            if ids.shape == scales.shape == (tokens, geometry.top_k):
-                return ids.to(torch.int32), scales.float()
+            ids, router_weights = module.routing_method.apply(logits)
+            if ids.shape == router_weights.shape == (tokens, geometry.top_k):
+                return ids.to(torch.int32), router_weights.float()
         except Exception as error:
             logger.debug("router of %s", geometry, exc_info=error)
         values, ids = logits.topk(geometry.top_k, dim=1)

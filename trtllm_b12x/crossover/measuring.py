@@ -139,8 +139,8 @@ class Bench:
         routed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def run(path: Path, calls: int) -> None:
-            for call, (ids, scales) in enumerate(routed[:calls]):
-                path.runs[call % layers](x, ids, scales)
+            for call, (ids, router_weights) in enumerate(routed[:calls]):
+                path.runs[call % layers](x, ids, router_weights)
 
         self._draw_more(routed, tokens, 1)
         if not self._least:  # modules load at their first call

@@ -118,8 +118,8 @@ def _was_read(look: Any) -> bool:
 
 def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, Any]:
     """Import the DSL where a crash costs nothing: not from the working directory, without this process's MPI rank, without us."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
-    environment |= {"TRTLLM_B12X": "0", "PYTHONSAFEPATH": "1"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
+    env |= {"TRTLLM_B12X": "0", "PYTHONSAFEPATH": "1"}
     try:
         result = subprocess.run(
             [sys.executable, child.__file__],
@@ -127,7 +127,7 @@ def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, A
             text=True,
             errors="replace",
             timeout=PROBE_TIMEOUT_S,
-            env=environment,
+            env=env,
             cwd="/",
             stdin=subprocess.DEVNULL,
         )

@@ -11,9 +11,9 @@ import torch
 class Epilogue:
     """E local experts, I intermediate size, H hidden size, r = 2 if gated."""
 
-    w1_bias: torch.Tensor | None = None
+    fc1_bias: torch.Tensor | None = None
     """``(E, r*I)``, rows [up; gate], any float type."""
-    w2_bias: torch.Tensor | None = None
+    fc2_bias: torch.Tensor | None = None
     """``(E, H)``, of the same type."""
     swiglu_alpha: torch.Tensor | None = None
     """``(E,)`` float32; without it 1."""
@@ -29,7 +29,7 @@ class Epilogue:
 
     def check(self, experts: int, rows: int, hidden: int, bias: torch.dtype | None, device: torch.device) -> None:
         """Raise ValueError, naming the tensor, where one is not what kernels of these sizes and type of bias take."""
-        shapes = {"w1_bias": ((experts, rows), bias), "w2_bias": ((experts, hidden), bias)}
+        shapes = {"fc1_bias": ((experts, rows), bias), "fc2_bias": ((experts, hidden), bias)}
         found = self.tensors()
         for name, tensor in found.items():
             shape, dtype = shapes.get(name, ((experts,), torch.float32))

@@ -61,16 +61,16 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 class MXFP8Weights(Weights):
     """E local experts, H hidden size, T intermediate size on the tile, r = 2 if gated (rows [up; gate]) else 1."""
 
-    payload: ClassVar[tuple[str, ...]] = ("w1_weight", "w2_weight")
-    block_scales: ClassVar[tuple[str, ...]] = ("w1_weight_sf", "w2_weight_sf")
+    payload: ClassVar[tuple[str, ...]] = ("fc1_weight", "fc2_weight")
+    block_scales: ClassVar[tuple[str, ...]] = ("fc1_weight_sf", "fc2_weight_sf")
 
-    w1_weight: torch.Tensor
+    fc1_weight: torch.Tensor
     """``(E, r*T, H)`` float8_e4m3fn."""
-    w1_weight_sf: torch.Tensor
+    fc1_weight_sf: torch.Tensor
     """``(32, 4, r*T/128, 4, H/128, E)`` uint8, E8M0; the last tile of columns padded."""
-    w2_weight: torch.Tensor
+    fc2_weight: torch.Tensor
     """``(E, H, T)`` float8_e4m3fn."""
-    w2_weight_sf: torch.Tensor
+    fc2_weight_sf: torch.Tensor
     """``(32, 4, H/128, 4, T/128, E)`` uint8."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -80,10 +80,10 @@ class MXFP8Weights(Weights):
         experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
         rows = (2 if geometry.gated else 1) * size
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "w1_weight": ((experts, rows, hidden), torch.float8_e4m3fn),
-            "w1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 128), experts), torch.uint8),
-            "w2_weight": ((experts, hidden, size), torch.float8_e4m3fn),
-            "w2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 128), experts), torch.uint8),
+            "fc1_weight": ((experts, rows, hidden), torch.float8_e4m3fn),
+            "fc1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 128), experts), torch.uint8),
+            "fc2_weight": ((experts, hidden, size), torch.float8_e4m3fn),
+            "fc2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 128), experts), torch.uint8),
         }
         for name, tensor in self.tensors().items():
             shape, dtype = expected[name]
@@ -102,10 +102,10 @@ class MXFP8Weights(Weights):
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         scales = self.scales(slot)
         return {
-            "weight": (self.w1_weight[slot].view(torch.uint8), self.w2_weight[slot].view(torch.uint8)),
-            "weight_scale": (scales["w1_weight"], scales["w2_weight"]),
+            "weight": (self.fc1_weight[slot].view(torch.uint8), self.fc2_weight[slot].view(torch.uint8)),
+            "weight_scale": (scales["fc1_weight"], scales["fc2_weight"]),
         }
 
     def matrix(self, slot: int, name: str) -> torch.Tensor:
-        """A local expert's ``w1_weight`` or ``w2_weight`` in float32."""
+        """A local expert's ``fc1_weight`` or ``fc2_weight`` in float32."""
         return dequantize(getattr(self, name)[slot], self.scales(slot)[name])

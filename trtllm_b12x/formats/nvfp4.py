@@ -120,7 +120,7 @@ _NO_TENSORS = ("input_scales", "epilogue")
 
 
 @dataclass(frozen=True)
-class KernelWeights(Weights):
+class NVFP4Weights(Weights):
     """What FlashInfer's kernels take besides the call's own tensors, by the names of ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py).
 
     The wrapper's ``w1_alpha`` and ``input_global_scale`` reach the kernels as their product (``_folded_w1_alpha``), which is the
@@ -129,34 +129,34 @@ class KernelWeights(Weights):
     E local experts, H hidden size, T intermediate size on the tile, r = 2 if gated (rows [up; gate]) else 1.
     """
 
-    w1_weight: torch.Tensor
+    fc1_weight: torch.Tensor
     """``(E, r*T, H/2)`` uint8, two FP4 per byte."""
-    w1_weight_sf: torch.Tensor
+    fc1_weight_sf: torch.Tensor
     """``(32, 4, r*T/128, 4, H/64, E)`` float8_e4m3fn."""
-    folded_w1_alpha: torch.Tensor
+    fc1_alpha: torch.Tensor
     """``(E,)`` float32: FC1's ``weight_scale_2`` times its input scale."""
-    w2_weight: torch.Tensor
+    fc2_weight: torch.Tensor
     """``(E, H, T/2)`` uint8."""
-    w2_weight_sf: torch.Tensor
+    fc2_weight_sf: torch.Tensor
     """``(32, 4, H/128, 4, T/64, E)`` float8_e4m3fn."""
-    w2_alpha: torch.Tensor
+    fc2_alpha: torch.Tensor
     """``(E,)`` float32: FC2's ``weight_scale_2`` times its input scale."""
-    fc2_input_scale: torch.Tensor
+    fc2_divisor: torch.Tensor
     """``(E,)`` float32: the divisor of FC2's input (ModelOpt's ``input_scale``)."""
-    input_global_scale: torch.Tensor
+    fc1_divisor: torch.Tensor
     """``(E,)`` float32, the same for all experts: the divisor of FC1's input."""
     input_scales: InputScales | None = None
     """What the last two are derived from at every call; None where they are constants."""
     epilogue: Epilogue = field(default_factory=Epilogue)
     """Biases, and the constants of the activation."""
 
-    payload = ("w1_weight", "w2_weight")
-    block_scales = ("w1_weight_sf", "w2_weight_sf")
+    payload = ("fc1_weight", "fc2_weight")
+    block_scales = ("fc1_weight_sf", "fc2_weight_sf")
 
     @property
-    def w1_alpha(self) -> torch.Tensor:
+    def fc1_weight_scale_2(self) -> torch.Tensor:
         """``(E,)`` float32, new: FC1's ``weight_scale_2``, for FlashInfer's public entry points, which fold by themselves."""
-        return self.folded_w1_alpha / self.input_global_scale
+        return self.fc1_alpha / self.fc1_divisor
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _NO_TENSORS}
@@ -169,21 +169,21 @@ class KernelWeights(Weights):
         experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
         rows = (2 if geometry.gated else 1) * size
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "w1_weight": ((experts, rows, hidden // 2), torch.uint8),
-            "w1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 64), experts), torch.float8_e4m3fn),
-            "w2_weight": ((experts, hidden, size // 2), torch.uint8),
-            "w2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 64), experts), torch.float8_e4m3fn),
+            "fc1_weight": ((experts, rows, hidden // 2), torch.uint8),
+            "fc1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 64), experts), torch.float8_e4m3fn),
+            "fc2_weight": ((experts, hidden, size // 2), torch.uint8),
+            "fc2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 64), experts), torch.float8_e4m3fn),
         }
         for name, tensor in self.tensors().items():
             shape, dtype = expected.get(name, ((experts,), torch.float32))
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
-        self.epilogue.check(experts, rows, hidden, geometry.bias, self.w1_weight.device)
+        self.epilogue.check(experts, rows, hidden, geometry.bias, self.fc1_weight.device)
 
     def typical_input(self) -> float:
         """A quarter of the calibrated range: 6 * 448 of the input scale."""
         scale = (
-            float(self.input_global_scale[0])
+            float(self.fc1_divisor[0])
             if self.input_scales is None
             else 1 / float(self.input_scales.fc31_input_scale.flatten()[0])
         )
@@ -194,8 +194,8 @@ class KernelWeights(Weights):
             self.input_scales.derive()
 
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        fc1, fc2 = (plain_scales(scales[..., slot : slot + 1])[0] for scales in (self.w1_weight_sf, self.w2_weight_sf))
+        fc1, fc2 = (plain_scales(scales[..., slot : slot + 1])[0] for scales in (self.fc1_weight_sf, self.fc2_weight_sf))
         return {
-            "weight": (self.w1_weight[slot], self.w2_weight[slot]),
+            "weight": (self.fc1_weight[slot], self.fc2_weight[slot]),
             "weight_scale": (fc1.view(torch.uint8), fc2.view(torch.uint8)),
         }

@@ -15,14 +15,14 @@ from . import embedded, load
 
 def records() -> Any:
     """What describes a layer to the host, by the host's names, wherever its generation has them."""
-    host = load()
-    if host.generation == "embedded":
+    trtllm = load()
+    if trtllm.generation == "embedded":
         return embedded
     sources = {
         "tensorrt_llm._torch.model_config": ("ModelConfig",),
         "tensorrt_llm.mapping": ("Mapping",),
         "tensorrt_llm.models.modeling_utils": ("QuantAlgo", "QuantConfig"),
-        f"{host.create_moe.__package__}.routing": ("BaseMoeRoutingMethod", "RenormalizeMoeRoutingMethod"),
+        f"{trtllm.create_moe.__package__}.routing": ("BaseMoeRoutingMethod", "RenormalizeMoeRoutingMethod"),
     }
     found = {name: getattr(importlib.import_module(module), name) for module, names in sources.items() for name in names}
     return SimpleNamespace(**found)
@@ -47,7 +47,7 @@ def create(
     Raises:
         Exception: whatever the host raises.
     """
-    host, names = load(), records()
+    trtllm, names = load(), records()
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
     config = names.ModelConfig(
         quant_config=names.QuantConfig(quant_algo=names.QuantAlgo.NVFP4, group_size=16),
@@ -55,12 +55,12 @@ def create(
         moe_backend="CUTLASS",
         max_num_tokens=most_tokens,
     )
-    create_moe, kind = host.create_moe.create_moe, host.ActivationType[activation]
-    if host.generation == "embedded" or "activation_type" in inspect.signature(create_moe).parameters:
+    create_moe, kind = trtllm.create_moe.create_moe, trtllm.ActivationType[activation]
+    if trtllm.generation == "embedded" or "activation_type" in inspect.signature(create_moe).parameters:
         given: dict[str, Any] = {"activation_type": kind}
     else:
-        payloads = importlib.import_module(f"{host.create_moe.__package__}.activation")
-        swiglu = kind == host.ActivationType.Swiglu
+        payloads = importlib.import_module(f"{trtllm.create_moe.__package__}.activation")
+        swiglu = kind == trtllm.ActivationType.Swiglu
         given = {"activation": payloads.SwigluActivation() if swiglu else payloads.SimpleActivation(kind)}
     routing = names.RenormalizeMoeRoutingMethod(top_k)
     module = create_moe(

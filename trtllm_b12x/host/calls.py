@@ -86,10 +86,12 @@ class KeywordCalls(_Calls):
     A host that compares classes exactly gives them to nobody but ``CutlassFusedMoE`` (``ConfigurableMoE._get_backend_kwargs``).
     """
 
-    def run_as_the_host(self, like: dict[str, Any], x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def run_as_the_host(
+        self, like: dict[str, Any], x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor
+    ) -> torch.Tensor:
         """The host's own path on tokens ``(T, H)`` that are not quantized yet, in the form of the call ``like``."""
         quantized, x_sf = super().quantize_input(x, post_quant_comm=False)
-        return super().run_moe(quantized, ids, scales, x_sf=x_sf, is_sf_swizzled=True, output_dtype=x.dtype, **like)
+        return super().run_moe(quantized, ids, router_weights, x_sf=x_sf, is_sf_swizzled=True, output_dtype=x.dtype, **like)
 
     def run_moe(
         self,
@@ -116,14 +118,14 @@ class KeywordCalls(_Calls):
                     return result
         except Exception as error:
             fault = error
-        quantized, scales = self._quantize_late(x, x_sf, is_sf_swizzled)
+        quantized, x_sf = self._quantize_late(x, x_sf, is_sf_swizzled)
         if quantized is not x:
             output_dtype = output_dtype or x.dtype
         result = super().run_moe(
             quantized,
             token_selected_experts,
             token_final_scales,
-            x_sf=scales,
+            x_sf=x_sf,
             is_sf_swizzled=is_sf_swizzled,
             output_dtype=output_dtype,
             tuner_num_tokens=tuner_num_tokens,
@@ -139,11 +141,11 @@ class KeywordCalls(_Calls):
 class ContextCalls(_Calls):
     """Generations C1 and C2: a frozen ``MoERunContext`` whose ``comm_plan`` says what the communication did."""
 
-    def run_as_the_host(self, like: Any, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def run_as_the_host(self, like: Any, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
         """The host's own path on tokens ``(T, H)`` that are not quantized yet, in the form of the call ``like``."""
         quantized, x_sf = super().quantize_input(x, post_quant_comm=False)
         plan = dataclasses.replace(like.comm_plan, input_sf_swizzled=True, moe_output=None)
-        routes = {"token_selected_experts": ids, "token_final_scales": scales}
+        routes = {"token_selected_experts": ids, "token_final_scales": router_weights}
         ctx = dataclasses.replace(like, x=quantized, x_sf=x_sf, output_dtype=x.dtype, comm_plan=plan, **routes)
         return super().run_moe(ctx, workspace=None)
 
@@ -160,10 +162,10 @@ class ContextCalls(_Calls):
                         return result
             except Exception as error:
                 fault = error
-            quantized, scales = self._quantize_late(ctx.x, ctx.x_sf, plan.input_sf_swizzled)
+            quantized, x_sf = self._quantize_late(ctx.x, ctx.x_sf, plan.input_sf_swizzled)
             if quantized is not ctx.x:
                 dtype = ctx.output_dtype or ctx.x.dtype
-                ctx = dataclasses.replace(ctx, x=quantized, x_sf=scales, output_dtype=dtype)
+                ctx = dataclasses.replace(ctx, x=quantized, x_sf=x_sf, output_dtype=dtype)
         result = super().run_moe(ctx, workspace=workspace)
         if fault is not None:  # ours, not the call's: the host has just answered it
             self._leave_to_the_host(fault)

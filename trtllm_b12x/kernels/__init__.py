@@ -16,11 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from trtllm_b12x import bootstrap, decision, families, formats, host, settings
-from trtllm_b12x import environment as machine
+from trtllm_b12x import bootstrap, decision, environment, families, formats, host, settings
 from trtllm_b12x.decision import Environment, KernelFeatures, Resolution
 from trtllm_b12x.formats.epilogue import Epilogue
-from trtllm_b12x.formats.nvfp4 import InputScales, KernelWeights
+from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.host.questions import Question
 
@@ -31,13 +30,13 @@ __all__ = [
     "InputScales",
     "Kernel",
     "KernelFeatures",
-    "KernelWeights",
+    "NVFP4Weights",
     "PlanError",
     "Weights",
     "Workspace",
     "considered",
-    "environment",
     "first_line",
+    "machine",
     "resolve",
 ]
 
@@ -240,13 +239,13 @@ class Workspace:
     nbytes: int
 
 
-def environment() -> Environment:
+def machine() -> Environment:
     """What a decision is to know of this process's machine, inside TensorRT-LLM.
 
     The embedded host runs on any machine, so there the machine says nothing.
     """
     return replace(
-        machine.probe() if host.installed() else Environment(),
+        environment.probe() if host.installed() else Environment(),
         enabled=settings.ENABLED() != "0",
         gather_bf16=settings.GATHER_BF16(),
         allow_upcast=settings.MXFP8_UPCAST(),
@@ -289,7 +288,7 @@ def resolve(
     for name in formats.names() if algorithm is None and kernels is None else (algorithm,):
         asked = considered(quant_algo=name) if kernels is None else kernels
         rows = tuple((family, kernel.features) for family, kernel in asked.items())
-        resolution = decision.resolve(*question, environment(), rows, plan_errors)
+        resolution = decision.resolve(*question, machine(), rows, plan_errors)
         form = formats.find(name or "")
         found.append(resolution if form is None or form.hosts_path else families.complete(resolution, dict(rows)))
     return next((resolution for resolution in found if resolution.served), found[0])
@@ -298,7 +297,7 @@ def resolve(
 def _card_is_there(features: KernelFeatures) -> bool:
     if not torch.cuda.is_available():
         return False
-    sm = machine.probe().sm if host.installed() else None  # torch's answer would create a CUDA context in whoever only asks
+    sm = environment.probe().sm if host.installed() else None  # torch's answer would create a CUDA context in whoever only asks
     if not sm:
         major, minor = torch.cuda.get_device_capability()
         sm = 10 * major + minor

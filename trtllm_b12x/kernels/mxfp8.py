@@ -26,10 +26,10 @@ class MXFP8ReferenceKernel(ReferenceKernel):
         x = torch.randn(tokens, self.geometry.hidden_size, device=device, generator=torch.Generator(device).manual_seed(0))
         return (x * factor).to(self.geometry.dtype)
 
-    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
-        fc1 = self._input(x) @ self.weights.matrix(expert, "w1_weight").T
+    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
+        fc1 = self._input(x) @ self.weights.matrix(expert, "fc1_weight").T
         inner = activate(self.geometry.activation, *fc1.split(self.geometry.intermediate_size, dim=1)).to(torch.bfloat16)
-        share = self._input(inner) @ self.weights.matrix(expert, "w2_weight").T * scales.unsqueeze(-1)
+        share = self._input(inner) @ self.weights.matrix(expert, "fc2_weight").T * router_weights.unsqueeze(-1)
         result.index_add_(0, token, self._share(share))
 
     @staticmethod

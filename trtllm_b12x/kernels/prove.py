@@ -43,7 +43,7 @@ def prove(target: str, family: str = "b12x") -> Proof:
     """Run :func:`main` in a subprocess; a crash or a hang is an answer too.  Nothing of the working directory is imported."""
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from trtllm_b12x.kernels.prove import main; main()"
-    environment = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+    env = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
     try:
         result = subprocess.run(
             [sys.executable, "-c", code, target, family],
@@ -51,7 +51,7 @@ def prove(target: str, family: str = "b12x") -> Proof:
             text=True,
             errors="replace",
             timeout=TIMEOUT_S,
-            env=environment,
+            env=env,
             cwd="/",
             stdin=subprocess.DEVNULL,
         )
@@ -117,7 +117,8 @@ def _compile_triton(target: str, directory: Path) -> Proof:
     os.environ["TRITON_CACHE_DIR"] = str(directory)
     started = time.monotonic()
     try:
-        from .triton import Card
+        from trtllm_b12x.kernels.jit.cards import Card
+
         from .triton.compiler import compile_for
 
         card = Card(TARGETS[target], 100 << 10, int(target[3:6]))

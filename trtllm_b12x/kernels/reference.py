@@ -12,7 +12,7 @@ block scale and value of an activation, ReLU2               ``cute_dsl/fp4_commo
 alpha of FC1 in float32, before the activation              ``moe_static_kernel.py:2239``; fold: ``moe_dispatch.py:3488``
 activation in float32, its result to bf16, then quantized   ``moe_static_kernel.py:2260``, ``:599-622``
 FC2 partial sums of 256 columns to bf16, without alpha      ``moe_static_kernel.py:2326``, ``:2412-2428``
-router weight times ``w2_alpha`` to bf16, product to bf16   ``moe_static_kernel.py:167-173``
+router weight times ``fc2_alpha`` to bf16, product to bf16   ``moe_static_kernel.py:167-173``
 sum over routes and partial sums in float32, one bf16       ``moe_static_kernel.py:2760-2800``
 ==========================================================  =========================================================
 
@@ -29,12 +29,12 @@ from typing import Any
 import torch
 
 from trtllm_b12x import families
-from trtllm_b12x.decision import Environment
+from trtllm_b12x.decision import Environment, KernelFeatures
 from trtllm_b12x.formats.layouts import interleaved_rows, plain_scales
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
 
-from . import Geometry, Kernel, KernelFeatures
+from . import Geometry, Kernel
 from .routes import Table
 
 _OFF_TIES = 0.97
@@ -106,20 +106,20 @@ class ReferenceKernel(Kernel):
 
     def activations(self, tokens: int, factor: float) -> torch.Tensor:
         """bf16 ``(tokens, H)`` for a self-test: ``factor`` of the weights' calibrated range, off rounding ties."""
-        device, scale = self.weights.device, float(self.weights.input_global_scale[0])
+        device, scale = self.weights.device, float(self.weights.fc1_divisor[0])
         scale = scale if 0 < scale < float("inf") else 1.0
         x = torch.randn(tokens, self.geometry.hidden_size, device=device, generator=torch.Generator(device).manual_seed(0))
         return move_off_ties((x * (_OFF_TIES * factor * scale * 6 * 448 / x.abs().max())).to(torch.bfloat16), scale)
 
-    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
+    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
         """What one local expert adds to the tokens that are routed to it, whose ``x`` and ``scales`` these are."""
         w, size = self.weights, self.geometry.intermediate_size
-        x_codes = self._quantized(x, w.input_global_scale[expert])
-        fc1 = (x_codes @ dequantized(w.w1_weight, w.w1_weight_sf, expert).T) * w.folded_w1_alpha[expert]
+        x_codes = self._quantized(x, w.fc1_divisor[expert])
+        fc1 = (x_codes @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T) * w.fc1_alpha[expert]
         inner = activate(self.geometry.activation, *fc1.split(size, dim=1)).to(torch.bfloat16)
-        inner_codes = self._quantized(inner, w.fc2_input_scale[expert])
-        w2 = dequantized(w.w2_weight, w.w2_weight_sf, expert)
-        factor = (scales * w.w2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
+        inner_codes = self._quantized(inner, w.fc2_divisor[expert])
+        w2 = dequantized(w.fc2_weight, w.fc2_weight_sf, expert)
+        factor = (router_weights * w.fc2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
         for first in range(0, size, _PARTIAL_COLUMNS):
             columns = slice(first, first + _PARTIAL_COLUMNS)
             partial = (inner_codes[:, columns] @ w2[:, columns].T).to(torch.bfloat16) * factor
@@ -167,30 +167,30 @@ class UnquantizedReferenceKernel(ReferenceKernel):
         else:
             plain = x_sf[: x.shape[0] * columns // 16].view(x.shape[0], -1)
         # The host has one input scale for all experts where it quantizes for them.
-        values = dequantize(x, plain.view(torch.float8_e4m3fn)) * self.weights.input_global_scale[0]
+        values = dequantize(x, plain.view(torch.float8_e4m3fn)) * self.weights.fc1_divisor[0]
         result = super().run(values, token_selected_experts, token_final_scales, out)
         return result if out is not None else result.to(self.geometry.dtype)
 
-    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) -> None:
+    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
         w, g, extra = self.weights, self.geometry, self.weights.epilogue
         ratio = 1.0 if w.input_scales is None else w.input_scales.up_to_gate[expert]
         # The divisors are fresh, and FC2's holds the ratio of up to gate.
-        scale_1 = w.folded_w1_alpha[expert] / w.input_global_scale[expert]
-        scale_2 = w.w2_alpha[expert] / w.fc2_input_scale[expert] / ratio
-        fc1 = x.float() @ dequantized(w.w1_weight, w.w1_weight_sf, expert).T * scale_1
+        scale_1 = w.fc1_alpha[expert] / w.fc1_divisor[expert]
+        scale_2 = w.fc2_alpha[expert] / w.fc2_divisor[expert] / ratio
+        fc1 = x.float() @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T * scale_1
         if g.gated:
             fc1[:, : g.intermediate_size] *= ratio
-        if extra.w1_bias is not None:
-            fc1 = fc1 + extra.w1_bias[expert].float()
+        if extra.fc1_bias is not None:
+            fc1 = fc1 + extra.fc1_bias[expert].float()
         given = ((extra.swiglu_alpha, 1.0), (extra.swiglu_beta, 0.0), (extra.swiglu_limit, math.inf))
         constants = (value if tensor is None else float(tensor[expert]) for tensor, value in given)
         inner = (
             activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants) if g.gated else activate(g.activation, fc1)
         )
-        fc2 = inner.to(torch.bfloat16).float() @ dequantized(w.w2_weight, w.w2_weight_sf, expert).T * scale_2
-        if extra.w2_bias is not None:
-            fc2 = fc2 + extra.w2_bias[expert].float()
-        result.index_add_(0, token, fc2 * scales.unsqueeze(-1))
+        fc2 = inner.to(torch.bfloat16).float() @ dequantized(w.fc2_weight, w.fc2_weight_sf, expert).T * scale_2
+        if extra.fc2_bias is not None:
+            fc2 = fc2 + extra.fc2_bias[expert].float()
+        result.index_add_(0, token, fc2 * router_weights.unsqueeze(-1))
 
 
 def activate(

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from . import InputScales
+    from trtllm_b12x.formats.nvfp4 import InputScales
+
     from .jit.variant import Variant
 
 _BLOCK = 1024
-ID_TYPES, SCALE_TYPES = (torch.int64, torch.int32), (torch.float32, torch.bfloat16)
+ID_TYPES, ROUTER_WEIGHT_TYPES = (torch.int64, torch.int32), (torch.float32, torch.bfloat16)
 """Of routes as hosts have them; others are converted to the first of each."""
 
 
@@ -45,7 +46,7 @@ class Table:
 def prepare(
     table: Table,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    router_weights: torch.Tensor,
     into: tuple[torch.Tensor, torch.Tensor],
     input_scales: InputScales | None = None,
 ) -> None:
@@ -60,20 +61,22 @@ def prepare(
     size = ids.numel()
     blocks = -(-max(size, table.count) // _BLOCK)
     divisors = _divisors(input_scales, into[1])
-    _kernels().prepare[(blocks,)](ids, scales, *into, size, table.first, table.count, table.unrouted, *divisors, block=_BLOCK)
+    _kernels().prepare[(blocks,)](
+        ids, router_weights, *into, size, table.first, table.count, table.unrouted, *divisors, block=_BLOCK
+    )
 
 
 def compact(
     table: Table,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    router_weights: torch.Tensor,
     into: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     input_scales: InputScales | None = None,
 ) -> None:
     """Number the local experts that occur, in the order of their first route, in one launch of one block.
 
     Args:
-        ids, scales: as for :func:`prepare`; at most a few hundred, since every pair of routes is compared.
+        ids, router weights: as for :func:`prepare`; at most a few hundred, since every pair of routes is compared.
         into: number of each route's expert (int32, as many as ``ids``), local id of each number (int32), how many there are
             (one int32), and the scales (float32).  A route outside the table counts as one to ``table.unrouted`` with scale 0.
         input_scales: as for :func:`prepare`.
@@ -82,7 +85,17 @@ def compact(
     block = _padded(size)
     divisors = _divisors(input_scales, into[3])
     _kernels().compact[(1,)](
-        ids, scales, *into, size, table.first, table.count, table.unrouted, *divisors, block=block, wide=_BLOCK, num_warps=2
+        ids,
+        router_weights,
+        *into,
+        size,
+        table.first,
+        table.count,
+        table.unrouted,
+        *divisors,
+        block=block,
+        wide=_BLOCK,
+        num_warps=2,
     )
 
 
@@ -107,11 +120,11 @@ def variants(sizes: Iterable[int] = ()) -> Iterator[Variant]:
     rest = (1, 0, 1, 0, *(f,) * 5, 0, 0, 0)
     blocks = sorted({_padded(size) for size in sizes})
     for ids in ID_TYPES:
-        for scales in SCALE_TYPES:
-            yield Variant("routes_triton", "prepare", (ids, scales, i, f, *rest), {"block": _BLOCK}, {})
+        for router_weights in ROUTER_WEIGHT_TYPES:
+            yield Variant("routes_triton", "prepare", (ids, router_weights, i, f, *rest), {"block": _BLOCK}, {})
             for block in blocks:
                 constants = {"block": block, "wide": _BLOCK}
-                yield Variant("routes_triton", "compact", (ids, scales, i, i, i, f, *rest), constants, {"num_warps": 2})
+                yield Variant("routes_triton", "compact", (ids, router_weights, i, i, i, f, *rest), constants, {"num_warps": 2})
 
 
 def warm_up(device: torch.device, sizes: Iterable[int], remedy: str) -> None:

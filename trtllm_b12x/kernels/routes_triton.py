@@ -29,9 +29,9 @@ def _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step,
 @jit
 def prepare(  # type: ignore[no-untyped-def]
     ids,
-    scales,
+    router_weights,
     ids_out,
-    scales_out,
+    router_weights_out,
     size,
     first,
     count,
@@ -51,19 +51,19 @@ def prepare(  # type: ignore[no-untyped-def]
     inside = at < size
     local = tl.load(ids + at, mask=inside, other=0).to(tl.int64) - first
     held = (local >= 0) & (local < count)
-    scale = tl.load(scales + at, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(router_weights + at, mask=inside, other=0).to(tl.float32)
     tl.store(ids_out + at, tl.where(held, local, unrouted).to(tl.int32), mask=inside)
-    tl.store(scales_out + at, tl.where(held, scale, 0.0), mask=inside)
+    tl.store(router_weights_out + at, tl.where(held, scale, 0.0), mask=inside)
 
 
 @jit
 def compact(  # type: ignore[no-untyped-def]
     ids,
-    scales,
+    router_weights,
     numbers,
     experts,
     used,
-    scales_out,
+    router_weights_out,
     size,
     first,
     count,
@@ -94,8 +94,8 @@ def compact(  # type: ignore[no-untyped-def]
     of_column = tl.min(tl.where(same, rows, block), axis=0)[None, :]
     begins = of_column == columns
     number = tl.sum(tl.where(begins & (columns < of_row), 1, 0), axis=1)[:, None]
-    scale = tl.load(scales + rows, mask=rows < size, other=0).to(tl.float32)
+    scale = tl.load(router_weights + rows, mask=rows < size, other=0).to(tl.float32)
     tl.store(numbers + rows, number, mask=rows < size)
     tl.store(experts + number, row_expert.to(tl.int32), mask=(of_row == rows) & (rows < size))
     tl.store(used, tl.sum(tl.where(begins & (columns < size), 1, 0)))
-    tl.store(scales_out + rows, tl.where(row_held, scale, 0.0), mask=rows < size)
+    tl.store(router_weights_out + rows, tl.where(row_held, scale, 0.0), mask=rows < size)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_b12x.environment import inspect_flashinfer
+from trtllm_b12x.formats.weights import Weights
 
-from . import Geometry, Weights, first_line
+from . import Geometry, first_line
 from .reference import ReferenceKernel
 
 BOUND = 0.02
@@ -41,7 +42,7 @@ class Examinee:
     atomic: bool
     """It adds up in bf16 atomics; else reruns must agree to the bit."""
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    """(x, global ids, scales) to the output."""
+    """(x, global ids, router_weights) to the output."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class _Calls:
     """``(calls * tokens, hidden_size)`` bfloat16."""
     ids: torch.Tensor
     """``(calls * tokens, top_k)`` int32, global."""
-    scales: torch.Tensor
+    router_weights: torch.Tensor
     expected: torch.Tensor
     """float32, of the reference."""
 
@@ -120,7 +121,9 @@ def examine(
 def _outcome(test: Examinee, geometry: Geometry, calls: _Calls) -> Outcome:
     bound = max(BOUND, geometry.atomic_rounding + _SLACK) if test.atomic else BOUND
     try:
-        results = [test.run(calls.x[part], calls.ids[part], calls.scales[part]) for part in (*calls.parts(), calls.parts()[0])]
+        results = [
+            test.run(calls.x[part], calls.ids[part], calls.router_weights[part]) for part in (*calls.parts(), calls.parts()[0])
+        ]
         found = torch.cat(results[:-1]).float()
     except Exception as error:
         return Outcome(test.kernel, test.variant, test.tokens, float("inf"), float("inf"), bound, fault=first_line(error))
@@ -160,13 +163,13 @@ def _draw(
     reference.bind(weights)
     x = reference.activations(most, factor)
     local = torch.cat(list(routes.values())).to(device)
-    scales = _scales(reference, x, local)
-    expected = reference.run(x[:total], local, scales).float()
+    router_weights = _router_weights(reference, x, local)
+    expected = reference.run(x[:total], local, router_weights).float()
     ids = _global(local, geometry.num_experts, first_expert)
     drawn, first = {}, 0
     for tokens, part in routes.items():
         rows = slice(first, first + len(part))
-        drawn[tokens] = _Calls(tokens, x[rows], ids[rows], scales[rows], expected[rows])
+        drawn[tokens] = _Calls(tokens, x[rows], ids[rows], router_weights[rows], expected[rows])
         first += len(part)
     return drawn
 
@@ -195,7 +198,7 @@ def _routes(geometry: Geometry, tokens: int, generator: torch.Generator) -> torc
     return ids.int()
 
 
-def _scales(reference: ReferenceKernel, x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _router_weights(reference: ReferenceKernel, x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Router weights with which every expert of a token counts alike, however small its weights are: float32, as ``local``."""
     experts = reference.geometry.num_experts
     every = torch.arange(experts, dtype=torch.int32, device=x.device).unsqueeze(1)

@@ -111,8 +111,8 @@ def _flashinfers(work: Work, cards: Sequence[Card], report: Report, before: int,
             found["failed" if told["error"] else "done"] += 1
             report(Made(work.kind.features.name, **told), before + found["total"])
 
-    environment = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
-    precompile.run_processes([(worker.command(), text) for text in asked], environment, said)
+    env = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+    precompile.run_processes([(worker.command(), text) for text in asked], env, said)
     if found["total"] and found["done"] == found["total"]:
         worker.seal(request["target"]).touch()
     elif not found["failed"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from trtllm_b12x import host as _host
+from trtllm_b12x import host
 from trtllm_b12x.formats.weights import Weights
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ class Method(_Method):
         """
         if tensor is None:
             return
-        host = _host.load()
-        ranks = module.tp_size, module.tp_rank, host.TensorParallelMode[mode]
-        shard = host.load_weight_shard(tensor, *ranks, destination.device).contiguous().view(torch.uint8)
+        trtllm = host.load()
+        ranks = module.tp_size, module.tp_rank, trtllm.TensorParallelMode[mode]
+        shard = trtllm.load_weight_shard(tensor, *ranks, destination.device).contiguous().view(torch.uint8)
         if shard.shape != destination.shape:
             destination.zero_()
         destination[: shard.shape[0], : shard.shape[1]].copy_(shard)

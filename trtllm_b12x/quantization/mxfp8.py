@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import host as _host
+from trtllm_b12x import host
 from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
 
@@ -45,7 +45,7 @@ class MXFP8(Method):
         rows = size * (2 if module.is_gated_activation else 1)
         module.scaling_vector_size = BLOCK_SIZE
         # The base of the host's own method, which asserts sizes that its operator needs.
-        super(_host.load().MXFP8CutlassFusedMoEMethod, self).create_weights(
+        super(host.load().MXFP8CutlassFusedMoEMethod, self).create_weights(
             module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, size)
         )
         shapes = {"w3_w1_weight_scale": (_tiles(rows) * _TILE, _tiles(hidden)), "w2_weight_scale": (hidden, _tiles(size))}
@@ -89,10 +89,10 @@ class MXFP8(Method):
         w1, w2 = module.w3_w1_weight.data, module.w2_weight.data
         s1, s2 = module.w3_w1_weight_scale.data, module.w2_weight_scale.data
         return MXFP8Weights(
-            w1_weight=w1,
-            w1_weight_sf=mma_scale_view(s1, s1.shape[1], s1.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
-            w2_weight=w2,
-            w2_weight_sf=mma_scale_view(s2, s2.shape[1], s2.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
+            fc1_weight=w1,
+            fc1_weight_sf=mma_scale_view(s1, s1.shape[1], s1.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
+            fc2_weight=w2,
+            fc2_weight_sf=mma_scale_view(s2, s2.shape[1], s2.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
         )
 
 
@@ -114,10 +114,10 @@ def method_class() -> type[MXFP8]:
     Raises:
         UnsupportedHostError: the host does not know the format; and see :func:`trtllm_b12x.host.load`.
     """
-    base = _host.load().MXFP8CutlassFusedMoEMethod
+    base = host.load().MXFP8CutlassFusedMoEMethod
     if base is None:
-        raise _host.UnsupportedHostError("this TensorRT-LLM has no MXFP8 experts: they came in August 2026")
-    return _host.derive(f"{__name__}:MXFP8Sm12xFusedMoEMethod", MXFP8, base)
+        raise host.UnsupportedHostError("this TensorRT-LLM has no MXFP8 experts: they came in August 2026")
+    return host.derive(f"{__name__}:MXFP8Sm12xFusedMoEMethod", MXFP8, base)
 
 
 def __getattr__(name: str) -> Any:

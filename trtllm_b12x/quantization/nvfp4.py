@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import host as _host
+from trtllm_b12x import host
 from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
-from trtllm_b12x.formats.nvfp4 import InputScales, KernelWeights
+from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 from trtllm_b12x.kernels import first_line
 from trtllm_b12x.log import logger
 
@@ -56,7 +56,7 @@ class NVFP4(Method):
     (``moeOp.cpp``), so it accepts them as they are.
 
     What b12x needs beyond views of these is the input scales as divisors, kept in buffers of the module for its
-    whole life and rewritten in place: ``b12x_input_global_scale`` and ``b12x_fc2_input_scale``, both ``(E,)`` float32.
+    whole life and rewritten in place: ``b12x_fc1_divisor`` and ``b12x_fc2_divisor``, both ``(E,)`` float32.
 
     One parameter is ours: ``b12x_up_to_gate (E,)`` float32, up's ``weight_scale_2`` over gate's, nearly always 1.  The host
     keeps the larger of the two for both halves.  FC1 has one alpha per expert, but up enters SwiGLU linearly: gate's
@@ -88,7 +88,7 @@ class NVFP4(Method):
         experts = module.expert_size_per_partition
         ratio = torch.nn.Parameter(torch.ones(experts, dtype=torch.float32), requires_grad=False)
         module.register_parameter("b12x_up_to_gate", ratio)
-        for name in ("b12x_input_global_scale", "b12x_fc2_input_scale", "b12x_fc2_act_global"):
+        for name in ("b12x_fc1_divisor", "b12x_fc2_divisor", "b12x_fc2_act_global"):
             module.register_buffer(name, torch.ones(experts, dtype=torch.float32), persistent=False)
 
     # ---- loading, one expert at a time -------------------------------------------------------------------------------
@@ -199,8 +199,8 @@ class NVFP4(Method):
             fc31_input_scale=module.fc31_input_scale.data,
             fc2_input_scale=module.fc2_input_scale.data,
             up_to_gate=module.b12x_up_to_gate.data,
-            fc1_divisor=module.b12x_input_global_scale,
-            fc2_divisor=module.b12x_fc2_input_scale,
+            fc1_divisor=module.b12x_fc1_divisor,
+            fc2_divisor=module.b12x_fc2_divisor,
         )
 
     def before_hosts_call(self, module: Any) -> None:
@@ -218,10 +218,10 @@ class NVFP4(Method):
         return 2 * int(module.w2_weight.data.view(torch.uint8).shape[2])
 
     def scalar_bytes(self, module: Any) -> int:
-        names = ("b12x_up_to_gate", "b12x_input_global_scale", "b12x_fc2_input_scale", "b12x_fc2_act_global")
+        names = ("b12x_up_to_gate", "b12x_fc1_divisor", "b12x_fc2_divisor", "b12x_fc2_act_global")
         return sum(int(getattr(module, name).nbytes) for name in names)
 
-    def kernel_weights(self, module: Any) -> KernelWeights:
+    def kernel_weights(self, module: Any) -> NVFP4Weights:
         for name in READ_BY_KERNELS:
             tensor = getattr(module, name)
             if not tensor.is_contiguous() or tensor.data_ptr() % 16:
@@ -230,15 +230,15 @@ class NVFP4(Method):
                 )
         w1 = module.w3_w1_weight.data.view(torch.uint8)
         w2 = module.w2_weight.data.view(torch.uint8)
-        return KernelWeights(
-            w1_weight=w1,
-            w1_weight_sf=mma_scale_view(module.w3_w1_weight_scale.data, rows=w1.shape[1], columns=2 * w1.shape[2]),
-            folded_w1_alpha=module.fc31_alpha.data,
-            w2_weight=w2,
-            w2_weight_sf=mma_scale_view(module.w2_weight_scale.data, rows=w2.shape[1], columns=2 * w2.shape[2]),
-            w2_alpha=module.fc2_alpha.data,
-            fc2_input_scale=module.b12x_fc2_input_scale,
-            input_global_scale=module.b12x_input_global_scale,
+        return NVFP4Weights(
+            fc1_weight=w1,
+            fc1_weight_sf=mma_scale_view(module.w3_w1_weight_scale.data, rows=w1.shape[1], columns=2 * w1.shape[2]),
+            fc1_alpha=module.fc31_alpha.data,
+            fc2_weight=w2,
+            fc2_weight_sf=mma_scale_view(module.w2_weight_scale.data, rows=w2.shape[1], columns=2 * w2.shape[2]),
+            fc2_alpha=module.fc2_alpha.data,
+            fc2_divisor=module.b12x_fc2_divisor,
+            fc1_divisor=module.b12x_fc1_divisor,
             input_scales=self.input_scales(module),
         )
 
@@ -258,8 +258,8 @@ def method_class() -> type[NVFP4]:
     Raises:
         UnsupportedHostError: see :func:`trtllm_b12x.host.load`.
     """
-    host = _host.load()
-    return _host.derive(f"{__name__}:NVFP4Sm12xFusedMoEMethod", NVFP4, host.Weights, host.NVFP4CutlassFusedMoEMethod)
+    trtllm = host.load()
+    return host.derive(f"{__name__}:NVFP4Sm12xFusedMoEMethod", NVFP4, trtllm.Weights, trtllm.NVFP4CutlassFusedMoEMethod)
 
 
 def __getattr__(name: str) -> Any:

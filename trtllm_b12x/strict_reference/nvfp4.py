@@ -37,10 +37,10 @@ class NVFP4(Judge):
         product = (gate != 0) & (up != 0)
         ratio = torch.where(product, up / gate.where(product, torch.ones_like(gate)), torch.ones_like(gate))
         return {
-            "input_global_scale": fc1.expand(len(local)),
-            "folded_w1_alpha": torch.where(product, gate, torch.zeros_like(gate)) * fc1,
-            "fc2_input_scale": fc2 / ratio,
-            "w2_alpha": self._numbers("w2", "weight_scale_2", local) * fc2,
+            "fc1_divisor": fc1.expand(len(local)),
+            "fc1_alpha": torch.where(product, gate, torch.zeros_like(gate)) * fc1,
+            "fc2_divisor": fc2 / ratio,
+            "fc2_alpha": self._numbers("w2", "weight_scale_2", local) * fc2,
         }
 
     def largest_input(self) -> float:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
-from trtllm_b12x.formats.nvfp4 import dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights, dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.host.embedded.ops import block_scale_interleave
-from trtllm_b12x.kernels import Geometry, KernelWeights
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.strict_reference import Call
 from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
@@ -46,7 +46,7 @@ class Layer:
     shape: Shape
     checkpoint: dict[str, torch.Tensor]
     """By the host's names, for :mod:`trtllm_b12x.strict_reference`."""
-    weights: KernelWeights
+    weights: NVFP4Weights
 
 
 def draw(shape: Shape, device: torch.device | str, seed: int = 0, up_to_gate: float = 1.0) -> Layer:
@@ -89,7 +89,7 @@ def _quantize_weight(weight: torch.Tensor, scale: torch.Tensor) -> dict[str, tor
     return {"weight": pack_fp4(codes.flatten(-2)), "weight_scale": block_scale, "weight_scale_2": scale}
 
 
-def kernel_weights(shape: Shape, checkpoint: dict[str, torch.Tensor], baked: bool = False) -> KernelWeights:
+def kernel_weights(shape: Shape, checkpoint: dict[str, torch.Tensor], baked: bool = False) -> NVFP4Weights:
     """What the package binds: rows [up; gate], each half on the tile, exact scales.
 
     ``baked``: what peers bind instead (vLLM PR 48536): ``weight_scale_2`` multiplied into the E4M3 block scales, and the
@@ -123,15 +123,15 @@ def kernel_weights(shape: Shape, checkpoint: dict[str, torch.Tensor], baked: boo
     gate, up, down = (scalars(name, "weight_scale_2") for name in ("w1", halves[0], "w2"))
     if baked:
         gate = up = down = ones
-    return KernelWeights(
-        w1_weight=stacked("weight", 2, fc2=False),
-        w1_weight_sf=scales(fc2=False),
-        folded_w1_alpha=gate * fc1,
-        w2_weight=stacked("weight", 2, fc2=True),
-        w2_weight_sf=scales(fc2=True),
-        w2_alpha=down * fc2,
-        fc2_input_scale=fc2 / (up / gate),
-        input_global_scale=fc1.expand(shape.num_experts).contiguous(),
+    return NVFP4Weights(
+        fc1_weight=stacked("weight", 2, fc2=False),
+        fc1_weight_sf=scales(fc2=False),
+        fc1_alpha=gate * fc1,
+        fc2_weight=stacked("weight", 2, fc2=True),
+        fc2_weight_sf=scales(fc2=True),
+        fc2_alpha=down * fc2,
+        fc2_divisor=fc2 / (up / gate),
+        fc1_divisor=fc1.expand(shape.num_experts).contiguous(),
     )
 
 
@@ -144,15 +144,15 @@ def empty_layer(shape: Shape) -> Layer:
         return mma_scale_view(torch.empty(experts * height * width // 16, dtype=torch.uint8), height, width)
 
     ones = torch.ones(experts)
-    weights = KernelWeights(
-        w1_weight=torch.empty(experts, rows, hidden // 2, dtype=torch.uint8),
-        w1_weight_sf=scales(rows, hidden),
-        folded_w1_alpha=ones,
-        w2_weight=torch.empty(experts, hidden, shape.padded // 2, dtype=torch.uint8),
-        w2_weight_sf=scales(hidden, shape.padded),
-        w2_alpha=ones,
-        fc2_input_scale=ones,
-        input_global_scale=ones,
+    weights = NVFP4Weights(
+        fc1_weight=torch.empty(experts, rows, hidden // 2, dtype=torch.uint8),
+        fc1_weight_sf=scales(rows, hidden),
+        fc1_alpha=ones,
+        fc2_weight=torch.empty(experts, hidden, shape.padded // 2, dtype=torch.uint8),
+        fc2_weight_sf=scales(hidden, shape.padded),
+        fc2_alpha=ones,
+        fc2_divisor=ones,
+        fc1_divisor=ones,
     )
     return Layer(shape, {}, weights)
 
@@ -162,16 +162,16 @@ def draw_call(layer: Layer, tokens: int, seed: int, negative: float = 0.0) -> Ca
 
     With negative ids the last token has no expert at all.
     """
-    shape, device = layer.shape, layer.weights.w1_weight.device
+    shape, device = layer.shape, layer.weights.fc1_weight.device
     generator = torch.Generator().manual_seed(seed)
-    scale = float(layer.weights.input_global_scale[0])
+    scale = float(layer.weights.fc1_divisor[0])
     x = move_off_ties(draw_activations(tokens, shape.hidden_size, scale * 6 * 448, 0.97, generator), scale)
     ids = torch.rand(tokens, shape.num_experts, generator=generator).argsort(1)[:, : shape.top_k].int()
     if negative:
         ids[torch.rand(ids.shape, generator=generator) < negative] = -1
         ids[-1] = -1
-    scales = torch.softmax(torch.randn(tokens, shape.top_k, generator=generator), 1)
-    return Call(x.to(device), ids.contiguous().to(device), scales.contiguous().to(device))
+    router_weights = torch.softmax(torch.randn(tokens, shape.top_k, generator=generator), 1)
+    return Call(x.to(device), ids.contiguous().to(device), router_weights.contiguous().to(device))
 
 
 def wrapper(shape: Shape, device: str, capacity: int = 0) -> Any:
@@ -190,24 +190,24 @@ def wrapper(shape: Shape, device: str, capacity: int = 0) -> Any:
     )
 
 
-def arguments(weights: KernelWeights) -> dict[str, torch.Tensor]:
+def arguments(weights: NVFP4Weights) -> dict[str, torch.Tensor]:
     """What ``B12xMoEWrapper.run`` takes beside the call's tensors: unfolded, the wrapper folds."""
     tensors = weights.tensors()
-    del tensors["folded_w1_alpha"]
-    return {**tensors, "w1_alpha": weights.w1_alpha}
+    del tensors["fc1_alpha"]
+    return {**tensors, "w1_alpha": weights.fc1_weight_scale_2}
 
 
-def reference(layer: Layer, call: Call, weights: KernelWeights | None = None) -> torch.Tensor:
+def reference(layer: Layer, call: Call, weights: NVFP4Weights | None = None) -> torch.Tensor:
     """The package's torch kernel."""
     kernel = _planned(layer.shape, call.x.shape[0], weights or layer.weights)
     return kernel.run(call.x, call.token_selected_experts, call.token_final_scales)
 
 
-def _planned(shape: Shape, tokens: int, weights: KernelWeights) -> ReferenceKernel:
+def _planned(shape: Shape, tokens: int, weights: NVFP4Weights) -> ReferenceKernel:
     kernel = ReferenceKernel()
     activation = "Swiglu" if shape.gated else "Relu2"
     geometry = Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
-    kernel.plan(geometry, tokens, weights.w1_weight.device)
+    kernel.plan(geometry, tokens, weights.fc1_weight.device)
     kernel.bind(weights)
     return kernel
 
@@ -221,20 +221,20 @@ def with_atomic_sums(layer: Layer, call: Call, orders: int) -> torch.Tensor:
     weights = layer.weights
     kernel = _planned(layer.shape, call.x.shape[0], weights)
     size = layer.shape.padded
-    scales1, scales2 = plain_scales(weights.w1_weight_sf), plain_scales(weights.w2_weight_sf)
+    scales1, scales2 = plain_scales(weights.fc1_weight_sf), plain_scales(weights.fc2_weight_sf)
     terms: list[tuple[torch.Tensor, torch.Tensor]] = []
     for expert in range(layer.shape.num_experts):
         token, slot = (call.token_selected_experts == expert).nonzero(as_tuple=True)
         if not token.numel():
             continue
-        codes = kernel._quantized(call.x[token], weights.input_global_scale[0])
-        fc1 = (codes @ dequantize(weights.w1_weight[expert], scales1[expert]).T) * weights.folded_w1_alpha[expert]
+        codes = kernel._quantized(call.x[token], weights.fc1_divisor[0])
+        fc1 = (codes @ dequantize(weights.fc1_weight[expert], scales1[expert]).T) * weights.fc1_alpha[expert]
         inner = fc1[:, size:] * torch.sigmoid(fc1[:, size:]) * fc1[:, :size] if layer.shape.gated else fc1.relu().square()
-        codes = kernel._quantized(inner.to(torch.bfloat16), weights.fc2_input_scale[expert])
-        w2 = dequantize(weights.w2_weight[expert], scales2[expert])
+        codes = kernel._quantized(inner.to(torch.bfloat16), weights.fc2_divisor[expert])
+        w2 = dequantize(weights.fc2_weight[expert], scales2[expert])
         route = call.token_final_scales[token, slot].unsqueeze(-1)
         for first in range(0, layer.shape.intermediate_size, 128):  # padding adds zeros
-            partial = (codes[:, first : first + 128] @ w2[:, first : first + 128].T) * weights.w2_alpha[expert]
+            partial = (codes[:, first : first + 128] @ w2[:, first : first + 128].T) * weights.fc2_alpha[expert]
             terms.append((token, (partial.to(torch.bfloat16) * route).to(torch.bfloat16)))
     results = torch.zeros(orders, *call.x.shape, dtype=torch.bfloat16, device=call.x.device)
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x import strict_reference
-from trtllm_b12x.kernels import KernelWeights
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.strict_reference import Arithmetic, Call, nvfp4
 from trtllm_b12x.verification import relative_l2
 
@@ -117,7 +117,7 @@ def other_jobs() -> Iterator[Job]:
 class Runner:
     """Calls of one layer under the bed; wrappers are kept as a server keeps them."""
 
-    def __init__(self, layer: Layer, weights: KernelWeights | None = None, drop: tuple[str, ...] = ()) -> None:
+    def __init__(self, layer: Layer, weights: NVFP4Weights | None = None, drop: tuple[str, ...] = ()) -> None:
         self.layer = layer
         self.arguments = {k: v for k, v in arguments(weights or layer.weights).items() if k not in drop}
         self.wrappers: dict[tuple[int, str | None], Any] = {}
@@ -299,13 +299,13 @@ def exports(bed: Bed, folder: Path) -> Iterator[dict[str, Any]]:
 def _preparations(bed: Bed, layer: Layer, index: int, projections: list[str]) -> Iterator[dict[str, Any]]:
     shape, exact = layer.shape, layer.weights
     baked = kernel_weights(shape, layer.checkpoint, baked=True)
-    unit = torch.ones_like(exact.fc2_input_scale)
+    unit = torch.ones_like(exact.fc2_divisor)
     prepared = {
         "exact": (exact, ()),
         "baked": (baked, ("input_global_scale",)),
-        "exact, FC2 scale 1": (replace(exact, fc2_input_scale=unit, w2_alpha=exact.w2_alpha / exact.fc2_input_scale), ()),
-        "exact, reciprocal FC2 scale": (replace(exact, fc2_input_scale=exact.fc2_input_scale.reciprocal()), ()),
-        "baked, FC2 scale 1": (replace(baked, fc2_input_scale=unit, w2_alpha=unit), ("input_global_scale",)),
+        "exact, FC2 scale 1": (replace(exact, fc2_divisor=unit, fc2_alpha=exact.fc2_alpha / exact.fc2_divisor), ()),
+        "exact, reciprocal FC2 scale": (replace(exact, fc2_divisor=exact.fc2_divisor.reciprocal()), ()),
+        "baked, FC2 scale 1": (replace(baked, fc2_divisor=unit, fc2_alpha=unit), ("input_global_scale",)),
     }
     weight_error = nvfp4.baked_weight_error(layer.checkpoint, range(shape.num_experts), projections, DEVICE)
     for job in _one_per_kernel(shape):
@@ -316,7 +316,7 @@ def _preparations(bed: Bed, layer: Layer, index: int, projections: list[str]) ->
         )
         for name, (weights, drop) in prepared.items():
             if "baked" in name:  # without input_global_scale the alphas are the input scales, one per expert
-                weights = replace(weights, folded_w1_alpha=weights.folded_w1_alpha * weights.input_global_scale)
+                weights = replace(weights, fc1_alpha=weights.fc1_alpha * weights.fc1_divisor)
             runner = Runner(layer, weights, drop)
             results = [runner(bed, job, call) for call in calls]
             out = torch.cat([out for _, out in results]).float()
@@ -354,7 +354,7 @@ def saturation(layer: Layer) -> dict[str, float]:
         seen.append(hidden.unflatten(-1, (-1, 16)).abs().amax(-1).flatten())
     amax = torch.cat(seen)
     result = {}
-    for name, scale in (("calibrated", layer.weights.fc2_input_scale[0]), ("1", torch.ones((), device=DEVICE))):
+    for name, scale in (("calibrated", layer.weights.fc2_divisor[0]), ("1", torch.ones((), device=DEVICE))):
         wanted = amax / (6 * scale)
         result[f"saturated, {name}"] = float((wanted > 448).float().mean())
         result[f"below the smallest normal, {name}"] = float((wanted < 2**-6).float().mean())

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from trtllm_b12x import environment, families, host, locks, process, settings
-from trtllm_b12x.kernels import Geometry, Kernel, KernelWeights, PlanError, Workspace, first_line, late, routes
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
+from trtllm_b12x.kernels import Geometry, Kernel, PlanError, Workspace, first_line, late, routes
 from trtllm_b12x.kernels.jit.cards import card_of
 from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
 from trtllm_b12x.kernels.streams import Turn
@@ -122,7 +123,7 @@ class B12xKernel(Kernel):
                     raise PlanError(first_line(error)) from error
         self._plan, self._key = plan, key
 
-    def bind(self, weights: KernelWeights, first_expert: int = 0) -> None:
+    def bind(self, weights: NVFP4Weights, first_expert: int = 0) -> None:
         weights.check(self.geometry)
         self.weights = weights  # the kernels are given addresses: these views keep the memory
         self.first_expert = first_expert
@@ -242,12 +243,16 @@ class B12xKernel(Kernel):
         candidate: Candidate,
         x: torch.Tensor,
         ids: torch.Tensor,
-        scales: torch.Tensor,
+        router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         ids = ids if ids.dtype in routes.ID_TYPES else ids.to(routes.ID_TYPES[0])
-        scales = scales if scales.dtype in routes.SCALE_TYPES else scales.to(routes.SCALE_TYPES[0])
-        x, ids, scales = _aligned(x.contiguous()), ids.contiguous(), scales.contiguous()
+        router_weights = (
+            router_weights
+            if router_weights.dtype in routes.ROUTER_WEIGHT_TYPES
+            else router_weights.to(routes.ROUTER_WEIGHT_TYPES[0])
+        )
+        x, ids, router_weights = _aligned(x.contiguous()), ids.contiguous(), router_weights.contiguous()
         direct = out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0
         result = out if direct and out is not None else torch.empty_like(x)
         table = self._tables[candidate.kind.skips_negative_ids and bool(self.features.negative_ids)]
@@ -256,7 +261,9 @@ class B12xKernel(Kernel):
             if capture:
                 scratch = self._plan.of_capture(capture)
                 bound = self._bind_to(scratch)
-            candidate.launch(bound[candidate.kind.name], scratch, table, self.weights.input_scales, x, ids, scales, result)
+            candidate.launch(
+                bound[candidate.kind.name], scratch, table, self.weights.input_scales, x, ids, router_weights, result
+            )
         return result if out is None or direct else out.copy_(result)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.kernels import InputScales, KernelWeights, routes
+from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+from trtllm_b12x.kernels import routes
 
 from .scratch import Scratch
 
@@ -30,7 +31,7 @@ DIRECT_MICRO = Kind("direct_micro", deterministic=True, skips_negative_ids=False
 MICRO = Kind("micro", deterministic=False, skips_negative_ids=False, atomic_sums=True)
 STATIC = Kind("static", deterministic=True, skips_negative_ids=True, atomic_sums=False)
 
-_Value = Callable[[Scratch, KernelWeights], Any]
+_Value = Callable[[Scratch, NVFP4Weights], Any]
 
 
 def _address(get: Callable[[Any], torch.Tensor]) -> Callable[[Any], int]:
@@ -41,7 +42,7 @@ def _of_workspace(get: Callable[[Any], Any]) -> _Value:
     return lambda scratch, weights: get(scratch.workspace)
 
 
-def _of_weights(get: Callable[[KernelWeights], Any]) -> _Value:
+def _of_weights(get: Callable[[NVFP4Weights], Any]) -> _Value:
     return lambda scratch, weights: get(weights)
 
 
@@ -49,7 +50,7 @@ _TENSORS: dict[str, str | _Value] = {
     # Arguments of static and micro (moe_dispatch.py:1774 of 0.7.2.post1) to where they come from; pointers go as integers.
     "a_input": "x",
     "topk_ids": "ids",
-    "topk_weights": "scales",
+    "topk_weights": "router_weights",
     "scatter_output": "out",
     "packed_a": _of_workspace(lambda ws: ws.packed_input.permute(1, 2, 0).view(torch.float4_e2m1fn_x2)),
     "sfa_ptr": _of_workspace(_address(lambda ws: ws.packed_input_scale)),
@@ -58,19 +59,19 @@ _TENSORS: dict[str, str | _Value] = {
     "scale_storage": _of_workspace(lambda ws: ws.packed_input_scale.view(-1)),
     "barrier_count": _of_workspace(lambda ws: ws.barrier_count),
     "barrier_epoch": _of_workspace(lambda ws: ws.barrier_epoch),
-    "b_w13": _of_weights(lambda w: w.w1_weight.permute(1, 2, 0).view(torch.float4_e2m1fn_x2)),
-    "sfb_w13_ptr": _of_weights(_address(lambda w: w.w1_weight_sf)),
-    "b_down": _of_weights(lambda w: w.w2_weight.permute(1, 2, 0).view(torch.float4_e2m1fn_x2)),
-    "sfb_down_ptr": _of_weights(_address(lambda w: w.w2_weight_sf)),
+    "b_w13": _of_weights(lambda w: w.fc1_weight.permute(1, 2, 0).view(torch.float4_e2m1fn_x2)),
+    "sfb_w13_ptr": _of_weights(_address(lambda w: w.fc1_weight_sf)),
+    "b_down": _of_weights(lambda w: w.fc2_weight.permute(1, 2, 0).view(torch.float4_e2m1fn_x2)),
+    "sfb_down_ptr": _of_weights(_address(lambda w: w.fc2_weight_sf)),
     "row_counts": _of_workspace(lambda ws: ws.row_counts),
     "active_expert_count": _of_workspace(lambda ws: ws.active_expert_count),
     "weight_expert_ids": _of_workspace(lambda ws: ws.weight_expert_ids),
     "global_to_local_expert": _of_workspace(lambda ws: ws.global_to_local_expert),
     "virt_route_scratch": _of_workspace(lambda ws: ws.virt_route_scratch),
-    "input_global_scale": _of_weights(lambda w: w.input_global_scale),
-    "alpha": _of_weights(lambda w: w.folded_w1_alpha),
-    "down_alpha": _of_weights(lambda w: w.w2_alpha),
-    "global_scale": _of_weights(lambda w: w.fc2_input_scale),
+    "input_global_scale": _of_weights(lambda w: w.fc1_divisor),
+    "alpha": _of_weights(lambda w: w.fc1_alpha),
+    "down_alpha": _of_weights(lambda w: w.fc2_alpha),
+    "global_scale": _of_weights(lambda w: w.fc2_divisor),
     "token_map": _of_workspace(lambda ws: ws.token_map),
     "token_weights": _of_workspace(lambda ws: ws.token_weights),
 }
@@ -78,19 +79,19 @@ _POINTERS: dict[str, str | _Value] = {
     # Arguments of direct micro (moe_direct_micro_kernel.py:4858 of 0.7.2.post1): addresses, two barriers, two numbers.
     "x_ptr": "x",
     "tid_ptr": "ids",
-    "tw_ptr": "scales",
+    "tw_ptr": "router_weights",
     "out_ptr": "out",
     "m_val": "constant",
     "grid_x": "constant",
-    "w1_ptr": _of_weights(_address(lambda w: w.w1_weight)),
-    "w1s_ptr": _of_weights(_address(lambda w: w.w1_weight_sf)),
-    "w1a_ptr": _of_weights(_address(lambda w: w.folded_w1_alpha)),
-    "a1_ptr": _of_weights(_address(lambda w: w.input_global_scale)),
-    "a2_ptr": _of_weights(_address(lambda w: w.fc2_input_scale)),
+    "w1_ptr": _of_weights(_address(lambda w: w.fc1_weight)),
+    "w1s_ptr": _of_weights(_address(lambda w: w.fc1_weight_sf)),
+    "w1a_ptr": _of_weights(_address(lambda w: w.fc1_alpha)),
+    "a1_ptr": _of_weights(_address(lambda w: w.fc1_divisor)),
+    "a2_ptr": _of_weights(_address(lambda w: w.fc2_divisor)),
     "inter_ptr": _of_workspace(_address(lambda ws: ws.dm_intermediate)),
-    "w2_ptr": _of_weights(_address(lambda w: w.w2_weight)),
-    "w2s_ptr": _of_weights(_address(lambda w: w.w2_weight_sf)),
-    "w2a_ptr": _of_weights(_address(lambda w: w.w2_alpha)),
+    "w2_ptr": _of_weights(_address(lambda w: w.fc2_weight)),
+    "w2s_ptr": _of_weights(_address(lambda w: w.fc2_weight_sf)),
+    "w2a_ptr": _of_weights(_address(lambda w: w.fc2_alpha)),
     "barrier_count": _of_workspace(lambda ws: ws.dm_barrier_count[:1]),  # compiled for one element, used as an array
     "barrier_epoch": _of_workspace(lambda ws: ws.dm_barrier_epoch[:1]),
 }
@@ -118,7 +119,7 @@ class Signature:
     def table(self) -> dict[str, str | _Value]:
         return _POINTERS if self.kind is DIRECT_MICRO else _TENSORS
 
-    def bind(self, scratch: Scratch, weights: KernelWeights) -> list[Any]:
+    def bind(self, scratch: Scratch, weights: NVFP4Weights) -> list[Any]:
         """Everything but what comes with a call and what a launch has as a constant."""
         sources = (self.table[name] for name in self.names)
         return [None if isinstance(source, str) else source(scratch, weights) for source in sources]
@@ -126,37 +127,37 @@ class Signature:
 
 _Routes = tuple[torch.Tensor, torch.Tensor]
 _Route = Callable[[Scratch, routes.Table, torch.Tensor, torch.Tensor, InputScales | None], _Routes]
-"""(scratch, table, ids, scales, input scales) to what the kernel takes as ids and scales, divisors derived; one launch."""
+"""(scratch, table, ids, router weights, input scales) to the kernel's ids and router weights, divisors derived; one launch."""
 
 
 def as_they_come(
-    scratch: Scratch, table: routes.Table, ids: torch.Tensor, scales: torch.Tensor, input_scales: InputScales | None
+    scratch: Scratch, table: routes.Table, ids: torch.Tensor, router_weights: torch.Tensor, input_scales: InputScales | None
 ) -> _Routes:
     rows = ids.numel()
-    into = scratch.ids[:rows], scratch.scales[:rows]
-    routes.prepare(table, ids, scales, into, input_scales)
+    into = scratch.ids[:rows], scratch.router_weights[:rows]
+    routes.prepare(table, ids, router_weights, into, input_scales)
     return into
 
 
 def one_expert_a_slot(
-    scratch: Scratch, table: routes.Table, ids: torch.Tensor, scales: torch.Tensor, input_scales: InputScales | None
+    scratch: Scratch, table: routes.Table, ids: torch.Tensor, router_weights: torch.Tensor, input_scales: InputScales | None
 ) -> _Routes:
     """Micro on one token with a gate: every slot is an expert of its own, whose id is looked up.  Of FlashInfer's four helper
     launches three make constants."""
     rows = ids.numel()
-    routes.prepare(table, ids, scales, (scratch.workspace.weight_expert_ids, scratch.scales), input_scales)
-    return scratch.slots[:rows], scratch.scales[:rows]
+    routes.prepare(table, ids, router_weights, (scratch.workspace.weight_expert_ids, scratch.router_weights), input_scales)
+    return scratch.slots[:rows], scratch.router_weights[:rows]
 
 
 def compacted(
-    scratch: Scratch, table: routes.Table, ids: torch.Tensor, scales: torch.Tensor, input_scales: InputScales | None
+    scratch: Scratch, table: routes.Table, ids: torch.Tensor, router_weights: torch.Tensor, input_scales: InputScales | None
 ) -> _Routes:
     """Micro on several tokens: experts that occur are numbered, as FlashInfer's Triton kernel does."""
     rows, ws = ids.numel(), scratch.workspace
     numbers = ws.compact_topk_ids[:rows]
-    into = numbers, ws.weight_expert_ids, ws.active_expert_count, scratch.scales
-    routes.compact(table, ids, scales, into, input_scales)
-    return numbers, scratch.scales[:rows]
+    into = numbers, ws.weight_expert_ids, ws.active_expert_count, scratch.router_weights
+    routes.compact(table, ids, router_weights, into, input_scales)
+    return numbers, scratch.router_weights[:rows]
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,9 @@ class Launch:
 
     @functools.cached_property
     def _of_the_call(self) -> tuple[int, ...]:
-        """Places of x, ids, scales and out among the arguments."""
+        """Places of x, ids, router_weights and out among the arguments."""
         sources = [self.signature.table[name] for name in self.signature.names]
-        return tuple(sources.index(name) for name in ("x", "ids", "scales", "out"))
+        return tuple(sources.index(name) for name in ("x", "ids", "router_weights", "out"))
 
     @functools.cached_property
     def _constants(self) -> list[tuple[int, Any]]:
@@ -187,15 +188,15 @@ class Launch:
         input_scales: InputScales | None,
         x: torch.Tensor,
         ids: torch.Tensor,
-        scales: torch.Tensor,
+        router_weights: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """``bound`` by :meth:`Signature.bind`; ids of any integer and scales of any float type, both contiguous."""
-        ids, scales = self.route(scratch, table, ids, scales, input_scales)
+        """``bound`` by :meth:`Signature.bind`; ids of any integer and router weights of any float type, both contiguous."""
+        ids, router_weights = self.route(scratch, table, ids, router_weights, input_scales)
         given = bound.copy()
         for place, value in self._constants:
             given[place] = value
-        call: tuple[Any, ...] = (x, ids, scales, out)
+        call: tuple[Any, ...] = (x, ids, router_weights, out)
         if self.signature.kind is DIRECT_MICRO:
             call = tuple(tensor.data_ptr() for tensor in call)
         for place, value in zip(self._of_the_call, call, strict=True):

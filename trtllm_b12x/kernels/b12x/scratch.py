@@ -27,7 +27,7 @@ class Scratch:
     """``Sm120StaticMoEWorkspace`` (moe_dispatch.py).  Of several tensors on one storage only the first is used."""
     ids: torch.Tensor
     """``(capacity * top_k,)`` int32; :mod:`trtllm_b12x.kernels.routes` writes it."""
-    scales: torch.Tensor
+    router_weights: torch.Tensor
     """``(capacity * top_k,)`` float32."""
     slots: torch.Tensor
     """``(top_k,)`` int32, 0 to top_k - 1: never written, and kept for ever, as graphs may read it."""
@@ -77,7 +77,7 @@ class Scratch:
         return Scratch(workspace, routes[0], routes[1].view(torch.float32), self.slots, self.slot_count)
 
     def nbytes(self) -> int:
-        return sum(plane.nbytes for plane in (*self.planes().values(), self.ids, self.scales))
+        return sum(plane.nbytes for plane in (*self.planes().values(), self.ids, self.router_weights))
 
 
 @functools.cache

@@ -17,7 +17,8 @@ from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
 from trtllm_b12x.kernels import Geometry, late
-from trtllm_b12x.kernels.jit import JitKernel, Variant, aligned
+from trtllm_b12x.kernels.jit import JitKernel, aligned
+from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel
 from trtllm_b12x.kernels.triton import ACTIVATIONS
 
@@ -112,8 +113,8 @@ class GroupedKernel(JitKernel):
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         weights.check(self.geometry)
         self.weights, self.first_expert = weights, first_expert
-        self._w1, self._w2 = weights.w1_weight, weights.w2_weight
-        self._s1, self._s2 = (scales.permute(5, 2, 4, 0, 1, 3) for scales in (weights.w1_weight_sf, weights.w2_weight_sf))
+        self._w1, self._w2 = weights.fc1_weight, weights.fc2_weight
+        self._s1, self._s2 = (scales.permute(5, 2, 4, 0, 1, 3) for scales in (weights.fc1_weight_sf, weights.fc2_weight_sf))
         for name, tensor in (("w1", self._w1), ("w1's scales", self._s1), ("w2", self._w2), ("w2's scales", self._s2)):
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} is not contiguous")
@@ -159,25 +160,25 @@ class GroupedKernel(JitKernel):
             self._launch(aligned(x), ids, token_final_scales.to(torch.float32).contiguous(), result)
         return result if out is None or direct else out.copy_(result)
 
-    def _launch(self, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, result: torch.Tensor) -> None:
+    def _launch(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, result: torch.Tensor) -> None:
         from . import source
 
         tokens, g = x.shape[0], self.geometry
         hidden, size, device = g.hidden_size, g.intermediate_size, x.device
         routes, row = tokens * g.top_k, self.row(tokens)
         codes = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn, device=device)
-        code_scales = torch.empty(tokens, hidden // BLOCK_SIZE, dtype=torch.uint8, device=device)
+        codes_sf = torch.empty(tokens, hidden // BLOCK_SIZE, dtype=torch.uint8, device=device)
         parts = -(-hidden // _COLUMNS)
-        source.quantize_kernel[(-(-tokens // _ROWS), parts)](x, codes, code_scales, tokens, **self._of_tokens())
+        source.quantize_kernel[(-(-tokens // _ROWS), parts)](x, codes, codes_sf, tokens, **self._of_tokens())
         order, starts = self._sorted(ids)
         h = torch.empty(routes, size, dtype=torch.float8_e4m3fn, device=device)
-        h_scales = torch.empty(routes, size // BLOCK_SIZE, dtype=torch.uint8, device=device)
+        h_sf = torch.empty(routes, size // BLOCK_SIZE, dtype=torch.uint8, device=device)
         source.fc1_kernel[(-(-size // row.fc1.rows), self._blocks(routes, row.fc1))](
-            codes, code_scales, self._w1, self._s1, order, starts, h, h_scales, **self._of_fc1(row.fc1), **_options(row.fc1)
+            codes, codes_sf, self._w1, self._s1, order, starts, h, h_sf, **self._of_fc1(row.fc1), **_options(row.fc1)
         )
         shares = torch.empty(routes, hidden, dtype=torch.bfloat16, device=device)
         source.fc2_kernel[(-(-hidden // row.fc2.rows), self._blocks(routes, row.fc2))](
-            h, h_scales, self._w2, self._s2, order, starts, scales, shares, **self._of_product(row.fc2), **_options(row.fc2)
+            h, h_sf, self._w2, self._s2, order, starts, router_weights, shares, **self._of_product(row.fc2), **_options(row.fc2)
         )
         source.sum_kernel[(tokens, parts)](shares, ids, result, self.first_expert, **self._of_sum())
 

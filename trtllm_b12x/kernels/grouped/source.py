@@ -58,13 +58,13 @@ def _quantized(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def quantize_kernel(x, codes, scales, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def quantize_kernel(x, codes, codes_sf, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Grid: ``ROWS`` tokens by ``COLUMNS`` columns.
 
     Args:
         x: ``(tokens, H)`` bfloat16 or float16.
         codes: ``(tokens, H)`` E4M3, written.
-        scales: ``(tokens, H / 32)`` bytes, written.
+        codes_sf: ``(tokens, H / 32)`` bytes, written.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -75,7 +75,7 @@ def quantize_kernel(x, codes, scales, tokens, H: tl.constexpr, ROWS: tl.constexp
     values = tl.load(x + at * H + column[None, :], mask=there, other=0.0).to(tl.float32)
     code, scale = _quantized(values, ROWS, COLUMNS)
     tl.store(codes + at * H + column[None, :], code, mask=there)
-    tl.store(scales + at * (H // BLOCK_SIZE) + block[None, :], scale, mask=inside & (block < H // BLOCK_SIZE)[None, :])
+    tl.store(codes_sf + at * (H // BLOCK_SIZE) + block[None, :], scale, mask=inside & (block < H // BLOCK_SIZE)[None, :])
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _block_of(starts, slot, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
 
 
 @triton.jit
-def _scales_of(rows, block, K: tl.constexpr):
+def _sf_offsets(rows, block, K: tl.constexpr):
     """Offsets of the weights' scales, ``(rows, blocks)``."""
     groups: tl.constexpr = (K + 127) // 128
     of_row = rows // 128 * (groups * 512) + rows % 32 * 16 + rows % 128 // 32 * 4
@@ -102,44 +102,44 @@ def _scales_of(rows, block, K: tl.constexpr):
 
 @triton.jit
 def _product(
-    sums, a, a_scales, a_there, w, scales, rows, rows_there, k, K: tl.constexpr, BK: tl.constexpr
+    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
 
     Args:
-        a, a_scales: pointers to rows, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
-        w, scales: of the expert's matrix; ``rows (BN,)`` of it.
+        a, a_sf: pointers to rows, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
+        w, w_sf: of the expert's matrix; ``rows (BN,)`` of it.
     """
     column = k + tl.arange(0, BK)
     block = k // BLOCK_SIZE + tl.arange(0, BK // BLOCK_SIZE)
     if K % BK != 0:
         inside, whole = column < K, block < K // BLOCK_SIZE
         x = tl.load(a + column[None, :], mask=a_there[:, None] & inside[None, :], other=0.0)
-        x_scales = tl.load(a_scales + block[None, :], mask=a_there[:, None] & whole[None, :], other=0)
+        x_sf = tl.load(a_sf + block[None, :], mask=a_there[:, None] & whole[None, :], other=0)
         codes = tl.load(w + rows[None, :] * K + column[:, None], mask=rows_there[None, :] & inside[:, None], other=0.0)
-        factors = tl.load(scales + _scales_of(rows, block, K), mask=rows_there[:, None] & whole[None, :], other=0)
+        factors = tl.load(w_sf + _sf_offsets(rows, block, K), mask=rows_there[:, None] & whole[None, :], other=0)
     else:
         x = tl.load(a + column[None, :])
-        x_scales = tl.load(a_scales + block[None, :])
+        x_sf = tl.load(a_sf + block[None, :])
         codes = tl.load(w + rows[None, :] * K + column[:, None])
-        factors = tl.load(scales + _scales_of(rows, block, K))
-    return tl.dot_scaled(x, x_scales, "e4m3", codes, factors, "e4m3", sums)
+        factors = tl.load(w_sf + _sf_offsets(rows, block, K))
+    return tl.dot_scaled(x, x_sf, "e4m3", codes, factors, "e4m3", sums)
 
 
 @triton.jit
 def fc1_kernel(
-    x, x_scales, weight, block_scales, order, starts, h, h_scales,
+    x, x_sf, weight, weight_sf, order, starts, h, h_sf,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
 
     Args:
-        x, x_scales: of :func:`quantize_kernel`.
+        x, x_sf: of :func:`quantize_kernel`.
         weight: ``(E, r * SIZE, H)`` E4M3, r = 2 with GATED (rows [up; gate]).
         order: ``(routes,)`` int32, by expert.
         starts: ``(E + 1,)`` int32, places in ``order``.
-        h, h_scales: ``(routes, SIZE)`` E4M3 and ``(routes, SIZE / 32)`` bytes, by place, written.
+        h, h_sf: ``(routes, SIZE)`` E4M3 and ``(routes, SIZE / 32)`` bytes, by place, written.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     expert, first, n = _block_of(starts, slot, EXPERTS, PADDED_EXPERTS, BM)
@@ -152,16 +152,16 @@ def fc1_kernel(
     inside = rows < SIZE
     halves: tl.constexpr = 2 if GATED else 1
     weight += expert.to(tl.int64) * (halves * SIZE * H)
-    block_scales += expert.to(tl.int64) * ((halves * SIZE + 127) // 128 * ((H + 127) // 128) * 512)
+    weight_sf += expert.to(tl.int64) * ((halves * SIZE + 127) // 128 * ((H + 127) // 128) * 512)
     if SIZE % BN != 0:
         rows = tl.minimum(rows, SIZE - 1)
-    a, a_scales = x + token[:, None] * H, x_scales + token[:, None] * (H // BLOCK_SIZE)
+    a, a_sf = x + token[:, None] * H, x_sf + token[:, None] * (H // BLOCK_SIZE)
     up = tl.zeros((BM, BN), tl.float32)
     gate = tl.zeros((BM, BN), tl.float32)
     for k in range(0, H, BK):
-        up = _product(up, a, a_scales, there, weight, block_scales, rows, inside, k, H, BK)
+        up = _product(up, a, a_sf, there, weight, weight_sf, rows, inside, k, H, BK)
         if GATED:
-            gate = _product(gate, a, a_scales, there, weight, block_scales, rows + SIZE, inside, k, H, BK)
+            gate = _product(gate, a, a_sf, there, weight, weight_sf, rows + SIZE, inside, k, H, BK)
     result = rounded(activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION), tl.bfloat16).to(tl.float32)
     code, scale = _quantized(result, BM, BN)
     column = tile * BN + tl.arange(0, BN)
@@ -169,12 +169,12 @@ def fc1_kernel(
     place = (first + m).to(tl.int64)[:, None]
     tl.store(h + place * SIZE + column[None, :], code, mask=there[:, None] & inside[None, :])
     whole = there[:, None] & (block < SIZE // BLOCK_SIZE)[None, :]
-    tl.store(h_scales + place * (SIZE // BLOCK_SIZE) + block[None, :], scale, mask=whole)
+    tl.store(h_sf + place * (SIZE // BLOCK_SIZE) + block[None, :], scale, mask=whole)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scales"])
+@triton.jit(do_not_specialize_on_alignment=["router_weights"])
 def fc2_kernel(
-    h, h_scales, weight, block_scales, order, starts, scales, shares,
+    h, h_sf, weight, weight_sf, order, starts, router_weights, shares,
     H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def fc2_kernel(
 
     Args:
         weight: ``(E, H, SIZE)`` E4M3.
-        scales: ``(routes,)`` float32, the router's.
+        router_weights: ``(routes,)`` float32.
         shares: ``(routes, H)`` bfloat16, by route, written.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
@@ -195,7 +195,7 @@ def fc2_kernel(
     rows = tile * BN + tl.arange(0, BN)
     inside = rows < H
     weight += expert.to(tl.int64) * (H * SIZE)
-    block_scales += expert.to(tl.int64) * ((H + 127) // 128 * ((SIZE + 127) // 128) * 512)
+    weight_sf += expert.to(tl.int64) * ((H + 127) // 128 * ((SIZE + 127) // 128) * 512)
     if H % BN != 0:
         rows = tl.minimum(rows, H - 1)
     place = (first + tl.minimum(m, n - 1)).to(tl.int64)[:, None]
@@ -204,17 +204,17 @@ def fc2_kernel(
         sums = _product(
             sums,
             h + place * SIZE,
-            h_scales + place * (SIZE // BLOCK_SIZE),
+            h_sf + place * (SIZE // BLOCK_SIZE),
             there,
             weight,
-            block_scales,
+            weight_sf,
             rows,
             inside,
             k,
             SIZE,
             BK,
         )
-    sums *= tl.load(scales + route, mask=there, other=0.0)[:, None]
+    sums *= tl.load(router_weights + route, mask=there, other=0.0)[:, None]
     column = tile * BN + tl.arange(0, BN)
     tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])
 

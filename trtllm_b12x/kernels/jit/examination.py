@@ -35,25 +35,29 @@ def faults(kernel: Any, yardstick: type[ReferenceKernel], first_expert: int, siz
         called = torch.cat((torch.tensor([0, g.num_experts - 1]), shuffled))[:EXPERTS].unique()
         drawn = torch.randn(total, g.hidden_size, generator=generator)
         local = called[torch.randint(len(called), (total, g.top_k), generator=generator)].to(torch.int32)
-        scales = torch.rand(total, g.top_k, generator=generator) + 0.1
+        router_weights = torch.rand(total, g.top_k, generator=generator) + 0.1
     for count, end in zip(sizes, torch.tensor(sizes).cumsum(0).tolist(), strict=True):
         if count * g.top_k > 1:
             local[end - 1, -1] = -1
-    x, local, scales = (drawn.to(device) * kernel.weights.typical_input()).to(g.dtype), local.to(device), scales.to(device)
+    x, local, router_weights = (
+        (drawn.to(device) * kernel.weights.typical_input()).to(g.dtype),
+        local.to(device),
+        router_weights.to(device),
+    )
     reference = yardstick()
     reference.plan(g, total, device)
     reference.bind(kernel.weights)
     # All sizes in one call: each expert is dequantized once, and those of a large layer do not fit beside the model.
-    expected = reference.run(x, local, scales, out=torch.zeros(x.shape, device=device))
+    expected = reference.run(x, local, router_weights, out=torch.zeros(x.shape, device=device))
     ids = torch.where(local >= 0, local + first_expert, -1).to(torch.int32)
     said = []
     for part in torch.arange(total, device=device).split(list(sizes)):
-        runs = [kernel.run(x[part], ids[part], scales[part]) for _ in range(2)]
+        runs = [kernel.run(x[part], ids[part], router_weights[part]) for _ in range(2)]
         said.append(_compared(f"{len(part)} tokens", runs, expected[part]))
     if (
         kernel.features.quantized_input and kernel.weights.input_scales.fc31_input_scale.numel() == 1
     ):  # a host has one for all experts where it quantizes for them
-        said.append(_of_quantized_input(kernel, reference, ids, local, scales, generator))
+        said.append(_of_quantized_input(kernel, reference, ids, local, router_weights, generator))
     told = [line for line in said if line is not None]
     return list(filter(None, told)) if told else None
 
@@ -63,19 +67,19 @@ def _of_quantized_input(
     reference: Any,
     ids: torch.Tensor,
     local: torch.Tensor,
-    scales: torch.Tensor,
+    router_weights: torch.Tensor,
     generator: torch.Generator,
 ) -> str | None:
     """A call of the last of ``ids``, on codes and block scales that no host need have made."""
     g, device = kernel.geometry, ids.device
     count = min(QUANTIZED, len(ids), kernel.capacity)
-    ids, local, scales = ids[-count:], local[-count:], scales[-count:]
+    ids, local, router_weights = ids[-count:], local[-count:], router_weights[-count:]
     with torch.device("cpu"):
         codes = torch.randint(256, (count, g.hidden_size // 2), generator=generator, dtype=torch.uint8).to(device)
         blocks = torch.randint(0x28, 0x68, (count, g.hidden_size // 16), generator=generator, dtype=torch.uint8).to(device)
     wanted = torch.zeros(count, g.hidden_size, device=device)
-    reference.run_quantized(codes, blocks, False, local, scales, out=wanted)
-    runs = [kernel.run_quantized(codes, blocks, False, ids, scales) for _ in range(2)]
+    reference.run_quantized(codes, blocks, False, local, router_weights, out=wanted)
+    runs = [kernel.run_quantized(codes, blocks, False, ids, router_weights) for _ in range(2)]
     return _compared(f"{count} tokens that arrive quantized", runs, wanted)
 
 

@@ -255,19 +255,19 @@ def _run(jobs: list[dict[str, Any]], workers: int, capability: int, report: Repo
 
     # Triton from where this process has it, whatever a subprocess would find.
     site = str(Path(triton.__file__).parents[1])
-    environment = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
-    environment["TRITON_CACHE_DIR"] = str(toolchain.cache_folder())
+    env = {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+    env["TRITON_CACHE_DIR"] = str(toolchain.cache_folder())
     command = [sys.executable, str(Path(worker.__file__)), site, str(capability)]
     if stand_in is not None:
         command.append(stand_in)
-        environment["LIBRARY_PATH"] = os.pathsep.join(filter(None, (stand_in, os.environ.get("LIBRARY_PATH"))))
+        env["LIBRARY_PATH"] = os.pathsep.join(filter(None, (stand_in, os.environ.get("LIBRARY_PATH"))))
     request = {"jobs": jobs, "drivers": [] if stand_in is None else _driver_folders(), "processes": workers}
     timeout = _TIMEOUT_S if stand_in is None else None
-    run_processes([(command, json.dumps(request))], environment, report, timeout)
+    run_processes([(command, json.dumps(request))], env, report, timeout)
 
 
 def run_processes(
-    commands: Sequence[tuple[list[str], str]], environment: dict[str, str], report: Report, timeout: float | None = None
+    commands: Sequence[tuple[list[str], str]], env: dict[str, str], report: Report, timeout: float | None = None
 ) -> None:
     """Each with its standard input; ``report`` gets the JSON lines of all of them, one at a time."""
     lock, started = threading.Lock(), []
@@ -286,7 +286,7 @@ def run_processes(
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=environment,
+                env=env,
                 cwd="/",
                 text=True,
                 errors="replace",

@@ -20,13 +20,17 @@ import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.kernels import Epilogue, Geometry, Weights, late
-from trtllm_b12x.kernels.jit import Card, JitKernel, Plan, Variant, aligned
+from trtllm_b12x.formats.epilogue import Epilogue
+from trtllm_b12x.formats.weights import Weights
+from trtllm_b12x.kernels import Geometry, late
+from trtllm_b12x.kernels.jit import JitKernel, Plan, aligned
+from trtllm_b12x.kernels.jit.cards import Card
+from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 
 from . import launch
 from .tiles import Tiles
-from .variants import ACTIVATIONS, ID_TYPES, SCALE_TYPES, Build, Step
+from .variants import ACTIVATIONS, ID_TYPES, ROUTER_WEIGHT_TYPES, Build, Step
 
 __all__ = ["ACTIVATIONS", "Card", "Epilogue", "TritonKernel"]
 
@@ -112,21 +116,21 @@ class TritonKernel(JitKernel):
         inputs, extra = weights.input_scales, weights.epilogue
         if inputs is None:
             raise ValueError("the kernels take the host's input scales, not their reciprocals")
-        experts, device = self.geometry.num_experts, weights.w1_weight.device
+        experts, device = self.geometry.num_experts, weights.fc1_weight.device
 
         def filled(tensor: torch.Tensor | None, value: float) -> torch.Tensor:
             return torch.full((experts,), value, dtype=torch.float32, device=device) if tensor is None else tensor
 
-        none = weights.w2_alpha  # an address for what is not read
+        none = weights.fc2_alpha  # an address for what is not read
         constants = [none] * 3
         if self.geometry.activation == "SwigluBias":
             given = ((extra.swiglu_alpha, 1.0), (extra.swiglu_beta, 0.0), (extra.swiglu_limit, float("inf")))
             constants = [filled(tensor, value) for tensor, value in given]
-        w1_bias = none if extra.w1_bias is None else extra.w1_bias
-        w2_bias = none if extra.w2_bias is None else extra.w2_bias
-        w1, w2 = (weight.view(torch.int32) for weight in (weights.w1_weight, weights.w2_weight))
-        head, tail = (w1, scale_bytes(weights.w1_weight_sf), weights.folded_w1_alpha), (inputs.up_to_gate, w1_bias, *constants)
-        fc2 = (w2, scale_bytes(weights.w2_weight_sf), weights.w2_alpha, inputs.fc2_input_scale, w2_bias)
+        fc1_bias = none if extra.fc1_bias is None else extra.fc1_bias
+        fc2_bias = none if extra.fc2_bias is None else extra.fc2_bias
+        w1, w2 = (weight.view(torch.int32) for weight in (weights.fc1_weight, weights.fc2_weight))
+        head, tail = (w1, scale_bytes(weights.fc1_weight_sf), weights.fc1_alpha), (inputs.up_to_gate, fc1_bias, *constants)
+        fc2 = (w2, scale_bytes(weights.fc2_weight_sf), weights.fc2_alpha, inputs.fc2_input_scale, fc2_bias)
         steps = int(inputs.fc31_input_scale.numel() > 1), int(inputs.fc2_input_scale.numel() > 1)
         # Input that arrives quantized is in units of the input scale, which the alpha holds.
         one = torch.ones(1, dtype=torch.float32, device=device)
@@ -191,17 +195,17 @@ class TritonKernel(JitKernel):
         x_sf: torch.Tensor | None,
         swizzled: bool,
         ids: torch.Tensor,
-        scales: torch.Tensor,
+        router_weights: torch.Tensor,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         tokens, g, quantized = x.shape[0], self.geometry, x_sf is not None
-        x, ids, scales = aligned(x), _of(ids, ID_TYPES), _of(scales, SCALE_TYPES)
+        x, ids, router_weights = aligned(x), _of(ids, ID_TYPES), _of(router_weights, ROUTER_WEIGHT_TYPES)
         usable = out is not None and out.dtype is g.dtype and out.is_contiguous() and out.data_ptr() % 16 == 0
         result = out if usable else torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=x.device)
         assert result is not None
-        call = self._call(tokens, quantized, ids.dtype, scales.dtype)
+        call = self._call(tokens, quantized, ids.dtype, router_weights.dtype)
         memory = torch.empty(call.memory.nbytes, dtype=torch.uint8, device=x.device)
-        tensors = (x, x if x_sf is None else x_sf, ids, scales, result)
+        tensors = (x, x if x_sf is None else x_sf, ids, router_weights, result)
         if call.direct:
             layer = self._addresses[quantized]
             own: tuple[Any, ...] = tuple(map(torch.Tensor.data_ptr, tensors))
@@ -218,21 +222,21 @@ class TritonKernel(JitKernel):
             return result
         return out.copy_(result)
 
-    def _call(self, tokens: int, quantized: bool, ids: torch.dtype, scales: torch.dtype) -> launch.Call:
+    def _call(self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype) -> launch.Call:
         """
         Raises:
             ValueError: no kernel is planned for so many tokens.
         """
         plan = self._plan
         direct = plan.compiled is not None and not launch.watched()
-        key = (tokens, quantized, ids, scales, direct)
+        key = (tokens, quantized, ids, router_weights, direct)
         found = plan.calls.get(key)
         if found is None:
             step = plan.steps.get(tokens)
             if step is None:
                 raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-            inline = step.inline and not quantized and (ids, scales) == (ID_TYPES[0], SCALE_TYPES[0])
-            variants = self.build.variants(step, inline, quantized, ids, scales)
+            inline = step.inline and not quantized and (ids, router_weights) == (ID_TYPES[0], ROUTER_WEIGHT_TYPES[0])
+            variants = self.build.variants(step, inline, quantized, ids, router_weights)
             found = launch.call(self.build, step, variants, plan.compiled if direct else None)
             plan.calls[key] = found
         return found

@@ -51,9 +51,9 @@ class Given(NamedTuple):
     """A call's own tensors, or their addresses."""
 
     x: Any
-    x_scales: Any
+    x_sf: Any
     ids: Any
-    scales: Any
+    router_weights: Any
     out: Any
     staged: Any
     h: Any
@@ -78,19 +78,19 @@ class Call:
     """Launches take addresses and a stream."""
 
     def launch(self, stream: int, layer: Layer, given: Given, swizzled: bool) -> None:
-        x, x_scales, ids, scales, out, staged, h, partial, numbers = given
+        x, x_sf, ids, router_weights, out, staged, h, partial, numbers = given
         tokens, blocks, first, step = self.step.tokens, self.step.blocks, layer.first_expert, layer.steps
         if self.route is not None:
             size = self.step.tiles.routes
             self.route(
-                stream, x, x_scales, ids, scales, staged, out, numbers, tokens, blocks, first, self.tiles, size, int(swizzled)
+                stream, x, x_sf, ids, router_weights, staged, out, numbers, tokens, blocks, first, self.tiles, size, int(swizzled)
             )
-            ids, scales, first = numbers, partial, 0
+            ids, router_weights, first = numbers, partial, 0
             if self.quantized:
                 x = staged
         count = self.local_experts
-        self.fc1(stream, x, *layer.fc1, ids, scales, out, h, numbers, tokens, blocks, first, count, step[0])
-        self.fc2(stream, h, *layer.fc2, ids, scales, out, partial, numbers, tokens, blocks, first, count, step[1])
+        self.fc1(stream, x, *layer.fc1, ids, router_weights, out, h, numbers, tokens, blocks, first, count, step[0])
+        self.fc2(stream, h, *layer.fc2, ids, router_weights, out, partial, numbers, tokens, blocks, first, count, step[1])
 
     def parts(self, memory: torch.Tensor, g: Any) -> tuple[Any, ...]:
         """Of scratch memory, as :class:`Given` ends with: tensors, or addresses where launches are direct."""

@@ -23,6 +23,6 @@ class TritonMXFP8Kernel(TritonKernel):
     def _of_layer(self, weights: Any, first_expert: int) -> dict[bool, launch.Layer]:
         # Of scales and constants that the format does not have, an address.
         none = torch.ones(1, dtype=torch.float32, device=weights.device)
-        w1, w2 = (weight.view(torch.int32) for weight in (weights.w1_weight, weights.w2_weight))
-        fc1, fc2 = (w1, scale_bytes(weights.w1_weight_sf)), (w2, scale_bytes(weights.w2_weight_sf))
+        w1, w2 = (weight.view(torch.int32) for weight in (weights.fc1_weight, weights.fc2_weight))
+        fc1, fc2 = (w1, scale_bytes(weights.fc1_weight_sf)), (w2, scale_bytes(weights.fc2_weight_sf))
         return {False: launch.Layer((*fc1, *[none] * 7), (*fc2, *[none] * 3), first_expert, (0, 0))}

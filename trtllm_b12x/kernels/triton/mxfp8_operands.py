@@ -55,25 +55,25 @@ def _e8m0(byte):
 
 
 @triton.jit
-def _pairs(words, scales, first: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr):
+def _pairs(words, block_scales, first: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr):
     """Two bytes of each word, one between them, beside each other, times their scale: ``(rows, 8 * blocks)``."""
-    low = _e4m3(words >> (8 * first)) * scales
-    high = _e4m3(words >> (8 * first + 16)) * scales
+    low = _e4m3(words >> (8 * first)) * block_scales
+    high = _e4m3(words >> (8 * first + 16)) * block_scales
     return tl.reshape(tl.join(low, high), (rows, 8 * blocks)).to(tl.bfloat16)
 
 
 @triton.jit
-def decoded(words, scales, rows: tl.constexpr, columns: tl.constexpr, PTX: tl.constexpr):
+def decoded(words, block_scales, rows: tl.constexpr, columns: tl.constexpr, PTX: tl.constexpr):
     """int32 words ``(rows, columns / 4)`` and E8M0 bytes ``(rows, columns / 32)`` to four ``(rows, columns / 4)`` bfloat16.
 
     With or without PTX the same bits.
     """
     blocks: tl.constexpr = columns // 32
     if PTX:
-        wide = tl.reshape(tl.broadcast_to(scales.to(tl.int32)[:, :, None], (rows, blocks, 8)), (rows, 8 * blocks))
+        wide = tl.reshape(tl.broadcast_to(block_scales.to(tl.int32)[:, :, None], (rows, blocks, 8)), (rows, 8 * blocks))
         w = tl.inline_asm_elementwise(BFLOAT16, _REGISTERS, [words, wide], (tl.bfloat16,) * 4, is_pure=True, pack=2)
         return w[0], w[1], w[2], w[3]
-    s = tl.reshape(tl.broadcast_to(_e8m0(scales.to(tl.int32))[:, :, None], (rows, blocks, 4)), (rows, 4 * blocks))
+    s = tl.reshape(tl.broadcast_to(_e8m0(block_scales.to(tl.int32))[:, :, None], (rows, blocks, 4)), (rows, 4 * blocks))
     even, odd = tl.split(tl.reshape(words, (rows, 4 * blocks, 2)))
     p0 = _pairs(even, s, 0, rows, blocks)
     p1 = _pairs(even, s, 1, rows, blocks)

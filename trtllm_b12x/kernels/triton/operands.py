@@ -94,30 +94,30 @@ def e4m3(byte):
 
 @triton.jit
 def _pairs(
-    words, scales, first: tl.constexpr, second: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, dtype: tl.constexpr
+    words, block_scales, first: tl.constexpr, second: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, dtype: tl.constexpr
 ):
     """Two nibbles of each word, beside each other, times their scale and 2**-8: ``(rows, 2 * blocks)``."""
-    low = e2m1(words >> (4 * first)) * scales
-    high = e2m1(words >> (4 * second)) * scales
+    low = e2m1(words >> (4 * first)) * block_scales
+    high = e2m1(words >> (4 * second)) * block_scales
     return tl.reshape(tl.join(low, high), (rows, 2 * blocks)).to(dtype)
 
 
 @triton.jit
-def decoded(words, scales, rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+def decoded(words, block_scales, rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
     """int32 words ``(rows, columns / 8)`` and E4M3 bytes ``(rows, columns / 16)`` to eight ``(rows, columns / 8)`` of ``dtype``.
 
     With or without PTX the same bits.
     """
     blocks: tl.constexpr = columns // 16
     if PTX:
-        wide = tl.broadcast_to(scales.to(tl.int32)[:, :, None], (rows, blocks, 2))
+        wide = tl.broadcast_to(block_scales.to(tl.int32)[:, :, None], (rows, blocks, 2))
         wide = tl.reshape(wide, (rows, 2 * blocks))
         if dtype == tl.float16:
             w = tl.inline_asm_elementwise(FLOAT16, _REGISTERS, [words, wide], (tl.float16,) * 8, is_pure=True, pack=2)
         else:
             w = tl.inline_asm_elementwise(BFLOAT16, _REGISTERS, [words, wide], (tl.bfloat16,) * 8, is_pure=True, pack=2)
         return w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
-    s = e4m3(scales.to(tl.int32)) * 0.00390625
+    s = e4m3(block_scales.to(tl.int32)) * 0.00390625
     even, odd = tl.split(tl.reshape(words, (rows, blocks, 2)))
     p0 = _pairs(even, s, 0, 4, rows, blocks, dtype)
     p1 = _pairs(even, s, 1, 5, rows, blocks, dtype)
@@ -248,7 +248,7 @@ def scale_offsets(
 
 @triton.jit
 def matrix(
-    w, s, words, scales, k, there, ROWS: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
+    weight, weight_sf, words, sf_offsets, k, there, ROWS: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
     WORD: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Columns ``k`` to ``k + BK`` of a program's ROWS, as :func:`decoded` gives them; zeros where no row or column is ``there``.
@@ -261,11 +261,11 @@ def matrix(
     if not WHOLE or K % BK != 0:
         column = k // WORD + tl.arange(0, BK // WORD)
         block = k // size + tl.arange(0, BK // size)
-        codes = tl.load(w + words + k // WORD, mask=there[:, None] & (column < K // WORD)[None, :], other=0)
-        factors = tl.load(s + scales + beyond, mask=there[:, None] & (block < K // size)[None, :], other=0)
+        codes = tl.load(weight + words + k // WORD, mask=there[:, None] & (column < K // WORD)[None, :], other=0)
+        factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None] & (block < K // size)[None, :], other=0)
     else:
-        codes = tl.load(w + words + k // WORD)
-        factors = tl.load(s + scales + beyond)
+        codes = tl.load(weight + words + k // WORD)
+        factors = tl.load(weight_sf + sf_offsets + beyond)
     if WORD == FP4:
         parts = decoded(codes, factors, ROWS, BK, dtype, PTX)
     else:

@@ -57,7 +57,7 @@ def rounded(values, dtype: tl.constexpr):
     do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
     do_not_specialize_on_alignment=[
         "ids",
-        "scales",
+        "router_weights",
         "bias",
         "alpha",
         "input_scale",
@@ -68,8 +68,8 @@ def rounded(values, dtype: tl.constexpr):
     ],
 )
 def fc1_kernel(
-    x, weight, block_scales, alpha, input_scale, up_to_gate, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, scales, out, h,
-    workspace, tokens, blocks, first, experts, step,
+    x, weight, weight_sf, alpha, input_scale, up_to_gate, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, router_weights, out,
+    h, workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -85,7 +85,7 @@ def fc1_kernel(
         input_scale: float32, the reciprocal of that scale, of expert ``e`` at ``e * step``; 1 where x is in units of it.
         up_to_gate: ``(E,)`` float32, up's ``weight_scale_2`` over gate's.
         bias: with BIAS, ``(E, r * SIZE)``.
-        ids, scales: without SORTED, ``(tokens, TOP_K)`` int32 global ids and float32; with it the workspace's.
+        ids, router_weights: without SORTED, ``(tokens, TOP_K)`` int32 global ids and float32; with it the workspace's.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -115,20 +115,20 @@ def fc1_kernel(
     rows = rows_of(tile, BN, SIZE, 1)
     there = rows < SIZE
     weight += e * (halves * SIZE * (H // WORD))
-    block_scales += e * ((halves * SIZE + 127) // 128 * ((H + columns - 1) // columns) * 512)
+    weight_sf += e * ((halves * SIZE + 127) // 128 * ((H + columns - 1) // columns) * 512)
     words = rows[:, None] * (H // WORD) + tl.arange(0, BK // WORD)[None, :]
-    up_scales = scale_offsets(tile, 0, BN, BK, SIZE, H, 1, WORD)
-    gate_scales = scale_offsets(tile, 1, BN, BK, SIZE, H, 1, WORD)
+    up_sf_offsets = scale_offsets(tile, 0, BN, BK, SIZE, H, 1, WORD)
+    gate_sf_offsets = scale_offsets(tile, 1, BN, BK, SIZE, H, 1, WORD)
     offsets, given, column = places(route // TOP_K * H, n, width, BK, WORD)
     up = tl.zeros((BN, width), tl.float32)
     gate = tl.zeros((BN, width), tl.float32)
     for k in range(0, H, BK):
         operands = split_inputs(loaded(x, offsets, given, column, k, BK, H), width, BK, WORD)
-        w = matrix(weight, block_scales, words, up_scales, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
+        w = matrix(weight, weight_sf, words, up_sf_offsets, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
         up = dot(w, operands, up, WORD)
         if GATED:
             half = weight + SIZE * (H // WORD)
-            w = matrix(half, block_scales, words, gate_scales, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
+            w = matrix(half, weight_sf, words, gate_sf_offsets, k, there, BN, BK, H, SIZE % BN == 0, WORD, dtype, PTX)
             gate = dot(w, operands, gate, WORD)
     if WORD == FP4:
         factor = tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
@@ -157,10 +157,11 @@ def _prefetch(addresses):
 
 @triton.jit(
     do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
-    do_not_specialize_on_alignment=["ids", "scales", "bias", "alpha", "input_scale"],
+    do_not_specialize_on_alignment=["ids", "router_weights", "bias", "alpha", "input_scale"],
 )
 def fc2_kernel(
-    h, weight, block_scales, alpha, input_scale, bias, ids, scales, out, partial, workspace, tokens, blocks, first, experts, step,
+    h, weight, weight_sf, alpha, input_scale, bias, ids, router_weights, out, partial, workspace, tokens, blocks, first, experts,
+    step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr, WORD: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -196,7 +197,7 @@ def fc2_kernel(
     e = tl.maximum(expert, 0).to(tl.int64)
     columns: tl.constexpr = 512 // WORD
     weight += e * (H * (SIZE // WORD))
-    block_scales += e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
+    weight_sf += e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
     if PDL:
         if expert >= 0:
             lines: tl.constexpr = triton.next_power_of_2((SIZE + 32 * WORD - 1) // (32 * WORD))
@@ -212,7 +213,7 @@ def fc2_kernel(
     sums = tl.zeros((BN, width), tl.float32)
     for k in range(0, SIZE, BK):
         hs = split_inputs(loaded(h, inputs, given, column, k, BK, SIZE), width, BK, WORD)
-        w = matrix(weight, block_scales, words, offsets, k, there, BN, BK, SIZE, H % BN == 0, WORD, tl.bfloat16, PTX)
+        w = matrix(weight, weight_sf, words, offsets, k, there, BN, BK, SIZE, H % BN == 0, WORD, tl.bfloat16, PTX)
         sums = dot(w, hs, sums, WORD)
     if WORD == FP4:
         sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
@@ -221,7 +222,7 @@ def fc2_kernel(
     if SORTED:
         scale = tl.load(local_ids + routes + route, mask=m < n, other=0).to(tl.float32, bitcast=True)
     else:
-        scale = tl.load(scales + route, mask=m < n, other=0.0)
+        scale = tl.load(router_weights + route, mask=m < n, other=0.0)
     sums *= scale[None, :]
     inside = there[:, None] & (m < n)[None, :]
     tl.store(partial + route[None, :] * H + rows[:, None], sums, mask=inside)
@@ -252,10 +253,11 @@ def fc2_kernel(
 
 @triton.jit(
     do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
-    do_not_specialize_on_alignment=["ids", "scales", "bias", "alpha", "input_scale"],
+    do_not_specialize_on_alignment=["ids", "router_weights", "bias", "alpha", "input_scale"],
 )
 def fc2_token_kernel(
-    h, weight, block_scales, alpha, input_scale, bias, ids, scales, out, partial, workspace, tokens, blocks, first, experts, step,
+    h, weight, weight_sf, alpha, input_scale, bias, ids, router_weights, out, partial, workspace, tokens, blocks, first, experts,
+    step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
     WORD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -289,14 +291,14 @@ def fc2_token_kernel(
     sums = tl.zeros((8 * BN, 8), tl.float32)
     for k in range(0, SIZE, BK):
         hs = split_inputs(loaded(h, inputs, given, column, k, BK, SIZE), 8, BK, WORD)
-        w = matrix(weight, block_scales, words, factors, k, there, 8 * BN, BK, SIZE, False, WORD, tl.bfloat16, PTX)
+        w = matrix(weight, weight_sf, words, factors, k, there, 8 * BN, BK, SIZE, False, WORD, tl.bfloat16, PTX)
         sums = dot(w, hs, sums, WORD)
     shares = tl.sum(tl.where(part[:, None] == m[None, :], sums, 0.0), axis=1)
     if WORD == FP4:
         shares *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
     if BIAS:
         shares += tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32)
-    shares *= tl.load(scales + route, mask=routed, other=0.0)
+    shares *= tl.load(router_weights + route, mask=routed, other=0.0)
     total = tl.sum(tl.reshape(tl.where(there, shares, 0.0), (8, BN)), axis=0)
     rows = rows_of(tile, BN, H, 1)
     tl.store(out + token * H + rows, rounded(total, out.dtype.element_ty), mask=rows < H)

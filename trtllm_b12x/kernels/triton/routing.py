@@ -67,25 +67,25 @@ def _cumulative(values):
 
 @triton.jit(
     do_not_specialize=["tokens", "blocks", "first", "tiles", "size", "swizzled"],
-    do_not_specialize_on_alignment=["ids", "scales", "x_scales"],
+    do_not_specialize_on_alignment=["ids", "router_weights", "x_sf"],
 )
 def route_kernel(
-    x, x_scales, ids, scales, staged, out, workspace, tokens, blocks, first, tiles, size, swizzled,
+    x, x_sf, ids, router_weights, staged, out, workspace, tokens, blocks, first, tiles, size, swizzled,
     H: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program 0 sorts routes by expert into blocks of at most ``size``, program ``1 + t`` makes token ``t`` ready.
 
-    ``workspace``, int32: counters ``(tokens, tiles)``; local ids, float32 scales, and routes by expert, ``(tokens, TOP_K)`` each;
-    ``(blocks, 3)``: expert, place of its first route, number of routes (0: none); two numbers per expert.
+    ``workspace``, int32: counters ``(tokens, tiles)``; local ids, float32 router weights, routes by expert, ``(tokens, TOP_K)``
+    each; ``(blocks, 3)``: expert, place of its first route, number of routes (0: none); two numbers per expert.
 
     Which of an expert's routes comes first is left to the order of atomics: a route's results do not depend on its place.
 
     Args:
-        x, x_scales: with QUANTIZED, FP4 ``(tokens, H / 2)`` and E4M3 bytes ``(tokens, H / 16)``.
+        x, x_sf: with QUANTIZED, FP4 ``(tokens, H / 2)`` and E4M3 bytes ``(tokens, H / 16)``.
         swizzled: 0: those bytes lie in rows; else they are 128x4-interleaved.
         staged: with QUANTIZED, ``(tokens, H)`` of FC1's input type: code times block scale.
-        ids, scales: ``(tokens, TOP_K)`` integers and floats of any type.
+        ids, router_weights: ``(tokens, TOP_K)`` integers and floats of any type.
         blocks: at least as many as there can be: ``min(routes, EXPERTS + routes / size)``.
         first: global id of the first of EXPERTS.
     """
@@ -111,7 +111,7 @@ def route_kernel(
             inside = r < routes
             local = localized(tl.load(ids + r, mask=inside, other=0), first, EXPERTS)
             tl.store(local_ids + r, local, mask=inside)
-            scale = tl.load(scales + r, mask=inside, other=0).to(tl.float32)
+            scale = tl.load(router_weights + r, mask=inside, other=0).to(tl.float32)
             tl.store(weights + r, scale.to(tl.int32, bitcast=True), mask=inside)
             tl.atomic_add(counts + local, at * 0 + 1, mask=inside & (local >= 0))
         tl.debug_barrier()
@@ -150,7 +150,7 @@ def route_kernel(
                 block = b // 8
                 row = token // 128 * (groups * 512) + token % 32 * 16 + token % 128 // 32 * 4
                 offset = tl.where(swizzled != 0, row + block // 4 * 512 + block % 4, token * (H // 16) + block)
-                scale = e4m3(tl.load(x_scales + offset, mask=inside, other=0).to(tl.int32))
+                scale = e4m3(tl.load(x_sf + offset, mask=inside, other=0).to(tl.int32))
                 even = (e2m1(code) * scale).to(staged.dtype.element_ty)
                 odd = (e2m1(code >> 4) * scale).to(staged.dtype.element_ty)
                 tl.store(staged + token * H + 2 * b, even, mask=inside)

@@ -17,7 +17,7 @@ from .tiles import INLINE_ROUTES, Tile, Tiles, blocks, tiles
 ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
 """By the host's ``ActivationType``, in the order of ``products.py``'s constants.  GELU is the exact one, alone and in Geglu, as
 CUTLASS has it (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
-ID_TYPES, SCALE_TYPES = (torch.int32, torch.int64), (torch.float32, torch.bfloat16)
+ID_TYPES, ROUTER_WEIGHT_TYPES = (torch.int32, torch.int64), (torch.float32, torch.bfloat16)
 """Of routes, as hosts have them; others are converted to the first of each."""
 
 _BLOCK = 1024
@@ -65,14 +65,14 @@ class Build:
         inline: bool,
         quantized: bool = False,
         ids: torch.dtype = ID_TYPES[0],
-        scales: torch.dtype = SCALE_TYPES[0],
+        router_weights: torch.dtype = ROUTER_WEIGHT_TYPES[0],
     ) -> tuple[Variant, ...]:
         """Kernels of a call, in the order of their launches.
 
         Args:
             inline: programs find their routes by themselves.
             quantized: NVFP4 input; never inline.
-            ids, scales: types of the routes; never others than the first where ``inline``.
+            ids, router_weights: types of the routes; never others than the first where ``inline``.
         """
         g, found = self.geometry, step.tiles
         x, byte, f, i = g.dtype, torch.uint8, torch.float32, torch.int32
@@ -97,7 +97,7 @@ class Build:
         if not inline:
             constants = {"H": g.hidden_size, "SLOTS": slots, "EXPERTS": g.num_experts, "BLOCK": _BLOCK, "QUANTIZED": quantized}
             constants |= {"PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
-            types = (byte if quantized else x, byte, ids, scales, x, x, i, step.tokens, 1, 0, 1, 1, 0)
+            types = (byte if quantized else x, byte, ids, router_weights, x, x, i, step.tokens, 1, 0, 1, 1, 0)
             made.insert(0, self._variant("route_kernel", types, common | constants, None))
         return tuple(made)
 
@@ -114,7 +114,11 @@ class Build:
         for tokens in range(1, capacity + 1):
             step = self.step(tokens)
             forms = [self.variants(step, True)] * step.inline
-            forms += [self.variants(step, False, False, ids, scales) for ids in ID_TYPES for scales in SCALE_TYPES]
+            forms += [
+                self.variants(step, False, False, ids, router_weights)
+                for ids in ID_TYPES
+                for router_weights in ROUTER_WEIGHT_TYPES
+            ]
             if self.word == 8:
                 forms.append(self.variants(step, False, True))
             for variant in (variant for form in forms for variant in form):
