@@ -182,7 +182,9 @@ def _works(shapes: dict[str, Shape], name: str, dtype: str) -> tuple[list[Work],
                 format=shape.format,
             )
             alone = form is not None and not form.hosts_path
-            works.append(Work(kind, on_rank, deciding.most(kind.features, on_rank, torch.device("cuda"), alone)))
+            most = deciding.most(kind.features, on_rank, torch.device("cuda"), alone)
+            if most:
+                works.append(Work(kind, on_rank, most))
     return list(dict.fromkeys(works)), list(dict.fromkeys(against))
 
 

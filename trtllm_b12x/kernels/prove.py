@@ -131,19 +131,25 @@ def _compile_triton(target: str, directory: Path) -> Proof:
 
 
 def _compile_grouped(target: str, directory: Path) -> Proof:
-    """Every kernel of a small layer; its products are block-scaled, or the family is refused."""
+    """One of each kernel of a small layer, of both formats; products are block-scaled, or the family is refused."""
     os.environ["TRITON_CACHE_DIR"] = str(directory)
     started = time.monotonic()
     try:
         import torch
 
-        from .grouped import GroupedKernel
+        from trtllm_b12x.kernels.jit.cards import Card
 
-        kernel = GroupedKernel()
-        kernel.describe(Geometry(16, 4, 512, 256, "Swiglu"), 4096, torch.device("cuda"))
-        made = [variant.assemble(int(target[3:6])).asm["ptx"] for variant in kernel.variants()]
-        found = sum(ptx.count("kind::mxf8f6f4.block_scale") for ptx in made)
-        error = "" if found else "the PTX holds no kind::mxf8f6f4.block_scale instruction"
+        from .grouped import GroupedKernel
+        from .grouped.nvfp4 import GroupedNVFP4Kernel
+
+        found, error, capability = 0, "", int(target[3:6])
+        for kind, name in ((GroupedKernel, "kind::mxf8f6f4.block_scale"), (GroupedNVFP4Kernel, "kind::mxf4nvf4.block_scale")):
+            kernel = kind(Card(TARGETS[target], 100 << 10, capability))
+            kernel.describe(Geometry(16, 4, 512, 256, "Swiglu"), 4096, torch.device("cuda"))
+            made = {variant.name: variant for variant in kernel.variants()}
+            count = sum(variant.assemble(capability).asm["ptx"].count(name) for variant in made.values())
+            found += count
+            error = error if count else f"the PTX holds no {name} instruction"
     except Exception as exception:
         found, error = 0, _telling_line(f"{type(exception).__name__}: {exception}")
     return Proof(target, not error, error, found, round(time.monotonic() - started, 1))
