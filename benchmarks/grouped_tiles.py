@@ -9,7 +9,6 @@ there are cores.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import grouped_upcast, require_gpu
+from benchmarks import require_gpu
 from benchmarks.geometries import routes
 from benchmarks.moe_mxfp8 import GEOMETRIES
 from tests import mxfp8
@@ -60,11 +59,9 @@ class Tried(GroupedKernel):
         return self.tried or super().row(tokens)
 
 
-def compile_one(bits: bool, asked: tuple[str, str, Tile]) -> dict[str, Any]:
+def compile_one(asked: tuple[str, str, Tile]) -> dict[str, Any]:
     """Into Triton's cache; what there is to know of it."""
     name, product, tile = asked
-    if bits:
-        grouped_upcast.install()
     kernel = GroupedKernel()
     kernel.describe(GEOMETRIES[name], 4096, torch.device("cuda", 0))
     variant = next(v for v in kernel.variants() if v.name == f"{product}_kernel")
@@ -110,11 +107,8 @@ class Timed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--bits", action="store_true", help="codes decoded by their bits (benchmarks/grouped_upcast.py)")
     given = parser.parse_args()
     require_gpu()
-    if given.bits:
-        grouped_upcast.install()
     started = time.monotonic()
     plan = [
         (name, product, tile)
@@ -123,7 +117,7 @@ def main() -> None:
         for tile in tiles(product)
     ]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        compiled = list(pool.map(functools.partial(compile_one, given.bits), plan, chunksize=2))
+        compiled = list(pool.map(compile_one, plan, chunksize=2))
     fit = {ask for ask, made in zip(plan, compiled, strict=True) if made.get("spills") == 0}
     print(f"{len(plan)} kernels in {time.monotonic() - started:.0f} s, {len(fit)} without spills", flush=True)
     times: list[dict[str, Any]] = []

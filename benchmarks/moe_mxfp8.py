@@ -1,6 +1,8 @@
 """MXFP8 MoE layers on our Triton kernels: decode against the card's bandwidth, prefill against cuBLAS on bfloat16 experts.
 
-``python -m benchmarks.moe_mxfp8 OUT`` on a GPU of capability 8.9 or newer writes OUT.json and OUT.md; about 2 minutes.
+``python -m benchmarks.moe_mxfp8 OUT`` on a GPU of capability 8.9 or newer writes OUT.json and OUT.md; about 2 minutes.  With
+``--format nvfp4`` the same of NVFP4 layers from the counts on that the grouped kernels may serve; decode is ``moe_decode``'s, and
+the host's CUTLASS, where TensorRT-LLM is installed, ``trtllm-b12x tune``'s.
 
 A captured graph goes through layers with weights of their own, several times the L2 in all.  Decode reads codes and scales of the
 experts that are hit; the bandwidth is that of a copy in the same run.  Prefill is compared with one cuBLAS product per expert and
@@ -10,6 +12,7 @@ projection, without activation and sum, and where torch has it with its grouped 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 from collections.abc import Callable
@@ -22,10 +25,12 @@ import triton
 
 from benchmarks import require_gpu
 from benchmarks.geometries import routes
-from tests import mxfp8
+from tests import mxfp8, nvfp4_layer
 from trtllm_b12x.crossover.measuring import copy_bandwidth, graph_seconds
+from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.grouped import GroupedKernel
+from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
 
 GEOMETRIES = {
@@ -34,6 +39,12 @@ GEOMETRIES = {
 }
 DECODE = (1, 2, 4, 8, 16, 32, 64)
 PREFILL = (1, 16, 64, 256, 1024, 4096)
+KINDS: dict[str, tuple[tuple[type[TritonMXFP8Kernel] | type[GroupedKernel], tuple[int, ...]], ...]] = {
+    "mxfp8": ((TritonMXFP8Kernel, DECODE), (GroupedKernel, PREFILL)),
+    "nvfp4": ((GroupedNVFP4Kernel, (64, 128, *PREFILL[3:], 8192)),),
+}
+BYTES = {"mxfp8": 33 / 32, "nvfp4": 9 / 16}
+"""Of an element and its share of a scale."""
 FLOOR = 0.70
 """Of the copy bandwidth, from 4 tokens on."""
 LAYERS = 6
@@ -56,12 +67,12 @@ class Line:
     grouped_us: float | None = None
 
 
-def measure(name: str, bandwidth: float) -> list[Line]:
-    geometry = GEOMETRIES[name]
-    weights = [mxfp8.random_weights(geometry, "cuda", seed) for seed in range(LAYERS)]
+def measure(name: str, bandwidth: float, form: str) -> list[Line]:
+    geometry = dataclasses.replace(GEOMETRIES[name], format=form.upper())
+    weights = [random_weights(geometry, seed) for seed in range(LAYERS)]
     size = 3 * geometry.hidden_size * geometry.intermediate_size
     found = []
-    for kind, counts in ((TritonMXFP8Kernel, DECODE), (GroupedKernel, PREFILL)):
+    for kind, counts in KINDS[form]:
         kernels = []
         for own in weights:
             kernel = kind()
@@ -93,15 +104,21 @@ def measure(name: str, bandwidth: float) -> list[Line]:
                 tokens,
                 1e6 * seconds,
                 hit,
-                hit * size * 33 / 32 / seconds / bandwidth,
+                hit * size * BYTES[form] / seconds / bandwidth,
                 2 * tokens * geometry.top_k * size / seconds / 1e12,
                 error,
             )
-            if kind is GroupedKernel:
+            if issubclass(kind, GroupedKernel):
                 line.cublas_us, line.grouped_us = (1e6 * seconds for seconds in peers(geometry, ids))
             print(" | ".join(row(line)), flush=True)
             found.append(line)
     return found
+
+
+def random_weights(geometry: Geometry, seed: int) -> Weights:
+    if geometry.format == "NVFP4":
+        return nvfp4_layer.random_layer(geometry, "cuda", seed).kernel_weights()
+    return mxfp8.random_weights(geometry, "cuda", seed)
 
 
 def peers(geometry: Geometry, ids: torch.Tensor) -> tuple[float, float]:
@@ -144,6 +161,7 @@ def row(line: Line) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--format", choices=list(KINDS), default="mxfp8", help="default: %(default)s")
     parser.add_argument("--geometry", action="append", choices=list(GEOMETRIES), default=None)
     given = parser.parse_args()
     require_gpu()
@@ -152,7 +170,7 @@ def main() -> None:
     print(facts, flush=True)
     lines = []
     for name in given.geometry or GEOMETRIES:
-        lines += measure(name, bandwidth)
+        lines += measure(name, bandwidth, given.format)
         torch.cuda.empty_cache()
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ CARD = {"capability": 120, "multiprocessors": 170}
 SETS = {
     "triton": ("nvfp4", {"triton": 256}),
     "b12x": ("nvfp4", {"b12x": 128}),
+    "grouped": ("nvfp4", {"grouped": 8192}),
     "mxfp8": ("mxfp8", {"triton": 256, "grouped": 4096}),
 }
 """Name to the format, and families with the tokens that a server plans for."""

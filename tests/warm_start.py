@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import shutil
@@ -153,18 +154,19 @@ def plans() -> None:
 
 
 def late() -> None:
-    """Calls of every form on a planned layer of MXFP8, and one kernel that is in no plan."""
+    """Calls of every form on planned layers of MXFP8 and NVFP4, and one kernel that is in no plan."""
     import logging
 
     asked = _asked()
     import torch
 
     import trtllm_b12x
-    from tests import mxfp8
+    from tests import mxfp8, nvfp4_layer
     from trtllm_b12x import settings
     from trtllm_b12x.kernels import Geometry, PlanError
     from trtllm_b12x.kernels import late as compiles
     from trtllm_b12x.kernels.grouped import GroupedKernel, source
+    from trtllm_b12x.kernels.grouped.nvfp4 import TABLE, GroupedNVFP4Kernel
 
     said: list[str] = []
     handler = logging.Handler()
@@ -172,6 +174,20 @@ def late() -> None:
     logging.getLogger("trtllm_b12x").addHandler(handler)
     geometry = Geometry(**asked["geometry"])
     with _on(asked["card"]):
+        kernel: GroupedKernel = GroupedNVFP4Kernel()
+        kernel.table = (dataclasses.replace(TABLE[0], most=float("inf")),)  # type: ignore[misc]
+        kernel.plan(geometry, 4096, torch.device("cuda"))
+        weights = nvfp4_layer.random_layer(geometry).kernel_weights()
+        alphas = (torch.cat((alpha.new_zeros(1), alpha))[1:] for alpha in (weights.fc1_alpha, weights.fc2_alpha))
+        shifted = dict(zip(("fc1_alpha", "fc2_alpha"), alphas, strict=True))
+        for bound in (weights, dataclasses.replace(weights, **shifted)):  # type: ignore[arg-type]
+            kernel.bind(bound)
+            for tokens in (1, 15, 16):
+                call = nvfp4_layer.random_call(geometry, tokens)
+                kernel.run(*call)
+                fp4 = torch.zeros(tokens * 64 + 1, dtype=torch.uint8)[1:].view(tokens, 64)
+                kernel.run_quantized(fp4, torch.zeros(tokens * 8 + 1, dtype=torch.uint8)[1:], False, *call[1:])
+                kernel.run_quantized(fp4, torch.zeros(1024, dtype=torch.uint8), True, *call[1:])
         kernel = GroupedKernel()
         kernel.plan(geometry, 4096, torch.device("cuda"))
         kernel.bind(mxfp8.random_weights(geometry))
@@ -191,7 +207,8 @@ def late() -> None:
                 try:
                     with compiles.through_jit(Geometry(**{**asked["geometry"], "format": name})):
                         codes = torch.zeros(128, dtype=torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint8)
-                        source.quantize_kernel[(1, 1)](torch.zeros(128, dtype=dtype), *codes, 1, **kernel._of_tokens())
+                        values, factor = torch.zeros(128, dtype=dtype), torch.ones(1)
+                        source.quantize_kernel[(1, 1)](values, factor, *codes, 1, **kernel._of_tokens())
                     found["frozen"][name] = False
                 except PlanError:
                     found["frozen"][name] = True

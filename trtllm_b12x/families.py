@@ -90,6 +90,22 @@ def grouped(e: Environment) -> KernelFeatures:
     return replace(triton_mxfp8(e), name="grouped", arithmetic="KERNEL", oldest_sm=89, every_count=True)
 
 
+def grouped_nvfp4(e: Environment) -> KernelFeatures:
+    """Beside the host's own path: they have no number of tokens of their own, but those at which the card found them quicker."""
+    known = triton(e)
+    return replace(
+        known,
+        name="grouped",
+        activations=known.activations - {"SwigluBias"},
+        hidden_size_multiple=64,
+        arithmetic="KERNEL",
+        dtypes=frozenset({"bfloat16"}),
+        oldest_sm=89,
+        measured_from=64,
+        bound_by=known.bound_by | {RejectReason.ACTIVATION_CONSTANTS, RejectReason.UPCAST},
+    )
+
+
 FAMILIES: tuple[Family, ...] = (
     Family("b12x", b12x, "trtllm_b12x.kernels.b12x:B12xKernel", "trtllm_b12x.kernels.reference:ReferenceKernel"),
     Family(
@@ -100,6 +116,12 @@ FAMILIES: tuple[Family, ...] = (
         triton_mxfp8,
         "trtllm_b12x.kernels.triton.mxfp8:TritonMXFP8Kernel",
         "trtllm_b12x.kernels.mxfp8:MXFP8UnquantizedReferenceKernel",
+    ),
+    Family(
+        "grouped",
+        grouped_nvfp4,
+        "trtllm_b12x.kernels.grouped.nvfp4:GroupedNVFP4Kernel",
+        "trtllm_b12x.kernels.reference:QuantizedReferenceKernel",
     ),
     Family("grouped", grouped, "trtllm_b12x.kernels.grouped:GroupedKernel", "trtllm_b12x.kernels.mxfp8:MXFP8ReferenceKernel"),
 )

@@ -21,7 +21,7 @@ from .host import contract, questions
 from .quantization import Method
 from .schedule import HOSTS, Schedule
 
-_SPARE = "kernels that are preferred serve every call"
+_SPARE = "no call is left to it"
 """What a family is left out for that nothing speaks against."""
 
 
@@ -55,6 +55,8 @@ class Promoted(Carried):
     _plan_errors: Mapping[str, str] = MappingProxyType({})
     _ours: Method | None = None
     """``quant_method``, where it is one of ours."""
+    _most_tokens: int | None = None
+    """Of a call, where the host says it."""
     _dtype = torch.bfloat16
     """Of tokens that kernels are given."""
     _ones: torch.Tensor | None = None
@@ -74,6 +76,7 @@ class Promoted(Carried):
         self._gather_bf16 = False
         with suppress(Exception):
             self._gather_bf16 = settings.GATHER_BF16()
+            self._most_tokens = questions.most_tokens(kwargs.get("model_config"))
         with suppress(Exception):
             votes.announce(self._mapping)
         super().__init__(*args, **kwargs)
@@ -184,7 +187,9 @@ class Promoted(Carried):
             kind = self._kernels[name]
             most = deciding.most(kind.features, geometry, self.w2_weight.device)
             refused = self._agreed.get(name, self._load.failed.get((name, geometry)))
-            if refused or before.serves_all(most):
+            if kind.features.measured_from and self._most_tokens is not None:
+                most = min(most, self._most_tokens)
+            if refused or most < kind.features.measured_from or before.serves_all(most):
                 return None, refused or _SPARE
             weights = self._kernel_weights()
             self._addresses = self.quant_method.addresses(self)

@@ -47,18 +47,21 @@ class Schedule:
         self.split = split or Fixed(DEFAULT_CROSSOVER)
         self.base = next((name for name, kernel in families.items() if kernel.features.every_count), "")
         """The family that serves calls of any size, in the place of a host that has no path; empty where there is none."""
-        self._table: tuple[Kernel | None, ...] | None = None
-        """By token count, once that is settled."""
+        measured = self.split.measured
+        self._chosen = {name: kernel for name, kernel in families.items() if measured or not kernel.features.measured_from}
+        """Families that the split chooses from."""
+        self._table: dict[int, Kernel | None] = {}
+        """By token count, so far as they were asked for since that is settled."""
 
     def at(self, tokens: int) -> Kernel | None:
-        if self._table is None:
+        if tokens not in self._table:
             if not self.settled:
                 return self._pick(tokens)
-            self._table = tuple(map(self._pick, range(self._capacity + 1)))
-        return self._table[tokens] if tokens < len(self._table) else self._any(tokens)
+            self._table[tokens] = self._pick(tokens)
+        return self._table[tokens]
 
     def _pick(self, tokens: int) -> Kernel | None:
-        name = self.split.pick(tokens, [name for name, kernel in self.families.items() if kernel.serves(tokens)])
+        name = self.split.pick(tokens, [name for name, kernel in self._chosen.items() if kernel.serves(tokens)])
         return self._any(tokens) if name is None else self.families[name]
 
     def _any(self, tokens: int) -> Kernel | None:
@@ -77,14 +80,14 @@ class Schedule:
     @property
     def _capacity(self) -> int:
         """Of the families that have one."""
-        return max((kernel.capacity for kernel in self.kernels if not kernel.features.every_count), default=0)
+        return max((kernel.capacity for kernel in self._chosen.values() if not kernel.features.every_count), default=0)
 
     @property
     def below(self) -> int:
         """First token count from which every call is the host's; :data:`EVERY` where none is."""
         if self.base:
             return EVERY
-        names = list(self.families)
+        names = list(self._chosen)
         counts = range(self._capacity, 0, -1)
         return 1 + next((tokens for tokens in counts if self.split.pick(tokens, self._planned(tokens, names))), 0)
 

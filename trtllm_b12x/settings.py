@@ -153,7 +153,8 @@ MXFP8_UPCAST = Switch(
     f"{_PREFIX}_MXFP8_UPCAST",
     _ON_OFF,
     "0",
-    "1 serves MXFP8 experts also where Triton has no block-scaled product for the card: prefill multiplies bfloat16, slower",
+    "1 takes the grouped kernels, and serves MXFP8 experts, also where Triton has no block-scaled product for the card: they "
+    "multiply bfloat16, slower",
 )
 LOG = Switch(
     f"{_PREFIX}_LOG",

@@ -189,6 +189,8 @@ def _kernels(found: dict[str, Any]) -> list[str]:
             ]
             cells += [_us(times.get(t, {}).get(path)) for path in others] + [_us(at.get(t)) for at in peers.values()]
             rows.append([t, *cells, "-" if math.isnan(line["error"]) else f"{line['error']:.4f}"])
+        beyond = [t for t in sorted(times) if t > max((row[0] for row in rows), default=0)]
+        rows += [[t, *"----", *(_us(times[t].get(path)) for path in others), *"-" * len(peers), "-"] for t in beyond]
         titles = ["tokens", "Triton us", "MB", "of copy", "B/clock/SM", *(f"{path} us (tune)" for path in others)]
         titles += [f"{p} us" for p in peers] + ["Triton's error"]
         head = f"A layer in a captured graph, random routing; the copy of the same run moves {results['copy'] / 1e12:.2f} TB/s."

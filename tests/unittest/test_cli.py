@@ -434,14 +434,17 @@ def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_fami
     write_checkpoint(tmp_path, [random_experts(8, 128, 192)], top_k=2)
     result = run("verify", tmp_path, "--tokens", "8,70", "--require-b12x", "--json", tmp_path / "report.json")
     assert result.exit_code == 0, result.output
-    assert "PASS: 1 of 1 MoE layers on b12x+triton" in result.output
-    b12x, triton = json.loads((tmp_path / "report.json").read_text())["layers"]
-    assert (b12x["served_by"], triton["served_by"]) == ("b12x", "triton")
+    assert "PASS: 1 of 1 MoE layers on b12x+triton+grouped" in result.output
+    b12x, triton, grouped = json.loads((tmp_path / "report.json").read_text())["layers"]
+    assert (b12x["served_by"], triton["served_by"], grouped["served_by"]) == ("b12x", "triton", "grouped")
     assert (triton["bytes"]["padding"], triton["bits_exact"]) == (0, True)
     for own, other in zip(triton["cases"], b12x["cases"], strict=True):
         if own["path"] == "triton":
             assert own["error"] == own["rel_l2_kernel"] < 0.004
             assert own["error"] < 0.1 * other["error"]
+    cases = {case["tokens"]: case for case in grouped["cases"]}
+    assert (cases[8]["path"], cases[70]["path"]) == ("cutlass", "grouped")  # what a card may choose it for
+    assert cases[70]["rel_l2_kernel"] < 0.004 < cases[70]["rel_l2_none"]
     result = run("verify", tmp_path, "--tokens", "8", "--kernels", "triton")
     assert result.exit_code == 0
     assert "MoE layers on triton" in result.output

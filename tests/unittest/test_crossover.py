@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -19,13 +20,16 @@ from trtllm_b12x import fused_moe, process, settings, votes
 from trtllm_b12x.crossover import deciding, store
 from trtllm_b12x.crossover.table import HOST, Fixed, Measured, Times
 from trtllm_b12x.environment import answers
-from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.schedule import Schedule
 
 TENSORS = random_experts(4, 128, 192)
 
 
 def even(name: str, tokens: int) -> float:
-    """Kernels win below 32 tokens, Triton's below 4."""
+    """Kernels win below 32 tokens, Triton's below 4, grouped ones from 512 to 2047."""
+    if name == "grouped":
+        return 11.0 if 512 <= tokens < 2048 else 20.0
     return {"b12x": 9.0, "triton": 4.0 * tokens**0.5, HOST: 12.0}[name] if tokens < 32 or name == HOST else 20.0
 
 
@@ -78,7 +82,7 @@ def test_the_first_call_measures_every_layer_of_the_geometry_and_all_follow(
     clock: Clock, every_family: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     modules = [built(), built(), layers.load(layers.create(8, 128, 192), random_experts(8, 128, 192))]
-    assert list(modules[0].backend.schedule.families) == ["b12x", "triton"]  # each eligible kernel, spare or not
+    assert list(modules[0].backend.schedule.families) == ["b12x", "triton", "grouped"]  # each eligible kernel, spare or not
     assert modules[0].backend.schedule.kernels[0].capacity == 64  # 32 rows for each of the experts
     assert modules[2].backend.schedule.kernels[0].capacity == 128
     assert served(modules[0], 1, 63, 64) == [ReferenceKernel, ReferenceKernel, type(None)]  # until then
@@ -91,12 +95,55 @@ def test_the_first_call_measures_every_layer_of_the_geometry_and_all_follow(
     for module in modules[:2]:
         kinds = [UnquantizedReferenceKernel, UnquantizedReferenceKernel, ReferenceKernel, ReferenceKernel, type(None), type(None)]
         assert served(module, 1, 4, 6, 16, 40, 64) == kinds
-        assert module.backend.schedule.below < 40
+        assert 1900 < module.backend.schedule.below < 2200
     called(modules[2])
     assert len(clock.asked) == 2
     assert [line.partition("measured")[0] for line in lines(caplog)] == ["rank 0: 4 experts, top 2, 128 x 256, Swiglu: "]
     numbers = layers.errors(modules[0], *layers.inputs(modules[0], 9, TENSORS), called(modules[0], 9), TENSORS)
     assert numbers[1] < 0.005
+
+
+def test_beyond_decode_kernels_serve_what_they_were_measured_to_be_the_quickest_at(
+    clock: Clock, every_family: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = built()
+    assert module.backend.schedule.families["grouped"].capacity == 8192
+    assert served(module, 64, 600, 8192) == [type(None)] * 3  # until then
+    called(module)
+    assert served(module, 40, 64, 450, 600, 1024, 1990, 2200, 8192, 9000) == [
+        *[type(None)] * 3,
+        *[QuantizedReferenceKernel] * 3,
+        *[type(None)] * 3,
+    ]
+    assert {1024, 4096} <= set(module.backend.schedule.split.times.counts)
+    kernels = module.backend.schedule.families
+    splits = [Fixed(300), Fixed(300, measured=True)]  # as another rank's setting has it, and as verify wants it
+    assert [Schedule(kernels, split).at(200) for split in splits] == [None, kernels["grouped"]]
+    for kind in (UnquantizedReferenceKernel, QuantizedReferenceKernel):
+        monkeypatch.setattr(kind, "features", dataclasses.replace(kind.features, graph_safe=True))
+    captured = {name: path.captured for name, path in deciding.paths(module.backend, None).items()}
+    assert captured == {"b12x": False, "triton": True, "grouped": False, HOST: False}  # prefill is launched
+    assert layers.errors(module, *layers.inputs(module, 600, TENSORS), called(module, 600), TENSORS)[1] < 0.005
+    assert [*built(max_num_tokens=2048).backend.schedule.families.values()][-1].capacity == 2048  # more never come at once
+    small = built(max_num_tokens=32).backend
+    assert (list(small.schedule.families), "grouped" in small.verdict.families) == (["b12x", "triton"], True)
+    monkeypatch.setenv(settings.CROSSOVER.name, "300")
+    fixed = built()
+    assert list(fixed.backend.schedule.families) == ["b12x"]  # which serves every one of them
+    called(fixed)
+    assert served(fixed, 299, 300, 600) == [ReferenceKernel, *[type(None)] * 2]
+
+
+def test_a_family_that_is_alone_has_no_count_of_its_own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")
+    module = built()
+    called(module, 600)
+    assert served(module, 63, 600, 4096) == [type(None), QuantizedReferenceKernel, type(None)]
+    monkeypatch.setenv(settings.CROSSOVER.name, "64")
+    module = built()
+    assert module.backend.verdict.families == ("grouped",)
+    assert (module.backend.schedule.kernels, module.backend.schedule.below) == ((), 1)
+    called(module)
 
 
 def test_a_host_that_always_wins_has_everything(clock: Clock) -> None:

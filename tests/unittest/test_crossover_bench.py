@@ -24,7 +24,7 @@ LAUNCH_S, CAPTURE_S, DRAW_S = 100e-6, 300e-6, 500e-6
 class Machine:
     def __init__(self) -> None:
         self.now = 0.0
-        self.capturing = False
+        self.capturing, self.per_token = False, 0.0
         self.draws: list[tuple[int, int, bool]] = []
 
     def path(self, seconds: Callable[[int], float], captured: bool = True, **named: Any) -> Path:
@@ -38,7 +38,7 @@ class Machine:
     replayed = 0.0
 
     def draw(self, tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        self.now += DRAW_S
+        self.now += DRAW_S + self.per_token * tokens
         self.draws.append((tokens, seed, skewed))
         return torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2)
 
@@ -116,6 +116,22 @@ def test_the_budget_is_a_bound(
     assert len(found) >= least * budget / BUDGET_S
     assert shares == pytest.approx(sorted(shares))
     assert max(shares) <= 1
+
+
+@pytest.mark.parametrize(("slower", "last"), [(1, 4096), (8, 8192)])
+def test_there_is_time_for_prefill(machine: Machine, slower: int, last: int) -> None:
+    """A call of 4096 tokens takes 1 ms, or as much longer as a small card is slower: there fewer calls make a time."""
+    paths = {
+        "a": machine.path(lambda n: 100e-6 + 1e-6 * n, serves=lambda n: n <= 256),
+        "b": machine.path(lambda n: slower * (100e-6 + 0.2e-6 * n), captured=False, serves=lambda n: n >= 64),
+        HOST: machine.path(lambda n: slower * (100e-6 + 0.25e-6 * n)),
+    }
+    machine.per_token = 8e-6  # of draws
+    made = bench(machine, paths)
+    rounds = [1, 2, 4, 8, 16], [32], [64], [128], [256], [45, 90], [1024], [4096], [8192]
+    found = [tokens for counts in rounds for tokens in made(counts).counts]
+    assert found == [tokens for counts in rounds for tokens in counts if tokens <= last]
+    assert made.spent <= BUDGET_S
 
 
 def test_the_first_count_is_measured_in_any_case(machine: Machine) -> None:

@@ -139,6 +139,33 @@ def test_time_goes_where_the_choice_is_in_doubt() -> None:
         assert (searched(near).times.counts == [1, 2, 4, 8, 16]) is clear
 
 
+def test_beyond_decode_few_counts_are_measured_and_last() -> None:
+    card = Card(0)
+    card.serving, card.steps = {"a": range(1, 257), "b": range(64, 8193)}, {}
+    near, beyond = [1, 2, 4, 8, 16, 32, 64, 128, 256], [1024, 4096, 8192]
+    card.exact = {"a": lambda n: n / 9, "b": lambda n: 20.0 if n < 700 else 5.0, HOST: lambda n: 10.0}
+    split = searched(card)
+    first = card.asked.index(1024)
+    assert set(near) <= set(card.asked[:first])
+    assert set(card.asked[:first]) - set(near)  # decode is settled by then
+    assert set(beyond) <= set(card.asked[first:])
+    assert split.ranges(300, {"a": 256, "b": 8192}) == [(1, 87, "a"), (88, 300, HOST)]
+    assert [split.pick(tokens, ["b"]) for tokens in (256, 600, 1024, 3000, 8192)] == [None, None, "b", "b", "b"]
+    card.asked, card.exact = [], {"a": lambda n: 12.0, "b": lambda n: 12.0, HOST: lambda n: 1.0}
+    split = searched(card)
+    assert card.asked == [1, 2, 4, 8, 16, 256, 1024, 4096]  # the host has won twice, and twice again
+    assert {split.pick(tokens, ["a", "b"]) for tokens in range(1, 9000, 7)} == {None}
+
+
+def test_what_has_won_twice_in_a_row_goes_on() -> None:
+    """The time was up; no decode kernel does."""
+    for counts, found in (([256, 1024], "b"), ([128, 256], None), ([1024], None)):
+        split = Measured(Times({n: {"b": 1.0, HOST: 2.0} for n in counts}), "measured", 64)
+        assert split.pick(5000, ["b"]) == found
+        assert split.pick(5000, ["a"]) is None
+    assert Measured(Times({256: {"b": 3.0, HOST: 2.0}, 1024: {"b": 1.0, HOST: 2.0}}), "measured", 64).pick(5000, ["b"]) is None
+
+
 def test_a_crossing_that_nobody_knows_of_is_found_to_the_token() -> None:
     card = Card(0)
     card.serving, card.steps = {"a": range(1, 257)}, {}

@@ -213,8 +213,12 @@ def test_where_triton_alone_serves(monkeypatch: pytest.MonkeyPatch, every_family
     assert "NVFP4 Swiglu would be FlashInferNvfp4Sm12xFusedMoE on triton" in lines
     assert "b12x          refused: DSL_MISSING, FLASHINFER_MISSING" in lines
     assert any(line.startswith("triton        eligible for NVFP4 Swiglu, NVFP4 Relu2") for line in lines)
+    assert any(line.startswith("grouped       eligible for NVFP4 Swiglu, NVFP4 Relu2") for line in lines)
     assert any("not b12x: FLASHINFER_MISSING" in line for line in lines)
     assert lines[-1] == "triton WOULD serve decode on sm_120a"
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")  # serves beyond decode, where it is measured to be faster
+    nvfp4 = json.loads(run(monkeypatch, STOCK, "--target", "sm_120a", "--json").output)["verdicts"][0]
+    assert (nvfp4["layers"], nvfp4["families"]) == ("NVFP4 Swiglu", ["grouped"])
     assert all(len(line) <= 80 or line.startswith("   $ ") for line in lines)
 
 

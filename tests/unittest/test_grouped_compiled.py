@@ -12,15 +12,21 @@ from tests import sass
 from trtllm_b12x.environment import prove
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.grouped import TABLE, GroupedKernel
+from trtllm_b12x.kernels.grouped import GroupedKernel
+from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.jit.cards import Card
 
+INSTRUCTION = {GroupedKernel: "kind::mxf8f6f4.block_scale", GroupedNVFP4Kernel: "kind::mxf4nvf4.block_scale.scale_vec::4X"}
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 
 
 @pytest.mark.parametrize("capability", [120, 121])
-def test_products_are_native(capability: int, tmp_path: Path) -> None:
-    """Where this Triton has them; where not, the products are what the refusal says."""
-    kernel, names = GroupedKernel(), []
+@pytest.mark.parametrize("kind", [GroupedKernel, GroupedNVFP4Kernel])
+def test_products_are_native(kind: type[GroupedKernel], capability: int, tmp_path: Path) -> None:
+    """Where this Triton has them; where not, the products are what the refusal says.  Of the second card the largest tiles."""
+    kernel, names = kind(Card(48, 100 << 10, capability)), []
+    if capability == 121:
+        kernel.table = kind.table[-1:]  # type: ignore[misc]
     kernel.describe(QWEN3_30B, 4096, torch.device("cuda"))
     for variant in kernel.variants():
         name, made = variant.name, variant.assemble(capability)
@@ -33,20 +39,22 @@ def test_products_are_native(capability: int, tmp_path: Path) -> None:
             assert made.metadata.shared <= 99 << 10
         products = set(re.findall(r"(?:wg)?mma\.[\w.:]+", made.asm["ptx"]))
         assert bool(products) is (name in ("fc1_kernel", "fc2_kernel"))
-        native = {product for product in products if "kind::mxf8f6f4.block_scale" in product}
+        native = {product for product in products if INSTRUCTION[kind] in product}
         assert products == native if not toolchain.upcast(capability) else not native
-    assert names.count("fc1_kernel") == len({row.fc1 for row in TABLE})
-    assert names.count("fc2_kernel") == len({row.fc2 for row in TABLE})
+    assert names.count("fc1_kernel") == len({row.fc1 for row in kernel.table})
+    assert names.count("fc2_kernel") == len({row.fc2 for row in kernel.table})
 
 
-def test_where_launches_change() -> None:
-    kernel = GroupedKernel()
+@pytest.mark.parametrize(("kind", "changes"), [(GroupedKernel, [129, 641, 2049]), (GroupedNVFP4Kernel, [129, 385, 1537])])
+def test_where_launches_change(kind: type[GroupedKernel], changes: list[int]) -> None:
+    kernel = kind()
     kernel.describe(QWEN3_30B, 4096, torch.device("cuda"))
     found = [tokens for tokens in range(2, 4097) if kernel.launches(tokens) != kernel.launches(tokens - 1)]
-    assert found == [129, 641, 2049]  # 8, 40 and 128 routes of an expert
+    assert found == changes  # 16 tokens are a route of each expert
 
 
 def test_proof() -> None:
+    """Of both formats."""
     proof = prove.prove("sm_120a", "grouped")
     assert (proof.compiled, proof.error) == (True, "")
     assert proof.products > 0

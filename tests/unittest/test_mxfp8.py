@@ -9,7 +9,7 @@ from tests import mxfp8
 from trtllm_b12x import eligibility, formats
 from trtllm_b12x.decision import Deployment, Environment, Problem, RejectReason, decide
 from trtllm_b12x.environment import triton
-from trtllm_b12x.families import grouped, triton_mxfp8
+from trtllm_b12x.families import grouped, grouped_nvfp4, triton_mxfp8
 from trtllm_b12x.formats.mxfp8 import decode_e8m0, dequantize, quantize
 from trtllm_b12x.strict_reference.mxfp8 import dequantize_weight, fake_quantize
 
@@ -60,12 +60,14 @@ def test_which_triton_multiplies_blocks(version: str, sm: int, native: bool, mon
     monkeypatch.setattr(triton, "version", lambda: version)
     assert (triton.upcast(sm) == "") is native
     assert native or version in triton.upcast(sm)
+    assert triton.block_scaled(sm) is (native and sm >= 120)  # of other cards nothing is known
 
 
-@pytest.mark.parametrize("family", [grouped, triton_mxfp8])
+@pytest.mark.parametrize("family", [grouped, triton_mxfp8, grouped_nvfp4])
 def test_an_upcast_is_refused_unless_it_is_asked_for(family: object) -> None:
     features = family(Environment())  # type: ignore[operator]
-    problem = Problem(quant_algo="MXFP8", group_size=32, activation="Swiglu", hidden_size=256, intermediate_size=96)
+    (algorithm,), group = features.quantizations, features.group_size
+    problem = Problem(quant_algo=algorithm, group_size=group, activation="Swiglu", hidden_size=256, intermediate_size=96)
     slow = Environment(upcast="Triton 3.5.1 multiplies bfloat16")
     refused = decide(problem, Deployment(), slow, features)
     assert [rejection.reason for rejection in refused.rejections] == [RejectReason.UPCAST]
@@ -89,4 +91,5 @@ def test_other_formats_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("TRTLLM_B12X_KERNELS")
     assert [row.name for row in formats.FORMATS if not row.hosts_path] == ["MXFP8"]
     found = eligibility.resolve((Problem(quant_algo="NVFP4"), Deployment()))
-    assert [name for name, _ in found.verdicts] == ["b12x", "triton"]
+    assert found.families == ("b12x", "triton", "grouped")
+    assert formats.load("trtllm_b12x.kernels.grouped.nvfp4:GroupedNVFP4Kernel").features.quantizations == {"NVFP4"}

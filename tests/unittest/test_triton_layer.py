@@ -174,7 +174,7 @@ def test_the_next_family_takes_what_b12x_leaves(every_family: None, monkeypatch:
 
 def test_b12x_serves_every_call_where_it_can(every_family: None) -> None:
     backend = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192)).backend
-    assert backend.verdict.families == ("b12x", "triton")
+    assert backend.verdict.families == ("b12x", "triton", "grouped")
     assert list(backend.schedule.families) == ["b12x"]
 
 
@@ -213,7 +213,7 @@ def test_it_takes_over_where_another_rank_is_without_b12x(every_family: None, mo
     monkeypatch.setattr(votes, "cast", cast)
     backend = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192)).backend
     assert list(backend.schedule.families) == ["triton"]
-    assert str(backend.verdict).startswith("triton; not b12x: KERNEL_PLAN_FAILED: rank 1: no compiler")
+    assert str(backend.verdict).startswith("triton, grouped; not b12x: KERNEL_PLAN_FAILED: rank 1: no compiler")
 
 
 @pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"])

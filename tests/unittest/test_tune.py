@@ -112,6 +112,20 @@ def test_two_kernels_of_a_format_that_the_host_has_no_path_for(
     assert "grouped at every count: there is nothing to compare it with" in result.output
 
 
+def test_a_family_that_serves_beyond_decode(card: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tune, "_families", lambda: ["b12x", "grouped"])
+    times = {"b12x": (1.0, 1.0), "grouped": (40.0, 0.05), HOST: (10.0, 0.1)}
+    card._microseconds = lambda name, tokens: times[name][0] + times[name][1] * tokens
+    result = run(*SIZES, "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    (table,) = json.loads((tmp_path / "out.json").read_text())["tables"]
+    (_, last, decode), (_, end, between), (_, most, prefill) = table["chosen"]
+    assert (last, decode, between, most, prefill) == (9, "b12x", HOST, 8192, "grouped")
+    assert 580 < end < 800  # 3 % better than the host from 640 on
+    assert {1024, 4096, 8192} <= {int(tokens) for tokens in table["microseconds"]}
+    assert "grouped" not in table["microseconds"]["32"]  # nothing of its own below 64
+
+
 def test_what_it_writes_is_what_a_server_reads(card: Clock, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert run(*SIZES, "--ep", "2", "--json", out).exit_code == 0

@@ -155,9 +155,13 @@ def test_the_geometry_is_the_one_of_the_host_s_layer(
     config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algorithm), group_size=32 if algorithm == "MXFP8" else 16)
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
     backend = layers.create(8, 128, size, quant_config=config, mapping=ranks).backend
-    works, _ = warmup._works({"": Shape(8, 2, 128, size, "Swiglu", tp, ep, algorithm)}, "sm_120a", "bfloat16")
-    assert {work.geometry for work in works} == {backend._geometry()}
-    assert tuple(work.kind.features.name for work in works) == backend.verdict.families
+    shapes = {"": Shape(8, 2, 128, size, "Swiglu", tp, ep, algorithm)}
+    for crossover, planned in (("auto", ("triton", "grouped")), ("64", ("triton", "grouped")[: 1 + (algorithm == "MXFP8")])):
+        monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", crossover)  # what is to be measured is not compiled where nothing is
+        works, _ = warmup._works(shapes, "sm_120a", "bfloat16")
+        assert {work.geometry for work in works} == {backend._geometry()}
+        assert tuple(work.kind.features.name for work in works) == planned
+    assert backend.verdict.families == ("triton", "grouped")
 
 
 def test_a_host_that_does_not_import_is_not_asked(tmp_path: Path) -> None:

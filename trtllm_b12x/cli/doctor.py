@@ -48,7 +48,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     problems = _usual() if checkpoint is None else _problems(ctx, checkpoint)
     verdicts = [(_name(problem), judged(problem, environment)) for problem in problems]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
-    serving = [next((name for name in verdict.families if name not in failed), "") for _, verdict in verdicts]
+    serving = [next((name for name in _decoding(*found) if name not in failed), "") for found in verdicts]
     active = any(serving)
     driver = driver_cuda()
     told = facts.rows(environment, target, driver)
@@ -113,6 +113,12 @@ def _name(problem: Problem) -> str:
     return " ".join(words)
 
 
+def _decoding(name: str, verdict: Resolution) -> list[str]:
+    """Families that serve without having been measured."""
+    rows = families.rows(verdict.families, name.split()[0])
+    return [row.name for row in rows if row.name in verdict.families and not row.features(Environment()).measured_from]
+
+
 def _class_name(name: str, verdict: Resolution) -> str:
     if verdict.served:
         return "FlashInferNvfp4Sm12xFusedMoE"
@@ -168,7 +174,7 @@ def _screen(
     would = e.host == "none" or target is not None
     several = any(len(verdict.verdicts) > 1 for _, verdict in verdicts)
     for name, verdict in verdicts:
-        on = f" on {', else '.join(verdict.families)}" if several and verdict.served else ""
+        on = f" on {', else '.join(_decoding(name, verdict))}" if several and verdict.served else ""
         words = f"{name} {'would be' if would else 'is'} {_class_name(name, verdict)}{on}"
         click.echo(textwrap.fill(words, 80, subsequent_indent="  "))
     for family, words in _families(verdicts) if several else ():

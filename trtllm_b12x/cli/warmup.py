@@ -164,7 +164,9 @@ def _works(shapes: dict[str, Shape], name: str, dtype: str) -> tuple[list[Work],
                 ranks=shape.ep,
                 format=shape.format,
             )
-            works.append(Work(kind, on_rank, deciding.most(kind.features, on_rank, torch.device("cuda"))))
+            most = deciding.most(kind.features, on_rank, torch.device("cuda"))
+            if most:
+                works.append(Work(kind, on_rank, most))
     return list(dict.fromkeys(works)), list(dict.fromkeys(against))
 
 

@@ -9,8 +9,8 @@ others'.  Until then, and where nothing can be measured, the fixed split holds. 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -54,8 +54,7 @@ class _State:
     budget: float = UNTUNED_S
     spent: float = 0.0
     """Seconds, to measure and of measuring."""
-    least: dict[int, float] = field(default_factory=dict)
-    """See :class:`measuring.Bench`."""
+    least: measuring.Least = field(default_factory=dict)
     waited: bool = False
     split: Split | None = None
     """Once it is settled."""
@@ -66,6 +65,8 @@ class _Process:
     stage: int = UNTUNED
     """Until a call of the host's autotuner is seen."""
     states: dict[tuple[Any, ...], _State] = field(default_factory=dict)
+    unmeasured: bool = False
+    """See :func:`unmeasured`."""
 
 
 _lock = locks.new()
@@ -92,13 +93,28 @@ def most(features: KernelFeatures, geometry: Geometry, device: torch.device) -> 
     """Tokens that a family's kernels are planned for."""
     if features.every_count:
         return schedule.EVERY
+    if features.measured_from:
+        measurable = measuring.possible(device) and settings.CROSSOVER.first(settings.CROSSOVER()) is None
+        return measuring.LARGEST if measurable or _process.unmeasured else 0
     return schedule.crossover(geometry.top_k, [features], first(geometry, device)) - 1
 
 
 def fixed() -> Split:
     """What holds until a layer's own split is settled."""
+    if _process.unmeasured:
+        return Fixed(measuring.LARGEST + 1, "unmeasured", measured=True)
     count = settings.CROSSOVER.first(settings.CROSSOVER())
     return Fixed(schedule.DEFAULT_CROSSOVER) if count is None else Fixed(count, f"{settings.CROSSOVER.name}={count}")
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Layers that are loaded in here have every count that their first family takes served by it: to see what it computes."""
+    before, _process.unmeasured = _process.unmeasured, True
+    try:
+        yield
+    finally:
+        _process.unmeasured = before
 
 
 def stage() -> int:
@@ -263,7 +279,9 @@ def paths(module: Any, like: Any) -> dict[str, Path]:
     for name, kernel in module.schedule.families.items():
         runs = [layer.schedule.families[name].run for layer in alike]
         path = HOST if name == module.schedule.base else name
-        found[path] = Path(runs, kernel.serves, kernel.features.graph_safe, kernel.launches)
+        # Prefill is rarely in a graph: there what launches cost counts, and the host's time is without.
+        captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
+        found[path] = Path(runs, kernel.serves, captured, kernel.launches)
     if HOST in found:
         return found
     hosts = [partial(layer.run_as_the_host, like) for layer in alike]

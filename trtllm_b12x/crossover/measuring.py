@@ -31,11 +31,13 @@ _FEWEST_CALLS = 2
 _COLD = 2.5
 """Bytes that the other calls of a graph read before a layer is read again, in multiples of the L2 cache."""
 _REPLAYS = (3, 25)
-_LARGEST = 8192
+LARGEST = 8192
 """Tokens, of what is measured at all."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Tokens ``(T, H)``, global ids ``(T, top_k)`` and router weights ``(T, top_k)`` to outputs."""
+Least = dict[int, tuple[float, float]]
+"""By token count, the seconds that its time could have been had in, and what the fewest calls would have taken of them."""
 Draw = Callable[[int, int, bool], tuple[torch.Tensor, torch.Tensor]]
 """Token count, seed, and whether some experts are preferred (:func:`router_logits`), to ids and router weights."""
 
@@ -58,7 +60,7 @@ def possible(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def served(paths: Mapping[str, Path], limit: int = _LARGEST) -> dict[str, list[int]]:
+def served(paths: Mapping[str, Path], limit: int = LARGEST) -> dict[str, list[int]]:
     """By family, the token counts up to ``limit`` that it serves."""
     return {name: [n for n in range(1, limit + 1) if path.serves(n)] for name, path in paths.items() if name != HOST}
 
@@ -93,20 +95,20 @@ class Bench:
         seed: int = 0,
         skewed: bool | None = None,
         progress: Callable[[float], None] = lambda share: None,
-        least: dict[int, float] | None = None,
+        least: Least | None = None,
     ) -> None:
         """
         Args:
             paths: families by name, and :data:`HOST`.
             skewed: every call's routes, or none's, instead of half of them.
             progress: told the share of the budget that is spent.
-            least: by token count, the seconds that its time could have been had in; what earlier benches found, and this one.
+            least: what earlier benches found, and this one.
         """
         self.geometry, self._paths, self._draw, self._device = geometry, paths, draw, device
         self._budget, self._seed, self._skewed, self._progress = budget_s, seed, skewed, progress
         self.spent = 0.0
         """Seconds."""
-        self._least = {} if least is None else least
+        self._least: Least = {} if least is None else least
 
     def __call__(self, counts: Sequence[int]) -> Times:
         """Microseconds of a call at so many of the counts, in this order, as there is time for; the first of all in any case.
@@ -127,9 +129,10 @@ class Bench:
         return Times(points)
 
     def _expected(self, tokens: int) -> float:
-        """Seconds for a count, at least, by what the nearest took: proportional to tokens where these are more."""
+        """Seconds for a count, at least, by what the nearest took: proportional to tokens where these are more and calls few."""
         nearest = min(self._least, key=lambda n: abs(math.log(n / tokens)))
-        return self._least[nearest] * max(1, tokens / nearest)
+        seconds, fewest = self._least[nearest]
+        return max(seconds, fewest * tokens / nearest)
 
     def _point(self, tokens: int, deadline: float, graphs: _Graphs) -> dict[str, float]:
         g = self.geometry
@@ -171,7 +174,7 @@ class Bench:
             for name, (replay, some) in replays.items():
                 times[name].append(_seconds(replay) / some)
             took, now = time.monotonic() - now, time.monotonic()
-            self._least.setdefault(tokens, now - begun)
+            self._least.setdefault(tokens, (now - begun, (now - begun) * _FEWEST_CALLS / calls))
             enough = share if turn >= _REPLAYS[0] else 2 * share
             if now - start + took > enough or now + took > deadline:
                 break

@@ -1,5 +1,7 @@
 """Which counts are worth their time: powers of two first, then where the choice between two paths is in doubt.  Pure.
 
+Beyond :data:`trtllm_b12x.crossover.table.NEAR`, where a family serves so many tokens, powers of four, once all is clear before.
+
 How far the ratio of two paths' times may be off between two measured counts is estimated by how it bends around them; a count is
 worth measuring where that is more than the faster path is ahead by.  Ranks go through the same rounds: what is asked next
 follows from the times of all of them.
@@ -11,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from .table import GAIN, HOST, NO_STEPS, Steps, Times
+from .table import GAIN, HOST, NEAR, NO_STEPS, Steps, Times
 
 TOLERANCE = 0.015
 """Relative time that a wrong choice may cost before another count is measured."""
@@ -19,6 +21,8 @@ _BEND = 0.06
 """What the ratio of two paths may be off by in the middle of a straight octave."""
 _STEP = 0.3
 """The same, where a path launches its calls otherwise."""
+_GRID = 32
+"""Counts of an octave beyond :data:`NEAR` that are looked at."""
 _FIRST = 5
 """Counts of the first round."""
 _BATCH = 4
@@ -40,7 +44,8 @@ class Search:
         """
         self._serving, self._steps = {name: frozenset(counts) for name, counts in serving.items()}, steps
         limits = {max(counts) for counts in serving.values() if counts}
-        self._coarse = sorted({1 << power for power in range(max(limits, default=0).bit_length())} | limits)
+        powers = {1 << power for power in range(max(limits, default=0).bit_length()) if 1 << power <= NEAR or power % 2 == 0}
+        self._coarse = sorted(powers | limits)
         self.own = Times({})
         """That this rank has measured."""
         self._round = 0
@@ -76,8 +81,17 @@ class Search:
         last = times.counts[-1] if times.counts else 0
         coarse = Times({tokens: paths for tokens, paths in times.points.items() if tokens in self._coarse})
         later = [tokens for tokens in self._coarse if tokens > last]
-        if later and not coarse.ended:
-            return later[: 1 if last else _FIRST]
+        near = [tokens for tokens in later if tokens <= NEAR]
+        if near and not coarse.ended:
+            return near[: 1 if last else _FIRST]
+        found, beyond = self._doubtful(times), [tokens for tokens in self._coarse if tokens > NEAR]
+        far = Times({tokens: times.points[tokens] for tokens in beyond if tokens in times.points})
+        if not any(tokens <= NEAR for tokens in found) and beyond and not far.ended:
+            found = [tokens for tokens in later if tokens >= NEAR][:1] or found
+        return found
+
+    def _doubtful(self, times: Times) -> list[int]:
+        last = times.counts[-1] if times.counts else 0
         found: list[int] = []
         while last and len(found) < _BATCH:
             risks = self._risks(times)
@@ -91,7 +105,7 @@ class Search:
     def _risks(self, times: Times) -> dict[int, float]:
         """Counts that were not measured, and what the choice there may cost in relative time."""
         found: dict[int, float] = {}
-        logs = {tokens: self._logs(times, tokens) for tokens in range(1, times.counts[-1] + 1)}
+        logs = {tokens: self._logs(times, tokens) for tokens in self._looked_at(times)}
         for pair in itertools.combinations(sorted({name for paths in logs.values() for name in paths}), 2):
             for tokens, doubt in self._doubts(times, logs, pair):
                 here = logs[tokens]
@@ -100,6 +114,14 @@ class Search:
                     behind = min(one, other) - min(here.values())
                     found[tokens] = max(found.get(tokens, 0), doubt - behind - abs(one - other))
         return found
+
+    def _looked_at(self, times: Times) -> list[int]:
+        last = times.counts[-1]
+        found = {*range(1, min(last, NEAR) + 1), *times.counts}
+        found |= {side for steps in self._steps.values() for step in steps for side in (step - 1, step)}
+        for first in (NEAR << octave for octave in range(max(last // NEAR, 1).bit_length())):
+            found |= set(range(first, 2 * first, first // _GRID))
+        return sorted(tokens for tokens in found if 0 < tokens <= last)
 
     def _logs(self, times: Times, tokens: int) -> dict[str, float]:
         """Of the paths that serve a count; the host's time is what a kernel has to reach."""
@@ -127,7 +149,7 @@ class Search:
                 continue
             most = max(_BEND * math.log2(high / low) ** 2, bends[low] / 2, bends[high] / 2)
             if most > TOLERANCE:
-                for tokens in range(low + 1, high):
+                for tokens in (tokens for tokens in logs if low < tokens < high):
                     share = _share(low, tokens, high)
                     yield tokens, most * 4 * share * (1 - share)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,6 +19,8 @@ HOST = "host"
 """The host's own path, with its quantization of the input; where it has none, the family that serves every count."""
 GAIN = 0.97
 """A kernel serves a count where it takes at most this share of the host's time."""
+NEAR = 256
+"""Tokens up to which paths are bound by different things; from there on what wins twice in a row goes on to."""
 _SPAN = 1.4
 """From one count to the next where the line between them is followed further."""
 _DIGITS = 5
@@ -32,6 +35,9 @@ NO_STEPS: Steps = MappingProxyType({})
 class Split(Protocol):
     """Which path serves a token count."""
 
+    measured: bool
+    """It chooses from families, too, that serve only what was measured."""
+
     def pick(self, tokens: int, serving: Sequence[str]) -> str | None:
         """One of ``serving``, families that serve so many tokens, the preferred one first; None: the host."""
 
@@ -42,8 +48,8 @@ class Split(Protocol):
 class Fixed:
     """The first family below a token count, the host from there on."""
 
-    def __init__(self, first: int, source: str = "default") -> None:
-        self.first, self.source = first, source
+    def __init__(self, first: int, source: str = "default", measured: bool = False) -> None:
+        self.first, self.source, self.measured = first, source, measured
 
     def pick(self, tokens: int, serving: Sequence[str]) -> str | None:
         return serving[0] if serving and tokens < self.first else None
@@ -168,6 +174,8 @@ def winner(paths: Mapping[str, float], serving: Collection[str] | None = None) -
 class Measured:
     """By measured times."""
 
+    measured = True
+
     def __init__(self, times: Times, source: str, default: int, steps: Steps = NO_STEPS) -> None:
         """
         Args:
@@ -179,9 +187,18 @@ class Measured:
 
     def pick(self, tokens: int, serving: Sequence[str]) -> str | None:
         counts = self.times.counts
-        if not counts or (tokens > counts[-1] and (self.times.ended or tokens >= self._default)):
+        if not counts or (tokens > counts[-1] and self.times.ended):
             return None
+        if tokens > counts[-1] and tokens >= self._default:
+            return self._onward if self._onward in serving else None
         return winner(self.times.at(tokens, self._steps), serving)
+
+    @cached_property
+    def _onward(self) -> str | None:
+        """What has won twice in a row where the points end."""
+        last = self.times.counts[-2:]
+        found = {winner(self.times.points[tokens]) for tokens in last}
+        return found.pop() if len(last) == 2 and last[0] >= NEAR and len(found) == 1 else None
 
     def ranges(self, most: int, serving: Mapping[str, int]) -> list[tuple[int, int, str]]:
         """First and last token count of each stretch up to ``most`` and who serves it; ``serving`` has each family's most."""

@@ -81,6 +81,8 @@ class KernelFeatures:
     """(token, expert) pairs of a call, at most."""
     every_count: bool = False
     """They serve calls of any size: layers of a format that the host has no path for need such a family."""
+    measured_from: int = 0
+    """They serve from so many tokens on, and only what they were measured to be the quickest at; 0: without that, too."""
     bound_by: frozenset[RejectReason] = frozenset(RejectReason) - {RejectReason.TRITON, RejectReason.UPCAST}
     """Rules that speak against them; a family is free of every other, as one that needs no FlashInfer of its rules."""
 

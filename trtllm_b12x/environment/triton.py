@@ -79,17 +79,21 @@ def sealed(sm: int | None) -> str | None:
         return None
 
 
-def upcast(sm: int | None) -> str:
-    """Why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty where it is one, or where that is not known.
+def block_scaled(sm: int | None) -> bool:
+    """``tl.dot_scaled`` is known to be an instruction for a card of ``sm``.
 
-    Read off what each release compiles for ``tl.dot_scaled`` of E4M3 (``tests/unittest/test_grouped_compiled.py``).
+    Read off what each release compiles for it, of E4M3 and of E2M1 (``tests/unittest/test_grouped_compiled.py``).
     """
+    needed = _BLOCK_SCALED_FROM.get(sm or 0)
+    return needed is not None and version_tuple(version()) >= needed
+
+
+def upcast(sm: int | None) -> str:
+    """Why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty where it is one, or where that is not known."""
     found, needed = version_tuple(version()), _BLOCK_SCALED_FROM.get(sm or 0)
     if not found or needed is None or found >= needed:
         return ""
-    return (
-        f"Triton {version()} multiplies bfloat16 for MXFP8 on sm_{sm}; block-scaled products from {'.'.join(map(str, needed))} on"
-    )
+    return f"Triton {version()} multiplies bfloat16 on sm_{sm}; block-scaled products from {'.'.join(map(str, needed))} on"
 
 
 def _c_compiler() -> Lacking | None:

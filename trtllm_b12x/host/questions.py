@@ -42,6 +42,13 @@ def of_model(model_config: Any, override: Any = None) -> Question | None:
     return replace(problem, **quantization), deployment
 
 
+def most_tokens(model_config: Any) -> int | None:
+    """Of one call of a layer, by a host's ``ModelConfig``: what is longer comes in chunks.  None where it does not say."""
+    with suppress(AttributeError, TypeError):
+        return int(model_config.moe_max_num_tokens or model_config.max_num_tokens * model_config.mapping.dp_size)
+    return None
+
+
 def of_call(arguments: dict[str, Any], *, quantization: bool) -> Question:
     """Of the layer that ``create_moe_backend`` is asked for.
 

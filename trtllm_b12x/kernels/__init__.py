@@ -190,7 +190,7 @@ class Kernel(ABC):
 
     def serves(self, tokens: int) -> bool:
         """:meth:`run` takes this many tokens."""
-        return 0 < tokens <= self.capacity
+        return max(1, self.features.measured_from) <= tokens <= self.capacity
 
     def launches(self, tokens: int) -> Hashable:
         """Equal for counts of tokens that are launched alike (kernels, tiles), of those that :meth:`serves`."""
@@ -202,7 +202,9 @@ class Kernel(ABC):
 
     def summary(self) -> tuple[str, ...]:
         """What serves which token counts, and what was left out and why, for the log and for ``status()``."""
-        return (f"{self.features.name}: 1 to {self.capacity} tokens",)
+        first, name = self.features.measured_from, self.features.name
+        found = f"{name}: {max(first, 1)} to {self.capacity} tokens"
+        return (f"{found}, where the card has measured that it is faster" if first else found,)
 
     @property
     def workspace(self) -> Workspace | None:

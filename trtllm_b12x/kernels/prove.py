@@ -25,14 +25,18 @@ LAYER = Geometry(16, 4, 512, 256, "Swiglu")
 
 
 def proof(target: str, family: str) -> Proof:
-    """By the first of the family's rows."""
-    started, found = time.monotonic(), 0
+    """By the kernels that the family has for each number format."""
+    started, found, error = time.monotonic(), 0, ""
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TRITON_CACHE_DIR"] = directory
         try:
-            kernel: type[Kernel] = next(formats.load(row.kernel) for row in families.rows([family]))
-            found = sum(ptx.count(kernel.instruction) for ptx in kernel.assembled(LAYER, models(target)[0], Path(directory)))
-            error = "" if found else f"the PTX holds no {kernel.instruction} instruction"
+            for row in families.FAMILIES:
+                if row.name == family:
+                    kernel: type[Kernel] = formats.load(row.kernel)
+                    made = kernel.assembled(LAYER, models(target)[0], Path(directory))
+                    count = sum(ptx.count(kernel.instruction) for ptx in made)
+                    error = error if count else f"the PTX holds no {kernel.instruction} instruction"
+                    found += count
         except Exception as exception:
             error = (_telling_line(str(exception)) or first_line(exception))[:300]
     return Proof(target, not error, error, found, round(time.monotonic() - started, 1))

@@ -150,15 +150,8 @@ class UnquantizedReferenceKernel(ReferenceKernel):
         router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x, columns = x.view(torch.uint8), self.geometry.hidden_size
-        x_sf = x_sf.view(torch.uint8).flatten()
-        if swizzled:
-            tiles = x_sf.view(torch.int32).view(-1, -(-columns // 64))
-            plain = interleaved_rows(tiles).flatten(3).flatten(0, 2)[: x.shape[0], : columns // 16]
-        else:
-            plain = x_sf[: x.shape[0] * columns // 16].view(x.shape[0], -1)
         # The host has one input scale for all experts where it quantizes for them.
-        values = dequantize(x, plain.view(torch.float8_e4m3fn)) * self.weights.fc1_divisor[0]
+        values = _decoded(x, x_sf, swizzled) * self.weights.fc1_divisor[0]
         result = super().run(values, ids, router_weights, out)
         return result if out is not None else result.to(self.geometry.dtype)
 
@@ -182,6 +175,59 @@ class UnquantizedReferenceKernel(ReferenceKernel):
         if extra.fc2_bias is not None:
             fc2 = fc2 + extra.fc2_bias[expert].float()
         result.index_add_(0, token, fc2 * router_weights.unsqueeze(-1))
+
+
+class QuantizedReferenceKernel(ReferenceKernel):
+    """The grouped NVFP4 kernels in torch: b12x's quantization, each route's share in bf16, the sum in float32."""
+
+    features = dataclasses.replace(families.grouped_nvfp4(Environment()), name="reference W4A4", graph_safe=False)
+    multiple = BLOCK_SIZE
+
+    def run(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        router_weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.weights.derive()
+        codes = self._quantized(x, self.weights.input_scales.fc1_divisor[0])
+        return self._run(codes, ids, router_weights, out)
+
+    def run_quantized(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor,
+        swizzled: bool,
+        ids: torch.Tensor,
+        router_weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._run(_decoded(x, x_sf, swizzled), ids, router_weights, out)
+
+    def _run(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        result = super().run(x, ids, router_weights, out)
+        return result if out is not None else result.to(self.geometry.dtype)
+
+    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
+        w, g = self.weights, self.geometry
+        fc1 = x @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T * w.fc1_alpha[expert]
+        inner = activate(g.activation, *fc1.split(g.intermediate_size, dim=1)).to(torch.bfloat16)
+        codes = self._quantized(inner, self.weights.input_scales.fc2_divisor[expert])
+        share = codes @ dequantized(w.fc2_weight, w.fc2_weight_sf, expert).T * w.fc2_alpha[expert] * router_weights.unsqueeze(-1)
+        result.index_add_(0, token, share.to(torch.bfloat16).float())
+
+
+def _decoded(x: torch.Tensor, x_sf: torch.Tensor, swizzled: bool) -> torch.Tensor:
+    """Input that the host has quantized, ``(tokens, H/2)`` bytes and its scales, to float32 in units of the input scale."""
+    x, x_sf = x.view(torch.uint8), x_sf.view(torch.uint8).flatten()
+    tokens, blocks = x.shape[0], x.shape[1] // 8
+    if swizzled:
+        tiles = x_sf.view(torch.int32).view(-1, -(-blocks // 4))
+        plain = interleaved_rows(tiles).flatten(3).flatten(0, 2)[:tokens, :blocks]
+    else:
+        plain = x_sf[: tokens * blocks].view(tokens, blocks)
+    return dequantize(x, plain.view(torch.float8_e4m3fn))
 
 
 def activate(

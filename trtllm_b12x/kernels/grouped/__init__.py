@@ -1,25 +1,27 @@
 """``GroupedKernel``: block-scaled products in Triton for any number of tokens (``source.py``).
 
-For layers whose format the host has no path for, whatever the count; from few routes of an expert on it is the tensor cores that
-bound it, and not the weights.
+Of MXFP8, which the host has no path for, whatever the count; of NVFP4 (``nvfp4.py``) beside the host's own.  From few routes
+of an expert on it is the tensor cores that bound it, and not the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
+from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, aligned, handed_back, late, output
 from trtllm_b12x.kernels.jit import JitKernel
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel
+from trtllm_b12x.kernels.reference import ReferenceKernel
+from trtllm_b12x.kernels.triton import check, matrices
 from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
 
 _COLUMNS = 1024
@@ -49,6 +51,20 @@ class Row:
     fc2: Tile
 
 
+@dataclass(frozen=True)
+class Elements:
+    """A format as the kernels take it; weights and activations have the same."""
+
+    name: str
+    """``FORMAT`` of ``source.py``."""
+    codes: torch.dtype
+    packed: int
+    """Codes in one of these."""
+    block: int
+    """Columns that share a scale."""
+
+
+MXFP8 = Elements("e4m3", torch.float8_e4m3fn, 1, 32)
 TABLE = (
     Row(8, Tile(16, 32, 128, 2, 3), Tile(16, 128, 128, 4, 3)),
     Row(40, Tile(32, 64, 64, 4, 4), Tile(64, 128, 64, 4, 3)),
@@ -59,13 +75,28 @@ TABLE = (
 multiplies bfloat16.  All fit the 99 KB of SM120; there they are not measured."""
 
 
+@dataclass(frozen=True)
+class Scalars:
+    """Of a layer, float32: what its format scales beside blocks; where it has none of them, addresses of what is not read."""
+
+    fc1_factor: torch.Tensor
+    fc1_alpha: torch.Tensor
+    up_to_gate: torch.Tensor
+    fc2_factor: torch.Tensor
+    fc2_alpha: torch.Tensor
+    step: int = 0
+    """From one expert's ``fc2_factor`` to the next's."""
+
+
 class GroupedKernel(JitKernel):
     """MXFP8 by MXFP8, of one layer."""
 
     features = families.grouped(Environment())
-    reference = MXFP8ReferenceKernel
+    reference: type[ReferenceKernel] = MXFP8ReferenceKernel
     instruction = "kind::mxf8f6f4.block_scale"
-    weights: MXFP8Weights
+    elements: ClassVar[Elements] = MXFP8
+    table: ClassVar[tuple[Row, ...]] = TABLE
+    weights: Weights
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -79,21 +110,31 @@ class GroupedKernel(JitKernel):
         self._padded = 1 << (geometry.num_experts - 1).bit_length()
 
     def _identity(self) -> tuple[Any, ...]:
-        return "grouped", self.geometry
+        return "grouped", self.geometry, self._native
+
+    @property
+    def _native(self) -> bool:
+        """Triton has an instruction for block-scaled products here; elsewhere it may have none, or a slow one of bfloat16."""
+        return self._device.type == "cuda" and toolchain.block_scaled(self.card.capability)
 
     def variants(self) -> Iterator[Variant]:
-        """Those of every row of :data:`TABLE`."""
-        x, e4m3, byte, i, f = self.geometry.dtype, torch.float8_e4m3fn, torch.uint8, torch.int32, torch.float32
-        fc1_types, fc2_types = (e4m3, byte, e4m3, byte, i, i, e4m3, byte), (e4m3, byte, e4m3, byte, i, i, f, torch.bfloat16)
-        yield Variant("grouped.source", "quantize_kernel", (x, e4m3, byte, 2), self._of_tokens(), {})
+        """Those of every row of the table."""
+        x, codes, byte, i, f = self.geometry.dtype, self.elements.codes, torch.uint8, torch.int32, torch.float32
+        given = (codes, byte, codes, byte)
+        fc1_types, fc2_types = (*given, f, f, f, i, i, codes, byte, 1), (*given, f, i, i, f, torch.bfloat16)
+        yield Variant("grouped.source", "quantize_kernel", (x, f, codes, byte, 2), self._of_tokens(), {})
         yield Variant("grouped.source", "sum_kernel", (torch.bfloat16, i, x, 2), self._of_sum(), {})
-        for tile in dict.fromkeys(row.fc1 for row in TABLE):
+        for tile in dict.fromkeys(row.fc1 for row in self.table):
             yield Variant("grouped.source", "fc1_kernel", fc1_types, self._of_fc1(tile), _options(tile))
-        for tile in dict.fromkeys(row.fc2 for row in TABLE):
+        for tile in dict.fromkeys(row.fc2 for row in self.table):
             yield Variant("grouped.source", "fc2_kernel", fc2_types, self._of_product(tile), _options(tile))
 
+    def _of_elements(self) -> dict[str, Any]:
+        return {"FORMAT": self.elements.name, "NATIVE": self._native}
+
     def _of_tokens(self) -> dict[str, Any]:
-        return {"H": self.geometry.hidden_size, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+        g = self.geometry
+        return {"H": g.hidden_size, "ROWS": _ROWS, "COLUMNS": _COLUMNS, "GATED": g.gated, **self._of_elements()}
 
     def _of_fc1(self, tile: Tile) -> dict[str, Any]:
         g = self.geometry
@@ -103,7 +144,7 @@ class GroupedKernel(JitKernel):
     def _of_product(self, tile: Tile) -> dict[str, Any]:
         g = self.geometry
         sizes = {"H": g.hidden_size, "SIZE": g.intermediate_size, "EXPERTS": g.num_experts, "PADDED_EXPERTS": self._padded}
-        return {**sizes, "BM": tile.routes, "BN": tile.rows, "BK": tile.columns}
+        return {**sizes, "BM": tile.routes, "BN": tile.rows, "BK": tile.columns, **self._of_elements()}
 
     def _of_sum(self) -> dict[str, Any]:
         g = self.geometry
@@ -112,25 +153,26 @@ class GroupedKernel(JitKernel):
     # ---- bind --------------------------------------------------------------------------------------------------------
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
-        weights.check(self.geometry)
+        check(self.geometry, weights)
+        self._scalars = self._scalars_of(weights)
         self.weights, self.first_expert = weights, first_expert
-        lying = {n: t.permute(5, 2, 4, 0, 1, 3) if n.endswith("_sf") else t for n, t in weights.tensors().items()}
-        for name, tensor in lying.items():
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} is not contiguous")
-        self._fc1 = lying["fc1_weight"], lying["fc1_weight_sf"]
-        self._fc2 = lying["fc2_weight"], lying["fc2_weight_sf"]
+        self._w1, self._w2 = weights.fc1_weight, weights.fc2_weight
+        (_, self._s1), (_, self._s2) = matrices(weights)
         self._experts = torch.arange(self.geometry.num_experts + 1, dtype=torch.int32, device=weights.device)
+
+    def _scalars_of(self, weights: Any) -> Scalars:
+        none = torch.ones(1, dtype=torch.float32, device=weights.device)
+        return Scalars(none, none, none, none, none)
 
     def _tested_sizes(self) -> list[int]:
         """One token, and one of each row beyond; no more than the last row needs."""
         per_token = self.geometry.top_k / (self.geometry.num_experts * self.geometry.ranks)
-        sizes = {1} | {int(row.most / per_token) + 1 for row in TABLE[:-1]}
+        sizes = {1} | {int(row.most / per_token) + 1 for row in self.table[:-1]}
         return sorted(size for size in sizes if size <= self.capacity)
 
     def serves(self, tokens: int) -> bool:
         """Also untested where the weights say nothing, since the host has no path for them."""
-        return (self._plan.tested or self._plan.untold) and 0 < tokens <= self.capacity
+        return (self._plan.tested or self._plan.untold) and super().serves(tokens)
 
     def launches(self, tokens: int) -> Hashable:
         return self.row(tokens)
@@ -139,43 +181,70 @@ class GroupedKernel(JitKernel):
 
     def row(self, tokens: int) -> Row:
         g = self.geometry
-        return next(row for row in TABLE if tokens * g.top_k <= row.most * g.num_experts * g.ranks)
+        return next(row for row in self.table if tokens * g.top_k <= row.most * g.num_experts * g.ranks)
 
     def run(
         self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        tokens, g = x.shape[0], self.geometry
+        g = self.geometry
         if x.dtype != g.dtype or x.shape[1] != g.hidden_size:
             raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the kernel takes {g.hidden_size} columns of {g.dtype}")
+        return self._run(aligned(x), None, ids, router_weights, out)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        ids: torch.Tensor,
+        router_weights: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``x`` as it is, or its codes with their scales in rows."""
+        tokens, g = x.shape[0], self.geometry
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
         result = output(out, x, g.dtype, g.hidden_size)
-        ids = ids.to(torch.int32).contiguous()
         with late.through_jit(g):
-            self._launch(aligned(x), ids, router_weights.to(torch.float32).contiguous(), result)
+            codes, codes_sf = self._quantize(x) if x_sf is None else (x, x_sf)
+            self._launch(codes, codes_sf, ids.to(torch.int32).contiguous(), router_weights.to(torch.float32).contiguous(), result)
         return handed_back(out, result)
 
-    def _launch(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, result: torch.Tensor) -> None:
+    def _empty(self, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and their scales."""
+        e = self.elements
+        codes = torch.empty(rows, columns // e.packed, dtype=e.codes, device=device)
+        return codes, torch.empty(rows, columns // e.block, dtype=torch.uint8, device=device)
+
+    def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from . import source
 
-        tokens, g = x.shape[0], self.geometry
-        hidden, size, device = g.hidden_size, g.intermediate_size, x.device
+        tokens, hidden = x.shape
+        codes, scales = self._empty(tokens, hidden, x.device)
+        grid = -(-tokens // _ROWS), -(-hidden // _COLUMNS)
+        source.quantize_kernel[grid](x, self._scalars.fc1_factor, codes, scales, tokens, **self._of_tokens())
+        return codes, scales
+
+    def _launch(
+        self, codes: torch.Tensor, codes_sf: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, result: torch.Tensor
+    ) -> None:
+        from . import source
+
+        tokens, g, own = result.shape[0], self.geometry, self._scalars
+        hidden, size, device = g.hidden_size, g.intermediate_size, result.device
         routes, row = tokens * g.top_k, self.row(tokens)
-        codes = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn, device=device)
-        codes_sf = torch.empty(tokens, hidden // BLOCK_SIZE, dtype=torch.uint8, device=device)
-        parts = -(-hidden // _COLUMNS)
-        source.quantize_kernel[(-(-tokens // _ROWS), parts)](x, codes, codes_sf, tokens, **self._of_tokens())
         order, starts = self._sorted(ids)
-        h = torch.empty(routes, size, dtype=torch.float8_e4m3fn, device=device)
-        h_sf = torch.empty(routes, size // BLOCK_SIZE, dtype=torch.uint8, device=device)
+        h, h_sf = self._empty(routes, size, device)
+        given: tuple[Any, ...] = (self._w1, self._s1, own.fc1_alpha, own.fc2_factor, own.up_to_gate, order, starts)
         source.fc1_kernel[(-(-size // row.fc1.rows), self._blocks(routes, row.fc1))](
-            codes, codes_sf, *self._fc1, order, starts, h, h_sf, **self._of_fc1(row.fc1), **_options(row.fc1)
+            codes, codes_sf, *given, h, h_sf, own.step, **self._of_fc1(row.fc1), **_options(row.fc1)
         )
         shares = torch.empty(routes, hidden, dtype=torch.bfloat16, device=device)
+        given = self._w2, self._s2, own.fc2_alpha, order, starts
         source.fc2_kernel[(-(-hidden // row.fc2.rows), self._blocks(routes, row.fc2))](
-            h, h_sf, *self._fc2, order, starts, router_weights, shares, **self._of_product(row.fc2), **_options(row.fc2)
+            h, h_sf, *given, router_weights, shares, **self._of_product(row.fc2), **_options(row.fc2)
         )
-        source.sum_kernel[(tokens, parts)](shares, ids, result, self.first_expert, **self._of_sum())
+        grid = tokens, -(-hidden // _COLUMNS)
+        source.sum_kernel[grid](shares, ids, result, self.first_expert, **self._of_sum())
 
     def _sorted(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Routes by local expert, int32 (those of other ranks last), and where each expert's begin, ``(E + 1,)``."""

@@ -1,18 +1,29 @@
-"""Block-scaled products of whole calls, MXFP8 by MXFP8: what serves where there are many tokens for an expert.
+"""Block-scaled products of whole calls, of operands of one format: what serves where there are many tokens for an expert.
 
 Four launches after the routes are sorted: the tokens quantized, FC1 with its activation and the quantization of its result, FC2
 with the router's weight, the sum over a token's routes.  ``tl.dot_scaled`` is one instruction on SM120 from Triton 3.6 on and on
-SM121 from 3.8 on (``mma.sync ... kind::mxf8f6f4.block_scale``); elsewhere Triton multiplies bfloat16, with the same operands
-(it takes a scale of 2**-127 for zero there).
+SM121 from 3.8 on.  FC1's result is rounded to bfloat16 before it is quantized; each route's share of a token is rounded to
+bfloat16.
 
-Activations are quantized as OCP Microscaling Formats 1.0 has it (6.3): a block of 32 gets the power of two
-``floor(log2(amax)) - 8``, 8 being E4M3's largest exponent, and its values are rounded to nearest even and saturate at 448.  A
-block that holds NaN or infinity gets the scale NaN.  FC1's result is rounded to bfloat16 before that; each route's share of a
-token is rounded to bfloat16.
+``FORMAT`` names the elements:
 
-Weights are the host's bytes: row-major E4M3, and E8M0 scales of 32 columns in the 128x4 layout (row ``r`` and block ``b`` of a
-K-column matrix at ``(r // 128 * ceil(K / 128) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4``); activations' scales
-are row-major.
+``e4m3``, MXFP8
+    E8M0 scales of 32 columns (``mma.sync ... kind::mxf8f6f4.block_scale``).  Activations are quantized as OCP Microscaling
+    Formats 1.0 has it (6.3): a block gets the power of two ``floor(log2(amax)) - 8``, 8 being E4M3's largest exponent, and its
+    values are rounded to nearest even and saturate at 448.  A block that holds NaN or infinity gets the scale NaN.
+
+``e2m1``, NVFP4
+    Two codes in a byte, the even column in the low nibble, and E4M3 scales of 16 columns (``kind::mxf4nvf4``); what scales all of
+    a matrix is multiplied to the sums.  Activations are quantized by a static scale, with b12x's rounding points (``KERNEL`` of
+    :class:`trtllm_b12x.strict_reference.Arithmetic`: reciprocals with a gate, divisions without); what is beyond it saturates,
+    and a block that holds NaN gets the scale NaN.  The host's own quantization differs from that in exact ties alone.
+
+Without NATIVE the products are of bfloat16, in which every code times its scale is exact (E4M3's own NaN is no code here:
+checkpoints that hold one are refused).
+
+Weights are the host's bytes: row-major codes, and scales in the 128x4 layout (row ``r`` and block ``b`` of a matrix of ``B``
+blocks at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4``); activations' scales are
+row-major.
 
 Sums are float32 in a fixed order, and a route's results depend on nothing but its own token.
 """
@@ -28,9 +39,21 @@ import triton.language as tl
 from trtllm_b12x.kernels.triton.operands import INTERPRETED
 from trtllm_b12x.kernels.triton.products import activate, rounded
 
-BLOCK_SIZE = tl.constexpr(32)
+E2M1 = tl.constexpr("e2m1")
 _LARGEST_EXPONENT = tl.constexpr(8)
 _NAN = tl.constexpr(255)
+_E4M3_NAN = tl.constexpr(127)
+_SIXTH = tl.constexpr(1 / 6)
+_PACK = tl.constexpr(
+    """{
+    .reg .b8 a, b, c, d;
+    cvt.rn.satfinite.e2m1x2.f32 a, $5, $1;
+    cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;
+    cvt.rn.satfinite.e2m1x2.f32 c, $7, $3;
+    cvt.rn.satfinite.e2m1x2.f32 d, $8, $4;
+    mov.b32 $0, {a, b, c, d};
+    }"""
+)
 
 
 @triton.jit
@@ -45,37 +68,87 @@ def _e4m3(values):
 
 
 @triton.jit
-def _quantized(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """float32 ``(ROWS, COLUMNS)`` to E4M3 of that shape and E8M0 bytes ``(ROWS, COLUMNS / 32)``."""
-    blocks = tl.reshape(values, (ROWS, COLUMNS // BLOCK_SIZE, BLOCK_SIZE))
+def _e2m1(values):
+    """float32 to codes 0 to 15, int32, to nearest even and at most 6."""
+    size = tl.abs(values)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
+    code += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
+    return code | ((values.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _not_numbers(blocks):
+    """Of each block ``(..., columns)`` whether there are any: a maximum may lose them."""
+    return tl.max((blocks != blocks).to(tl.int32), axis=2) != 0
+
+
+@triton.jit
+def _to_mxfp8(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    blocks = tl.reshape(values, (ROWS, COLUMNS // 32, 32))
     amax = tl.max(tl.abs(blocks), axis=2)
     exponent = (amax.to(tl.int32, bitcast=True) >> 23) & 255
-    unusable = (exponent == 255) | (tl.max((blocks != blocks).to(tl.int32), axis=2) != 0)  # a maximum may lose NaN
+    unusable = (exponent == 255) | _not_numbers(blocks)
     scale = tl.where(unusable, _NAN, tl.maximum(exponent - _LARGEST_EXPONENT, 0))
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     scaled = tl.minimum(tl.maximum(blocks * inverse[:, :, None], -448.0), 448.0)
     return _e4m3(tl.reshape(scaled, (ROWS, COLUMNS))), scale.to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def quantize_kernel(x, codes, codes_sf, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit
+def _to_nvfp4(values, divisor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr, NATIVE: tl.constexpr):
+    blocks = tl.reshape(values, (ROWS, COLUMNS // 16, 16))
+    amax = tl.max(tl.abs(blocks), axis=2)
+    reciprocal = tl.div_rn(1.0, divisor)
+    wanted = reciprocal * (amax * _SIXTH) if GATED else tl.div_rn(amax, 6.0 * divisor)
+    scale = _e4m3(tl.minimum(wanted, 448.0))
+    stored = scale.to(tl.float32)
+    inverse = tl.div_rn(1.0, stored) * reciprocal if GATED else tl.div_rn(1.0, stored * divisor)
+    inverse = tl.where(stored > 0, inverse, 0.0)
+    even, odd = tl.split(tl.reshape(blocks * inverse[:, :, None], (ROWS, COLUMNS // 2, 2)))
+    if NATIVE:
+        code = tl.inline_asm_elementwise(_PACK, "=r,f,f,f,f,f,f,f,f", [even, odd], tl.uint8, is_pure=True, pack=4)
+    else:
+        code = (_e2m1(even) | (_e2m1(odd) << 4)).to(tl.uint8)
+    return code, tl.where(_not_numbers(blocks), _E4M3_NAN, scale.to(tl.uint8, bitcast=True)).to(tl.uint8)
+
+
+@triton.jit
+def _quantized(
+    values, divisor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    """float32 ``(ROWS, COLUMNS)`` to codes in ``(ROWS, bytes)`` and the bytes of scales ``(ROWS, blocks)``."""
+    if FORMAT == E2M1:
+        code, scale = _to_nvfp4(values, divisor, ROWS, COLUMNS, GATED, NATIVE)
+    else:
+        code, scale = _to_mxfp8(values, ROWS, COLUMNS)
+    return code, scale
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
+def quantize_kernel(
+    x, factor, codes, codes_sf, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Grid: ``ROWS`` tokens by ``COLUMNS`` columns.
 
     Args:
         x: ``(tokens, H)`` bfloat16 or float16.
-        codes: ``(tokens, H)`` E4M3, written.
-        codes_sf: ``(tokens, H / 32)`` bytes, written.
+        factor: of NVFP4, one float32: what the host multiplies FC1's input by.
+        codes: ``(tokens, H)`` E4M3, or ``(tokens, H / 2)`` bytes of two E2M1, written.
+        codes_sf: ``(tokens, H / 32)`` bytes, or ``(tokens, H / 16)``, written.
     """
+    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
+    packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    block = tl.program_id(1) * (COLUMNS // BLOCK_SIZE) + tl.arange(0, COLUMNS // BLOCK_SIZE)
+    place = tl.program_id(1) * (COLUMNS // packed) + tl.arange(0, COLUMNS // packed)
+    block = tl.program_id(1) * (COLUMNS // size) + tl.arange(0, COLUMNS // size)
     inside = (row < tokens)[:, None]
-    there = inside & (column < H)[None, :]
     at = row.to(tl.int64)[:, None]
-    values = tl.load(x + at * H + column[None, :], mask=there, other=0.0).to(tl.float32)
-    code, scale = _quantized(values, ROWS, COLUMNS)
-    tl.store(codes + at * H + column[None, :], code, mask=there)
-    tl.store(codes_sf + at * (H // BLOCK_SIZE) + block[None, :], scale, mask=inside & (block < H // BLOCK_SIZE)[None, :])
+    values = tl.load(x + at * H + column[None, :], mask=inside & (column < H)[None, :], other=0.0).to(tl.float32)
+    code, scale = _quantized(values, tl.div_rn(1.0, tl.load(factor)), ROWS, COLUMNS, GATED, FORMAT, NATIVE)
+    tl.store(codes + at * (H // packed) + place[None, :], code, mask=inside & (place < H // packed)[None, :])
+    tl.store(codes_sf + at * (H // size) + block[None, :], scale, mask=inside & (block < H // size)[None, :])
 
 
 @triton.jit
@@ -93,51 +166,129 @@ def _block_of(starts, slot, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
 
 
 @triton.jit
-def _sf_offsets(rows, block, K: tl.constexpr):
+def _sf_offsets(rows, block, BLOCKS: tl.constexpr):
     """Offsets of the weights' scales, ``(rows, blocks)``."""
-    groups: tl.constexpr = (K + 127) // 128
+    groups: tl.constexpr = (BLOCKS + 3) // 4
     of_row = rows // 128 * (groups * 512) + rows % 32 * 16 + rows % 128 // 32 * 4
     return of_row[:, None] + (block // 4 * 512 + block % 4)[None, :]
 
 
 @triton.jit
-def _product(sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BK: tl.constexpr):
+def _value(code):
+    """The lowest four bits of int32 to float32: moved to the exponent and mantissa's top they are the value times 2**-126."""
+    return (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _decoded(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """NVFP4 ``(ROWS, BYTES)`` to its even and its odd columns: bfloat16, which Triton's interpreter does not multiply."""
+    factor = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if INTERPRETED:
+        factor = tl.where(scales == _E4M3_NAN, float("nan"), factor)
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
+    wide = codes.to(tl.int32)
+    even, odd = _value(wide) * factor, _value(wide >> 4) * factor
+    if INTERPRETED:
+        return even, odd
+    return even.to(tl.bfloat16), odd.to(tl.bfloat16)
+
+
+_BITS = tl.constexpr("""{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    shr.u32 c, a, 4;
+    shr.u32 d, b, 4;
+    and.b32 c, c, 0x07f007f0;
+    and.b32 d, d, 0x07f007f0;
+    lop3.b32 $0, a, 0x80008000, c, 0xea;
+    lop3.b32 $1, b, 0x80008000, d, 0xea;
+}""")
+"""Four E4M3 codes to bfloat16 times 2**-120: sign, and exponent and mantissa at the bottom of bfloat16's.  Triton converts each
+by itself, and stores them for the tensor cores two bytes at a time: a quarter more time on an H200."""
+
+
+@triton.jit
+def _decoded_mxfp8(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """MXFP8 ``(ROWS, BYTES)`` to bfloat16, exactly."""
+    byte = codes.to(tl.uint8, bitcast=True)
+    values = tl.inline_asm_elementwise(_BITS, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4)
+    values = (values * 1.329227995784916e36).to(tl.bfloat16)
+    scale = scales.to(tl.int16)
+    power = tl.where(scale == 0, 0x40, tl.where(scale == _NAN, 0x7FC0, scale << 7)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(tl.reshape(values, (ROWS, BYTES // 32, 32)) * power[:, :, None], (ROWS, BYTES))
+
+
+@triton.jit
+def _multiplied(
+    x, x_sf, codes, factors, sums, BM: tl.constexpr, BN: tl.constexpr, BYTES: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """``sums`` plus ``x (BM, BYTES)`` times ``codes (BYTES, BN)``."""
+    if FORMAT != E2M1:
+        if NATIVE or INTERPRETED:
+            sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
+        else:
+            w = _decoded_mxfp8(tl.trans(codes), factors, BN, BYTES)
+            sums = tl.dot(_decoded_mxfp8(x, x_sf, BM, BYTES), tl.trans(w), sums)
+    elif NATIVE:
+        x_sf, factors = x_sf.to(tl.float8e4nv, bitcast=True), factors.to(tl.float8e4nv, bitcast=True)
+        sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
+    else:
+        even, odd = _decoded(x, x_sf, BM, BYTES)
+        w_even, w_odd = _decoded(tl.trans(codes), factors, BN, BYTES)
+        sums = tl.dot(even, tl.trans(w_even), sums)
+        sums = tl.dot(odd, tl.trans(w_odd), sums)
+    return sums
+
+
+@triton.jit
+def _product(
+    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
 
     Args:
         a, a_sf: pointers to rows, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
         w, w_sf: of the expert's matrix; ``rows (BN,)`` of it.
     """
-    column = k + tl.arange(0, BK)
-    block = k // BLOCK_SIZE + tl.arange(0, BK // BLOCK_SIZE)
+    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
+    packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
+    width: tl.constexpr = K // packed
+    column = k // packed + tl.arange(0, BK // packed)
+    block = k // size + tl.arange(0, BK // size)
     if K % BK != 0:
-        inside, whole = column < K, block < K // BLOCK_SIZE
+        inside, whole = column < width, block < K // size
         x = tl.load(a + column[None, :], mask=a_there[:, None] & inside[None, :], other=0.0)
         x_sf = tl.load(a_sf + block[None, :], mask=a_there[:, None] & whole[None, :], other=0)
-        codes = tl.load(w + rows[None, :] * K + column[:, None], mask=rows_there[None, :] & inside[:, None], other=0.0)
-        factors = tl.load(w_sf + _sf_offsets(rows, block, K), mask=rows_there[:, None] & whole[None, :], other=0)
+        codes = tl.load(w + rows[None, :] * width + column[:, None], mask=rows_there[None, :] & inside[:, None], other=0.0)
+        factors = tl.load(w_sf + _sf_offsets(rows, block, K // size), mask=rows_there[:, None] & whole[None, :], other=0)
     else:
         x = tl.load(a + column[None, :])
         x_sf = tl.load(a_sf + block[None, :])
-        codes = tl.load(w + rows[None, :] * K + column[:, None])
-        factors = tl.load(w_sf + _sf_offsets(rows, block, K))
-    return tl.dot_scaled(x, x_sf, "e4m3", codes, factors, "e4m3", sums)
+        codes = tl.load(w + rows[None, :] * width + column[:, None])
+        factors = tl.load(w_sf + _sf_offsets(rows, block, K // size))
+    return _multiplied(x, x_sf, codes, factors, sums, BM, BN, BK // packed, FORMAT, NATIVE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["alpha", "factor", "up_to_gate"])
 def fc1_kernel(
-    x, x_sf, weight, weight_sf, order, starts, h, h_sf,
+    x, x_sf, weight, weight_sf, alpha, factor, up_to_gate, order, starts, h, h_sf, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
 
     Args:
         x, x_sf: of :func:`quantize_kernel`.
-        weight: ``(E, r * SIZE, H)`` E4M3, r = 2 with GATED (rows [up; gate]).
+        weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows [up; gate]).
+        alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale; up's half is in units of ``up_to_gate (E,)``.
+        factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
         order: ``(routes,)`` int32, by expert.
         starts: ``(E + 1,)`` int32, places in ``order``.
-        h, h_sf: ``(routes, SIZE)`` E4M3 and ``(routes, SIZE / 32)`` bytes, by place, written.
+        h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     expert, first, n = _block_of(starts, slot, EXPERTS, PADDED_EXPERTS, BM)
@@ -148,38 +299,49 @@ def fc1_kernel(
     token = (tl.load(order + first + m, mask=there, other=0) // TOP_K).to(tl.int64)
     rows = tile * BN + tl.arange(0, BN)
     inside = rows < SIZE
+    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
+    packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     halves: tl.constexpr = 2 if GATED else 1
-    weight += expert.to(tl.int64) * (halves * SIZE * H)
-    weight_sf += expert.to(tl.int64) * ((halves * SIZE + 127) // 128 * ((H + 127) // 128) * 512)
+    weight += expert.to(tl.int64) * (halves * SIZE * (H // packed))
+    weight_sf += expert.to(tl.int64) * ((halves * SIZE + 127) // 128 * ((H // size + 3) // 4) * 512)
     if SIZE % BN != 0:
         rows = tl.minimum(rows, SIZE - 1)
-    a, a_sf = x + token[:, None] * H, x_sf + token[:, None] * (H // BLOCK_SIZE)
+    a, a_sf = x + token[:, None] * (H // packed), x_sf + token[:, None] * (H // size)
     up = tl.zeros((BM, BN), tl.float32)
     gate = tl.zeros((BM, BN), tl.float32)
     for k in range(0, H, BK):
-        up = _product(up, a, a_sf, there, weight, weight_sf, rows, inside, k, H, BK)
+        up = _product(up, a, a_sf, there, weight, weight_sf, rows, inside, k, H, BM, BN, BK, FORMAT, NATIVE)
         if GATED:
-            gate = _product(gate, a, a_sf, there, weight, weight_sf, rows + SIZE, inside, k, H, BK)
+            gate = _product(
+                gate, a, a_sf, there, weight, weight_sf, rows + SIZE, inside, k, H, BM, BN, BK, FORMAT, NATIVE
+            )  # fmt: skip
+    divisor = 1.0
+    if FORMAT == E2M1:
+        scale_1 = tl.load(alpha + expert)
+        up, gate = up * scale_1, gate * scale_1
+        divisor = tl.div_rn(tl.div_rn(1.0, tl.load(factor + expert * step)), tl.load(up_to_gate + expert))
     result = rounded(activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION), tl.bfloat16).to(tl.float32)
-    code, scale = _quantized(result, BM, BN)
-    column = tile * BN + tl.arange(0, BN)
-    block = tile * (BN // BLOCK_SIZE) + tl.arange(0, BN // BLOCK_SIZE)
+    code, scale = _quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
+    column = tile * (BN // packed) + tl.arange(0, BN // packed)
+    block = tile * (BN // size) + tl.arange(0, BN // size)
     place = (first + m).to(tl.int64)[:, None]
-    tl.store(h + place * SIZE + column[None, :], code, mask=there[:, None] & inside[None, :])
-    whole = there[:, None] & (block < SIZE // BLOCK_SIZE)[None, :]
-    tl.store(h_sf + place * (SIZE // BLOCK_SIZE) + block[None, :], scale, mask=whole)
+    written = there[:, None] & (column < SIZE // packed)[None, :]
+    tl.store(h + place * (SIZE // packed) + column[None, :], code, mask=written)
+    whole = there[:, None] & (block < SIZE // size)[None, :]
+    tl.store(h_sf + place * (SIZE // size) + block[None, :], scale, mask=whole)
 
 
-@triton.jit(do_not_specialize_on_alignment=["router_weights"])
+@triton.jit(do_not_specialize_on_alignment=["alpha", "router_weights"])
 def fc2_kernel(
-    h, h_sf, weight, weight_sf, order, starts, router_weights, shares,
+    h, h_sf, weight, weight_sf, alpha, order, starts, router_weights, shares,
     H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the hidden size, by blocks as :func:`fc1_kernel`.
 
     Args:
-        weight: ``(E, H, SIZE)`` E4M3.
+        weight: ``(E, H, SIZE)`` codes.
+        alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale.
         router_weights: ``(routes,)`` float32.
         shares: ``(routes, H)`` bfloat16, by route, written.
     """
@@ -192,15 +354,19 @@ def fc2_kernel(
     route = tl.load(order + first + m, mask=there, other=0).to(tl.int64)
     rows = tile * BN + tl.arange(0, BN)
     inside = rows < H
-    weight += expert.to(tl.int64) * (H * SIZE)
-    weight_sf += expert.to(tl.int64) * ((H + 127) // 128 * ((SIZE + 127) // 128) * 512)
+    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
+    packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
+    weight += expert.to(tl.int64) * (H * (SIZE // packed))
+    weight_sf += expert.to(tl.int64) * ((H + 127) // 128 * ((SIZE // size + 3) // 4) * 512)
     if H % BN != 0:
         rows = tl.minimum(rows, H - 1)
     place = (first + tl.minimum(m, n - 1)).to(tl.int64)[:, None]
-    a, a_sf = h + place * SIZE, h_sf + place * (SIZE // BLOCK_SIZE)
+    a, a_sf = h + place * (SIZE // packed), h_sf + place * (SIZE // size)
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, SIZE, BK):
-        sums = _product(sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BK)
+        sums = _product(sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BM, BN, BK, FORMAT, NATIVE)
+    if FORMAT == E2M1:
+        sums *= tl.load(alpha + expert)
     sums *= tl.load(router_weights + route, mask=there, other=0.0)[:, None]
     column = tile * BN + tl.arange(0, BN)
     tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])

@@ -1,0 +1,150 @@
+"""The grouped NVFP4 kernels' numbers in Triton's interpreter, against the strict reference and the same layer in torch.
+
+``test_grouped_device.py`` has a GPU's; MXFP8's are in ``test_mxfp8_kernels.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import layers
+from tests.checkpoints import random_experts
+from tests.nvfp4_layer import distance, random_call, random_layer
+from trtllm_b12x import strict_reference
+from trtllm_b12x.host.embedded.ops import fp4_quantize
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, _decoded
+from trtllm_b12x.strict_reference import Arithmetic
+from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
+
+CPU = torch.device("cpu")
+BOUND = 0.004
+"""Relative L2 of the rounding of shares and of the output to bfloat16; seen: 0.0029."""
+OTHERS = {
+    "off every tile": Geometry(3, 2, 192, 192, "Geglu"),
+    "not gated": Geometry(3, 2, 64, 64, "Silu"),
+    "a rank of two": Geometry(5, 3, 128, 64, "Gelu", ranks=2),
+}
+
+
+def planned(geometry: Geometry, weights: object, first: int = 0) -> tuple[GroupedNVFP4Kernel, QuantizedReferenceKernel]:
+    found = GroupedNVFP4Kernel(), QuantizedReferenceKernel()
+    for kernel in found:
+        kernel.plan(geometry, 100, CPU)
+        kernel.bind(weights, first)
+    return found
+
+
+def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float | bool]:
+    """A layer that was loaded; with a gate also quantized input, and what a token that is no number does to others."""
+    tensors = random_experts(4, 128, 192, gated, up_to_gate=ratio)
+    module = layers.load(layers.create(4, 128, 192, gated=gated), tensors)
+    backend = module.backend
+    x, logits = layers.inputs(module, tokens, tensors)
+    call = strict_reference.Call(x, *module.routing_method.apply(logits))
+    routes = call.token_selected_experts, call.token_final_scales
+    ((wanted,),) = strict_reference.outputs(tensors, 4, gated, [call], [Arithmetic.KERNEL])
+    kernel, yardstick = planned(backend._geometry(), backend._kernel_weights())
+    found = kernel.run(x, *routes)
+    result: dict[str, float | bool] = {
+        "from the strict reference": distance(found, wanted),
+        "ten times from the reference kernel": 10 * distance(found, yardstick.run(x, *routes).float()),
+    }
+    ties = torch.randn(256, 128).bfloat16()  # where a division and a reciprocal round apart
+    codes = _decoded(*kernel._quantize(ties), swizzled=False)
+    result["codes"] = torch.equal(codes, yardstick._quantized(ties, backend._kernel_weights().input_scales.fc1_divisor[0]))
+    if not gated:
+        return result
+    for swizzled in (True, False):
+        codes, scales = fp4_quantize(x, backend.fc31_input_scale, is_sf_swizzled_layout=swizzled)
+        same = kernel.run_quantized(codes, scales, swizzled, *routes)
+        result[f"quantized, {swizzled}"] = torch.equal(same, found)
+        result[f"quantized in torch, {swizzled}"] = distance(yardstick.run_quantized(codes, scales, swizzled, *routes), wanted)
+    x[0], x[1, 3] = torch.inf, torch.nan  # what is too large saturates
+    beside = kernel.run(x, *routes)
+    result["others"] = torch.equal(beside[2:], found[2:])
+    result["its own"] = bool(beside[0].isfinite().all() & beside[1].isnan().all())
+    return result
+
+
+def of_other_layers() -> dict[str, dict[str, float | bool]]:
+    """Every activation and form against the reference kernel; FC2's input scale is each expert's own, as is up's ratio."""
+    found = {}
+    for name, geometry in OTHERS.items():
+        weights = random_layer(geometry, ratio=True).kernel_weights()
+        first = 5 if geometry.expert_parallel else 0
+        kernel, yardstick = planned(geometry, weights, first)
+        x, ids, router_weights = random_call(geometry, 9, geometry.num_experts * geometry.ranks)
+        x, ids[0] = move_off_ties(x, 0.0123), -1
+        out = torch.full(x.shape, torch.nan, dtype=torch.bfloat16)
+        kernel.run(x, ids.long(), router_weights, out=out)
+        wanted = yardstick.run(x, ids, router_weights, out=torch.zeros(x.shape))
+        found[name] = {"distance": distance(out, wanted), "nothing": not out[0].any().item()}
+    return found
+
+
+def in_the_interpreter() -> dict[str, dict[str, float | bool]]:
+    gated, plain = of_a_checkpoint(True, 0.7, 17), of_a_checkpoint(False, 1.0, 3)
+    return {"gated": gated, "squared": plain, **of_other_layers()}
+
+
+@pytest.mark.embedded
+def test_numbers() -> None:
+    code = (
+        "import json; from tests.unittest.test_grouped_numbers import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
+    )
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRTLLM_B12X_LOG": "ERROR"}
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert list(found) == ["gated", "squared", *OTHERS]
+    told = [(name, what, value) for name, values in found.items() for what, value in values.items()]
+    assert len(told) == 9 + 3 + 2 * len(OTHERS)
+    assert not [line for line in told if line[2] is False or not float(line[2]) <= (1 if line[2] is True else BOUND)], told
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    geometry = Geometry(3, 2, 128, 64, "Swiglu")
+    layer = random_layer(geometry)
+    kernel = GroupedNVFP4Kernel()
+    kernel.describe(geometry, 100, torch.device("cuda"))
+    with pytest.raises(ValueError, match="of FC1 one for all experts"):
+        kernel.bind(layer.kernel_weights(one_for_all=False))
+    with pytest.raises(ValueError, match="the host's input scales"):
+        kernel.bind(dataclasses.replace(layer.kernel_weights(), input_scales=None))
+    kernel.bind(layer.kernel_weights())
+    with pytest.raises(ValueError, match="takes 64 bytes of FP4 a token and 1024 scales"):
+        kernel.run_quantized(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), True, *layer_call())
+    with pytest.raises(ValueError, match="SwigluBias is none of"):
+        kernel.describe(dataclasses.replace(geometry, activation="SwigluBias"), 100, CPU)
+    with pytest.raises(ValueError, match="must be multiples of 64 and 16"):
+        kernel.describe(dataclasses.replace(geometry, hidden_size=96), 100, CPU)
+
+
+def layer_call() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2)
+
+
+def test_what_stands_in_has_its_own_rounding_points() -> None:
+    """b12x's rounding of FC2's partial sums is not among them."""
+    layer = random_layer(Geometry(3, 2, 128, 256, "Swiglu"))
+    x, ids, router_weights = random_call(layer.geometry, 70)
+    x = move_off_ties(x, 0.0123)
+    results = []
+    for kind in (QuantizedReferenceKernel, ReferenceKernel):
+        kernel = kind()
+        kernel.plan(layer.geometry, 100, CPU)
+        kernel.bind(layer.kernel_weights())
+        results.append(kernel.run(x, ids, router_weights, out=torch.zeros(x.shape)))
+    assert 0.0005 < distance(*results) < 0.005
+    assert distance(results[0], layer.expected(x, ids, router_weights)) > 0.05  # of activations that are not quantized

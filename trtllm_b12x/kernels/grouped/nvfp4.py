@@ -1,0 +1,86 @@
+"""``GroupedNVFP4Kernel``: NVFP4 by NVFP4 (W4A4) for many tokens, beside the host's CUTLASS.
+
+It serves a count where the card has measured it to be quicker than the host, and nothing before.  Scratch memory is torch's, call
+by call: for a route the codes of FC1's result and a share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a
+hidden size of 2048.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trtllm_b12x import families
+from trtllm_b12x.decision import Environment
+from trtllm_b12x.formats.layouts import interleaved_rows
+from trtllm_b12x.kernels import aligned
+from trtllm_b12x.kernels.reference import QuantizedReferenceKernel
+
+from . import Elements, GroupedKernel, Row, Scalars, Tile
+
+NVFP4 = Elements("e2m1", torch.uint8, 2, 16)
+TABLE = (
+    Row(8, Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+    Row(24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
+    Row(96, Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4)),
+    Row(float("inf"), Tile(128, 64, 128, 4, 3), Tile(128, 128, 128, 8, 3)),
+)
+"""Not measured on a card that has these products.  Compiled for one: no spills, at most 42 of its 99 KB, and where there are many
+routes a third to half of a loop's instructions are products."""
+
+
+class GroupedNVFP4Kernel(GroupedKernel):
+    """On one layer."""
+
+    features = families.grouped_nvfp4(Environment())
+    reference = QuantizedReferenceKernel
+    instruction = "kind::mxf4nvf4.block_scale"
+    elements = NVFP4
+    table = TABLE
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return super(GroupedKernel, cls).runs_on(device)
+
+    def _scalars_of(self, weights: Any) -> Scalars:
+        """
+        Raises:
+            ValueError: input scales are given as divisors alone, or FC1's differ between experts: a token is quantized once.
+        """
+        given = weights.input_scales
+        if given is None or given.fc31_input_scale.numel() != 1:
+            raise ValueError("the kernels take the host's input scales, and of FC1 one for all experts")
+        return Scalars(
+            fc1_factor=given.fc31_input_scale,
+            fc1_alpha=weights.fc1_alpha,
+            up_to_gate=given.up_to_gate,
+            fc2_factor=given.fc2_input_scale,
+            fc2_alpha=weights.fc2_alpha,
+            step=int(given.fc2_input_scale.numel() > 1),
+        )
+
+    def serves(self, tokens: int) -> bool:
+        return self._plan.tested and super().serves(tokens)
+
+    def run_quantized(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor,
+        swizzled: bool,
+        ids: torch.Tensor,
+        router_weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tokens, columns = x.shape[0], self.geometry.hidden_size // 16
+        x, x_sf = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8).flatten()
+        blocks = -(-tokens // 128) * -(-columns // 4) * 512 if swizzled else tokens * columns
+        if x.shape[1] != 8 * columns or x_sf.numel() < blocks:
+            shapes = f"{tuple(x.shape)} bytes with {x_sf.numel()} scales"
+            raise ValueError(f"x is {shapes}, the kernel takes {8 * columns} bytes of FP4 a token and {blocks} scales")
+        if swizzled:
+            words = x_sf[:blocks].view(torch.int32).view(-1, -(-columns // 4))
+            rows = interleaved_rows(words).flatten(3).flatten(0, 2)[:tokens, :columns].contiguous()
+        else:
+            rows = x_sf[:blocks].view(tokens, columns)
+        return self._run(aligned(x), aligned(rows), ids, router_weights, out)
