@@ -122,13 +122,13 @@ def test_a_layer_against_the_strict_reference(monkeypatch: pytest.MonkeyPatch) -
     tensors = random_experts(16, 512, 256, up_to_gate=0.7)
     with deciding.unmeasured():
         module = built(tensors)
-    schedule = module.backend.schedule
-    assert [type(schedule.at(tokens)) for tokens in (63, 64, 8192)] == [type(None), GroupedNVFP4Kernel, GroupedNVFP4Kernel]
-    for tokens in (64, 300, 4096):
-        x, logits = layers.inputs(module, tokens, tensors)
-        call = strict_reference.Call(x, *module.routing_method.apply(logits))
-        ((wanted,),) = strict_reference.outputs(tensors, 16, True, [call], [Arithmetic.KERNEL])
-        assert distance(module(x.cuda(), logits.cuda()).cpu(), wanted) < BOUND, tokens
+        schedule = module.backend.schedule
+        assert [type(schedule.at(tokens)) for tokens in (63, 64, 8192)] == [type(None), GroupedNVFP4Kernel, GroupedNVFP4Kernel]
+        for tokens in (64, 300, 4096):
+            x, logits = layers.inputs(module, tokens, tensors)
+            call = strict_reference.Call(x, *module.routing_method.apply(logits))
+            ((wanted,),) = strict_reference.outputs(tensors, 16, True, [call], [Arithmetic.KERNEL])
+            assert distance(module(x.cuda(), logits.cuda()).cpu(), wanted) < BOUND, tokens
     assert not built(tensors).backend.schedule.kernels  # without a measurement
 
 
@@ -146,7 +146,8 @@ def test_the_card_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
     split = module.backend.schedule.split
     assert isinstance(split, Measured)
     print(split.summary, split.times.points)
-    assert {"triton", "grouped", HOST} == set(split.times.points[256])
+    assert {"triton", "grouped", HOST} == set(split.times.points[128])  # 32 rows of each expert are triton's most
+    assert {"grouped", HOST} == set(split.times.points[256])
     assert 1024 in split.times.counts
     assert type(module.backend.schedule.at(1024)) is GroupedNVFP4Kernel
     assert layers.errors(module, x, logits, module(x.cuda(), logits.cuda()).cpu(), tensors)[1] < BOUND

@@ -220,6 +220,7 @@ def dot(w, x, sums, WORD: tl.constexpr):
 @triton.jit
 def rows_of(tile, BN: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):
     """Rows of program ``tile`` of a matrix (or half) of ``N`` rows, COPIES times."""
+    tl.static_assert(BN <= 128, "128 rows have their scales beside each other")
     p = tl.arange(0, COPIES * BN) % BN
     if N % 128 == 0:
         first = tile * BN

@@ -16,8 +16,9 @@ class Tile:
     """Of one product: weight rows by columns at a time, times routes."""
 
     rows: int
-    """A power of two: of each half where FC1 has a gate, of each of eight experts where all routes of a token are one product.
-    Those of a product are 16 a warp or more, since a tensor core instruction takes 16."""
+    """A power of two up to 128, as many as have their scales interleaved: of each half where FC1 has a gate, of each of eight
+    experts where all routes of a token are one product.  Those of a product are 16 a warp or more, since a tensor core
+    instruction takes 16."""
     columns: int
     """Of the sum, 128 or 256: eight products of an eighth each (``source.py``), of at least 16."""
     num_warps: int
@@ -68,7 +69,7 @@ _SORTED = (
 TABLE: dict[str, tuple[Row, ...]] = {
     LARGE: (
         Row(0.3, 1, Tile(64, 256, 4, 4), Tile(128, 256, 4, 3), Tile(128, 128, 8, 3, 2), Tile(64, 256, 4, 4), Tile(16, 128, 8, 4)),
-        Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(256, 128, 8, 3)),
+        Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(64, 256, 4, 4)),
         *_SORTED,
     ),
     SMALL: (
@@ -78,12 +79,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
 }
 """Large: measured on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super, gpt-oss's and DeepSeek's sizes (``python -m
-benchmarks.moe_tiles``).  Small: not measured, the same with half of the columns, for shared memory.  Blocks of 64 routes
-spill."""
+benchmarks.moe_tiles``).  Small: not measured, those of an earlier search with half of the columns, for shared memory.  Blocks of
+64 routes spill."""
 MXFP8: dict[str, tuple[Row, ...]] = {
     LARGE: (
         Row(0.1, 1, Tile(64, 128, 4, 3, 2), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 4, 4)),
-        Row(0.3, 1, Tile(64, 128, 4, 3, 2), Tile(128, 256, 4, 3), Tile(256, 128, 8, 3), Tile(64, 128, 4, 4)),
+        Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(32, 128, 8, 3)),
         Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4)),
         *_SORTED,
     ),
@@ -114,8 +115,6 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     hidden, size = geometry.hidden_size, geometry.intermediate_size
     fc1 = fitted(row.gated if geometry.gated else row.plain, hidden, row.routes, 1 + geometry.gated)
     fc2 = fitted(row.short if size <= SHORT else row.long, size, row.routes)
-    if fc2.rows == 256 and hidden % 256:
-        fc2 = replace(fc2, rows=128, columns=256, num_warps=4)  # as many bytes at a time
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
