@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ def serve() -> None:
     from tests.checkpoints import random_experts
 
     torch.set_num_threads(1)
+    with suppress(ImportError):  # the state of a server that has warmed up: its autotuner has run
+        from trtllm_b12x.crossover import deciding
+
+        deciding.tuning()
     module = layers.load(layers.create(8, 128, 256), random_experts(8, 128, 256))
     backend = module.backend
     x, logits = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 8)

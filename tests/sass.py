@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections import Counter
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import triton
 
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_TOOLS = Path(os.environ.get("SASS_TOOLS") or Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
 _LABEL = re.compile(r"^\s*(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*);")
 

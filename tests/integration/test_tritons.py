@@ -1,0 +1,47 @@
+"""Our kernels as each Triton compiles them that a host may bring: releases beside the environment's own, for cards elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+ROOT = Path(__file__).parents[2]
+TESTS = "what_the_compiler_made or spill_nothing or products_are_native"
+RELEASES = {"3.5.1": " and not 121", "3.6.0": "", "3.7.1": ""}
+"""What is left out: 3.5's ptxas knows no sm_121a.  The newest is the environment's own, in ``tests/unittest``."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release(release: str, tmp_path: Path) -> None:
+    folder = tmp_path / "triton"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), f"triton=={release}"]
+    subprocess.run(pip, check=True)
+    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # its disassembler knows every card
+    paths = os.pathsep.join(map(str, (folder, ROOT)))
+    env = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "SASS_TOOLS": str(own)}
+    files = [f"tests/unittest/test_{name}_compiled.py" for name in ("triton", "grouped")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-k",
+        f"({TESTS}){RELEASES[release]}",
+    ]
+    result = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
+    told = subprocess.run(
+        [sys.executable, "-c", "import triton; print(triton.__version__)"], env=env, capture_output=True, text=True
+    )
+    assert told.stdout.strip() == release
