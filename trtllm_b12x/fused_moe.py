@@ -278,7 +278,7 @@ class Promoted(Carried):
         if not isinstance(x, torch.Tensor) or x.dtype is not (self._dtype if x_sf is None else torch.uint8):
             return None
         kernel = self.schedule.at(x.size(0))
-        if kernel is None or not (x_sf is None or kernel.features.quantized_input):
+        if kernel is None or (x_sf is not None and not kernel.features.quantized_input):
             return None
         # CUTLASS's tactics for few tokens are found as without us.
         return kernel if self._alone or not self._is_tuning() else None
@@ -297,6 +297,8 @@ class Promoted(Carried):
         except Exception as error:
             self._leave_to_the_host(error)
             serves = False
+        if serves:
+            return x, None
         # By what was agreed, not by the kernel: one that is lost later on this rank alone changes nothing of what is sent.
         # Only what serves no other tokens says by its vote that every rank has chosen bf16.
         agreed = (
@@ -304,7 +306,7 @@ class Promoted(Carried):
             and not self._alltoall
             and any(self._agreed.get(name) == "" for name, kind in self._kernels.items() if not kind.features.quantized_input)
         )
-        if serves or (post_quant_comm and agreed and isinstance(x, torch.Tensor)):
+        if post_quant_comm and agreed and isinstance(x, torch.Tensor):
             return x, None
         return super().quantize_input(x, post_quant_comm=post_quant_comm, **kwargs)
 

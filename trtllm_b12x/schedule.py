@@ -54,11 +54,12 @@ class Schedule:
         """By token count, so far as they were asked for since that is settled."""
 
     def at(self, tokens: int) -> Kernel | None:
-        if tokens not in self._table:
-            if not self.settled:
-                return self._pick(tokens)
-            self._table[tokens] = self._pick(tokens)
-        return self._table[tokens]
+        if tokens in self._table:
+            return self._table[tokens]
+        found = self._pick(tokens)
+        if self.settled:
+            self._table[tokens] = found
+        return found
 
     def _pick(self, tokens: int) -> Kernel | None:
         name = self.split.pick(tokens, [name for name, kernel in self._chosen.items() if kernel.serves(tokens)])
