@@ -40,6 +40,16 @@ def interleaved_rows(block_scales: torch.Tensor) -> torch.Tensor:
     return block_scales.view(torch.uint8).view(rows // 128, words, 32, 4, 4).permute(0, 3, 2, 1, 4)
 
 
+def scales_of_tokens(x_sf: torch.Tensor, tokens: int, blocks: int, swizzled: bool) -> torch.Tensor:
+    """Of input that the host has quantized, one byte a block, 128x4-interleaved or in rows: uint8 ``(tokens, blocks)``."""
+    flat = x_sf.contiguous().view(torch.uint8).flatten()
+    if not swizzled:
+        return flat[: tokens * blocks].view(tokens, blocks)
+    words = -(-blocks // 4)
+    tiles = flat[: -(-tokens // 128) * words * 512].view(torch.int32).view(-1, words)
+    return interleaved_rows(tiles).flatten(3).flatten(0, 2)[:tokens, :blocks]
+
+
 def interleave(rows: torch.Tensor, block_scales: torch.Tensor) -> None:
     """Row-major uint8 ``(rows, 4 * words)`` to the 128x4 layout, into ``(rows, words)`` int32."""
     lay = interleaved_rows(block_scales)

@@ -89,6 +89,15 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+def check_quantized(x: torch.Tensor, x_sf: torch.Tensor, swizzled: bool, hidden_size: int) -> None:
+    """Raise ValueError unless these are bytes of two FP4 for each token of :meth:`Kernel.run_quantized`, and scales enough."""
+    tokens, width = x.shape[0], hidden_size // 2
+    needed = -(-tokens // 128) * -(-hidden_size // 64) * 512 if swizzled else tokens * hidden_size // 16
+    if x.shape[1] != width or x_sf.numel() < needed:
+        shapes = f"{tuple(x.shape)} bytes with {x_sf.numel()} scales"
+        raise ValueError(f"x is {shapes}, the kernel takes {width} bytes of FP4 a token and {needed} scales")
+
+
 def output(out: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype, columns: int) -> torch.Tensor:
     """What a kernel writes: ``out`` where it can, else a tensor of its own, ``(tokens of like, columns)``."""
     if out is not None and out.dtype is dtype and out.is_contiguous() and out.data_ptr() % 16 == 0:

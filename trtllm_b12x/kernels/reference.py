@@ -30,7 +30,7 @@ import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, KernelFeatures
-from trtllm_b12x.formats.layouts import interleaved_rows, plain_scales
+from trtllm_b12x.formats.layouts import plain_scales, scales_of_tokens
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
 
@@ -220,14 +220,8 @@ class QuantizedReferenceKernel(ReferenceKernel):
 
 def _decoded(x: torch.Tensor, x_sf: torch.Tensor, swizzled: bool) -> torch.Tensor:
     """Input that the host has quantized, ``(tokens, H/2)`` bytes and its scales, to float32 in units of the input scale."""
-    x, x_sf = x.view(torch.uint8), x_sf.view(torch.uint8).flatten()
-    tokens, blocks = x.shape[0], x.shape[1] // 8
-    if swizzled:
-        tiles = x_sf.view(torch.int32).view(-1, -(-blocks // 4))
-        plain = interleaved_rows(tiles).flatten(3).flatten(0, 2)[:tokens, :blocks]
-    else:
-        plain = x_sf[: tokens * blocks].view(tokens, blocks)
-    return dequantize(x, plain.view(torch.float8_e4m3fn))
+    x = x.view(torch.uint8)
+    return dequantize(x, scales_of_tokens(x_sf, x.shape[0], x.shape[1] // 8, swizzled).view(torch.float8_e4m3fn))
 
 
 def activate(

@@ -13,8 +13,8 @@ import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.formats.layouts import interleaved_rows
-from trtllm_b12x.kernels import aligned
+from trtllm_b12x.formats.layouts import scales_of_tokens
+from trtllm_b12x.kernels import aligned, check_quantized
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel
 
 from . import Elements, GroupedKernel, Row, Scalars, Tile
@@ -72,15 +72,7 @@ class GroupedNVFP4Kernel(GroupedKernel):
         router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tokens, columns = x.shape[0], self.geometry.hidden_size // 16
-        x, x_sf = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8).flatten()
-        blocks = -(-tokens // 128) * -(-columns // 4) * 512 if swizzled else tokens * columns
-        if x.shape[1] != 8 * columns or x_sf.numel() < blocks:
-            shapes = f"{tuple(x.shape)} bytes with {x_sf.numel()} scales"
-            raise ValueError(f"x is {shapes}, the kernel takes {8 * columns} bytes of FP4 a token and {blocks} scales")
-        if swizzled:
-            words = x_sf[:blocks].view(torch.int32).view(-1, -(-columns // 4))
-            rows = interleaved_rows(words).flatten(3).flatten(0, 2)[:tokens, :columns].contiguous()
-        else:
-            rows = x_sf[:blocks].view(tokens, columns)
+        x, x_sf, hidden = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8), self.geometry.hidden_size
+        check_quantized(x, x_sf, swizzled, hidden)
+        rows = scales_of_tokens(x_sf, x.shape[0], hidden // 16, swizzled)
         return self._run(aligned(x), aligned(rows), ids, router_weights, out)

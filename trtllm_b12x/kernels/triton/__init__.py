@@ -21,7 +21,7 @@ import torch
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, aligned, handed_back, late, output, routes
+from trtllm_b12x.kernels import Geometry, aligned, check_quantized, handed_back, late, output, routes
 from trtllm_b12x.kernels.jit import JitKernel, Plan
 from trtllm_b12x.kernels.jit.cards import Card
 from trtllm_b12x.kernels.jit.variant import Variant
@@ -178,12 +178,8 @@ class TritonKernel(JitKernel):
         router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tokens, hidden = x.shape[0], self.geometry.hidden_size
         x, x_sf = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8)
-        blocks = -(-tokens // 128) * -(-hidden // 64) * 512 if swizzled else tokens * hidden // 16
-        if x.shape[1] != hidden // 2 or x_sf.numel() < blocks:
-            shapes = f"{tuple(x.shape)} bytes with {x_sf.numel()} scales"
-            raise ValueError(f"x is {shapes}, the kernel takes {hidden // 2} bytes of FP4 a token and {blocks} scales")
+        check_quantized(x, x_sf, swizzled, self.geometry.hidden_size)
         return self._run(x, x_sf, swizzled, ids, router_weights, out)
 
     def _run(
