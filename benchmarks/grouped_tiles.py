@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import require_gpu
 from benchmarks.geometries import routes
-from benchmarks.moe_mxfp8 import GEOMETRIES
+from benchmarks.moe_mxfp8 import MXFP8
 from tests import mxfp8
 from trtllm_b12x.crossover.measuring import graph_seconds
 from trtllm_b12x.kernels.grouped import GroupedKernel, Row, Tile, _options
@@ -63,7 +63,7 @@ def compile_one(asked: tuple[str, str, Tile]) -> dict[str, Any]:
     """Into Triton's cache; what there is to know of it."""
     name, product, tile = asked
     kernel = GroupedKernel()
-    kernel.describe(GEOMETRIES[name], 4096, torch.device("cuda", 0))
+    kernel.describe(MXFP8[name], 4096, torch.device("cuda", 0))
     variant = next(v for v in kernel.variants() if v.name == f"{product}_kernel")
     constants = kernel._of_fc1(tile) if product == "fc1" else kernel._of_product(tile)
     found: dict[str, Any] = {"geometry": name, "product": product, "tile": asdict(tile)}
@@ -79,7 +79,7 @@ class Timed:
     """A call on several layers' weights."""
 
     def __init__(self, name: str, tokens: int, kernels: list[Tried]) -> None:
-        geometry = GEOMETRIES[name]
+        geometry = MXFP8[name]
         self.kernels, self.table = kernels, GroupedKernel.row(kernels[0], tokens)
         x, _, scales = mxfp8.random_call(geometry, tokens, device="cuda")
         self.calls = [(kernel, (x, routes(geometry, tokens, i).cuda(), scales)) for i, kernel in enumerate(kernels)]
@@ -125,8 +125,8 @@ def main() -> None:
         kernels = []
         for seed in range(LAYERS):
             kernel = Tried()
-            kernel.plan(GEOMETRIES[name], 4096, torch.device("cuda", torch.cuda.current_device()))
-            kernel.bind(mxfp8.random_weights(GEOMETRIES[name], "cuda", seed))
+            kernel.plan(MXFP8[name], 4096, torch.device("cuda", torch.cuda.current_device()))
+            kernel.bind(mxfp8.random_weights(MXFP8[name], "cuda", seed))
             kernels.append(kernel)
         for tokens in (tokens for called, tokens in CALLS if called == name):
             call = Timed(name, tokens, kernels)

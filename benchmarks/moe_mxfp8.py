@@ -6,7 +6,7 @@ the host's CUTLASS, where TensorRT-LLM is installed, ``trtllm-b12x tune``'s.
 
 A captured graph goes through layers with weights of their own, several times the L2 in all.  Decode reads codes and scales of the
 experts that are hit; the bandwidth is that of a copy in the same run.  Prefill is compared with one cuBLAS product per expert and
-projection, without activation and sum, and where torch has it with its grouped product (CUTLASS).
+projection, with cuBLAS's own grouped product, and where torch has it with torch's (CUTLASS), all without activation and sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks import require_gpu
-from benchmarks.geometries import routes
+from benchmarks import cublas, require_gpu
+from benchmarks.geometries import MXFP8, routes
 from tests import mxfp8, nvfp4_layer
 from trtllm_b12x.crossover.measuring import copy_bandwidth, graph_seconds
 from trtllm_b12x.formats.weights import Weights
@@ -33,10 +33,6 @@ from trtllm_b12x.kernels.grouped import GroupedKernel
 from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
 
-GEOMETRIES = {
-    "Qwen3-30B-A3B": Geometry(128, 8, 2048, 768, "Swiglu"),
-    "gemma-4-26B-A4B": Geometry(128, 8, 2816, 704, "Geglu"),
-}
 DECODE = (1, 2, 4, 8, 16, 32, 64)
 PREFILL = (1, 16, 64, 256, 1024, 4096)
 KINDS: dict[str, tuple[tuple[type[TritonMXFP8Kernel] | type[GroupedKernel], tuple[int, ...]], ...]] = {
@@ -49,6 +45,7 @@ FLOOR = 0.70
 """Of the copy bandwidth, from 4 tokens on."""
 LAYERS = 6
 _PER_LAYER = 2
+_QUEUED = 8
 
 
 @dataclass
@@ -64,11 +61,12 @@ class Line:
     error: float
     """Relative L2 from the same layer in torch, with the same rounding points."""
     cublas_us: float | None = None
+    cublas_grouped_us: float | None = None
     grouped_us: float | None = None
 
 
 def measure(name: str, bandwidth: float, form: str) -> list[Line]:
-    geometry = dataclasses.replace(GEOMETRIES[name], format=form.upper())
+    geometry = dataclasses.replace(MXFP8[name], format=form.upper())
     weights = [random_weights(geometry, seed) for seed in range(LAYERS)]
     size = 3 * geometry.hidden_size * geometry.intermediate_size
     found = []
@@ -109,7 +107,8 @@ def measure(name: str, bandwidth: float, form: str) -> list[Line]:
                 error,
             )
             if issubclass(kind, GroupedKernel):
-                line.cublas_us, line.grouped_us = (1e6 * seconds for seconds in peers(geometry, ids))
+                times = [1e6 * seconds for seconds in peers(geometry, ids)]
+                line.cublas_us, line.cublas_grouped_us, line.grouped_us = times
             print(" | ".join(row(line)), flush=True)
             found.append(line)
     return found
@@ -121,8 +120,8 @@ def random_weights(geometry: Geometry, seed: int) -> Weights:
     return mxfp8.random_weights(geometry, "cuda", seed)
 
 
-def peers(geometry: Geometry, ids: torch.Tensor) -> tuple[float, float]:
-    """Seconds of both products on bfloat16 experts: by cuBLAS, expert by expert, and by torch's grouped product."""
+def peers(geometry: Geometry, ids: torch.Tensor) -> Iterator[float]:
+    """Seconds of both products on bfloat16 experts: by cuBLAS expert by expert, by its grouped product, by torch's."""
     hidden, size, experts = geometry.hidden_size, geometry.intermediate_size, geometry.num_experts
     counts = torch.bincount(ids.flatten().long(), minlength=experts)
     w1 = torch.randn(experts, 2 * size, hidden, dtype=torch.bfloat16, device="cuda")
@@ -141,19 +140,54 @@ def peers(geometry: Geometry, ids: torch.Tensor) -> tuple[float, float]:
         multiply: Callable[..., torch.Tensor] = torch._grouped_mm
         return [multiply(a, w.transpose(1, 2), offs=ends) for a, w in ((x, w1), (h, w2))]
 
-    found = [graph_seconds(one_by_one, replays=3)]
-    try:
-        found.append(graph_seconds(grouped, replays=3))
-    except (AttributeError, RuntimeError):
-        found.append(float("nan"))
-    return found[0], found[1]
+    yield graph_seconds(one_by_one, replays=3)
+    first = [(a, w) for a, w in zip(x.split(split), w1, strict=True) if len(a)]
+    second = [(a, w) for a, w in zip(h.split(split), w2, strict=True) if len(a)]
+    for measure, prepare in ((queue_seconds, lambda: by_cublas(first, second)), (graph_seconds, lambda: grouped)):
+        try:
+            yield measure(prepare(), replays=3)
+        except (AttributeError, OSError, RuntimeError) as error:
+            print(f"not measured: {error}", flush=True)
+            yield float("nan")
 
 
-TITLES = ("layer", "kernel", "tokens", "us", "experts", "of copy", "TFLOP/s", "error", "cuBLAS us", "grouped us")
+def queue_seconds(run: Callable[[], Any], replays: int) -> float:
+    """Median of calls that no graph holds (cuBLAS copies its lists of problems), eight behind each other."""
+    run()
+    times = []
+    for _ in range(replays):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(_QUEUED):
+            run()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 1e3 / _QUEUED)
+    return statistics.median(times)
+
+
+def by_cublas(*products: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    """Each list of inputs and weights as one product."""
+    calls = []
+    for pairs in products:
+        outputs = [torch.empty(len(a), len(w), dtype=a.dtype, device=a.device) for a, w in pairs]
+        calls.append(cublas.grouped([a for a, _ in pairs], [w for _, w in pairs], outputs))
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+TITLES = (
+    *("layer", "kernel", "tokens", "us", "experts", "of copy", "TFLOP/s", "error"),
+    *("cuBLAS us", "cuBLAS grouped us", "torch grouped us"),
+)
 
 
 def row(line: Line) -> list[str]:
-    peers = [f"{us:.0f}" if us is not None else "-" for us in (line.cublas_us, line.grouped_us)]
+    peers = [f"{us:.0f}" if us is not None else "-" for us in (line.cublas_us, line.cublas_grouped_us, line.grouped_us)]
     numbers = [f"{line.us:.1f}", f"{line.experts:.1f}", f"{line.fraction:.2f}", f"{line.tflops:.1f}", f"{line.error:.4f}"]
     return [line.geometry, line.kernel, str(line.tokens), *numbers, *peers]
 
@@ -162,14 +196,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--format", choices=list(KINDS), default="mxfp8", help="default: %(default)s")
-    parser.add_argument("--geometry", action="append", choices=list(GEOMETRIES), default=None)
+    parser.add_argument("--geometry", action="append", choices=list(MXFP8), default=None)
     given = parser.parse_args()
     require_gpu()
     bandwidth = copy_bandwidth()
     facts = {"gpu": torch.cuda.get_device_name(), "copy": bandwidth, "torch": torch.__version__, "triton": triton.__version__}
     print(facts, flush=True)
     lines = []
-    for name in given.geometry or GEOMETRIES:
+    for name in given.geometry or MXFP8:
         lines += measure(name, bandwidth, given.format)
         torch.cuda.empty_cache()
     if given.out:

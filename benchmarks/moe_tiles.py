@@ -25,14 +25,15 @@ from typing import Any
 import torch
 
 from benchmarks import require_gpu
-from benchmarks.geometries import GEOMETRIES, routes
+from benchmarks.geometries import GEOMETRIES, MXFP8, routes
 from benchmarks.moe_decode import stack
 from tests import mxfp8
 from tests.nvfp4_layer import distance, random_call
 from trtllm_b12x.crossover.measuring import graph_seconds
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton import TritonKernel
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.tiles import Tile, Tiles, fitted
+from trtllm_b12x.kernels.triton.tiles import Tile, Tiles
 
 CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("Qwen3-30B-A3B", 1, (1,)),
@@ -47,12 +48,23 @@ CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("Nemotron-3-Super", 32, (8,)),
     ("gpt-oss-120b-like", 1, (1,)),
     ("gpt-oss-120b-like", 2, (1,)),
+    ("gpt-oss-120b-like", 8, (1, 8)),
+    ("gpt-oss-120b-like", 64, (8,)),
     ("DeepSeek-like", 1, (1,)),
     ("DeepSeek-like", 16, (8,)),
     ("Qwen3-30B-A3B", 128, (16,)),
     ("Nemotron-3-Super", 256, (16,)),
 )
 """Layer, tokens, and how many routes a block may have."""
+MXFP8_CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
+    ("Qwen3-30B-A3B", 1, (1,)),
+    ("Qwen3-30B-A3B", 8, (8,)),
+    ("Qwen3-30B-A3B", 64, (8,)),
+    ("gemma-4-26B-A4B", 1, (1,)),
+    ("gemma-4-26B-A4B", 4, (1, 8)),
+    ("gemma-4-26B-A4B", 8, (1, 8)),
+    ("gemma-4-26B-A4B", 32, (8,)),
+)
 KERNEL = {"fc1": "fc1_kernel", "fc2": "fc2_kernel", "token": "fc2_token_kernel"}
 PRODUCTS = tuple(KERNEL)
 LAYERS = 6
@@ -73,16 +85,30 @@ class Candidate:
     tile: Tile
 
 
-def candidates(calls: tuple[tuple[str, int, tuple[int, ...]], ...]) -> Iterator[Candidate]:
+@dataclass(frozen=True)
+class Format:
+    """What is searched."""
+
+    kind: type[TritonKernel]
+    geometries: dict[str, Geometry]
+    calls: tuple[tuple[str, int, tuple[int, ...]], ...]
+
+
+FORMATS = {
+    "nvfp4": Format(TritonKernel, GEOMETRIES, CALLS),
+    "mxfp8": Format(TritonMXFP8Kernel, MXFP8, MXFP8_CALLS),
+}
+
+
+def candidates(form: Format, calls: tuple[tuple[str, int, tuple[int, ...]], ...]) -> Iterator[Candidate]:
     for (name, tokens, blocks), product in itertools.product(calls, PRODUCTS):
-        geometry = GEOMETRIES[name]
-        inner = geometry.hidden_size if product == "fc1" else geometry.intermediate_size
+        geometry = form.geometries[name]
         parts = {"fc1": 1 + geometry.gated, "fc2": 1, "token": 8}[product]
         if product == "token":
             blocks = (1,) * (1 in blocks and geometry.top_k <= 8)
         for count in blocks:
             splits = (1, 2, 4, 8) if count == 1 and product != "token" else (1,)
-            for tile in dict.fromkeys(fitted(tile, inner) for split in splits for tile in _tiles(count, parts, split)):
+            for tile in itertools.chain.from_iterable(_tiles(count, parts, split) for split in splits):
                 yield Candidate(name, tokens, count, product, tile)
 
 
@@ -106,10 +132,10 @@ def with_tile(tiles: Tiles, asked: Candidate) -> Tiles:
     return Tiles(asked.routes, own["fc1"], own["fc2"], token)
 
 
-def compile_one(kind: type[TritonKernel], asked: Candidate) -> None:
+def compile_one(form: Format, asked: Candidate) -> None:
     """Into Triton's cache; what does not compile is left out when its turn comes."""
-    kernel = kind()
-    kernel.describe(GEOMETRIES[asked.geometry], asked.tokens, torch.device("cuda", 0))
+    kernel = form.kind()
+    kernel.describe(form.geometries[asked.geometry], asked.tokens, torch.device("cuda", 0))
     tiles = with_tile(kernel.build.step(asked.tokens).tiles, asked)
     step = kernel.build.step(asked.tokens, tiles)
     for v in kernel.build.variants(step, step.inline):
@@ -123,8 +149,8 @@ def compile_one(kind: type[TritonKernel], asked: Candidate) -> None:
 class Timed:
     """A call on several layers' weights."""
 
-    def __init__(self, kernels: list[TritonKernel], name: str, tokens: int) -> None:
-        geometry = GEOMETRIES[name]
+    def __init__(self, kernels: list[TritonKernel], tokens: int) -> None:
+        geometry = kernels[0].geometry
         self.kernels, self.tokens = kernels, tokens
         self.expected: torch.Tensor | None = None
         """What the first tiles gave, which are the rule's."""
@@ -150,33 +176,34 @@ class Timed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--format", choices=["nvfp4", "mxfp8"], default="nvfp4")
-    parser.add_argument("--calls", type=int, nargs="+", choices=range(len(CALLS)), help="places in CALLS", default=None)
+    parser.add_argument("--format", choices=list(FORMATS), default="nvfp4")
+    parser.add_argument("--calls", type=int, nargs="+", help="places in CALLS (MXFP8_CALLS)", default=None)
     given = parser.parse_args()
     require_gpu()
-    kind = TritonMXFP8Kernel if given.format == "mxfp8" else TritonKernel
+    form = FORMATS[given.format]
     started = time.monotonic()
-    calls = CALLS if given.calls is None else tuple(CALLS[place] for place in given.calls)
-    plan = list(candidates(calls))
+    calls = form.calls if given.calls is None else tuple(form.calls[place] for place in given.calls)
+    plan = list(candidates(form, calls))
     # Calls that differ in their number of tokens alone have kernels in common.
-    distinct = {replace(c, tokens=c.tokens * GEOMETRIES[c.geometry].top_k <= 64): c for c in plan}
+    distinct = {replace(c, tokens=c.tokens * form.geometries[c.geometry].top_k <= 64): c for c in plan}
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(functools.partial(compile_one, kind), distinct.values(), chunksize=2))
+        list(pool.map(functools.partial(compile_one, form), distinct.values(), chunksize=2))
     print(f"{len(distinct)} kernels in {time.monotonic() - started:.0f} s", flush=True)
     times: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for name, *_ in calls):
-        if kind is TritonMXFP8Kernel:
-            layers: list[Any] = [mxfp8.random_weights(GEOMETRIES[name], "cuda", seed) for seed in range(LAYERS)]
+        geometry = form.geometries[name]
+        if form.kind.word == 4:
+            layers: list[Any] = [mxfp8.random_weights(geometry, "cuda", seed) for seed in range(LAYERS)]
         else:
-            layers = [layer.kernel_weights() for layer in stack(GEOMETRIES[name], LAYERS)]
+            layers = [layer.kernel_weights() for layer in stack(geometry, LAYERS)]
         kernels = []
         for layer in layers:
-            kernel = kind()
-            kernel.plan(GEOMETRIES[name], 1, torch.device("cuda", torch.cuda.current_device()))
+            kernel = form.kind()
+            kernel.plan(geometry, 1, torch.device("cuda", torch.cuda.current_device()))
             kernel.bind(layer)
             kernels.append(kernel)
         for tokens, blocks in [(tokens, blocks) for called, tokens, blocks in calls if called == name]:
-            call, rule = Timed(kernels, name, tokens), kernels[0].build.step(tokens).tiles
+            call, rule = Timed(kernels, tokens), kernels[0].build.step(tokens).tiles
             print(f"{name}, {tokens} tokens: {call.us(rule):.1f} us by the rule, {rule}", flush=True)
             best: dict[tuple[int, str], list[tuple[float, Tile]]] = defaultdict(list)
             for asked in [c for c in plan if (c.geometry, c.tokens) == (name, tokens)]:

@@ -68,7 +68,7 @@ def test_few_variants_and_the_fewest_launches(card: Card, products: int) -> None
     ("geometry", "steps"),
     [
         (QWEN3_30B, [5, 9, 81, 177]),
-        (NEMOTRON_SUPER, [7, 117]),
+        (NEMOTRON_SUPER, [3, 7, 117]),
         (dataclasses.replace(QWEN3_30B, num_experts=32, ranks=4), None),
     ],
 )

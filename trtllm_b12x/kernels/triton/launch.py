@@ -127,7 +127,9 @@ def call(build: Build, step: Step, variants: tuple[Variant, ...], compiled: Mapp
 
 def _memory(build: Build, step: Step, inline: bool, quantized: bool) -> Memory:
     g, routes = build.geometry, step.tokens * build.geometry.top_k
-    numbers = step.tokens * (build.columns(step) + 2) + (0 if inline else 2 * routes + 3 * step.blocks + 2 * g.num_experts)
+    numbers = step.tokens * (build.columns(step) + 2)
+    if not inline:
+        numbers += routes + (2 + step.tiles.routes) * step.blocks + g.num_experts
     staged = 2 * step.tokens * g.hidden_size if quantized else 16  # there, though nobody reads it
     sizes = (staged, 2 * routes * g.intermediate_size, 4 * routes * g.hidden_size, 4 * numbers)
     starts = [0]

@@ -229,18 +229,38 @@ def rows_of(tile, BN: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):
 
 
 @triton.jit
+def first_scale(
+    tile, half: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORD: tl.constexpr
+):  # fmt: skip
+    """Bytes from the expert's first scale to where :func:`scale_offsets` begin."""
+    groups: tl.constexpr = (K * WORD + 511) // 512
+    if N % 128 != 0 and N % BN == 0:
+        first = half * N + tile * BN
+        start = first // 128 * (groups * 512) + first % 32 * 16 + first % 128 // 32 * 4
+    else:
+        start = tile * 0
+    return start
+
+
+@triton.jit
 def scale_offsets(
     tile, half: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, COPIES: tl.constexpr,
     WORD: tl.constexpr,
 ):  # fmt: skip
-    """Bytes from the expert's first scale to those of rows ``half * N + rows_of(tile)``, ``(COPIES * BN, BK / block)``."""
-    size: tl.constexpr = 128 // WORD
-    groups: tl.constexpr = (K + 4 * size - 1) // (4 * size)
-    b = tl.arange(0, BK // size)
+    """From there to the scales of rows ``half * N + rows_of(tile)``, ``(COPIES * BN, BK / block)``.
+
+    Where rows come in whole programs but not in 128 they are those of every program and half, which keeps them once: a third
+    fewer registers.
+    """
+    groups: tl.constexpr = (K * WORD + 511) // 512
+    b = tl.arange(0, BK * WORD // 128)
     columns = (b // 4 * 512 + b % 4)[None, :]
+    p = tl.arange(0, COPIES * BN) % BN
     if N % 128 == 0:
         first = tile * BN
-        rows = (half * N + first // 128 * 128) * (groups * 4) + first % 128 * 4 + tl.arange(0, COPIES * BN) % BN * 4
+        rows = (half * N + first // 128 * 128) * (groups * 4) + first % 128 * 4 + p * 4
+    elif N % BN == 0:
+        rows = p % 32 * 16 + p // 32 * 4
     else:
         r = half * N + rows_of(tile, BN, N, COPIES)
         rows = r // 128 * (groups * 512) + r % 32 * 16 + r % 128 // 32 * 4

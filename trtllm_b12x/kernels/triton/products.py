@@ -19,6 +19,7 @@ from .operands import (
     SCALE,
     added,
     dot,
+    first_scale,
     loaded,
     matrix,
     own_columns,
@@ -27,7 +28,7 @@ from .operands import (
     scale_offsets,
     split_inputs,
 )
-from .routing import localized, own_block, route_kernel, start_token
+from .routing import listed_block, localized, own_block, route_kernel, start_token
 
 
 @triton.jit(
@@ -76,22 +77,18 @@ def fc1_kernel(
     width: tl.constexpr = BM if BM > 8 else 8
     m = tl.arange(0, width)
     if SORTED:
-        order = workspace + tokens * (TILES + 2) + routes
-        entry = order + routes + slot * 3
-        n = tl.load(entry + 2)
-        if n == 0:
-            return
-        expert = tl.load(entry)
-        route = tl.load(order + tl.load(entry + 1) + m, mask=m < n, other=0)
-        one = tl.load(order + tl.load(entry + 1))
+        expert, n, route, one = listed_block(workspace, tokens, routes, blocks, slot, TILES, BM, width)
     else:
         if (tile == 0) & (slot % TOP_K == 0):
             start_token(slot // TOP_K, tokens, ids, out, workspace, first, experts, H, TOP_K, SLOTS, TILES, BLOCK)
         expert, n, route = own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
         one = slot
-        if expert < 0:
-            return
+    if expert < 0:
+        return
     e = expert.to(tl.int64)
+    own_alpha = 1.0
+    if WORD == FP4:
+        own_alpha = tl.load(alpha + e)  # of the end, asked for here
     columns: tl.constexpr = 512 // WORD
     halves: tl.constexpr = 2 if GATED else 1
     stretch: tl.constexpr = (H + SPLIT * BK - 1) // (SPLIT * BK) * BK
@@ -105,6 +102,8 @@ def fc1_kernel(
     words = rows[:, None] * (H // WORD) + tl.arange(0, BK // WORD)[None, :]
     up_sf_offsets = scale_offsets(tile, 0, BN, BK, SIZE, H, SPLIT, WORD)
     gate_sf_offsets = scale_offsets(tile, 1, BN, BK, SIZE, H, SPLIT, WORD)
+    up_sf = weight_sf + first_scale(tile, 0, BN, SIZE, H, WORD)
+    gate_sf = weight_sf + first_scale(tile, 1, BN, SIZE, H, WORD)
     if SPLIT > 1:
         words += (part * (stretch // WORD))[:, None]
         up_sf_offsets += (part * (stretch * WORD))[:, None]
@@ -120,14 +119,14 @@ def fc1_kernel(
     for k in range(0, stretch, BK):
         operands = split_inputs(loaded(x, offsets, given, column, k, H, whole), width, BK, WORD)
         w = matrix(
-            weight, weight_sf, words, up_sf_offsets, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
+            weight, up_sf, words, up_sf_offsets, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
             WORD, dtype, PTX,
         )  # fmt: skip
         up = dot(w, operands, up, WORD)
         if GATED:
             half = weight + SIZE * (H // WORD)
             w = matrix(
-                half, weight_sf, words, gate_sf_offsets, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
+                half, gate_sf, words, gate_sf_offsets, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
                 WORD, dtype, PTX,
             )  # fmt: skip
             gate = dot(w, operands, gate, WORD)
@@ -137,9 +136,9 @@ def fc1_kernel(
         up = added(own_columns(up, SPLIT, BN), SPLIT, BN)
         gate = added(own_columns(gate, SPLIT, BN), SPLIT, BN)
     if WORD == FP4:
-        factor = tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
-        gate = gate * factor
-        up = up * factor
+        factor = own_alpha * SCALE * tl.load(input_scale + e * step)
+        gate *= factor
+        up *= factor
         if GATED:
             up *= tl.load(up_to_gate + e)
     if BIAS:
@@ -198,18 +197,11 @@ def fc2_kernel(
     # The routes are an earlier kernel's than the one before, which has waited for it: they are there already.
     if SORTED:
         router_weights = workspace + tokens * (TILES + 2)
-        order = router_weights + routes
-        entry = order + routes + slot * 3
-        n = tl.load(entry + 2)
-        expert = tl.where(n == 0, -1, tl.load(entry, mask=n > 0, other=0))
-        place = tl.load(entry + 1, mask=n > 0, other=0)
-        route = tl.load(order + place + m, mask=m < n, other=0)
-        one = tl.load(order + place, mask=n > 0, other=0)
+        expert, n, route, one = listed_block(workspace, tokens, routes, blocks, slot, TILES, BM, width)
     else:
         expert, n, route = own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
         one = slot
     rows = rows_of(tile, BN, H, 1)
-    there = rows < H
     e = tl.maximum(expert, 0).to(tl.int64)
     columns: tl.constexpr = 512 // WORD
     weight += e * (H * (SIZE // WORD))
@@ -230,6 +222,7 @@ def fc2_kernel(
     copies = rows_of(tile, BN, H, SPLIT)
     words = copies[:, None] * (SIZE // WORD) + tl.arange(0, BK // WORD)[None, :]
     offsets = scale_offsets(tile, 0, BN, BK, H, SIZE, SPLIT, WORD)
+    weight_sf += first_scale(tile, 0, BN, H, SIZE, WORD)
     if SPLIT > 1:
         words += (part * (stretch // WORD))[:, None]
         offsets += (part * (stretch * WORD))[:, None]
@@ -252,7 +245,7 @@ def fc2_kernel(
     if WORD == FP4:
         sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
     if BIAS:
-        sums += along(tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32), BM)
+        sums += along(tl.load(bias + e * H + rows, mask=rows < H, other=0).to(tl.float32), BM)
     if BM == 1:
         share_of_one(sums, router_weights, out, partial, workspace, tokens, one, tile, rows, H, TOP_K, TILES, SORTED)
     else:
@@ -294,7 +287,7 @@ def fc2_token_kernel(
         cuda.gdc_launch_dependents()
     words = starts[:, None] + tl.arange(0, BK // WORD)[None, :]
     factors = e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
-    factors = factors[:, None] + scale_offsets(tile, 0, BN, BK, H, SIZE, 8, WORD)
+    factors = (factors + first_scale(tile, 0, BN, H, SIZE, WORD))[:, None] + scale_offsets(tile, 0, BN, BK, H, SIZE, 8, WORD)
     inputs, given, column = places((token * TOP_K + m) * SIZE, TOP_K, 8, BK, WORD)
     sums = tl.zeros((8 * BN, 8), tl.float32)
     whole: tl.constexpr = SIZE % BK == 0

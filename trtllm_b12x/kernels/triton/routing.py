@@ -13,6 +13,25 @@ from .operands import e2m1, e4m3
 
 
 @triton.jit
+def listed_block(workspace, tokens, routes, blocks, slot, TILES: tl.constexpr, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Block ``slot`` of :func:`route_kernel`'s.
+
+    Returns:
+        expert (-1: there is none), how many routes, which, ``(WIDTH,)`` int32 (anything beyond), and the first (0: none).
+    """
+    table = workspace + tokens * (TILES + 2) + routes
+    order = table + 2 * blocks + slot * BM
+    m = tl.arange(0, WIDTH)
+    expert, n = tl.load(table + 2 * slot), tl.load(table + 2 * slot + 1)
+    one = tl.load(order)
+    if BM == 1:
+        members = one + tl.zeros((WIDTH,), tl.int32)
+    else:
+        members = tl.load(order + m)
+    return tl.where(n > 0, expert, -1), n, members, tl.where(n > 0, one, 0)
+
+
+@triton.jit
 def localized(ids, first, count):
     """Local int32 ids; -1 for what is not in the table."""
     local = ids.to(tl.int64) - first
@@ -86,8 +105,8 @@ def route_kernel(
 ):  # fmt: skip
     """Program 0 sorts routes by expert into blocks of at most ``size``, program ``1 + t`` makes token ``t`` ready.
 
-    ``workspace``, int32: as :func:`start_token`; float32 router weights and routes by expert, ``(tokens, TOP_K)`` each;
-    ``(blocks, 3)``: expert, place of its first route, number of routes (0: none); two numbers per expert.
+    ``workspace``, int32: as :func:`start_token`; float32 router weights ``(tokens, TOP_K)``; ``(blocks, 2)``: expert and number
+    of routes (0: none); ``(blocks, size)``: routes; a number per expert.
 
     Which of an expert's routes comes first is left to the order of atomics: a route's results do not depend on its place.
 
@@ -104,50 +123,43 @@ def route_kernel(
         cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     routes = tokens * TOP_K
+    weights = workspace + tokens * (tiles + 2)
     if program == 0:
-        weights = workspace + tokens * (tiles + 2)
-        order = weights + routes
-        table = order + routes
-        counts = table + blocks * 3
-        cursors = counts + EXPERTS
+        table = weights + routes
+        order = table + 2 * blocks
+        cursors = order + blocks * size
         at = tl.arange(0, BLOCK)
         e = tl.arange(0, PADDED_EXPERTS)
-        exists = e < EXPERTS
-        tl.store(counts + e, e * 0, mask=exists)
-        tl.debug_barrier()
+        count = tl.zeros((PADDED_EXPERTS,), tl.int32)
         for begin in range(0, routes, BLOCK):
             r = begin + at
-            inside = r < routes
-            local = localized(tl.load(ids + r, mask=inside, other=0), first, EXPERTS)
-            scale = tl.load(router_weights + r, mask=inside, other=0).to(tl.float32)
-            tl.store(weights + r, scale.to(tl.int32, bitcast=True), mask=inside)
-            tl.atomic_add(counts + local, at * 0 + 1, mask=inside & (local >= 0))
-        tl.debug_barrier()
-        count = tl.load(counts + e, mask=exists, other=0, cache_modifier=".cg")
-        start = _cumulative(count)
-        tl.store(cursors + e, start, mask=exists)
+            local = localized(tl.load(ids + r, mask=r < routes, other=0), first, EXPERTS)
+            held = (r < routes) & (local >= 0)
+            count += tl.histogram(tl.where(held, local, 0), PADDED_EXPERTS, mask=held)
         own = (count + (size - 1)) // size
         place = _cumulative(own)
-        used = tl.sum(own, axis=0)
-        for i in range(tl.max(own, axis=0)):
-            entry = table + (place + i) * 3
-            holds = exists & (i < own)
-            tl.store(entry, e, mask=holds)
-            tl.store(entry + 1, start + i * size, mask=holds)
-            tl.store(entry + 2, tl.minimum(count - i * size, size), mask=holds)
-        for begin in range(0, blocks, BLOCK):
-            b = begin + at
-            tl.store(table + b * 3 + 2, at * 0, mask=(b >= used) & (b < blocks))
+        tl.store(cursors + e, place * size, mask=e < EXPERTS)
         tl.debug_barrier()
         for begin in range(0, routes, BLOCK):
             r = begin + at
             local = localized(tl.load(ids + r, mask=r < routes, other=0), first, EXPERTS)
             held = (r < routes) & (local >= 0)
-            place_of = tl.atomic_add(cursors + local, at * 0 + 1, mask=held)
+            place_of = tl.atomic_add(cursors + local, at * 0 + 1, mask=held, sem="relaxed")
             tl.store(order + place_of, r, mask=held)
+        for i in range(tl.max(own, axis=0)):
+            entry = table + (place + i) * 2
+            tl.store(entry, e, mask=i < own)
+            tl.store(entry + 1, tl.minimum(count - i * size, size), mask=i < own)
+        used = tl.sum(own, axis=0)
+        for begin in range(0, blocks, BLOCK):
+            b = begin + at
+            tl.store(table + b * 2 + 1, at * 0, mask=(b >= used) & (b < blocks))
     else:
         token = program - 1
         start_token(token, tokens, ids, out, workspace, first, EXPERTS, H, TOP_K, SLOTS, tiles, BLOCK)
+        k = tl.arange(0, SLOTS)
+        weight = tl.load(router_weights + token * TOP_K + k, mask=k < TOP_K, other=0).to(tl.float32)
+        tl.store(weights + token * TOP_K + k, weight.to(tl.int32, bitcast=True), mask=k < TOP_K)
         if QUANTIZED:
             groups: tl.constexpr = (H + 63) // 64
             at = tl.arange(0, BLOCK)

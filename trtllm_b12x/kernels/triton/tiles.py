@@ -20,7 +20,7 @@ class Tile:
     experts where all routes of a token are one product.  Those of a product are 16 a warp or more, since a tensor core
     instruction takes 16."""
     columns: int
-    """Of the sum, 128 or 256: eight products of an eighth each (``source.py``), of at least 16."""
+    """Of the sum, 128 or 256: products of an eighth (MXFP8: a quarter) each, of at least 16."""
     num_warps: int
     num_stages: int
     split: int = 1
@@ -83,7 +83,7 @@ benchmarks.moe_tiles``).  Small: not measured, those of an earlier search with h
 64 routes spill."""
 MXFP8: dict[str, tuple[Row, ...]] = {
     LARGE: (
-        Row(0.1, 1, Tile(64, 128, 4, 3, 2), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 4, 4)),
+        Row(0.15, 1, Tile(16, 128, 4, 3, 8), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 4, 4)),
         Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(32, 128, 8, 3)),
         Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4)),
         *_SORTED,
@@ -96,7 +96,19 @@ MXFP8: dict[str, tuple[Row, ...]] = {
 }
 """Twice the bytes a column.  Large: measured on an H200 for layers of Qwen3-30B-A3B at 1 to 64 tokens (``--format mxfp8``); long
 ones, those without a gate, and small: not measured."""
+MXFP8_UNEVEN: dict[str, tuple[Row, ...]] = {
+    LARGE: (
+        MXFP8[LARGE][0],
+        replace(MXFP8[LARGE][2], most=0.3, short=Tile(64, 128, 4, 3)),
+        replace(MXFP8[LARGE][2], short=Tile(128, 128, 4, 3)),
+        *_SORTED,
+    ),
+    SMALL: MXFP8[SMALL],
+}
+"""The same where the last of FC2's columns are half of 128: measured with gemma-4-26B-A4B's."""
 _LARGE_SHARED_MEMORY = 160 << 10
+_FEW = 0.1
+"""Routes per expert."""
 _PROGRAMS_PER_MULTIPROCESSOR = 0.7
 """At least, where rows can be divided."""
 
@@ -108,13 +120,15 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
         ranks: that share the experts; so many times fewer routes are this one's.
         word: codes in 32 bits.
     """
-    table = (TABLE if word == 8 else MXFP8)[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
+    of_mxfp8 = MXFP8_UNEVEN if geometry.intermediate_size % 128 else MXFP8
+    table = (TABLE if word == 8 else of_mxfp8)[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
     routes = -(-tokens * geometry.top_k // ranks)
     experts = min(geometry.num_experts, routes)
     row = next(row for row in table if routes <= row.most * geometry.num_experts)
     hidden, size = geometry.hidden_size, geometry.intermediate_size
-    fc1 = fitted(row.gated if geometry.gated else row.plain, hidden, row.routes, 1 + geometry.gated)
-    fc2 = fitted(row.short if size <= SHORT else row.long, size, row.routes)
+    few = routes <= _FEW * geometry.num_experts
+    fc1 = fitted(row.gated if geometry.gated else row.plain, size, hidden, row.routes, 1 + geometry.gated, few)
+    fc2 = fitted(row.short if size <= SHORT else row.long, hidden, size, row.routes, few=few)
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
@@ -122,25 +136,31 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     return Tiles(row.routes, _divided(fc1, size, wanted), _divided(fc2, hidden, wanted), token)
 
 
-def fitted(tile: Tile, inner: int, routes: int = 8, parts: int = 1) -> Tile:
+def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, few: bool = True) -> Tile:
     """Half the columns, where the last stage would multiply zeros for half of its time.
 
     Args:
+        rows: of the matrix, or of a half of it.
         inner: columns of the sum.
         routes: of a block; where it is one, stretches of the sum side by side make up for what is not on its way.
         parts: of the product's rows, each of the tile's.
+        few: of them are the call's, so that each program's time is.
     """
     if not 0 < inner % 256 <= 128 < tile.columns:
         return tile
-    if routes == 1:
+    if routes == 1 and few:
         return replace(tile, columns=128, num_warps=8, num_stages=3, split=256 // (parts * tile.rows))
+    if rows % 128 and rows % tile.rows == 0:  # gpt-oss's sizes: half the columns take a seventh more time from 4 tokens on
+        return tile
     return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
 
 
 def _divided(tile: Tile, rows: int, programs: float) -> Tile:
-    """Fewer rows, to have at least so many programs of an expert."""
+    """Fewer rows, to have at least so many programs of an expert; where stretches are side by side, more of those instead."""
     while tile.rows > 16 and rows // tile.rows < programs:
-        tile = replace(tile, rows=tile.rows // 2, num_warps=max(1, tile.num_warps // 2))
+        split = 1 < tile.split < 8
+        warps = tile.num_warps if split else max(1, tile.num_warps // 2)
+        tile = replace(tile, rows=tile.rows // 2, num_warps=warps, split=tile.split * (1 + split))
     return tile
 
 
