@@ -50,15 +50,15 @@ class Schedule:
         measured = self.split.measured
         self._chosen = {name: kernel for name, kernel in families.items() if measured or not kernel.features.measured_from}
         """Families that the split chooses from."""
-        self._table: dict[int, Kernel | None] = {}
-        """By token count, so far as they were asked for since that is settled."""
+        self.known: dict[int, Kernel | None] = {}
+        """What :meth:`at` has answered, by token count, since that is settled."""
 
     def at(self, tokens: int) -> Kernel | None:
-        if tokens in self._table:
-            return self._table[tokens]
+        if tokens in self.known:
+            return self.known[tokens]
         found = self._pick(tokens)
         if self.settled:
-            self._table[tokens] = found
+            self.known[tokens] = found
         return found
 
     def _pick(self, tokens: int) -> Kernel | None:

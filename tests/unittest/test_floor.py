@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks import floor
 from benchmarks.floor_models import CARDS, MODELS, Model, zipf
-from benchmarks.geometries import GEOMETRIES, routes
+from benchmarks.geometries import GEOMETRIES, MXFP8, routes
 from benchmarks.markdown import table
-from benchmarks.moe_mxfp8 import GEOMETRIES as MXFP8
 from trtllm_b12x.crossover.measuring import expected_hits, expert_bytes
 
 BY_NAME = {model.name: model for model in MODELS}

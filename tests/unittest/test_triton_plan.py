@@ -93,6 +93,17 @@ def test_one_token_of_a_small_layer_takes_narrower_tiles() -> None:
     assert one.num_warps < many.num_warps
 
 
+def test_sizes_that_no_wide_tile_divides() -> None:
+    gpt_oss, gemma4 = Geometry(128, 4, 2880, 2880, "Swiglu"), Geometry(128, 8, 2816, 704, "Geglu")
+    for tokens, found in ((t, tiles(gpt_oss, t, H100)) for t in (1, 2, 4, 8, 64)):
+        for tile in (found.fc1, found.fc2):
+            assert (tile.split > 1, tile.columns) == ((True, 128) if tokens <= 2 else (False, 256)), tokens
+    # Rows in 128: half the columns, many on their way.
+    long = tiles(NEMOTRON_SUPER, 8, H100).fc2
+    assert (long.columns, long.num_stages) == (128, 6)
+    assert [tiles(layer, 4, H100, word=4).routes for layer in (QWEN3_30B, gemma4)] == [1, 8]
+
+
 def test_blocks_grow_with_the_routes_of_an_expert() -> None:
     assert [tiles(QWEN3_30B, tokens, H100).routes for tokens in (1, 8, 63, 128, 256)] == [1, 8, 8, 16, 32]
     assert tiles(QWEN3_30B, 256, H100, ranks=4).routes == 8
