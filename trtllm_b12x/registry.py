@@ -171,7 +171,7 @@ def _report() -> None:
     first, *_, last = sorted(module.schedule.below for module in served) * 2
     below = f"{first} to {last}" if first < last else str(last)
     counts = "at every token count" if first == EVERY else f"decode below {below} tokens"
-    names = Counter("+".join(module.schedule.families) or "no kernel yet" for module in served)
+    names = Counter("+".join(module.schedule.chosen) or "no kernel yet" for module in served)
     on = ", ".join(f"{count} on {name}" for name, count in names.items()) if len(names) > 1 else f"on {next(iter(names))}"
     where = (*line, on, counts, " and ".join(_formats(served)))
     logger.info("rank %d: %d of %d MoE layers %s, %s (%s)", served[0].rank, *where)

@@ -48,8 +48,8 @@ class Schedule:
         self.base = next((name for name, kernel in families.items() if kernel.features.every_count), "")
         """The family that serves calls of any size, in the place of a host that has no path; empty where there is none."""
         measured = self.split.measured
-        self._chosen = {name: kernel for name, kernel in families.items() if measured or not kernel.features.measured_from}
-        """Families that the split chooses from."""
+        self.chosen = {name: kernel for name, kernel in families.items() if measured or not kernel.features.measured_from}
+        """Families that the split chooses from; others wait for a measurement."""
         self.known: dict[int, Kernel | None] = {}
         """What :meth:`at` has answered, by token count, since that is settled."""
 
@@ -62,7 +62,7 @@ class Schedule:
         return found
 
     def _pick(self, tokens: int) -> Kernel | None:
-        name = self.split.pick(tokens, [name for name, kernel in self._chosen.items() if kernel.serves(tokens)])
+        name = self.split.pick(tokens, [name for name, kernel in self.chosen.items() if kernel.serves(tokens)])
         return self._any(tokens) if name is None else self.families[name]
 
     def _any(self, tokens: int) -> Kernel | None:
@@ -81,14 +81,14 @@ class Schedule:
     @property
     def _capacity(self) -> int:
         """Of the families that have one."""
-        return max((kernel.capacity for kernel in self._chosen.values() if not kernel.features.every_count), default=0)
+        return max((kernel.capacity for kernel in self.chosen.values() if not kernel.features.every_count), default=0)
 
     @property
     def below(self) -> int:
         """First token count from which every call is the host's; :data:`EVERY` where none is."""
         if self.base:
             return EVERY
-        names = list(self._chosen)
+        names = list(self.chosen)
         counts = range(self._capacity, 0, -1)
         return 1 + next((tokens for tokens in counts if self.split.pick(tokens, self._planned(tokens, names))), 0)
 

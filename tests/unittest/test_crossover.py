@@ -104,10 +104,13 @@ def test_the_first_call_measures_every_layer_of_the_geometry_and_all_follow(
 
 
 def test_beyond_decode_kernels_serve_what_they_were_measured_to_be_the_quickest_at(
-    clock: Clock, every_family: None, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, every_family: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="trtllm_b12x")
     module = built()
     assert module.backend.schedule.families["grouped"].capacity == 8192
+    on = [line.partition(" layers on ")[2].split(",")[0] for line in caplog.messages if " layers on " in line]
+    assert on == ["+".join(name for name in module.backend.schedule.families if name != "grouped")]  # what may serve
     assert served(module, 64, 600, 8192) == [type(None)] * 3  # until then
     called(module)
     assert served(module, 40, 64, 450, 600, 1024, 1990, 2200, 8192, 9000) == [
