@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import require_gpu
-from benchmarks.geometries import routes
-from benchmarks.moe_mxfp8 import MXFP8
+from benchmarks.geometries import MXFP8, routes
 from tests import mxfp8
 from trtllm_b12x.crossover.measuring import graph_seconds
 from trtllm_b12x.kernels.grouped import GroupedKernel, Row, Tile, _options

@@ -46,6 +46,8 @@ FLOOR = 0.70
 LAYERS = 6
 _PER_LAYER = 2
 _QUEUED = 8
+_SAME = 0.004
+"""Relative L2 between two orders of the same sums, rounded to bfloat16."""
 
 
 @dataclass
@@ -143,9 +145,9 @@ def peers(geometry: Geometry, ids: torch.Tensor) -> Iterator[float]:
     yield graph_seconds(one_by_one, replays=3)
     first = [(a, w) for a, w in zip(x.split(split), w1, strict=True) if len(a)]
     second = [(a, w) for a, w in zip(h.split(split), w2, strict=True) if len(a)]
-    for measure, prepare in ((queue_seconds, lambda: by_cublas(first, second)), (graph_seconds, lambda: grouped)):
+    for timed, prepare in ((queue_seconds, lambda: by_cublas(first, second)), (graph_seconds, lambda: grouped)):
         try:
-            yield measure(prepare(), replays=3)
+            yield timed(prepare(), replays=3)
         except (AttributeError, OSError, RuntimeError) as error:
             print(f"not measured: {error}", flush=True)
             yield float("nan")
@@ -167,11 +169,18 @@ def queue_seconds(run: Callable[[], Any], replays: int) -> float:
 
 
 def by_cublas(*products: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-    """Each list of inputs and weights as one product."""
+    """Each list of inputs and weights as one product.
+
+    Raises:
+        RuntimeError: it gives other numbers than one product after the other.
+    """
     calls = []
     for pairs in products:
         outputs = [torch.empty(len(a), len(w), dtype=a.dtype, device=a.device) for a, w in pairs]
         calls.append(cublas.grouped([a for a, _ in pairs], [w for _, w in pairs], outputs))
+        calls[-1]()
+        if not all(nvfp4_layer.distance(out, a @ w.T) < _SAME for out, (a, w) in zip(outputs, pairs, strict=True)):
+            raise RuntimeError("cuBLAS's grouped product gives other numbers than its plain one")
 
     def run() -> None:
         for call in calls:
@@ -181,8 +190,17 @@ def by_cublas(*products: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[]
 
 
 TITLES = (
-    *("layer", "kernel", "tokens", "us", "experts", "of copy", "TFLOP/s", "error"),
-    *("cuBLAS us", "cuBLAS grouped us", "torch grouped us"),
+    "layer",
+    "kernel",
+    "tokens",
+    "us",
+    "experts",
+    "of copy",
+    "TFLOP/s",
+    "error",
+    "cuBLAS us",
+    "cuBLAS grouped us",
+    "torch grouped us",
 )
 
 

@@ -108,8 +108,9 @@ def candidates(form: Format, calls: tuple[tuple[str, int, tuple[int, ...]], ...]
             blocks = (1,) * (1 in blocks and geometry.top_k <= 8)
         for count in blocks:
             splits = (1, 2, 4, 8) if count == 1 and product != "token" else (1,)
-            for tile in itertools.chain.from_iterable(_tiles(count, parts, split) for split in splits):
-                yield Candidate(name, tokens, count, product, tile)
+            for split in splits:
+                for tile in _tiles(count, parts, split):
+                    yield Candidate(name, tokens, count, product, tile)
 
 
 def _tiles(count: int, parts: int, split: int) -> Iterator[Tile]:
@@ -181,6 +182,8 @@ def main() -> None:
     given = parser.parse_args()
     require_gpu()
     form = FORMATS[given.format]
+    if not {*(given.calls or ())} <= {*range(len(form.calls))}:
+        parser.error(f"--calls: {given.format} has 0 to {len(form.calls) - 1}")
     started = time.monotonic()
     calls = form.calls if given.calls is None else tuple(form.calls[place] for place in given.calls)
     plan = list(candidates(form, calls))

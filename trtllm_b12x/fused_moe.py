@@ -44,10 +44,8 @@ class Promoted(Carried):
     """Has kernels once weights are loaded, if any serve the layer."""
     _parked = HOSTS
     """Of a layer that was moved to where its kernels cannot run, until it is back."""
-    _asked = -1
-    """Stage of :mod:`trtllm_b12x.crossover.deciding` at which the schedule got its split."""
-    _asks = True
-    """The split may still change: the next call asks."""
+    _asked: int | None = -1
+    """Stage of :mod:`trtllm_b12x.crossover.deciding` at which the schedule got its split; None: it was the last."""
     _fault = ""
     """First line of what went wrong in a call; the layer is then the host's."""
     _addresses: tuple[int, ...] = ()
@@ -164,7 +162,7 @@ class Promoted(Carried):
         if kernel is not None and not (error or self._fault):
             chosen[name] = kernel
         self.schedule = Schedule({family: chosen[family] for family in self._kernels if family in chosen}, deciding.fixed())
-        self._asked, self._asks = -1, True
+        self._asked = -1
         if error not in (None, _SPARE) and name in self.verdict.families:
             if kernel is not None:
                 self._load.failed[name, self._geometry()] = error
@@ -266,20 +264,23 @@ class Promoted(Carried):
         try:
             if self._is_tuning():
                 deciding.tuning()
-            elif self._asked != (stage := deciding.stage()) and self.schedule.kernels and not torch.compiler.is_compiling():
-                self._asked = stage if deciding.ask(self, like) else self._asked
+            elif (
+                self._asked != (stage := deciding.stage())
+                and self.schedule.kernels
+                and not torch.compiler.is_compiling()
+                and deciding.ask(self, like)
+            ):
+                self._asked = None if stage == deciding.TUNED else stage
         except Exception as error:  # it costs the card's own split
-            self._asked = deciding.TUNED
+            self._asked = None
             with suppress(Exception):
                 log.once(f"the crossover stays as it is: {kernels.first_line(error)}")
-        self._asks = self._asked != deciding.TUNED
 
     def _kernel_for(self, x: Any, x_sf: torch.Tensor | None = None) -> kernels.Kernel | None:
         """None where the call is the host's."""
         if not isinstance(x, torch.Tensor) or x.dtype is not (self._dtype if x_sf is None else torch.uint8):
             return None
-        tokens, known = x.size()[0], self.schedule.known
-        kernel = known[tokens] if tokens in known else self.schedule.at(tokens)
+        kernel = self.schedule.at(x.shape[0])
         if kernel is None or (x_sf is not None and not kernel.features.quantized_input):
             return None
         # CUTLASS's tactics for few tokens are found as without us.

@@ -50,15 +50,15 @@ class Schedule:
         measured = self.split.measured
         self.chosen = {name: kernel for name, kernel in families.items() if measured or not kernel.features.measured_from}
         """Families that the split chooses from; others wait for a measurement."""
-        self.known: dict[int, Kernel | None] = {}
+        self._known: dict[int, Kernel | None] = {}
         """What :meth:`at` has answered, by token count, since that is settled."""
 
     def at(self, tokens: int) -> Kernel | None:
-        if tokens in self.known:
-            return self.known[tokens]
+        if tokens in self._known:
+            return self._known[tokens]
         found = self._pick(tokens)
         if self.settled:
-            self.known[tokens] = found
+            self._known[tokens] = found
         return found
 
     def _pick(self, tokens: int) -> Kernel | None:

@@ -426,8 +426,8 @@ def test_another_card_starts_without_a_look(site: Path) -> None:
     ("given", "home_of_user", "expected"),
     [
         ("/some/where", "/root", "/some/where/trtllm_b12x"),
-        ("rel", "/root", "/root/.cache/trtllm_b12x"),
-        (None, "/root", "/root/.cache/trtllm_b12x"),
+        ("rel", "/home/user", "/home/user/.cache/trtllm_b12x"),
+        (None, "/home/user", "/home/user/.cache/trtllm_b12x"),
         (None, None, None),
         ("rel", None, None),
         (None, "rel", None),

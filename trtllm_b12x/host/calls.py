@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
         def quantize_input(self, x: Any, post_quant_comm: bool = True) -> tuple[Any, torch.Tensor | None]: ...
 
-        _asks: bool
+        _asked: int | None
 
         def _ask(self, like: Any) -> None: ...
 
@@ -112,7 +112,7 @@ class KeywordCalls(_Calls):
         fault = None
         try:
             if not self._only_cutlass(kwargs.get("do_finalize", True), kwargs.get("lora_params"), kwargs.get("enable_alltoall")):
-                if self._asks:
+                if self._asked is not None:
                     self._ask(kwargs)
                 result = self._serve(
                     x, x_sf, is_sf_swizzled, token_selected_experts, token_final_scales, output_dtype, moe_output
@@ -158,7 +158,7 @@ class ContextCalls(_Calls):
         if plan is not None:  # without one the host says what is wrong
             try:
                 if not self._only_cutlass(ctx.do_finalize, ctx.lora_params, plan.enable_alltoall):
-                    if self._asks:
+                    if self._asked is not None:
                         self._ask(ctx)
                     routes = ctx.token_selected_experts, ctx.token_final_scales
                     result = self._serve(ctx.x, ctx.x_sf, plan.input_sf_swizzled, *routes, ctx.output_dtype, plan.moe_output)

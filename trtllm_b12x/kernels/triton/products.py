@@ -88,7 +88,7 @@ def fc1_kernel(
     e = expert.to(tl.int64)
     own_alpha = 1.0
     if WORD == FP4:
-        own_alpha = tl.load(alpha + e)  # of the end, asked for here
+        own_alpha = tl.load(alpha + e)  # of the end; asked for there, ptxas spills at gemma-4's sizes
     columns: tl.constexpr = 512 // WORD
     halves: tl.constexpr = 2 if GATED else 1
     stretch: tl.constexpr = (H + SPLIT * BK - 1) // (SPLIT * BK) * BK

@@ -83,6 +83,7 @@ benchmarks.moe_tiles``).  Small: not measured, those of an earlier search with h
 64 routes spill."""
 MXFP8: dict[str, tuple[Row, ...]] = {
     LARGE: (
+        Row(0.1, 1, Tile(64, 128, 4, 3, 2), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 4, 4)),
         Row(0.15, 1, Tile(16, 128, 4, 3, 8), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 4, 4)),
         Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(32, 128, 8, 3)),
         Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4)),
@@ -98,9 +99,9 @@ MXFP8: dict[str, tuple[Row, ...]] = {
 ones, those without a gate, and small: not measured."""
 MXFP8_UNEVEN: dict[str, tuple[Row, ...]] = {
     LARGE: (
-        MXFP8[LARGE][0],
-        replace(MXFP8[LARGE][2], most=0.3, short=Tile(64, 128, 4, 3)),
-        replace(MXFP8[LARGE][2], short=Tile(128, 128, 4, 3)),
+        MXFP8[LARGE][1],
+        replace(MXFP8[LARGE][3], most=0.3, short=Tile(64, 128, 4, 3)),
+        replace(MXFP8[LARGE][3], short=Tile(128, 128, 4, 3)),
         *_SORTED,
     ),
     SMALL: MXFP8[SMALL],
@@ -108,7 +109,7 @@ MXFP8_UNEVEN: dict[str, tuple[Row, ...]] = {
 """The same where the last of FC2's columns are half of 128: measured with gemma-4-26B-A4B's."""
 _LARGE_SHARED_MEMORY = 160 << 10
 _FEW = 0.1
-"""Routes per expert."""
+"""Routes per expert that are so few that each program's time is the call's."""
 _PROGRAMS_PER_MULTIPROCESSOR = 0.7
 """At least, where rows can be divided."""
 
@@ -144,7 +145,7 @@ def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, f
         inner: columns of the sum.
         routes: of a block; where it is one, stretches of the sum side by side make up for what is not on its way.
         parts: of the product's rows, each of the tile's.
-        few: of them are the call's, so that each program's time is.
+        few: at most :data:`_FEW` of the call.
     """
     if not 0 < inner % 256 <= 128 < tile.columns:
         return tile
