@@ -29,15 +29,24 @@ from tests import mxfp8
 from trtllm_b12x.crossover.measuring import graph_seconds
 from trtllm_b12x.kernels.grouped import GroupedKernel, Row, Tile, _options
 
-CALLS = (("Qwen3-30B-A3B", 4096), ("Qwen3-30B-A3B", 1024), ("gemma-4-26B-A4B", 4096))
-"""Layer and tokens: 256 and 64 routes of an expert."""
+CALLS = (
+    ("Qwen3-30B-A3B", 64),
+    ("Qwen3-30B-A3B", 256),
+    ("Qwen3-30B-A3B", 1024),
+    ("Qwen3-30B-A3B", 4096),
+    ("gemma-4-26B-A4B", 256),
+    ("gemma-4-26B-A4B", 4096),
+)
+"""Layer and tokens: 4 to 256 routes of an expert."""
 SHAPES = {
-    "fc1": "64x64x64x4 64x64x128x4 64x128x64x4 64x128x64x8 64x128x128x8 64x256x64x8 128x64x64x4 128x64x64x8 128x64x128x8 "
+    "fc1": "16x32x128x2 16x64x64x4 16x64x128x4 16x128x64x4 32x32x128x2 32x64x64x4 32x64x128x4 32x128x64x4 32x128x64x8 "
+    "64x64x64x4 64x64x128x4 64x128x64x4 64x128x64x8 64x128x128x8 64x256x64x8 128x64x64x4 128x64x64x8 128x64x128x8 "
     "128x128x64x8 256x64x64x8",
-    "fc2": "64x64x64x4 64x64x128x4 64x128x64x4 64x128x64x8 64x256x64x8 128x64x64x4 128x64x64x8 128x64x128x8 128x128x64x4 "
+    "fc2": "16x64x128x2 16x128x64x4 16x128x128x4 16x256x64x4 32x64x128x2 32x128x64x4 32x128x128x4 32x256x64x8 "
+    "64x64x64x4 64x64x128x4 64x128x64x4 64x128x64x8 64x256x64x8 128x64x64x4 128x64x64x8 128x64x128x8 128x128x64x4 "
     "128x128x64x8 128x256x64x8 256x128x64x8",
 }
-"""Routes, rows, columns and warps of those that Triton 3.6 compiles for sm_90 without spills."""
+"""Routes, rows, columns and warps of those that are tried where Triton 3.6 compiles them for sm_90 without spills."""
 STAGES = (3, 4)
 LAYERS = 3
 JOINED = 3
@@ -80,8 +89,13 @@ class Timed:
     def __init__(self, name: str, tokens: int, kernels: list[Tried]) -> None:
         geometry = MXFP8[name]
         self.kernels, self.table = kernels, GroupedKernel.row(kernels[0], tokens)
+        self.routes = tokens * geometry.top_k // geometry.num_experts
         x, _, scales = mxfp8.random_call(geometry, tokens, device="cuda")
         self.calls = [(kernel, (x, routes(geometry, tokens, i).cuda(), scales)) for i, kernel in enumerate(kernels)]
+
+    def worth(self, tile: Tile) -> bool:
+        """It is not mostly empty, nor are there many of it for an expert."""
+        return self.routes // 4 <= tile.routes <= max(16, 4 * self.routes)
 
     def us(self, fc1: Tile, fc2: Tile) -> float:
         """Of a layer; infinity where it does not fit the card."""
@@ -133,7 +147,7 @@ def main() -> None:
             print(f"{name}, {tokens} tokens: {call.us(fc1, fc2):.0f} us by the table, {fc1}, {fc2}", flush=True)
             best: dict[str, list[Tile]] = {}
             for product in SHAPES:
-                own = [tile for tile in tiles(product) if (name, product, tile) in fit]
+                own = [tile for tile in tiles(product) if (name, product, tile) in fit and call.worth(tile)]
                 found = [(call.us(tile, fc2) if product == "fc1" else call.us(fc1, tile), tile) for tile in own]
                 times += [{"geometry": name, "tokens": tokens, product: asdict(tile), "us": us} for us, tile in found]
                 best[product] = [tile for _, tile in sorted(found, key=lambda pair: pair[0])[:JOINED]]

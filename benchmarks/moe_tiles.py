@@ -110,6 +110,8 @@ def candidates(form: Format, calls: tuple[tuple[str, int, tuple[int, ...]], ...]
             splits = (1, 2, 4, 8) if count == 1 and product != "token" else (1,)
             for split in splits:
                 for tile in _tiles(count, parts, split):
+                    if not tile.scales_by_four(form.kind.word, 8 if product == "token" else 1):
+                        continue
                     yield Candidate(name, tokens, count, product, tile)
 
 

@@ -35,6 +35,7 @@ def compile_for(
     quantized: bool = False,
     inline: bool | None = None,
     only: tuple[str, ...] = (),
+    kind: type[TritonKernel] = TritonKernel,
 ) -> Iterator[Compiled]:
     """The kernels that a call of ``tokens`` launches on ``card``.
 
@@ -42,7 +43,7 @@ def compile_for(
         inline: whether programs find their routes by themselves, as some calls may; None: as the plan has it.
         only: names; all if empty.
     """
-    kernel = TritonKernel(card)
+    kernel = kind(card)
     kernel.describe(geometry, tokens, torch.device("cuda"))
     step = kernel.build.step(tokens)
     for variant in kernel.build.variants(step, step.inline if inline is None else inline, quantized):

@@ -44,7 +44,8 @@ def random_weights(geometry: Geometry, device: torch.device | str = "cpu", seed:
         for expert in range(experts):
             values = torch.randn(height, width, generator=generator, device=device).mul_(60).clamp_(-448, 448)
             codes[expert] = values.to(torch.float8_e4m3fn)
-            plain = torch.zeros(scales.shape[1], 4 * scales.shape[2], dtype=torch.uint8, device=device)
+            # What lies beyond the matrix is what loading leaves there, NaN.
+            plain = torch.full((scales.shape[1], 4 * scales.shape[2]), 255, dtype=torch.uint8, device=device)
             plain[:height, : width // 32].random_(110, 116, generator=generator)
             interleave(plain, scales[expert])
         found += [codes, mma_scale_view(scales, scales.shape[1], 128 * scales.shape[2], 32, torch.uint8)]

@@ -12,6 +12,8 @@ from tests import sass
 from tests.compiled import Compiled, compile_for
 from trtllm_b12x.environment import prove
 from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.triton import TritonKernel
+from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.tiles import Card
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
@@ -80,6 +82,25 @@ def test_bias_constants_and_quantized_input_spill_nothing(capability: int, tmp_p
         assert used["STACK"] == used["LOCAL"] == 0, (kernel.name, used)
         assert used["REG"] <= 168
         assert f".target sm_{capability}" in kernel.ptx
+
+
+@pytest.mark.parametrize(
+    ("kind", "geometry"),
+    [
+        (TritonKernel, Geometry(128, 4, 2880, 720, "SwigluBias", bias=torch.bfloat16)),
+        (TritonMXFP8Kernel, Geometry(128, 8, 2816, 704, "Geglu")),
+    ],
+    ids=["a quarter of gpt-oss", "gemma-4 in MXFP8"],
+)
+@pytest.mark.parametrize("capability", [90, 120])
+def test_scales_beside_each_other_by_less_than_four(
+    kind: type[TritonKernel], geometry: Geometry, capability: int, tmp_path: Path
+) -> None:
+    """45 and 22 blocks: what is asked for a loop ahead is four scales nevertheless."""
+    (made,) = compile_for(CARDS[capability], geometry, 8, only=("fc2_kernel",), kind=kind)
+    loop = sass.product_loop(load(made, tmp_path))
+    assert any(code.startswith("LDGSTS") for code in loop)
+    assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), loop
 
 
 def test_doctors_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ def test_every_call_has_tiles_that_fit(geometry: Geometry, word: int, card: Card
                 assert tile.columns in (128, 256)
                 assert 16 * tile.num_warps <= parts * tile.split * tile.rows <= 64 * tile.num_warps
                 assert tile.split == 1 or (found.routes == 1 and tile.split <= 8)  # the columns of one product
+                assert tile.scales_by_four(word, 8 if tile is found.token else 1)
         assert found.token is None or geometry.top_k <= 8  # the columns of one product
         routes = tokens * geometry.top_k
         # Every expert's routes, however they fall, find a block.
@@ -111,7 +112,8 @@ def test_sizes_that_no_wide_tile_divides() -> None:
     # Rows in 128: half the columns, many on their way.
     long = tiles(NEMOTRON_SUPER, 8, H100).fc2
     assert (long.columns, long.num_stages) == (128, 6)
-    assert [tiles(layer, 4, H100, word=4).routes for layer in (QWEN3_30B, GEMMA4)] == [1, 8]
+    # All routes of a token as one product only where no step of FC2 is half empty.
+    assert [tiles(layer, 4, H100, word=4).token is None for layer in (QWEN3_30B, GEMMA4)] == [False, True]
 
 
 def test_blocks_grow_with_the_routes_of_an_expert() -> None:

@@ -66,13 +66,13 @@ class Elements:
 
 MXFP8 = Elements("e4m3", torch.float8_e4m3fn, 1, 32)
 TABLE = (
-    Row(8, Tile(16, 32, 128, 2, 3), Tile(16, 128, 128, 4, 3)),
-    Row(40, Tile(32, 64, 64, 4, 4), Tile(64, 128, 64, 4, 3)),
-    Row(128, Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-    Row(float("inf"), Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+    Row(0.5, Tile(16, 32, 128, 2, 3), Tile(16, 128, 128, 4, 3)),
+    Row(8, Tile(16, 128, 64, 4, 3), Tile(16, 128, 128, 4, 3)),
+    Row(128, Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+    Row(float("inf"), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
 )
-"""The quickest of 12 and 8 on an H200, for layers of Qwen3-30B-A3B and gemma-4-26B-A4B at 1 to 4096 tokens, where Triton
-multiplies bfloat16.  All fit the 99 KB of SM120; there they are not measured."""
+"""Among the quickest on an H200 (``python -m benchmarks.grouped_tiles``) for layers of Qwen3-30B-A3B and gemma-4-26B-A4B at 1 and
+64 to 4096 tokens, where Triton multiplies bfloat16.  All fit the 99 KB of SM120; there they are not measured."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class GroupedKernel(JitKernel):
     def variants(self) -> Iterator[Variant]:
         """Those of every row of the table."""
         x, codes, byte, i, f = self.geometry.dtype, self.elements.codes, torch.uint8, torch.int32, torch.float32
-        given = (codes, byte, codes, byte)
+        given = (codes, i, codes, i)  # scales in words of four
         fc1_types, fc2_types = (*given, f, f, f, i, i, codes, byte, 1), (*given, f, i, i, f, torch.bfloat16)
         yield Variant("grouped.source", "quantize_kernel", (x, f, codes, byte, 2), self._of_tokens(), {})
         yield Variant("grouped.source", "sum_kernel", (torch.bfloat16, i, x, 2), self._of_sum(), {})
@@ -144,7 +144,8 @@ class GroupedKernel(JitKernel):
     def _of_product(self, tile: Tile) -> dict[str, Any]:
         g = self.geometry
         sizes = {"H": g.hidden_size, "SIZE": g.intermediate_size, "EXPERTS": g.num_experts, "PADDED_EXPERTS": self._padded}
-        return {**sizes, "BM": tile.routes, "BN": tile.rows, "BK": tile.columns, **self._of_elements()}
+        own = {"BM": tile.routes, "BN": tile.rows, "BK": tile.columns, "WARPS": tile.num_warps}
+        return {**sizes, **own, **self._of_elements()}
 
     def _of_sum(self) -> dict[str, Any]:
         g = self.geometry
@@ -157,7 +158,8 @@ class GroupedKernel(JitKernel):
         self._scalars = self._scalars_of(weights)
         self.weights, self.first_expert = weights, first_expert
         self._w1, self._w2 = weights.fc1_weight, weights.fc2_weight
-        (_, self._s1), (_, self._s2) = matrices(weights)
+        (_, s1), (_, s2) = matrices(weights)
+        self._s1, self._s2 = s1.view(torch.int32), s2.view(torch.int32)
         self._experts = torch.arange(self.geometry.num_experts + 1, dtype=torch.int32, device=weights.device)
 
     def _scalars_of(self, weights: Any) -> Scalars:
@@ -199,7 +201,7 @@ class GroupedKernel(JitKernel):
         router_weights: torch.Tensor,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``x`` as it is, or its codes with their scales in rows."""
+        """``x`` as it is, or its codes with their scales in rows of whole words of four."""
         tokens, g = x.shape[0], self.geometry
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
@@ -210,10 +212,10 @@ class GroupedKernel(JitKernel):
         return handed_back(out, result)
 
     def _empty(self, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and their scales."""
+        """Codes, and their scales in whole words of four."""
         e = self.elements
         codes = torch.empty(rows, columns // e.packed, dtype=e.codes, device=device)
-        return codes, torch.empty(rows, columns // e.block, dtype=torch.uint8, device=device)
+        return codes, torch.empty(rows, -(-columns // (4 * e.block)) * 4, dtype=torch.uint8, device=device)
 
     def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from . import source
@@ -236,12 +238,12 @@ class GroupedKernel(JitKernel):
         h, h_sf = self._empty(routes, size, device)
         given: tuple[Any, ...] = (self._w1, self._s1, own.fc1_alpha, own.fc2_factor, own.up_to_gate, order, starts)
         source.fc1_kernel[(-(-size // row.fc1.rows), self._blocks(routes, row.fc1))](
-            codes, codes_sf, *given, h, h_sf, own.step, **self._of_fc1(row.fc1), **_options(row.fc1)
+            codes, codes_sf.view(torch.int32), *given, h, h_sf, own.step, **self._of_fc1(row.fc1), **_options(row.fc1)
         )
         shares = torch.empty(routes, hidden, dtype=torch.bfloat16, device=device)
         given = self._w2, self._s2, own.fc2_alpha, order, starts
         source.fc2_kernel[(-(-hidden // row.fc2.rows), self._blocks(routes, row.fc2))](
-            h, h_sf, *given, router_weights, shares, **self._of_product(row.fc2), **_options(row.fc2)
+            h, h_sf.view(torch.int32), *given, router_weights, shares, **self._of_product(row.fc2), **_options(row.fc2)
         )
         grid = tokens, -(-hidden // _COLUMNS)
         source.sum_kernel[grid](shares, ids, result, self.first_expert, **self._of_sum())

@@ -75,4 +75,5 @@ class GroupedNVFP4Kernel(GroupedKernel):
         x, x_sf, hidden = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8), self.geometry.hidden_size
         check_quantized(x, x_sf, swizzled, hidden)
         rows = scales_of_tokens(x_sf, x.shape[0], hidden // 16, swizzled)
+        rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
         return self._run(aligned(x), aligned(rows), ids, router_weights, out)

@@ -23,7 +23,7 @@ checkpoints that hold one are refused).
 
 Weights are the host's bytes: row-major codes, and scales in the 128x4 layout (row ``r`` and block ``b`` of a matrix of ``B``
 blocks at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4``); activations' scales are
-row-major.
+row-major, in whole words of four.
 
 Sums are float32 in a fixed order, and a route's results depend on nothing but its own token.
 """
@@ -39,89 +39,7 @@ import triton.language as tl
 from trtllm_b12x.kernels.triton.operands import INTERPRETED
 from trtllm_b12x.kernels.triton.products import activate, rounded
 
-E2M1 = tl.constexpr("e2m1")
-_LARGEST_EXPONENT = tl.constexpr(8)
-_NAN = tl.constexpr(255)
-_E4M3_NAN = tl.constexpr(127)
-_SIXTH = tl.constexpr(1 / 6)
-_PACK = tl.constexpr(
-    """{
-    .reg .b8 a, b, c, d;
-    cvt.rn.satfinite.e2m1x2.f32 a, $5, $1;
-    cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;
-    cvt.rn.satfinite.e2m1x2.f32 c, $7, $3;
-    cvt.rn.satfinite.e2m1x2.f32 d, $8, $4;
-    mov.b32 $0, {a, b, c, d};
-    }"""
-)
-
-
-@triton.jit
-def _e4m3(values):
-    """float32 up to 448 to E4M3, to nearest even; Triton's interpreter cuts off what does not fit."""
-    if INTERPRETED:
-        bits = values.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        subnormal = (values + 24576.0) - 24576.0  # float32's steps there are 2**-9
-        values = tl.where(tl.abs(values) < 0.015625, subnormal, normal)
-    return values.to(tl.float8e4nv)
-
-
-@triton.jit
-def _e2m1(values):
-    """float32 to codes 0 to 15, int32, to nearest even and at most 6."""
-    size = tl.abs(values)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
-    code += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
-    return code | ((values.to(tl.int32, bitcast=True) >> 28) & 8)
-
-
-@triton.jit
-def _not_numbers(blocks):
-    """Of each block ``(..., columns)`` whether there are any: a maximum may lose them."""
-    return tl.max((blocks != blocks).to(tl.int32), axis=2) != 0
-
-
-@triton.jit
-def _to_mxfp8(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    blocks = tl.reshape(values, (ROWS, COLUMNS // 32, 32))
-    amax = tl.max(tl.abs(blocks), axis=2)
-    exponent = (amax.to(tl.int32, bitcast=True) >> 23) & 255
-    unusable = (exponent == 255) | _not_numbers(blocks)
-    scale = tl.where(unusable, _NAN, tl.maximum(exponent - _LARGEST_EXPONENT, 0))
-    inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.minimum(tl.maximum(blocks * inverse[:, :, None], -448.0), 448.0)
-    return _e4m3(tl.reshape(scaled, (ROWS, COLUMNS))), scale.to(tl.uint8)
-
-
-@triton.jit
-def _to_nvfp4(values, divisor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr, NATIVE: tl.constexpr):
-    blocks = tl.reshape(values, (ROWS, COLUMNS // 16, 16))
-    amax = tl.max(tl.abs(blocks), axis=2)
-    reciprocal = tl.div_rn(1.0, divisor)
-    wanted = reciprocal * (amax * _SIXTH) if GATED else tl.div_rn(amax, 6.0 * divisor)
-    scale = _e4m3(tl.minimum(wanted, 448.0))
-    stored = scale.to(tl.float32)
-    inverse = tl.div_rn(1.0, stored) * reciprocal if GATED else tl.div_rn(1.0, stored * divisor)
-    inverse = tl.where(stored > 0, inverse, 0.0)
-    even, odd = tl.split(tl.reshape(blocks * inverse[:, :, None], (ROWS, COLUMNS // 2, 2)))
-    if NATIVE:
-        code = tl.inline_asm_elementwise(_PACK, "=r,f,f,f,f,f,f,f,f", [even, odd], tl.uint8, is_pure=True, pack=4)
-    else:
-        code = (_e2m1(even) | (_e2m1(odd) << 4)).to(tl.uint8)
-    return code, tl.where(_not_numbers(blocks), _E4M3_NAN, scale.to(tl.uint8, bitcast=True)).to(tl.uint8)
-
-
-@triton.jit
-def _quantized(
-    values, divisor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
-    """float32 ``(ROWS, COLUMNS)`` to codes in ``(ROWS, bytes)`` and the bytes of scales ``(ROWS, blocks)``."""
-    if FORMAT == E2M1:
-        code, scale = _to_nvfp4(values, divisor, ROWS, COLUMNS, GATED, NATIVE)
-    else:
-        code, scale = _to_mxfp8(values, ROWS, COLUMNS)
-    return code, scale
+from .quantization import E2M1, E4M3_NAN, NAN, quantized
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
@@ -135,7 +53,7 @@ def quantize_kernel(
         x: ``(tokens, H)`` bfloat16 or float16.
         factor: of NVFP4, one float32: what the host multiplies FC1's input by.
         codes: ``(tokens, H)`` E4M3, or ``(tokens, H / 2)`` bytes of two E2M1, written.
-        codes_sf: ``(tokens, H / 32)`` bytes, or ``(tokens, H / 16)``, written.
+        codes_sf: ``(tokens, H / 32)`` bytes, or ``(tokens, H / 16)``, written; rows of whole words of four.
     """
     size: tl.constexpr = 16 if FORMAT == E2M1 else 32
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
@@ -146,9 +64,9 @@ def quantize_kernel(
     inside = (row < tokens)[:, None]
     at = row.to(tl.int64)[:, None]
     values = tl.load(x + at * H + column[None, :], mask=inside & (column < H)[None, :], other=0.0).to(tl.float32)
-    code, scale = _quantized(values, tl.div_rn(1.0, tl.load(factor)), ROWS, COLUMNS, GATED, FORMAT, NATIVE)
+    code, scale = quantized(values, tl.div_rn(1.0, tl.load(factor)), ROWS, COLUMNS, GATED, FORMAT, NATIVE)
     tl.store(codes + at * (H // packed) + place[None, :], code, mask=inside & (place < H // packed)[None, :])
-    tl.store(codes_sf + at * (H // size) + block[None, :], scale, mask=inside & (block < H // size)[None, :])
+    tl.store(codes_sf + at * ((H // size + 3) // 4 * 4) + block[None, :], scale, mask=inside & (block < H // size)[None, :])
 
 
 @triton.jit
@@ -166,11 +84,43 @@ def _block_of(starts, slot, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
 
 
 @triton.jit
-def _sf_offsets(rows, block, BLOCKS: tl.constexpr):
-    """Offsets of the weights' scales, ``(rows, blocks)``."""
-    groups: tl.constexpr = (BLOCKS + 3) // 4
-    of_row = rows // 128 * (groups * 512) + rows % 32 * 16 + rows % 128 // 32 * 4
-    return of_row[:, None] + (block // 4 * 512 + block % 4)[None, :]
+def _sf_words(rows, groups: tl.constexpr):
+    """Where the weights' scales of ``rows`` begin, in words of four."""
+    return rows // 128 * (groups * 128) + rows % 32 * 4 + rows % 128 // 32
+
+
+@triton.jit
+def _scales(
+    words, k, STRIDE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """The scales of columns ``k`` to ``k + BK``, uint8 ``(ROWS, blocks)``; 0 beyond ``K``, where anything may lie.
+
+    Four blocks are a word, STRIDE words from the next.  What is less than four bytes a thread is not copied asynchronously, so
+    words are read, and bytes where they are enough: Triton 3.9 makes twice the loop of NVFP4's words.
+    """
+    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
+    blocks: tl.constexpr = BK // size
+    block = (k // size + tl.arange(0, blocks))[None, :]
+    if FORMAT == E2M1 and ROWS * blocks >= 128 * WARPS:
+        place = words.to(tl.pointer_type(tl.uint8), bitcast=True) + (block // 4 * (4 * STRIDE) + block % 4)
+        if K % BK != 0:
+            there = tl.max_constancy(tl.broadcast_to(block // 4 * (4 * size) < K, (ROWS, blocks)), (1, 4))
+            scales = tl.load(place, mask=there, other=0)
+        else:
+            scales = tl.load(place)
+    else:
+        count: tl.constexpr = (blocks + 3) // 4
+        word = (k // (4 * size) + tl.arange(0, count))[None, :]
+        if K % BK != 0:
+            found = tl.load(words + word * STRIDE, mask=tl.broadcast_to(word * (4 * size) < K, (ROWS, count)), other=0)
+        else:
+            found = tl.load(words + word * STRIDE)
+        shift = 8 * (k // size % 4 + tl.arange(0, blocks // count))
+        scales = tl.reshape((found[:, :, None] >> shift[None, None, :]) & 255, (ROWS, blocks)).to(tl.uint8)
+    if K // size % 4 != 0:
+        scales = tl.where(block < K // size, scales, 0)
+    return scales.to(tl.uint8)
 
 
 @triton.jit
@@ -184,7 +134,7 @@ def _decoded(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """NVFP4 ``(ROWS, BYTES)`` to its even and its odd columns: bfloat16, which Triton's interpreter does not multiply."""
     factor = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if INTERPRETED:
-        factor = tl.where(scales == _E4M3_NAN, float("nan"), factor)
+        factor = tl.where(scales == E4M3_NAN, float("nan"), factor)
     factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
     wide = codes.to(tl.int32)
     even, odd = _value(wide) * factor, _value(wide >> 4) * factor
@@ -215,7 +165,7 @@ def _decoded_mxfp8(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
     values = tl.inline_asm_elementwise(_BITS, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4)
     values = (values * 1.329227995784916e36).to(tl.bfloat16)
     scale = scales.to(tl.int16)
-    power = tl.where(scale == 0, 0x40, tl.where(scale == _NAN, 0x7FC0, scale << 7)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    power = tl.where(scale == 0, 0x40, tl.where(scale == NAN, 0x7FC0, scale << 7)).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.reshape(tl.reshape(values, (ROWS, BYTES // 32, 32)) * power[:, :, None], (ROWS, BYTES))
 
 
@@ -245,30 +195,27 @@ def _multiplied(
 @triton.jit
 def _product(
     sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
 
     Args:
-        a, a_sf: pointers to rows, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
-        w, w_sf: of the expert's matrix; ``rows (BN,)`` of it.
+        a: pointers to rows, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
+        a_sf, w_sf: pointers to the first word of rows' scales, ``(BM, 1)`` and ``(BN, 1)``.
+        w: of the expert's matrix; ``rows (BN,)`` of it.
     """
-    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     width: tl.constexpr = K // packed
     column = k // packed + tl.arange(0, BK // packed)
-    block = k // size + tl.arange(0, BK // size)
     if K % BK != 0:
-        inside, whole = column < width, block < K // size
+        inside = column < width
         x = tl.load(a + column[None, :], mask=a_there[:, None] & inside[None, :], other=0.0)
-        x_sf = tl.load(a_sf + block[None, :], mask=a_there[:, None] & whole[None, :], other=0)
         codes = tl.load(w + rows[None, :] * width + column[:, None], mask=rows_there[None, :] & inside[:, None], other=0.0)
-        factors = tl.load(w_sf + _sf_offsets(rows, block, K // size), mask=rows_there[:, None] & whole[None, :], other=0)
     else:
         x = tl.load(a + column[None, :])
-        x_sf = tl.load(a_sf + block[None, :])
         codes = tl.load(w + rows[None, :] * width + column[:, None])
-        factors = tl.load(w_sf + _sf_offsets(rows, block, K // size))
+    x_sf = _scales(a_sf, k, 1, K, BM, BK, FORMAT, WARPS)
+    factors = _scales(w_sf, k, 128, K, BN, BK, FORMAT, WARPS)
     return _multiplied(x, x_sf, codes, factors, sums, BM, BN, BK // packed, FORMAT, NATIVE)
 
 
@@ -277,12 +224,12 @@ def fc1_kernel(
     x, x_sf, weight, weight_sf, alpha, factor, up_to_gate, order, starts, h, h_sf, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
 
     Args:
-        x, x_sf: of :func:`quantize_kernel`.
+        x, x_sf: of :func:`quantize_kernel`; scales, also the weights', as int32 words of four.
         weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows [up; gate]).
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale; up's half is in units of ``up_to_gate (E,)``.
         factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
@@ -303,17 +250,20 @@ def fc1_kernel(
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     halves: tl.constexpr = 2 if GATED else 1
     weight += expert.to(tl.int64) * (halves * SIZE * (H // packed))
-    weight_sf += expert.to(tl.int64) * ((halves * SIZE + 127) // 128 * ((H // size + 3) // 4) * 512)
+    groups: tl.constexpr = (H // size + 3) // 4
+    weight_sf += expert.to(tl.int64) * ((halves * SIZE + 127) // 128 * groups * 128)
     if SIZE % BN != 0:
         rows = tl.minimum(rows, SIZE - 1)
-    a, a_sf = x + token[:, None] * (H // packed), x_sf + token[:, None] * (H // size)
+    a, a_sf = x + token[:, None] * (H // packed), x_sf + token[:, None] * groups
+    up_sf = weight_sf + _sf_words(rows, groups)[:, None]
+    gate_sf = weight_sf + _sf_words(rows + SIZE, groups)[:, None]
     up = tl.zeros((BM, BN), tl.float32)
     gate = tl.zeros((BM, BN), tl.float32)
     for k in range(0, H, BK):
-        up = _product(up, a, a_sf, there, weight, weight_sf, rows, inside, k, H, BM, BN, BK, FORMAT, NATIVE)
+        up = _product(up, a, a_sf, there, weight, up_sf, rows, inside, k, H, BM, BN, BK, FORMAT, NATIVE, WARPS)
         if GATED:
             gate = _product(
-                gate, a, a_sf, there, weight, weight_sf, rows + SIZE, inside, k, H, BM, BN, BK, FORMAT, NATIVE
+                gate, a, a_sf, there, weight, gate_sf, rows + SIZE, inside, k, H, BM, BN, BK, FORMAT, NATIVE, WARPS
             )  # fmt: skip
     divisor = 1.0
     if FORMAT == E2M1:
@@ -321,21 +271,21 @@ def fc1_kernel(
         up, gate = up * scale_1, gate * scale_1
         divisor = tl.div_rn(tl.div_rn(1.0, tl.load(factor + expert * step)), tl.load(up_to_gate + expert))
     result = rounded(activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION), tl.bfloat16).to(tl.float32)
-    code, scale = _quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
+    code, scale = quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
     column = tile * (BN // packed) + tl.arange(0, BN // packed)
     block = tile * (BN // size) + tl.arange(0, BN // size)
     place = (first + m).to(tl.int64)[:, None]
     written = there[:, None] & (column < SIZE // packed)[None, :]
     tl.store(h + place * (SIZE // packed) + column[None, :], code, mask=written)
     whole = there[:, None] & (block < SIZE // size)[None, :]
-    tl.store(h_sf + place * (SIZE // size) + block[None, :], scale, mask=whole)
+    tl.store(h_sf + place * ((SIZE // size + 3) // 4 * 4) + block[None, :], scale, mask=whole)
 
 
 @triton.jit(do_not_specialize_on_alignment=["alpha", "router_weights"])
 def fc2_kernel(
     h, h_sf, weight, weight_sf, alpha, order, starts, router_weights, shares,
     H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the hidden size, by blocks as :func:`fc1_kernel`.
 
@@ -357,14 +307,16 @@ def fc2_kernel(
     size: tl.constexpr = 16 if FORMAT == E2M1 else 32
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     weight += expert.to(tl.int64) * (H * (SIZE // packed))
-    weight_sf += expert.to(tl.int64) * ((H + 127) // 128 * ((SIZE // size + 3) // 4) * 512)
+    groups: tl.constexpr = (SIZE // size + 3) // 4
+    weight_sf += expert.to(tl.int64) * ((H + 127) // 128 * groups * 128)
     if H % BN != 0:
         rows = tl.minimum(rows, H - 1)
     place = (first + tl.minimum(m, n - 1)).to(tl.int64)[:, None]
-    a, a_sf = h + place * (SIZE // packed), h_sf + place * (SIZE // size)
+    a, a_sf = h + place * (SIZE // packed), h_sf + place * groups
+    weight_sf += _sf_words(rows, groups)[:, None]
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, SIZE, BK):
-        sums = _product(sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BM, BN, BK, FORMAT, NATIVE)
+        sums = _product(sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BM, BN, BK, FORMAT, NATIVE, WARPS)
     if FORMAT == E2M1:
         sums *= tl.load(alpha + expert)
     sums *= tl.load(router_weights + route, mask=there, other=0.0)[:, None]

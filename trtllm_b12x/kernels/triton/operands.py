@@ -293,7 +293,11 @@ def matrix(
             column += (part * (LENGTH // WORD))[:, None]
             block += (part * (LENGTH // size))[:, None]
         codes = tl.load(weight + words + k // WORD, mask=there[:, None] & (column < K // WORD), other=0)
-        factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None] & (block < K // size), other=0)
+        # Four at a time, as they lie: fewer are not copied asynchronously.  What lies beyond may be anything.
+        group = tl.max_constancy(block // 4 < (K // size + 3) // 4, (1, 4))
+        factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None] & group, other=0)
+        if K // size % 4 != 0:
+            factors = tl.where(block < K // size, factors, 0)
     if WORD == FP4:
         parts = decoded(codes, factors, ROWS, BK, dtype, PTX)
     else:

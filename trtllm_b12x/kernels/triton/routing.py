@@ -33,9 +33,23 @@ def listed_block(workspace, tokens, routes, blocks, slot, TILES: tl.constexpr, B
 
 @triton.jit
 def localized(ids, first, count):
-    """Local int32 ids; -1 for what is not in the table."""
-    local = ids.to(tl.int64) - first
-    return tl.where((local >= 0) & (local < count), local, -1).to(tl.int32)
+    """Local int32 ids of int32 or int64 ones; -1 for what is not in the table."""
+    local = ids - first
+    if ids.dtype == tl.int64:
+        unsigned = local.to(tl.uint64, bitcast=True)
+    else:
+        unsigned = local.to(tl.uint32, bitcast=True)
+    return tl.where(unsigned < count, local, -1).to(tl.int32)
+
+
+@triton.jit
+def _same(ids, start: tl.constexpr, slot, routes, expert, first, count):
+    """A bit for each of 32 routes to ``expert``; how many they are, and in the upper half how many before ``slot``."""
+    r = start + tl.arange(0, 32)
+    local = localized(tl.load(ids + r, mask=r < routes, other=-1), first, count)
+    same = (r < routes) & (local == expert)
+    word = tl.sum(tl.where(same, 1 << (r - start), 0), axis=0)
+    return word, tl.sum(tl.where(same, tl.where(r < slot, 0x10001, 1), 0), axis=0)
 
 
 @triton.jit
@@ -45,21 +59,32 @@ def own_block(ids, slot, routes, first, count, BM: tl.constexpr, WIDTH: tl.const
     Of the routes to one expert, every ``BM``-th leads a block of those that follow it: where BM is 1, each.
 
     Returns:
-        expert (-1: it leads none), how many routes, and which, ``(WIDTH,)`` int32 (0 beyond).
+        expert (-1: it leads none), how many routes, and which, ``(WIDTH,)`` int32 (anything beyond).
     """
-    if BM == 1:
-        return localized(tl.load(ids + slot), first, count), 1, slot + tl.zeros((WIDTH,), tl.int32)
-    r = tl.arange(0, ROUTES)
-    local = localized(tl.load(ids + r, mask=r < routes, other=-1), first, count)
-    local = tl.where(r < routes, local, -1)
-    expert = tl.max(tl.where(r == slot, local, -1), axis=0)
-    same = (local == expert).to(tl.int32)
-    rank = tl.cumsum(same, axis=0) - 1
-    own = tl.max(tl.where(r == slot, rank, 0), axis=0)
+    expert = localized(tl.load(ids + slot), first, count)
     m = tl.arange(0, WIDTH)
-    listed = (same[None, :] != 0) & (rank[None, :] == own + m[:, None])
-    members = tl.sum(tl.where(listed, r[None, :], 0), axis=1)
-    return tl.where(own % BM == 0, expert, -1), tl.minimum(tl.sum(same, axis=0) - own, BM), members
+    if BM == 1:
+        return expert, 1, slot + m * 0
+    # A bit for each route, in words of 32, so that nothing is exchanged between warps.
+    low, low_counts = _same(ids, 0, slot, routes, expert, first, count)
+    high, high_counts = low * 0, 0
+    if ROUTES > 32:
+        high, high_counts = _same(ids, 32, slot, routes, expert, first, count)
+    counts = low_counts + high_counts
+    own = counts >> 16
+    n = tl.minimum((counts & 0xFFFF) - own, BM)
+    # Without the routes up to this one.  Places are numbers and no vectors, which Triton would make once for each layout.
+    after = -2 << (slot % 32)
+    high = tl.where(slot < 32, high, high & after)
+    low = tl.where(slot < 32, low & after, 0)
+    members = slot + m * 0
+    for i in tl.static_range(1, BM):
+        bits = tl.where(low != 0, low, high)
+        power = (bits & -bits).to(tl.float32).to(tl.int32, bitcast=True)  # its exponent tells which bit it is
+        members = tl.where(m == i, ((power >> 23) + 1 & 31) + tl.where(low != 0, 0, 32), members)
+        high = tl.where(low != 0, high, high & (high - 1))
+        low &= low - 1
+    return tl.where(own % BM == 0, expert, -1), n, members
 
 
 @triton.jit

@@ -26,6 +26,15 @@ class Tile:
     split: int = 1
     """1, 2, 4 or 8 stretches of the sum side by side, where a block is one route: so many times the rows are a product's."""
 
+    def scales_by_four(self, word: int, experts: int = 1) -> bool:
+        """A thread's share of a step's scales is four bytes or more; fewer are not copied asynchronously.
+
+        Args:
+            word: codes in 32 bits.
+            experts: whose rows are one product's.
+        """
+        return experts * self.split * self.rows * self.columns * word // 128 >= 128 * self.num_warps
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -81,32 +90,25 @@ TABLE: dict[str, tuple[Row, ...]] = {
 """Large: measured on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super, gpt-oss's and DeepSeek's sizes (``python -m
 benchmarks.moe_tiles``).  Small: not measured, those of an earlier search with half of the columns, for shared memory.  Blocks of
 64 routes spill."""
+_MXFP8_SORTED = Row(float("inf"), 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
 MXFP8: dict[str, tuple[Row, ...]] = {
     LARGE: (
-        Row(0.1, 1, Tile(64, 128, 4, 3, 2), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 4, 4)),
-        Row(0.15, 1, Tile(16, 128, 4, 3, 8), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 4, 4)),
-        Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(32, 128, 8, 3)),
-        Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4)),
-        *_SORTED,
+        Row(0.1, 1, Tile(64, 128, 4, 3, 2), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 2, 4)),
+        Row(0.15, 1, Tile(16, 128, 4, 3, 8), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 2, 4)),
+        Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(64, 128, 4, 4, 2), Tile(64, 128, 2, 4), Tile(32, 128, 8, 3)),
+        Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(128, 128, 4, 4)),
+        _MXFP8_SORTED,
     ),
     SMALL: (
-        Row(0.3, 1, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(64, 128, 4, 3), Tile(16, 128, 4, 3)),
-        Row(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-        Row(float("inf"), 16, Tile(64, 128, 2, 3), *[Tile(64, 128, 4, 3)] * 3),
+        Row(0.3, 1, Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(16, 128, 4, 3)),
+        Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3)),
+        replace(_MXFP8_SORTED, long=Tile(128, 128, 4, 3)),
     ),
 }
-"""Twice the bytes a column.  Large: measured on an H200 for layers of Qwen3-30B-A3B at 1 to 64 tokens (``--format mxfp8``); long
-ones, those without a gate, and small: not measured."""
-MXFP8_UNEVEN: dict[str, tuple[Row, ...]] = {
-    LARGE: (
-        MXFP8[LARGE][1],
-        replace(MXFP8[LARGE][3], most=0.3, short=Tile(64, 128, 4, 3)),
-        replace(MXFP8[LARGE][3], short=Tile(128, 128, 4, 3)),
-        *_SORTED,
-    ),
-    SMALL: MXFP8[SMALL],
-}
-"""The same where the last of FC2's columns are half of 128: measured with gemma-4-26B-A4B's."""
+"""Twice the bytes a column.  Large: measured on an H200 for layers of Qwen3-30B-A3B and gemma-4-26B-A4B at 1 to 64 tokens
+(``--format mxfp8``); long ones, those without a gate, and small: not measured."""
+MXFP8_UNEVEN = {LARGE: (MXFP8[LARGE][1], replace(MXFP8[LARGE][2], token=None), *MXFP8[LARGE][3:]), SMALL: MXFP8[SMALL]}
+"""The same where the last of FC2's columns are half of 128."""
 _LARGE_SHARED_MEMORY = 160 << 10
 _FEW = 0.1
 """Routes per expert that are so few that each program's time is the call's."""
@@ -128,16 +130,16 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     row = next(row for row in table if routes <= row.most * geometry.num_experts)
     hidden, size = geometry.hidden_size, geometry.intermediate_size
     few = routes <= _FEW * geometry.num_experts
-    fc1 = fitted(row.gated if geometry.gated else row.plain, size, hidden, row.routes, 1 + geometry.gated, few)
-    fc2 = fitted(row.short if size <= SHORT else row.long, hidden, size, row.routes, few=few)
+    fc1 = fitted(row.gated if geometry.gated else row.plain, size, hidden, row.routes, 1 + geometry.gated, few, word)
+    fc2 = fitted(row.short if size <= SHORT else row.long, hidden, size, row.routes, few=few, word=word)
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
     token = row.token if size <= SHORT and 4 < geometry.top_k <= 8 and ranks == 1 else None
-    return Tiles(row.routes, _divided(fc1, size, wanted), _divided(fc2, hidden, wanted), token)
+    return Tiles(row.routes, _divided(fc1, size, wanted, word), _divided(fc2, hidden, wanted, word), token)
 
 
-def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, few: bool = True) -> Tile:
+def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, few: bool = True, word: int = 8) -> Tile:
     """Half the columns, where the last stage would multiply zeros for half of its time.
 
     Args:
@@ -146,22 +148,27 @@ def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, f
         routes: of a block; where it is one, stretches of the sum side by side make up for what is not on its way.
         parts: of the product's rows, each of the tile's.
         few: at most :data:`_FEW` of the call.
+        word: codes in 32 bits.
     """
     if not 0 < inner % 256 <= 128 < tile.columns:
         return tile
     if routes == 1 and few:
-        return replace(tile, columns=128, num_warps=8, num_stages=3, split=256 // (parts * tile.rows))
+        split = 256 // (parts * tile.rows)
+        return replace(tile, columns=128, num_warps=min(split * tile.rows * word // 128, 8), num_stages=3, split=split)
     if rows % 128 and rows % tile.rows == 0:  # gpt-oss's sizes: half the columns take a seventh more time from 4 tokens on
         return tile
     return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
 
 
-def _divided(tile: Tile, rows: int, programs: float) -> Tile:
+def _divided(tile: Tile, rows: int, programs: float, word: int) -> Tile:
     """Fewer rows, to have at least so many programs of an expert; where stretches are side by side, more of those instead."""
     while tile.rows > 16 and rows // tile.rows < programs:
         split = 1 < tile.split < 8
         warps = tile.num_warps if split else max(1, tile.num_warps // 2)
-        tile = replace(tile, rows=tile.rows // 2, num_warps=warps, split=tile.split * (1 + split))
+        half = replace(tile, rows=tile.rows // 2, num_warps=warps, split=tile.split * (1 + split))
+        if not half.scales_by_four(word):
+            break
+        tile = half
     return tile
 
 
