@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks import cublas, require_gpu
+from benchmarks import SAME, cublas, require_gpu
 from benchmarks.geometries import MXFP8, routes
 from tests import mxfp8, nvfp4_layer
 from trtllm_b12x.crossover.measuring import copy_bandwidth, graph_seconds
@@ -46,8 +46,6 @@ FLOOR = 0.70
 LAYERS = 6
 _PER_LAYER = 2
 _QUEUED = 8
-_SAME = 0.004
-"""Relative L2 between two orders of the same sums, rounded to bfloat16."""
 
 
 @dataclass
@@ -179,7 +177,7 @@ def by_cublas(*products: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[]
         outputs = [torch.empty(len(a), len(w), dtype=a.dtype, device=a.device) for a, w in pairs]
         calls.append(cublas.grouped([a for a, _ in pairs], [w for _, w in pairs], outputs))
         calls[-1]()
-        if not all(nvfp4_layer.distance(out, a @ w.T) < _SAME for out, (a, w) in zip(outputs, pairs, strict=True)):
+        if not all(nvfp4_layer.distance(out, a @ w.T) < SAME for out, (a, w) in zip(outputs, pairs, strict=True)):
             raise RuntimeError("cuBLAS's grouped product gives other numbers than its plain one")
 
     def run() -> None:

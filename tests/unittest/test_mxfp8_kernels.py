@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,25 +35,29 @@ def runs(kind: type[Kernel]) -> bool:
 
 
 @triton.jit
-def read_scales(words, out, k, GROUPS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def read_scales(  # type: ignore[no-untyped-def]
+    words, out, k, GROUPS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr,  # noqa: N803
+    FORMAT: tl.constexpr, WARPS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     r = tl.arange(0, ROWS)[:, None]
-    b = tl.arange(0, BK // 32)[None, :]
-    tl.store(out + r * (BK // 32) + b, source._scales(words + r * GROUPS, k, 1, K, ROWS, BK, "e4m3", 4))
+    b = tl.arange(0, BLOCKS)[None, :]
+    tl.store(out + r * BLOCKS + b, source._scales(words + r * GROUPS, k, 1, K, ROWS, BK, FORMAT, WARPS))
 
 
 def wrong_scales() -> float:
-    """How many of the bytes that a step reads are not the matrix's, or zero beyond it, where NaN lies."""
+    """How many of the bytes that a step reads are not the matrix's, or zero beyond it, where NaN lies: by words and by bytes."""
     wrong = 0
-    for size, width in ((96, 64), (96, 128), (160, 128), (256, 64), (256, 128)):
-        groups, blocks = -(-size // 128), size // 32
+    forms = (("e4m3", 32, 4), ("e2m1", 16, 4), ("e2m1", 16, 1))
+    for (form, block, warps), size, width in product(forms, (96, 160, 256), (64, 128)):
+        groups, blocks, step = -(-size // (4 * block)), size // block, width // block
         given = torch.full((16, 4 * groups), 255, dtype=torch.uint8)
         given[:, :blocks] = torch.arange(16 * blocks).view(16, blocks)
-        expected = torch.zeros(16, -(-size // width) * width // 32, dtype=torch.uint8)
+        expected = torch.zeros(16, -(-size // width) * step, dtype=torch.uint8)
         expected[:, :blocks] = given[:, :blocks]
         for k in range(0, size, width):
-            out = torch.empty(16, width // 32, dtype=torch.uint8)
-            read_scales[(1,)](given.view(torch.int32), out, k, groups, size, 16, width)
-            wrong += int((out != expected[:, k // 32 :][:, : width // 32]).sum())
+            out = torch.empty(16, step, dtype=torch.uint8)
+            read_scales[(1,)](given.view(torch.int32), out, k, groups, size, 16, width, step, form, warps)
+            wrong += int((out != expected[:, k // block :][:, :step]).sum())
     return float(wrong)
 
 

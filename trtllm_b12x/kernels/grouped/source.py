@@ -120,7 +120,7 @@ def _scales(
         scales = tl.reshape((found[:, :, None] >> shift[None, None, :]) & 255, (ROWS, blocks)).to(tl.uint8)
     if K // size % 4 != 0:
         scales = tl.where(block < K // size, scales, 0)
-    return scales.to(tl.uint8)
+    return scales
 
 
 @triton.jit
