@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -214,27 +213,17 @@ def test_nothing_is_compiled_after_the_plan(swiglu: Layer) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 63])
-def test_past_the_jit_and_through_it_are_the_same_bits(
-    swiglu: Layer, tokens: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And the host's time of a call, each waiting for the one before; b12x's path takes 21 us."""
+def test_past_the_jit_and_through_it_are_the_same_bits(swiglu: Layer, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host's time of a call depends on; ``benchmarks/overhead.py`` measures it."""
     assert launch.known()
-    kernel, call, times = planned(swiglu), random_call(swiglu.geometry, tokens, device="cuda"), {}
-    results = {}
+    kernel, call, results = planned(swiglu), random_call(swiglu.geometry, tokens, device="cuda"), {}
+    launcher = triton.runtime.JITFunction
     for way in ("direct", "jit"):
         monkeypatch.setattr(launch, "watched", lambda way=way: way == "jit")
-        results[way] = kernel.run(*call)
-        taken = []
-        for _ in range(200):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            kernel.run(*call)
-            taken.append(1e6 * (time.perf_counter() - started))
-        times[way] = statistics.median(taken)
-    with capsys.disabled():
-        print(f"\n{tokens} tokens: {times['direct']:.0f} us of the host past the JIT, {times['jit']:.0f} through it")
+        with mock.patch.object(launcher, "run", autospec=True, side_effect=launcher.run) as run:
+            results[way] = kernel.run(*call)
+        assert run.called == (way == "jit")
     assert torch.equal(results["direct"], results["jit"])
-    assert times["direct"] < times["jit"] / 2
 
 
 def test_a_profiler_is_told_of_every_launch(swiglu: Layer) -> None:
@@ -248,25 +237,21 @@ def test_a_profiler_is_told_of_every_launch(swiglu: Layer) -> None:
     assert told == ["route_kernel", "fc1_kernel", "fc2_kernel"]
 
 
-def test_the_first_plan_compiles_in_processes(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a process with an empty cache: seconds of the first plan, and of the second in another."""
+def test_a_second_process_compiles_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From an empty cache in one process, from what it left in another; how long both take: ``benchmarks/warmup.py``."""
     code = (
-        "import time, torch; from tests.integration.test_triton_device import CUDA, QWEN3; "
-        "from trtllm_b12x.kernels.triton import TritonKernel; torch.zeros(1, device=CUDA); "
-        "started = time.monotonic(); TritonKernel().plan(QWEN3, 63, CUDA); print(time.monotonic() - started)"
+        "from tests.integration.test_triton_device import CUDA, QWEN3; from trtllm_b12x.kernels.triton import TritonKernel; "
+        "TritonKernel().plan(QWEN3, 63, CUDA)"
     )
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    root, taken = Path(__file__).parents[2], []
+    left = []
     for _ in range(2):
-        result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+        result = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-        taken.append(float(result.stdout))
+        left.append({(str(path), path.stat().st_mtime_ns) for path in tmp_path.rglob("*.cubin")})
     assert any((tmp_path / "trtllm_b12x").iterdir())  # what the cache is known to hold
-    with capsys.disabled():
-        print(f"\nfirst plan {taken[0]:.1f} s, second {taken[1]:.2f} s")
-    assert taken[1] < 2
+    assert left[0]
+    assert left[1] == left[0]
 
 
 def test_a_soak_of_random_counts(swiglu: Layer) -> None:
