@@ -14,7 +14,11 @@ GEOMETRIES: dict[str, Geometry] = {
     "gpt-oss-120b-like": Geometry(128, 4, 2880, 2880, "SwigluBias", bias=torch.bfloat16),
     "DeepSeek-like": Geometry(256, 8, 7168, 2048, "Swiglu"),
 }
-MXFP8 = {"Qwen3-30B-A3B": GEOMETRIES["Qwen3-30B-A3B"], "gemma-4-26B-A4B": Geometry(128, 8, 2816, 704, "Geglu")}
+MXFP8 = {
+    "Qwen3-30B-A3B": GEOMETRIES["Qwen3-30B-A3B"],
+    "gemma-4-26B-A4B": Geometry(128, 8, 2816, 704, "Geglu"),
+    "MiniMax-M3, TP 8": Geometry(128, 4, 6144, 384, "SwigluBias"),
+}
 
 
 def routes(geometry: Geometry, tokens: int, seed: int, skewed: bool = False) -> torch.Tensor:

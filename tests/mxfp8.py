@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.formats.layouts import interleave, mma_scale_view
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.kernels import Geometry
@@ -49,7 +50,13 @@ def random_weights(geometry: Geometry, device: torch.device | str = "cpu", seed:
             plain[:height, : width // 32].random_(110, 116, generator=generator)
             interleave(plain, scales[expert])
         found += [codes, mma_scale_view(scales, scales.shape[1], 128 * scales.shape[2], 32, torch.uint8)]
-    return MXFP8Weights(*found)
+    return MXFP8Weights(*found, epilogue=constants(experts, device) if geometry.activation == "SwigluBias" else Epilogue())
+
+
+def constants(experts: int, device: torch.device | str = "cpu") -> Epilogue:
+    """alpha, beta and limit that tell with such weights, whose products are about 0.02; no two experts have the same."""
+    own = 1 + torch.arange(experts, dtype=torch.float32, device=device) / 8
+    return Epilogue(swiglu_alpha=60 * own, swiglu_beta=0.02 / own, swiglu_limit=0.02 * own)
 
 
 def random_call(

@@ -74,7 +74,6 @@ def triton_mxfp8(e: Environment) -> KernelFeatures:
     """Decode of a format that hosts have no path for: prefill is :func:`grouped`'s, and what binds that binds both."""
     return replace(
         triton(e),
-        activations=frozenset({"Swiglu", "Geglu", "Relu2", "Silu", "Gelu"}),
         quantizations=frozenset({"MXFP8"}),
         group_size=32,
         tile=32,
@@ -82,7 +81,9 @@ def triton_mxfp8(e: Environment) -> KernelFeatures:
         dtypes=frozenset({"bfloat16"}),
         quantized_input=False,
         # Ranks of attention-DP gather what our layers hand on, and without a path of the host's that is always bf16.
-        bound_by=frozenset(RejectReason) - FLASHINFERS - {RejectReason.TOOLKIT, RejectReason.ATTENTION_DP},
+        bound_by=frozenset(RejectReason)
+        - FLASHINFERS
+        - {RejectReason.TOOLKIT, RejectReason.ATTENTION_DP, RejectReason.ACTIVATION_CONSTANTS},
     )
 
 

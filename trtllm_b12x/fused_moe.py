@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from . import eligibility, formats, host, kernels, log, registry, settings, votes
+from . import eligibility, formats, host, kernels, log, registry, settings, unserved, votes
 from .carried import Carried
 from .crossover import deciding
 from .decision import RejectReason, Resolution
@@ -342,8 +342,8 @@ class Promoted(Carried):
         if token_final_scales is None and self._ones is not None and kernel is not None:
             token_final_scales = self._ones[: x.shape[0]]
         if kernel is None or token_selected_experts is None or token_final_scales is None:
-            if self._alone and isinstance(x, torch.Tensor) and x.shape[0] == 0:
-                return x if moe_output is None else moe_output
+            if self._alone and isinstance(x, torch.Tensor):
+                return unserved.answer(x, moe_output, self._about(), self.verdict)
             if self._ours is not None:
                 self._ours.before_hosts_call(self)
             return None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from . import formats, log
 from .decision import Resolution
 from .host import Host, questions
@@ -34,3 +36,17 @@ def class_for(trtllm: Host, resolve: Callable[[questions.Question], Resolution],
         return trtllm.CutlassFusedMoE
     log.announce(verdict, f"{row.name} experts", 0)
     return None
+
+
+def answer(x: torch.Tensor, out: torch.Tensor | None, about: str, verdict: Resolution) -> torch.Tensor:
+    """Of a call ``x (T, H)`` that no kernel serves: nothing, where there are no tokens.
+
+    Raises:
+        RuntimeError: there are some.
+    """
+    if x.shape[0]:
+        raise RuntimeError(
+            f"no kernel serves {x.shape[0]} tokens of the MoE layer of {about}, and TensorRT-LLM has no path for it on this "
+            f"card: {verdict}"
+        )
+    return x if out is None else out

@@ -615,13 +615,13 @@ def mxfp8(backend: str) -> dict[str, Any]:
     module = layers.load(create(), tensors)
     found["class"], found["families"] = type(module.backend).__name__, list(module.backend.schedule.families)
 
-    def error(tokens: int) -> float:
+    def error(tokens: int, module: Any = module, swiglu: tuple[float, float, float] | None = None) -> float:
         x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
         logits = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(1 + tokens)).to(torch.bfloat16)
         result = module(x, logits)
         call = Call(x, *module.routing_method.apply(logits))
         arithmetic = Arithmetic[module.backend.schedule.at(tokens).features.arithmetic]
-        [[expected]] = outputs(tensors, 4, True, [call], [arithmetic], quant_algo="MXFP8")
+        [[expected]] = outputs(tensors, 4, True, [call], [arithmetic], quant_algo="MXFP8", swiglu=swiglu)
         return float((result.float() - expected).norm() / expected.norm())
 
     with standing_in(Clock(lambda name, tokens: 40.0 if name == HOST else tokens)) as clock:
@@ -633,6 +633,14 @@ def mxfp8(backend: str) -> dict[str, Any]:
             found["captured"] = [error(tokens) for tokens in (4096, 63, 30, 1)]
         found["measured"] = [*asked, len(clock.asked)]
         found["crossover"] = module.backend.schedule.summary
+    # As MiniMax-M3's model file builds its layers, but for the limit, which such weights meet.
+    swiglu = (1.702, 1.0, 0.15)
+    constants = {name: torch.full((4,), value) for name, value in zip(("alpha", "beta", "limit"), swiglu, strict=True)}
+    given = layers.swiglu_constants(**constants)
+    if "activation" not in given:
+        given["activation_type"] = host.ActivationType.SwigluBias
+    minimax = layers.load(create(**given), tensors)
+    found["constants"] = [error(tokens, minimax, swiglu) for tokens in (1, 30, 100)]
     names = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 
     def bits(one: Any) -> list[torch.Tensor]:

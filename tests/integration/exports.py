@@ -109,6 +109,26 @@ def gemma4(**overrides: Any) -> Any:
     return _named(Gemma4ForCausalLM, config)
 
 
+def minimax_m3(**overrides: Any) -> Any:
+    """MiniMax-M3: SwiGLU with alpha, beta and limit, the limit low enough for small weights to meet it."""
+    from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as source
+    from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+
+    config = MiniMaxM3VLTextConfig(
+        **{
+            **_SMALL,
+            "dense_intermediate_size": 128,
+            "shared_intermediate_size": 96,
+            "rotary_dim": 16,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["dense", "sparse"],
+            "swiglu_limit": 0.1,
+            **overrides,
+        }
+    )
+    return _named(source.MiniMaxM3VLForCausalLM, config)
+
+
 _SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -133,10 +153,12 @@ def _named(model_class: Any, config: Any) -> Any:
 MODELS = {
     "gemma4": gemma4,
     "llama4": llama4,
+    "minimax-m3": minimax_m3,
     "mixtral": mixtral,
     "nemotron-h": nemotron_h,
     "qwen3-moe": qwen3_moe,
     "mxfp8-gemma4": gemma4,
+    "mxfp8-minimax-m3": minimax_m3,
     "mxfp8-qwen3-moe": qwen3_moe,
 }
 

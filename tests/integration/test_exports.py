@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
-from tests.integration.exports import export, gemma4, llama4, mixtral, nemotron_h, qwen3_moe
+from tests.integration.exports import export, gemma4, llama4, minimax_m3, mixtral, nemotron_h, qwen3_moe
 from trtllm_b12x import strict_reference
 from trtllm_b12x.checkpoint import Checkpoint
 from trtllm_b12x.cli import main
@@ -95,7 +96,7 @@ def test_llama4(tmp_path: Path) -> None:
     assert [layer["bits_exact"] for layer in report["layers"]] == [True, True]
 
 
-@pytest.mark.parametrize("make", [qwen3_moe, mixtral, nemotron_h])
+@pytest.mark.parametrize("make", [qwen3_moe, mixtral, nemotron_h, minimax_m3])
 def test_the_judge_agrees_with_the_model_itself(make: Any, tmp_path: Path) -> None:
     """The reference shares the names of gate, up and down with what it judges: here transformers' own experts speak."""
     model = make()
@@ -110,7 +111,15 @@ def test_the_judge_agrees_with_the_model_itself(make: Any, tmp_path: Path) -> No
         theirs = experts.float()(x.float(), ids, router_weights)
     call = strict_reference.Call(x, ids, router_weights)
     arithmetics = [strict_reference.Arithmetic.UNQUANTIZED]
-    ((ours,),) = strict_reference.outputs(checkpoint.weights(layer), layer.num_experts, layer.gated, [call], arithmetics)
+    ((ours,),) = strict_reference.outputs(
+        checkpoint.weights(layer),
+        layer.num_experts,
+        layer.gated,
+        [call],
+        arithmetics,
+        activation=layer.activation.name,
+        swiglu=layer.activation.swiglu,
+    )
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
 
 
@@ -162,6 +171,56 @@ def test_gemma4(form: str, tmp_path: Path, every_family: None) -> None:
         assert (layer["activation"], layer["bits_exact"]) == ("Geglu", True)
         assert max(case["rel_l2_kernel"] for case in layer["cases"]) < 0.005
         assert layer["weight_error"] < {"nvfp4": 0.11, "mxfp8": 0.03}[form]
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp8"])
+def test_minimax_m3(form: str, tmp_path: Path, every_family: None) -> None:
+    """SwiGLU with alpha, beta and limit; MXFP8 also as MiniMax itself publishes it."""
+    checkpoint = export(minimax_m3(num_local_experts=6), tmp_path, original=True, form=form)
+    original = ("--original", str(tmp_path / "original"))
+    arguments = ("--require-b12x", "--tokens", "1,5,64,300")
+    (layer,) = verify(checkpoint, tmp_path, *arguments, *original)["layers"]
+    assert (layer["index"], layer["activation"]) == (1, "SwigluBias")
+    assert layer["served_by"] == {"nvfp4": "triton", "mxfp8": "triton+grouped"}[form]
+    assert layer["bits_exact"] is True
+    if form == "mxfp8":
+        (same,) = verify(as_minimax_writes_it(checkpoint, tmp_path / "own"), tmp_path, *arguments, "--ep", "2")["layers"]
+        assert same["name"] == "language_model.model.layers.1.block_sparse_moe"
+        assert same["bits_exact"] is True
+        assert [case["rel_l2_kernel"] for case in same["cases"]] == pytest.approx(
+            [case["rel_l2_kernel"] for case in layer["cases"]], rel=0.2
+        )
+
+
+def as_minimax_writes_it(export: Path, directory: Path) -> Path:
+    """An MXFP8 export under the names of MiniMax-M3-MXFP8, with its configuration's keys."""
+    own = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    directory.mkdir()
+    renamed = {}
+    for file in export.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if ".experts." in name:
+                layer, _, rest = name.partition(".mlp.experts.")
+                expert, projection, kind = rest.split(".")
+                kind = {"weight_scale": "weight_scale_inv"}.get(kind, kind)
+                name = f"language_model.{layer}.block_sparse_moe.experts.{expert}.{own[projection]}.{kind}"
+            renamed[name] = tensor
+    save_file(renamed, directory / "model.safetensors")
+    config = json.loads((export / "config.json").read_text())
+    for key in ("quantization_config", "mlp_layer_types"):
+        del config[key]
+    ignored = ["lm_head", "language_model.model.layers.0.mlp", "vision_tower"]
+    quantization = {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [1, 32],
+        "ignored_layers": ignored,
+    }
+    text = {**config, "hidden_act": "swigluoai", "moe_layer_freq": [0, 1]}
+    whole = {"model_type": "minimax_m3_vl", "text_config": text, "quantization_config": quantization}
+    (directory / "config.json").write_text(json.dumps(whole))
+    return directory
 
 
 def test_mxfp8_blocks_along_the_rows(tmp_path: Path) -> None:

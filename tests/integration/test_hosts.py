@@ -439,7 +439,7 @@ def test_what_the_host_has_no_implementation_for(python: Path, double: dict[str,
     found = scenario(python, {**double, "TRTLLM_B12X_KERNELS": "triton,grouped"}, "mxfp8", backend)
     assert "no MoE implementation can serve this layer" in found["host"] or backend == "AUTO"  # CUTLASS, before it gets here
     assert (found["class"], found["families"]) == (OURS, ["triton", "grouped"])
-    assert max(found["errors"] + found["captured"]) < 0.005
+    assert max(found["errors"] + found["captured"] + found["constants"]) < 0.005
     assert found["measured"] == [0, 1]
     assert re.search(r"measured in .* s: triton 1-38, then grouped$", found["crossover"])
     assert found["stacked"]

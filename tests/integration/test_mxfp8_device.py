@@ -58,7 +58,7 @@ def expected(yardstick: ReferenceKernel, call: tuple[torch.Tensor, torch.Tensor,
     return yardstick.run(*call, out=torch.zeros(call[0].shape, device=CUDA))
 
 
-@pytest.mark.parametrize("activation", ["Swiglu", "Geglu", "Relu2", "Silu", "Gelu"])
+@pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"])
 @pytest.mark.parametrize("kind", KERNELS)
 def test_numbers(kind: Kind, activation: str) -> None:
     geometry = Geometry(16, 4, 512, 256, activation)

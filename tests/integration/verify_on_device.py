@@ -1,7 +1,8 @@
 """A real export of nvidia-modelopt, verified by the command line on a GPU that has neither modelopt nor the package's own needs.
 
-``python -m tests.integration.verify_on_device prepare FOLDER`` exports an MXFP8 Qwen3-MoE and copies what the command line needs;
-``run FOLDER OUT``, with FOLDER carried to the GPU, writes OUT.json and exits with 1 where a number is beyond :data:`BOUND`.
+``python -m tests.integration.verify_on_device prepare FOLDER`` exports an MXFP8 Qwen3-MoE, or with ``--model minimax-m3`` another
+one, and copies what the command line needs; ``run FOLDER OUT``, with FOLDER carried to the GPU, writes OUT.json and exits with 1
+where a number is beyond :data:`BOUND`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ _NEEDED = ("click", "filelock", "markdown_it", "mdurl", "packaging", "pygments",
 """Pure Python, or built for any Python from 3.8 on."""
 
 
-def prepare(folder: Path) -> None:
-    from .exports import export, qwen3_moe
+def prepare(folder: Path, model: str) -> None:
+    from .exports import export, minimax_m3, qwen3_moe
 
     shutil.rmtree(folder, ignore_errors=True)
-    export(qwen3_moe(num_experts=12), folder, form="mxfp8")
+    made = minimax_m3(num_local_experts=12, intermediate_size=192) if model == "minimax-m3" else qwen3_moe(num_experts=12)
+    export(made, folder, form="mxfp8")
     for name in _NEEDED:
         found = importlib.util.find_spec(name)
         assert found is not None
@@ -78,7 +80,9 @@ def run(folder: Path, out: Path, device: str, tokens: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     what = parser.add_subparsers(dest="what", required=True)
-    what.add_parser("prepare").add_argument("folder", type=Path)
+    here = what.add_parser("prepare")
+    here.add_argument("folder", type=Path)
+    here.add_argument("--model", default="qwen3-moe", choices=["qwen3-moe", "minimax-m3"])
     there = what.add_parser("run")
     there.add_argument("folder", type=Path)
     there.add_argument("out", type=Path)
@@ -86,7 +90,7 @@ def main() -> None:
     there.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     given = parser.parse_args()
     if given.what == "prepare":
-        prepare(given.folder)
+        prepare(given.folder, given.model)
     else:
         sys.exit(run(given.folder, given.out, given.device, given.tokens))
 

@@ -12,13 +12,17 @@ import torch
 
 from tests import mxfp8
 from tests.clock import Clock, capturing, standing_in
-from tests.layers import create, host
+from tests.layers import create, host, swiglu_constants
 from trtllm_b12x import process, registry, settings, votes
 from trtllm_b12x.crossover.table import HOST, Times
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
 
 EXPERTS, HIDDEN, SIZE, TOP_K = 6, 256, 160, 2
+
+
+CONSTANTS = (1.702, 1.0, 0.15)
+"""alpha and beta as MiniMax-M3 has them, and a limit that such weights meet."""
 
 
 def built(weights: dict[str, torch.Tensor], gated: bool = True, size: int = SIZE, **arguments: Any) -> Any:
@@ -49,6 +53,31 @@ def test_numbers(gated: bool, tokens: int) -> None:
     assert float((found.float() - expected).norm() / expected.norm()) < 0.005
 
 
+@pytest.mark.parametrize("tokens", [1, 63, 64, 300])
+def test_swiglu_with_constants(tokens: int) -> None:
+    weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
+    given = {name: torch.full((EXPERTS,), value) for name, value in zip(("alpha", "beta", "limit"), CONSTANTS, strict=True)}
+    layer = built(weights, **swiglu_constants(**given))
+    assert [kernel.geometry.activation for kernel in layer.backend.schedule.kernels] == ["SwigluBias"] * 2
+    x, logits = torch.randn(tokens, HIDDEN).bfloat16(), torch.randn(tokens, EXPERTS).bfloat16()
+    call = Call(x, *layer.routing_method.apply(logits))
+    arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.KERNEL
+    wanted, without = (
+        outputs(weights, EXPERTS, True, [call], [arithmetic], quant_algo="MXFP8", swiglu=swiglu)[0][0]
+        for swiglu in (CONSTANTS, (*CONSTANTS[:2], torch.inf))
+    )
+    assert float((layer(x, logits).float() - wanted).norm() / wanted.norm()) < 0.005
+    assert float((without - wanted).norm() / wanted.norm()) > 0.05
+
+
+def test_scales_by_another_name() -> None:
+    """``weight_scale_inv``, as MiniMax-M3-MXFP8 and trainers that hand on weights have it."""
+    weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
+    renamed = {name.replace("weight_scale", "weight_scale_inv"): tensor for name, tensor in weights.items()}
+    x, logits = torch.randn(40, HIDDEN).bfloat16(), torch.randn(40, EXPERTS)
+    assert torch.equal(built(renamed)(x, logits), built(weights)(x, logits))
+
+
 def test_scales_that_a_checkpoint_lacks_are_seen() -> None:
     """Tokens of that expert are not numbers; the host would take whatever was in memory."""
     weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
@@ -58,6 +87,15 @@ def test_scales_that_a_checkpoint_lacks_are_seen() -> None:
     met = (layer.routing_method.apply(logits)[0] == 3).any(1)
     assert 0 < int(met.sum()) < 40
     assert torch.equal(layer(x, logits).isnan().all(1), met)
+
+
+def test_a_layer_that_no_kernel_serves_says_why() -> None:
+    """The host's own path would stumble over a parameter that MXFP8 does not have."""
+    one = {"alpha": torch.ones(EXPERTS), "beta": torch.ones(EXPERTS), "limit": torch.ones(EXPERTS, 2)[:, 0]}
+    layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE), **swiglu_constants(**one))
+    assert not layer.backend.schedule.kernels
+    with pytest.raises(RuntimeError, match=r"no kernel serves 3 tokens of .* no path for it on this card: .* swiglu_limit is"):
+        called(layer)
 
 
 def test_ranks_of_attention_dp_gather_bf16() -> None:

@@ -19,7 +19,7 @@ _MAX_JSON_BYTES = 1 << 28
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
-_KINDS = {int: "a whole number", str: "a string", list: "a list", dict: "an object"}
+_KINDS = {int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
 
 
 class CheckpointError(ValueError):
@@ -63,7 +63,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def typed(path: Path, section: Mapping[str, Any], key: str, kind: type) -> Any:
     """``section[key]``, which must be of this kind if it is there; None if it is not."""
     value = section.get(key)
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+    allowed = (int, float) if kind is float else kind
+    if value is not None and (not isinstance(value, allowed) or isinstance(value, bool)):
         raise CheckpointError(
             f"{path}: {key} is {json.dumps(value)[:80]}, not {_KINDS[kind]}; copy or export the checkpoint again"
         )

@@ -29,6 +29,8 @@ class Kind:
     """Kind of tensor to its dtype in safetensors; empty: any."""
     columns: ClassVar[Mapping[str, int]] = MappingProxyType({"weight": 1})
     """Kind of tensor to the elements of a row that one of its entries holds or scales; a kind that is not here is one number."""
+    others: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """What other producers call a kind of tensor, to the kind."""
     group_size: ClassVar[int | None] = None
     """Elements that share a block scale."""
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from . import kinds
+from .activation import Activation
 from .files import CheckpointError, TensorFiles, expect_directory, read_json, typed
 from .pattern import moe_layers
 from .quantization import Quantization
 
 _EXPERT_TENSOR = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>[0-9]{1,9})\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\."
-    r"(?P<kind>weight|weight_scale|weight_scale_2|input_scale|pre_quant_scale|bias)"
+    r"(?P<kind>weight|weight_scale|weight_scale_inv|weight_scale_2|input_scale|pre_quant_scale|bias)"
 )
 """One tensor per expert: Qwen3-MoE ``model.layers.N.mlp``, Nemotron-H ``backbone.layers.N.mixer``, Mixtral's w1, w2, w3."""
 
@@ -27,12 +28,6 @@ _STACKED_TENSOR = re.compile(
     r"(?P<kind>|_weight_scale|_weight_scale_2|_input_scale|_pre_quant_scale|_bias)"
 )
 """All experts in one tensor, gate before up: Llama 4 as nvidia-modelopt 0.47 writes it has the inner dimension first."""
-
-_ACTIVATIONS = {(True, "silu"): "Swiglu", (True, "gelu_pytorch_tanh"): "Geglu", (False, "relu2"): "Relu2"}
-"""(has a gate, ``hidden_act``) to the host's ``ActivationType`` name."""
-
-_SWIGLU_CONSTANTS = ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "swiglu_beta")
-"""Keys of config.json that change SwiGLU (gpt-oss, DeepSeek-V4)."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +42,7 @@ class MoELayer:
     hidden_size: int
     intermediate_size: int
     gated: bool
-    activation: str
-    """Name of the host's ``ActivationType`` member, or the checkpoint's own word where there is none."""
+    activation: Activation
     quant_algo: str
     """The host's name of the algorithm, or ``none``."""
     group_size: int | None
@@ -58,8 +52,8 @@ class MoELayer:
     """All experts share one tensor per projection."""
     inner_first: bool
     """Stacked with the inner dimension before the rows; else the other way, as transformers keeps newer models."""
-    activation_constants: bool
-    """The configuration has SwiGLU limits or factors."""
+    spelled: Mapping[str, str]
+    """Kind of tensor to the word in the checkpoint's names, where that is another."""
     bias: bool
     pre_quant_scale: bool
     """AWQ."""
@@ -103,7 +97,7 @@ class LayerWeights(Mapping[str, torch.Tensor]):
         if kind not in self._kind.dtypes or not 0 <= int(expert) < self._layer.num_experts:
             raise KeyError(key)
         if not self._layer.stacked:
-            name = f"{self._layer.name}.experts.{expert}.{own}.{kind}"
+            name = _tensor_name(self._layer, int(expert), own, kind)
             return name, self._checkpoint.tensor(name)
         name = _stacked_name(self._layer.name, own, kind)
         if kind in self._kind.scalars:
@@ -128,6 +122,10 @@ class LayerWeights(Mapping[str, torch.Tensor]):
         """Bytes of payload and block scales in the checkpoint (or of plain weights)."""
         layer = self._layer
         return self._kind.nbytes(layer.num_experts * len(layer.projections) * layer.hidden_size * layer.intermediate_size)
+
+
+def _tensor_name(layer: MoELayer, expert: int, projection: str, kind: str) -> str:
+    return f"{layer.name}.experts.{expert}.{projection}.{layer.spelled.get(kind, kind)}"
 
 
 def _stacked_name(layer: str, projection: str, kind: str) -> str:
@@ -268,7 +266,6 @@ class Checkpoint:
                 "restore its list of excluded modules"
             )
         gated = "w3" in projections
-        word = self._activation()
         layer = MoELayer(
             name=name,
             index=_index(name),
@@ -277,13 +274,13 @@ class Checkpoint:
             hidden_size=inner * packed,
             intermediate_size=rows,
             gated=gated,
-            activation=_ACTIVATIONS.get((gated, word), word),
+            activation=Activation.of(self.directory / "config.json", self._config, gated),
             quant_algo=algo,
             group_size=group_size,
             projections=projections,
             stacked=found.stacked,
             inner_first=inner_first,
-            activation_constants=any(self._config.get(key) is not None for key in _SWIGLU_CONSTANTS),
+            spelled={ours: other for other, ours in kind.others.items() if other in found.kinds},
             bias="bias" in found.kinds,
             pre_quant_scale="pre_quant_scale" in found.kinds,
             apply_router_weight_on_input=str(self._config.get("model_type", "")).startswith("llama4"),
@@ -303,7 +300,7 @@ class Checkpoint:
                 shape = [] if kind in form.scalars else [rows, columns // form.columns[kind]]
                 if not layer.stacked:
                     for expert in range(layer.num_experts):
-                        self._expect(f"{layer.name}.experts.{expert}.{own}.{kind}", dtype, shape)
+                        self._expect(_tensor_name(layer, expert, own, kind), dtype, shape)
                 elif host_name != "w3":  # w1's and w3's are one tensor
                     name = _stacked_name(layer.name, own, kind)
                     if shape:
@@ -334,14 +331,6 @@ class Checkpoint:
                 f"{self.file_of(name)}: {name} has shape {shape}, expected {dimensions} dimensions; export the checkpoint again"
             )
         return shape
-
-    def _activation(self) -> str:
-        path = self.directory / "config.json"
-        words = (typed(path, self._config, key, str) for key in ("mlp_hidden_act", "hidden_act", "hidden_activation"))
-        word = next((word for word in words if word is not None), None)
-        if word is None:
-            raise CheckpointError(f"{path}: hidden_act is missing, so nothing says what the experts compute; restore it")
-        return str(word)
 
     def _setting(self, *names: str) -> int | None:
         values = (typed(self.directory / "config.json", self._config, name, int) for name in names)

@@ -1,4 +1,4 @@
-"""MXFP8 as nvidia-modelopt stores it: E4M3 elements, E8M0 scales of 32, and nothing else."""
+"""MXFP8 as nvidia-modelopt and others store it: E4M3 elements, E8M0 scales of 32, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ _NAN_CODE = 0x7F
 class _MXFP8(Kind):
     dtypes = MappingProxyType({"weight": "F8_E4M3", "weight_scale": "U8"})
     columns = MappingProxyType({"weight": 1, "weight_scale": 32})
+    # MiniMax-M3-MXFP8, and what trainers hand on; TensorRT-LLM takes either.
+    others = MappingProxyType({"weight_scale_inv": "weight_scale"})
     group_size = 32
     settings = MappingProxyType({"mxfp8": {"quant_algo": "MXFP8"}})
 

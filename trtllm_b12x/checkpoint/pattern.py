@@ -38,13 +38,13 @@ def moe_layers(path: Path, config: Mapping[str, Any]) -> list[int] | None:
     steps = {key: typed(path, config, key, int) for key in ("decoder_sparse_step", "interleave_moe_layer_step")}
     step = next((value for value in steps.values() if value), None)
     first = typed(path, config, "first_k_dense_replace", int)
+    frequency = config.get("moe_layer_freq")
     if step is not None:
         dense = typed(path, config, "mlp_only_layers", list) or ()
         return [index for index in range(layers) if (index + 1) % step == 0 and index not in dense]
+    if isinstance(frequency, list):  # MiniMax-M3
+        return [index for index, value in enumerate(frequency[:layers]) if value]
     if first is not None:  # DeepSeek, GLM, Kimi
-        frequency = config.get("moe_layer_freq", 1)
-        if isinstance(frequency, list):
-            return [index for index, value in enumerate(frequency[:layers]) if value]
         every = frequency if isinstance(frequency, int) and frequency > 0 else 1
         return [index for index in range(max(first, 0), layers) if index % every == 0]
     return list(range(layers)) if config.get("model_type") in _EVERY_LAYER else None

@@ -73,14 +73,21 @@ class Quantization:
             section = typed(path, config, "quantization_config", dict)
             said, section = section is not None, section or {}
             method = typed(path, section, "quant_method", str)
-            meant = next((kind.settings[method] for kind in kinds.every().values() if method in kind.settings), None)
+            meant = next((kind for kind in kinds.every().values() if method in kind.settings), None)
             if meant is not None:  # TensorRT-LLM reads this too (model_config.py, load_hf_quant_config)
-                section = {**meant, **section}
+                section = {**meant.settings[str(method)], **section}
+                blocks = section.get("weight_block_size", [1, meant.group_size])
+                if blocks != [1, meant.group_size]:
+                    raise CheckpointError(
+                        f"{path}: weight_block_size is {str(blocks)[:40]}; TensorRT-LLM takes {method} with a scale for each 1 x "
+                        f"{meant.group_size}: quantize the model again"
+                    )
             elif method is not None and "quant_algo" not in section:
                 raise CheckpointError(f"{path}: {_foreign(path, method, section)}")
             excluded = [
                 *(typed(path, section, "ignore", list) or ()),
                 *(typed(path, section, "modules_to_not_convert", list) or ()),
+                *(typed(path, section, "ignored_layers", list) or ()),
             ]
             groups = (typed(path, section, "config_groups", dict) or {}).values()
             weights = [typed(path, group, "weights", dict) or {} for group in groups if isinstance(group, dict)]

@@ -115,7 +115,7 @@ def _of_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[str, Shape]:
     found: dict[Shape, str] = {}
     for layer in served:
         sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
-        kind = "SwigluBias" if layer.activation_constants else layer.activation
+        kind = "SwigluBias" if layer.activation.constants else layer.activation.name
         found.setdefault(Shape(*sizes, _activation(kind), tp, ep, layer.quant_algo), layer.name)
     if not found:
         raise Unusable(f"{checkpoint}: has no {' or '.join(formats.names())} MoE layer")

@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+NEUTRAL = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": float("inf")}
+"""What stands for a constant of SwiGLU that is not given."""
+
 
 @dataclass(frozen=True)
 class Epilogue:
@@ -16,11 +19,14 @@ class Epilogue:
     fc2_bias: torch.Tensor | None = None
     """``(E, H)``, of the same type."""
     swiglu_alpha: torch.Tensor | None = None
-    """``(E,)`` float32; without it 1."""
+    """``(E,)`` float32; where it is not given, :data:`NEUTRAL`."""
     swiglu_beta: torch.Tensor | None = None
-    """0."""
     swiglu_limit: torch.Tensor | None = None
-    """Infinity."""
+
+    def swiglu(self, experts: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """alpha, beta and limit, ``(E,)`` float32 each, also where they are not given."""
+        given = ((getattr(self, name), value) for name, value in NEUTRAL.items())
+        return tuple(torch.full((experts,), value, device=device) if tensor is None else tensor for tensor, value in given)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that there are, by name."""

@@ -83,6 +83,7 @@ class MXFP8Weights(Weights):
             "fc2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 128), experts), torch.uint8),
         }
         self.compare(expected)
+        self.epilogue.check(experts, rows, hidden, geometry.bias, self.fc1_weight.device)
 
     def scales(self, slot: int) -> dict[str, torch.Tensor]:
         """A local expert's E8M0 bytes in rows, ``(rows, K / 32)``, by the field of the weight (copies)."""

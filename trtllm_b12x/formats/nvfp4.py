@@ -7,12 +7,11 @@ The numbers are one place for the two torch implementations that stand in for de
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from .epilogue import Epilogue
 from .layouts import plain_scales
 from .weights import Weights
 
@@ -144,8 +143,6 @@ class NVFP4Weights(Weights):
     """``(E,)`` float32: what FC2's input is divided by."""
     input_scales: InputScales | None = None
     """What the last two are derived from at every call; None where they are constants."""
-    epilogue: Epilogue = field(default_factory=Epilogue)
-    """Biases, and the constants of the activation."""
 
     payload = ("fc1_weight", "fc2_weight")
     block_scales = ("fc1_weight_sf", "fc2_weight_sf")

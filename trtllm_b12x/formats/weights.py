@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+
+from .epilogue import Epilogue
 
 if TYPE_CHECKING:
     from trtllm_b12x.kernels import Geometry
@@ -21,6 +23,8 @@ class Weights(ABC):
     """Fields that hold codes."""
     block_scales: ClassVar[tuple[str, ...]]
     """Fields that hold what scales blocks of them."""
+    epilogue: Epilogue = field(default_factory=Epilogue, kw_only=True)
+    """Biases, and the constants of the activation."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What kernels read, by field."""

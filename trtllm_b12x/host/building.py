@@ -12,6 +12,9 @@ import torch
 
 from . import embedded, load
 
+_SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
+"""SwigluBias as gpt-oss and MiniMax-M3 have it; how long a layer takes does not depend on them."""
+
 
 def records() -> Any:
     """What describes a layer to the host, by the host's names, wherever its generation has them."""
@@ -59,12 +62,17 @@ def create(
         max_num_tokens=most_tokens,
     )
     create_moe, kind = trtllm.create_moe.create_moe, trtllm.ActivationType[activation]
+    values = _SWIGLU if activation == "SwigluBias" else {}
+    constants = {name: torch.full((num_experts // ep,), value, dtype=torch.float32) for name, value in values.items()}
     if trtllm.generation == "embedded" or "activation_type" in inspect.signature(create_moe).parameters:
-        given: dict[str, Any] = {"activation_type": kind}
+        given = {"activation_type": kind, **{f"swiglu_{name}": tensor for name, tensor in constants.items()}}
     else:
         payloads = importlib.import_module(f"{trtllm.create_moe.__package__}.activation")
-        swiglu = kind == trtllm.ActivationType.Swiglu
-        given = {"activation": payloads.SwigluActivation() if swiglu else payloads.SimpleActivation(kind)}
+        if constants:
+            given = {"activation": payloads.SwigluBiasActivation(constants["alpha"], constants["beta"], constants["limit"])}
+        else:
+            swiglu = kind == trtllm.ActivationType.Swiglu
+            given = {"activation": payloads.SwigluActivation() if swiglu else payloads.SimpleActivation(kind)}
     routing = names.RenormalizeMoeRoutingMethod(top_k)
     module = create_moe(
         routing, num_experts, hidden_size, intermediate_size, dtype=dtype, reduce_results=False, model_config=config, **given

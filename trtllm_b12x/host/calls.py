@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         def quantize_input(self, x: Any, post_quant_comm: bool = True) -> tuple[Any, torch.Tensor | None]: ...
 
         _asked: int | None
+        _alone: bool
 
         def _ask(self, like: Any) -> None: ...
 
@@ -120,6 +121,8 @@ class KeywordCalls(_Calls):
                 if result is not None:
                     return result
         except Exception as error:
+            if self._alone:  # the host has no answer
+                raise
             fault = error
         quantized, x_sf = self._quantize_late(x, x_sf, is_sf_swizzled)
         if quantized is not x:
@@ -165,6 +168,8 @@ class ContextCalls(_Calls):
                     if result is not None:
                         return result
             except Exception as error:
+                if self._alone:
+                    raise
                 fault = error
             quantized, x_sf = self._quantize_late(ctx.x, ctx.x_sf, plan.input_sf_swizzled)
             if quantized is not ctx.x:

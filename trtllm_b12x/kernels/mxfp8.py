@@ -10,7 +10,7 @@ from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights, dequantize, quantize
 
-from .reference import ReferenceKernel, activate
+from .reference import ReferenceKernel
 
 
 class MXFP8ReferenceKernel(ReferenceKernel):
@@ -22,7 +22,7 @@ class MXFP8ReferenceKernel(ReferenceKernel):
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
         fc1 = self._input(x) @ self.weights.matrix(expert, "fc1_weight").T
-        inner = activate(self.geometry.activation, *fc1.split(self.geometry.intermediate_size, dim=1)).to(torch.bfloat16)
+        inner = self._activated(expert, fc1).to(torch.bfloat16)
         share = self._input(inner) @ self.weights.matrix(expert, "fc2_weight").T * router_weights.unsqueeze(-1)
         result.index_add_(0, token, self._share(share))
 

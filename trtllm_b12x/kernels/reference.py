@@ -107,7 +107,7 @@ class ReferenceKernel(Kernel):
         w, size = self.weights, self.geometry.intermediate_size
         x_codes = self._quantized(x, w.fc1_divisor[expert])
         fc1 = (x_codes @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T) * w.fc1_alpha[expert]
-        inner = activate(self.geometry.activation, *fc1.split(size, dim=1)).to(torch.bfloat16)
+        inner = self._activated(expert, fc1).to(torch.bfloat16)
         inner_codes = self._quantized(inner, w.fc2_divisor[expert])
         fc2 = dequantized(w.fc2_weight, w.fc2_weight_sf, expert)
         factor = (router_weights * w.fc2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
@@ -115,6 +115,14 @@ class ReferenceKernel(Kernel):
             columns = slice(first, first + _PARTIAL_COLUMNS)
             partial = (inner_codes[:, columns] @ fc2[:, columns].T).to(torch.bfloat16) * factor
             result.index_add_(0, token, partial.float())
+
+    def _activated(self, expert: int, fc1: torch.Tensor) -> torch.Tensor:
+        """A local expert's ``fc1 (n, r * I)``, [up; gate], to FC2's input, float32."""
+        g = self.geometry
+        if not g.gated:
+            return activate(g.activation, fc1)
+        constants = (float(tensor[expert]) for tensor in self.weights.epilogue.swiglu(g.num_experts, fc1.device))
+        return activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants)
 
     def _quantized(self, values: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
         """bf16 ``(n, K)`` to what its NVFP4 form stands for, in float32 and without ``divisor``."""
@@ -166,12 +174,8 @@ class UnquantizedReferenceKernel(ReferenceKernel):
             fc1[:, : g.intermediate_size] *= ratio
         if extra.fc1_bias is not None:
             fc1 = fc1 + extra.fc1_bias[expert].float()
-        given = ((extra.swiglu_alpha, 1.0), (extra.swiglu_beta, 0.0), (extra.swiglu_limit, math.inf))
-        constants = (value if tensor is None else float(tensor[expert]) for tensor, value in given)
-        inner = (
-            activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants) if g.gated else activate(g.activation, fc1)
-        )
-        fc2 = inner.to(torch.bfloat16).float() @ dequantized(w.fc2_weight, w.fc2_weight_sf, expert).T * scale_2
+        inner = self._activated(expert, fc1).to(torch.bfloat16).float()
+        fc2 = inner @ dequantized(w.fc2_weight, w.fc2_weight_sf, expert).T * scale_2
         if extra.fc2_bias is not None:
             fc2 = fc2 + extra.fc2_bias[expert].float()
         result.index_add_(0, token, fc2 * router_weights.unsqueeze(-1))
@@ -210,9 +214,9 @@ class QuantizedReferenceKernel(ReferenceKernel):
         return result if out is not None else result.to(self.geometry.dtype)
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
-        w, g = self.weights, self.geometry
+        w = self.weights
         fc1 = x @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T * w.fc1_alpha[expert]
-        inner = activate(g.activation, *fc1.split(g.intermediate_size, dim=1)).to(torch.bfloat16)
+        inner = self._activated(expert, fc1).to(torch.bfloat16)
         codes = self._quantized(inner, self.weights.input_scales.fc2_divisor[expert])
         share = codes @ dequantized(w.fc2_weight, w.fc2_weight_sf, expert).T * w.fc2_alpha[expert] * router_weights.unsqueeze(-1)
         result.index_add_(0, token, share.to(torch.bfloat16).float())

@@ -14,6 +14,7 @@ import torch
 from trtllm_b12x import host
 from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+from trtllm_b12x.host import questions
 from trtllm_b12x.kernels import first_line
 from trtllm_b12x.log import logger
 
@@ -61,7 +62,8 @@ class NVFP4(Method):
     whole life and rewritten in place: ``b12x_fc1_divisor`` and ``b12x_fc2_divisor``, both ``(E,)`` float32.
 
     One parameter is ours: ``b12x_up_to_gate (E,)`` float32, up's ``weight_scale_2`` over gate's, nearly always 1.  The host
-    keeps the larger of the two for both halves.  FC1 has one alpha per expert, but up enters SwiGLU linearly: gate's
+    keeps the larger of the two for both halves.  FC1 has one alpha per expert, but up enters SwiGLU linearly (with a beta or
+    limit it does not: such layers are left as the host has them): gate's
     scale goes into ``fc31_alpha``, and the ratio u into the quantization of the product, which comes out smaller by u and
     is divided by a scale smaller by u.  Codes and ``fc2_alpha`` stay what they were, for b12x and for CUTLASS
     (``b12x_fc2_act_global (E,)``, read only then).  It is a parameter because hosts hand weights on by ``named_parameters``
@@ -183,6 +185,11 @@ class NVFP4(Method):
     @_or_as_the_host
     def _set_up_ratio(self, module: Any) -> None:
         self.ratio = self.has_ratio(module)
+        if self.ratio and questions.activation_constants(lambda name: getattr(module, name, None)):
+            raise ValueError(
+                "gate and up differ in weight_scale_2, and with a beta or limit SwiGLU is not linear in up; export the "
+                "checkpoint with one scale for both, as nvidia-modelopt does"
+            )
         if self.ratio:
             self.derive_for_cutlass(module)
             module.quant_scales = module.quant_scales._replace(fc2_act_global=module.b12x_fc2_act_global)

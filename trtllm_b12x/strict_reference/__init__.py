@@ -124,6 +124,7 @@ def outputs(
     on_expert: Callable[[], None] = lambda: None,
     quant_algo: str = "NVFP4",
     activation: str = "Swiglu",
+    swiglu: tuple[float, float, float] | None = None,
 ) -> list[list[torch.Tensor]]:
     """Outputs of one layer.
 
@@ -135,6 +136,8 @@ def outputs(
         on_expert: called after each expert that a token chose; the others are not read.
         quant_algo: the weights' format.
         activation: ``Swiglu``, or ``Geglu`` with the GELU by tanh of the models that have it (gemma-4).
+        swiglu: alpha, beta and limit, for SwiGLU with them (MiniMax-M3): ``g * sigmoid(alpha * g) * (u + beta)``, g being gate,
+            at most the limit, and u up, between it and its negative.
 
     Returns:
         ``result[call][arithmetic]``, float32 ``(T, H)``.
@@ -161,12 +164,13 @@ def outputs(
         for position, arithmetic in enumerate(rounded):
             as_stored = arithmetic in (Arithmetic.KERNEL, Arithmetic.CUTLASS)
             each_in_bf16 = arithmetic is Arithmetic.CUTLASS
-            unit = up_to_gate if as_stored else 1.0
+            # beta and the limit are in the units of the checkpoint.
+            unit = up_to_gate if as_stored and swiglu is None else 1.0
             hidden = _bf16(fc1[0][position], each_in_bf16)
             if gated:
                 # The kernels compute up in units of its weight_scale_2 over gate's.
                 up = _bf16(fc1[1][position] / unit, each_in_bf16)
-                hidden = _GATES[activation](hidden) * up
+                hidden = _GATES[activation](hidden) * up if swiglu is None else _swiglu(hidden, up, *swiglu)
             else:
                 hidden = hidden.clamp(min=0).square()
             hidden = _bf16(hidden, as_stored)
@@ -186,6 +190,11 @@ _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Swiglu": lambda gate: gate / (1 + torch.exp(-gate)),
     "Geglu": lambda gate: 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))),
 }
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
+    gate = gate.clamp(max=limit)
+    return gate / (1 + torch.exp(-alpha * gate)) * (up.clamp(-limit, limit) + beta)
 
 
 def _bf16(values: torch.Tensor, rounds: bool) -> torch.Tensor:

@@ -62,7 +62,7 @@ def verify_layer(
     report = LayerReport(
         name=layer.name,
         index=layer.index,
-        activation=layer.activation,
+        activation=layer.activation.name,
         quant_algo=layer.quant_algo,
         num_experts=layer.num_experts,
         top_k=layer.top_k,
@@ -155,7 +155,7 @@ def judge(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
     """What the layer will get on every rank, from what the checkpoint alone tells, or why there is no judge of it."""
     found = resolve(questions.of_checkpoint(layer, ranks.tp, ranks.ep), considered(device, layer.quant_algo))
     unjudged = {
-        RejectReason.ACTIVATION_CONSTANTS: layer.activation_constants,
+        RejectReason.ACTIVATION_CONSTANTS: layer.activation.constants and layer.activation.swiglu is None,
         RejectReason.ROUTER_WEIGHT_ON_INPUT: layer.apply_router_weight_on_input,
     }
     for reason in (reason for reason, there in unjudged.items() if there and found.served):
@@ -168,7 +168,12 @@ def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:
     """The layer as the host builds it with ``moe_backend: CUTLASS``, without weights."""
     selection.install()
     quant_config = embedded.QuantConfig(quant_algo=embedded.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
+    experts = layer.num_experts // mapping.moe_ep_size
     with torch.device(device):
+        constants: dict[str, Any] = {
+            name: torch.full((experts,), value, dtype=torch.float32)
+            for name, value in zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), layer.activation.swiglu or (), strict=False)
+        }
         return embedded.create_moe.create_moe(
             routing,
             layer.num_experts,
@@ -177,7 +182,8 @@ def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:
             dtype=torch.bfloat16,
             model_config=embedded.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
             layer_idx=layer.index,
-            activation_type=embedded.ActivationType[layer.activation],
+            activation_type=embedded.ActivationType[layer.activation.name],
+            **constants,
         )
 
 
@@ -212,7 +218,7 @@ def _measure(
         arithmetics = [Arithmetic.NONE, Arithmetic.UNQUANTIZED, *([points[path]] if path in points else [])]
         calls = [batches[index].call for index in mine]
         found = strict_reference.outputs(
-            weights, layer.num_experts, layer.gated, calls, arithmetics, device, on_expert, layer.quant_algo, layer.activation
+            weights, layer.num_experts, layer.gated, calls, arithmetics, device, on_expert, layer.quant_algo, *_computed(layer)
         )
         strict.update(zip(mine, found, strict=True))
     calls = [batch.call for batch in batches]
@@ -319,9 +325,15 @@ def _against_original(
         listed = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         report.failures.append(f"weights differ from the original's (bound {100 * bounds.weight:.0f} %): {listed}")
     arithmetics = (Arithmetic.UNQUANTIZED,)
+    name, swiglu = _computed(layer)
     return strict_reference.outputs(
-        plain, layer.num_experts, layer.gated, calls, arithmetics, device, activation=layer.activation
+        plain, layer.num_experts, layer.gated, calls, arithmetics, device, activation=name, swiglu=swiglu
     )
+
+
+def _computed(layer: MoELayer) -> tuple[str, tuple[float, float, float] | None]:
+    """Between the products, for the judge."""
+    return layer.activation.name, layer.activation.swiglu
 
 
 def _same_layer(other: MoELayer, layer: MoELayer) -> bool:

@@ -121,7 +121,7 @@ class GroupedKernel(JitKernel):
         """Those of every row of the table."""
         x, codes, byte, i, f = self.geometry.dtype, self.elements.codes, torch.uint8, torch.int32, torch.float32
         given = (codes, i, codes, i)  # scales in words of four
-        fc1_types, fc2_types = (*given, f, f, f, i, i, codes, byte, 1), (*given, f, i, i, f, torch.bfloat16)
+        fc1_types, fc2_types = (*given, *[f] * 6, i, i, codes, byte, 1), (*given, f, i, i, f, torch.bfloat16)
         yield Variant("grouped.source", "quantize_kernel", (x, f, codes, byte, 2), self._of_tokens(), {})
         yield Variant("grouped.source", "sum_kernel", (torch.bfloat16, i, x, 2), self._of_sum(), {})
         for tile in dict.fromkeys(row.fc1 for row in self.table):
@@ -156,6 +156,7 @@ class GroupedKernel(JitKernel):
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         check(self.geometry, weights)
         self._scalars = self._scalars_of(weights)
+        self._constants = weights.epilogue.swiglu(self.geometry.num_experts, weights.device)
         self.weights, self.first_expert = weights, first_expert
         self._w1, self._w2 = weights.fc1_weight, weights.fc2_weight
         (_, s1), (_, s2) = matrices(weights)
@@ -236,7 +237,8 @@ class GroupedKernel(JitKernel):
         routes, row = tokens * g.top_k, self.row(tokens)
         order, starts = self._sorted(ids)
         h, h_sf = self._empty(routes, size, device)
-        given: tuple[Any, ...] = (self._w1, self._s1, own.fc1_alpha, own.fc2_factor, own.up_to_gate, order, starts)
+        scalars = own.fc1_alpha, own.fc2_factor, own.up_to_gate, *self._constants
+        given: tuple[Any, ...] = (self._w1, self._s1, *scalars, order, starts)
         source.fc1_kernel[(-(-size // row.fc1.rows), self._blocks(routes, row.fc1))](
             codes, codes_sf.view(torch.int32), *given, h, h_sf, own.step, **self._of_fc1(row.fc1), **_options(row.fc1)
         )

@@ -36,8 +36,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from trtllm_b12x.kernels.triton.epilogues import SWIGLU_BIAS, activate, rounded
 from trtllm_b12x.kernels.triton.operands import INTERPRETED
-from trtllm_b12x.kernels.triton.products import activate, rounded
 
 from .quantization import E2M1, E4M3_NAN, NAN, quantized
 
@@ -219,9 +219,12 @@ def _product(
     return _multiplied(x, x_sf, codes, factors, sums, BM, BN, BK // packed, FORMAT, NATIVE)
 
 
-@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["alpha", "factor", "up_to_gate"])
+@triton.jit(
+    do_not_specialize=["step"],
+    do_not_specialize_on_alignment=["alpha", "factor", "up_to_gate", "swiglu_alpha", "swiglu_beta", "swiglu_limit"],
+)
 def fc1_kernel(
-    x, x_sf, weight, weight_sf, alpha, factor, up_to_gate, order, starts, h, h_sf, step,
+    x, x_sf, weight, weight_sf, alpha, factor, up_to_gate, swiglu_alpha, swiglu_beta, swiglu_limit, order, starts, h, h_sf, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
@@ -233,6 +236,7 @@ def fc1_kernel(
         weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows [up; gate]).
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale; up's half is in units of ``up_to_gate (E,)``.
         factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
+        swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, which NVFP4 is not multiplied with, ``(E,)`` float32.
         order: ``(routes,)`` int32, by expert.
         starts: ``(E + 1,)`` int32, places in ``order``.
         h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written.
@@ -270,7 +274,12 @@ def fc1_kernel(
         scale_1 = tl.load(alpha + expert)
         up, gate = up * scale_1, gate * scale_1
         divisor = tl.div_rn(tl.div_rn(1.0, tl.load(factor + expert * step)), tl.load(up_to_gate + expert))
-    result = rounded(activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION), tl.bfloat16).to(tl.float32)
+    if ACTIVATION == SWIGLU_BIAS:
+        alphas, betas, limits = swiglu_alpha + expert, swiglu_beta + expert, swiglu_limit + expert
+        result = activate(up, gate, tl.load(alphas), tl.load(betas), tl.load(limits), ACTIVATION)
+    else:
+        result = activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION)
+    result = rounded(result, tl.bfloat16).to(tl.float32)
     code, scale = quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
     column = tile * (BN // packed) + tl.arange(0, BN // packed)
     block = tile * (BN // size) + tl.arange(0, BN // size)

@@ -118,23 +118,15 @@ class TritonKernel(JitKernel):
         inputs, extra = weights.input_scales, weights.epilogue
         if inputs is None:
             raise ValueError("the kernels take the host's input scales, not their reciprocals")
-        experts, device = self.geometry.num_experts, weights.fc1_weight.device
-
-        def filled(tensor: torch.Tensor | None, value: float) -> torch.Tensor:
-            return torch.full((experts,), value, dtype=torch.float32, device=device) if tensor is None else tensor
-
         none = weights.fc2_alpha  # an address for what is not read
-        constants = [none] * 3
-        if self.geometry.activation == "SwigluBias":
-            given = ((extra.swiglu_alpha, 1.0), (extra.swiglu_beta, 0.0), (extra.swiglu_limit, float("inf")))
-            constants = [filled(tensor, value) for tensor, value in given]
+        constants = extra.swiglu(self.geometry.num_experts, none.device)
         bias1, bias2 = (none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
         fc1, fc2 = matrices(weights)
         head, tail = (*fc1, weights.fc1_alpha), (inputs.up_to_gate, bias1, *constants)
         fc2 = (*fc2, weights.fc2_alpha, inputs.fc2_input_scale, bias2)
         steps = int(inputs.fc31_input_scale.numel() > 1), int(inputs.fc2_input_scale.numel() > 1)
         # Input that arrives quantized is in units of the input scale, which the alpha holds.
-        one = torch.ones(1, dtype=torch.float32, device=device)
+        one = torch.ones(1, dtype=torch.float32, device=none.device)
         return {
             False: launch.Layer((*head, inputs.fc31_input_scale, *tail), fc2, first_expert, steps),
             True: launch.Layer((*head, one, *tail), fc2, first_expert, (0, steps[1])),

@@ -21,7 +21,8 @@ class TritonMXFP8Kernel(TritonKernel):
     word = 4
 
     def _of_layer(self, weights: Any, first_expert: int) -> dict[bool, launch.Layer]:
-        # Of scales and constants that the format does not have, an address.
+        # Of scales that the format does not have, and of a bias, an address.
         none = torch.ones(1, dtype=torch.float32, device=weights.device)
+        constants = weights.epilogue.swiglu(self.geometry.num_experts, weights.device)
         fc1, fc2 = matrices(weights)
-        return {False: launch.Layer((*fc1, *[none] * 7), (*fc2, *[none] * 3), first_expert, (0, 0))}
+        return {False: launch.Layer((*fc1, *[none] * 4, *constants), (*fc2, *[none] * 3), first_expert, (0, 0))}
