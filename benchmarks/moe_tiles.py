@@ -64,6 +64,10 @@ MXFP8_CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("gemma-4-26B-A4B", 4, (1, 8)),
     ("gemma-4-26B-A4B", 8, (1, 8)),
     ("gemma-4-26B-A4B", 32, (8,)),
+    ("MiniMax-M3, TP 8", 1, (1,)),
+    ("MiniMax-M3, TP 8", 2, (1,)),
+    ("MiniMax-M3, TP 8", 4, (1,)),
+    ("MiniMax-M3, TP 8", 8, (1, 8)),
 )
 KERNEL = {"fc1": "fc1_kernel", "fc2": "fc2_kernel", "token": "fc2_token_kernel"}
 PRODUCTS = tuple(KERNEL)

@@ -113,7 +113,11 @@ _LARGE_SHARED_MEMORY = 160 << 10
 _FEW = 0.1
 """Routes per expert that are so few that each program's time is the call's."""
 _PROGRAMS_PER_MULTIPROCESSOR = 0.7
-"""At least, where rows can be divided."""
+"""At least, where rows can be divided; of one route each, so many more as a row is longer than :data:`_LONG_ROW`."""
+_LONG_ROW = 2048
+"""Bytes."""
+_IDLE = 1.25
+"""So many times its columns a sum may have in stretches side by side."""
 
 
 def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int = 8) -> Tiles:
@@ -135,12 +139,14 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
+    longer = max(1, 4 * hidden / word / _LONG_ROW) if row.routes == 1 else 1
     token = row.token if size <= SHORT and 4 < geometry.top_k <= 8 and ranks == 1 else None
-    return Tiles(row.routes, _divided(fc1, size, wanted, word), _divided(fc2, hidden, wanted, word), token)
+    fc1 = _divided(fc1, size, hidden, wanted * longer, word, longer > 1)
+    return Tiles(row.routes, fc1, _divided(fc2, hidden, size, wanted, word), token)
 
 
 def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, few: bool = True, word: int = 8) -> Tile:
-    """Half the columns, where the last stage would multiply zeros for half of its time.
+    """Half the columns, where the last stage would multiply zeros for half of its time; fewer stretches where the last one would.
 
     Args:
         rows: of the matrix, or of a half of it.
@@ -150,6 +156,8 @@ def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, f
         few: at most :data:`_FEW` of the call.
         word: codes in 32 bits.
     """
+    while tile.split > 1 and _idles(tile.split * tile.columns, inner):
+        tile = replace(tile, num_warps=max(1, tile.num_warps // 2), split=tile.split // 2)
     if not 0 < inner % 256 <= 128 < tile.columns:
         return tile
     if routes == 1 and few:
@@ -160,10 +168,15 @@ def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, f
     return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
 
 
-def _divided(tile: Tile, rows: int, programs: float, word: int) -> Tile:
-    """Fewer rows, to have at least so many programs of an expert; where stretches are side by side, more of those instead."""
+def _idles(columns: int, inner: int) -> bool:
+    """Steps of so many columns multiply zeros for too long at the end of a sum of ``inner``."""
+    return -(-inner // columns) * columns > _IDLE * inner
+
+
+def _divided(tile: Tile, rows: int, inner: int, programs: float, word: int, stretches: bool = False) -> Tile:
+    """Fewer rows, to have at least so many programs of an expert; where stretches are side by side, or may be, more of those."""
     while tile.rows > 16 and rows // tile.rows < programs:
-        split = 1 < tile.split < 8
+        split = tile.split < 8 and (stretches or tile.split > 1) and not _idles(2 * tile.split * tile.columns, inner)
         warps = tile.num_warps if split else max(1, tile.num_warps // 2)
         half = replace(tile, rows=tile.rows // 2, num_warps=warps, split=tile.split * (1 + split))
         if not half.scales_by_four(word):
