@@ -157,7 +157,9 @@ def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, f
         word: codes in 32 bits.
     """
     while tile.split > 1 and _idles(tile.split * tile.columns, inner):
-        tile = replace(tile, num_warps=max(1, tile.num_warps // 2), split=tile.split // 2)
+        wider = tile.rows < 128
+        warps = tile.num_warps if wider else tile.num_warps // 2
+        tile = replace(tile, rows=tile.rows * (1 + wider), num_warps=warps, split=tile.split // 2)
     if not 0 < inner % 256 <= 128 < tile.columns:
         return tile
     if routes == 1 and few:
