@@ -15,9 +15,11 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from tests import mxfp8
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.unittest.test_checkpoint import edit_json, edit_tensors
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, quantization
+from trtllm_b12x.checkpoint.activation import Activation
 from trtllm_b12x.cli import main
 
 
@@ -74,6 +76,46 @@ def test_huggingface_nvfp4_is_read_as_by_the_host(directory: Path) -> None:
     edit_tensors(directory, **plain)
     assert [(layer.quant_algo, layer.group_size) for layer in Checkpoint(directory).layers[:2]] == [("NVFP4", 16)] * 2
     assert Checkpoint(directory).layers[2].quant_algo == "none"
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """MXFP8 as others than nvidia-modelopt write it: the second of two layers is not quantized."""
+    quantized = {k.replace("weight_scale", "weight_scale_inv"): t for k, t in mxfp8.random_experts(2, 128, 64).items()}
+    plain = {
+        f"{e}.{name}.weight": torch.zeros(64, 128) if name != "w2" else torch.zeros(128, 64) for e in range(2) for name in PARTS
+    }
+    directory = write_checkpoint(tmp_path / "model", [quantized, plain], top_k=1)
+    (directory / "hf_quant_config.json").unlink()
+    section = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["model.layers.1.mlp.experts"]}
+    edit_json(directory / "config.json", quantization_config=section)
+    return directory
+
+
+PARTS = ("w1", "w3", "w2")
+
+
+def test_mxfp8_of_other_producers(published: Path) -> None:
+    checkpoint = Checkpoint(published)
+    first, second = checkpoint.layers
+    assert [(layer.quant_algo, layer.group_size) for layer in (first, second)] == [("MXFP8", 32), ("none", None)]
+    expected = mxfp8.random_experts(2, 128, 64)
+    weights = checkpoint.weights(first)
+    assert set(weights) == set(expected)
+    assert all(torch.equal(weights[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in expected.items())
+
+
+def test_mxfp8_of_other_blocks(published: Path) -> None:
+    edit_json(published / "config.json", quantization_config={"quant_method": "mxfp8", "weight_block_size": [128, 128]})
+    with pytest.raises(CheckpointError, match=r"config\.json: weight_block_size is \[128, 128\]; .* for each 1 x 32"):
+        Checkpoint(published)
+
+
+@pytest.mark.parametrize("missing", ["weight", "weight_scale_inv"])
+def test_mxfp8_with_a_tensor_missing(published: Path, missing: str) -> None:
+    file = published / "model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if not n.endswith(f"layers.0.mlp.experts.1.up_proj.{missing}")}, file)
+    assert f"model.layers.0.mlp.experts.1.up_proj.{missing}" in message(published)
 
 
 @pytest.mark.parametrize("algo", sorted(set(quantization.OTHER_ALGORITHMS) - {"none"}))
@@ -207,6 +249,22 @@ def test_another_modules_layers_do_not_stand_in(directory: Path) -> None:
     file = directory / "model.safetensors"
     save_file({n.replace("model.layers.0", "mtp.layers.0"): t for n, t in load_file(file).items()}, file)
     assert "promises experts in layer 0" in message(directory)
+
+
+@pytest.mark.parametrize("value", ["7", [7.0], True])
+def test_a_limit_that_is_no_number(directory: Path, value: Any) -> None:
+    edit_json(directory / "config.json", hidden_act="swigluoai", swiglu_limit=value)
+    assert "config.json: swiglu_limit is" in message(directory)
+
+
+def test_the_constants_of_minimax_m3(directory: Path) -> None:
+    """What TensorRT-LLM takes where the configuration does not say; of other models nobody knows here."""
+    edit_json(directory / "config.json", hidden_act="swigluoai")
+    assert Checkpoint(directory).layers[0].activation == Activation("SwigluBias", True, (1.702, 1.0, 7.0))
+    edit_json(directory / "config.json", hidden_act="silu", model_type="minimax_m3_vl_text", swiglu_alpha=1, swiglu_limit=5)
+    assert Checkpoint(directory).layers[0].activation == Activation("SwigluBias", True, (1, 1.0, 5))
+    edit_json(directory / "config.json", hidden_act="silu", model_type="gpt_oss", swiglu_limit=7.0)
+    assert Checkpoint(directory).layers[0].activation == Activation("Swiglu", True)
 
 
 @pytest.mark.parametrize("value", [None, 5, ["silu"]])

@@ -85,13 +85,14 @@ def test_a_geometry(card: Clock, tmp_path: Path) -> None:
     assert (content["gpu"], content["embedded_host"]) == ("A stand-in (SM0)", True)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "swiglubias"])
 def test_two_kernels_of_a_format_that_the_host_has_no_path_for(
-    card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    activation: str, card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are measured against each other, from drawn weights on."""
     monkeypatch.setattr(tune, "_families", lambda: ["triton", "grouped"])
     out, png = tmp_path / "out.json", tmp_path / "out.png"
-    result = run(*SIZES, "--format", "mxfp8", "--json", out, "--png", png)
+    result = run(*SIZES, "--format", "mxfp8", "--activation", activation, "--json", out, "--png", png)
     assert result.exit_code == 0, result.output
     assert "MXFP8: measured in " in result.output
     assert "triton 1-9, then grouped, 1 layers" in result.output
