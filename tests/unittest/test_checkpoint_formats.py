@@ -82,17 +82,13 @@ def test_huggingface_nvfp4_is_read_as_by_the_host(directory: Path) -> None:
 def published(tmp_path: Path) -> Path:
     """MXFP8 as others than nvidia-modelopt write it: the second of two layers is not quantized."""
     quantized = {k.replace("weight_scale", "weight_scale_inv"): t for k, t in mxfp8.random_experts(2, 128, 64).items()}
-    plain = {
-        f"{e}.{name}.weight": torch.zeros(64, 128) if name != "w2" else torch.zeros(128, 64) for e in range(2) for name in PARTS
-    }
+    shapes = {"w1": (64, 128), "w3": (64, 128), "w2": (128, 64)}
+    plain = {f"{e}.{name}.weight": torch.zeros(shape) for e in range(2) for name, shape in shapes.items()}
     directory = write_checkpoint(tmp_path / "model", [quantized, plain], top_k=1)
     (directory / "hf_quant_config.json").unlink()
     section = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["model.layers.1.mlp.experts"]}
     edit_json(directory / "config.json", quantization_config=section)
     return directory
-
-
-PARTS = ("w1", "w3", "w2")
 
 
 def test_mxfp8_of_other_producers(published: Path) -> None:

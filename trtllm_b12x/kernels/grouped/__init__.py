@@ -21,7 +21,7 @@ from trtllm_b12x.kernels.jit import JitKernel
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.kernels.triton import check, matrices
+from trtllm_b12x.kernels.triton import check, matrices, swiglu
 from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
 
 _COLUMNS = 1024
@@ -156,7 +156,7 @@ class GroupedKernel(JitKernel):
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         check(self.geometry, weights)
         self._scalars = self._scalars_of(weights)
-        self._constants = weights.epilogue.swiglu(self.geometry.num_experts, weights.device)
+        self._constants = swiglu(self.geometry, weights, self._scalars.fc1_alpha)
         self.weights, self.first_expert = weights, first_expert
         self._w1, self._w2 = weights.fc1_weight, weights.fc2_weight
         (_, s1), (_, s2) = matrices(weights)

@@ -119,7 +119,7 @@ class TritonKernel(JitKernel):
         if inputs is None:
             raise ValueError("the kernels take the host's input scales, not their reciprocals")
         none = weights.fc2_alpha  # an address for what is not read
-        constants = extra.swiglu(self.geometry.num_experts, none.device)
+        constants = swiglu(self.geometry, weights, none)
         bias1, bias2 = (none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
         fc1, fc2 = matrices(weights)
         head, tail = (*fc1, weights.fc1_alpha), (inputs.up_to_gate, bias1, *constants)
@@ -237,6 +237,13 @@ def check(geometry: Geometry, weights: Weights) -> None:
         plain = tensor.permute(5, 2, 4, 0, 1, 3) if name.endswith("_sf") else tensor
         if not plain.is_contiguous() or ("weight" in name and tensor.data_ptr() % 16):
             raise ValueError(f"{name} is not contiguous, or not at a multiple of 16 bytes")
+
+
+def swiglu(geometry: Geometry, weights: Weights, none: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """alpha, beta and limit as kernels are given them; ``none``, an address of float32, where they read none."""
+    if geometry.activation != "SwigluBias":
+        return (none,) * 3
+    return weights.epilogue.swiglu(geometry.num_experts, weights.device)
 
 
 def matrices(weights: Any) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -10,7 +10,7 @@ from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.kernels.mxfp8 import MXFP8UnquantizedReferenceKernel
 
-from . import TritonKernel, launch, matrices
+from . import TritonKernel, launch, matrices, swiglu
 
 
 class TritonMXFP8Kernel(TritonKernel):
@@ -23,6 +23,9 @@ class TritonMXFP8Kernel(TritonKernel):
     def _of_layer(self, weights: Any, first_expert: int) -> dict[bool, launch.Layer]:
         # Of scales that the format does not have, and of a bias, an address.
         none = torch.ones(1, dtype=torch.float32, device=weights.device)
-        constants = weights.epilogue.swiglu(self.geometry.num_experts, weights.device)
         fc1, fc2 = matrices(weights)
-        return {False: launch.Layer((*fc1, *[none] * 4, *constants), (*fc2, *[none] * 3), first_expert, (0, 0))}
+        return {
+            False: launch.Layer(
+                (*fc1, *[none] * 4, *swiglu(self.geometry, weights, none)), (*fc2, *[none] * 3), first_expert, (0, 0)
+            )
+        }
