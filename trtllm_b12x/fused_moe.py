@@ -223,7 +223,7 @@ class Promoted(Carried):
             self._announce_and_record(ready=False)
 
     def _announce_and_record(self, ready: bool) -> None:
-        log.announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0))
+        log.announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0), self._alone)
         registry.record(self, self.verdict, ready=ready)
 
     def _judge(self) -> Resolution:

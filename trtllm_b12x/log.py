@@ -14,14 +14,18 @@ _lock = locks.new()
 process.kept(_said.clear)
 
 
-def announce(resolution: Resolution, subject: str, rank: int = 0) -> None:
+def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = False) -> None:
     """Log each rejection whose reason this process has not logged yet.
 
     A warning on rank 0 where something can be done, with the commands.  For debugging only, elsewhere, and where the card, the
     model or the deployment is simply another one: then what else could be mended would not help either; nor does what stands
     against one family only, if the rest stands against another that is free of it.  A layer that is served has one line for each
     family that would have been preferred: information, unless its kernels have failed.
+
+    Args:
+        alone: of a format that the host has no path for.
     """
+    without = "has no implementation" if alone else "stays on CUTLASS"
     nearest = [set(verdict.reasons) for _, verdict in resolution.verdicts]
     preferred = next((name for name, verdict in resolution.verdicts if not verdict.rejections), "")
     for name, verdict in resolution.verdicts:
@@ -34,7 +38,7 @@ def announce(resolution: Resolution, subject: str, rank: int = 0) -> None:
         if not preferred:
             for rejection in verdict.rejections:
                 if _first_time(("", rejection.reason)):
-                    logger.log(level, "rank %d: %s stays on CUTLASS: %s", rank, subject, rejection)
+                    logger.log(level, "rank %d: %s %s: %s", rank, subject, without, rejection)
         elif sum(_first_time((name, reason)) for reason in verdict.reasons):
             if level == logging.WARNING and RejectReason.KERNEL_PLAN_FAILED not in verdict.reasons:
                 level = logging.INFO

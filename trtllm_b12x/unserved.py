@@ -34,7 +34,7 @@ def class_for(trtllm: Host, resolve: Callable[[questions.Question], Resolution],
     verdict = resolve(question)
     if verdict.served:
         return trtllm.CutlassFusedMoE
-    log.announce(verdict, f"{row.name} experts", 0)
+    log.announce(verdict, f"MoE layer in {row.name}", alone=True)
     return None
 
 

@@ -89,13 +89,15 @@ def test_scales_that_a_checkpoint_lacks_are_seen() -> None:
     assert torch.equal(layer(x, logits).isnan().all(1), met)
 
 
-def test_a_layer_that_no_kernel_serves_says_why() -> None:
+def test_a_layer_that_no_kernel_serves_says_why(caplog: pytest.LogCaptureFixture) -> None:
     """The host's own path would stumble over a parameter that MXFP8 does not have."""
     one = {"alpha": torch.ones(EXPERTS), "beta": torch.ones(EXPERTS), "limit": torch.ones(EXPERTS, 2)[:, 0]}
     layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE), **swiglu_constants(**one))
     assert not layer.backend.schedule.kernels
     with pytest.raises(RuntimeError, match=r"no kernel serves 3 tokens of .* no path for it on this card: .* swiglu_limit is"):
         called(layer)
+    assert "has no implementation: KERNEL_PLAN_FAILED" in caplog.text
+    assert "CUTLASS" not in caplog.text
 
 
 def test_ranks_of_attention_dp_gather_bf16() -> None:
