@@ -97,13 +97,12 @@ def grouped_nvfp4(e: Environment) -> KernelFeatures:
     return replace(
         known,
         name="grouped",
-        activations=known.activations - {"SwigluBias"},
         hidden_size_multiple=64,
         arithmetic="KERNEL",
         dtypes=frozenset({"bfloat16"}),
         oldest_sm=89,
         measured_from=64,
-        bound_by=known.bound_by | {RejectReason.ACTIVATION_CONSTANTS, RejectReason.UPCAST},
+        bound_by=known.bound_by | {RejectReason.UPCAST},
     )
 
 

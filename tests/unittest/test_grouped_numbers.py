@@ -32,6 +32,7 @@ BOUND = 0.004
 OTHERS = {
     "off every tile": Geometry(3, 2, 192, 192, "Geglu"),
     "not gated": Geometry(3, 2, 64, 64, "Silu"),
+    "alpha, beta and limit": Geometry(3, 2, 128, 64, "SwigluBias"),
     "a rank of two": Geometry(5, 3, 128, 64, "Gelu", ranks=2),
 }
 
@@ -80,7 +81,7 @@ def of_other_layers() -> dict[str, dict[str, float | bool]]:
     """Every activation and form against the reference kernel; FC2's input scale is each expert's own, as is up's ratio."""
     found = {}
     for name, geometry in OTHERS.items():
-        weights = random_layer(geometry, ratio=True).kernel_weights()
+        weights = random_layer(geometry, ratio=geometry.activation != "SwigluBias").kernel_weights()
         first = 5 if geometry.expert_parallel else 0
         kernel, yardstick = planned(geometry, weights, first)
         x, ids, router_weights = random_call(geometry, 9, geometry.num_experts * geometry.ranks)
@@ -125,8 +126,8 @@ def test_what_the_kernels_do_not_take() -> None:
     kernel.bind(layer.kernel_weights())
     with pytest.raises(ValueError, match="takes 64 bytes of FP4 a token and 1024 scales"):
         kernel.run_quantized(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), True, *layer_call())
-    with pytest.raises(ValueError, match="SwigluBias is none of"):
-        kernel.describe(dataclasses.replace(geometry, activation="SwigluBias"), 100, CPU)
+    with pytest.raises(ValueError, match="SiTu is none of"):
+        kernel.describe(dataclasses.replace(geometry, activation="SiTu"), 100, CPU)
     with pytest.raises(ValueError, match="must be multiples of 64 and 16"):
         kernel.describe(dataclasses.replace(geometry, hidden_size=96), 100, CPU)
 

@@ -103,7 +103,7 @@ def test_b12x_goes_on_refusing_constants(every_family: None) -> None:
     module, _, calls = with_constants(("alpha", "beta", "limit"), 9)
     assert calls == 1
     verdict = module.backend.verdict
-    assert verdict.families == ("triton",)
+    assert verdict.families == ("triton", "grouped")
     assert RejectReason.ACTIVATION_CONSTANTS in [rejection.reason for family, rejection in verdict.refused if family == "b12x"]
 
 

@@ -236,7 +236,7 @@ def fc1_kernel(
         weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows [up; gate]).
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale; up's half is in units of ``up_to_gate (E,)``.
         factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
-        swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, which NVFP4 is not multiplied with, ``(E,)`` float32.
+        swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, ``(E,)`` float32; ``up_to_gate`` is 1 with them.
         order: ``(routes,)`` int32, by expert.
         starts: ``(E + 1,)`` int32, places in ``order``.
         h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written.
