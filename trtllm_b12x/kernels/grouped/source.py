@@ -36,8 +36,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trtllm_b12x.kernels.triton.epilogues import SWIGLU_BIAS, activate, rounded
 from trtllm_b12x.kernels.triton.operands import INTERPRETED
+from trtllm_b12x.kernels.triton.products import SWIGLU_BIAS, activate, rounded  # whose kernels are hashed first, see there
 
 from .quantization import E2M1, E4M3_NAN, NAN, quantized
 
