@@ -588,6 +588,7 @@ def mxfp8(backend: str) -> dict[str, Any]:
     """A layer that the host has no implementation for on this card: with ours off, then loaded, measured at its first call, and
     called and captured at counts on both sides of decode; loaded again in parts, and with gate and up of all experts fused."""
     import tempfile
+    from unittest import mock
 
     import torch
 
@@ -596,6 +597,8 @@ def mxfp8(backend: str) -> dict[str, Any]:
     from tests import mxfp8 as experts
     from tests.clock import Clock, capturing, standing_in
     from trtllm_b12x.crossover.table import HOST
+    from trtllm_b12x.host import building, questions
+    from trtllm_b12x.kernels.reference import ReferenceKernel
     from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
 
     os.environ.update({"TRTLLM_B12X_CROSSOVER": "auto", "XDG_CACHE_HOME": tempfile.mkdtemp()})
@@ -641,6 +644,15 @@ def mxfp8(backend: str) -> dict[str, Any]:
         given["activation_type"] = host.ActivationType.SwigluBias
     minimax = layers.load(create(**given), tensors)
     found["constants"] = [error(tokens, minimax, swiglu) for tokens in (1, 30, 100)]
+    if backend == "CUTLASS":  # what trtllm-b12x tune builds
+        made = building.create(4, 256, 128, 2, "SwigluBias", quant_algo="MXFP8", group_size=32)
+        found["built"] = [type(made.backend).__name__, sorted(questions.activation_tensors(made.backend))]
+    with mock.patch.object(ReferenceKernel, "bind", side_effect=ValueError("taken away")):
+        nobody = layers.load(create(), tensors)
+    try:
+        nobody(torch.randn(3, 256).to(torch.bfloat16), torch.randn(3, 4).to(torch.bfloat16))
+    except RuntimeError as refused:
+        found["nobody"] = str(refused)
     names = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 
     def bits(one: Any) -> list[torch.Tensor]:

@@ -226,6 +226,8 @@ PATTERNS: dict[str, tuple[dict[str, Any], int | None]] = {
     "kinds of MLP": ({"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_hidden_layers": 4}, 3),
     "Llama 4": ({"moe_layers": [0, 1, 2, 3], "num_hidden_layers": 4}, 3),
     "Llama 4, every other": ({"interleave_moe_layer_step": 2, "num_hidden_layers": 4}, 3),
+    "MiniMax-M3": ({"moe_layer_freq": [0, 1, 1, 1], "num_hidden_layers": 4}, 3),
+    "MiniMax-M3, dense at its end": ({"moe_layer_freq": [1, 1, 1, 0], "num_hidden_layers": 4}, None),
     "nested": ({"text_config": {"model_type": "qwen3_moe", "num_hidden_layers": 4}}, 3),
 }
 
