@@ -11,10 +11,10 @@ import torch
 
 import trtllm_b12x
 from tests import layers
-from trtllm_b12x import process, selection
-from trtllm_b12x.decision import RejectReason
+from trtllm_b12x import process, selection, unserved
+from trtllm_b12x.decision import RejectReason, Resolution
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
-from trtllm_b12x.host import questions
+from trtllm_b12x.host import load, questions
 
 host = layers.host
 create_moe = host.create_moe
@@ -44,6 +44,16 @@ def test_nvfp4_is_promoted_and_nothing_else(backend: str) -> None:
     assert create_moe.get_moe_cls(config(None, moe_backend=backend), override) is FlashInferNvfp4Sm12xFusedMoE
     mixed = config(host.QuantAlgo.MIXED_PRECISION, moe_backend=backend)
     assert create_moe.get_moe_cls(mixed) is FlashInferNvfp4Sm12xFusedMoE
+
+
+@pytest.mark.embedded
+def test_a_format_that_neither_side_serves(caplog: pytest.LogCaptureFixture) -> None:
+    """It does not stay on CUTLASS, which has nothing for it on this card."""
+    process.forget()
+    verdict = Resolution.left_to_the_host(RejectReason.TRITON, "no gcc")
+    mxfp8 = config(host.QuantAlgo.MXFP8, moe_backend="AUTO")
+    assert unserved.class_for(load(), lambda question: verdict, mxfp8, None) is None
+    assert "MoE layer in MXFP8 has no implementation: TRITON: no gcc" in caplog.text
 
 
 def test_install_is_idempotent_and_errors_are_the_hosts() -> None:
