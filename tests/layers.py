@@ -129,7 +129,7 @@ def run_moe(
     backend: Any,
     x: Any,
     ids: torch.Tensor,
-    router_weights: torch.Tensor,
+    router_weights: torch.Tensor | None,
     x_sf: torch.Tensor | None = None,
     *,
     is_sf_swizzled: bool = True,

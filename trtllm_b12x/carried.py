@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from .quantization import Method
 from .schedule import HOSTS, Schedule
@@ -22,21 +26,26 @@ class Carried(_Backend):
     schedule: Schedule
     _parked: Schedule
     _ours: Method | None
+    _memory: Mapping[tuple[str, torch.device, torch.dtype], torch.Tensor] = MappingProxyType({})
+    """Our parameters and buffers on each device where they have been."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kernel, whose views and workspace are this layer's: a copy runs on CUTLASS until its weights are loaded."""
-        return {**self.__dict__, "schedule": HOSTS, "_parked": HOSTS}
+        return {**self.__dict__, "schedule": HOSTS, "_parked": HOSTS, "_memory": {}}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moved or converted: the kernel follows, or waits until the layer is back where it can run."""
         own = {} if self._ours is None else self._ours.neutral
         meta = [name for name in own if name in self._parameters and self._parameters[name].is_meta]
+        with suppress(Exception):
+            self._remember_tensors()
         module = super()._apply(*args, **kwargs)
         for name in meta:
             if not self._parameters[name].is_meta:
                 self._parameters[name].data.fill_(own[name])  # what it is given here is not even zeros
         schedule = self.schedule if self.schedule.kernels else self._parked
         try:
+            self._restore_tensors()
             self.retire_kernels()
             if not all(kernel.runs_on(self.w2_weight.device) for kernel in schedule.kernels):
                 self._parked = schedule
@@ -46,6 +55,25 @@ class Carried(_Backend):
         except Exception as error:
             self._leave_to_the_host(error)
         return module
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        named = {**self._parameters, **self._buffers}
+        return {name: tensor.data for name, tensor in named.items() if name.startswith("b12x_") and not tensor.is_meta}
+
+    def _remember_tensors(self) -> None:
+        """Keep our parameters and buffers alive where they are: captured graphs read and write them there."""
+        self._memory = dict(self._memory)
+        for name, tensor in self._own_tensors().items():
+            self._memory.setdefault((name, tensor.device, tensor.dtype), tensor)
+
+    @torch.inference_mode()
+    def _restore_tensors(self) -> None:
+        """Back on a device where they were before, our parameters and buffers take their old memory again."""
+        for name, tensor in self._own_tensors().items():
+            before = self._memory.get((name, tensor.device, tensor.dtype), tensor)
+            if before.data_ptr() != tensor.data_ptr() and before.shape == tensor.shape:
+                before.copy_(tensor)
+                (self._parameters if name in self._parameters else self._buffers)[name].data = before
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The host's keys, where they say it all."""

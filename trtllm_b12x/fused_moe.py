@@ -16,6 +16,7 @@ from . import eligibility, formats, host, kernels, log, registry, settings, unse
 from .carried import Carried
 from .crossover import deciding
 from .decision import RejectReason, Resolution
+from .formats import constants
 from .formats.epilogue import Epilogue
 from .host import contract, questions
 from .quantization import Method
@@ -33,13 +34,10 @@ class Promoted(Carried):
     """
 
     hosts_class: ClassVar[type]
-    """What runs in its place."""
     _quantized: ClassVar[Any]
-    """The host's ``Fp4QuantizedTensor``."""
     _is_tuning: ClassVar[staticmethod[[], bool]]
     """The host's autotuner is running."""
     verdict: Resolution
-    """The latest, from ``create_weights`` on."""
     schedule = HOSTS
     """Has kernels once weights are loaded, if any serve the layer."""
     _parked = HOSTS
@@ -49,18 +47,17 @@ class Promoted(Carried):
     _fault = ""
     """First line of what went wrong in a call; the layer is then the host's."""
     _addresses: tuple[int, ...] = ()
-    """Of the parameters that the kernel reads, when it was bound."""
+    """Of the host's tensors that the kernel reads, when it was bound."""
+    _swiglu_tensors: tuple[str, ...] = ()
+    """Attributes that hold SwiGLU's alpha, beta and limit."""
     _kernels: Mapping[str, type[kernels.Kernel]] = MappingProxyType({})
-    """Families that are considered, in order."""
+    """By family, in order."""
     _plan_errors: Mapping[str, str] = MappingProxyType({})
     _ours: Method | None = None
     """``quant_method``, where it is one of ours."""
     _most_tokens: int | None = None
-    """Of a call, where the host says it."""
     _dtype = torch.bfloat16
-    """Of tokens that kernels are given."""
     _ones: torch.Tensor | None = None
-    """Scales of routes where the host hands on none."""
     _alone = False
     """The host has no path for the layer's format: every call is a kernel's."""
 
@@ -192,9 +189,9 @@ class Promoted(Carried):
             if refused or most < kind.features.measured_from or before.serves_all(most):
                 return None, refused or _SPARE
             weights = self._kernel_weights()
-            self._addresses = self.quant_method.addresses(self)
+            self._addresses = self._addresses_now()
             if self.apply_router_weight_on_input:  # the host has scaled the input, and hands on no scales
-                self._ones = torch.ones(most, geometry.top_k, device=self.w2_weight.device)
+                self._ones = constants.filled(1.0, (most, geometry.top_k), self.w2_weight.device)
             if kernel is None or kernel.device != self.w2_weight.device:
                 kernel = kind()
                 kernel.plan(geometry, most, self.w2_weight.device)
@@ -251,7 +248,13 @@ class Promoted(Carried):
     def _kernel_weights(self) -> Any:
         """Of the layer's format, with what it has beside its weights."""
         weights, extra = self.quant_method.kernel_weights(self), questions.activation_tensors(self)
+        self._swiglu_tensors = questions.activation_tensor_names(self)
         return dataclasses.replace(weights, epilogue=Epilogue(**extra)) if extra else weights
+
+    def _addresses_now(self) -> tuple[int, ...]:
+        """Addresses of the host's tensors that the kernels read: parameters, and SwiGLU's constants."""
+        constants = (getattr(self, name).data_ptr() for name in self._swiglu_tensors)
+        return (*self.quant_method.addresses(self), *constants)
 
     # ---- call --------------------------------------------------------------------------------------------------------
 
@@ -347,7 +350,7 @@ class Promoted(Carried):
             if self._ours is not None:
                 self._ours.before_hosts_call(self)
             return None
-        addresses = self.quant_method.addresses(self)
+        addresses = self._addresses_now()
         if addresses != self._addresses:  # the kernel reads the parameters as they are now, also where no hook was called
             weights = self._kernel_weights()
             for one in self.schedule.kernels:

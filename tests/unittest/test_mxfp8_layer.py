@@ -36,7 +36,8 @@ def built(weights: dict[str, torch.Tensor], gated: bool = True, size: int = SIZE
 
 @pytest.fixture(autouse=True)
 def families(every_family: None) -> None:
-    """All of them."""
+    """All of them, and no line that another test has logged."""
+    process.forget()
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["Swiglu", "Relu2"])

@@ -155,6 +155,10 @@ def ask(module: Any, like: Any) -> bool:
         split = state.split or (before.split if before else None)
         if split is not None:
             module.schedule = Schedule(found.families, split)
+        elif torch.cuda.is_current_stream_capturing():
+            log.once(
+                f"{geometry}: a CUDA graph is captured before any eager call: it keeps {found.summary}, nothing is measured yet"
+            )
         return state.split is not None
 
 

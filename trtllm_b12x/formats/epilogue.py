@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from . import constants
+
 NEUTRAL = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": float("inf")}
 """What stands for a constant of SwiGLU that is not given."""
 
@@ -26,7 +28,7 @@ class Epilogue:
     def swiglu(self, experts: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """alpha, beta and limit, ``(E,)`` float32 each, also where they are not given."""
         given = ((getattr(self, name), value) for name, value in NEUTRAL.items())
-        return tuple(torch.full((experts,), value, device=device) if tensor is None else tensor for tensor, value in given)
+        return tuple(constants.filled(value, (experts,), device) if tensor is None else tensor for tensor, value in given)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that there are, by name."""

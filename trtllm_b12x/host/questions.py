@@ -23,6 +23,13 @@ Question = tuple[Problem, Deployment]
 
 _MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
 """``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``); LoRA on attention leaves them as they are."""
+_ACTIVATION_TENSORS = {
+    "act_alpha": "swiglu_alpha",
+    "act_beta": "swiglu_beta",
+    "act_clamp": "swiglu_limit",
+    **{name: name for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")},
+}
+"""Attributes of a layer that hold SwiGLU's constants as tensors, C2's first, and what older hosts call them."""
 _CONSTANTS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar")
 
 
@@ -157,17 +164,20 @@ def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: one is no tensor.
     """
-    found = {}
-    for name, newer in (("alpha", "act_alpha"), ("beta", "act_beta"), ("limit", "act_clamp")):
-        value = getattr(layer, newer, None)
-        value = getattr(layer, f"swiglu_{name}", None) if value is None else value
-        if value is not None:
-            if not hasattr(value, "data_ptr"):
-                raise ValueError(f"SwiGLU's {name} is no tensor")
-            found[f"swiglu_{name}"] = value
+    found = {_ACTIVATION_TENSORS[name]: getattr(layer, name) for name in activation_tensor_names(layer)}
+    for name, value in found.items():
+        if not hasattr(value, "data_ptr"):
+            raise ValueError(f"{name} is a {type(value).__name__}, the kernels take a tensor")
     if not found and activation_constants(lambda name: getattr(layer, name, None)):
         raise ValueError("SwiGLU's limit is given as a number alone")
     return found
+
+
+def activation_tensor_names(layer: Any) -> tuple[str, ...]:
+    """Attributes of a layer that hold SwiGLU's alpha, beta and limit."""
+    names = dict.fromkeys(name for name in _ACTIVATION_TENSORS if getattr(layer, name, None) is not None)
+    newer = {_ACTIVATION_TENSORS[name] for name in names if name.startswith("act_")}
+    return tuple(name for name in names if name not in newer)
 
 
 def of_config(model_config: Any) -> Question:

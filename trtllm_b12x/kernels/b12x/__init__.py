@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x import environment, families, locks, process, settings
+from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, Workspace, aligned, first_line, handed_back, late, output, routes
 from trtllm_b12x.kernels.jit.cards import card_of
@@ -311,4 +312,5 @@ def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan
     remedy = late.remedy(geometry, card_of(device)) if device.type == "cuda" else ""
     routes.warm_up(device, compacted(geometry, candidates), remedy)
     logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
-    return _Plan(geometry, device, scratch, scratch.pristine(), compiler.signatures, candidates, Turn.of(device))
+    pristine = constants.kept(("b12x", geometry, capacity, device), scratch.pristine)
+    return _Plan(geometry, device, scratch, pristine, compiler.signatures, candidates, Turn.of(device))

@@ -15,6 +15,7 @@ import torch
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, aligned, handed_back, late, output
 from trtllm_b12x.kernels.jit import JitKernel
@@ -161,10 +162,10 @@ class GroupedKernel(JitKernel):
         self._w1, self._w2 = weights.fc1_weight, weights.fc2_weight
         (_, s1), (_, s2) = matrices(weights)
         self._s1, self._s2 = s1.view(torch.int32), s2.view(torch.int32)
-        self._experts = torch.arange(self.geometry.num_experts + 1, dtype=torch.int32, device=weights.device)
+        self._experts = constants.count(self.geometry.num_experts + 1, weights.device)
 
     def _scalars_of(self, weights: Any) -> Scalars:
-        none = torch.ones(1, dtype=torch.float32, device=weights.device)
+        none = constants.filled(1.0, (1,), weights.device)
         return Scalars(none, none, none, none, none)
 
     def _tested_sizes(self) -> list[int]:

@@ -20,6 +20,7 @@ import torch
 
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
+from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, aligned, check_quantized, handed_back, late, output, routes
 from trtllm_b12x.kernels.jit import JitKernel, Plan
@@ -119,14 +120,14 @@ class TritonKernel(JitKernel):
         if inputs is None:
             raise ValueError("the kernels take the host's input scales, not their reciprocals")
         none = weights.fc2_alpha  # an address for what is not read
-        constants = swiglu(self.geometry, weights, none)
+        swiglu_constants = swiglu(self.geometry, weights, none)
         bias1, bias2 = (none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
         fc1, fc2 = matrices(weights)
-        head, tail = (*fc1, weights.fc1_alpha), (inputs.up_to_gate, bias1, *constants)
+        head, tail = (*fc1, weights.fc1_alpha), (inputs.up_to_gate, bias1, *swiglu_constants)
         fc2 = (*fc2, weights.fc2_alpha, inputs.fc2_input_scale, bias2)
         steps = int(inputs.fc31_input_scale.numel() > 1), int(inputs.fc2_input_scale.numel() > 1)
         # Input that arrives quantized is in units of the input scale, which the alpha holds.
-        one = torch.ones(1, dtype=torch.float32, device=none.device)
+        one = constants.filled(1.0, (1,), none.device)
         return {
             False: launch.Layer((*head, inputs.fc31_input_scale, *tail), fc2, first_expert, steps),
             True: launch.Layer((*head, one, *tail), fc2, first_expert, (0, steps[1])),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
+from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels.mxfp8 import MXFP8UnquantizedReferenceKernel
 
 from . import TritonKernel, launch, matrices, swiglu
@@ -22,7 +21,7 @@ class TritonMXFP8Kernel(TritonKernel):
 
     def _of_layer(self, weights: Any, first_expert: int) -> dict[bool, launch.Layer]:
         # Of scales that the format does not have, and of a bias, an address.
-        none = torch.ones(1, dtype=torch.float32, device=weights.device)
+        none = constants.filled(1.0, (1,), weights.device)
         fc1, fc2 = matrices(weights)
         return {
             False: launch.Layer(

@@ -1,0 +1,132 @@
+"""Addresses that launches are given: the host's tensors, or memory that outlives every load. Captured graphs hold them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layers, mxfp8
+from tests.checkpoints import random_experts
+from tests.nvfp4_layer import random_layer
+from trtllm_b12x import process
+from trtllm_b12x.formats.epilogue import Epilogue
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.grouped import GroupedKernel
+from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.jit.cards import Card
+from trtllm_b12x.kernels.triton import TritonKernel
+from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
+
+KERNELS = {"MXFP8": (TritonMXFP8Kernel, GroupedKernel), "NVFP4": (TritonKernel, GroupedNVFP4Kernel)}
+CPU = torch.device("cpu")
+
+
+def held(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that ``value`` holds, in any nesting of records and containers, with its path."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from held(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from held(one, f"{path}[{name}]")
+    elif isinstance(value, tuple | list):
+        for at, one in enumerate(value):
+            yield from held(one, f"{path}[{at}]")
+
+
+def addresses(kernel: Any) -> dict[str, int]:
+    return {path: tensor.data_ptr() for path, tensor in held(vars(kernel)) if tensor.numel()}
+
+
+def weights_of(geometry: Geometry) -> Any:
+    if geometry.format == "MXFP8":
+        return mxfp8.random_weights(geometry)
+    return random_layer(geometry).kernel_weights()
+
+
+@pytest.mark.parametrize(
+    ("activation", "constant"),
+    [(name, "") for name in ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")]
+    + [("SwigluBias", name) for name in ("alpha", "beta", "limit")],
+)
+@pytest.mark.parametrize("number_format", KERNELS)
+def test_kernels_that_are_bound_again_or_made_again_launch_with_the_same_addresses(
+    number_format: str, activation: str, constant: str
+) -> None:
+    """Reloads bind again; a layer that was refused and loaded again has new kernels. Nothing keeps the first ones alive."""
+    geometry = Geometry(6, 2, 128, 128, activation, format=number_format)
+    weights = weights_of(geometry)
+    if activation == "SwigluBias" and constant:  # the others are neutral constants of ours
+        only = {f"swiglu_{constant}": getattr(weights.epilogue, f"swiglu_{constant}")}
+        weights = dataclasses.replace(weights, epilogue=Epilogue(**only))
+    for kind in KERNELS[number_format]:
+        seen = []
+        for _ in range(3):
+            kernel = kind(Card(132, 228 << 10, 90))
+            kernel.describe(geometry, 100, CPU)
+            for _ in range(2):
+                kernel.bind(weights)
+                seen.append(addresses(kernel))
+                garbage = [torch.full((size,), torch.nan) for size in (1, 2, 6, 7) * 50]
+            del kernel, garbage
+        assert seen[0]
+        assert all(one == seen[0] for one in seen), kind
+
+
+@pytest.mark.parametrize(("family", "router_weight_on_input"), [("b12x", False), ("triton", False), ("triton", True)])
+def test_a_layers_own_tensors_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, family: str, router_weight_on_input: bool
+) -> None:
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", family)
+    process.forget()
+    tensors, top_k = random_experts(4, 128, 256, up_to_gate=1.5), 1 if router_weight_on_input else 2
+    module = layers.load(layers.create(4, 128, 256, top_k, apply_router_weight_on_input=router_weight_on_input), tensors)
+    backend = module.backend
+    assert backend.schedule.kernels
+
+    def own() -> dict[str, int]:
+        named = {**dict(backend.named_parameters()), **dict(backend.named_buffers()), "ones": backend._ones}
+        return {name: t.data_ptr() for name, t in named.items() if t is not None and (name.startswith("b12x_") or name == "ones")}
+
+    first, garbage = own(), []
+    assert len(first) == 4 + router_weight_on_input
+    x, logits = layers.inputs(module, 9, tensors)
+    expected = module(x, logits)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        """As a trip to another device and back: other memory, the same bytes."""
+        return tensor.clone()
+
+    for way in (
+        lambda: layers.load(module, tensors),
+        lambda: backend._apply(moved),
+        lambda: module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}),
+        lambda: backend._apply(moved),
+    ):
+        way()
+        garbage.append([torch.full((4,), torch.nan) for _ in range(100)])
+        assert own() == first
+        assert torch.equal(module(x, logits), expected)
+    assert not backend._memory or not copy.deepcopy(backend)._memory
+
+
+def test_a_limit_that_is_replaced_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads the attribute at every call, so a tensor that takes its place counts at once."""
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
+    process.forget()
+    tensors = random_experts(4, 128, 256)
+    limits = [torch.full((4,), value) for value in (0.01, 0.3)]
+    modules = [layers.load(layers.create(4, 128, 256, **layers.swiglu_constants(limit=limit)), tensors) for limit in limits]
+    x, logits = layers.inputs(modules[0], 9, tensors)
+    first, second = (module(x, logits) for module in modules)
+    assert not torch.equal(first, second)
+    name = "swiglu_limit" if hasattr(modules[0].backend, "swiglu_limit") else "act_clamp"
+    setattr(modules[0].backend, name, limits[1])
+    assert torch.equal(modules[0](x, logits), second)
