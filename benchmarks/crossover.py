@@ -27,18 +27,18 @@ from typing import Any
 
 import torch
 import triton
+from trtllm_b12x.crossover import measuring
+from trtllm_b12x.crossover.search import Search
 
 from benchmarks import require_gpu
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.moe_decode import split, stack
-from trtllm_b12x.crossover import measuring
-from trtllm_b12x.crossover.measuring import Bench, Path
-from trtllm_b12x.crossover.search import Search
-from trtllm_b12x.crossover.table import GAIN, HOST, Measured, Times
+from trtllm_b12x.dispatch.policy import GAIN, HOST, Measured, Times
+from trtllm_b12x.dispatch.schedule import DEFAULT_CROSSOVER
+from trtllm_b12x.dispatch.timing import Bench, Path
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.jit.cards import Card, card_of
 from trtllm_b12x.kernels.triton import TritonKernel
-from trtllm_b12x.schedule import DEFAULT_CROSSOVER
 
 LAYERS = {"Qwen3-30B-A3B": 1, "Nemotron-3-Super": 1, "gpt-oss-120b-like": 1, "DeepSeek-like": 8}
 """And the ranks that share the experts."""

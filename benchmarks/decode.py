@@ -26,12 +26,12 @@ from tests.checkpoints import random_experts
 from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.kernels import NEMOTRON_SUPER, QWEN3_30B, SMALL_RELU2, SMALL_SWIGLU, Shape
 from tests.integration.sm12x_on_hopper.problem import arguments, wrapper
+from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights, round_to_e4m3
 from trtllm_b12x.host.embedded.ops import block_scale_interleave
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.b12x import B12xKernel
-from trtllm_b12x.schedule import crossover
 
 MOE_MAX_NUM_TOKENS = 8192
 """The host's default: ``max_num_tokens``."""
@@ -72,7 +72,7 @@ def call(shape: Shape, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 def planned(shape: Shape, tensors: NVFP4Weights) -> B12xKernel:
     kernel = B12xKernel()
-    kernel.plan(geometry(shape), crossover(shape.top_k, [B12xKernel.features]) - 1, torch.device("cuda", 0))
+    kernel.plan(geometry(shape), default_crossover(shape.top_k, [B12xKernel.features]) - 1, torch.device("cuda", 0))
     kernel.bind(tensors)
     return kernel
 
@@ -102,7 +102,7 @@ def count_launches(shape: Shape, tokens: int) -> dict[str, Any]:
     kernel = planned(shape, tensors)
     x, ids, router_weights = call(shape, tokens)
     long = ids.long()
-    plain = wrapper(shape, "cuda", crossover(shape.top_k, [B12xKernel.features]) - 1)
+    plain = wrapper(shape, "cuda", default_crossover(shape.top_k, [B12xKernel.features]) - 1)
     given = arguments(tensors)
     one = {**given, "input_global_scale": given["input_global_scale"][:1], "fc2_input_scale": given["fc2_input_scale"][:1]}
     named = {"x": x, "token_selected_experts": ids, "token_final_scales": router_weights}
@@ -133,7 +133,7 @@ def memory(shape: Shape) -> dict[str, Any]:
     stack = LAYERS
     one, first = allocated(lambda: planned(shape, tensors))
     more, others = allocated(lambda: [planned(shape, tensors) for _ in range(stack - 1)])
-    capacity = crossover(shape.top_k, [B12xKernel.features]) - 1
+    capacity = default_crossover(shape.top_k, [B12xKernel.features]) - 1
     small, _ = allocated(lambda: wrapper(shape, "cuda", capacity))
     found: dict[str, Any] = {
         "layer": shape.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_b12x.crossover.measuring import router_logits
+from trtllm_b12x.dispatch.timing import router_logits
 from trtllm_b12x.kernels import Geometry
 
 GEOMETRIES: dict[str, Geometry] = {

@@ -26,7 +26,7 @@ import torch
 from benchmarks import require_gpu
 from benchmarks.geometries import MXFP8, routes
 from tests import mxfp8
-from trtllm_b12x.crossover.measuring import graph_seconds
+from trtllm_b12x.dispatch.timing import graph_seconds
 from trtllm_b12x.kernels.grouped import GroupedKernel, Row, Tile, _options
 
 CALLS = (

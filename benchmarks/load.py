@@ -20,9 +20,9 @@ import torch
 
 from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.kernels import NEMOTRON_SUPER, QWEN3_30B, QWEN36_35B, Shape
+from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.b12x import B12xKernel
-from trtllm_b12x.schedule import crossover
 
 DEEPSEEK_TP8 = Shape("DeepSeek-V3, TP 8", 256, 8, 7168, 256, True)
 SHAPES = (QWEN3_30B, QWEN36_35B, NEMOTRON_SUPER, DEEPSEEK_TP8)
@@ -32,7 +32,7 @@ def planned(shape: Shape, device: str) -> B12xKernel:
     kernel = B12xKernel()
     activation = "Swiglu" if shape.gated else "Relu2"
     geometry = Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
-    kernel.plan(geometry, crossover(shape.top_k, [B12xKernel.features]) - 1, torch.device(device))
+    kernel.plan(geometry, default_crossover(shape.top_k, [B12xKernel.features]) - 1, torch.device(device))
     return kernel
 
 

@@ -31,7 +31,7 @@ import triton
 from benchmarks import peers, require_gpu
 from benchmarks.geometries import GEOMETRIES, routes
 from tests.nvfp4_layer import Layer, distance, random_call, random_layer
-from trtllm_b12x.crossover.measuring import copy_bandwidth, expert_bytes, graph_seconds
+from trtllm_b12x.dispatch.timing import copy_bandwidth, expert_bytes, graph_seconds
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton import TritonKernel
 

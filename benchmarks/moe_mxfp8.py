@@ -26,7 +26,7 @@ import triton
 from benchmarks import SAME, cublas, require_gpu
 from benchmarks.geometries import MXFP8, routes
 from tests import mxfp8, nvfp4_layer
-from trtllm_b12x.crossover.measuring import copy_bandwidth, graph_seconds
+from trtllm_b12x.dispatch.timing import copy_bandwidth, graph_seconds
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.grouped import GroupedKernel

@@ -29,7 +29,7 @@ from benchmarks.geometries import GEOMETRIES, MXFP8, routes
 from benchmarks.moe_decode import stack
 from tests import mxfp8
 from tests.nvfp4_layer import distance, random_call
-from trtllm_b12x.crossover.measuring import graph_seconds
+from trtllm_b12x.dispatch.timing import graph_seconds
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton import TritonKernel
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel

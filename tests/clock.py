@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
 from trtllm_b12x.crossover import measuring
-from trtllm_b12x.crossover.measuring import Path
-from trtllm_b12x.crossover.table import HOST, Times
+
+from trtllm_b12x.dispatch.policy import HOST, Times
+from trtllm_b12x.dispatch.timing import Path
 
 
 class Clock:
-    """In the place of :class:`trtllm_b12x.crossover.measuring.Bench`."""
+    """In the place of :class:`trtllm_b12x.dispatch.timing.Bench`."""
 
     def __init__(self, microseconds: Callable[[str, int], float], before: Callable[[], None] = lambda: None) -> None:
         """``before`` is called at the first round of each measurement, and may raise."""

@@ -41,6 +41,8 @@ FORMAT = Format(
     method=f"{__name__}:ToyMethod",
     kind=f"{__name__}:KIND",
     judge=f"{__name__}:ToyJudge",
+    code_bits=8,
+    group_size=16,
     activations=("Swiglu",),
 )
 FAMILY = Family("triton", lambda facts: FEATURES, f"{__name__}:ToyKernel", f"{__name__}:ToyKernel")

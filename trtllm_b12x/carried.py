@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .dispatch.layer import LayerDispatch
 from .quantization import Method
-from .schedule import HOSTS, Schedule
 
 if TYPE_CHECKING:
     _Backend: Any
@@ -23,15 +23,14 @@ else:
 class Carried(_Backend):
     """Kernels and derived values follow the parameters, or wait for them."""
 
-    schedule: Schedule
-    _parked: Schedule
+    dispatch: LayerDispatch
     _ours: Method | None
     _memory: Mapping[tuple[str, torch.device, torch.dtype], torch.Tensor] = MappingProxyType({})
     """Our parameters and buffers on each device where they have been."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kernel, whose views and workspace are this layer's: a copy runs on CUTLASS until its weights are loaded."""
-        return {**self.__dict__, "schedule": HOSTS, "_parked": HOSTS, "_memory": {}}
+        return {**self.__dict__, "dispatch": self.dispatch.without_kernels(), "_memory": {}}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moved or converted: the kernel follows, or waits until the layer is back where it can run."""
@@ -43,14 +42,9 @@ class Carried(_Backend):
         for name in meta:
             if not self._parameters[name].is_meta:
                 self._parameters[name].data.fill_(own[name])  # what it is given here is not even zeros
-        schedule = self.schedule if self.schedule.kernels else self._parked
         try:
             self._restore_tensors()
-            self.retire_kernels()
-            if not all(kernel.runs_on(self.w2_weight.device) for kernel in schedule.kernels):
-                self._parked = schedule
-            elif schedule.kernels:
-                self.schedule = schedule
+            if self.dispatch.moved_to(self.w2_weight.device):
                 self._weights_are_ready()
         except Exception as error:
             self._leave_to_the_host(error)
@@ -111,5 +105,5 @@ class Carried(_Backend):
                 "not with TRTLLM_B12X=0, or load the checkpoint"
             )
         method.refresh(self)
-        if self.schedule.kernels:
+        if self.dispatch.schedule.kernels:
             self._weights_are_ready()

@@ -11,8 +11,8 @@ from typing import Any
 
 from . import host, locks, process
 from .decision import Resolution
+from .dispatch.schedule import EVERY
 from .log import logger
-from .schedule import EVERY
 
 _lock = locks.new()
 

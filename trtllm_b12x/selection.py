@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from . import bootstrap, environment, host, log, registry, settings, unserved, votes
+from . import bootstrap, environment, host, log, registry, settings, unserved
 from .decision import Problem, RejectReason, Resolution, Verdict, decide
 from .host import Host, autotuner, patches, questions
 
@@ -241,15 +241,6 @@ def refusal(problem: Any, deployment: Any) -> str | None:
     return None if resolution.served else "; ".join(map(str, resolution.rejections))
 
 
-_SAID_BY_THE_LAYER = frozenset({RejectReason.EXPERT_PARALLEL, RejectReason.ATTENTION_DP, RejectReason.CUDA_GRAPHS})
-"""Where other ranks may come to another answer, and wait for this one's vote: a layer that is none of ours has none."""
-
-
-def _to_be_built(resolution: Resolution) -> bool:
-    """As a layer of ours, which behaves as the host's where the answer is no."""
-    return any(_SAID_BY_THE_LAYER.issuperset(verdict.reasons) for _, verdict in resolution.verdicts)
-
-
 def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     moe_cls = _without_broken_b12x(moe_cls, trtllm)
     model_config = args[0] if args else kwargs.get("model_config")
@@ -258,10 +249,10 @@ def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[s
         return moe_cls
     verdict = _resolve(question)
     if moe_cls.__name__ == _NAMED_BY_MODELS:
-        if _to_be_built(verdict):
+        if verdict.served:
             _warn_of_trtllm(model_config)
         return moe_cls
-    if _to_be_built(verdict):
+    if verdict.served:
         return _our_class()
     log.announce(verdict, f"moe_backend {getattr(model_config, 'moe_backend', '?')}", _rank(model_config))
     return moe_cls
@@ -302,8 +293,6 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
             with suppress(Exception):
                 if verdict is not None:
                     registry.record(module, verdict, ready=True)
-                if verdict is not None or refused():
-                    votes.stand_aside(call.arguments.get("model_config"), refused())
         return module
 
     return wrapper
@@ -317,7 +306,7 @@ def _backend_for(trtllm: Host, call: inspect.BoundArguments) -> tuple[Any, Resol
     if not promoted_before and not any(moe_cls is cutlass for cutlass in (trtllm.CutlassFusedMoE, *trtllm.leaves)):
         return moe_cls, None
     verdict = _resolve(questions.of_call(_flat(call), quantization=not promoted_before))
-    ours = _to_be_built(verdict)
+    ours = verdict.served
     # Where the class is chosen first, yes or no was said already; elsewhere the host's answer is CutlassFusedMoE.
     if ours and (promoted_before or not trtllm.chooses_first):
         if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":

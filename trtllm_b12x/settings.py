@@ -130,13 +130,6 @@ FREEZE = Switch(
     "0",
     "1 compiles nothing in a server: kernels that are not in the caches (trtllm-b12x warmup) do not serve, and say so",
 )
-GATHER_BF16 = Switch(
-    f"{_PREFIX}_GATHER_BF16",
-    _ON_OFF,
-    "0",
-    "1 lets attention-DP ranks gather bf16 tokens instead of NVFP4, four times the bytes, so that b12x can serve them "
-    "(Triton's kernels take NVFP4)",
-)
 KEEP_BACKEND = Switch(
     f"{_PREFIX}_KEEP_BACKEND",
     _ON_OFF,
@@ -168,7 +161,6 @@ SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (
     CROSSOVER,
     DETERMINISTIC,
     FREEZE,
-    GATHER_BF16,
     KEEP_BACKEND,
     KERNELS,
     MXFP8_UPCAST,

@@ -596,7 +596,7 @@ def mxfp8(backend: str) -> dict[str, Any]:
     from tests import layers
     from tests import mxfp8 as experts
     from tests.clock import Clock, capturing, standing_in
-    from trtllm_b12x.crossover.table import HOST
+    from trtllm_b12x.dispatch.policy import HOST
     from trtllm_b12x.host import building, questions
     from trtllm_b12x.kernels.reference import ReferenceKernel
     from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
@@ -766,7 +766,7 @@ def _warmed_up(autotuner: str, graphs: str) -> dict[str, Any]:
     from tests import layers
     from tests.checkpoints import random_experts
     from tests.clock import Clock, capturing, standing_in
-    from trtllm_b12x.crossover.table import HOST
+    from trtllm_b12x.dispatch.policy import HOST
     from trtllm_b12x.verification import kernel_calls
 
     os.environ.update({"TRTLLM_B12X_CROSSOVER": "auto", "XDG_CACHE_HOME": tempfile.mkdtemp()})

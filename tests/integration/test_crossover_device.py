@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from trtllm_b12x.crossover import deciding, layers, measuring
+from trtllm_b12x.crossover.search import Search
 
 from trtllm_b12x import process
-from trtllm_b12x.crossover import deciding, layers, measuring
-from trtllm_b12x.crossover.layers import Shape
-from trtllm_b12x.crossover.measuring import BUDGET_S, Bench, Path, Run
-from trtllm_b12x.crossover.search import Search
-from trtllm_b12x.crossover.table import HOST, Measured, Times, winner
+from trtllm_b12x.dispatch.policy import HOST, Measured, Times, winner
+from trtllm_b12x.dispatch.schedule import DEFAULT_CROSSOVER
+from trtllm_b12x.dispatch.timing import BUDGET_S, Bench, Path, Run
+from trtllm_b12x.host.build_layer import Shape
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import activate, dequantized
-from trtllm_b12x.schedule import DEFAULT_CROSSOVER
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU of capability 8.0 or newer"

@@ -95,12 +95,13 @@ def measured_alike(rank: int) -> None:
     """Opposite noise, then a rank that cannot measure, then one that has measured before: the same split on both."""
     import tempfile
 
+    from trtllm_b12x.crossover import deciding, measuring, store
+
     from tests import layers
     from tests.checkpoints import random_experts
     from tests.clock import Clock, standing_in
     from trtllm_b12x import votes
-    from trtllm_b12x.crossover import deciding, measuring, store
-    from trtllm_b12x.crossover.table import HOST, Times
+    from trtllm_b12x.dispatch.policy import HOST, Times
 
     def noisy(name: str, tokens: int) -> float:
         noise = (tokens % 7 - 3) / 10 * (1 - 2 * rank)
@@ -145,7 +146,7 @@ def measured_alike_without_a_path_of_the_host(rank: int) -> None:
     from tests import layers, mxfp8
     from tests.clock import Clock, standing_in
     from trtllm_b12x import settings, votes
-    from trtllm_b12x.crossover.table import HOST
+    from trtllm_b12x.dispatch.policy import HOST
 
     os.environ["TRTLLM_B12X_CROSSOVER"] = "auto"
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from trtllm_b12x.crossover import deciding, measuring
 
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, random_call, random_layer
 from trtllm_b12x import process, settings, strict_reference
-from trtllm_b12x.crossover import deciding, measuring
-from trtllm_b12x.crossover.table import HOST, Measured
+from trtllm_b12x.dispatch.policy import HOST, Measured
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.host.embedded.ops import fp4_quantize
 from trtllm_b12x.kernels import Geometry

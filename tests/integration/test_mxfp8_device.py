@@ -11,8 +11,8 @@ import torch
 
 from tests import layers, mxfp8
 from trtllm_b12x import process, strict_reference
-from trtllm_b12x.crossover.table import GAIN, HOST, Measured
 from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.dispatch.policy import GAIN, HOST, Measured
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.grouped import TABLE, GroupedKernel

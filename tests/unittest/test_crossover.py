@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from trtllm_b12x.crossover import deciding, store
 
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
 from trtllm_b12x import fused_moe, process, settings, votes
-from trtllm_b12x.crossover import deciding, store
-from trtllm_b12x.crossover.table import HOST, Fixed, Measured, Times
+from trtllm_b12x.dispatch.policy import HOST, Fixed, Measured, Times
+from trtllm_b12x.dispatch.schedule import Schedule
 from trtllm_b12x.environment import answers
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.schedule import Schedule
 
 TENSORS = random_experts(4, 128, 192)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from trtllm_b12x.crossover import measuring
-from trtllm_b12x.crossover.measuring import BUDGET_S, Bench, Path
-from trtllm_b12x.crossover.table import HOST
+
+from trtllm_b12x.dispatch.policy import HOST
+from trtllm_b12x.dispatch.timing import BUDGET_S, Bench, Path
 from trtllm_b12x.kernels import Geometry
 
 GEOMETRY = Geometry(8, 2, 128, 256, "Swiglu")

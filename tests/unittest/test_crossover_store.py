@@ -14,10 +14,10 @@ from typing import Any
 
 import filelock
 import pytest
-
 from trtllm_b12x.crossover import store
-from trtllm_b12x.crossover.store import Key
-from trtllm_b12x.crossover.table import HOST, Times
+
+from trtllm_b12x.dispatch.policy import HOST, Times
+from trtllm_b12x.dispatch.store import Key
 from trtllm_b12x.environment import answers
 
 TIMES = Times({1: {"triton": 10.25, HOST: 20.5}, 2: {"triton": 11.0, HOST: 21.0}})

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from trtllm_b12x.crossover.table import GAIN, HOST, Fixed, Measured, Times, winner
+from trtllm_b12x.dispatch.policy import GAIN, HOST, Fixed, Measured, Times, winner
 
 
 def times(**paths: list[float]) -> Times:

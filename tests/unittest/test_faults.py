@@ -19,7 +19,7 @@ from tests import faults, layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, standing_in
 from trtllm_b12x import bootstrap, process
-from trtllm_b12x.crossover.table import HOST
+from trtllm_b12x.dispatch.policy import HOST
 
 EVERY = 1 if layers.host.generation == "embedded" or os.environ.get("FAULTS") == "all" else 12
 """In doubles of TensorRT-LLM one function of twelve, ``FAULTS=all`` for each."""

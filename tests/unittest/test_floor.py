@@ -12,7 +12,7 @@ from benchmarks import floor
 from benchmarks.floor_models import CARDS, MODELS, Model, zipf
 from benchmarks.geometries import GEOMETRIES, MXFP8, routes
 from benchmarks.markdown import table
-from trtllm_b12x.crossover.measuring import expected_hits, expert_bytes
+from trtllm_b12x.dispatch.timing import expected_hits, expert_bytes
 
 BY_NAME = {model.name: model for model in MODELS}
 

@@ -12,9 +12,9 @@ from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x import families, process, verification
 from trtllm_b12x.decision import Environment, RejectReason
+from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.host.embedded import fp4_quantize
-from trtllm_b12x.schedule import crossover
 
 host = layers.host
 
@@ -48,17 +48,17 @@ def test_both_sides_of_the_crossover(tokens: int, gated: bool) -> None:
     x, logits = layers.inputs(module, tokens, tensors)
     with verification.kernel_calls(module.backend) as reached:
         result = module(x, logits)
-    assert len(reached) == (1 if tokens < crossover() else 0)
+    assert len(reached) == (1 if tokens < default_crossover() else 0)
     none, kernel = layers.errors(module, x, logits, result, tensors)
     assert none < 0.05
-    if tokens < crossover():
+    if tokens < default_crossover():
         assert kernel < 0.005
 
 
 def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:
     b12x, triton = families.b12x(Environment()), families.triton(Environment())
-    assert [crossover(top_k, [b12x]) for top_k in (1, 8, 16, 22, 1024)] == [64, 64, 64, 47, 2]
-    assert [crossover(top_k, [b12x, triton]) for top_k in (8, 1024)] == [64, 64]
+    assert [default_crossover(top_k, [b12x]) for top_k in (1, 8, 16, 22, 1024)] == [64, 64, 64, 47, 2]
+    assert [default_crossover(top_k, [b12x, triton]) for top_k in (8, 1024)] == [64, 64]
     tensors = random_experts(24, 128, 128)
     module = layers.load(layers.create(24, 128, 128, top_k=22), tensors)
     for tokens, calls in ((46, 1), (47, 0)):
@@ -165,7 +165,7 @@ def test_partial_sums_of_the_ranks_add_up(tp: int, ep: int, tokens: int) -> None
         total = total + module(x, logits).float()
     none, kernel = layers.errors(module, x, logits, total, tensors)
     assert none < 0.05
-    if tokens < crossover() and tp == 1:
+    if tokens < default_crossover() and tp == 1:
         assert kernel < 0.006  # one bf16 rounding per rank
 
 

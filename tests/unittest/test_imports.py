@@ -67,7 +67,7 @@ RULES = (
     ),
     ("checkpoint", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.host"), "files are files"),
     ("crossover/table", ("trtllm_b12x",), "it is pure"),
-    ("crossover/search", ("trtllm_b12x.crossover.measuring", "trtllm_b12x.kernels", "trtllm_b12x.host"), "it is pure"),
+    ("crossover/search", ("trtllm_b12x.dispatch.timing", "trtllm_b12x.kernels", "trtllm_b12x.host"), "it is pure"),
     ("crossover", ("trtllm_b12x.fused_moe", "trtllm_b12x.quantization"), "it is told layers, and makes them as the host does"),
     ("schedule", ("trtllm_b12x.host", "trtllm_b12x.fused_moe"), "it is asked, and asks kernels alone"),
     ("host", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.verification"), "the host knows nothing of ours"),

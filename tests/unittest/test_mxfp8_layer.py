@@ -14,7 +14,7 @@ from tests import mxfp8
 from tests.clock import Clock, capturing, standing_in
 from tests.layers import create, host, swiglu_constants
 from trtllm_b12x import process, registry, settings, votes
-from trtllm_b12x.crossover.table import HOST, Times
+from trtllm_b12x.dispatch.policy import HOST, Times
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
 

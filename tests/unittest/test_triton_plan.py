@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from trtllm_b12x.crossover import measuring
 
 from tests.nvfp4_layer import random_layer
 from trtllm_b12x import families
-from trtllm_b12x.crossover import measuring
-from trtllm_b12x.crossover.table import HOST
 from trtllm_b12x.decision import Environment, Problem, RejectReason, decide
+from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.epilogue import Epilogue

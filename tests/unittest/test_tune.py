@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from trtllm_b12x.crossover import measuring, store
 
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.clock import Clock, standing_in
 from trtllm_b12x import process
 from trtllm_b12x.cli import main
-from trtllm_b12x.crossover import measuring, store
-from trtllm_b12x.crossover.table import HOST, Measured, Times
+from trtllm_b12x.dispatch.policy import HOST, Measured, Times
 
 tune: Any = importlib.import_module("trtllm_b12x.cli.tune")  # its package has the command by that name
 SIZES = ["--hidden", "128", "--intermediate", "256", "--experts", "8", "--top-k", "2"]

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from tests import layers, warm_start
 from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x.cli import main
-from trtllm_b12x.crossover.layers import Shape
+from trtllm_b12x.host.build_layer import Shape
 from trtllm_b12x.kernels.jit.cards import MODELS, models
 
 warmup: Any = importlib.import_module("trtllm_b12x.cli.warmup")  # its package has the command by that name

@@ -44,10 +44,6 @@ class Kind:
     def scalars(self) -> frozenset[str]:
         return frozenset(self.dtypes.keys() - self.columns.keys())
 
-    def nbytes(self, elements: int) -> int:
-        """Of payload and block scales, or of plain weights."""
-        return 2 * elements
-
     def told_by(self, kinds: set[str]) -> bool:
         """Tensors of these kinds are of this format, whatever the configuration says."""
         return False

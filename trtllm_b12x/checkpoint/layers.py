@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from trtllm_b12x import formats
+
 from . import kinds
 from .activation import Activation
 from .files import CheckpointError, TensorFiles, expect_directory, read_json, typed
@@ -121,7 +123,8 @@ class LayerWeights(Mapping[str, torch.Tensor]):
     def nbytes(self) -> int:
         """Bytes of payload and block scales in the checkpoint (or of plain weights)."""
         layer = self._layer
-        return self._kind.nbytes(layer.num_experts * len(layer.projections) * layer.hidden_size * layer.intermediate_size)
+        elements = layer.num_experts * len(layer.projections) * layer.hidden_size * layer.intermediate_size
+        return formats.stored_bytes(layer.quant_algo, elements)
 
 
 def _tensor_name(layer: MoELayer, expert: int, projection: str, kind: str) -> str:

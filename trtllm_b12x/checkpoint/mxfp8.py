@@ -20,9 +20,6 @@ class _MXFP8(Kind):
     group_size = 32
     settings = MappingProxyType({"mxfp8": {"quant_algo": "MXFP8"}})
 
-    def nbytes(self, elements: int) -> int:
-        return elements * 33 // 32
-
     def fault(self, kind: str, tensor: torch.Tensor) -> str:
         data = tensor.view(torch.uint8)
         nan = (data & 0x7F) == _NAN_CODE if kind == "weight" else data == _NAN_SCALE

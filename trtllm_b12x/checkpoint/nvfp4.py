@@ -22,9 +22,6 @@ class _NVFP4(Kind):
     full_code = "a code of magnitude 6"
     damaged = "random bytes 88 %, transposed 85 %"
 
-    def nbytes(self, elements: int) -> int:
-        return elements * 9 // 16
-
     def told_by(self, kinds: set[str]) -> bool:
         return "weight_scale_2" in kinds
 

@@ -16,7 +16,7 @@ from trtllm_b12x.families import FAMILIES
 from .verify_output import plain
 
 if TYPE_CHECKING:
-    from trtllm_b12x.crossover.layers import Shape
+    from trtllm_b12x.host.build_layer import Shape
 
 _SIZES = ("experts", "top_k", "hidden", "intermediate")
 
@@ -94,7 +94,7 @@ def given(checkpoint: Path | None, sizes: dict[str, Any], activation: str, tp: i
     wanted = check(checkpoint, sizes)
     if checkpoint is not None:
         return _of_checkpoint(checkpoint, tp, ep)
-    from trtllm_b12x.crossover.layers import Shape
+    from trtllm_b12x.host.build_layer import Shape
 
     experts, top_k, hidden, intermediate = wanted.values()
     if top_k > experts:
@@ -105,7 +105,7 @@ def given(checkpoint: Path | None, sizes: dict[str, Any], activation: str, tp: i
 
 def _of_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[str, Shape]:
     from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
-    from trtllm_b12x.crossover.layers import Shape
+    from trtllm_b12x.host.build_layer import Shape
 
     try:
         with Checkpoint(checkpoint) as source:

@@ -13,8 +13,7 @@ import click
 
 from trtllm_b12x import __version__, settings
 from trtllm_b12x.bootstrap import first_line
-from trtllm_b12x.crossover.table import HOST, Measured, Steps, Times, winner
-from trtllm_b12x.schedule import DEFAULT_CROSSOVER
+from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy, Timings, counts_to_measure, fastest
 
 from . import geometry
 from .geometry import Unusable
@@ -23,7 +22,7 @@ from .verify_output import plain, progress
 if TYPE_CHECKING:
     import torch
 
-    from trtllm_b12x.crossover.layers import Shape
+    from trtllm_b12x.host.build_layer import Shape
 
 _DONE, _UNUSABLE = 0, 2
 _BUILT = 0.6
@@ -40,21 +39,20 @@ class _Table:
     geometry: Any
     record: dict[str, Any]
     """As files have it."""
-    times: Times
-    steps: Steps
+    times: Timings
     most: dict[str, int]
     """Tokens that each family serves."""
     seconds: float
     layers: int
     limit: dict[int, float]
     """Microseconds by token count for what a call reads once, at the bandwidth of a copy."""
-    skewed: Times | None = None
+    skewed: Timings | None = None
     base: str = ""
     """The family in the place of the host's path, where the host has none."""
-    split: Measured = field(init=False)
+    policy: MeasuredPolicy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.split = Measured(self.times, f"measured in {self.seconds:.1f} s", DEFAULT_CROSSOVER, self.steps)
+        self.policy = MeasuredPolicy(self.times, f"measured in {self.seconds:.1f} s")
 
     def called(self, path: str) -> str:
         return self.base if self.base and path == HOST else path
@@ -66,8 +64,8 @@ class _Table:
         """How far behind the fastest path the choice is under skewed routes, at worst."""
         assert self.skewed is not None
         worst = 0.0
-        for tokens, paths in self.skewed.points.items():
-            chosen = self.split.pick(tokens, [name for name, most in self.most.items() if tokens <= most]) or HOST
+        for tokens, paths in self.skewed.rows.items():
+            chosen = self.policy.select(tokens, [name for name, most in self.most.items() if tokens <= most]) or HOST
             worst = max(worst, paths[chosen] / min(paths.values()) - 1)
         return worst
 
@@ -80,10 +78,10 @@ class _Table:
             "seconds": round(self.seconds, 2),
             "rows_per_local_expert": {str(tokens): round(self.rows(tokens), 3) for tokens in counts},
             "bandwidth_limit": {str(tokens): round(self.limit[tokens], 2) for tokens in counts},
-            "chosen": self.split.ranges(max(self.most.values()), self.most),
+            "chosen": self.policy.ranges(max(self.most.values()), self.most),
         }
         if self.skewed is not None:
-            points = {str(tokens): {name: round(t, 3) for name, t in p.items()} for tokens, p in self.skewed.points.items()}
+            points = {str(tokens): {name: round(t, 3) for name, t in p.items()} for tokens, p in self.skewed.rows.items()}
             found["skewed"] = {"microseconds": points, "worst_loss": round(self.loss(), 4)}
         return found
 
@@ -153,7 +151,8 @@ def _families() -> list[str]:
 def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | None, png: Path | None) -> int:
     import torch
 
-    from trtllm_b12x.crossover import layers, measuring
+    from trtllm_b12x.dispatch import timing
+    from trtllm_b12x.host import build_layer as layers
 
     to_stderr = str(json_file) == "-"
 
@@ -164,7 +163,7 @@ def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | No
     if layers.is_embedded():
         line("TensorRT-LLM is not installed: the host's path is the embedded host's operator in torch, not CUTLASS")
     device = torch.device(_device())
-    copy = measuring.copy_bandwidth()
+    copy = timing.copy_bandwidth()
     line(f"a copy moves {copy / 1e12:.2f} TB/s, read plus written")
     tables: list[_Table] = []
     failed = False
@@ -189,8 +188,9 @@ def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | No
 
 
 def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed: bool, set_share: Any) -> _Table:
-    from trtllm_b12x.crossover import deciding, layers, measuring, store
-    from trtllm_b12x.crossover.search import Search
+    from trtllm_b12x.dispatch import crossover, store, timing
+    from trtllm_b12x.host import build_layer as layers
+    from trtllm_b12x.host import host_path, load
 
     logging.getLogger("trtllm_b12x").setLevel(logging.WARNING)
     real = _families()
@@ -202,23 +202,20 @@ def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed:
         among = backend.schedule
         if list(among.families) == [among.base]:
             raise layers.NothingToMeasureError(f"{among.summary}: there is nothing to compare it with")
-        paths = deciding.paths(backend, layers.call(made[0], 1))
-        serving, steps = measuring.served(paths), measuring.steps(paths)
-        most = {family: max(counts) for family, counts in serving.items() if counts}
+        paths = host_path.timed_paths(backend, layers.call(made[0], 1))
+        most = timing.largest_served(paths)
         layers.tuned(made[0], max(most.values()))
-        draw = deciding.draw_of(backend, geometry, device)
-        told = lambda share: set_share(_BUILT + (1 - _BUILT) * share)  # noqa: E731
-        bench = measuring.Bench(paths, geometry, draw, device, progress=told)
-        times = Search(serving, steps).run(bench)
-        assert times is not None  # nobody else is asked
-        others = None
-        if skewed:
-            others = measuring.Bench(paths, geometry, draw, device, seed=_SEED, skewed=True)(times.counts)
-        key = deciding.key(geometry, device, among, tuned=bool(among.base) or not layers.is_embedded())
+        sampler = host_path.route_sampler(backend, geometry, device)
+        measured = lambda share: set_share(_BUILT + (1 - _BUILT) * share)  # noqa: E731
+        timer = timing.PathTimer(paths, geometry, sampler, device, progress=measured)
+        times = timer(counts_to_measure(max(most.values())))
+        others = timing.PathTimer(paths, geometry, sampler, device, seed=_SEED, skewed=True)(times.counts) if skewed else None
+        tuned = bool(among.base) or not layers.is_embedded()
+        key = crossover.key_of(geometry, device, among, load().generation, tuned)
     store.keep(key, times)
-    read = {tokens: measuring.expert_bytes(geometry) * measuring.expected_hits(geometry, tokens) for tokens in times.counts}
+    read = {tokens: timing.expert_bytes(geometry) * timing.expected_hits(geometry, tokens) for tokens in times.counts}
     limit = {tokens: 1e6 * size / copy for tokens, size in read.items()}
-    return _Table(name, geometry, store.record(key, times), times, steps, most, bench.spent, len(made), limit, others, among.base)
+    return _Table(name, geometry, store.record(key, times), times, most, timer.spent_s, len(made), limit, others, among.base)
 
 
 # ---- output --------------------------------------------------------------------------------------------------------------
@@ -227,12 +224,12 @@ def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed:
 def _lines(table: _Table) -> list[str]:
     names = [*table.most, HOST]
     found = [
-        f"{table.name}, on a rank {table.geometry}: {table.split.summary(table.base or 'CUTLASS')}, {table.layers} layers",
+        f"{table.name}, on a rank {table.geometry}: {table.policy.summary(table.base or 'CUTLASS')}, {table.layers} layers",
         "  ".join(("tokens", "rows/expert", *(f"{table.called(name)} us".rjust(10) for name in names), "  limit us", "chosen")),
     ]
-    for tokens, paths in table.times.points.items():
+    for tokens, paths in table.times.rows.items():
         cells = [f"{paths[name]:.1f}".rjust(10) if name in paths else "-".rjust(10) for name in names]
-        ends = f"{table.limit[tokens]:.1f}".rjust(10), table.called(winner(paths) or HOST)
+        ends = f"{table.limit[tokens]:.1f}".rjust(10), table.called(fastest(paths) or HOST)
         found.append("  ".join((str(tokens).rjust(6), f"{table.rows(tokens):.2f}".rjust(11), *cells, *ends)))
     if table.skewed is not None:
         found.append(f"skewed routes: the choice is at most {100 * table.loss():.1f} % behind the fastest path")
@@ -272,12 +269,12 @@ def _draw(tables: list[_Table], gpu: str, file: Path) -> None:
     for table, axes in zip(tables, all_axes[:, 0], strict=True):
         colors, label = {}, table.base or "the host's path"
         for name in [*table.most, HOST]:
-            points = [(tokens, paths[name]) for tokens, paths in table.times.points.items() if name in paths]
+            points = [(tokens, paths[name]) for tokens, paths in table.times.rows.items() if name in paths]
             (drawn,) = axes.plot(*zip(*points, strict=True), marker="o", label=label if name == HOST else name)
             colors[name] = drawn.get_color()
         axes.plot(list(table.limit), list(table.limit.values()), "k--", label="bandwidth limit")
         counts = table.times.counts
-        for first, last, name in table.split.ranges(counts[-1], table.most):
+        for first, last, name in table.policy.ranges(counts[-1], table.most):
             axes.axvspan(max(first - 0.5, counts[0]), last + 0.5, color=colors[name], alpha=0.12, lw=0)
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds", title=f"{table.name}\n{gpu}")
         ticks = [count for count in counts if count & (count - 1) == 0]

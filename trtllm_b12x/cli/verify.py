@@ -10,8 +10,8 @@ import click
 
 from trtllm_b12x import formats, settings
 from trtllm_b12x.decision import Environment
+from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.families import FAMILIES
-from trtllm_b12x.schedule import crossover
 
 from .verify_output import Json, Table, header, percent, plain, progress
 
@@ -78,7 +78,7 @@ def _families(ctx: click.Context, param: click.Parameter, text: str | None) -> t
 
 
 def _default_tokens() -> list[int]:
-    return sorted({1, 8, crossover() - 1, crossover(), 200})
+    return sorted({1, 8, default_crossover() - 1, default_crossover(), 200})
 
 
 @click.command(short_help="Check the MoE layers of a quantized checkpoint.")
@@ -88,7 +88,7 @@ def _default_tokens() -> list[int]:
 @click.option(
     "--tokens",
     type=_Numbers(1, 16_384, 64),
-    help=f"Token counts.  [default: {','.join(map(str, _default_tokens()))}; kernels serve fewer than {crossover()}]",
+    help=f"Token counts.  [default: {','.join(map(str, _default_tokens()))}; kernels serve fewer than {default_crossover()}]",
 )
 @click.option(
     "--kernels", callback=_families, help=f"Kernel families, one after the other.  [default: {settings.KERNELS.name}, or all]"
@@ -123,7 +123,8 @@ def verify(ctx: click.Context, kernels: tuple[str, ...], **given: Any) -> None:
     every layer), 130 interrupted.
     """
     try:
-        with settings.KERNELS.only(kernels), settings.CROSSOVER.set(str(crossover())):  # what is verified is not what is fast
+        # What is verified is not what is fast.
+        with settings.KERNELS.only(kernels), settings.CROSSOVER.set(str(default_crossover())):
             status = _verify(**given)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
@@ -197,7 +198,7 @@ class _Run:
         from trtllm_b12x.checkpoint import CheckpointError
         from trtllm_b12x.verification import Case, Ranks, judge, verify_layer
 
-        limit = min(crossover(layer.top_k, [family.features(Environment())]) for layer in chosen for family in FAMILIES)
+        limit = min(default_crossover(layer.top_k, [family.features(Environment())]) for layer in chosen for family in FAMILIES)
         cases = [Case(count) for count in counts] + [Case(max(c for c in counts if c < limit or c == counts[0]), 4.0)]
         with progress(len(chosen)) as (set_done, paused):
             for done, layer in enumerate(chosen):

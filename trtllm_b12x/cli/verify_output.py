@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtllm_b12x import __version__
-from trtllm_b12x.schedule import crossover
+from trtllm_b12x.dispatch.schedule import default_crossover
 
 if TYPE_CHECKING:
     from trtllm_b12x.verification import CaseReport, LayerReport, Tolerances
@@ -236,7 +236,7 @@ def header(checkpoint: Path, device: str, tp: int, ep: int, seed: int, algorithm
         "ep": ep,
         "seed": seed,
         "kernel": "+".join(dict.fromkeys(kernels)),
-        "crossover": crossover(),
+        "crossover": default_crossover(),
         "tolerances": dataclasses.asdict(Tolerances()),
     }
 

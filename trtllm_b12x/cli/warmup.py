@@ -20,7 +20,7 @@ from .geometry import Unusable
 from .verify_output import plain, progress
 
 if TYPE_CHECKING:
-    from trtllm_b12x.crossover.layers import Shape
+    from trtllm_b12x.host.build_layer import Shape
     from trtllm_b12x.kernels.warmup import Made, Work
 
 _DONE, _FAILED = 0, 1
@@ -131,7 +131,7 @@ def _works(shapes: dict[str, Shape], name: str, dtype: str) -> tuple[list[Work],
     """What there is to compile for a target, and a line for each family that is not among it."""
     import torch
 
-    from trtllm_b12x.crossover import deciding
+    from trtllm_b12x.dispatch import crossover
     from trtllm_b12x.kernels import Geometry
     from trtllm_b12x.kernels.warmup import Work
 
@@ -164,7 +164,7 @@ def _works(shapes: dict[str, Shape], name: str, dtype: str) -> tuple[list[Work],
                 ranks=shape.ep,
                 format=shape.format,
             )
-            most = deciding.most(kind.features, on_rank, torch.device("cuda"))
+            most = crossover.max_tokens(kind.features, on_rank, torch.device("cuda"))
             if most:
                 works.append(Work(kind, on_rank, most))
     return list(dict.fromkeys(works)), list(dict.fromkeys(against))

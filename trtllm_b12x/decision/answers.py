@@ -34,7 +34,7 @@ class RejectReason(Enum):
     BIAS = "nothing to do: CUTLASS serves experts with bias"
     ROUTER_WEIGHT_ON_INPUT = "nothing to do: CUTLASS serves apply_router_weight_on_input"
     EXPERT_PARALLEL = "set moe_expert_parallel_size: 1, or install flashinfer-python 0.7.2 or newer"
-    ATTENTION_DP = "set TRTLLM_B12X_GATHER_BF16=1 to gather bf16 tokens, or leave decode to CUTLASS"
+    ATTENTION_DP = "nothing to do: these ranks gather quantized tokens, which CUTLASS and the triton kernels take"
     ALLTOALL = "nothing to do: CUTLASS serves layers behind an all-to-all"
     LOAD_BALANCER = "remove moe_config.load_balancer"
     LORA = "nothing to do: CUTLASS serves LoRA"

@@ -128,5 +128,3 @@ class Environment:
     """``TRTLLM_B12X_MXFP8_UPCAST``."""
     only_deterministic: bool = False
     """``TRTLLM_B12X_DETERMINISTIC``."""
-    gather_bf16: bool = False
-    """``TRTLLM_B12X_GATHER_BF16``: attention-DP ranks gather tokens that are not quantized."""

@@ -137,7 +137,7 @@ def _expert_parallel(p: Problem, d: Deployment, e: Environment, f: KernelFeature
 
 
 def _attention_dp(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if not d.attention_dp or e.gather_bf16 or f.quantized_input:
+    if not d.attention_dp or f.quantized_input:
         return None
     return "attention-DP ranks gather tokens that the host has quantized, the kernels take bf16"
 

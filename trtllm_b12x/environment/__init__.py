@@ -72,7 +72,6 @@ def probe(always_look: bool = False) -> Environment:
         dsl="none" if dsl is None else dsl.version,
         dsl_wheels=tuple(wheels),
         only_deterministic=settings.DETERMINISTIC(),
-        gather_bf16=settings.GATHER_BF16(),
         allow_upcast=settings.MXFP8_UPCAST(),
     )
     if not always_look and (facts.enabled is False or facts.host == "unsupported" or facts.sm not in (None, 120, 121)):

@@ -16,7 +16,7 @@ LIMIT = 16
 """Answers that are kept, the newest."""
 _FILE = "payload.json"
 TABLES = "crossover-*.json"
-"""Files of :mod:`trtllm_b12x.crossover.store`, beside it."""
+"""Files of :mod:`trtllm_b12x.dispatch.store`, beside it."""
 
 
 def directory() -> Path | None:

@@ -24,6 +24,9 @@ class Format:
     """Its :class:`trtllm_b12x.checkpoint.kinds.Kind`: how a checkpoint names and stores it."""
     judge: str
     """Its :class:`trtllm_b12x.strict_reference.Judge`."""
+    code_bits: int
+    group_size: int
+    """Elements that share a block scale of one byte."""
     activations: tuple[str, ...] = ("Swiglu", "Relu2")
     """Of usual checkpoints: ``doctor`` asks about these."""
     hosts_path: bool = True
@@ -37,6 +40,8 @@ FORMATS: tuple[Format, ...] = (
         method="trtllm_b12x.quantization.nvfp4:NVFP4Sm12xFusedMoEMethod",
         kind="trtllm_b12x.checkpoint.nvfp4:NVFP4",
         judge="trtllm_b12x.strict_reference.nvfp4:NVFP4",
+        code_bits=4,
+        group_size=16,
     ),
     Format(
         "MXFP8",
@@ -44,6 +49,8 @@ FORMATS: tuple[Format, ...] = (
         method="trtllm_b12x.quantization.mxfp8:MXFP8Sm12xFusedMoEMethod",
         kind="trtllm_b12x.checkpoint.mxfp8:MXFP8",
         judge="trtllm_b12x.strict_reference.mxfp8:MXFP8",
+        code_bits=8,
+        group_size=32,
         activations=("Swiglu", "Geglu"),
         hosts_path=False,
     ),
@@ -57,6 +64,12 @@ def names() -> tuple[str, ...]:
 def find(name: str) -> Format | None:
     """None for what is none of ours: not quantized, or another algorithm."""
     return next((row for row in FORMATS if row.name == name), None)
+
+
+def stored_bytes(name: str, elements: int) -> int:
+    """Return the bytes of codes and block scales of so many weights; of 16-bit weights if the format is none of ours."""
+    row = find(name)
+    return 2 * elements if row is None else elements * row.code_bits // 8 + elements // row.group_size
 
 
 def load(place: str) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from trtllm_b12x.dispatch.layer import LayerDispatch
 
     class _Backend:
         """What the mixins find behind and before them."""
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
         def quantize_input(self, x: Any, post_quant_comm: bool = True) -> tuple[Any, torch.Tensor | None]: ...
 
-        _asked: int | None
         _alone: bool
+        dispatch: LayerDispatch
 
         def _ask(self, like: Any) -> None: ...
 
@@ -113,7 +114,7 @@ class KeywordCalls(_Calls):
         fault = None
         try:
             if not self._only_cutlass(kwargs.get("do_finalize", True), kwargs.get("lora_params"), kwargs.get("enable_alltoall")):
-                if self._asked is not None:
+                if not self.dispatch.decided:
                     self._ask(kwargs)
                 result = self._serve(
                     x, x_sf, is_sf_swizzled, token_selected_experts, token_final_scales, output_dtype, moe_output
@@ -161,7 +162,7 @@ class ContextCalls(_Calls):
         if plan is not None:  # without one the host says what is wrong
             try:
                 if not self._only_cutlass(ctx.do_finalize, ctx.lora_params, plan.enable_alltoall):
-                    if self._asked is not None:
+                    if not self.dispatch.decided:
                         self._ask(ctx)
                     routes = ctx.token_selected_experts, ctx.token_final_scales
                     result = self._serve(ctx.x, ctx.x_sf, plan.input_sf_swizzled, *routes, ctx.output_dtype, plan.moe_output)

@@ -9,7 +9,7 @@ reference.  What a kernel can do is data (:class:`KernelFeatures`), which the de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -200,10 +200,6 @@ class Kernel(ABC):
     def serves(self, tokens: int) -> bool:
         """:meth:`run` takes this many tokens."""
         return max(1, self.features.measured_from) <= tokens <= self.capacity
-
-    def launches(self, tokens: int) -> Hashable:
-        """Equal for counts of tokens that are launched alike (kernels, tiles), of those that :meth:`serves`."""
-        return None
 
     def rounding(self, tokens: int) -> float:
         """Relative L2 from the reference that is no mistake: the order of bf16 sums, reciprocals for divisions; 0 for neither."""

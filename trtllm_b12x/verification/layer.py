@@ -10,11 +10,11 @@ import torch
 
 from trtllm_b12x import selection, strict_reference
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
-from trtllm_b12x.crossover import deciding, measuring
 from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
+from trtllm_b12x.dispatch import crossover, timing
+from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, default_crossover
 from trtllm_b12x.eligibility import considered, resolve
 from trtllm_b12x.host import embedded, questions
-from trtllm_b12x.schedule import EVERY, HOSTS, crossover
 from trtllm_b12x.strict_reference import Arithmetic
 
 from .bits import bits_exact, count_bytes, examine_codes, wrong_scalars
@@ -29,7 +29,7 @@ _LOADED, _RUN, _JUDGED = 0.2, 0.6, 0.9
 """Shares of a layer's time that are over by then, roughly."""
 
 
-@deciding.unmeasured()
+@crossover.unmeasured()
 def verify_layer(
     checkpoint: Checkpoint,
     layer: MoELayer,
@@ -84,9 +84,9 @@ def verify_layer(
     rounding: dict[int, float] = {}
     features = {name: kernel.features for name, kernel in considered(device, layer.quant_algo).items()}
     eligible = [features[name] for name in verdict.families]
-    limit = EVERY if any(found.every_count for found in eligible) else crossover(layer.top_k, eligible)
+    limit = EVERY if any(found.every_count for found in eligible) else default_crossover(layer.top_k, eligible)
     if any(found.measured_from for found in eligible):
-        limit = max(limit, measuring.LARGEST + 1)
+        limit = max(limit, timing.LARGEST + 1)
     points = {"cutlass": Arithmetic.CUTLASS}
     points |= {name: Arithmetic[found.arithmetic] for name, found in features.items()}
     kernels: set[str] = set()

@@ -15,7 +15,7 @@ import importlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,9 +192,6 @@ class B12xKernel(Kernel):
     def serves(self, tokens: int) -> bool:
         plan = self._plan
         return plan.tested and tokens in plan.candidates
-
-    def launches(self, tokens: int) -> Hashable:
-        return self._plan.candidates[tokens][0].variant
 
     def rounding(self, tokens: int) -> float:
         kind = self._plan.candidates[tokens][0].kind

@@ -6,7 +6,7 @@ of an expert on it is the tensor cores that bound it, and not the weights.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -177,9 +177,6 @@ class GroupedKernel(JitKernel):
     def serves(self, tokens: int) -> bool:
         """Also untested where the weights say nothing, since the host has no path for them."""
         return (self._plan.tested or self._plan.untold) and super().serves(tokens)
-
-    def launches(self, tokens: int) -> Hashable:
-        return self.row(tokens)
 
     # ---- run ---------------------------------------------------------------------------------------------------------
 

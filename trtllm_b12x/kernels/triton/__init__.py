@@ -12,7 +12,7 @@ scale, which is the reciprocal of what that alpha contains.  Both are read by ev
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,10 +147,6 @@ class TritonKernel(JitKernel):
 
     def serves(self, tokens: int) -> bool:
         return self._plan.tested and tokens in self._plan.steps
-
-    def launches(self, tokens: int) -> Hashable:
-        step = self._plan.steps[tokens]
-        return step.tiles, step.inline
 
     # ---- run ---------------------------------------------------------------------------------------------------------
 

@@ -6,148 +6,122 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trtllm_b12x.checkpoint import kinds
+from trtllm_b12x import formats
 from trtllm_b12x.kernels import Geometry
 
-from .table import HOST, Steps, Times
+from .policy import HOST, Timings
 
 BUDGET_S = 2.0
-"""For all counts of a geometry."""
-_MARGIN = 0.95
-"""Of a budget, what is planned with."""
-_POINT = 0.03
-"""Of a budget, what replays of one count may take: the rest goes into draws, warm calls, captures and other counts."""
+"""Seconds for all counts of a geometry."""
 _CALLS = (12, 48)
-"""Fewest and most calls in a graph, where they are quick."""
+"""Fewest and most calls in a graph, if they are quick."""
 _FEWEST_CALLS = 2
-"""Where they are slow: one with each kind of routes."""
+"""If they are slow: one with each kind of routes."""
 _COLD = 2.5
 """Bytes that the other calls of a graph read before a layer is read again, in multiples of the L2 cache."""
 _REPLAYS = (3, 25)
 LARGEST = 8192
-"""Tokens, of what is measured at all."""
+"""Largest token count that is measured."""
 
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+Runner = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Tokens ``(T, H)``, global ids ``(T, top_k)`` and router weights ``(T, top_k)`` to outputs."""
-Least = dict[int, tuple[float, float]]
-"""By token count, the seconds that its time could have been had in, and what the fewest calls would have taken of them."""
-Draw = Callable[[int, int, bool], tuple[torch.Tensor, torch.Tensor]]
+RouteSampler = Callable[[int, int, bool], tuple[torch.Tensor, torch.Tensor]]
 """Token count, seed, and whether some experts are preferred (:func:`router_logits`), to ids and router weights."""
 
 
 @dataclass(frozen=True)
-class Path:
+class TimedPath:
     """One way to serve a call."""
 
-    runs: Sequence[Run]
-    """By layer."""
+    runs: Sequence[Runner]
+    """One for each layer."""
     serves: Callable[[int], bool] = lambda tokens: True
     captured: bool = True
     """False: it asks the GPU what to launch, so no graph holds it and its calls are timed as they are launched."""
-    launches: Callable[[int], Hashable] = lambda tokens: None
-    """Equal for counts that are launched alike."""
 
 
 def possible(device: torch.device) -> bool:
-    """There is something to measure on."""
+    """Return whether there is a GPU to measure on."""
     return device.type == "cuda"
 
 
-def served(paths: Mapping[str, Path], limit: int = LARGEST) -> dict[str, list[int]]:
-    """By family, the token counts up to ``limit`` that it serves."""
-    return {name: [n for n in range(1, limit + 1) if path.serves(n)] for name, path in paths.items() if name != HOST}
+def largest_served(paths: Mapping[str, TimedPath]) -> dict[str, int]:
+    """Return the largest token count of each family, at most :data:`LARGEST`; families that serve none are left out."""
+    limits = {name: max((n for n in range(1, LARGEST + 1) if path.serves(n)), default=0) for name, path in paths.items()}
+    return {name: limit for name, limit in limits.items() if limit and name != HOST}
 
 
-def steps(paths: Mapping[str, Path]) -> Steps:
-    """Where each path begins to launch its calls otherwise, as far as a family serves."""
-    counts = served(paths)
-    most = max((own[-1] for own in counts.values() if own), default=0)
-    found = {}
-    for name, path in paths.items():
-        own = counts.get(name, range(1, most + 1))
-        launches = [path.launches(tokens) for tokens in own]
-        found[name] = [n for n, before, now in zip(own[1:], launches, launches[1:], strict=False) if before != now]
-    return found
-
-
-class Bench:
-    """Times calls on the paths of one geometry, for at most so long altogether.
+class PathTimer:
+    """Times calls on the paths of one geometry, for at most ``budget_s`` seconds altogether.
 
     A captured graph of each path goes through the layers, every call with routes of its own: half of them of a router that
-    prefers no expert, half of one that prefers some.  A call's time goes by the experts that are hit, and users' routers are
-    somewhere between.  Paths take turns, so that a clock that drifts is every path's.
+    prefers no expert, half of one that prefers some.  A call's time depends on how many experts are hit, and users' routers are
+    somewhere between.  Paths take turns, so that a clock that drifts affects them all.
     """
 
     def __init__(
         self,
-        paths: Mapping[str, Path],
+        paths: Mapping[str, TimedPath],
         geometry: Geometry,
-        draw: Draw,
+        sample_routes: RouteSampler,
         device: torch.device,
         budget_s: float = BUDGET_S,
         seed: int = 0,
         skewed: bool | None = None,
         progress: Callable[[float], None] = lambda share: None,
-        least: Least | None = None,
     ) -> None:
         """
         Args:
             paths: families by name, and :data:`HOST`.
-            skewed: every call's routes, or none's, instead of half of them.
-            progress: told the share of the budget that is spent.
-            least: what earlier benches found, and this one.
+            skewed: every call's routes prefer some experts, or none's do; None: half of them.
+            progress: called with the share of the counts that is done.
         """
-        self.geometry, self._paths, self._draw, self._device = geometry, paths, draw, device
-        self._budget, self._seed, self._skewed, self._progress = budget_s, seed, skewed, progress
-        self.spent = 0.0
-        """Seconds."""
-        self._least: Least = {} if least is None else least
+        self.geometry, self._paths, self._sample_routes, self._device = geometry, paths, sample_routes, device
+        self._budget_s, self._seed, self._skewed, self._progress = budget_s, seed, skewed, progress
+        self.spent_s = 0.0
 
-    def __call__(self, counts: Sequence[int]) -> Times:
-        """Microseconds of a call at so many of the counts, in this order, as there is time for; the first of all in any case.
+    def __call__(self, counts: Sequence[int]) -> Timings:
+        """Measure the counts in this order until the budget is spent; the first one in any case.
 
         Raises:
-            Exception: whatever a path raises.
+            Exception: a path failed.
         """
-        started, before = time.monotonic(), self.spent
-        points: dict[int, dict[str, float]] = {}
+        started = time.monotonic()
+        rows: dict[int, dict[str, float]] = {}
+        took_s = 0.0  # by the slowest count so far
         with torch.cuda.device(self._device), torch.inference_mode(), _graphs() as graphs:
-            for tokens in counts:
-                self.spent = before + time.monotonic() - started
-                self._progress(min(self.spent / self._budget, 1))
-                if self._least and self._expected(tokens) > _MARGIN * self._budget - self.spent:
+            for done, tokens in enumerate(counts):
+                before_s = time.monotonic() - started
+                if rows and before_s + took_s > self._budget_s:
                     break
-                points[tokens] = self._point(tokens, started + _MARGIN * self._budget - before, graphs)
-        self.spent = before + time.monotonic() - started
-        return Times(points)
+                rows[tokens] = self._row(tokens, (self._budget_s - before_s) / (len(counts) - done), graphs, warm=bool(rows))
+                took_s = max(took_s, time.monotonic() - started - before_s) if done else 0.0  # the first loads modules
+                self._progress((done + 1) / len(counts))
+        self.spent_s = time.monotonic() - started
+        return Timings(rows)
 
-    def _expected(self, tokens: int) -> float:
-        """Seconds for a count, at least, by what the nearest took: proportional to tokens where these are more and calls few."""
-        nearest = min(self._least, key=lambda n: abs(math.log(n / tokens)))
-        seconds, fewest = self._least[nearest]
-        return max(seconds, fewest * tokens / nearest)
-
-    def _point(self, tokens: int, deadline: float, graphs: _Graphs) -> dict[str, float]:
+    def _row(self, tokens: int, share_s: float, graphs: _Graphs, warm: bool) -> dict[str, float]:
+        """Return microseconds by path. Half of ``share_s`` is for replays, the rest for draws, first calls and captures."""
         g = self.geometry
         paths = {name: path for name, path in self._paths.items() if path.serves(tokens)}
-        own = torch.Generator(self._device).manual_seed(self._seed)  # the server's own generator stays as it is
-        x = torch.randn(tokens, g.hidden_size, dtype=g.dtype, device=self._device, generator=own)
+        generator = torch.Generator(self._device).manual_seed(self._seed)  # the server's own generator is left alone
+        x = torch.randn(tokens, g.hidden_size, dtype=g.dtype, device=self._device, generator=generator)
         layers = min(len(path.runs) for path in paths.values())
-        routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        routes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def run(path: Path, calls: int) -> None:
-            for call, (ids, router_weights) in enumerate(routed[:calls]):
+        def run(path: TimedPath, calls: int) -> None:
+            for call, (ids, router_weights) in enumerate(routes[:calls]):
                 path.runs[call % layers](x, ids, router_weights)
 
-        self._draw_more(routed, tokens, 1)
-        if not self._least:  # modules load at their first call
+        self._add_routes(routes, tokens, 1)
+        if not warm:  # modules load at their first call
             for path in paths.values():
                 run(path, 1)
         torch.cuda.synchronize(self._device)
@@ -155,36 +129,31 @@ class Bench:
         for path in paths.values():
             run(path, 1)
         torch.cuda.synchronize(self._device)
-        once = time.monotonic() - begun
-        share = _POINT * self._budget
-        fit = int(share / once / _REPLAYS[0])
+        once_s = time.monotonic() - begun
+        fit = int(share_s / 2 / once_s / _REPLAYS[0])
         calls = max(min(_calls(g, tokens, layers, self._device), fit // 2 * 2), _FEWEST_CALLS)
-        self._draw_more(routed, tokens, calls)
+        self._add_routes(routes, tokens, calls)
         replays: dict[str, tuple[Callable[[], Any], int]] = {}
         for name, path in paths.items():
-            some = calls if path.captured else _FEWEST_CALLS
-            replays[name] = (lambda path=path, some=some: run(path, some)), some  # type: ignore[misc]
+            count = calls if path.captured else _FEWEST_CALLS
+            replays[name] = (lambda path=path, count=count: run(path, count)), count  # type: ignore[misc]
             if path.captured:
-                replays[name] = graphs.captured(replays[name][0]), some
-                replays[name][0]()  # the first of a graph uploads it
+                replays[name] = graphs.captured(replays[name][0]), count
+                replays[name][0]()  # the first replay uploads the graph
         torch.cuda.synchronize(self._device)
         times: dict[str, list[float]] = {name: [] for name in paths}
-        start = now = time.monotonic()
         for turn in range(1, _REPLAYS[1] + 1):
-            for name, (replay, some) in replays.items():
-                times[name].append(_seconds(replay) / some)
-            took, now = time.monotonic() - now, time.monotonic()
-            self._least.setdefault(tokens, (now - begun, (now - begun) * _FEWEST_CALLS / calls))
-            enough = share if turn >= _REPLAYS[0] else 2 * share
-            if now - start + took > enough or now + took > deadline:
+            for name, (replay, count) in replays.items():
+                times[name].append(_seconds(replay) / count)
+            if turn >= _REPLAYS[0] and time.monotonic() - begun > share_s:
                 break
         graphs.drop()
-        return {name: 1e6 * statistics.median(found) for name, found in times.items()}
+        return {name: 1e6 * statistics.median(seconds) for name, seconds in times.items()}
 
-    def _draw_more(self, routed: list[tuple[torch.Tensor, torch.Tensor]], tokens: int, calls: int) -> None:
-        for call in range(len(routed), calls):
+    def _add_routes(self, routes: list[tuple[torch.Tensor, torch.Tensor]], tokens: int, calls: int) -> None:
+        for call in range(len(routes), calls):
             skewed = call % 2 == 1 if self._skewed is None else self._skewed
-            routed.append(self._draw(tokens, 1_000_003 * self._seed + 1009 * tokens + call, skewed))
+            routes.append(self._sample_routes(tokens, 1_000_003 * self._seed + 1009 * tokens + call, skewed))
 
 
 def _calls(geometry: Geometry, tokens: int, layers: int, device: torch.device) -> int:
@@ -248,9 +217,9 @@ def _graphs() -> Iterator[_Graphs]:
 
 
 def expert_bytes(geometry: Geometry) -> int:
-    """Codes and block scales of one expert."""
-    rows = 2 if geometry.gated else 1
-    return kinds.of(geometry.format).nbytes((rows + 1) * geometry.hidden_size * geometry.intermediate_size)
+    """Return the bytes of codes and block scales of one expert."""
+    matrices = 3 if geometry.gated else 2
+    return formats.stored_bytes(geometry.format, matrices * geometry.hidden_size * geometry.intermediate_size)
 
 
 def expected_hits(geometry: Geometry, tokens: int) -> float:

@@ -20,9 +20,9 @@ from trtllm_b12x.bootstrap import first_line
 from trtllm_b12x.environment import answers, packages
 from trtllm_b12x.log import logger
 
-from .table import Times
+from .policy import Timings
 
-FORM = 2
+FORM = 3
 """Of the files."""
 _WAIT_S = 10.0
 _LARGEST = 1 << 20
@@ -57,13 +57,13 @@ def versions() -> dict[str, str]:
     return {"trtllm-b12x": __version__, **packages.versions(_PACKAGES)}
 
 
-def record(key: Key, times: Times) -> dict[str, Any]:
+def record(key: Key, timings: Timings) -> dict[str, Any]:
     """Of one table, as files have it."""
-    points = {str(tokens): {name: round(t, 3) for name, t in paths.items()} for tokens, paths in times.points.items()}
-    return {"form": FORM, **key.record(), "microseconds": points}
+    rows = {str(tokens): {name: round(t, 3) for name, t in paths.items()} for tokens, paths in timings.rows.items()}
+    return {"form": FORM, **key.record(), "microseconds": rows}
 
 
-def load(key: Key) -> Times | None:
+def load(key: Key) -> Timings | None:
     """What was kept of ``key``, if it can be used; else a line says why not, unless there is nothing."""
     folder = answers.directory()
     if folder is None:
@@ -82,7 +82,7 @@ def load(key: Key) -> Times | None:
     return None
 
 
-def given(path: str, key: Key) -> Times | None:
+def given(path: str, key: Key) -> Timings:
     """From a file that the user names: one table, or ``trtllm-b12x tune --json``; of this card and geometry, whatever versions.
 
     Raises:
@@ -100,7 +100,7 @@ def given(path: str, key: Key) -> Times | None:
     raise ValueError(f"{path}: {doubts[0] if doubts else 'no table'}")
 
 
-def keep(key: Key, times: Times) -> None:
+def keep(key: Key, timings: Timings) -> None:
     """Write the table, as a whole and under a lock; what prevents it is said in one line."""
     folder = answers.directory()
     if folder is None:
@@ -111,7 +111,7 @@ def keep(key: Key, times: Times) -> None:
 
         answers.make(folder)
         with FileLock(folder / f"{key.file}.lock", timeout=_WAIT_S):
-            answers.write(folder / key.file, record(key, times))
+            answers.write(folder / key.file, record(key, timings))
     except Exception as error:
         logger.info("the crossover is measured at every start, %s cannot be written: %s", folder, first_line(error))
 
@@ -154,8 +154,8 @@ def _foreign(content: Any, key: Key, conditions: bool) -> str:
     return ""
 
 
-def _times(content: dict[str, Any]) -> Times:
+def _times(content: dict[str, Any]) -> Timings:
     points = {int(tokens): dict(paths) for tokens, paths in content["microseconds"].items()}
     if not points:
         raise ValueError("no counts")
-    return Times(points)
+    return Timings(points)

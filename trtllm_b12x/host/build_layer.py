@@ -102,7 +102,7 @@ def _enough(backend: Any, device: torch.device) -> int:
 
 
 def call(module: Any, tokens: int) -> Any:
-    """A call of the host's, in its own form: what :func:`trtllm_b12x.crossover.deciding.paths` takes."""
+    """A call of the host's, in its own form: what :func:`trtllm_b12x.host.host_path.timed_paths` takes."""
     seen: list[Any] = []
     backend = getattr(module, "backend", module)
     backend._ask = seen.append

@@ -1,0 +1,207 @@
+"""Decide which kernel serves how many tokens, once per geometry: the setting, stored times, a measurement, or the default.
+
+A layer asks at its first eager call whose kernels are tested, and once more if the host tunes its own path later: only then is
+that path's time fair. Until then, and where nothing can be measured, the fixed threshold holds. A captured graph keeps the kernels
+that it captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from trtllm_b12x import locks, log, process, settings
+from trtllm_b12x.bootstrap import first_line
+from trtllm_b12x.decision import KernelFeatures
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.log import logger
+
+from . import store, timing
+from .policy import DispatchPolicy, FixedThreshold, MeasuredPolicy, counts_to_measure
+from .schedule import EVERY, Schedule, default_crossover
+from .timing import RouteSampler, TimedPath
+
+ROWS = 32
+"""Routed rows per local expert up to which kernels are planned if the card decides: Triton's largest block. Beyond it an expert's
+weights are read more than once."""
+_TOKENS = (64, 256)
+"""Kernels are planned for at least and at most so many tokens."""
+UNTUNED, TUNED = 0, 1
+"""Stages of a process: the host's autotuner has not run yet, or has."""
+
+
+@dataclass
+class _Process:
+    stage: int = UNTUNED
+    policies: dict[tuple[Any, ...], DispatchPolicy] = field(default_factory=dict)
+    """By geometry, families, device and stage."""
+    unmeasured: bool = False
+    """See :func:`unmeasured`."""
+
+
+_lock = locks.new()
+_process = _Process()
+
+
+@process.kept
+def _forget() -> None:
+    global _process
+    with _lock:
+        _process = _Process()
+
+
+def _fixed_count() -> int | None:
+    return settings.CROSSOVER.first(settings.CROSSOVER())
+
+
+def plan_limit(geometry: Geometry, device: torch.device) -> int | None:
+    """Return the token count that kernels are planned below: a fixed setting's, or as far as is measured; None: the default."""
+    fixed = _fixed_count()
+    if fixed is not None or not timing.possible(device):
+        return fixed
+    rows = ROWS * geometry.num_experts * geometry.ranks // geometry.top_k
+    return 1 + min(max(rows, _TOKENS[0]), _TOKENS[1])
+
+
+def max_tokens(features: KernelFeatures, geometry: Geometry, device: torch.device) -> int:
+    """Return the largest token count that a family's kernels are planned for; 0 if it is not to be planned."""
+    if features.every_count:
+        return EVERY
+    if features.measured_from:
+        measurable = timing.possible(device) and _fixed_count() is None
+        return timing.LARGEST if measurable or _process.unmeasured else 0
+    return default_crossover(geometry.top_k, [features], plan_limit(geometry, device)) - 1
+
+
+def default_policy() -> DispatchPolicy:
+    """Return the policy that holds until a layer's own is decided."""
+    if _process.unmeasured:
+        return FixedThreshold(timing.LARGEST + 1, "unmeasured", measured=True)
+    count = _fixed_count()
+    return FixedThreshold() if count is None else FixedThreshold(count, f"{settings.CROSSOVER.name}={count}")
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Layers that are loaded in here have their first family serve every count that it can, to see what it computes."""
+    before, _process.unmeasured = _process.unmeasured, True
+    try:
+        yield
+    finally:
+        _process.unmeasured = before
+
+
+def stage() -> int:
+    """Return the stage of this process. It changes when layers should ask again."""
+    return _process.stage
+
+
+def tuning() -> None:
+    """Note that the host's autotuner is at work."""
+    _process.stage = TUNED
+
+
+def ensure_measured(
+    schedule: Schedule,
+    device: torch.device,
+    paths: Callable[[], Mapping[str, TimedPath]],
+    sample_routes: RouteSampler,
+    host: str,
+) -> tuple[Schedule, bool]:
+    """Return the schedule with the policy of its geometry, which is decided if need be, and whether it is final at this stage.
+
+    Args:
+        paths: the families and the host's path, asked for only if they are to be measured.
+        host: name of the host's generation; times are stored by it.
+    """
+    geometry = schedule.kernels[0].geometry
+    if not timing.possible(device):
+        _log(geometry, schedule)
+        return schedule, True
+    if not schedule.settled:
+        return schedule, False
+    with _lock:
+        at = TUNED if schedule.base else _process.stage  # the host tunes nothing for kernels of ours
+        question = (geometry, tuple(schedule.families), str(device))
+        now, before = (*question, at), (*question, UNTUNED)
+        policy = _process.policies.get(now)
+        if policy is None and not torch.cuda.is_current_stream_capturing():
+            key = functools.partial(key_of, geometry, device, schedule, host)
+            policy = _policy(geometry, device, key, at, paths, sample_routes)
+            _process.policies[now] = policy
+            _log(geometry, Schedule(schedule.families, policy))
+        final = policy is not None
+        policy = policy or _process.policies.get(before)
+        if policy is not None:
+            return Schedule(schedule.families, policy), final
+    log.once(f"{geometry}: a CUDA graph is captured before any eager call: it keeps {schedule.summary}; nothing is measured yet")
+    return schedule, False
+
+
+def _policy(
+    geometry: Geometry,
+    device: torch.device,
+    key: Callable[[bool], store.Key],
+    at: int,
+    paths: Callable[[], Mapping[str, TimedPath]],
+    sample_routes: RouteSampler,
+) -> DispatchPolicy:
+    """Decide in this order: a fixed setting, a file that the setting names, stored times, a measurement, the default."""
+    if _fixed_count() is not None:
+        return default_policy()
+    own = key(at == TUNED)
+    word = settings.CROSSOVER()
+    if settings.CROSSOVER.is_file(word):
+        try:
+            return MeasuredPolicy(store.given(word, own), f"{settings.CROSSOVER.name}={word}")
+        except ValueError as error:
+            log.once(f"{settings.CROSSOVER.name} has no table for {geometry}: {error}; the card is asked")
+    for tuned in (True, False) if at == UNTUNED else (True,):
+        timings = store.load(key(tuned))
+        if timings is not None:
+            return MeasuredPolicy(timings, "stored")
+    try:
+        timed = paths()
+        timer = timing.PathTimer(timed, geometry, sample_routes, device)
+        timings = timer(counts_to_measure(max(timing.largest_served(timed).values())))
+    except Exception as error:
+        logger.debug("measuring %s", geometry, exc_info=error)
+        log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
+        return default_policy()
+    store.keep(own, timings)
+    return MeasuredPolicy(timings, f"measured in {timer.spent_s:.1f} s")
+
+
+def _log(geometry: Geometry, schedule: Schedule) -> None:
+    with suppress(Exception):  # a log that fails costs no kernel
+        log.once(f"{geometry}: {schedule.summary}", logging.INFO)
+
+
+def key_of(geometry: Geometry, device: torch.device, schedule: Schedule, host: str, tuned: bool) -> store.Key:
+    """Return what a measurement on ``device`` is valid for."""
+    families = [name for name in schedule.families if name != schedule.base]
+    words = {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in asdict(geometry).items()}
+    return store.Key(
+        card=_card(device),
+        geometry=words,
+        paths={"kernels": families, "host": schedule.base or host, "tuned": tuned},
+        conditions=store.versions(),
+    )
+
+
+def _card(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"name": device.type}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": int(getattr(properties, "L2_cache_size", 0)),
+    }

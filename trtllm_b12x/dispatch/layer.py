@@ -1,0 +1,137 @@
+"""The kernels of one layer: planned, bound, tested, and chosen call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from trtllm_b12x import locks, process
+from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
+
+from . import crossover
+from .schedule import HOSTS, Schedule
+from .timing import RouteSampler, TimedPath
+
+
+class _Failures:
+    """Plans that failed for good on this rank since the last model began to load: no further layer tries them."""
+
+    def __init__(self) -> None:
+        self.lock = locks.new()
+        self.known: dict[tuple[str, Geometry, str], str] = {}
+        self.loaded = False
+
+    def new_layer(self) -> None:
+        """Forget what an earlier model failed with."""
+        with self.lock:
+            if self.loaded:
+                self.known.clear()
+                self.loaded = False
+
+    def clear(self) -> None:
+        with self.lock:
+            self.known.clear()
+
+
+_failures = _Failures()
+process.kept(_failures.clear)
+
+
+class LayerDispatch:
+    """Plans, binds and selects the kernels of one layer. An engine's layer holds one and hands it weights and calls."""
+
+    def __init__(self, kernels: Mapping[str, type[Kernel]] = MappingProxyType({}), max_num_tokens: int | None = None) -> None:
+        """
+        Args:
+            kernels: families that may serve the layer, the preferred one first.
+            max_num_tokens: largest batch that the host announced.
+        """
+        self.kernels, self.max_num_tokens = kernels, max_num_tokens
+        self.schedule = HOSTS
+        self._detached = HOSTS
+        self.decided = False
+        """There is nothing more to measure."""
+        self._stage = -1
+        _failures.new_layer()
+
+    def load(
+        self, geometry: Geometry, weights: Any, device: torch.device, first_expert: int, eligible: Collection[str]
+    ) -> dict[str, str]:
+        """Plan, bind and test the kernels of the eligible families. May compile, allocate and synchronize.
+
+        Returns:
+            Family to the first line of what failed. A family that no call would reach is neither planned nor named.
+        """
+        _failures.loaded = True
+        bound: dict[str, Kernel] = {}
+        errors: dict[str, str] = {}
+        for name in (name for name in self.kernels if name in eligible):
+            try:
+                kernel = self._bound(name, geometry, weights, device, first_expert, Schedule(bound, crossover.default_policy()))
+            except Exception as error:
+                errors[name] = first_line(error)
+                if isinstance(error, PlanError) and error.lasting:
+                    _failures.known[name, geometry, str(device)] = errors[name]
+            else:
+                if kernel is not None:
+                    bound[name] = kernel
+        self.schedule, self._detached, self._stage = Schedule(bound, crossover.default_policy()), HOSTS, -1
+        self.decided = False
+        if errors and device.type == "cuda":
+            torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+        return errors
+
+    def _bound(
+        self, name: str, geometry: Geometry, weights: Any, device: torch.device, first_expert: int, preferred: Schedule
+    ) -> Kernel | None:
+        kind = self.kernels[name]
+        limit = crossover.max_tokens(kind.features, geometry, device)
+        if kind.features.measured_from and self.max_num_tokens is not None:
+            limit = min(limit, self.max_num_tokens)
+        if limit < kind.features.measured_from or preferred.serves_all(limit):
+            return None
+        failed = _failures.known.get((name, geometry, str(device)))
+        if failed:
+            raise PlanError(failed)
+        kernel = self.schedule.families.get(name) or self._detached.families.get(name)
+        if kernel is None or kernel.device != device:
+            kernel = kind()
+            kernel.plan(geometry, limit, device)
+        kernel.bind(weights, first_expert)
+        kernel.self_test()
+        return kernel
+
+    def bind(self, weights: Any, first_expert: int) -> None:
+        """Take weights that have other addresses."""
+        for kernel in self.schedule.kernels:
+            kernel.bind(weights, first_expert)
+
+    def should_measure(self) -> bool:
+        """Return whether :meth:`measure` has something to decide at this stage of the process."""
+        return not self.decided and self._stage != crossover.stage() and bool(self.schedule.kernels)
+
+    def measure(
+        self, device: torch.device, paths: Callable[[], Mapping[str, TimedPath]], sample_routes: RouteSampler, host: str
+    ) -> None:
+        """Take the policy of the layer's geometry, which is measured if need be; see :func:`crossover.ensure_measured`."""
+        stage = crossover.stage()
+        self.schedule, final = crossover.ensure_measured(self.schedule, device, paths, sample_routes, host)
+        if final:
+            self._stage, self.decided = stage, stage == crossover.TUNED
+
+    def drop(self) -> None:
+        """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""
+        self.schedule = self._detached = HOSTS
+
+    def moved_to(self, device: torch.device) -> bool:
+        """Detach kernels that do not run on ``device`` until the layer is back. Return whether there are some to bind again."""
+        schedule = self.schedule if self.schedule.kernels else self._detached
+        self.schedule, self._detached = HOSTS, schedule
+        return bool(schedule.kernels) and all(kernel.runs_on(device) for kernel in schedule.kernels)
+
+    def without_kernels(self) -> LayerDispatch:
+        """Return what a copy of the layer starts with: it is served by the host until its weights are loaded."""
+        return LayerDispatch(self.kernels, self.max_num_tokens)

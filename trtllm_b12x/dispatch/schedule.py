@@ -1,0 +1,95 @@
+"""Map a token count to the kernel that serves it, or to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from .policy import DEFAULT_CROSSOVER, DispatchPolicy, FixedThreshold
+
+if TYPE_CHECKING:
+    from trtllm_b12x.decision import KernelFeatures
+    from trtllm_b12x.kernels import Kernel
+
+EVERY = 2**31 - 1
+"""Capacity of a family that serves calls of any size."""
+
+
+def default_crossover(top_k: int = 1, families: Iterable[KernelFeatures] = (), first: int | None = None) -> int:
+    """Return the token count from which CUTLASS serves; kernels are planned for fewer.
+
+    Args:
+        families: those that serve the layer; the last of them that ends, ends it.
+        first: instead of :data:`DEFAULT_CROSSOVER`.
+    """
+    first = first or DEFAULT_CROSSOVER
+    limits = [first if f.most_routes is None else f.most_routes // top_k + 1 for f in families]
+    return min(first, max(limits, default=first))
+
+
+class Schedule:
+    """The bound kernels of one layer and the policy that chooses among them and the host."""
+
+    def __init__(self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None) -> None:
+        """
+        Args:
+            families: bound kernels, the preferred one first.
+            policy: default the first family, below :data:`DEFAULT_CROSSOVER` tokens.
+        """
+        self.families = families
+        self.kernels = tuple(families.values())
+        self.policy = policy or FixedThreshold()
+        self.base = next((name for name, kernel in families.items() if kernel.features.every_count), "")
+        """The family that serves calls of any size if the host has no path, else empty."""
+        measured = self.policy.measured
+        self.chosen = {name: kernel for name, kernel in families.items() if measured or not kernel.features.measured_from}
+        """Families that the policy chooses from; others wait for a measurement."""
+        self._cache: dict[int, Kernel | None] = {}
+
+    def at(self, tokens: int) -> Kernel | None:
+        """Return the kernel that serves so many tokens, or None if the host does."""
+        if tokens in self._cache:
+            return self._cache[tokens]
+        name = self.policy.select(tokens, [name for name, kernel in self.chosen.items() if kernel.serves(tokens)])
+        kernel = self.families.get(name or self.base)
+        if kernel is not None and not kernel.serves(tokens):
+            kernel = None
+        if self.settled:
+            self._cache[tokens] = kernel
+        return kernel
+
+    @property
+    def settled(self) -> bool:
+        """Every kernel is tested, so that the counts they serve no longer change."""
+        return all(kernel.settled for kernel in self.kernels)
+
+    def serves_all(self, max_tokens: int) -> bool:
+        """Return whether a kernel serves every count from 1 to ``max_tokens``."""
+        return bool(self.kernels) and all(self.at(tokens) is not None for tokens in range(1, max_tokens + 1))
+
+    @property
+    def below(self) -> int:
+        """First token count from which the host serves every call; :data:`EVERY` if it serves none."""
+        if self.base:
+            return EVERY
+        capacity = {name: kernel.capacity for name, kernel in self.chosen.items() if not kernel.features.every_count}
+        for tokens in range(max(capacity.values(), default=0), 0, -1):
+            if self.policy.select(tokens, [name for name, limit in capacity.items() if tokens <= limit]):
+                return tokens + 1
+        return 1
+
+    @property
+    def summary(self) -> str:
+        """Where the policy comes from, and what it chooses."""
+        if len(self.families) == 1 and self.base:
+            return f"{self.base} at every count"
+        return self.policy.summary(self.base or "CUTLASS")
+
+    @property
+    def limited(self) -> str:
+        """Why the kernels serve fewer tokens than was asked for; empty if they do not."""
+        return "; ".join(kernel.limited for kernel in self.kernels if kernel.limited)
+
+
+HOSTS = Schedule({})
+"""No kernel at any count."""

@@ -1,0 +1,70 @@
+"""The host's own path and our kernels as timed paths, and routes as a layer's router draws them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from trtllm_b12x import registry
+from trtllm_b12x.dispatch import timing
+from trtllm_b12x.dispatch.policy import HOST
+from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.log import logger
+
+from . import load
+
+_LAYERS = 32
+
+
+def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
+    """Return each family and the host's path, on this layer and others like it.
+
+    Args:
+        module: a layer of ours with kernels.
+        like: the call that the host has just made, for ``run_as_the_host``.
+    """
+    layers = [module, *(other for other, _ in registry.alive() if other is not module and _alike(other, module))][:_LAYERS]
+    paths = {}
+    for name, kernel in module.schedule.families.items():
+        runs = [layer.schedule.families[name].run for layer in layers]
+        # Prefill is rarely in a graph: there the time of the launches counts, and the host's time is without it.
+        captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
+        paths[HOST if name == module.schedule.base else name] = TimedPath(runs, kernel.serves, captured)
+    if HOST not in paths:
+        # The embedded host's operator asks the GPU which experts have tokens.
+        captured = load().generation != "embedded"
+        paths[HOST] = TimedPath([partial(layer.run_as_the_host, like) for layer in layers], captured=captured)
+    return paths
+
+
+def _alike(other: Any, module: Any) -> bool:
+    try:
+        mine, its = module.schedule, other.schedule
+        return bool(
+            its.families.keys() == mine.families.keys()
+            and its.settled
+            and its.kernels[0].geometry == mine.kernels[0].geometry
+            and other.w2_weight.device == module.w2_weight.device
+        )
+    except AttributeError:
+        return False
+
+
+def route_sampler(module: Any, geometry: Geometry, device: torch.device) -> RouteSampler:
+    """Draw routes by the layer's router from random logits, or by the logits alone if the router needs more than those."""
+
+    def sample(tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = timing.router_logits(geometry, tokens, seed, skewed).to(device)
+        try:
+            ids, router_weights = module.routing_method.apply(logits)
+            if ids.shape == router_weights.shape == (tokens, geometry.top_k):
+                return ids.to(torch.int32), router_weights.float()
+        except Exception as error:
+            logger.debug("router of %s", geometry, exc_info=error)
+        values, ids = logits.topk(geometry.top_k, dim=1)
+        return ids.to(torch.int32), values.softmax(1)
+
+    return sample
