@@ -115,7 +115,7 @@ def spawned() -> dict[str, Any]:
 
 
 def ray_ranks() -> dict[str, Any]:
-    """Two actors as the host's Ray executor has them: a model each, then layers that the second refuses, then one without it."""
+    """Two actors as the host's Ray executor has them, each with its rank of a model."""
     import ray
     from torch.distributed import TCPStore
 
@@ -130,9 +130,7 @@ def ray_ranks() -> dict[str, Any]:
     try:
         ranks: list[Any] = [ray.remote(scenarios.RayRank).remote(rank) for rank in range(2)]
         models = ray.get([rank.model.remote() for rank in ranks], timeout=120)
-        answers = ray.get([rank.refusing.remote() for rank in ranks], timeout=60)
-        ray.kill(ranks[1])
-        return {"models": models, "ranks": answers, "alone": ray.get(ranks[0].alone.remote(), timeout=60)}
+        return {"models": models}
     finally:
         ray.shutdown()
 
@@ -150,27 +148,6 @@ class RayRank:
 
         mapping = Mapping(world_size=2, rank=self._rank, tp_size=2, moe_ep_size=2)
         return build_and_run(model_config(skip_create_weights_in_init=True, mapping=mapping))
-
-    def refusing(self) -> dict[str, Any]:
-        return refusing(self._rank)
-
-    def alone(self) -> dict[str, Any]:
-        """The other rank was there, and is no more."""
-        import time
-
-        from tests import layers
-        from tests.checkpoints import random_experts
-        from trtllm_b12x import votes
-
-        lines, start = logged(), time.monotonic()
-        votes.TIMEOUT_S = 1.0
-        verdicts = []
-        for _ in range(3):
-            mapping = {"world_size": 2, "rank": self._rank, "tp_size": 2, "moe_ep_size": 2}
-            layer = layers.load(layers.create(8, 128, 256, mapping=mapping), random_experts(8, 128, 256))
-            verdicts.append(str(layer.backend.verdict))
-        named = [line for line in lines if "no answer from ranks [1]" in line]
-        return {"verdicts": verdicts, "named": named, "seconds": time.monotonic() - start}
 
 
 def worker_main(_torch_model_class_mapping: dict[str, type]) -> dict[str, Any]:
@@ -267,7 +244,7 @@ def lora() -> dict[str, Any]:
 
 
 def alltoall() -> dict[str, Any]:
-    """Attention-DP behind an all-to-all where bf16 may be gathered: what is said after the load, and what each call sends."""
+    """Attention-DP behind an all-to-all: what is said after the load, and what each call sends."""
     import torch
 
     import trtllm_b12x
@@ -802,56 +779,7 @@ def _warmed_up(autotuner: str, graphs: str) -> dict[str, Any]:
                     forward("captured", tokens)
         for tokens in (40, 8, 3):
             forward("request", tokens)
-        return {"events": events, "gap": clock.largest_gap, "layers": clock.layers, "steps": clock.steps}
-
-
-def ranks_apart() -> dict[str, Any]:
-    """Two of the session's workers, of which the second says no: to a kernel, with a long reason, then to everything."""
-    from mpi4py.futures import MPIPoolExecutor
-
-    from tests.hosts import scenarios
-
-    with MPIPoolExecutor(max_workers=2, path=sys.path, env={}) as pool:
-        answers = list(pool.map(scenarios.refusing_on_the_second, range(2)))
-    return {str(answer["rank"]): answer for answer in answers}
-
-
-def refusing_on_the_second(_: int) -> dict[str, Any]:
-    from mpi4py import MPI
-
-    signal.alarm(90)  # should one rank fail, the other waits for its vote for long; this ends both
-    return refusing(MPI.COMM_WORLD.Get_rank(), then_all=True)
-
-
-def refusing(rank: int, then_all: bool = False) -> dict[str, Any]:
-    """What becomes of layers on one of two ranks: two of a geometry that rank 1 cannot plan, one of another, and two that
-    rank 1 builds when it serves nothing any more."""
-    import time
-
-    from tests import layers
-    from tests.checkpoints import random_experts
-    from trtllm_b12x import environment
-    from trtllm_b12x.kernels.reference import ReferenceKernel
-
-    start, verdicts = time.monotonic(), []
-    plan, payload = ReferenceKernel.plan, environment.inspect_payload
-
-    def fails(self: Any, geometry: Any, *arguments: Any) -> None:
-        if rank == 1 and geometry.num_experts == 2:
-            raise MemoryError("no memory " * 1638)
-        plan(self, geometry, *arguments)
-
-    ReferenceKernel.plan = fails  # type: ignore
-    for experts in (4, 4, 8, *((12, 12) if then_all else ())):
-        if rank == 1 and experts == 12:  # found for real in tests/integration/test_payload.py
-            environment.inspect_payload = lambda: environment.Payload("4.8.1", (12, 9))
-            environment.probe.cache_clear()
-        mapping = {"world_size": 2, "rank": rank, "tp_size": 2, "moe_ep_size": 2}
-        module = layers.load(layers.create(experts, 128, 256, mapping=mapping), random_experts(experts, 128, 256))
-        backend = getattr(module, "backend", module)
-        verdicts.append(str(getattr(backend, "verdict", type(backend).__name__)))
-    environment.inspect_payload = payload
-    return {"rank": rank, "verdicts": verdicts, "seconds": time.monotonic() - start}
+        return {"events": events, "gap": clock.largest_gap, "layers": clock.layers}
 
 
 def hooks() -> dict[str, Any]:

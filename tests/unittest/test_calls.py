@@ -87,16 +87,15 @@ SAYS_IT = {"enable_alltoall", "workspace"} & set(inspect.signature(host.CutlassF
 
 @pytest.mark.parametrize("told", ["by the wrapper", *(["by a call"] if SAYS_IT or host.generation == "embedded" else [])])
 def test_behind_an_all_to_all_nothing_is_promised(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
-    """b12x does not serve what comes out of it, so bf16 would be four times the bytes for nothing."""
+    """No kernel of ours serves what comes out of it."""
     from trtllm_b12x.decision import RejectReason
 
-    monkeypatch.setenv("TRTLLM_B12X_GATHER_BF16", "1")
     monkeypatch.setattr(host.CutlassFusedMoE, "validate_configurable_moe", lambda self, moe: None, raising=False)
     tensors = random_experts(6, 128, 192)
     module = layers.load(layers.create(6, 128, 192, top_k=3), tensors)
     backend = module.backend
     x, logits = layers.inputs(module, 5, tensors)
-    assert backend.quantize_input(x)[0] is x
+    assert backend.quantize_input(x, post_quant_comm=False)[0] is x
     if told == "by the wrapper":
         backend.validate_configurable_moe(SimpleNamespace(enable_alltoall=False))
         assert backend.verdict.served
@@ -106,7 +105,7 @@ def test_behind_an_all_to_all_nothing_is_promised(monkeypatch: pytest.MonkeyPatc
         given = {"is_sf_swizzled": False, "output_dtype": torch.bfloat16, "enable_alltoall": True, **TUNED}
         result = backend.run_moe(x, *routing, **given)
         assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
-    sent, scales = backend.quantize_input(x)
+    sent, scales = backend.quantize_input(x, post_quant_comm=False)
     assert (sent.dtype, scales is None) == (torch.uint8, False)
     assert backend.verdict.reasons == (RejectReason.ALLTOALL,)
     backend.post_load_weights()
@@ -181,7 +180,6 @@ def test_a_kernel_that_cannot_be_planned_leaves_the_layer_to_cutlass(monkeypatch
         raise RuntimeError("ptxas failed\nwith a long story")
 
     monkeypatch.setattr(ReferenceKernel, "plan", plan)
-    monkeypatch.setenv("TRTLLM_B12X_GATHER_BF16", "1")
     tensors = random_experts(6, 128, 192)
     module = layers.load(layers.create(6, 128, 192, top_k=3), tensors)
     assert module.backend.verdict.reasons == (RejectReason.KERNEL_PLAN_FAILED,)

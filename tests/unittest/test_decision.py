@@ -334,7 +334,6 @@ environments = st.builds(
     payload_fault=st.none() | st.sampled_from(PayloadFault),
     flashinfer=versions,
     exact_scales=maybe_bool,
-    gather_bf16=st.booleans(),
     only_deterministic=st.booleans(),
 )
 kinds = st.builds(
@@ -365,7 +364,6 @@ STRICTER: dict[str, Any] = {
     "lora": True,
     "cuda_graphs": True,
     "graph_safe": False,
-    "gather_bf16": False,
     "enabled": False,
     "host": "unsupported",
     "sm": 90,

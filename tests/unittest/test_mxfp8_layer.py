@@ -13,8 +13,8 @@ import torch
 from tests import mxfp8
 from tests.clock import Clock, capturing, standing_in
 from tests.layers import create, host, swiglu_constants
-from trtllm_b12x import process, registry, settings, votes
-from trtllm_b12x.dispatch.policy import HOST, Times
+from trtllm_b12x import process, registry, settings
+from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
 
@@ -90,13 +90,13 @@ def test_scales_that_a_checkpoint_lacks_are_seen() -> None:
     assert torch.equal(layer(x, logits).isnan().all(1), met)
 
 
-def test_a_layer_that_no_kernel_serves_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    """The host's own path would stumble over a parameter that MXFP8 does not have."""
+def test_a_layer_that_no_kernel_serves_raises_at_load(caplog: pytest.LogCaptureFixture) -> None:
+    """Its first call would raise while other ranks wait in the reduction."""
     one = {"alpha": torch.ones(EXPERTS), "beta": torch.ones(EXPERTS), "limit": torch.ones(EXPERTS, 2)[:, 0]}
-    layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE), **swiglu_constants(**one))
-    assert not layer.backend.schedule.kernels
-    with pytest.raises(RuntimeError, match=r"no kernel serves 3 tokens of .* no path for it on this card: .* swiglu_limit is"):
-        called(layer)
+    with pytest.raises(
+        RuntimeError, match=r"no kernel serves the MoE layer of .* no path for it on this card: .* swiglu_limit is"
+    ):
+        built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE), **swiglu_constants(**one))
     assert "has no implementation: KERNEL_PLAN_FAILED" in caplog.text
     assert "CUTLASS" not in caplog.text
 
@@ -184,17 +184,3 @@ def test_a_number_is_the_split(card: None, monkeypatch: pytest.MonkeyPatch, capl
         assert not clock.asked
         assert served(layer, 79, 80) == ["triton", "grouped"]
     assert "TRTLLM_B12X_CROSSOVER=80, fixed: grouped from 80 tokens" in caplog.text
-
-
-def test_ranks_add_up_their_times(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this rank's side, which alone would take triton below 30 tokens; the other would below 2."""
-
-    def share(mapping: Any, about: str, text: str, wait_s: float) -> list[str] | None:
-        own = Times.of(text).counts
-        return [text, Times({n: {"triton": 1000.0 * n, HOST: 1900.0} for n in own}).text()]
-
-    monkeypatch.setattr(votes, "share", share)
-    with standing_in(Clock(level)):
-        layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
-        called(layer)
-        assert served(layer, 1, 2, 29) == ["triton", "grouped", "grouped"]

@@ -196,14 +196,6 @@ def test_tokens_that_ranks_gather_quantized(tokens: int, served: int) -> None:
     assert error < (0.006 if served else HOSTS_BOUND)  # bfloat16 of each rank
 
 
-def test_what_ranks_send_does_not_depend_on_a_setting_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's kernels serve ranks with and without it, so their vote says nothing about it."""
-    monkeypatch.setenv("TRTLLM_B12X_GATHER_BF16", "1")
-    error, calls = as_ranks_gather(9)
-    assert calls == 2
-    assert error < 0.006
-
-
 @pytest.mark.parametrize("swizzled", [True, False])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_input_that_a_model_has_quantized(tokens: int, swizzled: bool) -> None:

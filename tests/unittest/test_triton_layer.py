@@ -16,7 +16,7 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import process, strict_reference, votes
+from trtllm_b12x import process, strict_reference
 from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry, PlanError
@@ -204,16 +204,6 @@ def test_explain_says_what_is_built(every_family: None) -> None:
     for config, said, became in layers.explained():
         assert said == became, config
     trtllm_b12x.uninstall()
-
-
-def test_it_takes_over_where_another_rank_is_without_b12x(every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cast(mapping: Any, about: str, error: str | None, settled: votes.Settled) -> None:
-        settled(error or ("rank 1: no compiler" if about.endswith("b12x") else None))
-
-    monkeypatch.setattr(votes, "cast", cast)
-    backend = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192)).backend
-    assert list(backend.schedule.families) == ["triton"]
-    assert str(backend.verdict).startswith("triton, grouped; not b12x: KERNEL_PLAN_FAILED: rank 1: no compiler")
 
 
 @pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"])
