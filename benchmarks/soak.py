@@ -15,25 +15,22 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from benchmarks import require_gpu
 from tests.integration.sm12x_on_hopper import sm12x_on_hopper
-from tests.integration.sm12x_on_hopper.build import Options
 from tests.integration.sm12x_on_hopper.kernels import SMALL_SWIGLU, Shape
 from tests.integration.sm12x_on_hopper.problem import draw
-from trtllm_b12x import process
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.b12x import B12xKernel, compiler, sources
+from trtllm_b12x.kernels.b12x import B12xKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 WIDE = Shape("SwiGLU, 2048 x 768", 16, 8, 2048, 768, True)
 CASES: tuple[tuple[Shape, int, str], ...] = (
     (SMALL_SWIGLU, 4, "direct_micro"),
-    (SMALL_SWIGLU, 8, "micro"),
-    (WIDE, 5, "micro"),
+    (SMALL_SWIGLU, 8, "static"),
+    (WIDE, 5, "static"),
     (SMALL_SWIGLU, 16, "static"),
 )
 BATCH = 32
@@ -238,22 +235,6 @@ def measure(kinds: list[str], count: int, replays: int, most_seconds: float) -> 
     return found
 
 
-def without_the_barrier(count: int, most_seconds: float) -> list[Soaked]:
-    """Micro as FlashInfer ships it, for comparison; nothing where its self-test finds it."""
-    process.forget()
-    compiler._compiled.clear()
-    name = SMALL_SWIGLU.name, "micro, FlashInfer's own"
-    with mock.patch.object(sources, "with_barrier", lambda source: source), sm12x_on_hopper(options=Options(mend_micro=False)):
-        kernel = kernel_for(SMALL_SWIGLU)
-        if kernel._plan.candidates[8][0].kind.name != "micro":
-            print(*kernel.summary(), sep="\n", flush=True)
-            return []
-        batch = prepared(kernel, 8)
-        found = [soak(batch, beside, count, most_seconds, 8, name) for beside in WORK]
-    print(*found, sep="\n", flush=True)
-    return found
-
-
 def markdown(rows: list[Soaked]) -> str:
     lines = [
         "| layer | tokens | kernel | beside | calls | wrong | alone | worst |",
@@ -279,8 +260,6 @@ def main() -> None:
     versions = {name: importlib.metadata.version(name) for name in ("flashinfer-python", "nvidia-cutlass-dsl", "torch")}
     with sm12x_on_hopper():
         rows = measure(kinds, arguments.calls, arguments.replays, arguments.seconds)
-    if "micro" in kinds:
-        rows += without_the_barrier(min(arguments.calls, 30_000), arguments.seconds)
     result = {"gpu": torch.cuda.get_device_name(), "versions": versions, "rows": [asdict(row) for row in rows]}
     arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     arguments.out.with_suffix(".md").write_text(markdown(rows))

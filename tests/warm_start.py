@@ -251,7 +251,7 @@ def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> No
     from trtllm_b12x.kernels import routes
 
     if family == "routes":  # a few small kernels
-        routes.warm_up(torch.device("cuda"), (), "")
+        routes.warm_up(torch.device("cuda"), "")
         return
     [row] = families.rows([family], geometry.format)
     kernel = formats.load(row.kernel)()
@@ -260,13 +260,12 @@ def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> No
         if geometry.hidden_size <= 256:  # weights of a larger one would take longer than all else
             _call(kernel, geometry)
         return
-    from trtllm_b12x.kernels.b12x import compacted
     from trtllm_b12x.kernels.b12x.compiler import DISPATCH
 
     dispatch = formats.load(f"{DISPATCH}:__dict__")
     dispatch.update(dict.fromkeys(("get_num_sm", "get_max_active_clusters"), lambda *arguments: card["multiprocessors"]))
     kernel.plan(geometry, capacity, torch.device("cpu"))  # a GPU's memory is not there; kernels are loaded all the same
-    routes.warm_up(torch.device("cuda"), compacted(geometry, kernel._plan.candidates), "")
+    routes.warm_up(torch.device("cuda"), "")
 
 
 def _call(kernel: Any, geometry: Any) -> None:

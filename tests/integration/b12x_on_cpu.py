@@ -23,7 +23,7 @@ import torch
 from tests.integration.sm12x_on_hopper import problem
 from trtllm_b12x import process
 from trtllm_b12x.kernels import Geometry, b12x
-from trtllm_b12x.kernels.b12x import B12xKernel, compiler, sources
+from trtllm_b12x.kernels.b12x import B12xKernel, compiler
 from trtllm_b12x.kernels.b12x.compiler import DISPATCH
 
 GEOMETRY = Geometry(4, 2, 256, 768, "Swiglu")
@@ -106,7 +106,7 @@ def shared() -> dict[str, Any]:
         kernels[0].run(torch.zeros(5, 256, dtype=torch.bfloat16), torch.zeros(5, 2), torch.zeros(5, 2))
     except ValueError as error:
         unplanned = str(error)
-    launches = [kernels[0].launches(1), kernels[0].launches(2), kernels[2].launches(1)]
+    variants = [kernels[0]._plan.candidates[tokens][-1].variant for tokens in (1, 2)]
     kernels.clear()
     gc.collect()
     return {
@@ -115,23 +115,22 @@ def shared() -> dict[str, Any]:
         "bytes": spaces[0].nbytes if spaces[0] else 0,
         "left": len(b12x._plans),
         "unplanned": unplanned,
-        "launches": launches,
+        "variants": variants,
     }
 
 
-def preferred(dispatch: Any) -> dict[str, Any]:
-    """Kinds for one token, and what is left of them for reruns that agree to the bit and for expert parallelism."""
+def preferred() -> dict[str, Any]:
+    """Kinds for one token, and what is left of them for expert parallelism."""
     found: dict[str, Any] = {"case": "kinds"}
-    for name, setting, parallel in (("any", "0", False), ("deterministic", "1", False), ("expert parallel", "0", True)):
-        with mock.patch.dict(os.environ, TRTLLM_B12X_DETERMINISTIC=setting):
-            kernel = B12xKernel()
-            kernel.plan(replace(GEOMETRY, ranks=2 if parallel else 1), 1, torch.device("cpu"))
-            found[name] = [candidate.kind.name for candidate in kernel._plan.candidates[1]]
+    for name, ranks in (("any", 1), ("expert parallel", 2)):
+        kernel = B12xKernel()
+        kernel.plan(replace(GEOMETRY, intermediate_size=256, ranks=ranks), 1, torch.device("cpu"))
+        found[name] = [candidate.kind.name for candidate in kernel._plan.candidates[1]]
     return found
 
 
 def restarted(dispatch: Any, cute: Any) -> dict[str, Any]:
-    """All three kinds, once compiled and once more with no compiler: what FlashInfer's cache holds is enough."""
+    """Both kinds, once compiled and once more with no compiler: what FlashInfer's cache holds is enough."""
     found: dict[str, Any] = {"case": "restart"}
 
     def plan() -> list[str]:
@@ -148,8 +147,6 @@ def restarted(dispatch: Any, cute: Any) -> dict[str, Any]:
         found["loaded"] = plan()
     found["compiled again"] = compile_again.call_count
     found["warmed up"] = warmed_up()
-    own, micro = dispatch.MoEMicroKernel, sources.micro(dispatch)
-    found["micro"] = {"digest": micro.digest if micro else "", "own": bool(micro and micro.kernel is own)}
     return found
 
 
@@ -183,7 +180,7 @@ def main() -> None:
 
             return fails
 
-        show(preferred(dispatch))
+        show(preferred())
         show(restarted(dispatch, cute))
         show(shared())
         for size, gated in PADDED.items():

@@ -61,27 +61,19 @@ def test_layers_of_one_geometry_share_and_leave_nothing_behind(cases: dict[str, 
     assert found["same"] == [True, False]
     assert found["bytes"] > 0
     assert found["left"] == 0
-    assert found["launches"] == [0, 0, 0]  # static, whose code is the same for one and two tokens
+    assert found["variants"] == [0, 0]  # static, whose code is the same for one and two tokens
     assert found["unplanned"].startswith("no kernel is planned for 5 tokens, only for 1-2: ")
 
 
 def test_a_second_start_compiles_nothing(cases: dict[str, dict[str, Any]]) -> None:
     found = cases["restart"]
-    assert found["loaded"] == found["compiled"] == ["direct_micro", "micro", "static"]
+    assert found["loaded"] == found["compiled"] == ["direct_micro", "static"]
     assert found["compiled again"] == 0
-    assert found["warmed up"] == [True, True]  # micro and static of the first geometry
-
-
-def test_micro_is_compiled_from_a_source_with_its_barrier(cases: dict[str, dict[str, Any]]) -> None:
-    found = cases["restart"]["micro"]
-    assert found["own"] == (found["digest"] == "")
-    if not found["own"]:  # FlashInfer up to 0.7.2
-        assert f"barrier_{found['digest']}_micro_m1" in cases["stderr"]["text"]
+    assert found["warmed up"] == [True]  # static of the first geometry
 
 
 def test_kinds(cases: dict[str, dict[str, Any]]) -> None:
-    assert cases["kinds"]["any"] == ["micro", "static"]
-    assert cases["kinds"]["deterministic"] == ["static"]
+    assert cases["kinds"]["any"] == ["direct_micro", "static"]
     assert cases["kinds"]["expert parallel"] == ["static"]
 
 
@@ -111,11 +103,9 @@ def test_what_the_driver_relies_on_in_the_installed_flashinfer() -> None:
     import flashinfer
 
     folder = Path(flashinfer.__file__).parent / "fused_moe" / "cute_dsl" / "blackwell_sm12x"
-    for name in ("moe_static_kernel.py", "moe_micro_kernel.py"):
-        assert "cooperative=True" in (folder / name).read_text()
+    assert "cooperative=True" in (folder / "moe_static_kernel.py").read_text()
     assert "cooperative=self.compile_time_phase == 0" in (folder / "moe_direct_micro_kernel.py").read_text()
     dispatch = __import__("importlib").import_module(DISPATCH)
-    assert set(signatures(dispatch)) == {"static", "micro", "direct_micro"}
+    assert set(signatures(dispatch)) == {"static", "direct_micro"}
     wanted = {"state_E", "weight_E", "m", "k", "n", "num_topk", "max_rows", "topk_ids_dtype", "mac_override", "activation"}
-    for name in ("_get_static_kernel", "_get_micro_kernel"):
-        assert wanted <= set(inspect.signature(getattr(dispatch, name)).parameters)
+    assert wanted <= set(inspect.signature(dispatch._get_static_kernel).parameters)

@@ -134,6 +134,6 @@ def test_what_the_driver_plans_on_the_oldest_line(tmp_path: Path) -> None:
     # The driver's plans there are on a tile of 128, and FlashInfer's own padding is not reached.  For 0.7.2: test_b12x.py.
     result = environment.run(environment.python, "-m", "tests.integration.b12x_on_cpu", str(tmp_path), "plans")
     found = {case["case"]: case for case in map(json.loads, filter(lambda line: line[:1] == "{", result.stdout.splitlines()))}
-    assert found["kinds"]["any"] == ["micro", "static"]
+    assert found["kinds"]["any"][-1] == "static"
     for size, planned in {2688: 2688, 1344: 1408, 640: 640, 1856: 1920}.items():
         assert found[f"padding {size}"]["planned"] == planned

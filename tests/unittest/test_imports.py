@@ -65,7 +65,11 @@ RULES = (
         "kernels know no host and no layer",
     ),
     ("checkpoint", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.host"), "files are files"),
-    ("dispatch", tuple(f"trtllm_b12x.{room}" for room in ("host", "registry", "fused_moe", "quantization")), "it knows no engine"),
+    (
+        "dispatch",
+        tuple(f"trtllm_b12x.{room}" for room in ("host", "registry", "fused_moe", "quantization")),
+        "it knows no engine",
+    ),
     ("host", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.verification"), "the host knows nothing of ours"),
 )
 

@@ -36,16 +36,12 @@ def on(device: str) -> dict[str, list[list[float]]]:
                 floats = out[1].view(torch.float32)
                 routes.prepare(table, ids, router_weights.to(scales_type), (out[0], floats))
                 prepared = [out[0].tolist(), floats.tolist(), table.local(ids).tolist()]
-                if unrouted == 0:
-                    used = out[0, :1]
-                    routes.compact(table, ids, router_weights.to(scales_type), (out[2], out[3], used, floats))
-                    prepared += [out[2].tolist(), out[3].tolist(), used.tolist(), floats.tolist()]
                 found[f"{unrouted} {ids_type} {scales_type}"] = prepared
     return found
 
 
 def divisors_on(device: str) -> dict[str, list[list[float]]]:
-    """Both kernels' divisors of more experts than a block has, and what torch makes of the same input scales."""
+    """Divisors of more experts than a block has, and what torch makes of the same input scales."""
     experts, found = 1100, {}
     ratio = torch.rand(experts, device=device) + 0.5
     ids, router_weights = torch.zeros(8, dtype=torch.int32, device=device), torch.ones(8, device=device)
@@ -57,7 +53,6 @@ def divisors_on(device: str) -> dict[str, list[list[float]]]:
         results = []
         for launch in (
             lambda: routes.prepare(table, ids, router_weights, (out[0], floats), derived),  # noqa: B023
-            lambda: routes.compact(table, ids, router_weights, (out[0], out[1], out[2, :1], floats), derived),  # noqa: B023
             derived.derive,
         ):
             for divisor in given:
@@ -82,25 +77,19 @@ def in_triton(function: str) -> Any:
 
 
 def test_divisors_are_derived_in_the_same_launch() -> None:
-    for prepared, compacted, in_torch in in_triton("divisors_on").values():
-        assert prepared == compacted == in_torch
+    for prepared, in_torch in in_triton("divisors_on").values():
+        assert prepared == in_torch
         assert 0 not in in_torch
 
 
 def test_routes_outside_the_table_become_unrouted_ones() -> None:
     found = in_triton("on")
     assert len(found) == 12
-    for name, (ids, router_weights, in_torch, *compacted) in found.items():
+    for name, (ids, router_weights, in_torch) in found.items():
         unrouted = int(name.split()[0])
         expected = [i - FIRST if held else unrouted for i, held in zip(IDS, HELD, strict=True)]
         assert ids == in_torch == expected, name
         assert router_weights == [(at + 1) / 8 if held else 0 for at, held in enumerate(HELD)]
-        if compacted:
-            numbers, experts, (used,), scales_again = compacted
-            assert used == 3  # 0, which is also what the others became, 15 and 1
-            assert experts[:3] == [0, 15, 1]
-            assert [experts[int(number)] for number in numbers] == expected
-            assert scales_again == router_weights
 
 
 @pytest.mark.parametrize("ids", [[[0, 5, 9], [4, -1, 3]], [[2**31 - 1, 4, 7], [8, 0, -5]]])

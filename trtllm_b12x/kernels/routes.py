@@ -9,7 +9,7 @@ what is not this rank's; kernels that index by it write elsewhere (FlashInfer is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,33 +72,6 @@ def prepare(
     _kernels().prepare[(blocks,)](ids, router_weights, *into, size, *experts, *divisors, block=_BLOCK)
 
 
-def compact(
-    table: Table,
-    ids: torch.Tensor,
-    router_weights: torch.Tensor,
-    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    input_scales: InputScales | None = None,
-) -> None:
-    """Number the local experts that occur, in the order of their first route, in one launch of one block.
-
-    Args:
-        ids, router_weights: as for :func:`prepare`; at most a few hundred, since every pair of routes is compared.
-        into: number of each route's expert (int32, as many as ``ids``), local id of each number (int32), how many there are
-            (one int32), and the router weights (float32).  A route outside the table counts as one to ``table.unrouted``, of
-            weight 0.
-        input_scales: as for :func:`prepare`.
-    """
-    size = ids.numel()
-    block = _padded(size)
-    divisors = _divisors(input_scales, into[3])
-    experts = table.first, table.count, table.unrouted
-    _kernels().compact[(1,)](ids, router_weights, *into, size, *experts, *divisors, block=block, wide=_BLOCK, num_warps=2)
-
-
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 def _divisors(given: InputScales | None, any_floats: torch.Tensor) -> tuple[Any, ...]:
     """Arguments of a kernel that derives divisors for so many experts; for none it gets pointers that it does not read."""
     if given is None:
@@ -108,22 +81,18 @@ def _divisors(given: InputScales | None, any_floats: torch.Tensor) -> tuple[Any,
     return fc31, fc2, ratio, given.fc1_divisor, given.fc2_divisor, *steps, ratio.numel()
 
 
-def variants(sizes: Iterable[int] = ()) -> Iterator[Variant]:
-    """What calls launch, for the types that hosts use; ``compact`` for these numbers of routes."""
+def variants() -> Iterator[Variant]:
+    """Yield what calls launch, for the types that hosts use."""
     from .jit.variant import Variant
 
-    i, f = torch.int32, torch.float32
+    f = torch.float32
     rest = (1, 0, 1, 0, *(f,) * 5, 0, 0, 0)
-    blocks = sorted({_padded(size) for size in sizes})
     for ids in ID_TYPES:
         for floats in ROUTER_WEIGHT_TYPES:
-            yield Variant("routes_triton", "prepare", (ids, floats, i, f, *rest), {"block": _BLOCK}, {})
-            for block in blocks:
-                constants = {"block": block, "wide": _BLOCK}
-                yield Variant("routes_triton", "compact", (ids, floats, i, i, i, f, *rest), constants, {"num_warps": 2})
+            yield Variant("routes_triton", "prepare", (ids, floats, torch.int32, f, *rest), {"block": _BLOCK}, {})
 
 
-def warm_up(device: torch.device, sizes: Iterable[int], remedy: str) -> None:
+def warm_up(device: torch.device, remedy: str) -> None:
     """Compile :func:`variants`, or load them from Triton's cache.
 
     Raises:
@@ -135,7 +104,7 @@ def warm_up(device: torch.device, sizes: Iterable[int], remedy: str) -> None:
 
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):
-        compiled(list(variants(sizes)), 10 * major + minor, remedy)
+        compiled(list(variants()), 10 * major + minor, remedy)
 
 
 def _kernels() -> Any:

@@ -69,8 +69,8 @@ def run(works: Sequence[Work], cards: Sequence[Card], report: Report, workers: i
     for work in works:
         if not issubclass(work.kind, JitKernel):
             name = work.kind.features.name
-            more, sizes = _flashinfers(work, cards, report, total, workers)
-            for variant in routes.variants(sizes):
+            more = _flashinfers(work, cards, report, total, workers)
+            for variant in routes.variants():
                 more += (variant.module, *variant.key) not in variants
                 variants.setdefault((variant.module, *variant.key), (name, variant))
             total += more
@@ -95,15 +95,15 @@ def run(works: Sequence[Work], cards: Sequence[Card], report: Report, workers: i
             precompile.seal(capability)
 
 
-def _flashinfers(work: Work, cards: Sequence[Card], report: Report, before: int, workers: int) -> tuple[int, list[int]]:
-    """FlashInfer's kernels for one geometry: how many there are, and for which numbers of routes they want them numbered."""
+def _flashinfers(work: Work, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
+    """Compile FlashInfer's kernels for one geometry; return how many there are."""
     from .b12x import worker
 
     counts = sorted({card.multiprocessors for card in cards})
     request: dict[str, Any] = {"target": f"sm_{cards[0].capability}a", "multiprocessors": counts, "capacity": work.capacity}
     request |= {"geometry": worker.fields(work.geometry)}
     asked = [json.dumps({**request, "share": [number, workers]}) for number in range(workers)]
-    found: dict[str, Any] = {"total": 0, "routes": [], "done": 0, "failed": 0}
+    found: dict[str, Any] = {"total": 0, "done": 0, "failed": 0}
 
     def said(told: dict[str, Any]) -> None:
         if "total" in told:
@@ -118,4 +118,4 @@ def _flashinfers(work: Work, cards: Sequence[Card], report: Report, before: int,
         worker.seal(request["target"]).touch()
     elif not found["failed"]:
         raise PlanError("some of FlashInfer's kernels did not get into its cache: a process that compiles them has died")
-    return found["total"], found["routes"]
+    return int(found["total"])

@@ -33,7 +33,6 @@ from trtllm_b12x.log import logger
 
 from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO, Signature
-from .launch import compacted as compacted_route
 from .scratch import Scratch, fitting
 from .worker import assembled, seal
 
@@ -82,7 +81,7 @@ process.kept(_plans.clear)
 
 
 class B12xKernel(Kernel):
-    """FlashInfer's static, micro and direct micro kernel on one layer: views of its tensors, and the plan of its geometry."""
+    """FlashInfer's static and direct micro kernel on one layer: views of its tensors, and the plan of its geometry."""
 
     _flashinfer = environment.inspect_flashinfer()
     features = families.b12x(environment.of_flashinfer(_flashinfer))
@@ -177,8 +176,8 @@ class B12xKernel(Kernel):
                 served.setdefault((candidate.kind.name, candidate.variant), []).append((tokens, candidate))
         for (name, variant), found in served.items():
             for tokens, candidate in dict((found[-1], found[0])).items():
-                # Before 0.7.0 static adds up in atomics too.
-                atomic = candidate.kind.atomic_sums or not self.features.deterministic
+                # Before 0.7.0 static adds up in atomics.
+                atomic = not self.features.deterministic
                 yield Examinee(name, variant, tokens, atomic, functools.partial(self._launch, candidate))
 
     @classmethod
@@ -197,7 +196,7 @@ class B12xKernel(Kernel):
         kind = self._plan.candidates[tokens][0].kind
         if kind is DIRECT_MICRO:
             return 0.0 if self.geometry.gated else _RECIPROCALS
-        return self.geometry.atomic_rounding if kind.atomic_sums or not self.features.deterministic else 0.0
+        return self.geometry.atomic_rounding if not self.features.deterministic else 0.0
 
     def summary(self) -> tuple[str, ...]:
         served: dict[str, list[int]] = {}
@@ -291,23 +290,15 @@ def _cached_or_not(make: Callable[[], _Plan]) -> _Plan:
         os.environ[_NO_CACHE] = before
 
 
-def compacted(geometry: Geometry, candidates: dict[int, list[Candidate]]) -> list[int]:
-    """Numbers of routes that are numbered by expert before the launch."""
-    found = [tokens for tokens, kinds in candidates.items() if any(c.launch.route is compacted_route for c in kinds)]
-    return [tokens * geometry.top_k for tokens in found]
-
-
 def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan:
     started = time.monotonic()
     logger.info("b12x kernels for %s: compiling, or loading from FlashInfer's cache", geometry)
     dispatch = importlib.import_module(DISPATCH)
     scratch = Scratch.allocate(dispatch, geometry, capacity, device)
     compiler = Compiler(dispatch, geometry, scratch, device)
-    if compiler.micro is None:
-        logger.info("FlashInfer's micro kernel is left out: its source is not one whose barriers can be told")
     candidates = {tokens: list(compiler.candidates(tokens)) for tokens in sizes(dispatch, capacity)}
     remedy = late.remedy(geometry, card_of(device)) if device.type == "cuda" else ""
-    routes.warm_up(device, compacted(geometry, candidates), remedy)
+    routes.warm_up(device, remedy)
     logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
     pristine = constants.kept(("b12x", geometry, capacity, device), scratch.pristine)
     return _Plan(geometry, device, scratch, pristine, compiler.signatures, candidates, Turn.of(device))

@@ -1,8 +1,8 @@
 """The kernels of one geometry, compiled or loaded from FlashInfer's cache.
 
-What remains of FlashInfer is what makes its kernels: ``moe_dispatch._get_static_kernel`` and ``_get_micro_kernel``,
-``build_direct_micro_kernel`` and ``compile_direct_micro_kernel``, ``build_and_load_cute_dsl_kernel`` and the tuning tables, the
-same from 0.6.18 to 0.7.2.  All three kinds come through TVM-FFI, which takes the stream of the call, and are kept on disk.
+What remains of FlashInfer is what makes its kernels: ``moe_dispatch._get_static_kernel``, ``build_direct_micro_kernel``,
+``compile_direct_micro_kernel``, ``build_and_load_cute_dsl_kernel`` and the tuning tables, the same from 0.6.18 to 0.7.2. Both
+kinds come through TVM-FFI, which takes the stream of the call, and are kept on disk.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,7 @@ from trtllm_b12x import locks, settings
 from trtllm_b12x.kernels import Geometry, PlanError, late
 from trtllm_b12x.kernels.jit.cards import card_of
 
-from . import sources
-from .launch import DIRECT_MICRO, MICRO, STATIC, Kind, Launch, Signature, compacted, one_expert_a_slot
+from .launch import DIRECT_MICRO, STATIC, Kind, Launch, Signature
 from .scratch import Scratch
 
 DISPATCH = "flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch"
@@ -61,7 +61,7 @@ def signatures(dispatch: Any) -> dict[str, Signature]:
     Raises:
         ValueError: FlashInfer's kernels take an argument that is not known here.
     """
-    kernels = {STATIC: dispatch.MoEStaticKernel, MICRO: dispatch.MoEMicroKernel, DIRECT_MICRO: dispatch.MoEDirectMicroKernel}
+    kernels = {STATIC: dispatch.MoEStaticKernel, DIRECT_MICRO: dispatch.MoEDirectMicroKernel}
     found = {}
     for kind, kernel in kernels.items():
         names = tuple(name for name in inspect.signature(kernel.__call__).parameters if name not in _COMPILED_IN)
@@ -105,71 +105,36 @@ class Compiler:
         self.most_clusters = min(dispatch.get_max_active_clusters(1), sms)
         # Without a gate both input scales are the same for all experts, which FlashInfer tells by tensors of one element.
         self.shared = not geometry.gated
-        self.micro = sources.micro(dispatch)
 
     def candidates(self, tokens: int) -> Iterator[Candidate]:
-        """What FlashInfer would take for so many tokens (moe_dispatch.py:1552 and :1636 of 0.7.2.post1), and static behind it."""
-        small = False
+        """Yield direct micro if it serves so many tokens (moe_dispatch.py:1552 of 0.7.2.post1), and static behind it.
+
+        FlashInfer's micro kernel is not used: no release has its barrier (docs/flashinfer-micro-barrier.md).
+        """
         makers: tuple[tuple[Kind, Callable[[int], Launch | None]], ...] = (
             (DIRECT_MICRO, self._direct_micro),
-            (MICRO, self._micro),
             (STATIC, self._static),
         )
         for kind, make in makers:
             if self.geometry.expert_parallel and not kind.skips_negative_ids:
                 continue
-            if settings.DETERMINISTIC() and not kind.deterministic:
-                continue
-            if kind is not STATIC and tokens > getattr(self.dispatch, "_MICRO_MAX_TOKENS", 0):
-                continue
-            launch = None if small and kind is MICRO else make(tokens)
+            launch = make(tokens)
             if launch is not None:
-                small = True
-                variant = self.variants.setdefault(id(launch.function), len(self.variants))
-                yield Candidate(kind, launch, variant)
+                yield Candidate(kind, launch, self.variants.setdefault(id(launch.function), len(self.variants)))
 
     def _static(self, tokens: int) -> Launch:
         d, rows = self.dispatch, tokens * self.geometry.top_k
         clusters = min(d._lookup_mac_ladder(d._STATIC_MAC_LADDER, rows) or self.most_clusters, self.most_clusters)
         if rows < 40:
             clusters = min(clusters, 64)
-        get = sources.with_globals(d._get_static_kernel, build_and_load_cute_dsl_kernel=self._build)
+        get = _with_globals(d._get_static_kernel, build_and_load_cute_dsl_kernel=self._build)
         function, _ = get(**self._sizes(tokens), mac_override=clusters)
         return Launch(function, self.signatures[STATIC.name])
 
-    def _micro(self, tokens: int) -> Launch | None:
-        d, g = self.dispatch, self.geometry
-        rows = tokens * g.top_k
-        if self.micro is None or rows > (
-            d._MICRO_COMPACT_CUTOVER_PAIRS_MULTI_TOPK if g.top_k > 1 else d._MICRO_COMPACT_CUTOVER_PAIRS
-        ):
-            return None
-        tiles = rows * max(1, -(-g.intermediate_size // 128))
-        clusters = min(d._lookup_mac_ladder(d._MICRO_MAC_LADDER, rows) or self.most_clusters, tiles, self.most_clusters)
-        get = sources.with_globals(d._get_micro_kernel, build_and_load_cute_dsl_kernel=self._build)
-        if digest := self.micro.digest:  # as another kernel, in memory and on disk
-            get = sources.with_globals(
-                get,
-                MoEMicroKernel=self.micro.kernel,
-                _MICRO_KERNEL_CACHE=_compiled,
-                _disk_kernel_name=lambda prefix, key: d._disk_kernel_name(f"barrier_{digest}_{prefix}", key),
-            )
-        function, _ = get(
-            **self._sizes(tokens),
-            share_input_across_experts=self.shared and tokens == 1,
-            share_expert_scales=self.shared,
-            single_token=tokens == 1,
-            mac_override=clusters,
-        )
-        signature = self.signatures[MICRO.name]
-        if tokens > 1:
-            return Launch(function, signature, compacted)
-        if not g.gated:
-            return Launch(function, signature)
-        return Launch(function, signature, one_expert_a_slot, {"active_expert_count": self.scratch.slot_count})
-
     def _direct_micro(self, tokens: int) -> Launch | None:
         d, g, ws = self.dispatch, self.geometry, self.scratch.workspace
+        if tokens > getattr(d, "_MICRO_MAX_TOKENS", 0):
+            return None
         rows, barriers = tokens * g.top_k, getattr(ws, "dm_barrier_count", None)
         if barriers is None or barriers.numel() < rows + tokens * 16:
             return None
@@ -206,7 +171,7 @@ class Compiler:
         with _lock:
             if key not in _compiled:
                 runtime = importlib.import_module("cutlass.cute.runtime")
-                compile_kernel = sources.with_globals(
+                compile_kernel = _with_globals(
                     direct.compile_direct_micro_kernel,
                     current_cuda_stream=lambda: runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
                 )
@@ -232,3 +197,11 @@ class Compiler:
             "topk_ids_dtype": torch.int32,
             "activation": self.activation,
         }
+
+
+def _with_globals(function: Any, **replaced: Any) -> Any:
+    """Return a copy of ``function`` for which some names of its module mean something else."""
+    module = {**function.__globals__, **replaced}
+    copy = types.FunctionType(function.__code__, module, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

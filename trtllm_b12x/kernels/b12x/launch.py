@@ -20,16 +20,12 @@ class Kind:
     """One of FlashInfer's kernels, as data."""
 
     name: str
-    deterministic: bool
     skips_negative_ids: bool
-    """micro and direct micro compute expert 0 for a negative id and multiply by 0, which is NaN where expert 0 overflows."""
-    atomic_sums: bool
-    """Adds one bf16 per route and 128 columns to the output, in any order."""
+    """Direct micro computes expert 0 for a negative id and multiplies by 0, which is NaN if expert 0 overflows."""
 
 
-DIRECT_MICRO = Kind("direct_micro", deterministic=True, skips_negative_ids=False, atomic_sums=False)
-MICRO = Kind("micro", deterministic=False, skips_negative_ids=False, atomic_sums=True)
-STATIC = Kind("static", deterministic=True, skips_negative_ids=True, atomic_sums=False)
+DIRECT_MICRO = Kind("direct_micro", skips_negative_ids=False)
+STATIC = Kind("static", skips_negative_ids=True)
 
 _Value = Callable[[Scratch, NVFP4Weights], Any]
 
@@ -47,7 +43,7 @@ def _of_weights(get: Callable[[NVFP4Weights], Any]) -> _Value:
 
 
 _TENSORS: dict[str, str | _Value] = {
-    # Arguments of static and micro (moe_dispatch.py:1774 of 0.7.2.post1) to where they come from; pointers go as integers.
+    # Arguments of static (moe_dispatch.py:1774 of 0.7.2.post1) to where they come from; pointers go as integers.
     "a_input": "x",
     "topk_ids": "ids",
     "topk_weights": "router_weights",
@@ -125,48 +121,12 @@ class Signature:
         return [None if isinstance(source, str) else source(scratch, weights) for source in sources]
 
 
-_Routes = tuple[torch.Tensor, torch.Tensor]
-_Route = Callable[[Scratch, routes.Table, torch.Tensor, torch.Tensor, InputScales | None], _Routes]
-"""(scratch, table, ids, router weights, input scales) to the kernel's ids and router weights, divisors derived; one launch."""
-
-
-def as_they_come(
-    scratch: Scratch, table: routes.Table, ids: torch.Tensor, router_weights: torch.Tensor, input_scales: InputScales | None
-) -> _Routes:
-    rows = ids.numel()
-    into = scratch.ids[:rows], scratch.router_weights[:rows]
-    routes.prepare(table, ids, router_weights, into, input_scales)
-    return into
-
-
-def one_expert_a_slot(
-    scratch: Scratch, table: routes.Table, ids: torch.Tensor, router_weights: torch.Tensor, input_scales: InputScales | None
-) -> _Routes:
-    """Micro on one token with a gate: every slot is an expert of its own, whose id is looked up.  Of FlashInfer's four helper
-    launches three make constants."""
-    rows = ids.numel()
-    routes.prepare(table, ids, router_weights, (scratch.workspace.weight_expert_ids, scratch.router_weights), input_scales)
-    return scratch.slots[:rows], scratch.router_weights[:rows]
-
-
-def compacted(
-    scratch: Scratch, table: routes.Table, ids: torch.Tensor, router_weights: torch.Tensor, input_scales: InputScales | None
-) -> _Routes:
-    """Micro on several tokens: experts that occur are numbered, as FlashInfer's Triton kernel does."""
-    rows, ws = ids.numel(), scratch.workspace
-    numbers = ws.compact_topk_ids[:rows]
-    into = numbers, ws.weight_expert_ids, ws.active_expert_count, scratch.router_weights
-    routes.compact(table, ids, router_weights, into, input_scales)
-    return numbers, scratch.router_weights[:rows]
-
-
 @dataclass(frozen=True)
 class Launch:
     """A compiled kernel, and what its arguments are for one number of tokens."""
 
     function: Any
     signature: Signature
-    route: _Route = as_they_come
     constants: dict[str, Any] = field(default_factory=dict)
     """By name of the argument."""
 
@@ -192,7 +152,9 @@ class Launch:
         out: torch.Tensor,
     ) -> None:
         """``bound`` by :meth:`Signature.bind`; ids of any integer and router weights of any float type, both contiguous."""
-        ids, router_weights = self.route(scratch, table, ids, router_weights, input_scales)
+        rows = ids.numel()
+        routes.prepare(table, ids, router_weights, (scratch.ids[:rows], scratch.router_weights[:rows]), input_scales)
+        ids, router_weights = scratch.ids[:rows], scratch.router_weights[:rows]
         given = bound.copy()
         for place, value in self._constants:
             given[place] = value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +28,6 @@ class Scratch:
     """``(capacity * top_k,)`` int32; :mod:`trtllm_b12x.kernels.routes` writes it."""
     router_weights: torch.Tensor
     """``(capacity * top_k,)`` float32."""
-    slots: torch.Tensor
-    """``(top_k,)`` int32, 0 to top_k - 1: never written, and kept for ever, as graphs may read it."""
-    slot_count: torch.Tensor
-    """``(1,)`` int32, top_k."""
 
     @staticmethod
     def allocate(dispatch: Any, geometry: Geometry, capacity: int, device: torch.device) -> Scratch:
@@ -48,7 +43,7 @@ class Scratch:
             device=device,
         )
         routes = torch.empty(2, rows, dtype=torch.int32, device=device)
-        return Scratch(workspace, routes[0], routes[1].view(torch.float32), *_slots(geometry.top_k, str(device)))
+        return Scratch(workspace, routes[0], routes[1].view(torch.float32))
 
     def planes(self) -> dict[str, torch.Tensor]:
         """The tensors of the workspace that are no views of others, small ones first."""
@@ -74,16 +69,10 @@ class Scratch:
             at += _rounded(plane.nbytes)
         routes = torch.empty(2, self.ids.numel(), dtype=torch.int32, device=pristine.device)
         workspace = dataclasses.replace(self.workspace, **made)
-        return Scratch(workspace, routes[0], routes[1].view(torch.float32), self.slots, self.slot_count)
+        return Scratch(workspace, routes[0], routes[1].view(torch.float32))
 
     def nbytes(self) -> int:
         return sum(plane.nbytes for plane in (*self.planes().values(), self.ids, self.router_weights))
-
-
-@functools.cache
-def _slots(top_k: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    slots = torch.arange(top_k, dtype=torch.int32, device=device)
-    return slots, torch.full((1,), top_k, dtype=torch.int32, device=device)
 
 
 def _rounded(nbytes: int) -> int:

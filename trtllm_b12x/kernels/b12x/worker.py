@@ -80,7 +80,6 @@ def _compile(asked: dict[str, Any], target: str, share: list[int], counts: list[
     child.answer_for_the_gpu(torch, max(counts), int(target[3:5]), int(target[5]))
     from trtllm_b12x.kernels import Geometry
 
-    from . import compacted
     from .compiler import DISPATCH, Compiler, sizes
     from .scratch import Scratch, fitting
 
@@ -89,7 +88,6 @@ def _compile(asked: dict[str, Any], target: str, share: list[int], counts: list[
     dispatch = importlib.import_module(DISPATCH)
     capacity, build = fitting(geometry, asked["capacity"]), _Share(share[0], share[1], say)
     scratch = Scratch.allocate(dispatch, geometry, capacity, torch.device("cpu"))
-    routes: set[int] = set()
     for counting in (True, False):
         build.counting = counting
         for count in counts:
@@ -99,14 +97,14 @@ def _compile(asked: dict[str, Any], target: str, share: list[int], counts: list[
             dispatch.clear_sm120_moe_caches()
             importlib.import_module(f"{__package__}.compiler")._compiled.clear()
             compiler = Compiler(dispatch, geometry, scratch, torch.device("cpu"), build)
-            candidates = {tokens: list(compiler.candidates(tokens)) for tokens in sizes(dispatch, capacity)}
-            routes |= set(compacted(geometry, candidates))
+            for tokens in sizes(dispatch, capacity):
+                list(compiler.candidates(tokens))
         if counting:
-            say(total=len(build.names), routes=sorted(routes))
+            say(total=len(build.names))
 
 
 def assembled(geometry: Any, card: Any, directory: Path) -> list[str]:
-    """PTX of FlashInfer's micro kernel for two tokens, by its own compile function, 0.6.18 to 0.7.2."""
+    """PTX of FlashInfer's static kernel for two tokens, by its own compile function, 0.6.18 to 0.7.2."""
     os.environ.update(
         CUTE_DSL_ARCH=f"sm_{card.capability}a",
         CUTE_DSL_KEEP_PTX="1",
@@ -121,7 +119,7 @@ def assembled(geometry: Any, card: Any, directory: Path) -> list[str]:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
         try:
-            _compile_micro(geometry, card)
+            _compile_static(geometry, card)
         except Exception as error:
             from trtllm_b12x.kernels import PlanError
 
@@ -134,7 +132,7 @@ def assembled(geometry: Any, card: Any, directory: Path) -> list[str]:
     return [path.read_text(errors="replace") for path in directory.glob("*.ptx")]
 
 
-def _compile_micro(geometry: Any, card: Any) -> None:
+def _compile_static(geometry: Any, card: Any) -> None:
     import torch
 
     child.answer_for_the_gpu(torch, card.multiprocessors, *divmod(card.capability, 10))
@@ -142,7 +140,7 @@ def _compile_micro(geometry: Any, card: Any) -> None:
     for name in ("get_num_sm", "get_max_active_clusters"):
         setattr(dispatch, name, lambda *arguments: card.multiprocessors)
     sizes = {"k": geometry.hidden_size, "n": geometry.intermediate_size, "num_topk": geometry.top_k}
-    dispatch._get_micro_kernel(geometry.num_experts, geometry.num_experts, m=2, max_rows=2 * geometry.top_k, **sizes)
+    dispatch._get_static_kernel(geometry.num_experts, geometry.num_experts, m=2, max_rows=2 * geometry.top_k, **sizes)
 
 
 def fields(geometry: Any) -> dict[str, Any]:
