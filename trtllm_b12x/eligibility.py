@@ -21,10 +21,8 @@ def machine() -> Environment:
     """
     return replace(
         environment.probe() if host.installed() else Environment(),
-        enabled=settings.ENABLED() != "0",
+        enabled=settings.ENABLED(),
         gather_bf16=settings.GATHER_BF16(),
-        allow_upcast=settings.MXFP8_UPCAST(),
-        only_deterministic=settings.DETERMINISTIC(),
     )
 
 

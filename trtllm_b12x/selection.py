@@ -29,7 +29,7 @@ def install() -> None:
     Nothing is patched with ``TRTLLM_B12X=0``, and TensorRT-LLM is not imported by this.  Without it the embedded host is patched.
     A host of another shape is left alone, with a warning.
     """
-    if settings.ENABLED() == "0":
+    if not settings.ENABLED():
         return
     if not host.installed():
         patch(host.load().create_moe)
@@ -89,7 +89,7 @@ def patch(module: ModuleType) -> None:
     Raises:
         ValueError: the module lacks what is rebound.
     """
-    if settings.ENABLED() == "0":
+    if not settings.ENABLED():
         return
     _turn_on()
     with patches.lock:
@@ -333,13 +333,12 @@ def _rank(model_config: Any) -> int:
 
 
 def _has_no_kernel_here(moe_cls: type) -> bool:
-    named = moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS)
-    return named and not settings.KEEP_BACKEND() and environment.probe().sm in (120, 121)
+    return moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS) and environment.probe().sm in (120, 121)
 
 
 def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:
     """CUTLASS in place of the host's own b12x class where the payload gate says that its kernels will not compile."""
-    if getattr(moe_cls, "__name__", "") != _HOSTS_B12X or settings.KEEP_BACKEND():
+    if getattr(moe_cls, "__name__", "") != _HOSTS_B12X:
         return moe_cls
     payload = environment.probe(always_look=True)  # also where b12x of ours would not be served for another reason
     rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)

@@ -120,13 +120,12 @@ def shared() -> dict[str, Any]:
 
 
 def preferred(dispatch: Any) -> dict[str, Any]:
-    """Kinds for one token, and what is left of them for reruns that agree to the bit and for expert parallelism."""
+    """Kinds for one token, and what is left of them for expert parallelism."""
     found: dict[str, Any] = {"case": "kinds"}
-    for name, setting, parallel in (("any", "0", False), ("deterministic", "1", False), ("expert parallel", "0", True)):
-        with mock.patch.dict(os.environ, TRTLLM_B12X_DETERMINISTIC=setting):
-            kernel = B12xKernel()
-            kernel.plan(replace(GEOMETRY, ranks=2 if parallel else 1), 1, torch.device("cpu"))
-            found[name] = [candidate.kind.name for candidate in kernel._plan.candidates[1]]
+    for name, ranks in (("any", 1), ("expert parallel", 2)):
+        kernel = B12xKernel()
+        kernel.plan(replace(GEOMETRY, ranks=ranks), 1, torch.device("cpu"))
+        found[name] = [candidate.kind.name for candidate in kernel._plan.candidates[1]]
     return found
 
 

@@ -81,7 +81,6 @@ def test_micro_is_compiled_from_a_source_with_its_barrier(cases: dict[str, dict[
 
 def test_kinds(cases: dict[str, dict[str, Any]]) -> None:
     assert cases["kinds"]["any"] == ["micro", "static"]
-    assert cases["kinds"]["deterministic"] == ["static"]
     assert cases["kinds"]["expert parallel"] == ["static"]
 
 

@@ -260,7 +260,7 @@ def key(geometry: Geometry, device: torch.device, among: Schedule, tuned: bool) 
         card=_card(device),
         geometry=words,
         paths={"kernels": families, "host": among.base or host.load().generation, "tuned": tuned},
-        conditions={**store.versions(), "deterministic": settings.DETERMINISTIC()},
+        conditions=store.versions(),
     )
 
 

@@ -118,8 +118,6 @@ class Compiler:
         for kind, make in makers:
             if self.geometry.expert_parallel and not kind.skips_negative_ids:
                 continue
-            if settings.DETERMINISTIC() and not kind.deterministic:
-                continue
             if kind is not STATIC and tokens > getattr(self.dispatch, "_MICRO_MAX_TOKENS", 0):
                 continue
             launch = None if small and kind is MICRO else make(tokens)

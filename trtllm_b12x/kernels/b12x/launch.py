@@ -20,16 +20,15 @@ class Kind:
     """One of FlashInfer's kernels, as data."""
 
     name: str
-    deterministic: bool
     skips_negative_ids: bool
     """micro and direct micro compute expert 0 for a negative id and multiply by 0, which is NaN where expert 0 overflows."""
     atomic_sums: bool
     """Adds one bf16 per route and 128 columns to the output, in any order."""
 
 
-DIRECT_MICRO = Kind("direct_micro", deterministic=True, skips_negative_ids=False, atomic_sums=False)
-MICRO = Kind("micro", deterministic=False, skips_negative_ids=False, atomic_sums=True)
-STATIC = Kind("static", deterministic=True, skips_negative_ids=True, atomic_sums=False)
+DIRECT_MICRO = Kind("direct_micro", skips_negative_ids=False, atomic_sums=False)
+MICRO = Kind("micro", skips_negative_ids=False, atomic_sums=True)
+STATIC = Kind("static", skips_negative_ids=True, atomic_sums=False)
 
 _Value = Callable[[Scratch, NVFP4Weights], Any]
 
