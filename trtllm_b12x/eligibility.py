@@ -21,9 +21,7 @@ def machine() -> Environment:
     """
     return replace(
         environment.probe() if host.installed() else Environment(),
-        enabled=settings.ENABLED() != "0",
-        allow_upcast=settings.MXFP8_UPCAST(),
-        only_deterministic=settings.DETERMINISTIC(),
+        enabled=settings.ENABLED(),
     )
 
 

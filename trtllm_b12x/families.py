@@ -15,6 +15,11 @@ STATIC_ROUTED_ROWS = 1024
 """Up to so many (token, expert) pairs FlashInfer takes its static kernel or a smaller one, beyond it the dynamic kernel, whose
 warps may miss a claim (docs/flashinfer-dynamic-claim.md): until that is mended b12x ends there."""
 
+ATOMIC_SUMS = (
+    "b12x of FlashInfer before 0.7.0 adds with atomics, so two runs may differ in the last bits; "
+    "TRTLLM_B12X_KERNELS=triton avoids that"
+)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -39,6 +44,7 @@ def b12x(e: Environment) -> KernelFeatures:
         graph_safe=True,
         # From 0.7.0 static keeps each route's result and adds them up in order, in the groups of 256 columns that make its tile.
         deterministic=None if e.tile is None else e.tile == 256,
+        caveat="" if e.tile in (None, 256) else ATOMIC_SUMS,
         most_routes=STATIC_ROUTED_ROWS,
     )
 
@@ -72,8 +78,9 @@ def triton(e: Environment) -> KernelFeatures:
 
 def triton_mxfp8(e: Environment) -> KernelFeatures:
     """Decode of a format that hosts have no path for: prefill is :func:`grouped`'s, and what binds that binds both."""
+    known = triton(e)
     return replace(
-        triton(e),
+        known,
         quantizations=frozenset({"MXFP8"}),
         group_size=32,
         tile=32,
@@ -81,14 +88,13 @@ def triton_mxfp8(e: Environment) -> KernelFeatures:
         dtypes=frozenset({"bfloat16"}),
         quantized_input=False,
         # Ranks of attention-DP gather what our layers hand on, and without a path of the host's that is always bf16.
-        bound_by=frozenset(RejectReason)
-        - FLASHINFERS
-        - {RejectReason.TOOLKIT, RejectReason.ATTENTION_DP, RejectReason.ACTIVATION_CONSTANTS},
+        bound_by=known.bound_by - {RejectReason.ATTENTION_DP} | {RejectReason.ROUTER_WEIGHT_ON_INPUT},
     )
 
 
 def grouped(e: Environment) -> KernelFeatures:
-    return replace(triton_mxfp8(e), name="grouped", arithmetic="KERNEL", oldest_sm=89, every_count=True)
+    """Prefill of MXFP8.  Hosts have no path for it, so these kernels serve also where Triton multiplies bfloat16, slowly."""
+    return replace(triton_mxfp8(e), name="grouped", arithmetic="KERNEL", oldest_sm=89, every_count=True, caveat=e.upcast)
 
 
 def grouped_nvfp4(e: Environment) -> KernelFeatures:

@@ -173,5 +173,6 @@ def _report() -> None:
     counts = "at every token count" if first == EVERY else f"decode below {below} tokens"
     names = Counter("+".join(module.schedule.chosen) or "no kernel yet" for module in served)
     on = ", ".join(f"{count} on {name}" for name, count in names.items()) if len(names) > 1 else f"on {next(iter(names))}"
-    where = (*line, on, counts, " and ".join(_formats(served)))
-    logger.info("rank %d: %d of %d MoE layers %s, %s (%s)", served[0].rank, *where)
+    caveats = dict.fromkeys(kernel.features.caveat for module in served for kernel in module.schedule.chosen.values())
+    where = (*line, on, counts, " and ".join(_formats(served)), "".join(f"; {text}" for text in caveats if text))
+    logger.info("rank %d: %d of %d MoE layers %s, %s (%s)%s", served[0].rank, *where)

@@ -29,7 +29,7 @@ def install() -> None:
     Nothing is patched with ``TRTLLM_B12X=0``, and TensorRT-LLM is not imported by this.  Without it the embedded host is patched.
     A host of another shape is left alone, with a warning.
     """
-    if settings.ENABLED() == "0":
+    if not settings.ENABLED():
         return
     if not host.installed():
         patch(host.load().create_moe)
@@ -81,17 +81,15 @@ def patch(module: ModuleType) -> None:
     it refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``).  How: as
     above; inside the call, its name for the CUTLASS class is ours.  It can go with the other.
 
-    ``create_moe.resolve_moe_cls`` (from C1 on).  Why: it raises where no class of the host's serves a layer (:mod:`.unserved`);
-    and in C3 our class has to stand in the tables of ``moe_resolution`` before the first question
-    (:mod:`trtllm_b12x.host.leaves`).  How: the error is answered, and the tables are replaced at the first call.  It can go when
-    they have a way in for classes from elsewhere.
+    ``create_moe.resolve_moe_cls`` (from C1 on).  Why: it raises where no class of the host's serves a layer (:mod:`.unserved`).
+    How: the error is answered.  It can go when its tables have a way in for classes from elsewhere.
 
     ``AutoTuner._find_nearest_profile``: :mod:`trtllm_b12x.host.autotuner`.
 
     Raises:
         ValueError: the module lacks what is rebound.
     """
-    if settings.ENABLED() == "0":
+    if not settings.ENABLED():
         return
     _turn_on()
     with patches.lock:
@@ -182,7 +180,7 @@ unpack a list, and ``DeepseekV3Gate`` makes its bias bfloat16 (``models/modeling
 """
 _NAMED_BY_MODELS = "TRTLLMGenFusedMoE"
 
-_HOSTS_B12X = ("CuteDslB12xFusedMoE", "CuteDslB12xNvfp4FusedMoE")
+_HOSTS_B12X = "CuteDslB12xFusedMoE"
 """The host's own b12x (PR 13773): compiles with whatever CuTe DSL payload is there, dies with a wrong one (issue 15853)."""
 
 _PAYLOAD = (RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.TOOLKIT)
@@ -205,18 +203,12 @@ def _promoting(get_moe_cls: Any) -> Any:
 def _resolving(resolve_moe_cls: Any) -> Any:
     @functools.wraps(resolve_moe_cls)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        trtllm = None
-        try:
-            trtllm = _adapter()
-            if trtllm is not None and trtllm.leaves:
-                _join(trtllm)
-        except Exception as error:
-            refuse(error)
         try:
             return resolve_moe_cls(*args, **kwargs)
         except ValueError:
             found = None
             with suppress(Exception):
+                trtllm = _adapter()
                 model_config = args[0] if args else kwargs.get("model_config")
                 found = trtllm and unserved.class_for(trtllm, _resolve, model_config, kwargs.get("override_quant_config"))
             if found is None:
@@ -224,21 +216,6 @@ def _resolving(resolve_moe_cls: Any) -> Any:
             return found
 
     return wrapper
-
-
-def _join(trtllm: Host) -> None:
-    resolution, joined = trtllm.tables(_our_class())
-    with patches.lock:
-        for name, table in joined.items():
-            patches.put(resolution, name, table)
-
-
-def refusal(problem: Any, deployment: Any) -> str | None:
-    """Why no kernels serve what a host of C3 asks about, in its own records; None if some do."""
-    if _adapter() is None:
-        return "promotion is off"
-    resolution = _resolve(questions.of_candidate(problem, deployment))
-    return None if resolution.served else "; ".join(map(str, resolution.rejections))
 
 
 def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,7 +248,7 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         if call is None:
             return create_moe_backend(*args, **kwargs)
         asked = call.arguments["moe_cls"]
-        otherwise, trtllm = getattr(asked, "hosts_class", asked), None
+        otherwise = getattr(asked, "hosts_class", asked)
         try:
             trtllm = _adapter()
             moe_cls, verdict = (otherwise, None) if trtllm is None else _backend_for(trtllm, call)
@@ -281,7 +258,7 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
             moe_cls, verdict, ours = otherwise, None, None
         call.arguments["moe_cls"] = moe_cls
         try:
-            with patches.known_as_cutlass(names, None if trtllm is None or trtllm.leaves else ours):
+            with patches.known_as_cutlass(names, ours):
                 module = create_moe_backend(*call.args, **call.kwargs)
         except Exception as error:
             if ours is None:
@@ -303,12 +280,12 @@ def _backend_for(trtllm: Host, call: inspect.BoundArguments) -> tuple[Any, Resol
     asked, model_config = call.arguments["moe_cls"], call.arguments.get("model_config")
     moe_cls = _without_broken_b12x(asked, trtllm)
     promoted_before = _is_ours(asked)
-    if not promoted_before and not any(moe_cls is cutlass for cutlass in (trtllm.CutlassFusedMoE, *trtllm.leaves)):
+    if not promoted_before and moe_cls is not trtllm.CutlassFusedMoE:
         return moe_cls, None
     verdict = _resolve(questions.of_call(_flat(call), quantization=not promoted_before))
     ours = verdict.served
-    # Where the class is chosen first, yes or no was said already; elsewhere the host's answer is CutlassFusedMoE.
-    if ours and (promoted_before or not trtllm.chooses_first):
+    # Where get_moe_cls names the class, yes or no was said already; elsewhere the host's answer is CutlassFusedMoE.
+    if ours and (promoted_before or not trtllm.has_get_moe_cls):
         if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
             _warn_of_trtllm(model_config)
         return _our_class(), verdict
@@ -345,13 +322,12 @@ def _rank(model_config: Any) -> int:
 
 
 def _has_no_kernel_here(moe_cls: type) -> bool:
-    named = moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS)
-    return named and not settings.KEEP_BACKEND() and environment.probe().sm in (120, 121)
+    return moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS) and environment.probe().sm in (120, 121)
 
 
 def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:
     """CUTLASS in place of the host's own b12x class where the payload gate says that its kernels will not compile."""
-    if getattr(moe_cls, "__name__", "") not in _HOSTS_B12X or settings.KEEP_BACKEND():
+    if getattr(moe_cls, "__name__", "") != _HOSTS_B12X:
         return moe_cls
     payload = environment.probe(always_look=True)  # also where b12x of ours would not be served for another reason
     rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)

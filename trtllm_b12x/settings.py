@@ -106,23 +106,12 @@ LARGEST_CROSSOVER = 8192
 """Tokens; kernels are planned for as many."""
 _ON_OFF = {"0": False, "1": True}
 
-ENABLED = Switch(
-    _PREFIX,
-    {"0": "0", "1": "1", "force": "force"},
-    "1",
-    "0 turns everything off; force accepts a CuTe DSL payload below CUDA 13 once a compile has proved it (doctor --compile)",
-)
+ENABLED = Switch(_PREFIX, _ON_OFF, "1", "0 turns everything off")
 CROSSOVER = Crossover(
     f"{_PREFIX}_CROSSOVER",
     {"auto": "auto"},
     "auto",
     "from how many tokens on CUTLASS serves: as the card measures it, a fixed count, or what a file says (tune --json)",
-)
-DETERMINISTIC = Switch(
-    f"{_PREFIX}_DETERMINISTIC",
-    _ON_OFF,
-    "0",
-    "1 takes kernels only whose reruns agree to the bit (static, direct micro, Triton's), b12x from FlashInfer 0.7.0 on",
 )
 FREEZE = Switch(
     f"{_PREFIX}_FREEZE",
@@ -130,24 +119,11 @@ FREEZE = Switch(
     "0",
     "1 compiles nothing in a server: kernels that are not in the caches (trtllm-b12x warmup) do not serve, and say so",
 )
-KEEP_BACKEND = Switch(
-    f"{_PREFIX}_KEEP_BACKEND",
-    _ON_OFF,
-    "0",
-    "1 leaves every backend but CUTLASS alone, also CUTEDSL where it has no NVFP4 kernel for SM12x",
-)
 KERNELS = Order(
     f"{_PREFIX}_KERNELS",
     {family.name: family.name for family in FAMILIES},
     ",".join(dict.fromkeys(family.name for family in FAMILIES)),
     "kernel families to consider, in this order",
-)
-MXFP8_UPCAST = Switch(
-    f"{_PREFIX}_MXFP8_UPCAST",
-    _ON_OFF,
-    "0",
-    "1 takes the grouped kernels, and serves MXFP8 experts, also where Triton has no block-scaled product for the card: they "
-    "multiply bfloat16, slower",
 )
 LOG = Switch(
     f"{_PREFIX}_LOG",
@@ -159,11 +135,8 @@ LOG = Switch(
 SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (
     ENABLED,
     CROSSOVER,
-    DETERMINISTIC,
     FREEZE,
-    KEEP_BACKEND,
     KERNELS,
-    MXFP8_UPCAST,
     LOG,
 )
 

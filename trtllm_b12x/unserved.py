@@ -1,7 +1,4 @@
-"""Layers of a format that the host has no path for on this card, where it would say that no implementation can serve them.
-
-In C3 our class answers for them itself (:mod:`trtllm_b12x.host.leaves`).
-"""
+"""Layers of a format that the host has no path for on this card, where it would say that no implementation can serve them."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def class_for(trtllm: Host, resolve: Callable[[questions.Question], Resolution],
         resolve: of :mod:`trtllm_b12x.selection`.
         override: the layer's quantization, where it has one of its own.
     """
-    if trtllm.leaves or str(getattr(model_config, "moe_backend", "")).upper() not in BACKENDS:
+    if str(getattr(model_config, "moe_backend", "")).upper() not in BACKENDS:
         return None
     question = questions.of_model(model_config, override)
     row = formats.find(question[0].quant_algo or "") if question is not None else None

@@ -10,31 +10,14 @@ from .extract import OLD_PACKAGE, PACKAGES
 
 HERE = Path(__file__).parent
 LAYERS = {
-    "A0": ("a",),
     "A": ("a",),
     "B": ("a", "b", "c1/quantization.py", "c1/communication.py", "c1/moe_lora.py"),
     "C1": ("c1",),
     "C2": ("c1", "c2"),
-    "C3": ("c1", "c2", "c3"),
 }
 """Generation to the folders and files its MoE package is made of; later ones replace earlier ones."""
 
 DIFFERENCES = {
-    # Early 1.2: a layer forwards by itself unless asked otherwise, and run_moe knows no enable_alltoall.
-    "A0": {
-        "create_moe": [
-            ('get("ENABLE_CONFIGURABLE_MOE", "1")', 'get("ENABLE_CONFIGURABLE_MOE", "0")'),
-            (
-                'logger.warning("%s is not supported by ConfigurableMoE", moe_cls.__name__)',
-                'raise ValueError(f"ENABLE_CONFIGURABLE_MOE is set but backend {moe_cls.__name__} is not supported")',
-            ),
-        ],
-        "configurable_moe": [('            kwargs["enable_alltoall"] = self.enable_alltoall\n', "")],
-        "fused_moe_cutlass": [
-            ("        enable_alltoall: bool | None = None,\n", ""),
-            ("            enable_alltoall=bool(enable_alltoall),\n", ""),
-        ],
-    },
     # Late 1.3: partial loading, LoRA, and a hook.
     "B": {
         "fused_moe_cutlass": [
@@ -84,36 +67,6 @@ DIFFERENCES = {
                 "    def pre_reload_weights(self)",
                 "    def validate_configurable_moe(self, moe: Any) -> None:\n        pass\n\n    def pre_reload_weights(self)",
             ),
-        ],
-    },
-    # The split of CUTLASS into a class per quantization.
-    "C3": {
-        "create_moe": [
-            ("moe_cls == TRTLLMGenFusedMoE", "issubclass(moe_cls, TRTLLMGenFusedMoE)"),
-            (
-                "moe_cls in (CutlassFusedMoE, MarlinFusedMoE)",
-                "issubclass(moe_cls, CutlassFusedMoE) or issubclass(moe_cls, MarlinFusedMoE)",
-            ),
-            # Chosen again when the quantization is final: a leaf refuses weights of another format (require_layer_quant_format).
-            (
-                "            moe_cls=moe_cls,\n            **arguments,\n            over",
-                "            **arguments,\n            over",
-            ),
-        ],
-        "moe_resolution": [
-            ("import CuteDslB12xFusedMoE\nfrom .fused_moe_cutlass import CutlassFusedMoE", "import CuteDslB12xNvfp4FusedMoE"),
-            ("from .fused_moe_cute_dsl_b12x", "from .cutlass import CUTLASS_LEAVES\nfrom .fused_moe_cute_dsl_b12x"),
-            ("    CuteDslB12xFusedMoE,\n", "    CuteDslB12xNvfp4FusedMoE,\n"),
-            ("    CutlassFusedMoE,\n", "    *CUTLASS_LEAVES,\n"),
-            ("frozenset({CutlassFusedMoE})", "frozenset(CUTLASS_LEAVES)"),
-            ("{CuteDslB12xFusedMoE, ", "{CuteDslB12xNvfp4FusedMoE, "),
-            ("FALLBACK_IMPL: Any = CutlassFusedMoE", "FALLBACK_IMPLS: tuple[Any, ...] = CUTLASS_LEAVES"),
-            ("if FALLBACK_IMPL not in family and", "if family.isdisjoint(FALLBACK_IMPLS) and"),
-            ("candidates.append(FALLBACK_IMPL)", "candidates.extend(FALLBACK_IMPLS)"),
-        ],
-        "other_backends": [
-            ("from .fused_moe_cutlass import CutlassFusedMoE\n", ""),
-            ("class CuteDslFusedMoE(CutlassFusedMoE)", "class CuteDslFusedMoE(_Other)"),
         ],
     },
 }

@@ -20,7 +20,7 @@ from typing import Any
 
 from trtllm_b12x.host import contract
 
-PACKAGES = dict.fromkeys(("C2", "C3"), "tensorrt_llm/_torch/moe/fused_moe")
+PACKAGES = {"C2": "tensorrt_llm/_torch/moe/fused_moe"}
 OLD_PACKAGE = "tensorrt_llm/_torch/modules/fused_moe"
 _FACTS = Path(contract.__file__).with_name("facts.json")
 _COMPARED = ("create_moe", "configurable_moe", "moe_scheduler")
@@ -33,10 +33,7 @@ class Source:
 
     def __init__(self, root: Path, package: str) -> None:
         self.root, self.package = root, package
-        self.paths = {
-            ".".join(path.relative_to(root / package).with_suffix("").parts).removesuffix(".__init__"): path
-            for path in sorted([*(root / package).glob("*.py"), *(root / package / "cutlass").glob("*.py")])
-        }
+        self.paths = {path.stem: path for path in sorted((root / package).glob("*.py"))}
         self.trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in self.paths.items()}
         if not self.trees:
             raise SystemExit(f"{root} has no {package}: give the folder that holds the repository's tree")
@@ -114,7 +111,7 @@ def extract(root: Path, generation: str) -> dict[str, Any]:
     """The facts of one generation, in the form of ``facts.json``."""
     package = PACKAGES.get(generation, OLD_PACKAGE)
     source = Source(root, package)
-    classes = (contract.backend(generation), _METHOD)
+    classes = (contract.CUTLASS, _METHOD)
     functions, missing = {}, []
     for name in contract.relied_on(generation):
         node = source.function(name)

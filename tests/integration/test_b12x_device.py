@@ -406,10 +406,9 @@ def test_the_self_test_gives_its_memory_back() -> None:
 CALLS = 10_000
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-def test_a_soak_repeats_to_the_bit(monkeypatch: pytest.MonkeyPatch, ep: int) -> None:
-    monkeypatch.setenv("TRTLLM_B12X_DETERMINISTIC", "1")
-    assert soak(ep, CALLS) == soak(ep, CALLS)
+def test_a_soak_repeats_to_the_bit() -> None:
+    """On static, which alone serves expert parallelism; micro adds with atomics."""
+    assert soak(2, CALLS) == soak(2, CALLS)
 
 
 def test_a_soak_of_all_kernels() -> None:

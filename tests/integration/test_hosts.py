@@ -26,11 +26,11 @@ import pytest
 
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.hosts.build import build
+from tests.hosts.extract import OLD_PACKAGE, PACKAGES
 from trtllm_b12x.host.contract import GENERATIONS
 
 ROOT = Path(__file__).parents[2]
 OURS, HOSTS = "FlashInferNvfp4Sm12xFusedMoE", "CutlassFusedMoE"
-LEAF, UNQUANTIZED_LEAF = "TrtllmCutlassNvfp4Impl", "TrtllmCutlassUnquantizedImpl"
 SUITE = [
     "tests/unittest/test_fused_moe.py",
     "tests/unittest/test_quantization.py",
@@ -118,11 +118,6 @@ def double(request: pytest.FixtureRequest, base: Path, machine: dict[str, str]) 
         server.communicate()
 
 
-def hosts_own(double: dict[str, str]) -> tuple[str, str]:
-    """The host's classes for NVFP4 experts and for unquantized ones."""
-    return (LEAF, UNQUANTIZED_LEAF) if double["GENERATION"] == "C3" else (HOSTS, HOSTS)
-
-
 STARTS = {"before_import", "spawned", "mpi_worker"}
 """Scenarios about how a process starts, each in an interpreter of its own; others are forked from one that has imported torch."""
 _servers: dict[str, subprocess.Popen[str]] = {}
@@ -177,17 +172,14 @@ def test_a_model_is_promoted_or_not(python: Path, double: dict[str, str], verdic
     assert result["generation"] == double["GENERATION"]
     assert result["finite"]
     assert result["built_once"]  # nothing of ours touches tensors that have no storage yet
-    wrapped = "ConfigurableMoE" if double["GENERATION"] != "A0" else None
+    assert result["wrappers"] == ["ConfigurableMoE"] * 3
     if verdict == "no":
-        quantized, unquantized = hosts_own(double)
-        assert result["backends"] == [quantized, quantized, unquantized]
-        assert result["wrappers"] == [wrapped or HOSTS] * 3
+        assert result["backends"] == [HOSTS] * 3
         assert not result["log"]
         assert result["promoted"] == 0
         return
-    # The third lost its quantization after it was built: ours by name, the host's to the letter.  C2 and C3 bind late enough.
-    assert result["backends"] == [OURS, OURS, hosts_own(double)[1] if double["GENERATION"] in ("C2", "C3") else OURS]
-    assert result["wrappers"] == [wrapped or OURS] * 3
+    # The third lost its quantization after it was built: ours by name, the host's to the letter.  C2 binds late enough.
+    assert result["backends"] == [OURS, OURS, HOSTS if double["GENERATION"] == "C2" else OURS]
     assert result["methods"] == ["NVFP4Sm12xFusedMoEMethod"] * 2 + ["UnquantizedFusedMoEMethod"]
     assert result["kernels"] == [True, True, False]
     assert (result["promoted"], result["layers"]) == (2, 3)
@@ -199,8 +191,6 @@ def test_a_model_is_promoted_or_not(python: Path, double: dict[str, str], verdic
         expected |= {"create_moe.resolve_moe_cls", "moe_resolution.resolve_moe_cls"}
     else:
         expected.add("create_moe.get_moe_cls")
-    if double["GENERATION"] == "C3":
-        expected |= {f"moe_resolution.{table}" for table in ("IMPL_PRIORITY", "BACKEND_FAMILY", "FALLBACK_IMPLS")}
     assert {".".join(name.split(".")[-2:]) for name in result["patches"]} == expected
 
 
@@ -240,43 +230,39 @@ def test_the_line_is_seen(python: Path, double: dict[str, str]) -> None:
 def test_threads_failures_and_pipeline_ranks(python: Path, double: dict[str, str]) -> None:
     result = scenario(python, double, "unusual")
     assert result["gate"] in ([], [OURS, OURS])
-    assert result["threads"] == {f"torch.bfloat16 {OURS}": 60, f"torch.float16 {hosts_own(double)[0]}": 60}
+    assert result["threads"] == {f"torch.bfloat16 {OURS}": 60, f"torch.float16 {HOSTS}": 60}
     assert result["left"] == 0
     assert len(result["explained"]) == (24 if double["GENERATION"].startswith("C") else 48)
     for config, said, became in result["explained"]:
         assert said == became, config
-    assert result["failed"] == hosts_own(double)[0]
+    assert result["failed"] == HOSTS
     assert result["stderr"].count("promotion is off in this process") == 1
-
-
-def wrapped(python: Path, double: dict[str, str], name: str, *arguments: str) -> dict[str, Any]:
-    return scenario(python, double, name, *arguments, ENABLE_CONFIGURABLE_MOE="1")
 
 
 @pytest.mark.parametrize("form", ["loaded", "transformed"])
 def test_parameters_from_a_peer(python: Path, double: dict[str, str], form: str) -> None:
     """Since late 1.3, in the form that was derived of them since C1; gate and up with one scale, and with two."""
-    if double["GENERATION"] in (("A0", "A") if form == "loaded" else ("A0", "A", "B")):
+    if double["GENERATION"] in (("A",) if form == "loaded" else ("A", "B")):
         return
-    assert wrapped(python, double, "from_a_peer", form)["equal"] == {ratio: [True, True] for ratio in ("1.0", "0.4", "3.0")}
+    assert scenario(python, double, "from_a_peer", form)["equal"] == {ratio: [True, True] for ratio in ("1.0", "0.4", "3.0")}
 
 
 def test_groups(python: Path, double: dict[str, str]) -> None:
     if double["GENERATION"].startswith("C"):  # earlier hosts have no such stream
-        assert wrapped(python, double, "in_groups")["equal"]
+        assert scenario(python, double, "in_groups")["equal"]
 
 
 def test_buckets_in_any_order(python: Path, double: dict[str, str]) -> None:
     """Hosts of 1.2 refuse parts, with us as without."""
-    answer = wrapped(python, double, "in_buckets", "yes")
-    if double["GENERATION"] in ("A0", "A"):
-        assert answer["error"] == wrapped(python, double, "in_buckets", "no")["error"]
+    answer = scenario(python, double, "in_buckets", "yes")
+    if double["GENERATION"] == "A":
+        assert answer["error"] == scenario(python, double, "in_buckets", "no")["error"]
     else:
         assert answer["equal"] == [True] * 6
 
 
 def test_fused_gate_and_up(python: Path, double: dict[str, str]) -> None:
-    assert wrapped(python, double, "fused_gate_up")["equal"]
+    assert scenario(python, double, "fused_gate_up")["equal"]
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
@@ -290,18 +276,17 @@ def test_without_configurable_moe_or_with_it(python: Path, double: dict[str, str
 
 
 def test_the_off_switch(python: Path, double: dict[str, str]) -> None:
-    quantized, unquantized = hosts_own(double)
     result = scenario(python, double, "by_itself", TRTLLM_B12X="0")
-    assert result["backends"] == [quantized, quantized, unquantized]
+    assert result["backends"] == [HOSTS] * 3
     assert result["patches"] == []
     assert result["log"] == []
     result = scenario(python, double, "after_import", TRTLLM_B12X="0")
-    assert (result["backends"], result["patches"]) == ([quantized, quantized, unquantized], [])
+    assert (result["backends"], result["patches"]) == ([HOSTS] * 3, [])
 
 
 def test_a_load_balancer_keeps_the_hosts_class(python: Path, double: dict[str, str]) -> None:
-    result = scenario(python, double, "balanced", ENABLE_CONFIGURABLE_MOE="1")
-    assert (result["backend"], result["method"]) == (hosts_own(double)[0], "NVFP4CutlassFusedMoEMethod")
+    result = scenario(python, double, "balanced")
+    assert (result["backend"], result["method"]) == (HOSTS, "NVFP4CutlassFusedMoEMethod")
     assert result["reasons"] == {"LOAD_BALANCER": 1}
 
 
@@ -329,9 +314,8 @@ def test_custom_module_dirs(own_python: Path, base: Path, machine: dict[str, str
 
 @pytest.mark.parametrize("order", ["", "reversed"])
 def test_what_happens_to_a_plain_subclass(python: Path, double: dict[str, str], order: str) -> None:
-    result = scenario(python, double, "naive", *([order] if order else []), ENABLE_CONFIGURABLE_MOE="1")
-    # C3 takes every class of CUTLASS's family.
-    assert result["naive"] == ("built" if double["GENERATION"] == "C3" else "Unsupported moe backend")
+    result = scenario(python, double, "naive", *([order] if order else []))
+    assert result["naive"] == "Unsupported moe backend"
     assert result["isinstance"]
     assert result["classes"] == [True, True]
     keywords = {"is_sf_swizzled", "output_dtype", "moe_output", "x", "x_sf", "token_selected_experts", "token_final_scales"}
@@ -344,36 +328,36 @@ def test_what_happens_to_a_plain_subclass(python: Path, double: dict[str, str], 
 
 
 def test_every_backend_quantization_and_card(python: Path, double: dict[str, str]) -> None:
-    result = scenario(python, double, "table", ENABLE_CONFIGURABLE_MOE="1")
+    result = scenario(python, double, "table")
     assert len(result["rows"]) == 2 * 4 * 5 * 3
     without_kernel = ("CuteDslFusedMoE",) if result["has_get_moe_cls"] else ()
     for payload, sm, backend, algo, alone, promoted in result["rows"]:
         expected = alone
-        if alone in ("CuteDslB12xFusedMoE", "CuteDslB12xNvfp4FusedMoE") and payload == "12":
-            expected = hosts_own(double)[0]  # its kernels would not compile
-        elif algo == "NVFP4" and sm in (120, 121) and payload == "13" and alone in (hosts_own(double)[0], *without_kernel):
+        if alone == "CuteDslB12xFusedMoE" and payload == "12":
+            expected = HOSTS  # its kernels would not compile
+        elif algo == "NVFP4" and sm in (120, 121) and payload == "13" and alone in (HOSTS, *without_kernel):
             expected = OURS
         assert promoted == expected, (payload, sm, backend, algo, alone)
 
 
 def test_models_that_read_the_backends_name(python: Path, double: dict[str, str]) -> None:
     """Decoder layers ask the TRTLLM backend for unfinalized output: whoever serves them, a call ends as without us, or better."""
-    result = scenario(python, double, "decoders", ENABLE_CONFIGURABLE_MOE="1")
+    result = scenario(python, double, "decoders")
     assert len(result["rows"]) == 4 * 5
     for model, backend, alone, promoted, expected, found in result["rows"]:
         case = (double["GENERATION"], model, backend)
-        if backend == "TRTLLM" or alone not in (hosts_own(double)[0], "CuteDslFusedMoE"):
+        if backend == "TRTLLM" or alone not in (HOSTS, "CuteDslFusedMoE"):
             assert found == expected, case  # from C1 on the host itself gives CUTLASS here, and the model does not know
         else:
             assert promoted == OURS, case
             assert all(error < 0.1 for error in found), (case, found)
     without_kernel = [row for row in result["rows"] if row[1:3] == ["CUTEDSL", "CuteDslFusedMoE"]]
-    assert len(without_kernel) == (4 if double["GENERATION"] in ("A0", "A") else 0)
+    assert len(without_kernel) == (4 if double["GENERATION"] == "A" else 0)
     assert result["stderr"].count("set moe_config.backend: CUTLASS") == 1
 
 
 def test_only_lora_on_the_experts_keeps_b12x_off(python: Path, double: dict[str, str]) -> None:
-    result = scenario(python, double, "lora", ENABLE_CONFIGURABLE_MOE="1")
+    result = scenario(python, double, "lora")
     assert result["attention"] == [OURS, 1]
     alone, with_us = result["experts"]
     assert with_us == alone  # from C1 on the host refuses them itself
@@ -381,10 +365,8 @@ def test_only_lora_on_the_experts_keeps_b12x_off(python: Path, double: dict[str,
 
 def test_behind_an_alltoall(python: Path, double: dict[str, str]) -> None:
     """Late 1.3 and later tell a backend at once; earlier ones at the first call."""
-    result = scenario(python, double, "alltoall", ENABLE_CONFIGURABLE_MOE="1", TRTLLM_B12X_KERNELS="triton")
-    told = double["GENERATION"] not in ("A0", "A")
-    if double["GENERATION"] == "A0":  # its run_moe is not told either
-        return
+    result = scenario(python, double, "alltoall", TRTLLM_B12X_KERNELS="triton")
+    told = double["GENERATION"] != "A"
     assert result["loaded"] == (0 if told else 1)
     assert result["promoted"] == 0
     assert result["reasons"] == {"ALLTOALL": 1}
@@ -394,18 +376,18 @@ def test_behind_an_alltoall(python: Path, double: dict[str, str]) -> None:
 def test_padded_and_empty_chunks(python: Path, double: dict[str, str]) -> None:
     """A rank without tokens in a chunk sends its first chunk again (B), or one of zeros; all of it runs on the kernels."""
     generation = double["GENERATION"]
-    if generation in ("A0", "A"):  # whose doubles cut no attention-DP batches
+    if generation == "A":  # whose double cuts no attention-DP batches
         return
-    result = scenario(python, double, "uneven", ENABLE_CONFIGURABLE_MOE="1", TRTLLM_B12X_KERNELS="triton")
+    result = scenario(python, double, "uneven", TRTLLM_B12X_KERNELS="triton")
     assert result["even"] == [[9, 128], True, 1, [9, 9], [9, 9]]
     assert result["padded"] == [[5, 128], True, 1, [9, 9], [9, 9]]
     chunks, last = (4, [1, 25]) if generation == "B" else (7, [1, 14])
     assert result["empty"] == [[3, 128], True, chunks, [1, last[1] + (generation != "B")], last]
 
 
-@pytest.mark.parametrize(  # those before do not know it; AUTO is CUTLASS before it gets to a resolver, which C3's insists on
+@pytest.mark.parametrize(  # those before do not know it; AUTO is CUTLASS before it gets to a resolver
     ("double", "backend"),
-    [*itertools.product(("C1", "C2"), ("CUTLASS", "AUTO", "TRTLLM")), *itertools.product(("C3",), ("CUTLASS", "TRTLLM"))],
+    list(itertools.product(("C1", "C2"), ("CUTLASS", "AUTO", "TRTLLM"))),
     indirect=["double"],
 )
 def test_what_the_host_has_no_implementation_for(python: Path, double: dict[str, str], backend: str) -> None:
@@ -432,7 +414,7 @@ def test_the_numbers_are_the_embedded_hosts(python: Path, double: dict[str, str]
 
     file = tmp_path / "expected.pt"
     torch.save({name: make() for name, make in SEQUENCES.items()}, file)
-    assert scenario(python, double, "numbers", str(file), ENABLE_CONFIGURABLE_MOE="1")["wrong"] == []
+    assert scenario(python, double, "numbers", str(file))["wrong"] == []
 
 
 def test_the_embedded_hosts_own_tests_hold(python: Path, double: dict[str, str]) -> None:
@@ -440,7 +422,7 @@ def test_the_embedded_hosts_own_tests_hold(python: Path, double: dict[str, str])
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", "."]
     result = subprocess.run(
         [*command, "-m", "not embedded" if files is KEYWORD_SUITE else "not embedded and not keywords", *files],
-        env={**double, "ENABLE_CONFIGURABLE_MOE": "1"},
+        env=double,
         cwd=double["PYTHONPATH"].split(":")[1],
         capture_output=True,
         text=True,
@@ -451,13 +433,13 @@ def test_the_embedded_hosts_own_tests_hold(python: Path, double: dict[str, str])
 
 
 def test_compile_finds_no_graph_break(python: Path, double: dict[str, str]) -> None:
-    result = scenario(python, double, "compiled", ENABLE_CONFIGURABLE_MOE="1")
+    result = scenario(python, double, "compiled")
     assert result["equal"]
     assert result["kernel"]
 
 
 def test_the_autotuner(python: Path, double: dict[str, str]) -> None:
-    result = scenario(python, double, "tuning", ENABLE_CONFIGURABLE_MOE="1")
+    result = scenario(python, double, "tuning")
     assert result["alone"] == "IndexError"
     assert result["guarded"] == "((4, 2), (-1,), (3,))"
     assert result["cleared"]
@@ -466,7 +448,7 @@ def test_the_autotuner(python: Path, double: dict[str, str]) -> None:
 
 
 def test_the_crossover_is_measured_once_the_host_has_tuned_and_never_under_capture(python: Path, double: dict[str, str]) -> None:
-    found = scenario(python, double, "warming_up", ENABLE_CONFIGURABLE_MOE="1")
+    found = scenario(python, double, "warming_up")
     for tuner, graphs in itertools.product(("on", "off"), repeat=2):
         result = found[f"{tuner} {graphs}"]
         measured = [event for event in result["events"] if event[0] == "measured"]
@@ -539,39 +521,53 @@ def test_one_renamed_function_is_enough(python: Path, base: Path, machine: dict[
 def test_one_renamed_field_is_left_alone_or_refused(python: Path, base: Path, machine: dict[str, str], tmp_path: Path) -> None:
     """Whatever is read of a layer or of a call's record, every third name (``RENAMED=all``): no host crashes that did not."""
     variables = {**machine, "PYTHONPATH": str(base / "sources")}
-    outcomes = scenario(python, variables, "renamed", "C3", str(tmp_path))["outcomes"]
+    outcomes = scenario(python, variables, "renamed", "C2", str(tmp_path))["outcomes"]
     worse = {name: answers for name, answers in outcomes.items() if answers[0] != answers[1] and answers[1]}
     assert not worse
-    left = {name for name, (with_us, _) in outcomes.items() if with_us in ("C3 0", "unsupported 0")}
+    left = {name for name, (with_us, _) in outcomes.items() if with_us in ("C2 0", "unsupported 0")}
     assert len(left) >= len(outcomes) - 2, outcomes  # the others are the double's own keywords
 
 
-SPLIT = {
-    # The family's name left where it was, its signatures too: nothing of what is built is equal to it.
-    "abstract": ("cutlass/__init__.py", "TrtllmCutlassNvfp4Impl", "TrtllmCutlassNvfp4Leaf"),
-    "table": ("moe_resolution.py", "BACKEND_FAMILY", "FAMILY_OF_BACKEND"),
-    "reason": ("impl_contract.py", "PATH_NOT_ENABLED", "PATH_DISABLED"),
+OTHERS = {
+    # Early 1.2.
+    "run_moe is not told of an all-to-all": (
+        "A",
+        [
+            ("configurable_moe", '            kwargs["enable_alltoall"] = self.enable_alltoall\n', ""),
+            ("fused_moe_cutlass", "        enable_alltoall: bool | None = None,\n", ""),
+            ("fused_moe_cutlass", "            enable_alltoall=bool(enable_alltoall),\n", ""),
+        ],
+    ),
+    # A class per quantization: the family's name is where it was, its signatures too, and nothing that is built is equal to it.
+    "CUTLASS means another class": (
+        "C2",
+        [
+            ("moe_resolution", "frozenset({CutlassFusedMoE})", "frozenset({CutlassNvfp4})"),
+            ("moe_resolution", "    CutlassFusedMoE,\n", "    CutlassNvfp4,\n"),
+            ("moe_resolution", "IMPL_PRIORITY: ", "class CutlassNvfp4(CutlassFusedMoE): ...\n\n\nIMPL_PRIORITY: "),
+            ("moe_resolution", "FALLBACK_IMPL: Any = CutlassFusedMoE", "FALLBACK_IMPL: Any = CutlassNvfp4"),
+            ("create_moe", "moe_cls in (CutlassFusedMoE, MarlinFusedMoE)", "issubclass(moe_cls, CutlassFusedMoE)"),
+        ],
+    ),
+    "no such table": ("C2", [("moe_resolution", "BACKEND_FAMILY", "FAMILY_OF_BACKEND")]),
 }
 
 
-@pytest.mark.parametrize("case", SPLIT)
-def test_a_host_that_would_be_accepted_and_idle_is_refused(
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_generations_are_left_alone_with_one_line(
     python: Path, base: Path, machine: dict[str, str], tmp_path: Path, case: str
 ) -> None:
-    folder = build("C3", tmp_path / "double")
-    package = folder / "tensorrt_llm/_torch/moe/fused_moe"
-    _, old, new = SPLIT[case]
-    for file in package.rglob("*.py"):
-        file.write_text(file.read_text().replace(old, new))
-    if case == "abstract":
-        base_file = package / "cutlass/base.py"
-        here = "    def _supports_load_balancer"
-        calls = ("quantize_input(self, x, post_quant_comm=True, **kwargs)", "run_moe(self, ctx, *, workspace=None)")
-        kept = "".join(f"    def {call}:\n        raise NotImplementedError\n\n" for call in calls)
-        base_file.write_text(base_file.read_text().replace(here, kept + here, 1))
+    generation, changes = OTHERS[case]
+    folder = build(generation, tmp_path / "double")
+    for module, old, new in changes:
+        file = folder / PACKAGES.get(generation, OLD_PACKAGE) / f"{module}.py"
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
     result = scenario(python, {**machine, "PYTHONPATH": f"{folder}:{base / 'sources'}"}, "by_itself")
     assert result["generation"] == "unsupported"
     assert result["promoted"] == 0
+    assert OURS not in result["backends"]
     assert [line[:15] for line in result["log"]] == ["no adapter fits"]
 
 

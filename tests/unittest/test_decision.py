@@ -26,9 +26,9 @@ from trtllm_b12x.decision import (
 )
 
 KERNEL = Environment()
-FEATURES = KernelFeatures("k", frozenset({"Swiglu", "Relu2"}), 128, 128, negative_ids=True, graph_safe=True, deterministic=True)
+FEATURES = KernelFeatures("k", frozenset({"Swiglu", "Relu2"}), 128, 128, negative_ids=True, graph_safe=True)
 FEATURES = replace(FEATURES, bound_by=frozenset(RejectReason))
-POOR = replace(FEATURES, negative_ids=False, graph_safe=False, deterministic=False)
+POOR = replace(FEATURES, negative_ids=False, graph_safe=False)
 
 CASES = [
     (RejectReason.DISABLED, Problem(), Deployment(), Environment(enabled=False)),
@@ -78,12 +78,6 @@ CASES = [
     (RejectReason.ALLTOALL, Problem(), Deployment(alltoall=True), KERNEL),
     (RejectReason.CUDA_GRAPHS, Problem(), Deployment(cuda_graphs=True), KERNEL),
     (RejectReason.LORA, Problem(), Deployment(lora=True), KERNEL),
-    (
-        RejectReason.DETERMINISTIC,
-        Problem(),
-        Deployment(),
-        Environment(flashinfer="0.6.18", only_deterministic=True),
-    ),
     (RejectReason.UPCAST, Problem(), Deployment(), Environment(upcast="Triton 3.5.1 multiplies bfloat16")),
 ]
 
@@ -99,7 +93,7 @@ def test_each_reason_alone(reason: RejectReason, problem: Problem, deployment: D
     assert decide(problem, deployment, environment, free).served
 
 
-POORLY = {RejectReason.EXPERT_PARALLEL, RejectReason.CUDA_GRAPHS, RejectReason.DETERMINISTIC}
+POORLY = {RejectReason.EXPERT_PARALLEL, RejectReason.CUDA_GRAPHS}
 
 
 def test_every_reason_has_a_case() -> None:
@@ -171,14 +165,6 @@ def test_what_the_field_runs_is_served() -> None:
         )
         deployment = Deployment(2, attention_dp=False, alltoall=False, load_balancer="none", lora=False, cuda_graphs=True)
         assert str(resolve(problem, deployment, KERNEL, [("b12x", FEATURES)])) == "b12x"
-
-
-def test_force_needs_a_proof() -> None:
-    bad = Environment(dsl="4.8.1", payload_cuda=(12, 9), force=True)
-    assert decide(Problem(), environment=bad).reasons == (RejectReason.DSL_PAYLOAD,)
-    assert decide(Problem(), environment=replace(bad, compile_proved=False)).reasons == (RejectReason.DSL_PAYLOAD,)
-    assert decide(Problem(), environment=replace(bad, compile_proved=True)).served
-    assert not decide(Problem(), environment=replace(bad, compile_proved=True, force=False)).served
 
 
 PINS_1_3: dict[str, Any] = {"flashinfer": "0.6.11", "exact_scales": False, "dsl": "4.5.0"}
@@ -319,8 +305,6 @@ deployments = st.builds(
 environments = st.builds(
     Environment,
     enabled=maybe_bool,
-    force=st.booleans(),
-    compile_proved=maybe_bool,
     mismatched=st.just(()) | st.just(("flashinfer-cubin 0.6.11",)),
     unmet=st.just(()) | st.just(("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",)),
     missing=st.just(()) | st.just(("triton",)),
@@ -334,7 +318,6 @@ environments = st.builds(
     payload_fault=st.none() | st.sampled_from(PayloadFault),
     flashinfer=versions,
     exact_scales=maybe_bool,
-    only_deterministic=st.booleans(),
 )
 kinds = st.builds(
     KernelFeatures,
@@ -343,7 +326,6 @@ kinds = st.builds(
     hidden_size_multiple=st.just(1) | st.just(128),
     negative_ids=maybe_bool,
     graph_safe=maybe_bool,
-    deterministic=maybe_bool,
 )
 
 STRICTER: dict[str, Any] = {
@@ -371,13 +353,9 @@ STRICTER: dict[str, Any] = {
     "payload_cuda": (12, 9),
     "exact_scales": False,
     "negative_ids": False,
-    "compile_proved": False,
-    "force": False,
     "mismatched": ("flashinfer-cubin 0.6.11",),
     "unmet": ("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",),
     "flashinfer_fault": "cut off",
-    "deterministic": False,
-    "only_deterministic": True,
 }
 """The value of each field that its rule likes least."""
 
@@ -400,8 +378,7 @@ def test_it_never_raises_and_every_rejection_can_be_read(
         assert environment.enabled is not False
         assert environment.dsl != "none"
         assert environment.flashinfer != "none"
-        proved = environment.force and environment.compile_proved
-        assert environment.payload_cuda is None or environment.payload_cuda >= (13, 0) or proved
+        assert environment.payload_cuda is None or environment.payload_cuda >= (13, 0)
         assert not any((problem.bias, problem.pre_quant_scale, deployment.lora, deployment.alltoall))
         assert deployment.load_balancer in (None, "none")
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 import trtllm_b12x
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
-from trtllm_b12x import environment
+from trtllm_b12x import environment, families
 from trtllm_b12x.cli import facts as rows
 from trtllm_b12x.cli import main
 from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason
@@ -65,7 +65,7 @@ def test_an_unknown_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TRTLLM_B12X", "nope")
     result = run(monkeypatch, GOOD)
     assert result.exit_code == 2
-    assert "TRTLLM_B12X=nope is none of 0, 1, force" in result.output
+    assert "TRTLLM_B12X=nope is none of 0, 1; 1 is used" in result.output
     monkeypatch.setenv("TRTLLM_B12X", "1")
     monkeypatch.setenv("TRTLLM_B12X_UNKNOWN", "1")
     assert run(monkeypatch, GOOD).exit_code == 2
@@ -231,6 +231,23 @@ def test_what_triton_lacks(monkeypatch: pytest.MonkeyPatch, every_family: None) 
     assert "-> apt-get install gcc, or name one in CC" in result.output
     assert result.output.splitlines()[-1].startswith("b12x and triton and grouped WOULD NOT serve decode here")
     assert json.loads(run(monkeypatch, facts, "--json").output)["environment"]["triton_lacks"][0]["what"] == "no C compiler"
+
+
+def test_what_to_know_of_kernels_that_would_serve(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
+    slow = "Triton 3.5.1 multiplies bfloat16 on sm_120, which is slow; Triton 3.6 and newer have block-scaled products"
+    facts = dataclasses.replace(GOOD, tile=128, flashinfer="0.6.18", upcast=slow)
+
+    def notes() -> list[str]:
+        return [text for name, text in json.loads(run(monkeypatch, facts, "--json").output)["facts"] if name == "note"]
+
+    assert notes() == [families.ATOMIC_SUMS, slow]
+    assert "note          b12x of FlashInfer before 0.7.0 adds with atomics" in run(monkeypatch, facts).output
+    assert json.loads(run(monkeypatch, facts, "--json").output)["verdicts"][-1]["families"] == ["triton", "grouped"]
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
+    assert notes() == []
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
+    facts = GOOD
+    assert notes() == []
 
 
 def test_b12x_that_does_not_compile_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import filelock
 import packaging
 import pytest
-import torch
 
 from trtllm_b12x import environment
 from trtllm_b12x.decision import PayloadFault
@@ -381,36 +380,19 @@ def test_where_it_is_imported_it_is_read(site: Path) -> None:
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_force_asks_for_a_proof_once(site: Path, compiles: bool) -> None:
-    """The payload says 12.9: only a compile of the micro kernel outweighs that, and only if the user asked for it."""
-    program(home(site) / "bin", "nvidia-smi", "0, GPU-a, 12.1")
-    package = site / "flashinfer" / "fused_moe" / "cute_dsl"
-    package.mkdir(parents=True)
-    (site / "flashinfer" / "__init__.py").touch()
-    (package / "b12x_moe.py").write_text(WRAPPER)
-    (package / "blackwell_sm12x").mkdir()
-    (package / "blackwell_sm12x/moe_dispatch.py").touch()
-    distribution(site, "flashinfer-python", "0.6.18", [])
+def test_a_compile_that_passes_is_not_repeated(site: Path, compiles: bool) -> None:
     code = f"""
-import dataclasses
-from trtllm_b12x import decision, environment as e
+from trtllm_b12x import environment as e
 from trtllm_b12x.environment import prove
 def proof(target):
     open({str(home(site) / "proofs")!r}, 'a').write(target + ' ')
-    return prove.Proof(target, {compiles})
+    return prove.Proof(target, {compiles}, "" if {compiles} else "ptxas fatal")
 prove.prove = proof
-e.toolkit_cuda = lambda: (13, 0)
-facts = dataclasses.replace(e.probe(), unmet=())  # the wheels that lie beside torch, of other versions
-print(facts.force, facts.compile_proved, decision.decide(decision.Problem(), environment=facts).served)
+print(e.compile_error("sm_121a"))
 """
-    (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
-    inputs = {"PATH": f"{home(site) / 'bin'}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0"}
-    for _ in range(2 if compiles else 1):
-        running = process(site, code, TRTLLM_B12X="force", **inputs)
-        assert running.communicate(timeout=120)[0].split() == ["True", str(compiles), str(compiles)]
-    assert (home(site) / "proofs").read_text() == "sm_121a "
-    assert ("compile" in (home(site) / "cache/trtllm_b12x/payload.json").read_text()) == compiles  # what failed is asked again
-    assert not compiles or process(site, code, **inputs).communicate(timeout=120)[0].split() == ["False", "None", "False"]
+    for _ in range(2):
+        assert process(site, code).communicate(timeout=120)[0].strip() == ("" if compiles else "ptxas fatal")
+    assert (home(site) / "proofs").read_text() == "sm_121a " * (1 if compiles else 2)
 
 
 def test_another_card_starts_without_a_look(site: Path) -> None:
@@ -586,7 +568,7 @@ def test_no_dsl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 POLICY = ("FLASHINFER_TOO_OLD", "REQUIREMENT", "DSL_PAYLOAD")
 """Reasons that refuse what compiles: releases whose kernels are known wrong, versions that packages exclude themselves, payloads
-below CUDA 13 (``TRTLLM_B12X=force`` admits those that a compile proves) and files that are not their wheels'."""
+below CUDA 13 and files that are not their wheels'."""
 
 
 def test_no_compile_refutes_what_was_said_of_real_environments() -> None:

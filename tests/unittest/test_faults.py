@@ -91,7 +91,7 @@ def flow(ratio: float = 1.0) -> tuple[Any, list[torch.Tensor]]:
 def overrides(name: str) -> bool:
     """It stands in the place of a method that the host has, and calls."""
     parents = (layers.host.CutlassFusedMoE, layers.host.NVFP4CutlassFusedMoEMethod)
-    modules = ("fused_moe.", "carried.", "quantization.", "host.calls.", "host.leaves.", "host.weights.")
+    modules = ("fused_moe.", "carried.", "quantization.", "host.calls.", "host.weights.")
     return name.startswith(modules) and any(hasattr(parent, name.rpartition(".")[2]) for parent in parents)
 
 

@@ -1,16 +1,21 @@
-"""MXFP8: numbers, quantization, the upcast that is not silent, and what is asked of a family for it."""
+"""MXFP8: numbers, quantization, what Triton multiplies, and what is asked of a family for it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests import mxfp8
-from trtllm_b12x import eligibility, formats
-from trtllm_b12x.decision import Deployment, Environment, Problem, RejectReason, decide
+from trtllm_b12x import eligibility, formats, process
+from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, Problem, RejectReason, decide
 from trtllm_b12x.environment import triton
 from trtllm_b12x.families import grouped, grouped_nvfp4, triton_mxfp8
 from trtllm_b12x.formats.mxfp8 import decode_e8m0, dequantize, quantize
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.grouped import GroupedKernel
+from trtllm_b12x.kernels.jit.cards import Card
 from trtllm_b12x.strict_reference.mxfp8 import dequantize_weight, fake_quantize
 
 
@@ -64,16 +69,29 @@ def test_which_triton_multiplies_blocks(version: str, sm: int, native: bool, mon
 
 
 @pytest.mark.parametrize("family", [grouped, triton_mxfp8, grouped_nvfp4])
-def test_an_upcast_is_refused_unless_it_is_asked_for(family: object) -> None:
-    features = family(Environment())  # type: ignore[operator]
+def test_an_upcast_serves_only_where_the_host_has_no_path(family: Callable[[Environment], KernelFeatures]) -> None:
+    slow = Environment(upcast="Triton 3.5.1 multiplies bfloat16")
+    features = family(slow)
     (algorithm,), group = features.quantizations, features.group_size
     problem = Problem(quant_algo=algorithm, group_size=group, activation="Swiglu", hidden_size=256, intermediate_size=96)
-    slow = Environment(upcast="Triton 3.5.1 multiplies bfloat16")
-    refused = decide(problem, Deployment(), slow, features)
-    assert [rejection.reason for rejection in refused.rejections] == [RejectReason.UPCAST]
-    assert "TRTLLM_B12X_MXFP8_UPCAST=1" in refused.rejections[0].remedy
-    assert decide(problem, Deployment(), Environment(upcast="so", allow_upcast=True), features).served
+    refused = [RejectReason.UPCAST] if algorithm == "NVFP4" else []
+    assert [rejection.reason for rejection in decide(problem, Deployment(), slow, features).rejections] == refused
+    assert features.caveat == (slow.upcast if family is grouped else "")
     assert decide(problem, Deployment(), Environment(), features).served
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0"])
+def test_a_slow_product_is_said_once(version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(triton, "version", lambda: version)
+    monkeypatch.setattr(GroupedKernel, "_compile", lambda self: None)
+    process.forget()
+    for experts in (4, 8):
+        GroupedKernel(Card(170, 99 << 10, 120)).plan(Geometry(experts, 2, 128, 64, "Swiglu"), 64, torch.device("cuda"))
+    process.forget()
+    words = "Triton 3.5.1 multiplies bfloat16 on sm_120, which is slow; Triton 3.6 and newer have block-scaled products"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == (
+        [f"grouped kernels: {words}"] if version == "3.5.1" else []
+    )
 
 
 def test_decode_alone_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,12 +153,10 @@ def test_a_plain_subclass_is_refused_and_not_wrapped(monkeypatch: pytest.MonkeyP
         create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
 
 
-@pytest.mark.parametrize(
-    ("sm", "keep", "promoted"), [(120, "0", True), (121, "0", True), (120, "1", False), (100, "0", False), (0, "0", False)]
-)
+@pytest.mark.parametrize(("sm", "promoted"), [(120, True), (121, True), (100, False), (0, False)])
 @pytest.mark.parametrize("name", ["TRTLLMGenFusedMoE", "CuteDslFusedMoE", "DeepGemmFusedMoE"])
 def test_named_backends_without_a_kernel_on_this_card(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, sm: int, keep: str, promoted: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, sm: int, promoted: bool
 ) -> None:
     """TRTLLM is the models' own word for a protocol: it stays, and one line says what to set."""
     from trtllm_b12x import environment
@@ -168,7 +166,6 @@ def test_named_backends_without_a_kernel_on_this_card(
     process.forget()
     monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: named)
     monkeypatch.setattr(environment, "probe", lambda always_look=False: Environment(sm=sm))
-    monkeypatch.setenv("TRTLLM_B12X_KEEP_BACKEND", keep)
     trtllm_b12x.install()
     expected = FlashInferNvfp4Sm12xFusedMoE if promoted and name == "CuteDslFusedMoE" else named
     for _ in range(2):

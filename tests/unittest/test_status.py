@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import process
+from trtllm_b12x import families, process
+from trtllm_b12x.decision import Environment
+from trtllm_b12x.kernels.reference import ReferenceKernel
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +56,16 @@ def test_a_later_draft_model_gets_a_line_of_its_own(caplog: pytest.LogCaptureFix
     draft = layers.load(layers.create(4, 128, 192), tensors)
     assert lines(caplog) == [f"rank 0: {n} of {n} MoE layers on b12x, decode below 64 tokens (NVFP4)" for n in (1, 2)]
     assert draft is not main
+
+
+def test_sums_of_atomics_are_named_after_the_load(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = families.b12x(Environment(tile=128))
+    monkeypatch.setattr(ReferenceKernel, "features", dataclasses.replace(ReferenceKernel.features, caveat=old.caveat))
+    layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192))
+    (line,) = lines(caplog)
+    assert line == f"rank 0: 1 of 1 MoE layers on b12x, decode below 64 tokens (NVFP4); {families.ATOMIC_SUMS}"
+    assert "TRTLLM_B12X_KERNELS=triton" in line
+    assert not families.b12x(Environment(tile=256)).caveat
 
 
 def test_while_a_layer_is_built_and_where_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ def variables(folder: Path) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": warm_start.LIBCUDA,
         "XDG_CACHE_HOME": str(folder / "xdg"),
         "TRTLLM_B12X_KERNELS": "triton,grouped",
-        "TRTLLM_B12X_MXFP8_UPCAST": "1",  # whatever this Triton has
         "TRTLLM_B12X_CROSSOVER": "2",  # one token: few kernels
         "PYTHONUNBUFFERED": "1",  # as images have it: what several processes say must not mix
     }
@@ -151,7 +150,6 @@ def test_the_geometry_is_the_one_of_the_host_s_layer(
 ) -> None:
     """On the kernels' tile, of one rank."""
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton,grouped")
-    monkeypatch.setenv("TRTLLM_B12X_MXFP8_UPCAST", "1")
     config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algorithm), group_size=32 if algorithm == "MXFP8" else 16)
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
     backend = layers.create(8, 128, size, quant_config=config, mapping=ranks).backend

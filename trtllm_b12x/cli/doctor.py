@@ -44,14 +44,13 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
             ctx.exit(2)
         card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
         proofs = {name: prove.prove(card, name) for name in settings.KERNELS.listed()}
-        environment = dataclasses.replace(environment, compile_proved=proofs["b12x"].compiled if "b12x" in proofs else None)
     problems = _usual() if checkpoint is None else _problems(ctx, checkpoint)
     verdicts = [(_name(problem), judged(problem, environment)) for problem in problems]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((name for name in _decoding(*found) if name not in failed), "") for found in verdicts]
     active = any(serving)
     driver = driver_cuda()
-    told = facts.rows(environment, target, driver)
+    told = [*facts.rows(environment, target, driver), *(("note", text) for text in _caveats(verdicts, environment))]
     if as_json:
         report = {
             "trtllm_b12x": __version__,
@@ -117,6 +116,12 @@ def _decoding(name: str, verdict: Resolution) -> list[str]:
     """Families that serve without having been measured."""
     rows = families.rows(verdict.families, name.split()[0])
     return [row.name for row in rows if row.name in verdict.families and not row.features(Environment()).measured_from]
+
+
+def _caveats(verdicts: list[tuple[str, Resolution]], e: Environment) -> list[str]:
+    """Return what users should know of the families that would serve."""
+    rows = (row for name, verdict in verdicts for row in families.rows(verdict.families, name.split()[0]))
+    return list(dict.fromkeys(filter(None, (row.features(e).caveat for row in rows))))
 
 
 def _class_name(name: str, verdict: Resolution) -> str:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from .answers import UNKNOWN, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
 from .facts import Deployment, Environment, Lacking, PayloadFault, Problem
-from .remedies import FLASHINFERS, NEWER_FLASHINFER, repair
+from .remedies import FLASHINFERS, repair
 from .rules import EXPERT_PARALLEL_FLASHINFER, OLDEST_FLASHINFER, RULES, refused_by_hosts, version_tuple
 
 __all__ = [
@@ -59,9 +59,9 @@ def decide(
     if plan_error is not None:
         findings[RejectReason.KERNEL_PLAN_FAILED] = plan_error
     newer = RejectReason.FLASHINFER_TOO_OLD in features.bound_by and environment.flashinfer is not None
-    newer = newer and not NEWER_FLASHINFER.isdisjoint(findings)
+    newer = newer and RejectReason.EXPERT_PARALLEL in findings
     mend = repair(environment, newer) if newer or not FLASHINFERS.isdisjoint(findings) else ((), ())
-    mended = FLASHINFERS | NEWER_FLASHINFER if newer else FLASHINFERS
+    mended = FLASHINFERS | {RejectReason.EXPERT_PARALLEL} if newer else FLASHINFERS
     triton = "; ".join(item.remedy for item in environment.triton_lacks or ())
     return Verdict(
         tuple(

@@ -20,7 +20,7 @@ class RejectReason(Enum):
     FLASHINFER_BROKEN = "install FlashInfer anew"
     REQUIREMENT = "install what FlashInfer and the CuTe DSL require"
     TRITON = "install what compiles Triton's kernels"
-    UPCAST = "install a Triton that has block-scaled products for this card, or set TRTLLM_B12X_MXFP8_UPCAST=1"
+    UPCAST = "install a Triton that has block-scaled products for this card"
     PREFILL = "unset TRTLLM_B12X_KERNELS, or let it name kernels that serve any number of tokens"
     QUANTIZATION = "quantize the experts with nvidia-modelopt's NVFP4_DEFAULT_CFG, or leave the layer to CUTLASS"
     GROUP_SIZE = "export the checkpoint with the group size that its format prescribes, 16 for NVFP4"
@@ -38,7 +38,6 @@ class RejectReason(Enum):
     ALLTOALL = "nothing to do: CUTLASS serves layers behind an all-to-all"
     LOAD_BALANCER = "remove moe_config.load_balancer"
     LORA = "nothing to do: CUTLASS serves LoRA"
-    DETERMINISTIC = "install FlashInfer 0.7.2 or newer, or unset TRTLLM_B12X_DETERMINISTIC"
     KERNELS = "unset TRTLLM_B12X_KERNELS, or let it name kernels that run on this device"
     KERNEL_PLAN_FAILED = "run trtllm-b12x doctor --compile, and report the line if it passes"
     CUDA_GRAPHS = "nothing to do: CUTLASS serves captured graphs where the kernel cannot be captured"
@@ -63,7 +62,9 @@ class KernelFeatures:
     """A negative expert id is an unrouted slot, hence expert parallelism."""
     graph_safe: bool | None = None
     deterministic: bool | None = None
-    """They can be restricted to kernels whose reruns agree to the bit (``TRTLLM_B12X_DETERMINISTIC``)."""
+    """Two runs agree to the bit."""
+    caveat: str = ""
+    """Sentence that ``doctor`` and the line after load add where these kernels serve."""
     arithmetic: str = "KERNEL"
     """Where they round: a member of :class:`trtllm_b12x.strict_reference.Arithmetic`."""
     quantizations: frozenset[str] = frozenset({"NVFP4"})

@@ -75,10 +75,6 @@ class Environment:
 
     enabled: bool | None = None
     """``TRTLLM_B12X`` is not 0."""
-    force: bool = False
-    """``TRTLLM_B12X=force``: a proved payload (``compile_proved``) is as good as a CUDA 13 one."""
-    compile_proved: bool | None = None
-    """FlashInfer's micro kernel was compiled and assembled with this payload."""
     host: str | None = None
     """``none``: TensorRT-LLM is not installed; its generation; ``installed``: nobody looked; ``unsupported``: no adapter fits."""
     host_detail: str = ""
@@ -123,8 +119,4 @@ class Environment:
     triton_lacks: tuple[Lacking, ...] | None = None
     """What stands against compiling a Triton kernel for the card."""
     upcast: str = ""
-    """Why Triton multiplies bfloat16 where MXFP8 is to be multiplied; empty: it does not, or nobody looked."""
-    allow_upcast: bool = False
-    """``TRTLLM_B12X_MXFP8_UPCAST``."""
-    only_deterministic: bool = False
-    """``TRTLLM_B12X_DETERMINISTIC``."""
+    """Why Triton multiplies bfloat16 in place of block-scaled codes; empty where it does not, or where nobody looked."""

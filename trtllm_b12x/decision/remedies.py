@@ -17,8 +17,6 @@ FLASHINFERS = frozenset(
     }
 )
 """Of what FlashInfer's kernels are made of: reasons that pip mends."""
-NEWER_FLASHINFER = {RejectReason.EXPERT_PARALLEL, RejectReason.DETERMINISTIC}
-"""Reasons that a newer FlashInfer mends, where FlashInfer is what serves."""
 
 _NOT_PIPS = (PayloadFault.DRIVER, PayloadFault.NO_ANSWER, PayloadFault.FOREIGN)
 

@@ -60,8 +60,6 @@ def _dsl_payload(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -
     """Environments where the CUDA 12 payload loads compile invalid PTX and die at model start (TensorRT-LLM issue 15853)."""
     if e.payload_cuda is None or e.payload_cuda >= (13, 0) or e.dsl == "none":
         return None
-    if e.force and e.compile_proved:
-        return None
     found = f"the CuTe DSL {e.dsl} loads its CUDA {e.payload_cuda[0]}.{e.payload_cuda[1]} payload" if e.payload_cuda[0] else ""
     fault = e.payload_fault or PayloadFault.UNKNOWN
     detail = "; ".join(part for part in (found, fault.value, e.payload_detail) if part)
@@ -154,12 +152,6 @@ def _cuda_graphs(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -
     return f"kernel {f.name} cannot be captured in a CUDA graph"
 
 
-def _deterministic(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if not e.only_deterministic or f.deterministic is not False:
-        return None
-    return f"no kernel of flashinfer-python {e.flashinfer} that serves every call adds up in a fixed order"
-
-
 RULES: dict[RejectReason, _Rule] = {
     RejectReason.DISABLED: lambda p, d, e, f: "TRTLLM_B12X=0" if e.enabled is False else None,
     RejectReason.HOST: _host,
@@ -172,7 +164,7 @@ RULES: dict[RejectReason, _Rule] = {
     RejectReason.FLASHINFER_BROKEN: _flashinfer_broken,
     RejectReason.REQUIREMENT: lambda p, d, e, f: f"not met: {', '.join(e.unmet)}" if e.unmet else None,
     RejectReason.TRITON: lambda p, d, e, f: "; ".join(item.what for item in e.triton_lacks or ()) or None,
-    RejectReason.UPCAST: lambda p, d, e, f: None if e.allow_upcast else e.upcast or None,
+    RejectReason.UPCAST: lambda p, d, e, f: e.upcast or None,
     RejectReason.QUANTIZATION: _quantization,
     RejectReason.GROUP_SIZE: _group_size,
     RejectReason.PRE_QUANT_SCALE: lambda p, d, e, f: (
@@ -197,7 +189,6 @@ RULES: dict[RejectReason, _Rule] = {
     ),
     RejectReason.LOAD_BALANCER: _load_balancer,
     RejectReason.LORA: lambda p, d, e, f: "LoRA on the experts" if d.lora else None,
-    RejectReason.DETERMINISTIC: _deterministic,
     RejectReason.CUDA_GRAPHS: _cuda_graphs,
 }
 

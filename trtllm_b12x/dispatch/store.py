@@ -41,7 +41,7 @@ class Key:
     paths: Mapping[str, Any]
     """Families, the host, and whether it has tuned its own."""
     conditions: Mapping[str, Any]
-    """Versions, and settings that a kernel goes by."""
+    """Versions."""
 
     @property
     def file(self) -> str:

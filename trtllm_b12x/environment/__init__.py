@@ -63,16 +63,13 @@ def probe(always_look: bool = False) -> Environment:
     dsl = wheels.get("nvidia-cutlass-dsl")
     facts = replace(
         of_flashinfer(inspect_flashinfer()),
-        enabled=settings.ENABLED() != "0",
-        force=settings.ENABLED() == "force",
+        enabled=settings.ENABLED(),
         host=state,
         host_detail=detail,
         sm=gpu_sm(),
         toolkit_cuda=toolkit_cuda(),
         dsl="none" if dsl is None else dsl.version,
         dsl_wheels=tuple(wheels),
-        only_deterministic=settings.DETERMINISTIC(),
-        allow_upcast=settings.MXFP8_UPCAST(),
     )
     if not always_look and (facts.enabled is False or facts.host == "unsupported" or facts.sm not in (None, 120, 121)):
         return facts
@@ -86,7 +83,7 @@ def probe(always_look: bool = False) -> Environment:
     unmet, missing = packages.requirements(stated)
     if importlib.util.find_spec("triton") is None:  # FlashInfer's b12x module imports it and does not say so
         missing.append("triton")
-    facts = replace(
+    return replace(
         facts,
         dsl=payload.version if dsl is not None else "none",
         payload_cuda=payload.cuda,
@@ -100,9 +97,6 @@ def probe(always_look: bool = False) -> Environment:
         missing=tuple(missing) if _lacks_a_module(payload) else (),
         unrecorded=tuple(name for name, d in _named(wheels, ours).items() if not d.read_text("RECORD")),
     )
-    if facts.force and facts.sm in (120, 121) and payload.cuda is not None and payload.cuda < (13, 0):
-        facts = replace(facts, compile_proved=not compile_error(f"sm_{facts.sm}a"))
-    return facts
 
 
 def _lacks_a_module(payload: Payload) -> bool:

@@ -93,7 +93,8 @@ def upcast(sm: int | None) -> str:
     found, needed = version_tuple(version()), _BLOCK_SCALED_FROM.get(sm or 0)
     if not found or needed is None or found >= needed:
         return ""
-    return f"Triton {version()} multiplies bfloat16 on sm_{sm}; block-scaled products from {'.'.join(map(str, needed))} on"
+    native = f"Triton {'.'.join(map(str, needed))} and newer have block-scaled products"
+    return f"Triton {version()} multiplies bfloat16 on sm_{sm}, which is slow; {native}"
 
 
 def _c_compiler() -> Lacking | None:

@@ -41,18 +41,12 @@ class Host:
     has_get_moe_cls: bool
     """A and B name classes by ``get_moe_cls``, compare them exactly and hand out keywords; from C1 on a class is resolved from
     tables and ``run_moe`` takes a context."""
-    chooses_first: bool
-    """The class is chosen, ours too, before a backend is built."""
     Layer: Any
     """Mixed into our layer: the forms of a call."""
     Weights: Any
     """Mixed into our quantization method: when what is loaded."""
     MXFP8CutlassFusedMoEMethod: Any = None
     """None on hosts of before August 2026, which do not know the format."""
-    leaves: tuple[type, ...] = ()
-    """C3: the classes that CUTLASS is split into."""
-    tables: Callable[[type], tuple[Any, dict[str, Any]]] = lambda ours: (None, {})
-    """C3: :func:`trtllm_b12x.host.leaves.tables`."""
 
 
 class UnsupportedHostError(RuntimeError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,6 @@ from trtllm_b12x.bootstrap import first_line
 
 from . import Host, UnsupportedHostError, contract
 from .calls import ContextCalls, EndsWithCachedState, EndsWithPostLoad, KeywordCalls
-from .leaves import Candidate, tables
 from .weights import CachedWeights, DirectWeights, StagedWeights
 
 
@@ -39,19 +37,17 @@ def tensorrt_llm() -> Host:
     generation = contract.recognize()
     package = contract.facts()[generation]["package"]
     # By import_module: as an attribute of its package, create_moe is the function.
-    backend, _, name = contract.backend(generation).partition(".")
+    backend, _, name = contract.CUTLASS.partition(".")
     create_moe, classes, quantization = (
         importlib.import_module(f"{package}.{module}") for module in ("create_moe", backend, "quantization")
     )
     utils = importlib.import_module("tensorrt_llm._torch.utils")
     tuner = importlib.import_module("tensorrt_llm._torch.autotuner").AutoTuner
-    cutlass = getattr(classes, name)
-    split = {"leaves": tuple(classes.CUTLASS_LEAVES), "tables": partial(tables, package, cutlass)} if generation == "C3" else {}
 
     def is_tuning() -> bool:
         return bool(getattr(tuner.get(), "is_tuning_mode", False))
 
-    return _host(generation, create_moe, cutlass, quantization, utils, is_tuning, **split)
+    return _host(generation, create_moe, getattr(classes, name), quantization, utils, is_tuning)
 
 
 def _host(
@@ -61,9 +57,8 @@ def _host(
     quantization: ModuleType,
     utils: Any,
     is_tuning: Callable[[], bool],
-    **split: Any,
 ) -> Host:
-    named, leaves = hasattr(create_moe, "get_moe_cls"), split.get("leaves", ())
+    named = hasattr(create_moe, "get_moe_cls")
     calls = KeywordCalls if named else ContextCalls
     end = EndsWithCachedState if hasattr(cutlass, "cache_derived_state") else EndsWithPostLoad
     # An ABC's caches are keyed by equality: with an equal subclass every plain layer would be an instance of it, so there our
@@ -81,15 +76,13 @@ def _host(
         Fp4QuantizedTensor=utils.Fp4QuantizedTensor,
         is_tuning=is_tuning,
         has_get_moe_cls=named,
-        chooses_first=named or bool(leaves),
-        Layer=metaclass("Layer", (calls, end, *((Candidate,) if leaves else ())), {}),
+        Layer=metaclass("Layer", (calls, end), {}),
         Weights=_weights(generation),
-        **split,
     )
 
 
 def _weights(generation: str) -> type:
-    if generation in ("embedded", "A0", "A"):
+    if generation in ("embedded", "A"):
         return DirectWeights
     return StagedWeights if generation == "B" else CachedWeights
 

@@ -19,8 +19,10 @@ from typing import Any
 
 from . import UnsupportedHostError
 
-GENERATIONS = ("A0", "A", "B", "C1", "C2", "C3")
-"""Oldest first: 1.2 (early and late), 1.3, 1.3 with ``run_moe(ctx)``, the package's new place, a class per quantization."""
+GENERATIONS = ("A", "B", "C1", "C2")
+"""Oldest first: 1.2, 1.3, 1.3 with ``run_moe(ctx)``, the package's new place."""
+CUTLASS = "fused_moe_cutlass.CutlassFusedMoE"
+"""``module.class`` that ours inherits."""
 
 _BUILD = "create_moe.create_moe_backend"
 _READ = ("moe_cls", "model_config", "dtype", "bias", "apply_router_weight_on_input")
@@ -94,29 +96,17 @@ RECORDS = {
     "MoECommPlan": ("enable_alltoall", "input_sf_swizzled", "moe_output"),
 }
 """Fields of a call's records that are read, from C1 on."""
-QUESTION = {
-    "MoEProblem": ("activation", "activation_constants", "bias", "dtype_act", "hidden_size", "quant"),
-    "MoEDeployment": ("eplb_enabled", "moe_lora_enabled"),
-    "MoEEligibility": ("detail", "eligible", "reject_reason"),
-}
-"""Fields of the records in which the host asks a candidate, in C3, and is answered."""
-
-
-def backend(generation: str) -> str:
-    """The class that CUTLASS with NVFP4 builds, and ours inherits: ``module.class``."""
-    return "cutlass.TrtllmCutlassNvfp4Impl" if generation == "C3" else "fused_moe_cutlass.CutlassFusedMoE"
 
 
 def relied_on(generation: str) -> tuple[str, ...]:
     """Functions that are patched, overridden or called: ``module.function``, or ``module.class.method``, inherited ones too."""
-    context, staged = generation.startswith("C"), generation not in ("A0", "A")
-    functions = (*_BACKEND, *(("cache_derived_state",) if context else ()), *(("can_implement",) if generation == "C3" else ()))
+    context, staged = generation.startswith("C"), generation != "A"
+    functions = (*_BACKEND, *(("cache_derived_state",) if context else ()))
     method = (*_METHOD, *(_STAGED_METHOD if staged else ()), *(_CACHED if context else ()))
     return (
         _BUILD,
         *(() if context else ("create_moe.get_moe_cls",)),
-        *(("moe_resolution.resolve_moe_cls",) if generation == "C3" else ()),
-        *(f"{backend(generation)}.{name}" for name in functions),
+        *(f"{CUTLASS}.{name}" for name in functions),
         *(f"quantization.NVFP4CutlassFusedMoEMethod.{name}" for name in method),
     )
 
@@ -175,10 +165,10 @@ def _differences(generation: str) -> Iterator[str]:
             continue
         differences = _unread(actual) if name == _BUILD else _missing(known["functions"][name], actual)
         yield from (f"{name}: {difference}" for difference in differences)
-    yield from _names(known["package"], backend(generation))
+    yield from _names(known["package"])
     if generation.startswith("C"):
-        yield from _fields(known["package"], {**RECORDS, **(QUESTION if generation == "C3" else {})})
-        yield from _tables(known["package"], backend(generation))
+        yield from _fields(known["package"])
+        yield from _tables(known["package"])
 
 
 def lacking(layer: Any) -> list[str]:
@@ -186,27 +176,23 @@ def lacking(layer: Any) -> list[str]:
     return [name for name in LAYER if not hasattr(layer, name)]
 
 
-def _tables(package: str, known: str) -> Iterator[str]:
-    """A class that nothing builds must not pass for the one that CUTLASS means: promotion would be on, and idle."""
+def _cutlass(package: str) -> Any:
+    module, _, name = CUTLASS.partition(".")
+    return getattr(importlib.import_module(f"{package}.{module}"), name)
+
+
+def _tables(package: str) -> Iterator[str]:
+    """Differences of the tables that lead from CUTLASS to a class.  Promotion of a class that nothing builds would be idle."""
     try:
-        module, _, name = known.partition(".")
-        cutlass = getattr(importlib.import_module(f"{package}.{module}"), name)
-        resolution = importlib.import_module(f"{package}.moe_resolution")
+        cutlass, resolution = _cutlass(package), importlib.import_module(f"{package}.moe_resolution")
         if cutlass not in resolution.BACKEND_FAMILY["CUTLASS"] or cutlass not in resolution.IMPL_PRIORITY:
-            yield f"moe_backend CUTLASS does not lead to {name}"
-        elif inspect.isabstract(cutlass):
-            yield f"{known} is abstract: other classes are built in its place"
-        elif known == backend("C3"):
-            if cutlass not in resolution.FALLBACK_IMPLS:
-                yield f"moe_resolution.FALLBACK_IMPLS is without {name}"
-            if not hasattr(importlib.import_module(f"{package}.impl_contract").MoERejectReason, "PATH_NOT_ENABLED"):
-                yield "impl_contract.MoERejectReason has no PATH_NOT_ENABLED"
+            yield f"moe_backend CUTLASS does not lead to {cutlass.__name__}"
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         yield f"moe_resolution is another: {type(error).__name__}: {error}"
 
 
-def _fields(package: str, records: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    for record, names in records.items():
+def _fields(package: str) -> Iterator[str]:
+    for record, names in RECORDS.items():
         try:
             there = {f.name for f in dataclasses.fields(getattr(importlib.import_module(f"{package}.impl_contract"), record))}
         except (ImportError, AttributeError, TypeError):
@@ -215,19 +201,18 @@ def _fields(package: str, records: dict[str, tuple[str, ...]]) -> Iterator[str]:
         yield from (f"impl_contract.{record} has no field {name}" for name in names if name not in there)
 
 
-def _names(package: str, known: str) -> Iterator[str]:
+def _names(package: str) -> Iterator[str]:
     """Attributes of a layer that only loading makes, by the host's code: a name that is nowhere in it is not there."""
     try:
         quantization = importlib.import_module(f"{package}.quantization")
-        module, _, name = known.partition(".")
-        cutlass = getattr(importlib.import_module(f"{package}.{module}"), name)
+        cutlass = _cutlass(package)
     except (ImportError, AttributeError):
         return  # reported by name
     named = set().union(*map(_named, _code(quantization)))
     yield from (f"quantization names no {name}" for name in WEIGHTS if name not in named)
     builders = [vars(base)["create_weights"] for base in cutlass.__mro__ if "create_weights" in vars(base)]
     if not any("quant_method" in _named(function.__code__) for function in builders if isinstance(function, FunctionType)):
-        yield f"{name}.create_weights sets no quant_method"
+        yield f"{cutlass.__name__}.create_weights sets no quant_method"
 
 
 def _code(module: ModuleType) -> Iterator[CodeType]:

@@ -77,20 +77,6 @@ def of_call(arguments: dict[str, Any], *, quantization: bool) -> Question:
     return known, deployment
 
 
-def of_candidate(problem: Any, deployment: Any) -> Question:
-    """Of what a host of C3 asks about, in its own records (``MoEProblem``, ``MoEDeployment``)."""
-    known = Problem(
-        quant_algo=problem.quant or "none",
-        activation=problem.activation,
-        activation_constants=bool(problem.activation_constants),
-        activation_dtype=_dtype_name(problem.dtype_act),
-        bias=problem.bias,
-        hidden_size=problem.hidden_size,
-    )
-    balancer = "registered" if deployment.eplb_enabled else "none"
-    return known, Deployment(lora=deployment.moe_lora_enabled, load_balancer=balancer)
-
-
 def of_layer(layer: Any, config: Question, alltoall: bool) -> Question:
     """Of a layer that the host has built: all there is to know, its final quantization too.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from tensorrt_llm._torch.utils import Fp4QuantizedTensor
 from tensorrt_llm.models.modeling_utils import QuantAlgo
 
 from ...model_config import ModelConfig
-from ._generation import ACTIVATIONS, cutlass_rejection
-from .grouped_gemm import run_grouped_gemm
+from ._generation import ACTIVATIONS, cutlass_rejection, operator_constants
 from .impl_base import MoEImplBase, apply_moe_impl_construction_state
 from .impl_contract import (
     MoEDeployment,
@@ -19,8 +19,8 @@ from .impl_contract import (
     MoERejectReason,
     MoERunContext,
     MoEStaticCapability,
+    require_comm_plan,
 )
-from .input_quant import quantize_nvfp4
 from .interface import _reject
 from .moe_lora import has_moe_lora_targets
 from .quantization import MXFP8CutlassFusedMoEMethod, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
@@ -106,10 +106,57 @@ class CutlassFusedMoE(MoEImplBase):
         raise ValueError(f"Unsupported quantization mode: {mode}")
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
-        return quantize_nvfp4(self, x, post_quant_comm) if self.has_any_quant else (x, None)
+        if not self.has_any_quant:
+            return x, None
+        if getattr(self, "fc31_act_scale", None) is not None:
+            x = x * self.fc31_act_scale
+        if self.force_dynamic_quantization and hasattr(self, "fc31_weight_scale_2"):
+            scale = 448.0 * 6.0 / x.abs().amax().float()
+            self.fc31_alpha.data.copy_(self.fc31_weight_scale_2.data / scale)
+            self.fc31_input_scale.data.copy_(scale)
+        if isinstance(x, Fp4QuantizedTensor):
+            if not post_quant_comm:
+                return x, None
+            assert not x.is_sf_swizzled, "Fp4QuantizedTensor should not be swizzled before communication"
+            x, x_sf = x.fp4_tensor, x.scaling_factor
+        else:
+            swizzled = not post_quant_comm
+            x, x_sf = torch.ops.trtllm.fp4_quantize(x, self.fc31_input_scale, self.scaling_vector_size, False, swizzled)
+        return x, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
 
     def run_moe(self, ctx: MoERunContext, *, workspace: dict[str, Any] | None = None) -> torch.Tensor:
         """The doubles' operator has no FC2 scale of its own for dynamic quantization: the loaded one is taken."""
         if self._moe_lora_active(ctx.lora_params):
             raise NotImplementedError("the double computes no LoRA")
-        return run_grouped_gemm(self, ctx)
+        plan = require_comm_plan(self, ctx)
+        tuner_num_tokens = tuner_top_k = None
+        if plan.enable_alltoall:
+            rows = ctx.all_rank_num_tokens
+            tuner_num_tokens = sum(rows) if rows is not None else ctx.x.shape[0] * self.mapping.tp_size
+            tuner_top_k = self.routing_method.top_k
+        results = torch.ops.trtllm.fused_moe(
+            ctx.x,
+            ctx.token_selected_experts,
+            ctx.token_final_scales,
+            self.w3_w1_weight,
+            self.w3_w1_bias,
+            self.w2_weight,
+            self.w2_bias,
+            ctx.output_dtype,
+            quant_scales=list(self.quant_scales),
+            input_sf=ctx.x_sf,
+            swizzled_input_sf=plan.input_sf_swizzled,
+            **operator_constants(self),
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
+            ep_size=self.ep_size,
+            ep_rank=self.ep_rank,
+            cluster_size=self.cluster_size,
+            cluster_rank=self.cluster_rank,
+            enable_alltoall=plan.enable_alltoall,
+            tuner_num_tokens=tuner_num_tokens,
+            tuner_top_k=tuner_top_k,
+            activation_type=int(self.activation_type),
+            out_tensor=plan.moe_output,
+        )
+        return plan.moe_output if plan.moe_output is not None else results[0]

@@ -106,7 +106,7 @@ class B12xKernel(Kernel):
         asked, capacity = capacity, fitting(geometry, capacity)
         self.geometry, self.capacity = geometry, capacity
         self.limited = f"FlashInfer has no offsets for more than {capacity} tokens of this geometry" if capacity < asked else ""
-        key = (geometry, capacity, str(device), settings.DETERMINISTIC())
+        key = (geometry, capacity, str(device))
         with _lock:
             plan = _plans.get(key)
             if plan is None:

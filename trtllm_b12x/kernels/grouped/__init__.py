@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from trtllm_b12x import families
+from trtllm_b12x import families, log
 from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import constants
@@ -105,6 +105,12 @@ class GroupedKernel(JitKernel):
         return there and (device.type == "cuda" or version_tuple(toolchain.version()) >= _INTERPRETED_FROM)
 
     # ---- plan --------------------------------------------------------------------------------------------------------
+
+    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        super().plan(geometry, capacity, device)
+        slow = toolchain.upcast(self.card.capability) if device.type == "cuda" else ""
+        if slow:
+            log.once(f"grouped kernels: {slow}")
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         super().describe(geometry, capacity, device)

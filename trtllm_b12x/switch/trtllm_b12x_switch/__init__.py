@@ -11,7 +11,7 @@ class TrtllmB12xSwitch:
     """Never built.  Workers are sent the registered model classes by reference, hence import this module before they build."""
 
 
-if settings.ENABLED() != "0":
+if settings.ENABLED():
     trtllm_b12x.install()
     try:
         host.register_carrier(TrtllmB12xSwitch)
