@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -195,6 +196,7 @@ def process(site: Path, code: str, **variables: str) -> subprocess.Popen[str]:
     """Python in that environment, as a rank of a server would run it."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TRTLLM")}
     settings = {"XDG_CACHE_HOME": str(home(site) / "cache"), **variables}
+    settings["PYTHONDONTWRITEBYTECODE"] = "1"  # a .pyc outlives a source that is rewritten within a second
     python = home(site) / "env" / "bin" / "python"
     return subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True, env={**inherited, **settings})
 
@@ -308,8 +310,7 @@ def test_another_package_named_cutlass(site: Path, tmp_path: Path) -> None:
     assert found["detail"] == f"{other}; rename it, or take its folder off PYTHONPATH"
     distribution(site, "cutlass", "0.0.1", [other])
     assert payload(site)["in_the_way"] == ["cutlass"]
-    other.unlink()
-    other.parent.rmdir()
+    shutil.rmtree(other.parent)
     assert payload(site)["cuda"] == [12, 9]
 
 
