@@ -464,6 +464,17 @@ def test_no_link_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert victim.read_text() == "precious"
 
 
+def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where flock says ENOSYS, filelock up to 3.20 raises this (``filelock/_unix.py``)."""
+
+    def acquire(self: filelock.BaseFileLock, *arguments: Any, **options: Any) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(filelock.BaseFileLock, "acquire", acquire)
+    assert kept_answers.once("question", lambda: "answer", bool) == ("answer", False)
+
+
 def test_what_an_answer_depends_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Another FlashInfer, driver, search path or setting of FlashInfer's asks anew."""
     monkeypatch.syspath_prepend(str(tmp_path))
