@@ -62,10 +62,17 @@ def test_eighty_columns_and_no_escape_codes(monkeypatch: pytest.MonkeyPatch, fac
 
 
 def test_an_unknown_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end: the report is wanted then most."""
     monkeypatch.setenv("TRTLLM_B12X", "nope")
-    result = run(monkeypatch, GOOD)
+    monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", "/nonexistent.json")
+    result = run(monkeypatch, GOOD, "--target", "sm_120a")
     assert result.exit_code == 2
-    assert "TRTLLM_B12X=nope is none of 0, 1, force" in result.output
+    error = "error: TRTLLM_B12X must be 0, 1 or force; got nope, and 1 is used"
+    assert error in result.output.splitlines()
+    assert "setting       TRTLLM_B12X must be 0, 1 or force; got nope, and 1 is used" in result.output.splitlines()
+    assert result.output.count("got /nonexistent.json") == 2
+    assert result.output.splitlines()[-1] == "b12x WOULD serve decode on sm_120a"
+    monkeypatch.delenv("TRTLLM_B12X_CROSSOVER")
     monkeypatch.setenv("TRTLLM_B12X", "1")
     monkeypatch.setenv("TRTLLM_B12X_UNKNOWN", "1")
     assert run(monkeypatch, GOOD).exit_code == 2

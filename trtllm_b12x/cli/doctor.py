@@ -28,13 +28,13 @@ from .target import TARGETS, judged, machine
 def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None, checkpoint: Path | None) -> None:
     """Say which kernels will serve decode here, why not the others, and the command that mends it.
 
-    Exit status: 0 some will, 1 none will, 2 wrong usage or an unusable checkpoint.
+    Exit status: 0 some will, 1 none will, 2 wrong usage, a wrong setting or an unusable checkpoint.
     """
     from trtllm_b12x.environment import driver_cuda, prove
 
-    for complaint in settings.complaints():
+    wrong = settings.complaints()
+    for complaint in wrong:
         click.echo(f"error: {complaint}", err=True)
-        ctx.exit(2)
     _look_at_host()
     environment = machine(target)
     proofs = {}
@@ -51,7 +51,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     serving = [next((name for name in _decoding(*found) if name not in failed), "") for found in verdicts]
     active = any(serving)
     driver = driver_cuda()
-    told = facts.rows(environment, target, driver)
+    told = [*facts.rows(environment, target, driver), *(("setting", complaint) for complaint in wrong)]
     if as_json:
         report = {
             "trtllm_b12x": __version__,
@@ -65,7 +65,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         click.echo(json.dumps(report, indent=2, default=_plain))
     else:
         _screen(environment, told, target, proofs, verdicts, serving)
-    ctx.exit(0 if active else 1)
+    ctx.exit(2 if wrong else 0 if active else 1)
 
 
 def _usual() -> tuple[Problem, ...]:
