@@ -142,7 +142,10 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_target_replaces_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = dataclasses.replace(GOOD, sm=0, toolkit_cuda=(0, 0))
-    assert run(monkeypatch, facts).exit_code == 1
+    blind = run(monkeypatch, facts)
+    assert blind.exit_code == 1
+    assert "SM: no GPU is visible\n   -> make the GPU visible: docker run --gpus all" in blind.output
+    assert "nothing to do" not in blind.output
     result = run(monkeypatch, facts, "--target", "sm_121a")
     assert result.exit_code == 0
     assert "SM121 (assumed: --target sm_121a)" in result.output
