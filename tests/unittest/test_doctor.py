@@ -51,6 +51,20 @@ def test_every_problem_once_with_its_command(monkeypatch: pytest.MonkeyPatch) ->
     assert lines[-1].startswith("b12x WOULD NOT serve decode here")
 
 
+def test_every_problem_has_a_remedy_line(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
+    """The command is FlashInfer's and the CuTe DSL's: what Triton lacks stands beside it."""
+    facts = dataclasses.replace(
+        FIELD, toolkit_cuda=(0, 0), triton_lacks=(Lacking("Triton is not installed", "pip install triton"),)
+    )
+    lines = run(monkeypatch, facts).output.splitlines()
+    problems = [line for line in lines if line[:1].isdigit()]
+    remedies = [line for line in lines if line.startswith("   -> ")]
+    assert len(problems) == len(remedies) == 4
+    assert [remedy == "   -> the command below" for remedy in remedies] == [False, True, True, False]
+    assert remedies[3] == "   -> pip install triton"
+    assert "Fixes what the packages of FlashInfer and the CuTe DSL cause, in this Python:" in lines
+
+
 @pytest.mark.parametrize(
     "facts", [GOOD, FIELD, Environment(), dataclasses.replace(GOOD, sm=0), dataclasses.replace(GOOD, host="unsupported")]
 )

@@ -26,7 +26,7 @@ from .target import TARGETS, judged, machine
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Judge this checkpoint's own MoE layers.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None, checkpoint: Path | None) -> None:
-    """Say which kernels will serve decode here, why not the others, and the command that mends it.
+    """Say which kernels will serve decode here, why not the others, and what fixes it.
 
     Exit status: 0 some will, 1 none will, 2 wrong usage, a wrong setting or an unusable checkpoint.
     """
@@ -188,11 +188,11 @@ def _screen(
         click.echo()
         words = f"{f'not {about[rejection]}: ' if several else ''}{rejection.reason.name}: {rejection.detail}"
         click.echo(textwrap.fill(words, 80, initial_indent=f"{number}. ", subsequent_indent="   "))
-        if not rejection.commands:
-            click.echo(textwrap.fill(rejection.remedy, 80, initial_indent="   -> ", subsequent_indent="      "))
+        remedy = "the command below" if rejection.commands else rejection.remedy
+        click.echo(textwrap.fill(remedy, 80, initial_indent="   -> ", subsequent_indent="      "))
     mending = next((rejection for rejection in problems if rejection.commands), None)
     if mending is not None:
-        click.echo("\nWhat mends all that packages cause, in the environment of this Python:")
+        click.echo("\nFixes what the packages of FlashInfer and the CuTe DSL cause, in this Python:")
         click.echo(f"   $ {' && '.join(mending.commands)}")  # never wrapped: it is to be copied
         if mending.moves:
             click.echo(textwrap.fill(f"It moves {', '.join(mending.moves)}.", 80))
