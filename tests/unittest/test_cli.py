@@ -262,6 +262,7 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
         assert isinstance(result.exception, SystemExit)
     assert "no such directory" in run("verify", tmp_path / "none").output
     assert "no such directory" in run("verify", "x" * 5000).output
+    assert "give the folder that this prints: hf download nvidia/A-Model" in run("verify", "nvidia/A-Model").output
 
 
 def test_json_that_cannot_be_written(directory: Path) -> None:
