@@ -98,10 +98,18 @@ def first_line(error: BaseException) -> str:
 
 
 def say(line: str) -> None:
-    """To standard error if it takes it, else to nobody: it may be closed, full, or a pipe that nobody reads any more."""
+    """Write a line to standard error, or drop it: the stream may be closed, full, or a pipe that nobody reads any more."""
     try:
-        if sys.stderr is not None:  # print would take standard output instead
-            print(line, file=sys.stderr)
+        stream = sys.stderr
+        if stream is None:  # print would take standard output instead
+            return
+        unchanged = stream is sys.__stderr__
+        if unchanged:
+            # Not print: the stream keeps a line that it cannot write, and the interpreter's last flush fails (exit status 120).
+            stream.flush()
+            os.write(stream.fileno(), f"{line}\n".encode(stream.encoding, "backslashreplace"))
+        else:
+            print(line, file=stream)
     except Exception:  # OSError, ValueError of a closed file, or whatever somebody else's stream raises
         return
 

@@ -33,7 +33,7 @@ def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = 
             break  # those behind it are not missed
         if not preferred and any(reasons < set(verdict.reasons) for reasons in nearest):
             continue
-        hopeless = not all(rejection.reason.mendable for rejection in verdict.rejections)
+        hopeless = not all(rejection.mendable for rejection in verdict.rejections)
         level = logging.DEBUG if hopeless or rank else logging.WARNING
         if not preferred:
             for rejection in verdict.rejections:

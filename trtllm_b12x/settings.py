@@ -43,6 +43,17 @@ class Switch(Generic[_Value]):
         """What it may say, for a user to read."""
         return tuple(self.values)
 
+    @property
+    def expected(self) -> str:
+        """What it must be, for a message."""
+        *others, last = self.values
+        return f"{', '.join(others)} or {last}" if others else last
+
+    @property
+    def used(self) -> str:
+        """What is used in place of a value that is none."""
+        return self.default
+
     @contextmanager
     def set(self, text: str) -> Iterator[None]:
         """It says ``text``."""
@@ -72,6 +83,14 @@ class Order(Switch[str]):
     def knows(self, text: str) -> bool:
         return all(not word.strip() or super(Order, self).knows(word) for word in text.split(","))
 
+    @property
+    def expected(self) -> str:
+        return f"one or more of {', '.join(self.values)}"
+
+    @property
+    def used(self) -> str:
+        return ",".join(self.listed())
+
 
 class Crossover(Switch[str]):
     """``auto``, a token count, or a file."""
@@ -95,7 +114,11 @@ class Crossover(Switch[str]):
 
     @staticmethod
     def is_file(word: str) -> bool:
-        return os.sep in word or word.endswith(".json")
+        return (os.sep in word or word.endswith(".json")) and os.path.isfile(word)
+
+    @property
+    def expected(self) -> str:
+        return f"auto, a token count such as 64 (at most {LARGEST_CROSSOVER}), or a file that is there"
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -142,7 +165,7 @@ SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (
 
 
 def complaints() -> list[str]:
-    """Variables of ours with an unknown name or value: a warning in a server, an error of ``doctor``."""
+    """Name the variables of ours with an unknown name or value: a warning in a server, exit status 2 of ``doctor``."""
     known = {switch.name: switch for switch in SWITCHES}
     found = []
     for name, value in sorted(os.environ.items()):
@@ -151,8 +174,7 @@ def complaints() -> list[str]:
             if switch is None:
                 found.append(f"{name} is no setting of trtllm_b12x; there are {', '.join(known)}")
             elif value.strip() and not switch.knows(value):
-                choices = ", ".join(switch.choices)
-                found.append(f"{name}={value} is none of {choices}; {switch.default} is used")
+                found.append(f"{name} must be {switch.expected}; got {value}, and {switch.used} is used")
     return found
 
 

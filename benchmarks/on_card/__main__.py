@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.geometries import GEOMETRIES
-from benchmarks.on_card import card, plan, report
+from benchmarks.on_card import card, host, plan, recipes, report
 from benchmarks.on_card.steps import DONE, FAILED, Runner, Step, StepError
 
 _USUAL = ("Qwen3-30B-A3B", "Nemotron-3-Super", "Qwen3.6-35B-A3B")
@@ -58,6 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     geometries = [] if given.no_kernels else given.geometry or list(_USUAL)
     unique = [list(dict.fromkeys(values)) for values in (given.model, geometries, sorted(given.tokens), given.concurrency)]
     models, geometries, tokens, concurrency = unique
+    for model in models:
+        if not host.is_model(model):
+            return _wrong(f"--model {model}: no such folder, and no Hugging Face name such as {recipes.RECIPES[0].hf_name}")
     wanted = plan.Wanted(tuple(models), tuple(geometries), tuple(tokens), given.layers, given.seconds, tuple(concurrency))
     steps = plan.steps(wanted)
     unknown = sorted(set(given.again or ()) - {step.name for step in steps})
@@ -84,6 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
     todo = [step for step in steps if step.name not in records]
     if given.dry_run:
         _plan(steps, todo, given.json)
+        for model in models:
+            print(host.fits(model, facts.get("card", {}).get("total_memory")), file=sys.stderr if given.json else sys.stdout)
         return _ALL
     if not facts.get("card"):
         return _wrong("torch sees no GPU: run it where torch.cuda.is_available(); --dry-run prints the plan anywhere")

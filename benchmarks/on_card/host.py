@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -15,9 +16,42 @@ COMMAND = "trtllm-bench"
 CONFIGS = ("--config", "--extra_llm_api_options")
 """One option under two names: the first from 1.3 on."""
 _NEEDED = ("--dataset", "--report_json", "--concurrency", "--streaming", "--num_requests", "--backend")
+_BYTES_OF_A_PARAMETER, _DOWNLOAD = 0.6, 100e6
+"""NVFP4 experts and their block scales, the rest in bfloat16; bytes a second, a guess."""
 _SERVED = re.compile(r"rank \d+: \d+ of \d+ MoE layers .*")
 """The package's line; what stands before it is the host's to say."""
 _SAID = re.compile(r"\[trtllm_b12x\] \[\w+\] (.*)")
+
+
+def is_model(model: str) -> bool:
+    """A folder that is there, or a Hugging Face name."""
+    return Path(model).is_dir() or re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None
+
+
+def fits(model: str, memory: float | None) -> str:
+    """Say what a model takes of the GPU and of the disk, and how long its download takes.
+
+    Args:
+        memory: bytes of the GPU; None: unknown.
+    """
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub").expanduser()
+    folder = Path(model) if Path(model).is_dir() else cache / f"models--{model.replace('/', '--')}"
+    size = float(sum(file.stat().st_size for file in {path.resolve() for path in folder.rglob("*.safetensors")}))
+    if not size and Path(model).is_dir():
+        return f"{model}: holds no *.safetensors"
+    download, billions = not size, re.search(r"(\d+(?:\.\d+)?)B\b", model)
+    if download:
+        if billions is None:
+            return f"{model}: its download takes a while, and its size is not known here; look at the free space of {cache}"
+        size = _BYTES_OF_A_PARAMETER * 1e9 * float(billions[1])
+    said = f"{model}: about {size / 1e9:.0f} GB"
+    if download:
+        free = shutil.disk_usage(next(parent for parent in (cache, *cache.parents) if parent.exists())).free
+        said += f", a download of {size / _DOWNLOAD / 60:.0f} minutes at {_DOWNLOAD / 1e6:.0f} MB/s into {cache}"
+        said += f" ({free / 1e9:.0f} GB free{'' if free > size else ', TOO FEW: set HF_HOME'})"
+    if memory is not None:
+        said += f"; the GPU has {memory / 1e9:.0f} GB{'' if memory > size else ', TOO FEW'}"
+    return said
 
 
 def look(runner: Runner) -> dict[str, Any]:

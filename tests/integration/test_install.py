@@ -72,8 +72,8 @@ def environment(directory: Path, pins: Path) -> Path:
 
 
 def dry_run(python: Path, wheel: Path, pins: Path, *, extra: str = "", index: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--dry-run", "--quiet", "--report", "-"]
-    command += ["-c", str(pins), f"{wheel}{extra}", *([] if index else ["--no-index"])]
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--dry-run"]
+    command += ["-c", str(pins), f"{wheel}{extra}", *([] if index else ["--quiet", "--report", "-", "--no-index"])]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PIP_NO_INPUT": "1"})
 
 
@@ -88,8 +88,8 @@ def test_the_extra_never_moves_a_pin_silently(wheel: Path, tmp_path: Path) -> No
     pins = next(path for path in PINS if path.stem == "trtllm-1.2")
     result = dry_run(environment(tmp_path / "host", pins), wheel, pins, extra="[kernels]", index=True)
     assert result.returncode != 0
-    assert "flashinfer-python" in result.stderr
-    assert "conflict" in result.stderr.lower()
+    assert "ResolutionImpossible" in result.stderr, result.stderr
+    assert "flashinfer-python" in result.stdout  # with --quiet no pip says which
 
 
 def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:

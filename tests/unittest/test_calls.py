@@ -85,7 +85,17 @@ SAYS_IT = {"enable_alltoall", "workspace"} & set(inspect.signature(host.CutlassF
 """Empty for the first 1.2, whose calls are not told of an all-to-all; from C1 on it is in the call's record."""
 
 
-@pytest.mark.parametrize("told", ["by the wrapper", *(["by a call"] if SAYS_IT or host.generation == "embedded" else [])])
+IN_KEYWORDS = "workspace" not in inspect.signature(host.CutlassFusedMoE.run_moe).parameters
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "by the wrapper",
+        *(["by a call"] if SAYS_IT or host.generation == "embedded" else []),
+        *(["by the layer"] if IN_KEYWORDS else []),
+    ],
+)
 def test_behind_an_all_to_all_nothing_is_promised(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     """No kernel of ours serves what comes out of it."""
     from trtllm_b12x.decision import RejectReason
@@ -102,7 +112,11 @@ def test_behind_an_all_to_all_nothing_is_promised(monkeypatch: pytest.MonkeyPatc
         backend.validate_configurable_moe(SimpleNamespace(enable_alltoall=True))
     else:
         routing = module.routing_method.apply(logits)
-        given = {"is_sf_swizzled": False, "output_dtype": torch.bfloat16, "enable_alltoall": True, **TUNED}
+        given: dict[str, Any] = {"is_sf_swizzled": False, "output_dtype": torch.bfloat16}
+        if told == "by a call":
+            given |= {"enable_alltoall": True, **TUNED}
+        else:
+            monkeypatch.setattr(host.CutlassFusedMoE, "enable_alltoall", True, raising=False)
         result = backend.run_moe(x, *routing, **given)
         assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
     sent, scales = backend.quantize_input(x, post_quant_comm=False)

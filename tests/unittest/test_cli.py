@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -96,6 +97,7 @@ def test_fewer_tokens_than_asked_for_where_the_kernel_says_why(
         self.limited = "no offsets for more than 43"
 
     process.forget()
+    monkeypatch.setenv("TRTLLM_B12X_LOG", "INFO")
     caplog.set_level("INFO", logger="trtllm_b12x")
     monkeypatch.setattr(ReferenceKernel, "plan", fewer)
     result = run("verify", directory, "--require-b12x", "--tokens", "43,44,46", "--json", "-")
@@ -262,6 +264,7 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
         assert isinstance(result.exception, SystemExit)
     assert "no such directory" in run("verify", tmp_path / "none").output
     assert "no such directory" in run("verify", "x" * 5000).output
+    assert "give the folder that this prints: hf download nvidia/A-Model" in run("verify", "nvidia/A-Model").output
 
 
 def test_json_that_cannot_be_written(directory: Path) -> None:
@@ -445,11 +448,23 @@ def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_fami
     cases = {case["tokens"]: case for case in grouped["cases"]}
     assert (cases[8]["path"], cases[70]["path"]) == ("cutlass", "grouped")  # what a card may choose it for
     assert cases[70]["rel_l2_kernel"] < 0.004 < cases[70]["rel_l2_none"]
+    rows = [line.split() for line in result.output.splitlines() if line.startswith("model.layers.0.mlp ")]
+    assert [(row[1], row[4] == "-") for row in rows] == [("b12x", False), ("triton", True), ("grouped", False)]
     result = run("verify", tmp_path, "--tokens", "8", "--kernels", "triton")
     assert result.exit_code == 0
     assert "MoE layers on triton" in result.output
     assert "b12x" not in result.output
     assert run("verify", tmp_path, "--kernels", "cutlass").exit_code == 2
+
+
+def test_nothing_of_a_server_stands_in_the_table(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, [random_experts(2, 128, 192)] * 2, top_k=1)
+    command = [sys.executable, "-m", "trtllm_b12x", "verify", str(tmp_path), "--tokens", "1"]
+    for level, said in (("", False), ("INFO", True)):
+        environment = {**os.environ, "TRTLLM_B12X_LOG": level}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, result.stderr
+        assert ("[trtllm_b12x] [INFO]" in result.stderr) is said
 
 
 def test_numbers_that_are_not_the_familys_fail(tmp_path: Path, triton_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

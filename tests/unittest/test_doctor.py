@@ -51,6 +51,20 @@ def test_every_problem_once_with_its_command(monkeypatch: pytest.MonkeyPatch) ->
     assert lines[-1].startswith("b12x WOULD NOT serve decode here")
 
 
+def test_every_problem_has_a_remedy_line(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
+    """The command is FlashInfer's and the CuTe DSL's: what Triton lacks stands beside it."""
+    facts = dataclasses.replace(
+        FIELD, toolkit_cuda=(0, 0), triton_lacks=(Lacking("Triton is not installed", "pip install triton"),)
+    )
+    lines = run(monkeypatch, facts).output.splitlines()
+    problems = [line for line in lines if line[:1].isdigit()]
+    remedies = [line for line in lines if line.startswith("   -> ")]
+    assert len(problems) == len(remedies) == 4
+    assert [remedy == "   -> the command below" for remedy in remedies] == [False, True, True, False]
+    assert remedies[3] == "   -> pip install triton"
+    assert "Fixes what the packages of FlashInfer and the CuTe DSL cause, in this Python:" in lines
+
+
 @pytest.mark.parametrize(
     "facts", [GOOD, FIELD, Environment(), dataclasses.replace(GOOD, sm=0), dataclasses.replace(GOOD, host="unsupported")]
 )
@@ -62,10 +76,17 @@ def test_eighty_columns_and_no_escape_codes(monkeypatch: pytest.MonkeyPatch, fac
 
 
 def test_an_unknown_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end: the report is wanted then most."""
     monkeypatch.setenv("TRTLLM_B12X", "nope")
-    result = run(monkeypatch, GOOD)
+    monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", "/nonexistent.json")
+    result = run(monkeypatch, GOOD, "--target", "sm_120a")
     assert result.exit_code == 2
-    assert "TRTLLM_B12X=nope is none of 0, 1; 1 is used" in result.output
+    error = "error: TRTLLM_B12X must be 0 or 1; got nope, and 1 is used"
+    assert error in result.output.splitlines()
+    assert "setting       TRTLLM_B12X must be 0 or 1; got nope, and 1 is used" in result.output.splitlines()
+    assert result.output.count("got /nonexistent.json") == 2
+    assert result.output.splitlines()[-1] == "b12x WOULD serve decode on sm_120a"
+    monkeypatch.delenv("TRTLLM_B12X_CROSSOVER")
     monkeypatch.setenv("TRTLLM_B12X", "1")
     monkeypatch.setenv("TRTLLM_B12X_UNKNOWN", "1")
     assert run(monkeypatch, GOOD).exit_code == 2
@@ -135,7 +156,10 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_target_replaces_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = dataclasses.replace(GOOD, sm=0, toolkit_cuda=(0, 0))
-    assert run(monkeypatch, facts).exit_code == 1
+    blind = run(monkeypatch, facts)
+    assert blind.exit_code == 1
+    assert "SM: no GPU is visible\n   -> make the GPU visible: docker run --gpus all" in blind.output
+    assert "nothing to do" not in blind.output
     result = run(monkeypatch, facts, "--target", "sm_121a")
     assert result.exit_code == 0
     assert "SM121 (assumed: --target sm_121a)" in result.output

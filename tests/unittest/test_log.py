@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trtllm_b12x import families, log, process
-from trtllm_b12x.decision import UNKNOWN, Environment, Lacking, Problem, RejectReason, Resolution, resolve
+from trtllm_b12x.decision import UNKNOWN, Environment, Lacking, Problem, Rejection, RejectReason, Resolution, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +81,17 @@ def test_other_ranks_do_not_repeat_it(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_mendable() -> None:
-    assert not any(r.mendable for r in (RejectReason.SM, RejectReason.LORA, RejectReason.ACTIVATION))
-    assert all(r.mendable for r in (RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_TOO_OLD, RejectReason.TOOLKIT))
+    assert not any(Rejection(r, "").mendable for r in (RejectReason.SM, RejectReason.LORA, RejectReason.ACTIVATION))
+    mendable = (RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_TOO_OLD, RejectReason.TOOLKIT)
+    assert all(Rejection(r, "").mendable for r in mendable)
+
+
+def test_a_gpu_that_is_not_visible_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    log.announce(b12x(sm=0), "MoE layer 0")
+    (line,) = caplog.records
+    assert line.levelno == logging.WARNING
+    assert line.getMessage().startswith("rank 0: MoE layer 0 stays on CUTLASS: SM: no GPU is visible (make the GPU visible")
+    assert "--gpus all" in line.getMessage()
 
 
 SPEAKS = """
@@ -101,6 +110,7 @@ def _closed() -> None:
 def test_standard_error_that_takes_nothing(stream: str) -> None:
     """The process lives, and its standard output stays its own."""
     environment = {**os.environ, "TRTLLM_B12X_NO_SUCH_SETTING": "1"}
+    environment.pop("PYTHONUNBUFFERED", None)  # a stream that buffers keeps what it could not write
     reader, writer = os.pipe()
     with open("/dev/full", "w") as full:
         if stream == "nobody reads":

@@ -9,6 +9,7 @@ import stat
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from benchmarks.on_card.steps import Runner, Step, StepError, gpu_state, write_j
 from tests import trtllm_bench
 
 SUPER = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"
-FACTS = {
+FACTS: dict[str, Any] = {
     "system": "Linux",
     "python": "3.12.3",
     "versions": {"trtllm-b12x": "0.1.0", "tensorrt-llm": "1.3.0"},
@@ -124,8 +125,8 @@ def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest
     capsys.readouterr()
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "8", "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:6] for line in lines[:-1]] == ["  done"] * 4 + ["   5 m"] * 2
-    assert lines[-1].startswith("about 10 minutes")
+    assert [line[:6] for line in lines[:-2]] == ["  done"] * 4 + ["   5 m"] * 2
+    assert lines[-2].startswith("about 10 minutes")
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "8", "--dry-run", "--json") == 0
     planned = json.loads(capsys.readouterr().out)
     assert [step["done"] for step in planned] == [True] * 4 + [False] * 2
@@ -133,6 +134,32 @@ def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest
     assert json.loads(capsys.readouterr().out) == read(tmp_path)
     assert run(tmp_path, "--model", SUPER, "--again", "nothing") == 2
     assert "--again nothing: the steps are doctor, trtllm-bench, bench-" in capsys.readouterr().err
+
+
+def test_a_dry_run_looks_at_the_model_the_disk_and_the_gpu(
+    bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for model in (str(tmp_path / "nonexistent"), "nonexistent"):
+        assert run(tmp_path, "--model", model, "--dry-run") == 2
+        assert f"--model {model}: no such folder, and no Hugging Face name" in capsys.readouterr().err
+    for free, memory, few in ((500e9, 96e9, 0), (50e9, 96e9, 1), (500e9, 32e9, 1)):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        facts = {**FACTS, "card": {**FACTS["card"], "total_memory": memory}}
+        monkeypatch.setattr(on_card, "_card", lambda runner, facts=facts: facts)
+        assert run(tmp_path, "--model", SUPER, "--dry-run") == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert line.startswith(f"{SUPER}: about 72 GB, a download of 12 minutes at 100 MB/s into {tmp_path / 'hf' / 'hub'} (")
+        assert f"{free / 1e9:.0f} GB free" in line
+        assert f"the GPU has {memory / 1e9:.0f} GB" in line
+        assert line.count("TOO FEW") == few
+    (tmp_path / "model").mkdir()
+    assert run(tmp_path, "--model", str(tmp_path / "model"), "--dry-run") == 0
+    assert "holds no *.safetensors" in capsys.readouterr().out
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(2_000_000))
+    assert run(tmp_path, "--model", str(tmp_path / "model"), "--dry-run") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path / 'model'}: about 0 GB; the GPU has 32 GB"
 
 
 def test_an_interruption_loses_nothing(bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_runs_are_taken_in(root: Path, tmp_path: Path) -> None:
 
 
 def test_a_card_without_a_model_leaves_that_open(root: Path, tmp_path: Path) -> None:
-    hopper = {**FACTS, "card": {**FACTS["card"], "name": "NVIDIA H200", "capability": [9, 0]}}  # type: ignore[dict-item]
+    hopper = {**FACTS, "card": {**FACTS["card"], "name": "NVIDIA H200", "capability": [9, 0]}}
     (tmp_path / "b.json").write_text(json.dumps({**_on_card(), "card": hopper, "bench": []}))
     assert results.main(["--take", str(tmp_path / "b.json")], root) == 0
     page = (root / "docs" / "results.md").read_text()

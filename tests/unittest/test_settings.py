@@ -19,7 +19,8 @@ def test_every_value_and_the_default(switch: settings.Switch[str], monkeypatch: 
         assert switch() == value
     monkeypatch.setenv(switch.name, "nonsense")
     assert switch() == switch.values[switch.default]
-    assert settings.complaints() == [f"{switch.name}=nonsense is none of {', '.join(switch.choices)}; {switch.default} is used"]
+    (complaint,) = settings.complaints()
+    assert complaint == f"{switch.name} must be {switch.expected}; got nonsense, and {switch.default} is used"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,9 @@ def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(order.name, text)
         assert order.listed() == listed
         assert len(settings.complaints()) == complaints
-    assert settings.complaints() == ["TRTLLM_B12X_KERNELS=tritn is none of b12x, other, third; b12x,other,third is used"]
+        assert all(complaint.endswith(f"and {','.join(listed)} is used") for complaint in settings.complaints())
+    must = "TRTLLM_B12X_KERNELS must be one or more of b12x, other, third"
+    assert settings.complaints() == [f"{must}; got tritn, and b12x,other,third is used"]
 
 
 @pytest.mark.parametrize(
@@ -64,14 +67,21 @@ def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
         ("on", "auto", None),
         ("off", "auto", None),
         ("a.json", "a.json", None),
-        ("/some/Where", "/some/Where", None),
+        ("./Where", "./Where", None),
+        ("nowhere.json", "auto", None),
+        ("/some/Where", "auto", None),
     ],
 )
-def test_the_crossover(monkeypatch: pytest.MonkeyPatch, text: str, value: str, first: int | None) -> None:
+def test_the_crossover(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, value: str, first: int | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.json", "Where"):
+        Path(name).touch()
     monkeypatch.setenv(settings.CROSSOVER.name, text)
     assert settings.CROSSOVER() == value
     assert settings.CROSSOVER.first(settings.CROSSOVER()) == first
-    assert len(settings.complaints()) == (value == "auto" and text.strip().lower() not in ("", "auto"))
+    wrong = value == "auto" and text.strip().lower() not in ("", "auto")
+    must = "TRTLLM_B12X_CROSSOVER must be auto, a token count such as 64 (at most 8192), or a file that is there"
+    assert settings.complaints() == ([f"{must}; got {text}, and auto is used"] if wrong else [])
 
 
 def test_unknown_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,13 +199,25 @@ def test_a_ptxas_older_than_the_card(release: str, sm: int, lacks: bool, monkeyp
         assert "12.9" in found[0].remedy
 
 
-@pytest.mark.parametrize(("version", "what"), [(None, "not installed"), ("3.4.1", "older than 3.5"), ("3.5.0+git1", "no ptxas")])
+@pytest.mark.parametrize(
+    ("version", "what"),
+    [
+        (None, "not installed"),
+        ("3.4.1", "older than 3.5"),
+        ("3.5.0+git1", "no ptxas"),
+        ("", "no Triton, or a damaged one"),
+    ],
+)
 def test_a_triton_that_is_not_there_or_too_old(
     version: str | None, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if version is not None:
-        (tmp_path / "triton").mkdir()
+        (tmp_path / "triton/_C").mkdir(parents=True)
         (tmp_path / "triton/__init__.py").write_text(f'__version__ = "{version}"\n')
+        (tmp_path / "triton/_C/libtriton.so").touch()
+        if not version:
+            (tmp_path / "triton/_C/libtriton.so").unlink()
+            (tmp_path / "triton/__init__.py").write_text("raise SystemExit('a stub')\n")
     found = tmp_path / "triton/__init__.py" if version is not None else None
     monkeypatch.setattr(packages, "origin", lambda name: found)
     (item,) = toolchain.lacking(120)
@@ -211,3 +226,25 @@ def test_a_triton_that_is_not_there_or_too_old(
     refused = decide(Problem(), environment=facts, features=families.triton(facts)).rejections
     assert [(r.reason, r.remedy) for r in refused] == [(RejectReason.TRITON, item.remedy)]
     assert decide(Problem(), environment=facts, features=families.b12x(facts)).served
+
+
+SERVES = """
+import torch
+from tests import layers
+from tests.checkpoints import random_experts
+from trtllm_b12x import verification
+
+module = layers.load(layers.create(2, 128, 128, top_k=1), random_experts(2, 128, 128))
+with verification.kernel_calls(module.backend) as reached:
+    module(torch.randn(2, 128).bfloat16(), torch.randn(2, 2))
+print(module.backend.verdict.families, len(reached))
+"""
+
+
+@pytest.mark.parametrize("statement", ["raise RuntimeError('a stub')", "raise SystemExit('a stub')"])
+def test_what_needs_no_triton_serves_where_its_import_fails(statement: str, tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton/__init__.py").write_text(f'__version__ = "3.9.0"\n{statement}\n')
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "TRTLLM_B12X_KERNELS": "b12x,triton"}
+    result = subprocess.run([sys.executable, "-c", SERVES], capture_output=True, text=True, env=variables)
+    assert result.stdout == "('b12x', 'triton') 1\n", result.stderr

@@ -195,6 +195,9 @@ def expect_directory(directory: Path) -> None:
         CheckpointError: it is no directory, or one of the Hugging Face cache's that only leads to the files.
     """
     if not _safely(directory.is_dir):
+        if re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", str(directory)):
+            prints = f"give the folder that this prints: hf download {directory}"
+            raise CheckpointError(f"{directory}: no such directory; for a Hugging Face name, {prints}")
         raise CheckpointError(f"{str(directory)[:300]}: no such directory; give the folder that holds config.json")
     if _safely((directory / "config.json").exists):
         return

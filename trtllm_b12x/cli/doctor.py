@@ -26,15 +26,15 @@ from .target import TARGETS, judged, machine
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Judge this checkpoint's own MoE layers.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None, checkpoint: Path | None) -> None:
-    """Say which kernels will serve decode here, why not the others, and the command that mends it.
+    """Say which kernels will serve decode here, why not the others, and what fixes it.
 
-    Exit status: 0 some will, 1 none will, 2 wrong usage or an unusable checkpoint.
+    Exit status: 0 some will, 1 none will, 2 wrong usage, a wrong setting or an unusable checkpoint.
     """
     from trtllm_b12x.environment import driver_cuda, prove
 
-    for complaint in settings.complaints():
+    wrong = settings.complaints()
+    for complaint in wrong:
         click.echo(f"error: {complaint}", err=True)
-        ctx.exit(2)
     _look_at_host()
     environment = machine(target)
     proofs = {}
@@ -51,6 +51,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     active = any(serving)
     driver = driver_cuda()
     told = [*facts.rows(environment, target, driver), *(("note", text) for text in _caveats(verdicts, environment))]
+    told += [("setting", complaint) for complaint in wrong]
     if as_json:
         report = {
             "trtllm_b12x": __version__,
@@ -64,7 +65,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         click.echo(json.dumps(report, indent=2, default=_plain))
     else:
         _screen(environment, told, target, proofs, verdicts, serving)
-    ctx.exit(0 if active else 1)
+    ctx.exit(2 if wrong else 0 if active else 1)
 
 
 def _usual() -> tuple[Problem, ...]:
@@ -193,11 +194,11 @@ def _screen(
         click.echo()
         words = f"{f'not {about[rejection]}: ' if several else ''}{rejection.reason.name}: {rejection.detail}"
         click.echo(textwrap.fill(words, 80, initial_indent=f"{number}. ", subsequent_indent="   "))
-        if not rejection.commands:
-            click.echo(textwrap.fill(rejection.remedy, 80, initial_indent="   -> ", subsequent_indent="      "))
+        remedy = "the command below" if rejection.commands else rejection.remedy
+        click.echo(textwrap.fill(remedy, 80, initial_indent="   -> ", subsequent_indent="      "))
     mending = next((rejection for rejection in problems if rejection.commands), None)
     if mending is not None:
-        click.echo("\nWhat mends all that packages cause, in the environment of this Python:")
+        click.echo("\nFixes what the packages of FlashInfer and the CuTe DSL cause, in this Python:")
         click.echo(f"   $ {' && '.join(mending.commands)}")  # never wrapped: it is to be copied
         if mending.moves:
             click.echo(textwrap.fill(f"It moves {', '.join(mending.moves)}.", 80))

@@ -37,6 +37,8 @@ __all__ = [
     "version_tuple",
 ]
 
+NO_GPU = "make the GPU visible: docker run --gpus all, or unset CUDA_VISIBLE_DEVICES"
+
 
 @functools.lru_cache(maxsize=256)
 def decide(
@@ -62,12 +64,11 @@ def decide(
     newer = newer and RejectReason.EXPERT_PARALLEL in findings
     mend = repair(environment, newer) if newer or not FLASHINFERS.isdisjoint(findings) else ((), ())
     mended = FLASHINFERS | {RejectReason.EXPERT_PARALLEL} if newer else FLASHINFERS
-    triton = "; ".join(item.remedy for item in environment.triton_lacks or ())
+    advice = {RejectReason.TRITON: "; ".join(item.remedy for item in environment.triton_lacks or ())}
+    if environment.sm == 0:
+        advice[RejectReason.SM] = NO_GPU
     return Verdict(
-        tuple(
-            Rejection(r, text, *(mend if r in mended else ((), ())), advice=triton if r is RejectReason.TRITON else "")
-            for r, text in findings.items()
-        )
+        tuple(Rejection(r, text, *(mend if r in mended else ((), ())), advice=advice.get(r, "")) for r, text in findings.items())
     )
 
 

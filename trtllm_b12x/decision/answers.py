@@ -42,11 +42,6 @@ class RejectReason(Enum):
     KERNEL_PLAN_FAILED = "run trtllm-b12x doctor --compile, and report the line if it passes"
     CUDA_GRAPHS = "nothing to do: CUTLASS serves captured graphs where the kernel cannot be captured"
 
-    @property
-    def mendable(self) -> bool:
-        """The user can do something about it: worth a warning, not only information."""
-        return not self.value.startswith("nothing to do")
-
 
 @dataclass(frozen=True)
 class KernelFeatures:
@@ -107,6 +102,11 @@ class Rejection:
     @property
     def remedy(self) -> str:
         return " && ".join(self.commands) or self.advice or self.reason.value
+
+    @property
+    def mendable(self) -> bool:
+        """The user can do something about it: worth a warning, not only information."""
+        return not self.remedy.startswith("nothing to do")
 
     def __str__(self) -> str:
         moves = f"; this moves {', '.join(self.moves)}" if self.moves else ""

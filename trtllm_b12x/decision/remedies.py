@@ -22,7 +22,7 @@ _NOT_PIPS = (PayloadFault.DRIVER, PayloadFault.NO_ANSWER, PayloadFault.FOREIGN)
 
 
 def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Commands that mend all that packages cause, and ``name version`` of what they move.  What is good enough stays."""
+    """Commands that fix all that packages of FlashInfer and the CuTe DSL cause, and ``name version`` of what they move."""
 
     def wrong(reason: RejectReason) -> str | None:
         return RULES[reason](Problem(), Deployment(), e, UNKNOWN)

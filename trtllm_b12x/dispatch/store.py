@@ -24,7 +24,6 @@ from .policy import Timings
 
 FORM = 3
 """Of the files."""
-_WAIT_S = 10.0
 _LARGEST = 1 << 20
 """Bytes of a file that is read."""
 _PACKAGES = ("torch", "triton", "flashinfer-python", "nvidia-cutlass-dsl", "tensorrt_llm")
@@ -101,17 +100,14 @@ def given(path: str, key: Key) -> Timings:
 
 
 def keep(key: Key, timings: Timings) -> None:
-    """Write the table, as a whole and under a lock; what prevents it is said in one line."""
+    """Write the table; the file is replaced as a whole. One line says what prevents it."""
     folder = answers.directory()
     if folder is None:
         logger.info("the crossover is measured at every start: neither XDG_CACHE_HOME nor HOME is an absolute path")
         return
     try:
-        from filelock import FileLock
-
         answers.make(folder)
-        with FileLock(folder / f"{key.file}.lock", timeout=_WAIT_S):
-            answers.write(folder / key.file, record(key, timings))
+        answers.write(folder / key.file, record(key, timings))
     except Exception as error:
         logger.info("the crossover is measured at every start, %s cannot be written: %s", folder, first_line(error))
 

@@ -59,7 +59,8 @@ def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple
             if keep(answer):
                 write(file, {**dict(list(known.items())[1 - LIMIT :]), key: answer})
         return answer, False
-    except (OSError, Timeout):  # a read-only home costs a look per process, nothing else
+    except (OSError, Timeout, NotImplementedError):  # filelock up to 3.20 raises the last where the file system has no flock
+        # A home like that, or a read-only one, costs a look per process, nothing else.
         return (answer if asked else ask()), False
 
 

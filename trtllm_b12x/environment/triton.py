@@ -47,9 +47,12 @@ def version() -> str:
 
 def lacking(sm: int | None) -> tuple[Lacking, ...]:
     """Everything that a compile for a card of ``sm`` (major * 10 + minor; None or 0: no card in particular) lacks here."""
-    found = version()
-    if found == "none":
+    found, init = version(), packages.origin("triton")
+    if init is None:
         return (Lacking("Triton is not installed", "pip install triton, of the version that torch asks for"),)
+    if not any(init.parent.glob("_C/libtriton*.so")):  # a stub, whose import may raise, exit or hang; or half an installation
+        mends = "remove it, then pip install triton, of the version that torch asks for"
+        return (Lacking(f"{init.parent} is no Triton, or a damaged one: it has no _C/libtriton.so", mends),)
     if found and version_tuple(found) < OLDEST:
         return (Lacking(f"Triton {found} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
     return () if sealed(sm) is not None else tools_lacking(sm)

@@ -113,7 +113,10 @@ class KeywordCalls(_Calls):
         """Experts on ``x (T, H)``, ids ``(T, k)`` and scales ``(T, k)`` float32; ``(T, H)`` in ``output_dtype``."""
         fault = None
         try:
-            if not self._only_cutlass(kwargs.get("do_finalize", True), kwargs.get("lora_params"), kwargs.get("enable_alltoall")):
+            enable_alltoall = kwargs.get("enable_alltoall")
+            if enable_alltoall is None:  # late 1.3's own forward path does not say; run_moe of its fused_moe_cutlass.py
+                enable_alltoall = getattr(self, "enable_alltoall", False)
+            if not self._only_cutlass(kwargs.get("do_finalize", True), kwargs.get("lora_params"), enable_alltoall):
                 if not self.dispatch.decided:
                     self._ask(kwargs)
                 result = self._serve(
