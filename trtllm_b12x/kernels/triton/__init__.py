@@ -188,7 +188,8 @@ class TritonKernel(JitKernel):
         result = output(out, x, g.dtype, g.hidden_size)
         call = self._call(tokens, quantized, ids.dtype, router_weights.dtype)
         memory = torch.empty(call.memory.nbytes, dtype=torch.uint8, device=x.device)
-        tensors = (x, x if x_sf is None else x_sf, ids, router_weights, result)
+        # Where there are no scales, bytes that nobody reads: Triton's JIT would compile for another type.
+        tensors = (x, memory if x_sf is None else x_sf, ids, router_weights, result)
         if call.direct:
             layer = self._addresses[quantized]
             own: tuple[Any, ...] = tuple(map(torch.Tensor.data_ptr, tensors))

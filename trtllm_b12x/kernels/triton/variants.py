@@ -114,9 +114,8 @@ class Build:
         for tokens in range(1, capacity + 1):
             step = self.step(tokens)
             forms = [self.variants(step, True)] * step.inline
-            forms += [self.variants(step, False, False, *types) for types in product(ID_TYPES, ROUTER_WEIGHT_TYPES)]
-            if self.word == 8:
-                forms.append(self.variants(step, False, True))
+            quantized = (False, True) if self.word == 8 else (False,)
+            forms += [self.variants(step, False, *given) for given in product(quantized, ID_TYPES, ROUTER_WEIGHT_TYPES)]
             for variant in (variant for form in forms for variant in form):
                 if variant.key not in seen:
                     seen.add(variant.key)
