@@ -333,17 +333,18 @@ def fc2_kernel(
     tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["ids"])
-def sum_kernel(
-    shares, ids, out, first, H: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Grid: tokens by tiles of ``COLUMNS``; a token's routes to this rank's experts are added up in the order of ``top_k``."""
+@triton.jit
+def sum_kernel(shares, local, out, H: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add a token's routes to this rank's experts up, in the order of ``top_k``.  Grid: tokens by tiles of ``COLUMNS``.
+
+    Args:
+        local: ``(routes,)`` int32, 0 to EXPERTS; EXPERTS is another rank's.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in tl.static_range(TOP_K):
-        local = tl.load(ids + token * TOP_K + k).to(tl.int64) - first + tl.zeros((COLUMNS,), tl.int64)
-        held = (local >= 0) & (local < EXPERTS)
+        held = tl.load(local + token * TOP_K + k) + tl.zeros((COLUMNS,), tl.int32) < EXPERTS
         share = tl.load(shares + (token * TOP_K + k) * H + column, mask=(column < H) & held, other=0.0)
         total += share.to(tl.float32)
     tl.store(out + token * H + column, rounded(total, out.dtype.element_ty), mask=column < H)
