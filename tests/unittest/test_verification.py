@@ -127,6 +127,14 @@ def test_fc2_was_never_calibrated(tmp_path: Path) -> None:
         verified(tmp_path, tensors)
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF, 0xB8])
+def test_a_block_scale_that_is_no_number_or_negative_is_named(tmp_path: Path, code: int) -> None:
+    tensors = random_experts(3, 128, 64)
+    tensors["2.w2.weight_scale"].view(torch.uint8)[5, 1] = code
+    with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.weight_scale holds NaN or a negative value"):
+        verified(tmp_path, tensors)
+
+
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,8 @@ bfloat16.
     and a block that holds NaN gets the scale NaN.  The host's own quantization differs from that in exact ties alone.
 
 Without NATIVE the products are of bfloat16, in which every code times its scale is exact (E4M3's own NaN is no code here:
-checkpoints that hold one are refused).
+checkpoints that hold one are refused).  A block scale that is NaN makes NaN; a negative one is a number, but with NATIVE, whose
+instruction has unsigned scales: checkpoints that hold one are refused too.
 
 Weights are the host's bytes: row-major codes, and scales in the 128x4 layout (row ``r`` and block ``b`` of a matrix of ``B``
 blocks at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4``); activations' scales are
@@ -36,10 +37,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trtllm_b12x.kernels.triton.operands import INTERPRETED
+from trtllm_b12x.kernels.triton.operands import INTERPRETED, e4m3
 from trtllm_b12x.kernels.triton.products import SWIGLU_BIAS, activate, rounded  # whose kernels are hashed first, see there
 
-from .quantization import E2M1, E4M3_NAN, NAN, quantized
+from .quantization import E2M1, NAN, quantized
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
@@ -132,9 +133,10 @@ def _value(code):
 @triton.jit
 def _decoded(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """NVFP4 ``(ROWS, BYTES)`` to its even and its odd columns: bfloat16, which Triton's interpreter does not multiply."""
-    factor = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if INTERPRETED:
-        factor = tl.where(scales == E4M3_NAN, float("nan"), factor)
+        factor = e4m3(scales.to(tl.int32))
+    else:
+        factor = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
     wide = codes.to(tl.int32)
     even, odd = _value(wide) * factor, _value(wide >> 4) * factor
