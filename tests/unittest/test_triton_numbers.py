@@ -126,6 +126,18 @@ def _() -> dict[str, Any]:
     }
 
 
+@case("more routes than a word has bits", 1)
+@case("more routes than a word has bits, in blocks", 8)
+def _(routes: int) -> dict[str, Any]:
+    """Of one token the 1st and the 32nd are not this rank's, of the other the 33rd: what is not written is NaN here."""
+    layer = random_layer(Geometry(36, 34, 16, 16, "Silu"))
+    tile = Tile(16, 128, 1, 2)
+    kernel = bound(layer, found=Tiles(routes, tile, tile), tokens=2)
+    x, ids, router_weights = random_call(layer.geometry, 2)
+    ids[0, 0] = ids[0, 31] = ids[1, 32] = -1
+    return {"error": distance(kernel.run(x, ids, router_weights), layer.expected(x, ids, router_weights))}
+
+
 @case("several blocks of one expert")
 def _() -> dict[str, Any]:
     """All of 20 tokens take the same two experts, once sorted by a launch of its own and once by every program."""
