@@ -177,11 +177,16 @@ def inputs(module: Any, tokens: int, tensors: dict[str, torch.Tensor], seed: int
 
 
 def errors(
-    module: Any, x: torch.Tensor, logits: torch.Tensor, result: torch.Tensor, tensors: dict[str, torch.Tensor]
+    module: Any,
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    result: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    arithmetic: Arithmetic = Arithmetic.KERNEL,
 ) -> tuple[float, float]:
     """Relative L2 of ``result`` against float32 and against the kernels' rounding points."""
     call = Call(x, *module.routing_method.apply(logits))
     gated = module.is_gated_activation
-    strict = strict_reference.outputs(tensors, module.num_experts, gated, [call], [Arithmetic.NONE, Arithmetic.KERNEL])[0]
+    strict = strict_reference.outputs(tensors, module.num_experts, gated, [call], [Arithmetic.NONE, arithmetic])[0]
     none, kernel = (float((result.float() - reference).norm() / reference.norm()) for reference in strict)
     return none, kernel

@@ -135,13 +135,18 @@ def test_instructions_and_arithmetic_are_the_same_numbers(dtype: torch.dtype) ->
     Nor should it: Triton 3.6 makes wrong sums of them in products of 8 and 16 routes, and right ones of 32.
     """
     words = torch.randint(-(2**31), 2**31 - 1, (32, 32), dtype=torch.int32, device="cuda")
-    scales = torch.randint(0, 0x7F, (32, 16), dtype=torch.uint8, device="cuda")
-    found = torch.zeros(2, 8, 32, 32, dtype=dtype, device="cuda")
-    for ptx in (False, True):
+    scales = torch.arange(512, device="cuda").to(torch.uint8).view(32, 16)
+    major, minor = torch.cuda.get_device_capability()
+    kinds = (0, 80, 10 * major + minor)
+    found = torch.zeros(len(kinds), 8, 32, 32, dtype=dtype, device="cuda")
+    for ptx, out in zip(kinds, found, strict=True):
         kind = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
-        decoded[(1,)](words, scales, found[int(ptx)], kind, 32, 256, ptx)
-    assert found[1].any()
-    assert torch.equal(*found)  # but for the sign of a zero
+        decoded[(1,)](words, scales, out, kind, 32, 256, ptx)
+    not_a_number = (scales & 0x7F == 0x7F).repeat_interleave(2, 1).expand(8, -1, -1)
+    assert found.nan_to_num().any()
+    for other in found:
+        assert torch.equal(other.isnan(), not_a_number)
+        assert torch.equal(other.nan_to_num(), found[0].nan_to_num())  # but for the sign of a zero
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -192,7 +192,7 @@ def test_scales_that_are_no_scales(directory: Path, value: float) -> None:
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF, 0x80 | 0x38])
 def test_block_scales_that_are_no_scales(directory: Path, code: int) -> None:
-    """E4M3's NaN, and a negative scale: the kernels read it without its sign."""
+    """E4M3's NaN, and a negative scale: block-scaled tensor cores read it without its sign."""
     scales = torch.full((64, 8), 0x38, dtype=torch.uint8)
     scales[63, 7] = code
     edit_tensors(directory, **{E0 + "up_proj.weight_scale": scales.view(torch.float8_e4m3fn)})

@@ -86,16 +86,34 @@ def of_other_layers() -> dict[str, dict[str, float | bool]]:
         kernel, yardstick = planned(geometry, weights, first)
         x, ids, router_weights = random_call(geometry, 9, geometry.num_experts * geometry.ranks)
         x, ids[0] = move_off_ties(x, 0.0123), -1
-        out = torch.full(x.shape, torch.nan, dtype=torch.bfloat16)
-        kernel.run(x, ids.long(), router_weights, out=out)
+        out, wide = torch.full(x.shape, torch.nan, dtype=torch.bfloat16), ids.long()
+        wide[0] = 2**32 + first  # of no expert, though its lower 32 bits are the first's
+        kernel.run(x, wide, router_weights, out=out)
         wanted = yardstick.run(x, ids, router_weights, out=torch.zeros(x.shape))
         found[name] = {"distance": distance(out, wanted), "nothing": not out[0].any().item()}
     return found
 
 
+def of_scales_that_are_no_number() -> dict[str, float | bool]:
+    """A third of the block scales negative; NaN of either sign in FC1's of one expert, and in one row of FC2's of another."""
+    geometry = OTHERS["off every tile"]
+    layer, generator = random_layer(geometry), torch.Generator().manual_seed(0)
+    for scales in (layer.s1.view(torch.uint8), layer.s2.view(torch.uint8)):
+        scales |= (torch.rand(scales.shape, generator=generator) < 0.3).to(torch.uint8) << 7
+    layer.s1.view(torch.uint8)[1, 7, 3], layer.s2.view(torch.uint8)[2, 5, 0] = 0x7F, 0xFF
+    kernel, yardstick = planned(geometry, layer.kernel_weights())
+    x, ids, router_weights = random_call(geometry, 3)
+    x = move_off_ties(x, 0.0123)
+    ids[:] = torch.tensor([[0, 0], [1, 0], [2, 0]])
+    found, wanted = kernel.run(x, ids, router_weights), yardstick.run(x, ids, router_weights, out=torch.zeros(x.shape))
+    wrong = wanted.isnan()
+    counts = wrong.sum(1).tolist() == [0, geometry.hidden_size, 1]
+    return {"distance": distance(found[~wrong], wanted[~wrong]), "NaN": torch.equal(found.isnan(), wrong), "counts": counts}
+
+
 def in_the_interpreter() -> dict[str, dict[str, float | bool]]:
     gated, plain = of_a_checkpoint(True, 0.7, 17), of_a_checkpoint(False, 1.0, 3)
-    return {"gated": gated, "squared": plain, **of_other_layers()}
+    return {"gated": gated, "squared": plain, **of_other_layers(), "no number": of_scales_that_are_no_number()}
 
 
 @pytest.mark.embedded
@@ -108,9 +126,9 @@ def test_numbers() -> None:
     result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
-    assert list(found) == ["gated", "squared", *OTHERS]
+    assert list(found) == ["gated", "squared", *OTHERS, "no number"]
     told = [(name, what, value) for name, values in found.items() for what, value in values.items()]
-    assert len(told) == 9 + 3 + 2 * len(OTHERS)
+    assert len(told) == 9 + 3 + 2 * len(OTHERS) + 3
     assert not [line for line in told if line[2] is False or not float(line[2]) <= (1 if line[2] is True else BOUND)], told
 
 
@@ -124,7 +142,7 @@ def test_what_the_kernels_do_not_take() -> None:
     with pytest.raises(ValueError, match="the host's input scales"):
         kernel.bind(dataclasses.replace(layer.kernel_weights(), input_scales=None))
     kernel.bind(layer.kernel_weights())
-    with pytest.raises(ValueError, match="takes 64 bytes of FP4 a token and 1024 scales"):
+    with pytest.raises(ValueError, match="x_sf has 16 scales, expected 1024 for 2 tokens"):
         kernel.run_quantized(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), True, *layer_call())
     with pytest.raises(ValueError, match="SiTu is none of"):
         kernel.describe(dataclasses.replace(geometry, activation="SiTu"), 100, CPU)

@@ -99,3 +99,20 @@ def test_in_torch_for_machines_without_a_gpu(ids: list[list[int]]) -> None:
         local = table.local(torch.tensor(ids, dtype=dtype))
         assert local.dtype is torch.int32
         assert local.tolist() == [[i - 4 if 4 <= i < 8 else -1 for i in row] for row in ids]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64])
+def test_ids_of_every_integer_type_keep_their_value(dtype: torch.dtype) -> None:
+    """An id beyond 32 bits is no expert, though its lower half is one."""
+    ids = torch.tensor([[4, 3], [7, 2]]).to(dtype)
+    expected = [[0, -1], [3, -1]]
+    if dtype in (torch.int64, torch.uint64):
+        ids[0, 0] = 2**32 + 5
+        expected[0][0] = -1
+    if dtype == torch.uint32:
+        ids[0, 0] = 2**32 - 1
+        expected[0][0] = -1
+    known, router_weights = routes.of_known_types(ids, torch.ones(2, 2, dtype=torch.float16))
+    assert known.dtype in routes.ID_TYPES
+    assert router_weights.dtype is torch.float32
+    assert routes.Table(4, 4).local(known).tolist() == expected

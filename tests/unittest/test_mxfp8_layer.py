@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.layers import create, host, swiglu_constants
 from trtllm_b12x import process, registry, settings
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
+from trtllm_b12x.quantization.mxfp8 import _scales
 from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
 
 EXPERTS, HIDDEN, SIZE, TOP_K = 6, 256, 160, 2
@@ -77,6 +79,19 @@ def test_scales_by_another_name() -> None:
     renamed = {name.replace("weight_scale", "weight_scale_inv"): tensor for name, tensor in weights.items()}
     x, logits = torch.randn(40, HIDDEN).bfloat16(), torch.randn(40, EXPERTS)
     assert torch.equal(built(renamed)(x, logits), built(weights)(x, logits))
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_scales_of_stacked_experts_are_gate_before_up(name: str) -> None:
+    stacked = torch.arange(2 * HIDDEN // 32 * 2 * SIZE).view(2, HIDDEN // 32, 2 * SIZE)
+    down = torch.arange(2 * SIZE // 32 * HIDDEN).view(2, SIZE // 32, HIDDEN)
+    mode = types.SimpleNamespace(name="FUSED_GATE_UP_PROJ")
+    module = types.SimpleNamespace(weight_loading_mode=mode, hidden_size=HIDDEN, intermediate_size=SIZE)
+    w1, w3, w2 = _scales(module, {f"gate_up_proj_{name}": stacked, f"down_proj_{name}": down}, 1)
+    assert torch.equal(w1, stacked[1, :, :SIZE].T)
+    assert torch.equal(w3, stacked[1, :, SIZE:].T)
+    assert torch.equal(w2, down[1].T)
+    assert _scales(module, {}, 1) == (None, None, None)
 
 
 def test_scales_that_a_checkpoint_lacks_are_seen() -> None:

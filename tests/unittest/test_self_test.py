@@ -14,7 +14,7 @@ from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x.kernels import Geometry, reference
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.kernels.self_test import BOUND, CALLS, Examinee, Outcome, examine
+from trtllm_b12x.kernels.self_test import BOUND, CALLS, Examinee, Outcome, _routes, examine
 
 CAPACITY = 31
 Run = Callable[..., torch.Tensor]
@@ -67,6 +67,29 @@ def test_every_expert_every_row_of_a_tile_and_ids_of_no_expert(tokens: int, expe
     else:
         rows = torch.stack([(call == expert).sum() for call in seen for expert in range(8)])
         assert int(rows.max()) == tokens  # all on one
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, CAPACITY])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_calls_send_every_token_to_the_same_experts(tokens: int, ranks: int) -> None:
+    """The first of the table, then the last: on the only rank by every route, on one of two by those that stay on it."""
+    geometry = Geometry(40, 8, 128, 128, "Swiglu", ranks=ranks)
+    calls = _routes(geometry, tokens, torch.Generator().manual_seed(0)).view(-1, tokens, 8)
+    turns = -(-40 // (tokens * 8))
+    assert set(range(40)) == set(calls[:turns].flatten().tolist())
+    for call, first in ((calls[turns], 0), (calls[turns + 1], 32)):
+        held = call >= 0
+        assert torch.equal(call[held], torch.arange(first, first + 8).expand(tokens, 8)[held].int())
+        assert held.all() if ranks == 1 else held.any()
+
+
+def test_a_token_of_which_no_expert_is_here_is_always_drawn() -> None:
+    """By chance one of 256 tokens with eight experts has none."""
+    geometry = Geometry(40, 8, 128, 128, "Swiglu", ranks=2)
+    for tokens in (1, 2, 8, CAPACITY):
+        for seed in range(4):
+            ids = _routes(geometry, tokens, torch.Generator().manual_seed(seed))
+            assert (ids[-1] == -1).all()
 
 
 def test_a_later_ranks_ids_are_global() -> None:

@@ -25,8 +25,12 @@ def multiplied(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Te
     """``mul.rn`` of both halves, which must be exact."""
     exact = floats(a, dtype) * floats(b, dtype)
     rounded = exact.to(dtype)
-    assert torch.equal(rounded.double(), exact)
-    low, high = rounded.view(torch.int16).long() & 0xFFFF
+    assert torch.equal(rounded.double().nan_to_num(), exact.nan_to_num())
+    return packed(*rounded)
+
+
+def packed(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    low, high = (half.view(torch.int16).long() & 0xFFFF for half in (low, high))
     return low | high << 16
 
 
@@ -62,6 +66,9 @@ def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
             if name.startswith("fma"):
                 assert (operands[2] == 0x80008000).all()  # plus negative zero
             state[target] = multiplied(operands[0], operands[1].expand_as(operands[0]), dtype)
+        elif re.match(r"cvt\.rn\.(bf16x2|f16x2)\.f32", name):
+            high, low = ((bits - ((bits & 0x80000000) << 1)).int().view(torch.float32).to(dtype) for bits in operands)
+            state[target] = packed(low, high)
         elif name == "max.u32":
             state[target] = operands[0].maximum(operands[1])
         else:
@@ -73,19 +80,22 @@ def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
 def test_every_code_times_every_scale(dtype: torch.dtype) -> None:
     assembly = str((operands.BFLOAT16 if dtype is torch.bfloat16 else operands.FLOAT16).value)
     generator = torch.Generator().manual_seed(0)
-    bytes_of_scales = torch.arange(0x7F).repeat_interleave(64)  # all that are numbers
+    bytes_of_scales = torch.arange(256).repeat_interleave(64)  # negative ones too, and NaN
     codes = torch.stack([torch.randperm(16, generator=generator) for _ in bytes_of_scales])  # of two words, lowest nibble first
     words = (codes.view(-1, 2, 8) << 4 * torch.arange(8)).sum(2)
-    inputs = {"$8": words[:, 0], "$9": words[:, 1], "$10": bytes_of_scales, "$11": bytes_of_scales}
-    state = execute(assembly, inputs, dtype)
     scales = bytes_of_scales.to(torch.uint8).view(torch.float8_e4m3fn).double()
+    factor = (scales * 2.0 ** (118 if dtype is torch.bfloat16 else 6)).float().view(torch.int32).long() & 0xFFFFFFFF
+    inputs = {"$8": words[:, 0], "$9": words[:, 1], "$10": factor, "$11": factor}
+    state = execute(assembly, inputs, dtype)
+    number = ~scales.isnan()
     for product in range(8):
         found = floats(state[f"${product}"], dtype)
         for parity in range(2):
             code = codes[:, 8 * (product // 4) + 4 * parity + product % 4]
             expected = decode_e2m1(code).double() * scales / 256
-            assert torch.equal(found[parity], expected), (product, parity)
-            assert torch.equal(found[parity].signbit(), code >= 8)
+            assert torch.equal(found[parity].isnan(), ~number)
+            assert torch.equal(found[parity][number], expected[number]), (product, parity)
+            assert torch.equal(found[parity][number].signbit(), ((code >= 8) ^ scales.signbit())[number])
 
 
 def test_every_e4m3_times_every_scale() -> None:

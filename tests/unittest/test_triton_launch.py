@@ -14,13 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests import mxfp8
 from tests.nvfp4_layer import random_call, random_layer
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, late
+from trtllm_b12x.kernels.grouped import GroupedKernel
+from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.kernels.jit import worker
 from trtllm_b12x.kernels.jit.cards import Card
 from trtllm_b12x.kernels.jit.precompile import fill_cache
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.triton import TritonKernel, launch, products
+from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
 
 ROOT = Path(__file__).parents[2]
 _HEAD = 7 * 4 + 8 + 8
@@ -111,7 +115,36 @@ def main() -> None:
             functions = [getattr(products, name) for name in names]
             caches = [len(next(iter(function.device_caches.values()))[0]) for function in functions if function.device_caches]
             found[name] = {**told, "kernels": sum(caches)}
-        print(json.dumps({**found, "kept": kept}))
+        cuda.expect(0, None)
+        knobs.compilation.listener = None
+        print(json.dumps({**found, "kept": kept, "late": late_compiles()}))
+
+
+def late_compiles() -> dict[str, dict[str, int]]:
+    """Family to what its calls compile where Triton's JIT launches them, though its plan has compiled every variant."""
+    found, card = {}, Card(132, 228 << 10, 90)
+    geometry = Geometry(4, 2, 128, 128, "Swiglu")
+    for kind in (TritonKernel, TritonMXFP8Kernel, GroupedKernel, GroupedNVFP4Kernel):
+        kernel: Any = kind(card)
+        if isinstance(kernel, GroupedKernel):
+            kernel.table = kernel.table[:1]
+        kernel.describe(geometry, 1, torch.device("cuda"))
+        with late.expected():
+            for variant in kernel.variants():
+                variant.warm_up()
+        kernel._plan = kernel._planned(None)
+        nvfp4 = kind in (TritonKernel, GroupedNVFP4Kernel)
+        kernel.bind(random_layer(geometry).kernel_weights() if nvfp4 else mxfp8.random_weights(geometry), 3)
+        x, ids, router_weights = random_call(geometry, 1)
+        for given in ids, ids.long(), ids.short():
+            for weights in router_weights, router_weights.bfloat16(), router_weights.half():
+                kernel.run(x, given, weights)
+                if nvfp4:
+                    codes, scales = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.uint8)
+                    kernel.run_quantized(codes, scales, False, given, weights)
+        found[kind.__name__] = late.compiles()
+        late._found.clear()
+    return found
 
 
 def each(cuda: Any, call: launch.Call, variants: tuple[Variant, ...], layer: launch.Layer, given: launch.Given) -> dict[str, str]:
@@ -158,3 +191,9 @@ def test_processes_leave_in_the_cache_what_the_jit_looks_for(found: dict[str, An
     """Two compile; the next plan finds that they have, and starts none."""
     assert found["processes"] == [2, 0]
     assert found["kept"] == [True] * 8
+
+
+def test_a_call_through_the_jit_compiles_nothing(found: dict[str, Any]) -> None:
+    """Of every family, for every type of ids and router weights, with and without quantized input."""
+    assert len(found["late"]) == 4
+    assert not any(found["late"].values()), found["late"]

@@ -126,6 +126,18 @@ def _() -> dict[str, Any]:
     }
 
 
+@case("more routes than a word has bits", 1)
+@case("more routes than a word has bits, in blocks", 8)
+def _(routes: int) -> dict[str, Any]:
+    """Of one token the 1st and the 32nd are not this rank's, of the other the 33rd: what is not written is NaN here."""
+    layer = random_layer(Geometry(36, 34, 16, 16, "Silu"))
+    tile = Tile(16, 128, 1, 2)
+    kernel = bound(layer, found=Tiles(routes, tile, tile), tokens=2)
+    x, ids, router_weights = random_call(layer.geometry, 2)
+    ids[0, 0] = ids[0, 31] = ids[1, 32] = -1
+    return {"error": distance(kernel.run(x, ids, router_weights), layer.expected(x, ids, router_weights))}
+
+
 @case("several blocks of one expert")
 def _() -> dict[str, Any]:
     """All of 20 tokens take the same two experts, once sorted by a launch of its own and once by every program."""
@@ -155,7 +167,7 @@ def _(swizzled: bool) -> dict[str, Any]:
     layer = random_layer(Geometry(3, 2, 144, 128, "Swiglu"))
     _, ids, router_weights = random_call(layer.geometry, 2)
     codes = torch.randint(0, 16, (2, 144), dtype=torch.uint8)
-    sf = (torch.rand(2, 9) * 100).to(torch.float8_e4m3fn)
+    sf = (torch.rand(2, 9) * 200 - 100).to(torch.float8_e4m3fn)
     magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     x = magnitude * sf.float().repeat_interleave(16, 1) * INPUT_SCALE[0]
     given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
@@ -169,6 +181,24 @@ def _(swizzled: bool) -> dict[str, Any]:
     return {
         "error": max(distance(found, expected), distance(also, expected)),
         "dtypes": found.dtype is also.dtype is x.bfloat16().dtype,
+    }
+
+
+@case("block scales that are negative, or no number")
+def _() -> dict[str, Any]:
+    """A third of them negative; NaN of either sign in FC1's of one expert, and in one row of FC2's of another."""
+    layer = random_layer(Geometry(3, 2, 128, 128, "Swiglu"))
+    for scales in (layer.s1.view(torch.uint8), layer.s2.view(torch.uint8)):
+        scales |= (torch.rand(scales.shape) < 0.3).to(torch.uint8) << 7
+    layer.s1.view(torch.uint8)[1, 7, 3], layer.s2.view(torch.uint8)[2, 5, 0] = 0x7F, 0xFF
+    x, ids, router_weights = random_call(layer.geometry, 3)
+    ids[:] = torch.tensor([[0, 0], [1, 0], [2, 0]])
+    found, expected = bound(layer).run(x, ids, router_weights), layer.expected(x, ids, router_weights)
+    wrong = expected.isnan()
+    return {
+        "error": distance(found[~wrong], expected[~wrong]),
+        "NaN": torch.equal(found.isnan(), wrong),
+        "counts": wrong.sum(1).tolist() == [0, 128, 1],
     }
 
 

@@ -69,7 +69,7 @@ def test_few_variants_and_the_fewest_launches(card: Card, products: int) -> None
     build = kernel.build
     every = {variant.key: variant for variant in build.every(63)}
     routes = [variant for variant in every.values() if variant.name == "route_kernel"]
-    assert len(routes) == 5  # ids and scales of two types each, and quantized input
+    assert len(routes) == 8  # ids and router weights of two types each, for both kinds of input
     assert len(every) - len(routes) <= products
     for tokens in range(1, 64):
         step = build.step(tokens)

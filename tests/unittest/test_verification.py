@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import math
+import re
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
 from trtllm_b12x.formats.nvfp4 import pack_fp4, unpack_fp4
-from trtllm_b12x.verification import Case, LayerReport, verify_layer
+from trtllm_b12x.strict_reference.nvfp4 import dequantize_weight
+from trtllm_b12x.verification import Case, LayerReport, relative_l2, verify_layer
+from trtllm_b12x.verification.bits import _holds, wrong_scalars
 from trtllm_b12x.verification.bounds import SIGMAS, exceeds, misses
 
 Tensors = dict[str, torch.Tensor]
 
 
-def verified(directory: Path, *layers: Tensors, gated: bool = True, cases: tuple[int, ...] = (8, 63)) -> list[LayerReport]:
-    write_checkpoint(directory, list(layers), top_k=2, gated=gated)
+def verified(
+    directory: Path, *tensors: Tensors, gated: bool = True, cases: tuple[int, ...] = (8, 63), original: Path | None = None
+) -> list[LayerReport]:
+    write_checkpoint(directory, list(tensors), top_k=2, gated=gated)
+    drawn = [Case(count) for count in cases]
     with Checkpoint(directory) as checkpoint:
-        return [verify_layer(checkpoint, layer, [Case(count) for count in cases]) for layer in checkpoint.layers]
+        plain = None if original is None else Checkpoint(original)
+        return [verify_layer(checkpoint, layer, drawn, original=plain) for layer in checkpoint.layers]
+
+
+def unquantized(tensors: Tensors) -> Tensors:
+    kinds = ("weight", "weight_scale", "weight_scale_2")
+    names = [key.removesuffix(".weight") for key in tensors if key.endswith(".weight")]
+    return {f"{name}.weight": dequantize_weight(*(tensors[f"{name}.{kind}"] for kind in kinds)) for name in names}
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -121,10 +137,64 @@ def test_input_scales_of_other_weights(tmp_path: Path, damage: Callable[[Tensors
     assert report.reference_error > 0.7
 
 
+def test_an_error_that_is_no_number_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What quantizing costs the reference, and the distance from the original."""
+    tensors = random_experts(3, 128, 64)
+    write_checkpoint(tmp_path / "plain", [unquantized(tensors)], top_k=2, quantization={"quant_algo": None})
+    monkeypatch.setattr("trtllm_b12x.verification.layer.relative_l2", lambda value, reference: math.nan)
+    (report,) = verified(tmp_path, tensors, original=tmp_path / "plain")
+    assert [failure.split(":")[0].split(" by ")[0] for failure in report.failures] == [
+        "quantizing activations costs nan % of the output (16 % is usual, 70 % allowed)",
+        "outputs differ from the original's",
+    ]
+
+
+def test_outputs_that_are_not_the_original_s(tmp_path: Path) -> None:
+    """By 164 %, as far as another model's are."""
+    other = random_experts(3, 128, 64, seed=1)
+    write_checkpoint(tmp_path / "plain", [unquantized(other)], top_k=2, quantization={"quant_algo": None})
+    (report,) = verified(tmp_path, random_experts(3, 128, 64), original=tmp_path / "plain")
+    weights, outputs = report.failures
+    assert weights.startswith("weights differ from the original's (bound 20 %)")
+    assert re.fullmatch(r"outputs differ from the original's by 1\d\d % \(bound 75 %\)", outputs)
+
+
 def test_fc2_was_never_calibrated(tmp_path: Path) -> None:
     tensors = {k: t * 0 if k.endswith("w2.input_scale") else t for k, t in random_experts(3, 128, 64).items()}
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp has an input_scale of 0 in every expert"):
         verified(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF, 0xB8])
+def test_a_block_scale_that_is_no_number_or_negative_is_named(tmp_path: Path, code: int) -> None:
+    tensors = random_experts(3, 128, 64)
+    tensors["2.w2.weight_scale"].view(torch.uint8)[5, 1] = code
+    with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.weight_scale holds NaN or a negative value"):
+        verified(tmp_path, tensors)
+
+
+# ---- bits ----
+
+
+@pytest.mark.parametrize(("row", "column"), [(3, 0), (7, 5), (0, 4), (2, 7)])
+def test_padding_that_is_not_zero_is_no_padding(row: int, column: int) -> None:
+    plain = torch.arange(1, 13, dtype=torch.uint8).view(3, 4)
+    padded = torch.zeros(8, 8, dtype=torch.uint8)
+    padded[:3, :4] = plain
+    assert _holds(padded, plain)
+    padded[row, column] = 1
+    assert not _holds(padded, plain)
+
+
+@pytest.mark.parametrize("name", ["fc1_alpha", "fc2_alpha", "fc1_divisor", "fc2_divisor"])
+def test_a_scale_that_is_off_by_little_is_named(name: str) -> None:
+    """A ten thousandth of one expert's: a hundredth of what any error of the output shows."""
+    tensors = random_experts(3, 128, 64)
+    backend = layers.load(layers.create(3, 128, 64), tensors).backend
+    layer: Any = types.SimpleNamespace(num_experts=3, gated=True, quant_algo="NVFP4")
+    assert wrong_scalars(backend, tensors, layer) == []
+    backend.kernel.weights.tensors()[name][1] *= 1.0001
+    assert wrong_scalars(backend, tensors, layer) == [name]
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
@@ -140,6 +210,12 @@ def test_layers_that_fixed_bounds_failed(tmp_path: Path) -> None:
         worst = max(worst, *(case.rel_l2_none for case in report.cases))
         assert report.passed, report
     assert worst > 0.05
+
+
+@pytest.mark.parametrize("other", [math.nan, math.inf, -math.inf])
+def test_an_error_is_infinite_where_either_side_is_not_finite(other: float) -> None:
+    ones, wrong = torch.ones(2, 3), torch.tensor([[1.0, 1.0, 1.0], [1.0, other, 1.0]])
+    assert relative_l2(wrong, ones) == relative_l2(ones, wrong) == relative_l2(wrong, wrong) == math.inf
 
 
 def test_false_alarms_are_rarer_than_stated() -> None:

@@ -27,7 +27,7 @@ class _NVFP4(Kind):
 
     def fault(self, kind: str, tensor: torch.Tensor) -> str:
         if kind == "weight_scale":
-            # 0x7F is E4M3's NaN; the kernels read the scale without its sign.
+            # 0x7F is E4M3's NaN; block-scaled tensor cores read the scale without its sign.
             return "holds NaN or a negative value" if bool((tensor.view(torch.uint8) >= 0x7F).any()) else ""
         bad = kind in self.scalars and not bool(tensor.isfinite().all() & (tensor >= 0).all())
         return f"is {tensor.flatten()[0].item()}" if bad else ""

@@ -89,13 +89,36 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def check_quantized(x: torch.Tensor, x_sf: torch.Tensor, swizzled: bool, hidden_size: int) -> None:
-    """Raise ValueError unless these are bytes of two FP4 for each token of :meth:`Kernel.run_quantized`, and scales enough."""
-    tokens, width = x.shape[0], hidden_size // 2
-    needed = -(-tokens // 128) * -(-hidden_size // 64) * 512 if swizzled else tokens * hidden_size // 16
-    if x.shape[1] != width or x_sf.numel() < needed:
-        shapes = f"{tuple(x.shape)} bytes with {x_sf.numel()} scales"
-        raise ValueError(f"x is {shapes}, the kernel takes {width} bytes of FP4 a token and {needed} scales")
+def check_call(
+    geometry: Geometry,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    router_weights: torch.Tensor,
+    out: torch.Tensor | None,
+    columns: int,
+) -> None:
+    """Raise ValueError, naming the tensor, if a call's tensor has another shape than kernels read or write.
+
+    Args:
+        columns: of ``x``.
+    """
+    shape = x.shape
+    tokens = shape[0]
+    routes, rows = (tokens, geometry.top_k), (tokens, geometry.hidden_size)
+    if shape == (tokens, columns) and ids.shape == routes == router_weights.shape and (out is None or out.shape == rows):
+        return
+    given = {"x": (x, (tokens, columns)), "ids": (ids, routes), "router_weights": (router_weights, routes), "out": (out, rows)}
+    for name, (tensor, expected) in given.items():
+        if tensor is not None and tensor.shape != expected:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+
+
+def check_scales(x: torch.Tensor, x_sf: torch.Tensor, swizzled: bool, hidden_size: int) -> None:
+    """Raise ValueError if there are too few block scales for the tokens of :meth:`Kernel.run_quantized`."""
+    tokens = x.shape[0]
+    needed = -(-tokens // 128) * -(-hidden_size // 64) * 512 if swizzled else tokens * (hidden_size // 16)
+    if x_sf.numel() < needed:
+        raise ValueError(f"x_sf has {x_sf.numel()} scales, expected {needed} for {tokens} tokens")
 
 
 def output(out: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype, columns: int) -> torch.Tensor:

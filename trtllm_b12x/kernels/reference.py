@@ -34,8 +34,8 @@ from trtllm_b12x.formats.layouts import plain_scales, scales_of_tokens
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
 
-from . import Geometry, Kernel
-from .routes import Table
+from . import Geometry, Kernel, check_call, check_scales
+from .routes import Table, of_known_types
 
 _OFF_TIES = 0.97
 
@@ -85,6 +85,8 @@ class ReferenceKernel(Kernel):
     ) -> torch.Tensor:
         if x.shape[0] > self.capacity:
             raise ValueError(f"{x.shape[0]} tokens exceed the planned capacity of {self.capacity}")
+        check_call(self.geometry, x, ids, router_weights, out, self.geometry.hidden_size)
+        ids, router_weights = of_known_types(ids, router_weights)
         self.weights.derive()
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         local = self.table.local(ids)
@@ -158,6 +160,7 @@ class UnquantizedReferenceKernel(ReferenceKernel):
         router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        check_scales(x, x_sf, swizzled, self.geometry.hidden_size)
         # The host has one input scale for all experts where it quantizes for them.
         values = _decoded(x, x_sf, swizzled) * self.weights.fc1_divisor[0]
         result = super().run(values, ids, router_weights, out)
@@ -207,6 +210,7 @@ class QuantizedReferenceKernel(ReferenceKernel):
         router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        check_scales(x, x_sf, swizzled, self.geometry.hidden_size)
         return self._run(_decoded(x, x_sf, swizzled), ids, router_weights, out)
 
     def _run(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

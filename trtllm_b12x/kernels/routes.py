@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 _BLOCK = 1024
 ID_TYPES, ROUTER_WEIGHT_TYPES = (torch.int32, torch.int64), (torch.float32, torch.bfloat16)
-"""Of routes as hosts have them; others are converted to the first of each."""
+"""Types of routes that kernels are compiled for."""
 
 
 def of_known_types(ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous, of types that kernels are compiled for: another is converted by a launch of its own, none compiled."""
-    ids = ids if ids.dtype in ID_TYPES else ids.to(ID_TYPES[0])
+    """Convert to contiguous tensors of types that kernels are compiled for.
+
+    Ids of another integer type become int64, which holds them all: 32 bits would turn 2**32 + 3 into 3.
+    """
+    ids = ids if ids.dtype in ID_TYPES else ids.to(torch.int64)
     known = router_weights.dtype in ROUTER_WEIGHT_TYPES
     return ids.contiguous(), (router_weights if known else router_weights.to(ROUTER_WEIGHT_TYPES[0])).contiguous()
 
@@ -46,7 +49,7 @@ class Table:
         return (ids >= self.first) & (ids < self.first + self.count)
 
     def local(self, ids: torch.Tensor) -> torch.Tensor:
-        """``ids``, integers of any shape and type, as local int32 ids; in torch, for machines without a GPU."""
+        """Convert ``ids``, int32 or int64 of any shape, to local int32 ids; in torch."""
         return torch.where(self.holds(ids), ids - self.first, self.unrouted).to(torch.int32)
 
 

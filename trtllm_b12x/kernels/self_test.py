@@ -189,9 +189,10 @@ def _routes(geometry: Geometry, tokens: int, generator: torch.Generator) -> torc
 
 def _router_weights(reference: ReferenceKernel, x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Router weights with which every expert of a token counts alike, however small its weights are: float32, as ``local``."""
-    experts = reference.geometry.num_experts
-    every = torch.arange(experts, dtype=torch.int32, device=x.device).unsqueeze(1)
-    size = reference.run(x[:experts], every, torch.ones(experts, 1, device=x.device)).double().norm(dim=1)
+    experts, top_k = reference.geometry.num_experts, reference.geometry.top_k
+    every = torch.full((experts, top_k), -1, dtype=torch.int32, device=x.device)
+    every[:, 0] = torch.arange(experts, device=x.device)
+    size = reference.run(x[:experts], every, torch.ones(experts, top_k, device=x.device)).double().norm(dim=1)
     usable = size.isfinite() & (size > 0)
     smallest = size[usable].min() if bool(usable.any()) else 1.0
     weight = torch.where(usable, smallest / size, 1.0).float()

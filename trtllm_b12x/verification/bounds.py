@@ -50,7 +50,7 @@ class Tolerances:
 
 def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
     """``|value - reference| / |reference|``; NaN or inf anywhere makes it infinite, so that no bound admits it."""
-    if not bool(value.isfinite().all()):
+    if not bool(value.isfinite().all() & reference.isfinite().all()):
         return math.inf
     norm = float(reference.double().norm())
     difference = float((value.double() - reference.double()).norm())

@@ -25,7 +25,19 @@ import torch
 from trtllm_b12x import environment, families, locks, process, settings
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, Kernel, PlanError, Workspace, aligned, first_line, handed_back, late, output, routes
+from trtllm_b12x.kernels import (
+    Geometry,
+    Kernel,
+    PlanError,
+    Workspace,
+    aligned,
+    check_call,
+    first_line,
+    handed_back,
+    late,
+    output,
+    routes,
+)
 from trtllm_b12x.kernels.jit.cards import card_of
 from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
 from trtllm_b12x.kernels.streams import Turn
@@ -224,6 +236,7 @@ class B12xKernel(Kernel):
             raise ValueError(
                 f"no kernel is planned for {x.shape[0]} tokens, only for {planned}: plan() with a capacity that covers it"
             )
+        check_call(self.geometry, x, ids, router_weights, out, self.geometry.hidden_size)
         return self._launch(candidates[0], x, ids, router_weights, out)
 
     def _launch(

@@ -17,11 +17,12 @@ from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, aligned, handed_back, late, output
+from trtllm_b12x.kernels import Geometry, aligned, check_call, handed_back, late, output
 from trtllm_b12x.kernels.jit import JitKernel
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
+from trtllm_b12x.kernels.routes import of_known_types
 from trtllm_b12x.kernels.triton import check, matrices, swiglu
 from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
 
@@ -130,7 +131,7 @@ class GroupedKernel(JitKernel):
         given = (codes, i, codes, i)  # scales in words of four
         fc1_types, fc2_types = (*given, *[f] * 6, i, i, codes, byte, 1), (*given, f, i, i, f, torch.bfloat16)
         yield Variant("grouped.source", "quantize_kernel", (x, f, codes, byte, 2), self._of_tokens(), {})
-        yield Variant("grouped.source", "sum_kernel", (torch.bfloat16, i, x, 2), self._of_sum(), {})
+        yield Variant("grouped.source", "sum_kernel", (torch.bfloat16, i, x), self._of_sum(), {})
         for tile in dict.fromkeys(row.fc1 for row in self.table):
             yield Variant("grouped.source", "fc1_kernel", fc1_types, self._of_fc1(tile), _options(tile))
         for tile in dict.fromkeys(row.fc2 for row in self.table):
@@ -194,8 +195,9 @@ class GroupedKernel(JitKernel):
         self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         g = self.geometry
-        if x.dtype != g.dtype or x.shape[1] != g.hidden_size:
-            raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the kernel takes {g.hidden_size} columns of {g.dtype}")
+        if x.dtype != g.dtype:
+            raise ValueError(f"x is {x.dtype}, expected {g.dtype}")
+        check_call(g, x, ids, router_weights, out, g.hidden_size)
         return self._run(aligned(x), None, ids, router_weights, out)
 
     def _run(
@@ -213,7 +215,8 @@ class GroupedKernel(JitKernel):
         result = output(out, x, g.dtype, g.hidden_size)
         with late.through_jit(g):
             codes, codes_sf = self._quantize(x) if x_sf is None else (x, x_sf)
-            self._launch(codes, codes_sf, ids.to(torch.int32).contiguous(), router_weights.to(torch.float32).contiguous(), result)
+            ids, router_weights = of_known_types(ids, router_weights)
+            self._launch(codes, codes_sf, ids, router_weights.float(), result)
         return handed_back(out, result)
 
     def _empty(self, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,7 +242,7 @@ class GroupedKernel(JitKernel):
         tokens, g, own = result.shape[0], self.geometry, self._scalars
         hidden, size, device = g.hidden_size, g.intermediate_size, result.device
         routes, row = tokens * g.top_k, self.row(tokens)
-        order, starts = self._sorted(ids)
+        order, starts, local = self._sorted(ids)
         h, h_sf = self._empty(routes, size, device)
         scalars = own.fc1_alpha, own.fc2_factor, own.up_to_gate, *self._constants
         given: tuple[Any, ...] = (self._w1, self._s1, *scalars, order, starts)
@@ -252,16 +255,20 @@ class GroupedKernel(JitKernel):
             h, h_sf.view(torch.int32), *given, router_weights, shares, **self._of_product(row.fc2), **_options(row.fc2)
         )
         grid = tokens, -(-hidden // _COLUMNS)
-        source.sum_kernel[grid](shares, ids, result, self.first_expert, **self._of_sum())
+        source.sum_kernel[grid](shares, local, result, **self._of_sum())
 
-    def _sorted(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes by local expert, int32 (those of other ranks last), and where each expert's begin, ``(E + 1,)``."""
+    def _sorted(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sort routes by local expert, those of other ranks last.
+
+        Returns:
+            int32: routes in order, where each expert's begin ``(E + 1,)``, and each route's local expert (E: of another rank).
+        """
         experts = self.geometry.num_experts
         # As unsigned numbers, ids below the first are beyond the last; and 64 bits, since a difference of int32 may wrap.
         local = ids.flatten().long() - self.first_expert
         local = torch.where((local < 0) | (local >= experts), experts, local).int()
         found = torch.sort(local, stable=True)
-        return found.indices.int(), torch.searchsorted(found.values, self._experts, out_int32=True)
+        return found.indices.int(), torch.searchsorted(found.values, self._experts, out_int32=True), local
 
     def _blocks(self, routes: int, tile: Tile) -> int:
         """The most that the routes can fall into."""

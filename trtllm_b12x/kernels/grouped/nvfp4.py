@@ -14,7 +14,7 @@ import torch
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.formats.layouts import scales_of_tokens
-from trtllm_b12x.kernels import aligned, check_quantized
+from trtllm_b12x.kernels import aligned, check_call, check_scales
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel
 
 from . import Elements, GroupedKernel, Row, Scalars, Tile
@@ -72,8 +72,9 @@ class GroupedNVFP4Kernel(GroupedKernel):
         router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x, x_sf, hidden = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8), self.geometry.hidden_size
-        check_quantized(x, x_sf, swizzled, hidden)
-        rows = scales_of_tokens(x_sf, x.shape[0], hidden // 16, swizzled)
+        x, x_sf, g = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8), self.geometry
+        check_call(g, x, ids, router_weights, out, g.hidden_size // 2)
+        check_scales(x, x_sf, swizzled, g.hidden_size)
+        rows = scales_of_tokens(x_sf, x.shape[0], g.hidden_size // 16, swizzled)
         rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
         return self._run(aligned(x), aligned(rows), ids, router_weights, out)

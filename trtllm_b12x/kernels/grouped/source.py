@@ -19,7 +19,8 @@ bfloat16.
     and a block that holds NaN gets the scale NaN.  The host's own quantization differs from that in exact ties alone.
 
 Without NATIVE the products are of bfloat16, in which every code times its scale is exact (E4M3's own NaN is no code here:
-checkpoints that hold one are refused).
+checkpoints that hold one are refused).  A block scale that is NaN makes NaN; a negative one is a number, but with NATIVE, whose
+instruction has unsigned scales: checkpoints that hold one are refused too.
 
 Weights are the host's bytes: row-major codes, and scales in the 128x4 layout (row ``r`` and block ``b`` of a matrix of ``B``
 blocks at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4``); activations' scales are
@@ -36,10 +37,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trtllm_b12x.kernels.triton.operands import INTERPRETED
+from trtllm_b12x.kernels.triton.operands import INTERPRETED, e4m3
 from trtllm_b12x.kernels.triton.products import SWIGLU_BIAS, activate, rounded  # whose kernels are hashed first, see there
 
-from .quantization import E2M1, E4M3_NAN, NAN, quantized
+from .quantization import E2M1, NAN, quantized
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
@@ -132,9 +133,10 @@ def _value(code):
 @triton.jit
 def _decoded(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """NVFP4 ``(ROWS, BYTES)`` to its even and its odd columns: bfloat16, which Triton's interpreter does not multiply."""
-    factor = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if INTERPRETED:
-        factor = tl.where(scales == E4M3_NAN, float("nan"), factor)
+        factor = e4m3(scales.to(tl.int32))
+    else:
+        factor = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
     wide = codes.to(tl.int32)
     even, odd = _value(wide) * factor, _value(wide >> 4) * factor
@@ -333,17 +335,18 @@ def fc2_kernel(
     tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["ids"])
-def sum_kernel(
-    shares, ids, out, first, H: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Grid: tokens by tiles of ``COLUMNS``; a token's routes to this rank's experts are added up in the order of ``top_k``."""
+@triton.jit
+def sum_kernel(shares, local, out, H: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add a token's routes to this rank's experts up, in the order of ``top_k``.  Grid: tokens by tiles of ``COLUMNS``.
+
+    Args:
+        local: ``(routes,)`` int32, 0 to EXPERTS; EXPERTS is another rank's.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in tl.static_range(TOP_K):
-        local = tl.load(ids + token * TOP_K + k).to(tl.int64) - first + tl.zeros((COLUMNS,), tl.int64)
-        held = (local >= 0) & (local < EXPERTS)
+        held = tl.load(local + token * TOP_K + k) + tl.zeros((COLUMNS,), tl.int32) < EXPERTS
         share = tl.load(shares + (token * TOP_K + k) * H + column, mask=(column < H) & held, other=0.0)
         total += share.to(tl.float32)
     tl.store(out + token * H + column, rounded(total, out.dtype.element_ty), mask=column < H)

@@ -22,7 +22,7 @@ from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, aligned, check_quantized, handed_back, late, output, routes
+from trtllm_b12x.kernels import Geometry, aligned, check_call, check_scales, handed_back, late, output, routes
 from trtllm_b12x.kernels.jit import JitKernel, Plan
 from trtllm_b12x.kernels.jit.cards import Card
 from trtllm_b12x.kernels.jit.variant import Variant
@@ -154,8 +154,9 @@ class TritonKernel(JitKernel):
         self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         g = self.geometry
-        if x.dtype != g.dtype or x.shape[1] != g.hidden_size:
-            raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the kernel takes {g.hidden_size} columns of {g.dtype}")
+        if x.dtype != g.dtype:
+            raise ValueError(f"x is {x.dtype}, expected {g.dtype}")
+        check_call(g, x, ids, router_weights, out, g.hidden_size)
         return self._run(x, None, False, ids, router_weights, out)
 
     def run_quantized(
@@ -167,8 +168,9 @@ class TritonKernel(JitKernel):
         router_weights: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x, x_sf = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8)
-        check_quantized(x, x_sf, swizzled, self.geometry.hidden_size)
+        x, x_sf, g = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8), self.geometry
+        check_call(g, x, ids, router_weights, out, g.hidden_size // 2)
+        check_scales(x, x_sf, swizzled, g.hidden_size)
         return self._run(x, x_sf, swizzled, ids, router_weights, out)
 
     def _run(
@@ -185,7 +187,8 @@ class TritonKernel(JitKernel):
         result = output(out, x, g.dtype, g.hidden_size)
         call = self._call(tokens, quantized, ids.dtype, router_weights.dtype)
         memory = torch.empty(call.memory.nbytes, dtype=torch.uint8, device=x.device)
-        tensors = (x, x if x_sf is None else x_sf, ids, router_weights, result)
+        # Where there are no scales, bytes that nobody reads: Triton's JIT would compile for another type.
+        tensors = (x, memory if x_sf is None else x_sf, ids, router_weights, result)
         if call.direct:
             layer = self._addresses[quantized]
             own: tuple[Any, ...] = tuple(map(torch.Tensor.data_ptr, tensors))

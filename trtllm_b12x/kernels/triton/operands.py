@@ -32,17 +32,13 @@ FP4 = tl.constexpr(8)
 """``WORD`` of NVFP4: codes in 32 bits; MXFP8 has 4."""
 
 # Two words and their scale to eight pairs, each the value times 2**-8.  The three bits of a magnitude, moved to the bottom of the
-# exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too; an E4M3 byte
-# at bit 4 (7) is the scale times 2**-120 (2**-8), which two constants (one) bring to 2**118 (2**6) times the scale.
+# exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too; the scale is
+# given as float32, 2**118 (2**6) times as large.
 BFLOAT16 = tl.constexpr(
     """{
-    .reg .b32 s, m, t, z, h;
+    .reg .b32 s, m, z, h;
     mov.b32 z, 0x80008000;
-    mul.lo.u32 s, $10, 0x00100010;
-    mov.b32 t, 0x7b807b80;
-    fma.rn.bf16x2 s, s, t, z;
-    mov.b32 t, 0x7a807a80;
-    fma.rn.bf16x2 s, s, t, z;
+    cvt.rn.bf16x2.f32 s, $10, $10;
     shr.u32 h, $8, 8;
     and.b32 m, $8, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $0, m, s, z;
     and.b32 m, $8, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $1, m, s, z;
@@ -58,9 +54,7 @@ BFLOAT16 = tl.constexpr(
 FLOAT16 = tl.constexpr(
     """{
     .reg .b32 s, m, t;
-    mul.lo.u32 s, $10, 0x00800080;
-    mov.b32 t, 0x74007400;
-    mul.rn.f16x2 s, s, t;
+    cvt.rn.f16x2.f32 s, $10, $10;
     shl.b32 t, $8, 12; shl.b32 m, $8, 9; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $0, t, s;
     shl.b32 t, $8, 8; shl.b32 m, $8, 5; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $1, t, s;
     shl.b32 t, $8, 4; shl.b32 m, $8, 1; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 $2, t, s;
@@ -71,7 +65,7 @@ FLOAT16 = tl.constexpr(
     shr.u32 m, $9, 3; and.b32 m, m, 0x0e000e00; lop3.b32 t, $9, 0x80008000, m, 0xea; mul.rn.f16x2 $7, t, s;
     }"""
 )
-_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
+_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,f,f")
 SCALE = tl.constexpr(256.0)
 """Of the weights as they are multiplied."""
 
@@ -86,10 +80,10 @@ def e2m1(code):
 
 @triton.jit
 def e4m3(byte):
-    """int32 of a non-negative E4M3 byte to float32."""
-    exponent = (byte >> 3) & 15
-    power = ((tl.maximum(exponent, 1) + 117) << 23).to(tl.float32, bitcast=True)
-    return tl.where(exponent == 0, byte & 7, (byte & 7) + 8).to(tl.float32) * power
+    """Convert int32 E4M3 bytes to float32, on any card and in Triton's interpreter."""
+    # Sign, and exponent and mantissa at the bottom of float32's: the value times 2**-120, subnormals too.
+    value = (((byte & 128) << 24) | ((byte & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((byte & 127) == 127, float("nan"), value)
 
 
 @triton.jit
@@ -106,12 +100,16 @@ def _pairs(
 def decoded(words, block_scales, rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
     """int32 words ``(rows, columns / 8)`` and E4M3 bytes ``(rows, columns / 16)`` to eight ``(rows, columns / 8)`` of ``dtype``.
 
-    With or without PTX the same bits.
+    PTX is the card's capability, or 0 to do without; the bits are the same.  A scale of NaN makes NaN.
     """
     blocks: tl.constexpr = columns // 16
     if PTX:
-        wide = tl.broadcast_to(block_scales.to(tl.int32)[:, :, None], (rows, blocks, 2))
-        wide = tl.reshape(wide, (rows, 2 * blocks))
+        if PTX >= 89:
+            wide = block_scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            wide = e4m3(block_scales.to(tl.int32))
+        wide *= 64.0 if dtype == tl.float16 else 3.32306998946229e35
+        wide = tl.reshape(tl.broadcast_to(wide[:, :, None], (rows, blocks, 2)), (rows, 2 * blocks))
         if dtype == tl.float16:
             w = tl.inline_asm_elementwise(FLOAT16, _REGISTERS, [words, wide], (tl.float16,) * 8, is_pure=True, pack=2)
         else:

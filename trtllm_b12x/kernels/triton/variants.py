@@ -80,7 +80,8 @@ class Build:
         # Constants that a variant does not use do not make another.
         common = {"TOP_K": g.top_k, "PDL": self.overlap}
         both = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": self.columns(step), "BM": found.routes}
-        both |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "PTX": self.gpu, "WORD": self.word}
+        both |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "WORD": self.word}
+        both |= {"PTX": self.card.capability if self.gpu else 0}
         first = {"BN": found.fc1.rows, "BK": found.fc1.columns, "SPLIT": found.fc1.split}
         first |= {"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
         second = {"BN": found.fc2.rows, "BK": found.fc2.columns, "SPLIT": found.fc2.split}
@@ -114,9 +115,8 @@ class Build:
         for tokens in range(1, capacity + 1):
             step = self.step(tokens)
             forms = [self.variants(step, True)] * step.inline
-            forms += [self.variants(step, False, False, *types) for types in product(ID_TYPES, ROUTER_WEIGHT_TYPES)]
-            if self.word == 8:
-                forms.append(self.variants(step, False, True))
+            quantized = (False, True) if self.word == 8 else (False,)
+            forms += [self.variants(step, False, *given) for given in product(quantized, ID_TYPES, ROUTER_WEIGHT_TYPES)]
             for variant in (variant for form in forms for variant in form):
                 if variant.key not in seen:
                     seen.add(variant.key)

@@ -1,0 +1,88 @@
+"""Shapes of a call's tensors: every kernel refuses what it would read or write beyond."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from tests import mxfp8
+from tests.nvfp4_layer import random_call, random_layer
+from trtllm_b12x.kernels import Geometry, Kernel
+from trtllm_b12x.kernels.b12x import B12xKernel
+from trtllm_b12x.kernels.grouped import GroupedKernel
+from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.jit import JitKernel
+from trtllm_b12x.kernels.jit.cards import Card
+from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
+from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.kernels.triton import TritonKernel
+from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
+
+GEOMETRY = Geometry(3, 2, 128, 128, "Swiglu")
+TOKENS = 4
+OF_MXFP8: tuple[type[Kernel], ...] = (
+    TritonMXFP8Kernel,
+    GroupedKernel,
+    MXFP8ReferenceKernel,
+    MXFP8UnquantizedReferenceKernel,
+)
+TAKE_QUANTIZED: tuple[type[Kernel], ...] = (
+    TritonKernel,
+    GroupedNVFP4Kernel,
+    UnquantizedReferenceKernel,
+    QuantizedReferenceKernel,
+)
+KINDS: tuple[type[Kernel], ...] = (*OF_MXFP8, *TAKE_QUANTIZED, ReferenceKernel, B12xKernel)
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "x": [(TOKENS, 112), (TOKENS, 144), (TOKENS, 8, 16)],
+    "ids": [(3, 2), (5, 2), (TOKENS, 1), (TOKENS, 3), (8,)],
+    "router_weights": [(3, 2), (5, 2), (TOKENS, 1), (TOKENS, 3), (8,)],
+    "out": [(3, 128), (5, 128), (TOKENS, 112), (TOKENS, 256), (512,)],
+}
+
+
+def kernel_of(kind: type[Kernel]) -> Any:
+    """Bound, compiled for nothing: a call that got past the check would fail otherwise."""
+    if issubclass(kind, JitKernel):
+        kernel: Any = kind(Card(132, 228 << 10, 90))
+        kernel.describe(GEOMETRY, 63, torch.device("cuda"))
+    else:
+        kernel = kind()
+        if kind is B12xKernel:
+            kernel.geometry, kernel._plan = GEOMETRY, types.SimpleNamespace(candidates={TOKENS: [None]})
+            return kernel
+        kernel.plan(GEOMETRY, 63, torch.device("cpu"))
+    kernel.bind(mxfp8.random_weights(GEOMETRY) if kind in OF_MXFP8 else random_layer(GEOMETRY).kernel_weights())
+    return kernel
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_of_another_shape_is_named(kind: type[Kernel]) -> None:
+    kernel = kernel_of(kind)
+    given = dict(zip(("x", "ids", "router_weights"), random_call(GEOMETRY, TOKENS), strict=True))
+    given["out"] = torch.empty(TOKENS, 128, dtype=torch.bfloat16)
+    for name, shapes in SHAPES.items():
+        for shape in shapes:
+            other = torch.zeros(shape, dtype=given[name].dtype)
+            with pytest.raises(ValueError, match=rf"^{name} has shape \({', '.join(map(str, shape))},?\), expected \(4, "):
+                kernel.run(**{**given, name: other})
+
+
+@pytest.mark.parametrize("kind", TAKE_QUANTIZED)
+def test_quantized_input_of_another_shape_is_named(kind: type[Kernel]) -> None:
+    kernel = kernel_of(kind)
+    _, ids, router_weights = random_call(GEOMETRY, TOKENS)
+    given: dict[str, Any] = {"x": torch.zeros(TOKENS, 64, dtype=torch.uint8), "swizzled": False, "ids": ids}
+    given |= {"x_sf": torch.zeros(TOKENS, 8, dtype=torch.uint8), "router_weights": router_weights}
+    given["out"] = torch.empty(TOKENS, 128, dtype=torch.bfloat16)
+    for name, shape in (("x", (TOKENS, 56)), ("ids", (3, 2)), ("router_weights", (TOKENS, 1)), ("out", (3, 128))):
+        other = torch.zeros(shape, dtype=given[name].dtype)
+        with pytest.raises(ValueError, match=f"^{name} has shape "):
+            kernel.run_quantized(**{**given, name: other})
+    for swizzled, needed in ((False, 32), (True, 1024)):
+        few = torch.zeros(needed - 8, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=f"^x_sf has {needed - 8} scales, expected {needed} for 4 tokens"):
+            kernel.run_quantized(**{**given, "x_sf": few, "swizzled": swizzled})
