@@ -1,8 +1,8 @@
 """Decide which kernel serves how many tokens, once per geometry: the setting, stored times, a measurement, or the default.
 
 A layer asks at its first eager call whose kernels are tested, and once more if the host tunes its own path later: only then is
-that path's time fair. Until then, and where nothing can be measured, the fixed threshold holds. A captured graph keeps the kernels
-that it captured.
+that path's time fair. Until then, and where nothing can be measured, the fixed threshold holds. A captured graph keeps the
+kernels that it captured.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _policy(
     try:
         timed = paths()
         timer = timing.PathTimer(timed, geometry, sample_routes, device)
-        timings = timer(counts_to_measure(max(timing.largest_served(timed).values())))
+        timings = timer(counts_to_measure(timing.largest_served(timed).values()))
     except Exception as error:
         logger.debug("measuring %s", geometry, exc_info=error)
         log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
