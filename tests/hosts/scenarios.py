@@ -802,7 +802,7 @@ def _warmed_up(autotuner: str, graphs: str) -> dict[str, Any]:
                     forward("captured", tokens)
         for tokens in (40, 8, 3):
             forward("request", tokens)
-        return {"events": events, "gap": clock.largest_gap, "layers": clock.layers, "steps": clock.steps}
+        return {"events": events, "gap": clock.largest_gap, "layers": clock.layers}
 
 
 def ranks_apart() -> dict[str, Any]:

@@ -106,7 +106,6 @@ def shared() -> dict[str, Any]:
         kernels[0].run(torch.zeros(5, 256, dtype=torch.bfloat16), torch.zeros(5, 2), torch.zeros(5, 2))
     except ValueError as error:
         unplanned = str(error)
-    launches = [kernels[0].launches(1), kernels[0].launches(2), kernels[2].launches(1)]
     kernels.clear()
     gc.collect()
     return {
@@ -115,7 +114,6 @@ def shared() -> dict[str, Any]:
         "bytes": spaces[0].nbytes if spaces[0] else 0,
         "left": len(b12x._plans),
         "unplanned": unplanned,
-        "launches": launches,
     }
 
 
