@@ -7,6 +7,7 @@ that is busy slows both.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -33,10 +34,9 @@ def serve() -> None:
     from tests.checkpoints import random_experts
 
     torch.set_num_threads(1)
-    with suppress(ImportError):  # the state of a server that has warmed up: its autotuner has run
-        from trtllm_b12x.crossover import deciding
-
-        deciding.tuning()
+    for name in ("trtllm_b12x.dispatch.crossover", "trtllm_b12x.crossover.deciding"):  # the second in older checkouts
+        with suppress(ImportError):
+            importlib.import_module(name).tuning()  # as in a server that has warmed up: its autotuner has run
     module = layers.load(layers.create(8, 128, 256), random_experts(8, 128, 256))
     backend = module.backend
     x, logits = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 8)

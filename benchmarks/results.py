@@ -252,13 +252,6 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         else:
             kept = f"; tables of an earlier run in [{source.by_hand}]({source.by_hand})" if source.by_hand else ""
             rows.append([source.what, f"no file: `{source.command} OUT`, then `--take`{kept}", source.file])
-    rows.append(
-        [
-            "which path the crossover chooses, and how far behind the best that is",
-            "NVIDIA H200; by hand",
-            "[crossover.md](crossover.md)",
-        ]
-    )
     cards = {name: report for name, report in found.items() if name.startswith("on-card/")}
     for name, report in cards.items():
         rows.append(["kernels and whole models, with and without the package", _where_card(report), f"[{name}]({name})"])

@@ -1,4 +1,4 @@
-"""What stands in for a GPU's times where there is none: every path is called, and the clock says what it is told."""
+"""A stand-in for a GPU's clock: every path is called, and the times are a function's."""
 
 from __future__ import annotations
 
@@ -7,89 +7,77 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from trtllm_b12x.crossover import measuring
 
-from trtllm_b12x.dispatch.policy import HOST, Times
-from trtllm_b12x.dispatch.timing import Path
+from trtllm_b12x.dispatch import timing
+from trtllm_b12x.dispatch.policy import HOST, Timings
+from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
+
+Paths = dict[str, TimedPath]
 
 
 class Clock:
-    """In the place of :class:`trtllm_b12x.dispatch.timing.Bench`."""
+    """Stands in for the class :class:`trtllm_b12x.dispatch.timing.PathTimer`."""
 
     def __init__(self, microseconds: Callable[[str, int], float], before: Callable[[], None] = lambda: None) -> None:
-        """``before`` is called at the first round of each measurement, and may raise."""
-        self._microseconds, self._before = microseconds, before
+        """
+        Args:
+            microseconds: time of a path at a token count.
+            before: called before each measurement; may raise.
+        """
+        self.microseconds, self.before = microseconds, before
         self.asked: list[Any] = []
-        """Geometries, in order."""
-        self.rounds: list[list[int]] = []
-        """Counts that the last measurement was asked for."""
-        self.budgets: list[float] = []
-        self.named: list[dict[str, Any]] = []
-        """Other arguments."""
-        self.steps: Any = {}
-        self.time_for = 1000
-        """Counts of a measurement."""
+        """Geometries that were measured, in order."""
+        self.options: list[dict[str, Any]] = []
+        """Other arguments of each timer."""
         self.layers = 0
-        """On which the last one was measured."""
+        """Layers of the last measurement."""
         self.largest_gap = 0.0
         """Relative L2 between the host's path and a kernel."""
 
-    def __call__(
-        self, paths: dict[str, Path], geometry: Any, draw: Any, device: torch.device, budget_s: float = 2.0, **named: Any
-    ) -> Standing:
-        self.named.append(named)
-        self.steps = measuring.steps(paths)
-        return Standing(self, paths, geometry, draw, budget_s)
-
-    def _call(self, paths: dict[str, Path], geometry: Any, draw: Any, tokens: int) -> None:
-        x = torch.randn(tokens, geometry.hidden_size, generator=torch.Generator().manual_seed(tokens)).to(geometry.dtype)
-        ids, router_weights = draw(tokens, 0, tokens == 8)
-        for layer in range(self.layers):
-            results = {name: path.runs[layer](x, ids, router_weights).float() for name, path in paths.items()}
-            for result in results.values():
-                gap = float((result - results[HOST]).norm() / results[HOST].norm())
-                self.largest_gap = max(self.largest_gap, gap)
+    def __call__(self, paths: Paths, geometry: Any, sample_routes: RouteSampler, device: torch.device, **options: Any) -> _Timer:
+        self.options.append(options)
+        return _Timer(self, paths, geometry, sample_routes)
 
 
-class Standing:
-    """A :class:`Clock`'s bench."""
+class _Timer:
+    def __init__(self, clock: Clock, paths: Paths, geometry: Any, sample_routes: RouteSampler) -> None:
+        self._clock, self._paths, self._geometry, self._sample_routes = clock, paths, geometry, sample_routes
+        self.spent_s = 0.05
 
-    def __init__(self, clock: Clock, paths: dict[str, Path], geometry: Any, draw: Any, budget_s: float) -> None:
-        self._clock, self._paths, self.geometry, self._draw, self._budget = clock, paths, geometry, draw, budget_s
-        self.spent = 0.0
-        self._left = clock.time_for
-
-    def __call__(self, counts: Sequence[int]) -> Times:
+    def __call__(self, counts: Sequence[int]) -> Timings:
         assert not torch.cuda.is_current_stream_capturing()
         clock = self._clock
-        if not self.spent:
-            clock.asked.append(self.geometry)
-            clock.budgets.append(self._budget)
-            clock.rounds = []
-            clock._before()
-        clock.rounds.append(list(counts))
+        clock.asked.append(self._geometry)
+        clock.before()
         clock.layers = len(self._paths[HOST].runs)
-        self.spent += 0.05
-        points = {}
-        for tokens in counts[: self._left]:
-            self._left -= 1
-            there = {name: path for name, path in self._paths.items() if path.serves(tokens)}
+        rows = {}
+        for tokens in counts:
+            serving = {name: path for name, path in self._paths.items() if path.serves(tokens)}
             if tokens in (1, 8):
-                clock._call(there, self.geometry, self._draw, tokens)
-            points[tokens] = {name: clock._microseconds(name, tokens) for name in there}
-        return Times(points)
+                self._call(serving, tokens)
+            rows[tokens] = {name: clock.microseconds(name, tokens) for name in serving}
+        return Timings(rows)
+
+    def _call(self, serving: Paths, tokens: int) -> None:
+        g = self._geometry
+        x = torch.randn(tokens, g.hidden_size, generator=torch.Generator().manual_seed(tokens)).to(g.dtype)
+        ids, router_weights = self._sample_routes(tokens, 0, tokens == 8)
+        for layer in range(self._clock.layers):
+            results = {name: path.runs[layer](x, ids, router_weights).float() for name, path in serving.items()}
+            gaps = [float((result - results[HOST]).norm() / results[HOST].norm()) for result in results.values()]
+            self._clock.largest_gap = max(self._clock.largest_gap, *gaps)
 
 
 @contextmanager
 def standing_in(clock: Clock) -> Iterator[Clock]:
-    """This machine has something to measure on, and nothing is being captured."""
-    before = measuring.Bench, measuring.possible
-    measuring.Bench, measuring.possible = clock, lambda device: True  # type: ignore[misc, assignment]
+    """This machine has something to measure on, and captures nothing."""
+    before = timing.PathTimer, timing.possible
+    timing.PathTimer, timing.possible = clock, lambda device: True  # type: ignore[misc, assignment]
     try:
         with capturing(False):
             yield clock
     finally:
-        measuring.Bench, measuring.possible = before  # type: ignore[misc]
+        timing.PathTimer, timing.possible = before  # type: ignore[misc]
 
 
 @contextmanager

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from trtllm_b12x.crossover import deciding, measuring
 
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, random_call, random_layer
 from trtllm_b12x import process, settings, strict_reference
-from trtllm_b12x.dispatch.policy import HOST, Measured
+from trtllm_b12x.dispatch import crossover, timing
+from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.host.embedded.ops import fp4_quantize
 from trtllm_b12x.kernels import Geometry
@@ -42,7 +43,7 @@ def _forget() -> Iterator[None]:
 def planned(layer: Layer, first: int = 0) -> tuple[GroupedNVFP4Kernel, QuantizedReferenceKernel]:
     found = GroupedNVFP4Kernel(), QuantizedReferenceKernel()
     for kernel in found:
-        kernel.plan(layer.geometry, measuring.LARGEST, CUDA)
+        kernel.plan(layer.geometry, timing.LARGEST, CUDA)
         kernel.bind(layer.kernel_weights(), first)
         kernel.self_test()
     return found
@@ -120,7 +121,7 @@ def built(tensors: dict[str, torch.Tensor]) -> Any:
 def test_a_layer_against_the_strict_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")
     tensors = random_experts(16, 512, 256, up_to_gate=0.7)
-    with deciding.unmeasured():
+    with crossover.unmeasured():
         module = built(tensors)
         schedule = module.backend.schedule
         assert [type(schedule.at(tokens)) for tokens in (63, 64, 8192)] == [type(None), GroupedNVFP4Kernel, GroupedNVFP4Kernel]
@@ -137,17 +138,18 @@ def test_the_card_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton,grouped")
     monkeypatch.setenv(settings.CROSSOVER.name, "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(deciding, "UNTUNED_S", 4.0)
+    monkeypatch.setattr(timing, "PathTimer", functools.partial(timing.PathTimer, budget_s=4.0))
     tensors = random_experts(16, 512, 256)
     module = built(tensors)
     assert module.backend.schedule.at(1024) is None
     x, logits = layers.inputs(module, 1024, tensors)
     module(x.cuda(), logits.cuda())
-    split = module.backend.schedule.split
-    assert isinstance(split, Measured)
-    print(split.summary, split.times.points)
-    assert {"triton", "grouped", HOST} == set(split.times.points[128])  # 32 rows of each expert are triton's most
-    assert {"grouped", HOST} == set(split.times.points[256])
-    assert 1024 in split.times.counts
+    policy = module.backend.schedule.policy
+    assert isinstance(policy, MeasuredPolicy)
+    rows = policy.timings.rows
+    print(policy.summary(), rows)
+    assert {"triton", "grouped", HOST} == set(rows[128])  # 32 rows of each expert are triton's most
+    assert {"grouped", HOST} == set(rows[256])
+    assert 1024 in rows
     assert type(module.backend.schedule.at(1024)) is GroupedNVFP4Kernel
     assert layers.errors(module, x, logits, module(x.cuda(), logits.cuda()).cpu(), tensors)[1] < BOUND

@@ -12,7 +12,7 @@ import torch
 from tests import layers, mxfp8
 from trtllm_b12x import process, strict_reference
 from trtllm_b12x.decision import RejectReason
-from trtllm_b12x.dispatch.policy import GAIN, HOST, Measured
+from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.grouped import TABLE, GroupedKernel
@@ -170,10 +170,10 @@ def test_the_card_decides_between_the_kernels(monkeypatch: pytest.MonkeyPatch, t
     module = built(tensors, 192)
     x, logits = torch.randn(8, 512, device=CUDA).bfloat16(), torch.rand(8, 16, device=CUDA)
     before = module(x, logits)
-    split = module.backend.schedule.split
-    assert isinstance(split, Measured)
-    print(f"\n{module.backend.schedule.summary}: {split.times.points}")
-    for tokens, times in split.times.points.items():
+    policy = module.backend.schedule.policy
+    assert isinstance(policy, MeasuredPolicy)
+    print(f"\n{module.backend.schedule.summary}: {policy.timings.rows}")
+    for tokens, times in policy.timings.rows.items():
         quick = "triton" in times and times["triton"] <= GAIN * times[HOST]
         assert (module.backend.schedule.at(tokens) is module.backend.schedule.families["triton"]) == quick
     assert distance(module(x, logits), before) < 0.1

@@ -12,7 +12,7 @@ import torch
 from tests import layers, mxfp8
 from tests.checkpoints import random_experts
 from trtllm_b12x import process
-from trtllm_b12x.crossover import deciding
+from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.host.embedded.ops import fp4_quantize
 
 pytest_plugins = ["tests.integration.sm12x_on_hopper.fixtures"]
@@ -97,8 +97,8 @@ CASES = [
     (family, number_format, activation, form)
     for family, formats in SERVED.items()
     for number_format, activation, form in itertools.product(formats, ACTIVATIONS, INPUTS)
-    if not (form == "quantized" and (number_format != "NVFP4" or family == "b12x"))
-    and not (family == "b12x" and (form != "bf16" or "limit" in activation))
+    if not (form != "bf16" and (number_format != "NVFP4" or family == "b12x"))
+    and not (family == "b12x" and "limit" in activation)
 ]
 
 
@@ -109,7 +109,7 @@ def test_replays_and_eager_calls_after_every_way_of_loading(
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", family)
     if family == "b12x":
         request.getfixturevalue("bed")
-    with deciding.unmeasured():
+    with crossover.unmeasured():
         module, tensors = built(number_format, activation, form == "router weight on input")
         backend = module.backend
         assert list(backend.schedule.families) == [family], backend.verdict

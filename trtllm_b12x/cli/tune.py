@@ -208,7 +208,7 @@ def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed:
         sampler = host_path.route_sampler(backend, geometry, device)
         measured = lambda share: set_share(_BUILT + (1 - _BUILT) * share)  # noqa: E731
         timer = timing.PathTimer(paths, geometry, sampler, device, progress=measured)
-        times = timer(counts_to_measure(max(most.values())))
+        times = timer(counts_to_measure(most.values()))
         others = timing.PathTimer(paths, geometry, sampler, device, seed=_SEED, skewed=True)(times.counts) if skewed else None
         tuned = bool(among.base) or not layers.is_embedded()
         key = crossover.key_of(geometry, device, among, load().generation, tuned)

@@ -169,7 +169,7 @@ def _policy(
     try:
         timed = paths()
         timer = timing.PathTimer(timed, geometry, sample_routes, device)
-        timings = timer(counts_to_measure(max(timing.largest_served(timed).values())))
+        timings = timer(counts_to_measure(timing.largest_served(timed).values()))
     except Exception as error:
         logger.debug("measuring %s", geometry, exc_info=error)
         log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")

@@ -7,6 +7,8 @@ powers of two chosen so lose 0.4 % of the best time.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -21,7 +23,7 @@ DEFAULT_CROSSOVER = 64
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Token counts that are measured, as far as a kernel serves them."""
 MANY = (1024, 4096)
-"""Counts that are measured besides, with the largest, if a kernel serves them."""
+"""Counts that are measured besides, if a kernel serves them."""
 
 Rows = Mapping[int, Mapping[str, float]]
 
@@ -66,10 +68,11 @@ class Timings:
                 raise ValueError(f"{tokens} tokens, {dict(paths)}: counts and times must be positive, the host's time among them")
         self.rows = {tokens: {name: float(t) for name, t in rows[tokens].items()} for tokens in sorted(rows)}
         self.counts = list(self.rows)
+        self._ends = [math.sqrt(a * b) for a, b in itertools.pairwise(self.counts)]
 
     def nearest(self, tokens: int) -> Mapping[str, float]:
-        """Return the row of the measured count whose ratio to ``tokens`` is closest to one."""
-        return self.rows[min(self.counts, key=lambda n: abs(math.log(n / tokens)))]
+        """Return the row of the measured count whose ratio to ``tokens`` is closest to one, of two the smaller."""
+        return self.rows[self.counts[bisect.bisect_left(self._ends, tokens)]]
 
 
 class MeasuredPolicy:
@@ -122,7 +125,10 @@ def fastest(paths: Mapping[str, float], serving: Collection[str] | None = None) 
     return best if best is not None and paths[best] <= GAIN * paths[HOST] else None
 
 
-def counts_to_measure(largest: int) -> list[int]:
-    """Return the counts to measure up to ``largest``, the largest that a kernel serves; the most telling ones first."""
-    counts = {*(n for n in (*COUNTS, *MANY) if n <= largest), largest}
-    return sorted(counts, key=lambda n: (n.bit_count() > 1, n))
+def counts_to_measure(largest: Collection[int]) -> list[int]:
+    """Return the counts to measure; powers of two and ``largest``, the largest count of each family, come first.
+
+    Without the last count of a family, the nearest one may be a count that the family does not serve.
+    """
+    counts = {*(n for n in (*COUNTS, *MANY) if n <= max(largest)), *largest}
+    return sorted(counts, key=lambda n: (n.bit_count() > 1 and n not in largest, n))

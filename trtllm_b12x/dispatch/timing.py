@@ -27,6 +27,9 @@ _FEWEST_CALLS = 2
 _COLD = 2.5
 """Bytes that the other calls of a graph read before a layer is read again, in multiples of the L2 cache."""
 _REPLAYS = (3, 25)
+"""Fewest and most replays of a graph; fewer where they take more than twice the time of a count."""
+_MARGIN = 0.95
+"""Share of the budget that is planned with: a prediction may be off, and graphs are freed."""
 LARGEST = 8192
 """Largest token count that is measured."""
 
@@ -86,28 +89,35 @@ class PathTimer:
         self.geometry, self._paths, self._sample_routes, self._device = geometry, paths, sample_routes, device
         self._budget_s, self._seed, self._skewed, self._progress = budget_s, seed, skewed, progress
         self.spent_s = 0.0
+        self._fewest_s: dict[int, float] = {}
+        """Seconds of a row with the fewest calls, by token count."""
 
     def __call__(self, counts: Sequence[int]) -> Timings:
-        """Measure the counts in this order until the budget is spent; the first one in any case.
+        """Measure the counts in this order, each for an equal share of the time that is left.
+
+        A count that would not end within the budget is left out, but for the first one.
 
         Raises:
             Exception: a path failed.
         """
         started = time.monotonic()
+        deadline = started + _MARGIN * self._budget_s
         rows: dict[int, dict[str, float]] = {}
-        took_s = 0.0  # by the slowest count so far
         with torch.cuda.device(self._device), torch.inference_mode(), _graphs() as graphs:
             for done, tokens in enumerate(counts):
-                before_s = time.monotonic() - started
-                if rows and before_s + took_s > self._budget_s:
-                    break
-                rows[tokens] = self._row(tokens, (self._budget_s - before_s) / (len(counts) - done), graphs, warm=bool(rows))
-                took_s = max(took_s, time.monotonic() - started - before_s) if done else 0.0  # the first loads modules
+                now = time.monotonic()
+                if not rows or now + self._expected_s(tokens) <= deadline:
+                    rows[tokens] = self._row(tokens, (deadline - now) / (len(counts) - done), deadline, graphs)
                 self._progress((done + 1) / len(counts))
         self.spent_s = time.monotonic() - started
         return Timings(rows)
 
-    def _row(self, tokens: int, share_s: float, graphs: _Graphs, warm: bool) -> dict[str, float]:
+    def _expected_s(self, tokens: int) -> float:
+        """Return the seconds that the fewest calls of so many tokens take, by those of the nearest count."""
+        nearest = min(self._fewest_s, key=lambda n: abs(math.log(n / tokens)))
+        return self._fewest_s[nearest] * max(tokens / nearest, 1)
+
+    def _row(self, tokens: int, share_s: float, deadline: float, graphs: _Graphs) -> dict[str, float]:
         """Return microseconds by path. Half of ``share_s`` is for replays, the rest for draws, first calls and captures."""
         g = self.geometry
         paths = {name: path for name, path in self._paths.items() if path.serves(tokens)}
@@ -121,7 +131,7 @@ class PathTimer:
                 path.runs[call % layers](x, ids, router_weights)
 
         self._add_routes(routes, tokens, 1)
-        if not warm:  # modules load at their first call
+        if not self._fewest_s:  # modules load at their first call
             for path in paths.values():
                 run(path, 1)
         torch.cuda.synchronize(self._device)
@@ -143,9 +153,13 @@ class PathTimer:
         torch.cuda.synchronize(self._device)
         times: dict[str, list[float]] = {name: [] for name in paths}
         for turn in range(1, _REPLAYS[1] + 1):
+            turned = time.monotonic()
             for name, (replay, count) in replays.items():
                 times[name].append(_seconds(replay) / count)
-            if turn >= _REPLAYS[0] and time.monotonic() - begun > share_s:
+            now = time.monotonic()
+            self._fewest_s.setdefault(tokens, (now - begun) * _FEWEST_CALLS / calls)
+            limit_s = share_s if turn >= _REPLAYS[0] else 2 * share_s
+            if now + (now - turned) > min(begun + limit_s, deadline):
                 break
         graphs.drop()
         return {name: 1e6 * statistics.median(seconds) for name, seconds in times.items()}

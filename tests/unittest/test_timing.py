@@ -1,0 +1,147 @@
+"""How a timer spends its budget, on a simulated machine: no GPU here has a clock."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from trtllm_b12x.dispatch import timing
+from trtllm_b12x.dispatch.policy import HOST, counts_to_measure
+from trtllm_b12x.dispatch.timing import BUDGET_S, PathTimer, TimedPath
+from trtllm_b12x.kernels import Geometry
+
+GEOMETRY = Geometry(8, 2, 128, 256, "Swiglu")
+CALLS = 24
+LAUNCH_S, CAPTURE_S, DRAW_S, DRAW_TOKEN_S = 100e-6, 300e-6, 500e-6, 8e-6
+"""Of a call that is launched or captured, and of its routes."""
+
+
+class Machine:
+    def __init__(self) -> None:
+        self.now = self.replayed = 0.0
+        self.capturing = False
+        self.draws: list[tuple[int, int, bool]] = []
+
+    def path(self, seconds: Callable[[int], float], captured: bool = True, **named: Any) -> TimedPath:
+        def run(x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> None:
+            tokens = x.shape[0]
+            self.now += CAPTURE_S if self.capturing else max(LAUNCH_S, seconds(tokens))
+            self.replayed += seconds(tokens)
+
+        return TimedPath([run] * 3, captured=captured, **named)
+
+    def sample(self, tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        self.now += DRAW_S + DRAW_TOKEN_S * tokens
+        self.draws.append((tokens, seed, skewed))
+        return torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2)
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.capturing, self.replayed = True, 0.0
+        run()
+        self.capturing, took = False, self.replayed
+
+        def replay() -> None:
+            self.now += took
+
+        return replay
+
+    def seconds(self, run: Callable[[], None]) -> float:
+        start = self.now
+        run()
+        return self.now - start
+
+    def drop(self) -> None:
+        self.now += 1e-3
+
+    def timer(self, a: TimedPath, host: TimedPath, **named: Any) -> PathTimer:
+        return PathTimer({"a": a, HOST: host}, GEOMETRY, self.sample, torch.device("cpu"), **named)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine()
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(monotonic=lambda: found.now))
+    monkeypatch.setattr(timing, "_graphs", lambda: contextlib.nullcontext(found))
+    monkeypatch.setattr(timing, "_seconds", found.seconds)
+    monkeypatch.setattr(timing, "_calls", lambda *_: CALLS)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
+    return found
+
+
+def test_times_are_those_of_a_call(machine: Machine) -> None:
+    found = machine.timer(machine.path(lambda n: 1e-6 * n), machine.path(lambda n: 50e-6))([16, 1, 4])
+    assert {n: pytest.approx(times) for n, times in found.rows.items()} == {n: {"a": n, HOST: 50} for n in (1, 4, 16)}
+    slow = machine.timer(machine.path(lambda n: 1e-3), machine.path(lambda n: 5e-3, captured=False))
+    assert slow([8]).rows[8] == pytest.approx({"a": 1000, HOST: 5000})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "host", "captured", "least"),
+    [
+        (lambda n: 50e-6 * n**0.5, lambda n: 200e-6, True, 14),
+        (lambda n: 500e-6 * n**0.5, lambda n: 2e-3, True, 14),
+        (lambda n: 50e-6 * n**0.5, lambda n: 50e-3, False, 10),
+        (lambda n: 50e-6 * n**0.5, lambda n: 5e-3 * n, False, 6),
+        (lambda n: 20e-3, lambda n: 20e-3, True, 8),
+    ],
+)
+def test_the_budget_is_a_bound(
+    machine: Machine, kernel: Callable[[int], float], host: Callable[[int], float], captured: bool, least: int
+) -> None:
+    shares: list[float] = []
+    timer = machine.timer(machine.path(kernel), machine.path(host, captured), progress=shares.append)
+    found = timer(counts_to_measure([256])).counts
+    print(f"{len(found)} counts in {timer.spent_s:.2f} s: {found}")
+    assert timer.spent_s == pytest.approx(machine.now)
+    assert timer.spent_s <= BUDGET_S
+    assert len(found) >= least
+    assert shares == pytest.approx([(done + 1) / 14 for done in range(14)])
+
+
+@pytest.mark.parametrize("slower", [1, 8])
+def test_there_is_time_for_prefill(machine: Machine, slower: int) -> None:
+    """A call of 4096 tokens takes 1 ms, or as much longer as a small card is slower: there fewer calls make a time."""
+    paths = {
+        "a": machine.path(lambda n: 100e-6 + 1e-6 * n, serves=lambda n: n <= 250),
+        "b": machine.path(lambda n: slower * (100e-6 + 0.2e-6 * n), captured=False, serves=lambda n: n >= 64),
+        HOST: machine.path(lambda n: slower * (100e-6 + 0.25e-6 * n)),
+    }
+    assert timing.largest_served(paths) == {"a": 250, "b": timing.LARGEST}
+    timer = PathTimer(paths, GEOMETRY, machine.sample, torch.device("cpu"))
+    counts = counts_to_measure(timing.largest_served(paths).values())
+    found = timer(counts)
+    print(f"{len(found.counts)} of {len(counts)} counts in {timer.spent_s:.2f} s: {found.counts}")
+    assert found.counts == sorted(counts)
+    assert timer.spent_s <= BUDGET_S
+
+
+def test_the_first_count_is_measured_in_any_case(machine: Machine) -> None:
+    assert machine.timer(machine.path(lambda n: 3.0), machine.path(lambda n: 3.0, False))([4, 5]).counts == [4]
+
+
+def test_half_of_the_calls_have_skewed_routes_and_every_call_its_own(machine: Machine) -> None:
+    def draws(seconds: float = 50e-6, **named: Any) -> list[tuple[int, int, bool]]:
+        machine.draws.clear()
+        machine.timer(machine.path(lambda n: seconds), machine.path(lambda n: seconds), **named)([4])
+        return machine.draws[:]
+
+    assert len({seed for _, seed, _ in draws()}) == CALLS
+    assert [skewed for *_, skewed in draws()] == [False, True] * (CALLS // 2)
+    for skewed in (False, True):
+        assert {draw[2] for draw in draws(skewed=skewed)} == {skewed}
+    assert not {seed for _, seed, _ in draws(seed=1)} & {seed for _, seed, _ in draws()}
+    assert [draw[2] for draw in draws(1.0)] == [False, True]  # as few as there are where calls are slow
+
+
+def test_what_a_path_raises_is_raised(machine: Machine) -> None:
+    def fails(tokens: int) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        machine.timer(machine.path(fails), machine.path(lambda n: 1.0))([1])
