@@ -88,10 +88,9 @@ def test_scales_of_stacked_experts_are_gate_before_up(name: str) -> None:
     down = torch.arange(2 * SIZE // 32 * HIDDEN).view(2, SIZE // 32, HIDDEN)
     mode = types.SimpleNamespace(name="FUSED_GATE_UP_PROJ")
     module = types.SimpleNamespace(weight_loading_mode=mode, hidden_size=HIDDEN, intermediate_size=SIZE)
-    w1, w3, w2 = _scales(module, {f"gate_up_proj_{name}": stacked, f"down_proj_{name}": down}, 1)
-    assert torch.equal(w1, stacked[1, :, :SIZE].T)
-    assert torch.equal(w3, stacked[1, :, SIZE:].T)
-    assert torch.equal(w2, down[1].T)
+    found: tuple[Any, ...] = _scales(module, {f"gate_up_proj_{name}": stacked, f"down_proj_{name}": down}, 1)
+    expected = (stacked[1, :, :SIZE].T, stacked[1, :, SIZE:].T, down[1].T)
+    assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * 3
     assert _scales(module, {}, 1) == (None, None, None)
 
 

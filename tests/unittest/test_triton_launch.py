@@ -126,7 +126,7 @@ def late_compiles() -> dict[str, dict[str, int]]:
     geometry = Geometry(4, 2, 128, 128, "Swiglu")
     for kind in (TritonKernel, TritonMXFP8Kernel, GroupedKernel, GroupedNVFP4Kernel):
         kernel: Any = kind(card)
-        if isinstance(kernel, GroupedKernel):
+        if issubclass(kind, GroupedKernel):
             kernel.table = kernel.table[:1]
         kernel.describe(geometry, 1, torch.device("cuda"))
         with late.expected():
