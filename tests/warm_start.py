@@ -162,7 +162,7 @@ def late() -> None:
 
     import trtllm_b12x
     from tests import mxfp8, nvfp4_layer
-    from trtllm_b12x import settings
+    from trtllm_b12x.core import settings
     from trtllm_b12x.kernels import Geometry, PlanError
     from trtllm_b12x.kernels import late as compiles
     from trtllm_b12x.kernels.grouped import GroupedKernel, source

@@ -8,7 +8,9 @@ from types import MappingProxyType
 
 import torch
 
-from . import decision, environment, families, formats, host, settings
+from trtllm_b12x.core import settings
+
+from . import decision, environment, families, formats, host
 from .decision import Environment, KernelFeatures, Resolution
 from .host.questions import Question
 from .kernels import Kernel

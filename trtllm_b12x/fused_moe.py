@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from . import eligibility, formats, host, kernels, log, registry, unserved
+from trtllm_b12x.core import log
+
+from . import eligibility, formats, host, kernels, registry, unserved
 from .carried import Carried
 from .decision import RejectReason, Resolution
 from .dispatch import crossover

@@ -9,10 +9,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import host, locks, process
+from trtllm_b12x.core import locks, process
+from trtllm_b12x.core.log import logger
+
+from . import host
 from .decision import Resolution
 from .dispatch.schedule import EVERY
-from .log import logger
 
 _lock = locks.new()
 

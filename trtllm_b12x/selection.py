@@ -14,7 +14,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from . import bootstrap, environment, host, log, registry, settings, unserved
+from trtllm_b12x.core import log, settings
+
+from . import bootstrap, environment, host, registry, unserved
 from .decision import Problem, RejectReason, Resolution, Verdict, decide
 from .host import Host, autotuner, patches, questions
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from . import formats, log
+from trtllm_b12x.core import log
+
+from . import formats
 from .decision import Resolution
 from .host import Host, questions
 

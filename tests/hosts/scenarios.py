@@ -490,7 +490,8 @@ def unusual() -> dict[str, Any]:
 
     import trtllm_b12x
     from tests import layers
-    from trtllm_b12x import process, registry
+    from trtllm_b12x import registry
+    from trtllm_b12x.core import process
     from trtllm_b12x.host import questions
 
     host = layers.host
@@ -723,7 +724,7 @@ def warming_up() -> dict[str, Any]:
     without the autotuner and graphs, each time as in a new process."""
     import gc
 
-    from trtllm_b12x import process
+    from trtllm_b12x.core import process
 
     found = {}
     for autotuner in ("on", "off"):

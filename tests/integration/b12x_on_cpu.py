@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from tests.integration.sm12x_on_hopper import problem
-from trtllm_b12x import process
+from trtllm_b12x.core import process
 from trtllm_b12x.kernels import Geometry, b12x
 from trtllm_b12x.kernels.b12x import B12xKernel, compiler
 from trtllm_b12x.kernels.b12x.compiler import DISPATCH

@@ -16,8 +16,8 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.integration.sm12x_on_hopper import Bed
-from trtllm_b12x import process
 from trtllm_b12x.checkpoint import Checkpoint
+from trtllm_b12x.core import process
 from trtllm_b12x.host.embedded import AuxStreamType
 from trtllm_b12x.kernels import b12x
 from trtllm_b12x.kernels.b12x import B12xKernel, compiler, launch

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from trtllm_b12x import process
+from trtllm_b12x.core import process
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy, Timings, counts_to_measure, fastest
 from trtllm_b12x.dispatch.timing import BUDGET_S, PathTimer, RouteSampler, TimedPath

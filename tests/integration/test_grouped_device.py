@@ -12,7 +12,8 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, random_call, random_layer
-from trtllm_b12x import process, settings, strict_reference
+from trtllm_b12x import strict_reference
+from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy
 from trtllm_b12x.environment import triton as toolchain

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests import layers, mxfp8
-from trtllm_b12x import process, strict_reference
+from trtllm_b12x import strict_reference
+from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights

@@ -11,7 +11,7 @@ import torch
 
 from tests import layers, mxfp8
 from tests.checkpoints import random_experts
-from trtllm_b12x import process
+from trtllm_b12x.core import process
 from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.host.embedded.ops import fp4_quantize
 

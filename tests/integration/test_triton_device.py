@@ -19,7 +19,8 @@ from tests import layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
 from tests.unittest import test_triton_forms as forms
-from trtllm_b12x import process, strict_reference
+from trtllm_b12x import strict_reference
+from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry

@@ -18,8 +18,9 @@ from click.testing import CliRunner, Result
 
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.unittest.test_checkpoint import BROKEN, E0, edit_tensors
-from trtllm_b12x import __version__, process
+from trtllm_b12x import __version__
 from trtllm_b12x.cli import main
+from trtllm_b12x.core import process
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.strict_reference.nvfp4 import dequantize_weight
 

@@ -16,7 +16,8 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
-from trtllm_b12x import fused_moe, process, settings
+from trtllm_b12x import fused_moe
+from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch import crossover, store
 from trtllm_b12x.dispatch.policy import HOST, FixedThreshold, MeasuredPolicy, Timings
 from trtllm_b12x.dispatch.schedule import Schedule

@@ -18,8 +18,9 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
-from trtllm_b12x import environment, families, formats, process, settings
+from trtllm_b12x import environment, families, formats
 from trtllm_b12x.cli import main
+from trtllm_b12x.core import process, settings
 from trtllm_b12x.decision import KernelFeatures, RejectReason
 from trtllm_b12x.kernels import Geometry, PlanError, prove
 from trtllm_b12x.kernels.b12x import B12xKernel

@@ -18,7 +18,8 @@ import trtllm_b12x
 from tests import faults, layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, standing_in
-from trtllm_b12x import bootstrap, process
+from trtllm_b12x import bootstrap
+from trtllm_b12x.core import process
 from trtllm_b12x.dispatch.policy import HOST
 
 EVERY = 1 if layers.host.generation == "embedded" or os.environ.get("FAULTS") == "all" else 12

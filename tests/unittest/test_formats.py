@@ -16,8 +16,9 @@ from click.testing import CliRunner
 import trtllm_b12x
 from tests import checkpoints, layers, toy_format
 from tests.facts import GOOD
-from trtllm_b12x import environment, families, formats, process
+from trtllm_b12x import environment, families, formats
 from trtllm_b12x.cli import main
+from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.strict_reference import Arithmetic, Call, outputs

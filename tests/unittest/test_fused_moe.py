@@ -10,7 +10,8 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import families, process, verification
+from trtllm_b12x import families, verification
+from trtllm_b12x.core import process
 from trtllm_b12x.decision import Environment, RejectReason
 from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE

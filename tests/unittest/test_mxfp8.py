@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests import mxfp8
-from trtllm_b12x import eligibility, formats, process
+from trtllm_b12x import eligibility, formats
+from trtllm_b12x.core import process
 from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, Problem, RejectReason, decide
 from trtllm_b12x.environment import triton
 from trtllm_b12x.families import grouped, grouped_nvfp4, triton_mxfp8

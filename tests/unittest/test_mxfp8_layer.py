@@ -15,7 +15,8 @@ import torch
 from tests import mxfp8
 from tests.clock import Clock, capturing, standing_in
 from tests.layers import create, host, swiglu_constants
-from trtllm_b12x import process, registry, settings
+from trtllm_b12x import registry
+from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.quantization.mxfp8 import _scales

@@ -11,7 +11,8 @@ import torch
 
 import trtllm_b12x
 from tests import layers
-from trtllm_b12x import process, selection, unserved
+from trtllm_b12x import selection, unserved
+from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason, Resolution
 from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.host import load, questions

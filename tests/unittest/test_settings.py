@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_b12x import settings
+from trtllm_b12x.core import settings
 
 
 @pytest.mark.parametrize("switch", [s for s in settings.SWITCHES if s is not settings.KERNELS], ids=lambda s: s.name)

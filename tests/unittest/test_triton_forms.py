@@ -15,7 +15,7 @@ import torch
 
 from tests import layers
 from tests.checkpoints import dequantized, random_experts
-from trtllm_b12x import process
+from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import dequantize
 from trtllm_b12x.host.embedded.ops import fp4_quantize

@@ -16,7 +16,8 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import process, strict_reference
+from trtllm_b12x import strict_reference
+from trtllm_b12x.core import process
 from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry, PlanError

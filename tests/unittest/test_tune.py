@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.clock import Clock, standing_in
-from trtllm_b12x import process
 from trtllm_b12x.cli import main
+from trtllm_b12x.core import process
 from trtllm_b12x.dispatch import store, timing
 from trtllm_b12x.dispatch.policy import HOST, Timings, counts_to_measure
 

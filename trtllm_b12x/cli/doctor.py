@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from trtllm_b12x import __version__, families, formats, settings
+from trtllm_b12x import __version__, families, formats
+from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution
 
 from . import facts

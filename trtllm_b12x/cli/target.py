@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from trtllm_b12x import families, formats, settings
+from trtllm_b12x import families, formats
+from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Deployment, Environment, Problem, Resolution, resolve
 
 TARGETS = {"sm_120a": 120, "sm_121a": 121}

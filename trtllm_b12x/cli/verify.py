@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_b12x import formats, settings
+from trtllm_b12x import formats
+from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.families import FAMILIES

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import locks, log, process, settings
 from trtllm_b12x.bootstrap import first_line
+from trtllm_b12x.core import locks, log, process, settings
+from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.log import logger
 
 from . import store, timing
 from .policy import DispatchPolicy, FixedThreshold, MeasuredPolicy, counts_to_measure

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import locks, process
+from trtllm_b12x.core import locks, process
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
 
 from . import crossover

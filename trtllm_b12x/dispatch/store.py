@@ -17,8 +17,8 @@ from typing import Any
 
 from trtllm_b12x import __version__
 from trtllm_b12x.bootstrap import first_line
+from trtllm_b12x.core.log import logger
 from trtllm_b12x.environment import answers, packages
-from trtllm_b12x.log import logger
 
 from .policy import Timings
 

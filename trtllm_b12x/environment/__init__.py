@@ -11,7 +11,8 @@ import re
 from dataclasses import replace
 from functools import cache
 
-from trtllm_b12x import host, settings
+from trtllm_b12x import host
+from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Environment
 
 from . import answers, packages, prove, triton

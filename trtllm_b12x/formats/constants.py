@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from trtllm_b12x import locks
+from trtllm_b12x.core import locks
 
 _lock = locks.new()
 _tensors: dict[tuple[object, ...], torch.Tensor] = {}

@@ -12,7 +12,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
 
-from trtllm_b12x import locks
+from trtllm_b12x.core import locks
 
 _Ours = TypeVar("_Ours")
 _embedded = False

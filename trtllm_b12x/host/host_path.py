@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from trtllm_b12x import registry
+from trtllm_b12x.core.log import logger
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.log import logger
 
 from . import load
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_b12x import locks
+from trtllm_b12x.core import locks
 
 building = locks.new()
 """Of the layers that are built; held while the host imports and constructs."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trtllm_b12x import locks, log, process, settings
+from trtllm_b12x.core import locks, log, process, settings
 
 from . import Geometry, PlanError, formats
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from trtllm_b12x import host
+from trtllm_b12x.core.log import logger
 from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 from trtllm_b12x.host import questions
 from trtllm_b12x.kernels import first_line
-from trtllm_b12x.log import logger
 
 from . import Method
 

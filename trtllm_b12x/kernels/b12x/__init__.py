@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import environment, families, locks, process, settings
+from trtllm_b12x import environment, families
+from trtllm_b12x.core import locks, process, settings
+from trtllm_b12x.core.log import logger
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import (
@@ -41,7 +43,6 @@ from trtllm_b12x.kernels import (
 from trtllm_b12x.kernels.jit.cards import card_of
 from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
 from trtllm_b12x.kernels.streams import Turn
-from trtllm_b12x.log import logger
 
 from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO, Signature

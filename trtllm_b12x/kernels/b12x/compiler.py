@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import locks, settings
+from trtllm_b12x.core import locks, settings
 from trtllm_b12x.kernels import Geometry, PlanError, late
 from trtllm_b12x.kernels.jit.cards import card_of
 

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from trtllm_b12x import families, log
+from trtllm_b12x import families
+from trtllm_b12x.core import log
 from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import constants

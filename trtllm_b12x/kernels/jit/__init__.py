@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import locks, process
+from trtllm_b12x.core import locks, process
+from trtllm_b12x.core.log import logger
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line, late
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.log import logger
 
 from . import precompile
 from .cards import Card, card_of

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import log, settings
+from trtllm_b12x.core import log, settings
 from trtllm_b12x.environment import child
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import PlanError, first_line, late

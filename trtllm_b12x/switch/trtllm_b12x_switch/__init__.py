@@ -4,7 +4,8 @@ TensorRT-LLM puts this folder's parent on ``sys.path`` and imports the folder by
 """
 
 import trtllm_b12x
-from trtllm_b12x import host, log, settings
+from trtllm_b12x import host
+from trtllm_b12x.core import log, settings
 
 
 class TrtllmB12xSwitch:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .families import FAMILIES
+from trtllm_b12x.families import FAMILIES
 
 _PREFIX = "TRTLLM_B12X"
 _Value = TypeVar("_Value", str, bool)

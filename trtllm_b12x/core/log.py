@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from trtllm_b12x.bootstrap import say
+from trtllm_b12x.decision import Rejection, RejectReason, Resolution
+
 from . import locks, process, settings
-from .bootstrap import say
-from .decision import Rejection, RejectReason, Resolution
 
 logger = logging.getLogger("trtllm_b12x")
 _said: set[tuple[str, RejectReason] | str] = set()
