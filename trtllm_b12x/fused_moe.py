@@ -17,6 +17,7 @@ from trtllm_b12x.core import log
 from . import eligibility, formats, host, kernels, registry, unserved
 from .carried import Carried
 from .decision import RejectReason, Resolution
+from .decision.announce import announce
 from .dispatch import crossover
 from .dispatch.layer import LayerDispatch
 from .dispatch.schedule import Schedule
@@ -165,7 +166,7 @@ class Promoted(Carried):
             self._announce_and_record(ready=False)
 
     def _announce_and_record(self, ready: bool) -> None:
-        log.announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0), self._alone)
+        announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0), self._alone)
         registry.record(self, self.verdict, ready=ready)
 
     def _judge(self) -> Resolution:

@@ -14,10 +14,11 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from trtllm_b12x.core import log, settings
+from trtllm_b12x.core import errors, log, settings
 
 from . import bootstrap, environment, host, registry, unserved
 from .decision import Problem, RejectReason, Resolution, Verdict, decide
+from .decision.announce import announce
 from .host import Host, autotuner, patches, questions
 
 _active = False
@@ -233,7 +234,7 @@ def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[s
         return moe_cls
     if verdict.served:
         return _our_class()
-    log.announce(verdict, f"moe_backend {getattr(model_config, 'moe_backend', '?')}", _rank(model_config))
+    announce(verdict, f"moe_backend {getattr(model_config, 'moe_backend', '?')}", _rank(model_config))
     return moe_cls
 
 
@@ -294,7 +295,7 @@ def _backend_for(trtllm: Host, call: inspect.BoundArguments) -> tuple[Any, Resol
     if ours:
         return moe_cls, None  # somebody named the host's class
     if promoted_before or not trtllm.has_get_moe_cls:
-        log.announce(verdict, "MoE layer", _rank(model_config))
+        announce(verdict, "MoE layer", _rank(model_config))
     return (trtllm.CutlassFusedMoE if promoted_before else moe_cls), verdict
 
 
@@ -314,7 +315,7 @@ def _warn_of_trtllm(model_config: Any) -> None:
 def refuse(error: Exception) -> None:
     """The host's own answer from here on, and one warning."""
     global _refused
-    _refused = bootstrap.first_line(error)
+    _refused = errors.first_line(error)
     with suppress(Exception):
         log.logger.warning("promotion is off in this process, the host's own classes run: %s", _refused, exc_info=error)
 
@@ -335,5 +336,5 @@ def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:
     rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)
     if not rejections:
         return moe_cls
-    log.announce(Resolution((("b12x", Verdict(rejections)),)), f"moe_backend CUTEDSL ({moe_cls.__name__})")
+    announce(Resolution((("b12x", Verdict(rejections)),)), f"moe_backend CUTEDSL ({moe_cls.__name__})")
     return trtllm.CutlassFusedMoE

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.core import log
-
 from . import formats
 from .decision import Resolution
+from .decision.announce import announce
 from .host import Host, questions
 
 BACKENDS = ("CUTLASS", "AUTO", "TRTLLM")
@@ -33,7 +32,7 @@ def class_for(trtllm: Host, resolve: Callable[[questions.Question], Resolution],
     verdict = resolve(question)
     if verdict.served:
         return trtllm.CutlassFusedMoE
-    log.announce(verdict, f"MoE layer in {row.name}", alone=True)
+    announce(verdict, f"MoE layer in {row.name}", alone=True)
     return None
 
 

@@ -36,7 +36,7 @@ LIGHT = (
 """Imported without torch: in every process of the host, or by a command on a machine that has none."""
 RULES = (
     # (who, must not import whom, why)
-    ("decision", ("trtllm_b12x",), "it is pure"),
+    ("decision", tuple(f"trtllm_b12x.{room}" for room in ("environment", "kernels", "host", "fused_moe")), "it is pure"),
     ("families", ("trtllm_b12x.kernels", "trtllm_b12x.environment", "trtllm_b12x.host"), "rows name modules, they do not import"),
     (
         "environment",

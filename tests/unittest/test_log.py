@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from trtllm_b12x import families
-from trtllm_b12x.core import log, process
+from trtllm_b12x.core import process
 from trtllm_b12x.decision import UNKNOWN, Environment, Lacking, Problem, Rejection, RejectReason, Resolution, resolve
+from trtllm_b12x.decision.announce import announce
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +35,14 @@ MENDABLE, ANOTHER_CARD = b12x(dsl="none"), b12x(sm=90)
 
 def test_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
     for layer in range(48):
-        log.announce(MENDABLE, f"layer {layer}")
-    log.announce(ANOTHER_CARD, "layer 0")
+        announce(MENDABLE, f"layer {layer}")
+    announce(ANOTHER_CARD, "layer 0")
     assert len(caplog.records) == 2
 
 
 def test_levels(caplog: pytest.LogCaptureFixture) -> None:
-    log.announce(MENDABLE, "MoE layer 3")
-    log.announce(ANOTHER_CARD, "MoE layer 3")
+    announce(MENDABLE, "MoE layer 3")
+    announce(ANOTHER_CARD, "MoE layer 3")
     warning, information = caplog.records
     assert (warning.levelno, information.levelno) == (logging.WARNING, logging.DEBUG)
     assert "rank 0: MoE layer 3 stays on CUTLASS: DSL_MISSING" in warning.getMessage()
@@ -49,7 +50,7 @@ def test_levels(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_would_not_help_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    log.announce(b12x(sm=90, dsl="none", flashinfer="none"), "MoE layer 0")
+    announce(b12x(sm=90, dsl="none", flashinfer="none"), "MoE layer 0")
     assert {record.levelno for record in caplog.records} == {logging.DEBUG}
     assert len(caplog.records) == 3
 
@@ -59,24 +60,22 @@ def test_what_stands_against_one_family_alone(caplog: pytest.LogCaptureFixture) 
     facts = Environment(dsl="none", flashinfer="none")
     rows = [(family.name, family.features(facts)) for family in families.FAMILIES]
     for layer in range(3):
-        log.announce(resolve(Problem(quant_algo="NVFP4"), None, facts, rows), f"MoE layer {layer}")
+        announce(resolve(Problem(quant_algo="NVFP4"), None, facts, rows), f"MoE layer {layer}")
     (line,) = caplog.records
     assert line.levelno == logging.INFO
     assert "MoE layer 0 is served by triton, not by b12x: DSL_MISSING: " in line.getMessage()
     assert "; FLASHINFER_MISSING: " in line.getMessage()
     assert line.getMessage().count("pip install") == 1
     caplog.clear()
-    log.announce(resolve(Problem(quant_algo="FP8"), None, facts, rows), "MoE layer 3")
+    announce(resolve(Problem(quant_algo="FP8"), None, facts, rows), "MoE layer 3")
     (line,) = caplog.records
     assert "MoE layer 3 stays on CUTLASS: QUANTIZATION" in line.getMessage()
-    log.announce(
-        resolve(Problem(quant_algo="NVFP4"), None, replace(facts, triton_lacks=(Lacking("no gcc", "cc"),)), rows), "layer"
-    )
+    announce(resolve(Problem(quant_algo="NVFP4"), None, replace(facts, triton_lacks=(Lacking("no gcc", "cc"),)), rows), "layer")
     assert "layer stays on CUTLASS: TRITON: no gcc (cc)" in caplog.text
 
 
 def test_other_ranks_do_not_repeat_it(caplog: pytest.LogCaptureFixture) -> None:
-    log.announce(MENDABLE, "MoE layer 3", rank=1)
+    announce(MENDABLE, "MoE layer 3", rank=1)
     assert [record.levelno for record in caplog.records] == [logging.DEBUG]
     assert "rank 1" in caplog.records[0].getMessage()
 
@@ -88,7 +87,7 @@ def test_what_is_mendable() -> None:
 
 
 def test_a_gpu_that_is_not_visible_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    log.announce(b12x(sm=0), "MoE layer 0")
+    announce(b12x(sm=0), "MoE layer 0")
     (line,) = caplog.records
     assert line.levelno == logging.WARNING
     assert line.getMessage().startswith("rank 0: MoE layer 0 stays on CUTLASS: SM: no GPU is visible (make the GPU visible")

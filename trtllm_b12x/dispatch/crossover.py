@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.bootstrap import first_line
 from trtllm_b12x.core import locks, log, process, settings
+from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.kernels import Geometry

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_b12x import __version__
-from trtllm_b12x.bootstrap import first_line
+from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.environment import answers, packages
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_b12x import __version__
-from trtllm_b12x.bootstrap import first_line
+from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.decision import PayloadFault
 
 from . import answers, child, flashinfer, gpu, packages

@@ -80,7 +80,7 @@ def load() -> Host:
         except UnsupportedHostError as error:
             failure = error
         except Exception as error:  # a name that no function of the contract stands for
-            from trtllm_b12x.bootstrap import first_line  # the embedded host must do without it
+            from trtllm_b12x.core.errors import first_line  # the embedded host must do without it
 
             failure = UnsupportedHostError(f"TensorRT-LLM cannot be adapted: {first_line(error)}")
         _failure = str(failure)

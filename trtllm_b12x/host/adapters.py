@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from trtllm_b12x.bootstrap import first_line
+from trtllm_b12x.core.errors import first_line
 
 from . import Host, UnsupportedHostError, contract
 from .calls import ContextCalls, EndsWithCachedState, EndsWithPostLoad, KeywordCalls

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from trtllm_b12x import bootstrap, formats
+from trtllm_b12x import formats
+from trtllm_b12x.core import errors
 from trtllm_b12x.decision import KernelFeatures
 
 GATED = frozenset({"Swiglu", "SwigluBias", "Geglu"})
@@ -79,7 +80,7 @@ class PlanError(RuntimeError):
 
 def first_line(error: BaseException) -> str:
     """``Type: message``, one line; the message alone of a :class:`PlanError`."""
-    line = bootstrap.first_line(error)
+    line = errors.first_line(error)
     return line.removeprefix("PlanError: ") if isinstance(error, PlanError) else line
 
 
