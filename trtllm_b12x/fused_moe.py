@@ -20,7 +20,7 @@ from .decision import RejectReason, Resolution
 from .decision.announce import announce
 from .dispatch import crossover
 from .dispatch.layer import LayerDispatch
-from .dispatch.schedule import Schedule
+from .dispatch.schedule import HOSTS, Schedule
 from .formats import constants
 from .formats.epilogue import Epilogue
 from .host import contract, host_path, questions
@@ -120,7 +120,7 @@ class Promoted(Carried):
 
     def _leave_to_the_host(self, error: Exception) -> None:
         """After a fault of ours the host serves the layer, and one line says so."""
-        self.retire_kernels()
+        self.dispatch.schedule = self.dispatch.detached = HOSTS
         log.logger.debug("MoE layer %s", getattr(self, "layer_idx", "?"), exc_info=error)
         self._fault = self._fault or kernels.first_line(error)
         self.verdict = Resolution.left_to_the_host(RejectReason.KERNEL_PLAN_FAILED, self._fault)

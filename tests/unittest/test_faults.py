@@ -156,7 +156,7 @@ def test_every_function_of_a_measurement(
         assert len(clock.asked) == 1
         forget()
         among = faults.functions()
-        reached = [code for code in faults.called(functools.partial(measured, 1)) if faults.name(code).startswith("crossover.")]
+        reached = [code for code in faults.called(functools.partial(measured, 1)) if faults.name(code).startswith("dispatch.")]
         assert len(reached) > 25
         for number, code in enumerate(reached):
             forget()

@@ -51,7 +51,7 @@ class LayerDispatch:
         """
         self.kernels, self.max_num_tokens = kernels, max_num_tokens
         self.schedule = HOSTS
-        self._detached = HOSTS
+        self.detached = HOSTS
         self.decided = False
         """There is nothing more to measure."""
         self._stage = -1
@@ -78,7 +78,7 @@ class LayerDispatch:
             else:
                 if kernel is not None:
                     bound[name] = kernel
-        self.schedule, self._detached, self._stage = Schedule(bound, crossover.default_policy()), HOSTS, -1
+        self.schedule, self.detached, self._stage = Schedule(bound, crossover.default_policy()), HOSTS, -1
         self.decided = False
         if errors and device.type == "cuda":
             torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
@@ -96,7 +96,7 @@ class LayerDispatch:
         failed = _failures.known.get((name, geometry, str(device)))
         if failed:
             raise PlanError(failed)
-        kernel = self.schedule.families.get(name) or self._detached.families.get(name)
+        kernel = self.schedule.families.get(name) or self.detached.families.get(name)
         if kernel is None or kernel.device != device:
             kernel = kind()
             kernel.plan(geometry, limit, device)
@@ -124,12 +124,12 @@ class LayerDispatch:
 
     def drop(self) -> None:
         """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""
-        self.schedule = self._detached = HOSTS
+        self.schedule = self.detached = HOSTS
 
     def moved_to(self, device: torch.device) -> bool:
         """Detach kernels that do not run on ``device`` until the layer is back. Return whether there are some to bind again."""
-        schedule = self.schedule if self.schedule.kernels else self._detached
-        self.schedule, self._detached = HOSTS, schedule
+        schedule = self.schedule if self.schedule.kernels else self.detached
+        self.schedule, self.detached = HOSTS, schedule
         return bool(schedule.kernels) and all(kernel.runs_on(device) for kernel in schedule.kernels)
 
     def without_kernels(self) -> LayerDispatch:
