@@ -5,8 +5,6 @@ if TYPE_CHECKING:
     from .decision import Resolution
     from .registry import Status
 
-__version__ = "0.1.0"
-
 
 def install() -> None:
     """Promote the CUTLASS backend of this process's host; see :func:`trtllm_b12x.selection.install`."""
@@ -49,3 +47,11 @@ def status() -> "Status":
     from . import registry
 
     return registry.status()
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from .core.version import __version__
+
+        return __version__
+    raise AttributeError(name)

@@ -22,7 +22,7 @@ def machine() -> Environment:
     The embedded host runs on any machine, so there the machine says nothing.
     """
     return replace(
-        environment.probe() if host.installed() else Environment(),
+        environment.probe(host.state()) if host.installed() else Environment(),
         enabled=settings.ENABLED(),
     )
 
@@ -71,7 +71,9 @@ def resolve(
 def _card_is_there(features: KernelFeatures) -> bool:
     if not torch.cuda.is_available():
         return False
-    sm = environment.probe().sm if host.installed() else None  # torch's answer would create a CUDA context in whoever only asks
+    sm = (
+        environment.probe(host.state()).sm if host.installed() else None
+    )  # torch's answer would create a CUDA context in whoever only asks
     if not sm:
         major, minor = torch.cuda.get_device_capability()
         sm = 10 * major + minor

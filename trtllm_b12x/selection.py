@@ -14,9 +14,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from trtllm_b12x.core import errors, log, settings
+from trtllm_b12x.core import errors, hook, log, process, settings
 
-from . import bootstrap, environment, host, registry, unserved
+from . import environment, host, registry, unserved
 from .decision import Problem, RejectReason, Resolution, Verdict, decide
 from .decision.announce import announce
 from .host import Host, autotuner, patches, questions
@@ -38,12 +38,12 @@ def install() -> None:
         patch(host.load().create_moe)
         return
     _turn_on()
-    bootstrap.start()
-    for name in bootstrap.WATCHED & set(sys.modules):
+    hook.start(patch)
+    for name in hook.WATCHED & set(sys.modules):
         module = sys.modules[name]
         # One that is being imported right now is patched by its loader when it is complete.
         if not getattr(module.__spec__, "_initializing", False):
-            bootstrap.patch(module)
+            hook.hand_over(module, patch)
 
 
 def _turn_on() -> None:
@@ -52,6 +52,7 @@ def _turn_on() -> None:
         if not _active:
             log.configure()
         _active = True
+        process.in_server = host.installed()
 
 
 def uninstall() -> None:
@@ -62,18 +63,18 @@ def uninstall() -> None:
     """
     global _active, _refused
     with patches.lock:
-        _active, _refused, bootstrap.failure = False, "", ""
+        _active, _refused, hook.failure = False, "", ""
         _give_back()
 
 
 def _give_back() -> None:
     with patches.lock:
-        bootstrap.stop()
+        hook.stop()
         patches.give_back()
 
 
 def patch(module: ModuleType) -> None:
-    """Rebind the names of one of the host's modules (:data:`trtllm_b12x.bootstrap.WATCHED`), all of them or none.
+    """Rebind the names of one of the host's modules (``core.hook.WATCHED``), all of them or none.
 
     ``create_moe.get_moe_cls`` (generations A and B).  Why: the host builds and wraps whatever class it returns, and has no
     registry for the CUTLASS name.  How: rebound as a module attribute, which ``create_moe`` looks up globally and
@@ -134,7 +135,7 @@ def patched() -> tuple[str, ...]:
 
 def refused() -> str:
     """Why the host is left alone in this process, empty if it is not."""
-    return _refused or bootstrap.failure
+    return _refused or hook.failure
 
 
 def _adapter() -> Host | None:
@@ -325,14 +326,14 @@ def _rank(model_config: Any) -> int:
 
 
 def _has_no_kernel_here(moe_cls: type) -> bool:
-    return moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS) and environment.probe().sm in (120, 121)
+    return moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS) and environment.probe(host.state()).sm in (120, 121)
 
 
 def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:
     """CUTLASS in place of the host's own b12x class where the payload gate says that its kernels will not compile."""
     if getattr(moe_cls, "__name__", "") != _HOSTS_B12X:
         return moe_cls
-    payload = environment.probe(always_look=True)  # also where b12x of ours would not be served for another reason
+    payload = environment.probe(host.state(), always_look=True)  # also where b12x of ours would not be served for another reason
     rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)
     if not rejections:
         return moe_cls

@@ -419,7 +419,7 @@ def table() -> dict[str, Any]:
         for sm in (90, 100, 120, 121):
             os.environ["FAKE_COMPUTE_CAP"] = f"{sm // 10}.{sm % 10}"
             os.environ["DOUBLE_SM"] = str(sm)
-            environment.probe.cache_clear()
+            environment.forget()
             if payload == "12":  # found for real in tests/integration/test_payload.py
                 environment.inspect_payload = lambda: environment.Payload("4.8.1", (12, 9))
             for backend in ("CUTLASS", "TRTLLM", "CUTEDSL", "VANILLA", "DEEPGEMM"):

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from trtllm_b12x import bootstrap, selection
+from trtllm_b12x.core import hook
 
 NAME = "watched_module"
 
@@ -25,7 +26,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
     (tmp_path / f"{NAME}.py").write_text("value = 1\n")
     (tmp_path / "unwatched.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(bootstrap, "WATCHED", frozenset({NAME}))
+    monkeypatch.setattr(hook, "WATCHED", frozenset({NAME}))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     handed: list[str] = []
 
@@ -34,9 +35,9 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
         vars(module)["value"] += 1
 
     monkeypatch.setattr(selection, "patch", patch)
-    bootstrap.start()
+    hook.start(bootstrap.patch)
     yield handed
-    bootstrap.stop()
+    hook.stop()
     for name in (NAME, "unwatched"):
         sys.modules.pop(name, None)
 
@@ -57,8 +58,8 @@ def test_a_reload_is_handed_over_again(seen: list[str]) -> None:
 
 
 def test_start_twice_watches_once(seen: list[str]) -> None:
-    bootstrap.start()
-    assert sum(isinstance(finder, bootstrap.Finder) for finder in sys.meta_path) == 1
+    hook.start(bootstrap.patch)
+    assert sum(isinstance(finder, hook.Finder) for finder in sys.meta_path) == 1
 
 
 def test_a_module_that_fails_fails_as_without_us(seen: list[str], tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_a_hook_that_raises_costs_one_line(
     monkeypatch.setattr(selection, "patch", lambda module: 1 / 0)
     assert importlib.import_module(NAME).value == 1
     assert "watched_module is left alone: ZeroDivisionError" in capsys.readouterr().err
-    assert bootstrap.failure == "ZeroDivisionError: division by zero"
+    assert hook.failure == "ZeroDivisionError: division by zero"
 
 
 def test_a_module_without_what_is_rebound_is_not_half_patched() -> None:
@@ -124,8 +125,8 @@ def pth(code: str, **variables: str) -> list[str]:
 FOUND = """
 print(sum(name.startswith('trtllm_b12x') for name in sys.modules))
 import tensorrt_llm
-from trtllm_b12x import bootstrap
-print(*[type(finder).__name__ for finder in sys.meta_path[:2]], bootstrap.watching())
+from trtllm_b12x.core import hook
+print(*[type(finder).__name__ for finder in sys.meta_path[:2]], hook.watching())
 """
 
 
@@ -149,8 +150,8 @@ def test_a_broken_package_breaks_no_import(tmp_path: Path) -> None:
 
 
 def test_uninstalled_before_the_host_is_imported(tmp_path: Path) -> None:
-    code = "from trtllm_b12x import bootstrap\nprint(bootstrap.watching())\nbootstrap.stop()\n"
-    assert pth(code + "import tensorrt_llm\nprint(bootstrap.watching())", folder=str(tmp_path)) == ["True", "False"]
+    code = "from trtllm_b12x.core import hook\nprint(hook.watching())\nhook.stop()\n"
+    assert pth(code + "import tensorrt_llm\nprint(hook.watching())", folder=str(tmp_path)) == ["True", "False"]
 
 
 def test_the_start_file_names_what_the_pth_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +159,10 @@ def test_the_start_file_names_what_the_pth_does(monkeypatch: pytest.MonkeyPatch)
     (line,) = (ROOT / "trtllm_b12x.start").read_text().splitlines()
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delenv("TRTLLM_B12X", raising=False)
-    bootstrap.stop()
-    assert not bootstrap.watching()
+    hook.stop()
+    assert not hook.watching()
     pkgutil.resolve_name(line)()
-    assert bootstrap.watching()
+    assert hook.watching()
 
 
 def test_the_installed_package_is_taken_not_the_working_directorys(tmp_path: Path) -> None:

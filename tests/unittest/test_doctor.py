@@ -28,7 +28,7 @@ FIELD = dataclasses.replace(
 
 
 def run(monkeypatch: pytest.MonkeyPatch, facts: Environment, *arguments: Any) -> Result:
-    monkeypatch.setattr(environment, "probe", lambda always_look: facts)
+    monkeypatch.setattr(environment, "probe", lambda host, always_look: facts)
     return CliRunner().invoke(main, ["doctor", *map(str, arguments)])
 
 
@@ -182,7 +182,7 @@ def test_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_explain_is_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     from trtllm_b12x.host import embedded as host
 
-    monkeypatch.setattr(environment, "probe", lambda: FIELD)
+    monkeypatch.setattr(environment, "probe", lambda host: FIELD)
     monkeypatch.setattr("trtllm_b12x.host.installed", lambda: True)
     config = host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo.FP8))
     verdict = trtllm_b12x.explain(config)

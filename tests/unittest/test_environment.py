@@ -399,7 +399,7 @@ print(e.compile_error("sm_121a"))
 def test_another_card_starts_without_a_look(site: Path) -> None:
     program(home(site) / "bin", "nvidia-smi", "0, GPU-a, 9.0")
     code = "from trtllm_b12x import environment as e; f = e.probe(); print(f.sm, f.dsl, f.payload_cuda)"
-    code += "; print(e.probe(True).payload_cuda)"
+    code += "; print(e.probe(always_look=True).payload_cuda)"
     running = process(site, code, PATH=f"{home(site) / 'bin'}:/usr/bin:/bin", CUDA_VISIBLE_DEVICES="0")
     assert running.communicate(timeout=120)[0].split("\n")[:2] == ["90 4.5.0 None", "(12, 9)"]
     assert imports(site) == 1

@@ -121,7 +121,7 @@ def test_verify_and_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = dataclasses.replace(GOOD, dsl="none", payload_cuda=None)
-    monkeypatch.setattr(environment, "probe", lambda always_look: facts)
+    monkeypatch.setattr(environment, "probe", lambda host, always_look: facts)
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0
     lines = result.output.splitlines()

@@ -19,7 +19,7 @@ from tests import faults, layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, standing_in
 from trtllm_b12x import bootstrap
-from trtllm_b12x.core import process
+from trtllm_b12x.core import hook, process
 from trtllm_b12x.dispatch.policy import HOST
 
 EVERY = 1 if layers.host.generation == "embedded" or os.environ.get("FAULTS") == "all" else 12
@@ -36,7 +36,8 @@ HOSTS = (
 """What the embedded host computes with, and what a host asks when it compares classes."""
 SEAMS = (
     "bootstrap.patch",
-    "bootstrap._Loader",
+    "core.hook._Loader",
+    "core.hook.hand_over",
     "selection._promoting.<locals>.wrapper",
     "selection._building.<locals>.wrapper",
     "selection._resolving.<locals>.wrapper",
@@ -76,7 +77,7 @@ def calls(ratio: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def flow(ratio: float = 1.0) -> tuple[Any, list[torch.Tensor]]:
     """Of a host: its modules are imported, a layer is built, loaded, moved, called on both sides of the crossover, twice."""
-    bootstrap.patch(sys.modules[layers.host.create_moe.__name__])
+    hook.hand_over(sys.modules[layers.host.create_moe.__name__], bootstrap.patch)
     module = layers.build(4, 128, 128)
     if not getattr(module, "backend", module)._weights_created:
         module.create_weights()
@@ -135,7 +136,7 @@ def test_every_function_that_a_host_reaches(ratio: float, caplog: pytest.LogCapt
         assert min(errors) < 0.02, (name, errors)
         kernel = getattr(backend, "kernel", None)
         if kernel is None:
-            assert caplog.records or bootstrap.failure, f"{name} costs the kernel, and nothing is said"
+            assert caplog.records or hook.failure, f"{name} costs the kernel, and nothing is said"
 
 
 @pytest.mark.embedded

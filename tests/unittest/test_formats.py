@@ -109,7 +109,7 @@ def test_where_the_format_is_not_known_yet_any_will_do(monkeypatch: pytest.Monke
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "probe", lambda always_look: GOOD)
+    monkeypatch.setattr(environment, "probe", lambda host, always_look: GOOD)
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0
     lines = result.output.splitlines()

@@ -97,8 +97,9 @@ def test_a_gpu_that_is_not_visible_is_a_warning(caplog: pytest.LogCaptureFixture
 SPEAKS = """
 from types import ModuleType
 from trtllm_b12x import bootstrap
-bootstrap.patch(ModuleType("create_moe"))  # warns of the setting, and of a module without what is rebound
-print("alive", bool(bootstrap.failure))
+from trtllm_b12x.core import hook
+hook.hand_over(ModuleType("create_moe"), bootstrap.patch)  # warns of the setting, and of a module without what is rebound
+print("alive", bool(hook.failure))
 """
 
 

@@ -166,7 +166,7 @@ def test_named_backends_without_a_kernel_on_this_card(
     named = type(name, (host.CutlassFusedMoE,), {})
     process.forget()
     monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: named)
-    monkeypatch.setattr(environment, "probe", lambda always_look=False: Environment(sm=sm))
+    monkeypatch.setattr(environment, "probe", lambda host, always_look=False: Environment(sm=sm))
     trtllm_b12x.install()
     expected = FlashInferNvfp4Sm12xFusedMoE if promoted and name == "CuteDslFusedMoE" else named
     for _ in range(2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from trtllm_b12x import __version__
+from trtllm_b12x.core.version import __version__
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

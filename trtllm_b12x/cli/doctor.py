@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
-from trtllm_b12x import __version__, families, formats
+from trtllm_b12x import families, formats
 from trtllm_b12x.core import settings
+from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution
 
 from . import facts
@@ -231,9 +232,9 @@ def _families(verdicts: list[tuple[str, Resolution]]) -> list[tuple[str, str]]:
 
 def _hook(e: Environment) -> str:
     """Why the worker processes would not be reached, empty if they will be."""
-    from trtllm_b12x import bootstrap
+    from trtllm_b12x.core import hook
 
-    if e.host == "none" or bootstrap.watching():
+    if e.host == "none" or hook.watching():
         return ""
     return (
         "trtllm_b12x.pth was not run by this interpreter (python -S, or an installation with pip --target): worker processes "

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trtllm_b12x import __version__, environment
+from trtllm_b12x import environment
+from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.environment import answers, packages
 

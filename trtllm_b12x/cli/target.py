@@ -13,9 +13,10 @@ TARGETS = {"sm_120a": 120, "sm_121a": 121}
 
 def machine(target: str | None) -> Environment:
     """This machine's facts, with the card of ``target`` for its own."""
-    from trtllm_b12x.environment import probe, triton
+    from trtllm_b12x import environment, host
+    from trtllm_b12x.environment import triton
 
-    here = probe(always_look=True)
+    here = environment.probe(host.state(), always_look=True)
     if target is None:
         return here
     # Another machine's card; its toolkit is unknown where this one has none.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_b12x import __version__
 from trtllm_b12x.core import settings
 from trtllm_b12x.core.errors import first_line
+from trtllm_b12x.core.version import __version__
 from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy, Timings, counts_to_measure, fastest
 
 from . import geometry

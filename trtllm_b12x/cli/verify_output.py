@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_b12x import __version__
+from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.families import FAMILIES

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_b12x import __version__, families, formats
+from trtllm_b12x import families, formats
+from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Deployment, Environment, Problem
 
 from . import geometry, target

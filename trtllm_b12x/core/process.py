@@ -17,3 +17,7 @@ def forget() -> None:
     """Start over, as a new process would.  Layers that live stay what they are."""
     for one in _kept:
         one()
+
+
+in_server = False
+"""True once an engine has installed our kernels in this process: a compile that may kill it runs in a child first."""

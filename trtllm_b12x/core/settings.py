@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from trtllm_b12x.families import FAMILIES
-
 _PREFIX = "TRTLLM_B12X"
 _Value = TypeVar("_Value", str, bool)
 _WORDS = {"false": "0", "off": "0", "no": "0", "true": "1", "on": "1", "yes": "1"}
@@ -125,6 +123,8 @@ class Crossover(Switch[str]):
         return (*super().choices, "64", "FILE")
 
 
+FAMILIES = ("b12x", "triton", "grouped")
+"""Names of the kernel families, the preferred one first."""
 LARGEST_CROSSOVER = 8192
 """Tokens; kernels are planned for as many."""
 _ON_OFF = {"0": False, "1": True}
@@ -144,8 +144,8 @@ FREEZE = Switch(
 )
 KERNELS = Order(
     f"{_PREFIX}_KERNELS",
-    {family.name: family.name for family in FAMILIES},
-    ",".join(dict.fromkeys(family.name for family in FAMILIES)),
+    {name: name for name in FAMILIES},
+    ",".join(FAMILIES),
     "kernel families to consider, in this order",
 )
 LOG = Switch(

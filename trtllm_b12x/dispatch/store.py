@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_b12x import __version__
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.log import logger
+from trtllm_b12x.core.version import __version__
 from trtllm_b12x.environment import answers, packages
 
 from .policy import Timings

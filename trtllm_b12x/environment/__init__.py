@@ -11,7 +11,6 @@ import re
 from dataclasses import replace
 from functools import cache
 
-from trtllm_b12x import host
 from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Environment
 
@@ -52,27 +51,35 @@ def of_flashinfer(found: FlashInfer) -> Environment:
     )
 
 
+def probe(host: tuple[str, str] = ("none", ""), always_look: bool = False) -> Environment:
+    """Return everything, for the process that asks.
+
+    Args:
+        host: state of the engine in this process, and what differs from the nearest that is known.
+        always_look: see the CuTe DSL's payload loaded also where nothing could make b12x serve.
+    """
+    state, detail = host
+    return replace(_probe(state != "unsupported", always_look), host=state, host_detail=detail)
+
+
 @cache
-def probe(always_look: bool = False) -> Environment:
-    """Everything, for the process that asks.
+def _probe(hosted: bool, always_look: bool) -> Environment:
+    """Read the machine once.
 
     The CuTe DSL's payload is looked at unless nothing could make b12x serve here (or with ``always_look``): on another card, or
     switched off, a server starts without it.  What Triton lacks is told by files and a ptxas.
     """
-    state, detail = host.state()
     wheels = packages.installed(WHEELS)
     dsl = wheels.get("nvidia-cutlass-dsl")
     facts = replace(
         of_flashinfer(inspect_flashinfer()),
         enabled=settings.ENABLED(),
-        host=state,
-        host_detail=detail,
         sm=gpu_sm(),
         toolkit_cuda=toolkit_cuda(),
         dsl="none" if dsl is None else dsl.version,
         dsl_wheels=tuple(wheels),
     )
-    if not always_look and (facts.enabled is False or facts.host == "unsupported" or facts.sm not in (None, 120, 121)):
+    if not always_look and (facts.enabled is False or not hosted or facts.sm not in (None, 120, 121)):
         return facts
     facts = replace(facts, triton_lacks=triton.lacking(facts.sm), upcast=triton.upcast(facts.sm))
     if not always_look and "b12x" not in settings.KERNELS.listed():
@@ -127,6 +134,6 @@ def compile_error(target: str) -> str:
     return str(error)
 
 
-def hosted() -> bool:
-    """This process is one of TensorRT-LLM's, or may become one."""
-    return host.installed()
+def forget() -> None:
+    """Read the machine anew."""
+    _probe.cache_clear()

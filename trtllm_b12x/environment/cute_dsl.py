@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_b12x import __version__
 from trtllm_b12x.core.errors import first_line
+from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import PayloadFault
 
 from . import answers, child, flashinfer, gpu, packages

@@ -6,15 +6,13 @@ For the torch implementations that stand in for device code; :mod:`trtllm_b12x.s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
+from .geometry import Geometry
 from .layouts import plain_scales
 from .weights import Weights
-
-if TYPE_CHECKING:
-    from trtllm_b12x.kernels import Geometry
 
 BLOCK_SIZE = 32
 """Elements that share one E8M0 scale."""

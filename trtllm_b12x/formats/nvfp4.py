@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from .geometry import Geometry
 from .layouts import plain_scales
 from .weights import Weights
-
-if TYPE_CHECKING:
-    from trtllm_b12x.kernels import Geometry
 
 BLOCK_SIZE = 16
 """Elements that share one E4M3 block scale."""

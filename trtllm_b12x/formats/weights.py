@@ -5,14 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from .epilogue import Epilogue
-
-if TYPE_CHECKING:
-    from trtllm_b12x.kernels import Geometry
+from .geometry import Geometry
 
 
 @dataclass(frozen=True)

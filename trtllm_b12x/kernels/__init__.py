@@ -16,57 +16,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from trtllm_b12x import formats
 from trtllm_b12x.core import errors
 from trtllm_b12x.decision import KernelFeatures
+from trtllm_b12x.formats.geometry import GATED, Geometry
 
-GATED = frozenset({"Swiglu", "SwigluBias", "Geglu"})
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes and form of one layer on one rank, as the kernel sees them: local experts, intermediate size on its tile."""
-
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-    activation: str
-    """A member of the host's ``ActivationType``."""
-    dtype: torch.dtype = torch.bfloat16
-    """Of activations."""
-    ranks: int = 1
-    """That share the experts."""
-    bias: torch.dtype | None = None
-    """Of FC1's and FC2's bias; None: they have none."""
-    format: str = "NVFP4"
-    """Of the weights: a row of :data:`trtllm_b12x.formats.FORMATS`."""
-
-    @property
-    def expert_parallel(self) -> bool:
-        """Many ids are those of other ranks' experts."""
-        return self.ranks > 1
-
-    @property
-    def gated(self) -> bool:
-        """Rows of FC1 are [up; gate]."""
-        return self.activation in GATED
-
-    @property
-    def atomic_rounding(self) -> float:
-        """Relative L2 within which a kernel stays that adds one bf16 per route and 128 columns to the output, in any order.
-
-        1.3 times what rounding each running sum predicts: 0.0044 at 8 sums, 0.006 at 20, 0.012 at 90, 0.026 at 462
-        (docs/sm12x-on-hopper-tables.md).
-        """
-        sums = self.top_k * -(-self.intermediate_size // 128)
-        return float(1.3 * (0.0033**2 + 0.0012**2 * sums) ** 0.5)
-
-    def __str__(self) -> str:
-        experts = f"{self.num_experts}{' local' if self.expert_parallel else ''} experts, top {self.top_k}"
-        dtype = "" if self.dtype is torch.bfloat16 else f", {str(self.dtype).removeprefix('torch.')}"
-        extra = ", bias" * (self.bias is not None) + f", {self.format}" * (self.format != formats.FORMATS[0].name)
-        return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}{extra}"
+__all__ = ["GATED", "Geometry", "Kernel", "PlanError", "Workspace", "first_line"]
 
 
 class PlanError(RuntimeError):

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trtllm_b12x import formats
 from trtllm_b12x.core import locks, log, process, settings
 
-from . import Geometry, PlanError, formats
+from . import Geometry, PlanError
 
 if TYPE_CHECKING:
     from .jit.cards import Card

@@ -277,7 +277,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def _compile_elsewhere_first(device: torch.device) -> None:
     """Inside TensorRT-LLM: what has never compiled on this installation must not be tried in the server's own process."""
-    if environment.hosted() and device.type == "cuda":
+    if process.in_server and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         target = f"sm_{major}{minor}a"
         if settings.FREEZE() or seal(target).exists():  # nothing is compiled, or has been while the image was built
