@@ -9,12 +9,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtllm_b12x.core import locks, process
+from trtllm_b12x.core import hook, locks, process
 from trtllm_b12x.core.log import logger
 
 from . import host
 from .decision import Resolution
 from .dispatch.schedule import EVERY
+from .host import patches
 
 _lock = locks.new()
 
@@ -92,8 +93,6 @@ def alive() -> list[tuple[Any, Resolution]]:
 
 def status() -> Status:
     """See :func:`trtllm_b12x.status`."""
-    from . import selection
-
     gc.collect()  # a failed attempt's layers hold each other
     layers = alive()
     served = [module for module, verdict in layers if verdict.served]
@@ -102,9 +101,9 @@ def status() -> Status:
     state, detail = host.state()
     return Status(
         generation="embedded" if state == "none" else state,
-        refused=selection.refused() or detail,
-        active=selection.active(),
-        patches=selection.patched(),
+        refused=patches.promotion.refused or hook.failure or detail,
+        active=patches.promotion.active,
+        patches=patches.names(),
         layers=len(layers),
         promoted=len(served),
         families=dict(Counter(name for module in served for name in module.schedule.families)),

@@ -20,10 +20,7 @@ from . import environment, host, registry, unserved
 from .decision import Problem, RejectReason, Resolution, Verdict, decide
 from .decision.announce import announce
 from .host import Host, autotuner, patches, questions
-
-_active = False
-_refused = ""
-"""Why the host of this process is left alone, once that is known."""
+from .host.patches import promotion
 
 
 def install() -> None:
@@ -47,11 +44,10 @@ def install() -> None:
 
 
 def _turn_on() -> None:
-    global _active
     with patches.lock:
-        if not _active:
+        if not promotion.active:
             log.configure()
-        _active = True
+        promotion.active = True
         process.in_server = host.installed()
 
 
@@ -61,9 +57,8 @@ def uninstall() -> None:
     Layers that were built stay what they are.  A class that ``get_moe_cls`` gave before must have been built: the host's own
     ``create_moe_backend`` does not know it.
     """
-    global _active, _refused
     with patches.lock:
-        _active, _refused, hook.failure = False, "", ""
+        promotion.active, promotion.refused, hook.failure = False, "", ""
         _give_back()
 
 
@@ -98,7 +93,7 @@ def patch(module: ModuleType) -> None:
     _turn_on()
     with patches.lock:
         if module.__name__.rpartition(".")[2] == "autotuner":
-            autotuner.patch(module, active)
+            autotuner.patch(module, lambda: promotion.active)
             return
         backend = getattr(module, "create_moe_backend", None)
         if not callable(backend) or "moe_cls" not in inspect.signature(backend).parameters:
@@ -123,33 +118,17 @@ def patch(module: ModuleType) -> None:
                     patches.put(other, name, getattr(module, name))
 
 
-def active() -> bool:
-    """Promotion is on."""
-    return _active
-
-
-def patched() -> tuple[str, ...]:
-    """Names of the host that are rebound in this process."""
-    return patches.names()
-
-
-def refused() -> str:
-    """Why the host is left alone in this process, empty if it is not."""
-    return _refused or hook.failure
-
-
 def _adapter() -> Host | None:
     """The host's adapter while promotion is on; None leaves the host alone."""
-    global _refused
-    if not _active or _refused:
+    if not promotion.active or promotion.refused:
         return None
     with patches.building:
-        if _refused:
+        if promotion.refused:
             return None
         try:
             return host.load()
         except host.UnsupportedHostError as error:
-            _refused = str(error)
+            promotion.refused = str(error)
             _give_back()  # nothing of ours was answered yet
             log.logger.warning("%s; the host's own classes run (trtllm-b12x doctor shows what differs)", error)
             return None
@@ -315,10 +294,10 @@ def _warn_of_trtllm(model_config: Any) -> None:
 
 def refuse(error: Exception) -> None:
     """The host's own answer from here on, and one warning."""
-    global _refused
-    _refused = errors.first_line(error)
+    promotion.refused = errors.first_line(error)
     with suppress(Exception):
-        log.logger.warning("promotion is off in this process, the host's own classes run: %s", _refused, exc_info=error)
+        why = promotion.refused
+        log.logger.warning("promotion is off in this process, the host's own classes run: %s", why, exc_info=error)
 
 
 def _rank(model_config: Any) -> int:

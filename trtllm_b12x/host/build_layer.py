@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-import trtllm_b12x
 from trtllm_b12x import formats, host, registry, selection
-from trtllm_b12x.checkpoint import kinds
 from trtllm_b12x.host import building
+from trtllm_b12x.host.patches import promotion
 from trtllm_b12x.kernels import Geometry
 
 _MEMORY = 0.5
@@ -76,15 +75,16 @@ def build(
 
 def _promoted(shape: Shape, device: torch.device) -> Any:
     sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k, shape.activation)
-    group_size = kinds.of(shape.format).group_size
-    was = selection.active()
-    trtllm_b12x.install()
+    row = formats.find(shape.format)
+    group_size = None if row is None else row.group_size
+    was = promotion.active
+    selection.install()
     try:
         with torch.device(device), torch.inference_mode(False):
             return building.create(*sizes, tp=shape.tp, ep=shape.ep, quant_algo=shape.format, group_size=group_size)
     finally:
         if not was:
-            trtllm_b12x.uninstall()
+            selection.uninstall()
 
 
 def _why(backend: Any) -> str:

@@ -16,6 +16,18 @@ lock = locks.new()
 """Nothing is imported under it: the import hook takes it, with the import lock of the host's module."""
 
 
+@dataclass
+class Promotion:
+    """Whether layers are promoted in this process."""
+
+    active: bool = False
+    refused: str = ""
+    """Why the host of this process is left alone, once that is known."""
+
+
+promotion = Promotion()
+
+
 @dataclass(frozen=True)
 class Patch:
     """One rebound name."""
