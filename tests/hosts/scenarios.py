@@ -626,11 +626,10 @@ def mxfp8(backend: str) -> dict[str, Any]:
         made = building.create(4, 256, 128, 2, "SwigluBias", quant_algo="MXFP8", group_size=32)
         found["built"] = [type(made.backend).__name__, sorted(questions.activation_tensors(made.backend))]
     with mock.patch.object(ReferenceKernel, "bind", side_effect=ValueError("taken away")):
-        nobody = layers.load(create(), tensors)
-    try:
-        nobody(torch.randn(3, 256).to(torch.bfloat16), torch.randn(3, 4).to(torch.bfloat16))
-    except RuntimeError as refused:
-        found["nobody"] = str(refused)
+        try:
+            layers.load(create(), tensors)
+        except RuntimeError as refused:
+            found["nobody"] = str(refused)
     names = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 
     def bits(one: Any) -> list[torch.Tensor]:
