@@ -11,7 +11,6 @@ import torch
 
 import trtllm_b12x
 from trtllm_b12x import formats, host, registry, selection
-from trtllm_b12x.checkpoint import kinds
 from trtllm_b12x.host import building
 from trtllm_b12x.kernels import Geometry
 
@@ -76,7 +75,7 @@ def build(
 
 def _promoted(shape: Shape, device: torch.device) -> Any:
     sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k, shape.activation)
-    group_size = kinds.of(shape.format).group_size
+    group_size = formats.group_size(shape.format)
     was = selection.active()
     trtllm_b12x.install()
     try:
