@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trtllm_b12x.strict_reference.nvfp4 import dequantize_weight
+from trtllm_b12x.strict_reference.formats import dequantize_nvfp4
 
 
 def quantize_weight(weight: torch.Tensor, scale_2: float | None = None) -> dict[str, torch.Tensor]:
@@ -103,4 +103,4 @@ def write_checkpoint(
 def dequantized(tensors: dict[str, torch.Tensor], expert: int, name: str) -> torch.Tensor:
     """float32 ``(rows, K)`` of one projection."""
     prefix = f"{expert}.{name}."
-    return dequantize_weight(tensors[prefix + "weight"], tensors[prefix + "weight_scale"], tensors[prefix + "weight_scale_2"])
+    return dequantize_nvfp4(tensors[prefix + "weight"], tensors[prefix + "weight_scale"], tensors[prefix + "weight_scale_2"])

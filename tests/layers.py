@@ -14,8 +14,8 @@ import trtllm_b12x
 from tests.hosts import names
 from trtllm_b12x import host as _host
 from trtllm_b12x import registry, strict_reference
-from trtllm_b12x.strict_reference import Arithmetic, Call
-from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
+from trtllm_b12x.strict_reference import Arithmetic, MoECall
+from trtllm_b12x.strict_reference.formats import move_off_ties
 
 host = names.extended(_host.load())
 
@@ -185,7 +185,7 @@ def errors(
     arithmetic: Arithmetic = Arithmetic.KERNEL,
 ) -> tuple[float, float]:
     """Relative L2 of ``result`` against float32 and against the kernels' rounding points."""
-    call = Call(x, *module.routing_method.apply(logits))
+    call = MoECall(x, *module.routing_method.apply(logits))
     gated = module.is_gated_activation
     strict = strict_reference.outputs(tensors, module.num_experts, gated, [call], [Arithmetic.NONE, arithmetic])[0]
     none, kernel = (float((result.float() - reference).norm() / reference.norm()) for reference in strict)

@@ -14,7 +14,7 @@ import torch
 from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.strict_reference.nvfp4 import decode_fp4
+from trtllm_b12x.strict_reference.formats import decode_fp4
 
 INPUT_SCALE = (0.0123, 0.00045)
 """Of FC1 and FC2: what a kernel that multiplied by one of them would be off by."""

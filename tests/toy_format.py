@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import itemgetter
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from trtllm_b12x.checkpoint.kinds import Kind
+from trtllm_b12x.checkpoint.storage import StorageFormat
 from trtllm_b12x.decision import FLASHINFERS, KernelFeatures, RejectReason
 from trtllm_b12x.families import Family
 from trtllm_b12x.formats import Format
@@ -21,7 +20,7 @@ from trtllm_b12x.host.embedded.quantization import TensorParallelMode, Unquantiz
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel, activate
 from trtllm_b12x.quantization import Method
-from trtllm_b12x.strict_reference import Arithmetic, Judge
+from trtllm_b12x.strict_reference import Arithmetic, ReferenceDequantizer
 
 FEATURES = KernelFeatures(
     "triton",
@@ -32,15 +31,13 @@ FEATURES = KernelFeatures(
     deterministic=True,
     arithmetic="UNQUANTIZED",
     quantizations=frozenset({"FP8"}),
-    group_size=1,
+    group_size=16,
     bound_by=frozenset(RejectReason) - FLASHINFERS - {RejectReason.TRITON, RejectReason.TOOLKIT},
 )
 FORMAT = Format(
     "FP8",
     "FP8_DEFAULT_CFG",
     method=f"{__name__}:ToyMethod",
-    kind=f"{__name__}:KIND",
-    judge=f"{__name__}:ToyJudge",
     code_bits=8,
     group_size=16,
     activations=("Swiglu",),
@@ -134,17 +131,10 @@ class ToyMethod(Method, UnquantizedFusedMoEMethod):
         return int(module.toy_fc2.shape[2])
 
 
-class _Kind(Kind):
-    dtypes = MappingProxyType({"weight": "F8_E4M3", "weight_scale": "F32"})
-
-    def nbytes(self, elements: int) -> int:
-        return elements
+STORAGE = StorageFormat({"weight": "F8_E4M3", "weight_scale": "F32"}, {"weight": 1})
 
 
-KIND = _Kind()
-
-
-class ToyJudge(Judge):
+class ToyDequantizer(ReferenceDequantizer):
     quantized = True
 
     def matrix(self, expert: int, name: str) -> torch.Tensor:

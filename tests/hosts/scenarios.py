@@ -577,7 +577,7 @@ def mxfp8(backend: str) -> dict[str, Any]:
     from trtllm_b12x.dispatch.policy import HOST
     from trtllm_b12x.host import building, questions
     from trtllm_b12x.kernels.reference import ReferenceKernel
-    from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
+    from trtllm_b12x.strict_reference import Arithmetic, MoECall, outputs
 
     os.environ.update({"TRTLLM_B12X_CROSSOVER": "auto", "XDG_CACHE_HOME": tempfile.mkdtemp()})
     host, tensors = layers.host, experts.random_experts(4, 256, 128)
@@ -600,7 +600,7 @@ def mxfp8(backend: str) -> dict[str, Any]:
         x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
         logits = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(1 + tokens)).to(torch.bfloat16)
         result = module(x, logits)
-        call = Call(x, *module.routing_method.apply(logits))
+        call = MoECall(x, *module.routing_method.apply(logits))
         arithmetic = Arithmetic[module.backend.schedule.at(tokens).features.arithmetic]
         [[expected]] = outputs(tensors, 4, True, [call], [arithmetic], quant_algo="MXFP8", swiglu=swiglu)
         return float((result.float() - expected).norm() / expected.norm())

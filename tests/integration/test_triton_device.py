@@ -305,7 +305,7 @@ def test_a_layer_on_both_sides_of_the_crossover(unplanned: None, gated: bool) ->
     module, tensors = built(gated)
     for tokens in (1, 2, 8, 40, 63, 64):
         x, logits = layers.inputs(module, tokens, tensors)
-        call = strict_reference.Call(x, *module.routing_method.apply(logits))
+        call = strict_reference.MoECall(x, *module.routing_method.apply(logits))
         arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.NONE
         ((expected,),) = strict_reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
         assert distance(module(x.cuda(), logits.cuda()).cpu(), expected) < (BOUND if tokens < 64 else 0.05), tokens

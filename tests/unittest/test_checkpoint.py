@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "config no json": (lambda d: (d / "config.json").write_text("{"), "config.json: cannot be read"),
     "config no object": (lambda d: (d / "config.json").write_text("[]"), "config.json: holds no JSON object"),
     "no top_k": (lambda d: (d / "config.json").write_text("{}"), "num_experts_per_tok is missing"),
-    "wrong expert count": (lambda d: edit_json(d / "config.json", num_experts=4), "expert 3 is odd"),
+    "wrong expert count": (lambda d: edit_json(d / "config.json", num_experts=4), "expected 4 .expert 3 is missing"),
     "no quantization section": (lambda d: (d / "hf_quant_config.json").write_text("{}"), "no quantization section"),
     "odd layer entry": (
         lambda d: edit_json(
@@ -218,11 +218,11 @@ def test_index_that_names_what_is_not_there(tmp_path: Path) -> None:
     }
     name = E0 + "up_proj.weight"
     edit_json(index, weight_map={**mapping, name: other[mapping[name]]})
-    with pytest.raises(CheckpointError, match=f"{other[mapping[name]]}: tensor {name} cannot be read"):
+    with pytest.raises(CheckpointError, match=f"{other[mapping[name]]}: tensor {name} is in {mapping[name]}, but"):
         _ = Checkpoint(tmp_path).layers
     edit_json(index, weight_map=mapping)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"named by model\.safetensors\.index\.json but missing"):
+    with pytest.raises(CheckpointError, match=r"listed in model\.safetensors\.index\.json but missing"):
         Checkpoint(tmp_path)
     for wrong in (5, None, ["x"]):
         edit_json(index, weight_map={name: wrong})

@@ -103,7 +103,7 @@ def test_mxfp8_of_other_producers(published: Path) -> None:
 
 def test_mxfp8_of_other_blocks(published: Path) -> None:
     edit_json(published / "config.json", quantization_config={"quant_method": "mxfp8", "weight_block_size": [128, 128]})
-    with pytest.raises(CheckpointError, match=r"config\.json: weight_block_size is \[128, 128\]; .* for each 1 x 32"):
+    with pytest.raises(CheckpointError, match=r"config\.json: weight_block_size is \[128, 128\]; .* \[1, 32\] for mxfp8"):
         Checkpoint(published)
 
 
@@ -130,7 +130,7 @@ def test_other_algorithms_of_modelopt_are_named(directory: Path, algo: str) -> N
 
 def test_no_word_of_quantization(directory: Path) -> None:
     (directory / "hf_quant_config.json").unlink()
-    assert "hf_quant_config.json: missing, though the experts are NVFP4's" in message(directory)
+    assert "hf_quant_config.json: missing, but the tensor names show that the experts are NVFP4" in message(directory)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "hf_quant_config.json"])
@@ -151,7 +151,7 @@ def test_root_of_the_hub_cache(directory: Path, tmp_path: Path, depth: int) -> N
 def test_shards_in_a_folder_below(directory: Path) -> None:
     (directory / "sub").mkdir()
     (directory / "model.safetensors").rename(directory / "sub" / "model.safetensors")
-    assert "its *.safetensors lie in sub/, but TensorRT-LLM loads only" in message(directory)
+    assert "*.safetensors are in sub/, but TensorRT-LLM loads only" in message(directory)
 
 
 def test_an_index_that_names_a_folder_below(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_an_index_that_names_a_folder_below(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     mapping = json.loads(index.read_text())["weight_map"]
     edit_json(index, weight_map={name: f"sub/{file}" for name, file in mapping.items()})
-    assert "names sub/model-00001-of-00002.safetensors, but TensorRT-LLM loads only what lies in" in message(tmp_path)
+    assert "lists sub/model-00001-of-00002.safetensors, but TensorRT-LLM loads files only from" in message(tmp_path)
 
 
 def test_a_second_file_beside_the_index(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_second_file_beside_the_index(tmp_path: Path) -> None:
     (tmp_path / ".model.safetensors").write_bytes(b"hidden files too")
     assert len(Checkpoint(tmp_path).layers) == 1
     save_file(stale, tmp_path / "model.safetensors")
-    assert "and so does model-00001-of-00002.safetensors; TensorRT-LLM loads both files" in message(tmp_path)
+    assert "and so does model-00001-of-00002.safetensors. TensorRT-LLM loads both files" in message(tmp_path)
 
 
 def test_files_are_closed(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_without_permission() -> None:
             (directory / name).chmod(0o600)
             os.seteuid(65534)
             try:
-                assert f"{name}: may not be read by this user" in message(directory)
+                assert f"{name}: this user may not read it" in message(directory)
             finally:
                 os.seteuid(0)
             (directory / name).chmod(0o644)
@@ -238,7 +238,7 @@ def test_a_layer_that_is_promised_and_gone(directory: Path, config: dict[str, An
     if missing is None:
         assert len(Checkpoint(directory).layers) == 3
     else:
-        assert f"promises experts in layer {missing}, but no tensor" in message(directory)
+        assert f"layer {missing} should have experts, but the files hold no tensor" in message(directory)
 
 
 def test_another_modules_layers_do_not_stand_in(directory: Path) -> None:
@@ -246,7 +246,7 @@ def test_another_modules_layers_do_not_stand_in(directory: Path) -> None:
     edit_json(directory / "config.json", model_type="qwen3_moe", num_hidden_layers=3)
     file = directory / "model.safetensors"
     save_file({n.replace("model.layers.0", "mtp.layers.0"): t for n, t in load_file(file).items()}, file)
-    assert "promises experts in layer 0" in message(directory)
+    assert "layer 0 should have experts" in message(directory)
 
 
 @pytest.mark.parametrize("value", ["7", [7.0], True])
@@ -280,11 +280,10 @@ def test_packed_experts_that_are_said_to_be_plain(directory: Path) -> None:
 # ---- nothing hangs, nothing crashes ----------------------------------------------------------------------------------
 
 
-def test_a_regular_expression_that_never_ends(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "_REGEX_SECONDS", 1.0)
-    section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": [r"re:(\w+\.?)+!", "re:(", "*a*b*c*d*e*f*g*h*"]}
+def test_a_pattern_that_is_no_regular_expression_excludes_nothing(directory: Path) -> None:
+    section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["re:(", "re:" + "(" * 5000 + ")" * 5000]}
     edit_json(directory / "hf_quant_config.json", quantization=section)
-    assert r"takes more than 1 s (the longest is (\w+\.?)+!)" in message(directory)
+    assert {layer.quant_algo for layer in Checkpoint(directory).layers} == {"NVFP4"}
 
 
 def raw(name: str, content: bytes | str) -> Callable[[Path], None]:
@@ -304,23 +303,23 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "endless": (replaced("config.json", lambda p: p.symlink_to("/dev/zero")), "a pipe, socket or device"),
     "pipe": (replaced("config.json", os.mkfifo), "a pipe, socket or device"),
     "pipe of tensors": (replaced("model.safetensors", os.mkfifo), "a pipe, socket or device"),
-    "huge": (lambda d: os.truncate(d / "config.json", 1 << 30), "this is no configuration"),
+    "huge": (lambda d: os.truncate(d / "config.json", 1 << 30), "too many for a configuration"),
     "1e10 experts": (lambda d: edit_json(d / "config.json", num_experts=1e10), "not a whole number"),
-    "10**10 experts": (lambda d: edit_json(d / "config.json", num_experts=10**10), "expert 2 is odd"),
-    "no experts": (lambda d: edit_json(d / "config.json", num_experts=-1), "are expected"),
-    "10**12 layers": (lambda d: edit_json(d / "config.json", num_hidden_layers=10**12), "from 1 to 10000 is meant"),
+    "10**10 experts": (lambda d: edit_json(d / "config.json", num_experts=10**10), "expert 2 is missing"),
+    "no experts": (lambda d: edit_json(d / "config.json", num_experts=-1), "expected -1 (expert 0 is unexpected)"),
+    "10**12 layers": (lambda d: edit_json(d / "config.json", num_hidden_layers=10**12), "expected 1 to 10000"),
     "10**30 experts per token": (lambda d: edit_json(d / "config.json", num_experts_per_tok=10**30), "top_k"),
     "shard's name too long": (
         lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}})),
-        "named by model.safetensors.index.json but missing",
+        "listed in model.safetensors.index.json but missing",
     ),
     "shard's name with a NUL": (
         lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x\0y"}})),
-        "named by model.safetensors.index.json but missing",
+        "listed in model.safetensors.index.json but missing",
     ),
     "shard of an absolute path": (
         lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "/etc/passwd"}})),
-        "loads only what lies in",
+        "loads files only from",
     ),
     "number of an expert too long": (
         lambda d: save_file({f"l.0.mlp.experts.{'9' * 5000}.up_proj.weight": torch.zeros(1)}, d / "model.safetensors"),

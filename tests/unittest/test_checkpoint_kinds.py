@@ -14,7 +14,7 @@ from tests import mxfp8
 from tests.checkpoints import quantize_weight, random_experts, write_checkpoint
 from trtllm_b12x.checkpoint import Checkpoint
 from trtllm_b12x.decision import RejectReason
-from trtllm_b12x.verification import Case, LayerReport, Ranks, judge, verify_layer
+from trtllm_b12x.verification import Case, LayerReport, Ranks, resolve_on_ranks, verify_layer
 
 CASES = [Case(1), Case(8), Case(63), Case(64)]
 
@@ -65,7 +65,7 @@ def test_gate_and_up_with_scales_of_their_own(tmp_path: Path) -> None:
 
 
 def reasons(directory: Path) -> list[tuple[RejectReason, ...]]:
-    return [judge(layer, Ranks()).reasons for layer in Checkpoint(directory).layers]
+    return [resolve_on_ranks(layer, Ranks()).reasons for layer in Checkpoint(directory).layers]
 
 
 def test_group_size_32(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_hidden_and_intermediate_sizes(tmp_path: Path) -> None:
     assert reasons(tmp_path / "h") == [(RejectReason.HIDDEN_SIZE,)]
     write_checkpoint(tmp_path / "i", [random_experts(2, 128, 48)], top_k=1)
     (layer,) = Checkpoint(tmp_path / "i").layers
-    assert judge(layer, Ranks(tp=1)).served
-    assert judge(layer, Ranks(tp=2)).reasons == (RejectReason.INTERMEDIATE_SIZE,)
+    assert resolve_on_ranks(layer, Ranks(tp=1)).served
+    assert resolve_on_ranks(layer, Ranks(tp=2)).reasons == (RejectReason.INTERMEDIATE_SIZE,)
 
 
 def write_stacked(directory: Path, experts: int, hidden: int, size: int, form: str = "NVFP4", rows_first: bool = False) -> Any:

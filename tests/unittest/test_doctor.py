@@ -17,7 +17,7 @@ import trtllm_b12x
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
 from trtllm_b12x import environment, families
-from trtllm_b12x.cli import facts as rows
+from trtllm_b12x.cli import doctor_rows as rows
 from trtllm_b12x.cli import main
 from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason
 from trtllm_b12x.environment import prove
@@ -114,7 +114,7 @@ def test_it_is_a_bug_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert {"trtllm-b12x", "Python", "torch", "TensorRT-LLM", "GPU", "driver", "toolkit", "FlashInfer", "CuTe DSL"} <= set(told)
     assert sys.executable in told["Python"]
     assert importlib.metadata.version("torch") in told["torch"]  # a CUDA build says +cu130 in the module alone
-    assert "from /somewhere/cutlass/__init__.py, as an earlier process read it (trtllm-b12x cache clear)" in told["CuTe DSL"]
+    assert "from /somewhere/cutlass/__init__.py, read by an earlier process (trtllm-b12x cache clear)" in told["CuTe DSL"]
     output = run(monkeypatch, facts).output
     assert f"pytest {pytest.__version__}" in output
     assert "flashinfer: 2.5 MB" in output

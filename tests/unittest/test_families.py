@@ -115,7 +115,7 @@ def test_verify_and_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert (report["kernel"], report["layers"][0]["served_by"]) == ("toy+reference", "toy")
-    assert [case["path"] for case in report["layers"][0]["cases"]] == ["toy", "cutlass", "toy"]
+    assert [case["path"] for case in report["layers"][0]["cases"]] == ["toy", "toy"]
     assert "PASS: 1 of 1 MoE layers on toy" in result.output
 
 

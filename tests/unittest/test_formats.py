@@ -17,11 +17,13 @@ import trtllm_b12x
 from tests import checkpoints, layers, toy_format
 from tests.facts import GOOD
 from trtllm_b12x import environment, families, formats
+from trtllm_b12x.checkpoint import storage
 from trtllm_b12x.cli import main
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch import crossover
-from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
+from trtllm_b12x.strict_reference import Arithmetic, MoECall, outputs
+from trtllm_b12x.strict_reference.formats import DEQUANTIZERS
 
 pytestmark = pytest.mark.embedded
 
@@ -30,6 +32,8 @@ pytestmark = pytest.mark.embedded
 def _rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """All that the rest of the package is told."""
     monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, toy_format.FORMAT))
+    monkeypatch.setitem(storage.STORAGE, "FP8", toy_format.STORAGE)
+    monkeypatch.setitem(DEQUANTIZERS, "FP8", toy_format.ToyDequantizer)
     monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, toy_format.FAMILY))
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x,triton")
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
@@ -62,7 +66,9 @@ def test_a_layer_on_both_sides_of_the_crossover(mapping: dict[str, int], caplog:
         assert served == (tokens < 64)
         rank = set(backend.initial_local_expert_ids)
         local = torch.where(torch.isin(ids, torch.tensor(sorted(rank))), ids, -1)
-        ((expected,),) = outputs(tensors, 4, True, [Call(x, local, router_weights)], [Arithmetic.UNQUANTIZED], quant_algo="FP8")
+        ((expected,),) = outputs(
+            tensors, 4, True, [MoECall(x, local, router_weights)], [Arithmetic.UNQUANTIZED], quant_algo="FP8"
+        )
         result = layers.run_moe(backend, x, ids, router_weights)
         assert relative(result, expected) < (0.004 if served else 0.01)
     assert "1 of 1 MoE layers on triton, decode below 64 tokens (FP8)" in caplog.text
@@ -130,7 +136,7 @@ def test_verify(tmp_path: Path, split: list[str]) -> None:
     assert result.exit_code == 0, result.output
     (layer,) = json.loads(result.stdout)["layers"]
     assert (layer["quant_algo"], layer["served_by"], layer["bits_exact"]) == ("FP8", "triton", True)
-    assert [case["path"] for case in layer["cases"]] == ["triton", "cutlass", "triton"]
+    assert [case["path"] for case in layer["cases"]] == ["triton", "triton"]
     assert max(case["rel_l2_kernel"] for case in layer["cases"]) < 0.005
     assert (layer["bytes"]["extra_payload"], layer["bytes"]["extra_scales"]) == (0, 0)
     assert "PASS: 1 of 1 MoE layers on triton" in result.output

@@ -24,7 +24,7 @@ from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, _decoded
 from trtllm_b12x.strict_reference import Arithmetic
-from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
+from trtllm_b12x.strict_reference.formats import move_off_ties
 
 CPU = torch.device("cpu")
 BOUND = 0.004
@@ -51,7 +51,7 @@ def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float |
     module = layers.load(layers.create(4, 128, 192, gated=gated), tensors)
     backend = module.backend
     x, logits = layers.inputs(module, tokens, tensors)
-    call = strict_reference.Call(x, *module.routing_method.apply(logits))
+    call = strict_reference.MoECall(x, *module.routing_method.apply(logits))
     routes = call.token_selected_experts, call.token_final_scales
     ((wanted,),) = strict_reference.outputs(tensors, 4, gated, [call], [Arithmetic.KERNEL])
     kernel, yardstick = planned(backend._geometry(), backend._kernel_weights())

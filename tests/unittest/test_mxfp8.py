@@ -17,7 +17,7 @@ from trtllm_b12x.formats.mxfp8 import decode_e8m0, dequantize, quantize
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.grouped import GroupedKernel
 from trtllm_b12x.kernels.jit.cards import Card
-from trtllm_b12x.strict_reference.mxfp8 import dequantize_weight, fake_quantize
+from trtllm_b12x.strict_reference.formats import dequantize_mxfp8, fake_quantize_mxfp8
 
 
 def test_every_scale() -> None:
@@ -33,7 +33,7 @@ def test_activations_are_quantized_as_the_judge_has_it() -> None:
     values[5] = torch.arange(64) / 64 * 511.9  # beyond 448 of a power of two
     values = values.to(torch.bfloat16).float()
     codes, scales = quantize(values)
-    found, expected = dequantize(codes, scales), fake_quantize(values)
+    found, expected = dequantize(codes, scales), fake_quantize_mxfp8(values)
     usable = expected.isfinite() & (values.abs().amax(1, keepdim=True) > 2.0**-110)  # float32 has no more room below
     assert torch.equal(found[usable], expected[usable])
     for row, block in ((2, 0), (3, 1)):
@@ -54,7 +54,7 @@ def test_rounding_is_to_nearest_even_and_saturates() -> None:
 
 def test_weights_of_an_export() -> None:
     tensors = mxfp8.quantize_weight(torch.randn(64, 96))
-    plain = dequantize_weight(tensors["weight"], tensors["weight_scale"])
+    plain = dequantize_mxfp8(tensors["weight"], tensors["weight_scale"])
     assert torch.equal(plain, dequantize(tensors["weight"], tensors["weight_scale"]))
 
 

@@ -20,7 +20,7 @@ from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.quantization.mxfp8 import _scales
-from trtllm_b12x.strict_reference import Arithmetic, Call, outputs
+from trtllm_b12x.strict_reference import Arithmetic, MoECall, outputs
 
 EXPERTS, HIDDEN, SIZE, TOP_K = 6, 256, 160, 2
 
@@ -54,7 +54,7 @@ def test_numbers(gated: bool, tokens: int) -> None:
     ids, router_weights = layer.routing_method.apply(logits)
     found = layer(x, logits)
     arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.KERNEL
-    [[expected]] = outputs(weights, EXPERTS, gated, [Call(x, ids, router_weights)], [arithmetic], quant_algo="MXFP8")
+    [[expected]] = outputs(weights, EXPERTS, gated, [MoECall(x, ids, router_weights)], [arithmetic], quant_algo="MXFP8")
     assert float((found.float() - expected).norm() / expected.norm()) < 0.005
 
 
@@ -65,7 +65,7 @@ def test_swiglu_with_constants(tokens: int) -> None:
     layer = built(weights, **swiglu_constants(**given))
     assert [kernel.geometry.activation for kernel in layer.backend.schedule.kernels] == ["SwigluBias"] * 2
     x, logits = torch.randn(tokens, HIDDEN).bfloat16(), torch.randn(tokens, EXPERTS).bfloat16()
-    call = Call(x, *layer.routing_method.apply(logits))
+    call = MoECall(x, *layer.routing_method.apply(logits))
     arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.KERNEL
     wanted, without = (
         outputs(weights, EXPERTS, True, [call], [arithmetic], quant_algo="MXFP8", swiglu=swiglu)[0][0]

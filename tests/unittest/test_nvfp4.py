@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trtllm_b12x import strict_reference
 from trtllm_b12x.formats import nvfp4
-from trtllm_b12x.strict_reference import nvfp4 as judge
+from trtllm_b12x.strict_reference import formats as reference
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -36,18 +36,18 @@ def test_saturation_and_nan() -> None:
 @given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=64))
 def test_rounding_agrees_with_the_judge(numbers: list[float]) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
-    assert torch.equal(nvfp4.decode_e2m1(nvfp4.round_to_e2m1(values)), judge._nearest_e2m1(values))
+    assert torch.equal(nvfp4.decode_e2m1(nvfp4.round_to_e2m1(values)), reference._nearest_e2m1(values))
 
 
 @given(st.lists(st.floats(0, 1000, width=32), min_size=1, max_size=64))
 def test_block_scales_agree_with_the_judge(numbers: list[float]) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
-    assert torch.equal(nvfp4.round_to_e4m3(values).float(), judge._nearest_e4m3(values))
+    assert torch.equal(nvfp4.round_to_e4m3(values).float(), reference._nearest_e4m3(values))
 
 
 def test_every_e4m3_code_is_its_own_nearest() -> None:
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    assert torch.equal(judge._nearest_e4m3(values), values)
+    assert torch.equal(reference._nearest_e4m3(values), values)
 
 
 def test_packing_puts_the_even_column_low() -> None:
@@ -60,7 +60,7 @@ def test_dequantize_agrees_with_the_judge() -> None:
     packed = torch.arange(256, dtype=torch.uint8).view(1, 256)
     scales = torch.arange(32, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 32)
     ours = nvfp4.dequantize(packed, scales)
-    assert torch.equal(ours, judge.dequantize_weight(packed, scales, torch.tensor(1.0)))
+    assert torch.equal(ours, reference.dequantize_nvfp4(packed, scales, torch.tensor(1.0)))
 
 
 def test_move_off_ties_leaves_no_tie_and_moves_by_one_step() -> None:
@@ -68,13 +68,14 @@ def test_move_off_ties_leaves_no_tie_and_moves_by_one_step() -> None:
     scale = amax / 2688
     x = torch.zeros(4, 16, dtype=torch.bfloat16)
     x[0, 3], x[1, 0], x[2, :2] = 3 * amax / 4, -3 * amax / 8, torch.tensor([1.0, 0.3])
-    moved = judge.move_off_ties(x, scale)
+    moved = reference.move_off_ties(x, scale)
     assert moved[0, 3] == torch.tensor(3 * amax / 4, dtype=torch.bfloat16) * (1 + 2**-7)
     assert moved[1, 0] < x[1, 0]
     assert torch.equal(moved[3], x[3])
     for arithmetic in (strict_reference.Arithmetic.KERNEL, strict_reference.Arithmetic.NONE):
         for gated in (True, False):
             up, down = (
-                judge.fake_quantize(moved.float(), torch.tensor(scale * f), arithmetic, gated) / f for f in (1 + 1e-6, 1 - 1e-6)
+                reference.fake_quantize_nvfp4(moved.float(), torch.tensor(scale * f), arithmetic, gated) / f
+                for f in (1 + 1e-6, 1 - 1e-6)
             )
             torch.testing.assert_close(up, down, rtol=1e-5, atol=0)

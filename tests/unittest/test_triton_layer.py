@@ -23,7 +23,7 @@ from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton import check
-from trtllm_b12x.strict_reference import Arithmetic, Call
+from trtllm_b12x.strict_reference import Arithmetic, MoECall
 from trtllm_b12x.verification import kernel_calls
 
 BOUND = 0.004
@@ -38,7 +38,7 @@ def _alone(triton_alone: None) -> Any:
 
 
 def error(module: Any, x: torch.Tensor, logits: torch.Tensor, tensors: dict[str, torch.Tensor], arithmetic: Arithmetic) -> float:
-    call = Call(x, *module.routing_method.apply(logits))
+    call = MoECall(x, *module.routing_method.apply(logits))
     gated = module.is_gated_activation
     ((expected,),) = strict_reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
     return float((module(x, logits).float() - expected).norm() / expected.norm())

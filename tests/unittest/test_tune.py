@@ -162,9 +162,9 @@ def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytes
     for arguments, words in (
         ([*SIZES, "--activation", "tanh"], "activation 'tanh': there are kernels for "),
         ([*SIZES, "--activation", "gelu"], "ACTIVATION"),
-        ([*SIZES, "--tp", "3"], "--tp 3: there are 256 to divide; choose a divisor"),
-        ([*SIZES, "--ep", "3"], "--ep 3: there are 8 to divide; choose a divisor"),
-        ([*SIZES[:6], "--top-k", "9"], "--top-k 9: there are 8 experts"),
+        ([*SIZES, "--tp", "3"], "--tp 3 does not divide intermediate size 256"),
+        ([*SIZES, "--ep", "3"], "--ep 3 does not divide the number of experts 8"),
+        ([*SIZES[:6], "--top-k", "9"], "--top-k 9 exceeds --experts 8"),
         (["--hidden", "144", *SIZES[2:]], "hidden size 144"),
         ([tmp_path / "none"], "none"),
         ([*SIZES, "--json", "/proc/out.json"], "cannot be written"),

@@ -131,7 +131,7 @@ def test_ranks_that_start_together_compile_each_kernel_once(variables: dict[str,
     ("arguments", "said"),
     [
         ([], "give a CHECKPOINT, or all of --experts, --top-k, --hidden, --intermediate"),
-        (sizes(intermediate=100, tp=3), "--tp 3: there are 100 to divide"),
+        (sizes(intermediate=100, tp=3), "--tp 3 does not divide intermediate size 100"),
         ([*sizes(), "--card", "RTX 9090"], "'RTX 9090' is no card of sm_120a; there are RTX PRO 6000, RTX 5090"),
         ([*sizes(), "--activation", "tanh"], "activation 'tanh': there are kernels for"),
         ([*sizes(hidden=192), "--format", "mxfp8"], "no family of kernels can serve this here"),

@@ -1,4 +1,4 @@
-"""Which layers a command is about: those of a checkpoint, or one that is given by its sizes."""
+"""Turn a command's arguments into layers: those of a checkpoint, or one of the given sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Unusable(Exception):  # noqa: N818 - one line for the user, not a fault
 
 @contextmanager
 def reported(ctx: click.Context, interrupted: str = "interrupted") -> Iterator[None]:
-    """What cannot be done, and an interrupt, are a line and an exit status, 2 and 130."""
+    """Exit with 2 and one line if the arguments are unusable, with 130 on Ctrl-C."""
     try:
         yield
     except Unusable as error:
@@ -39,100 +39,94 @@ def reported(ctx: click.Context, interrupted: str = "interrupted") -> Iterator[N
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """CHECKPOINT and the sizes: what :func:`given` takes."""
-    ranks = click.IntRange(1, 1024)
-    for option in reversed(
-        (
-            click.argument("checkpoint", type=click.Path(path_type=Path), required=False),
-            click.option("--hidden", type=click.IntRange(128), help="Hidden size."),
-            click.option("--intermediate", type=click.IntRange(16), help="Intermediate size of an expert, before any split."),
-            click.option("--experts", type=click.IntRange(1), help="Experts of the layer, on all ranks."),
-            click.option("--top-k", type=click.IntRange(1), help="Experts of a token."),
-            click.option(
-                "--activation", default="swiglu", show_default=True, help="swiglu, relu2 or another that there are kernels for."
-            ),
-            click.option(
-                "--format",
-                "form",
-                type=click.Choice([name.lower() for name in formats.names()], case_sensitive=False),
-                default=formats.names()[0].lower(),
-                show_default=True,
-                help="Of the weights of a geometry; a checkpoint says its own.",
-            ),
-            click.option("--tp", type=ranks, default=1, show_default=True, help="Tensor-parallel ranks that share it."),
-            click.option("--ep", type=ranks, default=1, show_default=True, help="Expert-parallel ranks that share it."),
-        )
+    """Add CHECKPOINT and the sizes: the arguments of ``given``."""
+    ranks, formats_ = click.IntRange(1, 1024), [name.lower() for name in formats.names()]
+    for option in (
+        click.option("--ep", type=ranks, default=1, show_default=True, help="Expert-parallel ranks."),
+        click.option("--tp", type=ranks, default=1, show_default=True, help="Tensor-parallel ranks."),
+        click.option(
+            "--format",
+            "form",
+            type=click.Choice(formats_, case_sensitive=False),
+            default=formats_[0],
+            show_default=True,
+            help="Format of the weights, with sizes; a checkpoint has its own.",
+        ),
+        click.option("--activation", default="swiglu", show_default=True, help="swiglu, relu2 or another one with kernels."),
+        click.option("--top-k", type=click.IntRange(1), help="Experts per token."),
+        click.option("--experts", type=click.IntRange(1), help="Experts of the layer, over all ranks."),
+        click.option("--intermediate", type=click.IntRange(16), help="Intermediate size of an expert, before any split."),
+        click.option("--hidden", type=click.IntRange(128), help="Hidden size."),
+        click.argument("checkpoint", type=click.Path(path_type=Path), required=False),
     ):
         command = option(command)
     return command
 
 
 def check(checkpoint: Path | None, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The sizes by their options.
+    """Return the sizes by their options.
 
     Raises:
-        click.UsageError: neither they nor a checkpoint is given, or both.
+        click.UsageError: neither they nor a checkpoint are given, or both are.
     """
-    wanted = {f"--{name.replace('_', '-')}": sizes[name] for name in _SIZES}
-    missing = [name for name, value in wanted.items() if value is None]
-    if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(wanted)):
-        raise click.UsageError(f"give a CHECKPOINT, or all of {', '.join(wanted)}")
-    return wanted
+    values = {f"--{name.replace('_', '-')}": sizes[name] for name in _SIZES}
+    missing = [name for name, value in values.items() if value is None]
+    if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(values)):
+        raise click.UsageError(f"give a CHECKPOINT, or all of {', '.join(values)}")
+    return values
 
 
 def given(checkpoint: Path | None, sizes: dict[str, Any], activation: str, tp: int, ep: int, form: str) -> dict[str, Shape]:
-    """Name of the first layer of each geometry to what it is.
-
-    Args:
-        sizes: by the names of their parameters; of these :data:`_SIZES` count.
-        form: of a geometry's weights, in any case.
+    """Map a name to each distinct layer: the first with that shape in a checkpoint, or the one of the given sizes.
 
     Raises:
-        click.UsageError: see :func:`check`.
-        Unusable: what is given cannot be.
+        click.UsageError: see ``check``.
+        Unusable: the checkpoint or the sizes cannot be used.
     """
-    wanted = check(checkpoint, sizes)
-    if checkpoint is not None:
-        return _of_checkpoint(checkpoint, tp, ep)
     from trtllm_b12x.host.build_layer import Shape
 
-    experts, top_k, hidden, intermediate = wanted.values()
-    if top_k > experts:
-        raise Unusable(f"--top-k {top_k}: there are {experts} experts")
-    shape = Shape(experts, top_k, hidden, intermediate, _activation(activation), tp, ep, form.upper())
-    return {f"{experts} experts, top {top_k}, {hidden} x {intermediate}": _divided(shape)}
+    values = check(checkpoint, sizes)
+    if checkpoint is None:
+        experts, top_k, hidden, intermediate = values.values()
+        if top_k > experts:
+            raise Unusable(f"--top-k {top_k} exceeds --experts {experts}")
+        shape = Shape(experts, top_k, hidden, intermediate, _activation(activation), tp, ep, form.upper())
+        names = {shape: f"{experts} experts, top {top_k}, {hidden} x {intermediate}"}
+    else:
+        names = _in_checkpoint(checkpoint, tp, ep)
+    for shape in names:
+        for option, parts, what, size in (
+            ("tp", tp, "intermediate size", shape.intermediate_size),
+            ("ep", ep, "the number of experts", shape.num_experts),
+        ):
+            if size % parts:
+                raise Unusable(f"--{option} {parts} does not divide {what} {size}")
+    return {name: shape for shape, name in names.items()}
 
 
-def _of_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[str, Shape]:
+def _in_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[Shape, str]:
     from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
     from trtllm_b12x.host.build_layer import Shape
 
     try:
         with Checkpoint(checkpoint) as source:
-            served = [layer for layer in source.layers if layer.quant_algo in formats.names()]
+            layers = [layer for layer in source.layers if layer.quant_algo in formats.names()]
     except CheckpointError as error:
         raise Unusable(str(error)) from None
-    found: dict[Shape, str] = {}
-    for layer in served:
-        sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
-        kind = "SwigluBias" if layer.activation.constants else layer.activation.name
-        found.setdefault(Shape(*sizes, _activation(kind), tp, ep, layer.quant_algo), layer.name)
-    if not found:
+    if not layers:
         raise Unusable(f"{checkpoint}: has no {' or '.join(formats.names())} MoE layer")
-    return {name: _divided(shape) for shape, name in found.items()}
-
-
-def _divided(shape: Shape) -> Shape:
-    for size, parts, what in ((shape.intermediate_size, shape.tp, "tp"), (shape.num_experts, shape.ep, "ep")):
-        if size % parts:
-            raise Unusable(f"--{what} {parts}: there are {size} to divide; choose a divisor")
-    return shape
+    names: dict[Shape, str] = {}
+    for layer in layers:
+        sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
+        activation = "SwigluBias" if layer.activation.constants else layer.activation.name
+        names.setdefault(Shape(*sizes, _activation(activation), tp, ep, layer.quant_algo), layer.name)
+    return names
 
 
 def _activation(word: str) -> str:
-    """The host's name, of those that some kernels have: TensorRT-LLM need not import where images are built."""
+    """Return the host's name of an activation that some kernel has. TensorRT-LLM may be missing where images are built."""
     names = sorted({name for family in FAMILIES for name in family.features(Environment()).activations})
-    found = next((name for name in names if name.lower() == word.lower()), None)
-    if found is None:
+    name = next((name for name in names if name.lower() == word.lower()), None)
+    if name is None:
         raise Unusable(f"activation {word!r}: there are kernels for {', '.join(names)}")
-    return found
+    return name

@@ -1,4 +1,4 @@
-"""What ``verify`` prints, line by line as layers are done, and the JSON that it keeps up to date."""
+"""Print the table of ``verify`` line by line, and keep its JSON report up to date."""
 
 from __future__ import annotations
 
@@ -25,65 +25,47 @@ if TYPE_CHECKING:
     from trtllm_b12x.verification import CaseReport, LayerReport, Tolerances
 
 _NAME_WIDTH = 24
-"""A layer's name is cut to this before a column is left out for it."""
+"""Columns are left out before a layer's name is cut below this."""
+
+_UNQUANTIZED = frozenset(row.name for row in FAMILIES if row.features(Environment()).arithmetic == "UNQUANTIZED")
+"""Families that do not quantize activations. They have no error against the reference that does."""
 
 
 def plain(text: object) -> str:
-    """Names come from the checkpoint: what a terminal would obey, or cannot encode, is shown as an escape."""
+    """Escape what a terminal would interpret or cannot encode. Names come from the checkpoint."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(text))
+
+
+def worst(cases: list[CaseReport], name: str) -> str:
+    values = [value for case in cases if (value := getattr(case, name)) is not None]
+    return f"{max(values):.4f}" if values else "-"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------
 
-
-def _numbers(ours: bool, name: str) -> Callable[[LayerReport], str]:
-    """Of kernels of ours, whose family stands under "served by", or of the host's."""
-    return lambda report: worst([case for case in report.cases if (case.path != "cutlass") == ours], name)
-
-
-_UNQUANTIZED = frozenset(row.name for row in FAMILIES if row.features(Environment()).arithmetic == "UNQUANTIZED")
-"""Families that leave activations as they are: the reference that quantizes them says nothing of theirs."""
-
-
-def _float32(report: LayerReport) -> str:
-    return worst([case for case in report.cases if case.path not in ("cutlass", *_UNQUANTIZED)], "rel_l2_none")
-
-
-_Column = tuple[str, int, Callable[["LayerReport"], str]]
-
-_COLUMNS: tuple[_Column, ...] = (
-    ("served by", 9, lambda report: report.served_by),
+_COLUMNS: tuple[tuple[str, int, Callable[[LayerReport], str]], ...] = (
+    ("served by", 9, lambda r: r.served_by),
     ("E/k/H/I", 16, lambda r: f"{r.num_experts}/{r.top_k}/{r.hidden_size}/{r.intermediate_size}"),
-    ("ours\nkernel", 6, _numbers(True, "rel_l2_kernel")),
-    ("ours\nfloat32", 7, _float32),
-    ("ours\nratio", 6, _numbers(True, "ratio")),
-    ("ours\nbf16 x", 6, _numbers(True, "error")),
-    ("cutlass\nkernel", 7, _numbers(False, "rel_l2_kernel")),
-    ("cutlass\nfloat32", 7, _numbers(False, "rel_l2_none")),
-    ("cutlass\nratio", 7, _numbers(False, "ratio")),
-    ("padding", 13, lambda report: f"{report.bytes.padding:,}" if report.bytes else "-"),
-    ("extra\nbytes", 5, lambda r: f"{r.bytes.extra_payload + r.bytes.extra_scales:,}" if r.bytes else "-"),
-    ("baked\nscales", 6, lambda report: percent(report.baked_weight_error)),
-    ("", 4, lambda report: ("ok" if report.passed else "FAIL") if report.compared or not report.passed else "-"),
+    ("kernel", 6, lambda r: worst(r.cases, "rel_l2_kernel")),
+    ("float32", 7, lambda r: worst([case for case in r.cases if case.path not in _UNQUANTIZED], "rel_l2_none")),
+    ("ratio", 6, lambda r: worst(r.cases, "ratio")),
+    ("bf16 x", 6, lambda r: worst(r.cases, "error")),
+    ("padding", 13, lambda r: f"{r.bytes.padding:,}" if r.bytes else "-"),
+    ("extra bytes", 11, lambda r: f"{r.bytes.extra_payload + r.bytes.extra_scales:,}" if r.bytes else "-"),
+    ("baked scales", 12, lambda r: percent(r.baked_weight_error)),
+    ("", 4, lambda r: ("ok" if r.passed else "FAIL") if r.compared or not r.passed else "-"),
 )
 
-_DROPPED = (
-    "E/k/H/I",
-    "padding",
-    "baked\nscales",
-    "ours\nbf16 x",
-    "ours\nratio",
-    "cutlass\nratio",
-    "extra\nbytes",
-    "ours\nfloat32",
-    "cutlass\nfloat32",
-    "served by",
-)
-"""What a narrow terminal leaves out, in this order; it is in the JSON."""
+_DROPPED = ("E/k/H/I", "padding", "baked scales", "bf16 x", "ratio", "extra bytes", "float32", "served by")
+"""Columns that a narrow terminal leaves out, in this order. The JSON has them all."""
 
 
 class Table:
-    """One line per layer, printed when it is done."""
+    """Print one line per layer."""
 
     def __init__(self, names: list[str], tolerances: Tolerances, to_stderr: bool) -> None:
         width, longest = _width(to_stderr), max(len(plain(name)) for name in names)
@@ -103,12 +85,10 @@ class Table:
             self._started = True
             bounds = self._tolerances
             self.line(
-                f"relative L2 (worst case); bounds: kernel {bounds.kernel:g}; float32 {bounds.none:g}, ratio {bounds.ratio:g}; "
-                "bf16 x: from float32 without quantized activations"
+                f"relative L2 (worst case); bounds: kernel {bounds.kernel:g}; float32 {bounds.none:g} and ratio {bounds.ratio:g} "
+                "over many tokens; bf16 x: against float32 with unquantized activations"
             )
-            titles = [title.rpartition("\n") for title, *_ in _COLUMNS if title in [c[0] for c in self._columns]]
-            for part in (0, 2):
-                self._row("layer" if part else "", [title[part] for title in titles])
+            self._row("layer", [title for title, *_ in self._columns])
         name = plain(report.name)
         if len(name) > self._name_width:
             name = "..." + name[3 - self._name_width :]
@@ -147,23 +127,14 @@ def _width(to_stderr: bool) -> int:
     return shutil.get_terminal_size().columns if stream.isatty() else 160
 
 
-def worst(cases: list[CaseReport], name: str) -> str:
-    values = [value for case in cases if (value := getattr(case, name)) is not None]
-    return f"{max(values):.4f}" if values else "-"
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
 @contextmanager
 def progress(
     total: int, about: str = "verifying", what: str = "layer"
 ) -> Iterator[tuple[Callable[..., None], Callable[[], Any]]]:
-    """A bar with an estimate on standard error: what sets how many are done (and, of another total, how many there are), and a
-    context in which lines may be printed.
+    """Show a progress bar on standard error, if that is a terminal.
 
-    Quiet where standard error is no terminal.
+    Yields:
+        A function that sets how many are done (and optionally the total), and a context in which lines may be printed.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -192,17 +163,17 @@ def progress(
 
 
 class Json:
-    """The report as a file that is whole at any time: rewritten after each layer beside ``path``, then renamed.
+    """The report as a file that is complete after each layer: written next to ``path``, then renamed.
 
-    ``-`` and pipes and devices get it once, at the end.
+    ``-``, pipes and devices get it once, at the end.
 
     Raises:
-        OSError: it cannot be written; at once, not after an hour.
+        OSError: the file cannot be written. Checked before any layer is verified.
     """
 
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
         self.path, self._header = path, {"trtllm_b12x": __version__, **header}
-        # A new or a plain file; what is a pipe or a device is written to, not replaced.
+        # Replace plain files; write to pipes and devices.
         self._at_once = path is not None and str(path) != "-" and (path.is_file() or not path.exists())
         if path is not None and path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
@@ -218,7 +189,11 @@ class Json:
             "passed": status == "passed",
             "errors": errors,
             "layers": [
-                {**dataclasses.asdict(report), "passed": report.passed, "cases": [_case(case) for case in report.cases]}
+                {
+                    **dataclasses.asdict(report),
+                    "passed": report.passed,
+                    "cases": [{**dataclasses.asdict(case), "ratio": case.ratio} for case in report.cases],
+                }
                 for report in reports
             ],
         }
@@ -234,7 +209,7 @@ class Json:
 
 
 def header(checkpoint: Path, device: str, tp: int, ep: int, seed: int, algorithms: Iterable[str]) -> dict[str, Any]:
-    """What the numbers were computed with, for experts quantized so."""
+    """Return the head of the report: what the numbers are computed with."""
     from trtllm_b12x.eligibility import considered
     from trtllm_b12x.verification import Tolerances
 
@@ -251,12 +226,8 @@ def header(checkpoint: Path, device: str, tp: int, ep: int, seed: int, algorithm
     }
 
 
-def _case(case: CaseReport) -> dict[str, Any]:
-    return {**dataclasses.asdict(case), "ratio": case.ratio}
-
-
 def _finite(value: Any) -> Any:
-    """Floats that JSON has no word for as strings, ``inf`` and ``nan``."""
+    """Replace floats that JSON cannot hold by the strings ``inf`` and ``nan``."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

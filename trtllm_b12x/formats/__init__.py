@@ -20,10 +20,6 @@ class Format:
     """nvidia-modelopt's configuration that exports it."""
     method: str
     """Its :class:`trtllm_b12x.quantization.Method`: the host's parameters, and the kernels' view of them."""
-    kind: str
-    """Its :class:`trtllm_b12x.checkpoint.kinds.Kind`: how a checkpoint names and stores it."""
-    judge: str
-    """Its :class:`trtllm_b12x.strict_reference.Judge`."""
     code_bits: int
     group_size: int
     """Elements that share a block scale of one byte."""
@@ -38,8 +34,6 @@ FORMATS: tuple[Format, ...] = (
         "NVFP4",
         "NVFP4_DEFAULT_CFG",
         method="trtllm_b12x.quantization.nvfp4:NVFP4Sm12xFusedMoEMethod",
-        kind="trtllm_b12x.checkpoint.nvfp4:NVFP4",
-        judge="trtllm_b12x.strict_reference.nvfp4:NVFP4",
         code_bits=4,
         group_size=16,
     ),
@@ -47,8 +41,6 @@ FORMATS: tuple[Format, ...] = (
         "MXFP8",
         "MXFP8_DEFAULT_CFG",
         method="trtllm_b12x.quantization.mxfp8:MXFP8Sm12xFusedMoEMethod",
-        kind="trtllm_b12x.checkpoint.mxfp8:MXFP8",
-        judge="trtllm_b12x.strict_reference.mxfp8:MXFP8",
         code_bits=8,
         group_size=32,
         activations=("Swiglu", "Geglu"),
@@ -64,6 +56,12 @@ def names() -> tuple[str, ...]:
 def find(name: str) -> Format | None:
     """None for what is none of ours: not quantized, or another algorithm."""
     return next((row for row in FORMATS if row.name == name), None)
+
+
+def group_size(name: str) -> int | None:
+    """Return how many weights share a block scale, or None for an algorithm that is none of ours."""
+    row = find(name)
+    return None if row is None else row.group_size
 
 
 def stored_bytes(name: str, elements: int) -> int:

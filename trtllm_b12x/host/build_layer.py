@@ -75,8 +75,7 @@ def build(
 
 def _promoted(shape: Shape, device: torch.device) -> Any:
     sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k, shape.activation)
-    row = formats.find(shape.format)
-    group_size = None if row is None else row.group_size
+    group_size = formats.group_size(shape.format)
     was = promotion.active
     selection.install()
     try:

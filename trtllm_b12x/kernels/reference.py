@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,12 +33,13 @@ from trtllm_b12x import families
 from trtllm_b12x.decision import Environment, KernelFeatures
 from trtllm_b12x.formats.layouts import plain_scales, scales_of_tokens
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
-from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
 
 from . import Geometry, Kernel, check_call, check_scales
 from .routes import Table, of_known_types
 
 _OFF_TIES = 0.97
+_TIE = 5e-4
+"""Relative distance from a rounding tie that counts as one. A bf16 step is 8 times as far."""
 
 _PARTIAL_COLUMNS = 256
 """Columns of FC2's inner dimension that the static kernel accumulates before it rounds."""
@@ -102,7 +104,7 @@ class ReferenceKernel(Kernel):
         device, scale = self.weights.device, float(self.weights.fc1_divisor[0])
         scale = scale if 0 < scale < float("inf") else 1.0
         x = torch.randn(tokens, self.geometry.hidden_size, device=device, generator=torch.Generator(device).manual_seed(0))
-        return move_off_ties((x * (_OFF_TIES * factor * scale * 6 * 448 / x.abs().max())).to(torch.bfloat16), scale)
+        return _off_ties((x * (_OFF_TIES * factor * scale * 6 * 448 / x.abs().max())).to(torch.bfloat16), scale)
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
         """What one local expert adds to the tokens that are routed to it, whose ``x`` and ``router_weights`` these are."""
@@ -224,6 +226,28 @@ class QuantizedReferenceKernel(ReferenceKernel):
         codes = self._quantized(inner, self.weights.input_scales.fc2_divisor[expert])
         share = codes @ dequantized(w.fc2_weight, w.fc2_weight_sf, expert).T * w.fc2_alpha[expert] * router_weights.unsqueeze(-1)
         result.index_add_(0, token, share.to(torch.bfloat16).float())
+
+
+def _off_ties(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Move bf16 values ``(tokens, H)`` whose block scale or code sits on a rounding tie by one bf16 step.
+
+    Kernels that divide and kernels that multiply by a reciprocal round a tie to different codes.
+    """
+    values = x.unflatten(-1, (-1, BLOCK_SIZE))
+    amax = values.abs().amax(-1, keepdim=True)
+    values = _next_bf16(values, _tied(amax.float() / (E2M1_MAX * divisor), round_to_e4m3) & (values.abs() == amax))
+    block_scale = round_to_e4m3(values.abs().amax(-1, keepdim=True).float() / (E2M1_MAX * divisor)).float()
+    return _next_bf16(values, _tied(values.float() / (block_scale * divisor).clamp(min=1e-30), round_to_e2m1)).flatten(-2)
+
+
+def _tied(values: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    below, above = (rounded(values * factor).view(torch.uint8) for factor in (1 - _TIE, 1 + _TIE))
+    return below != above
+
+
+def _next_bf16(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the bf16 values next farther from zero where ``mask`` is set."""
+    return (values.view(torch.int16) + mask.to(torch.int16)).view(torch.bfloat16)
 
 
 def _decoded(x: torch.Tensor, x_sf: torch.Tensor, swizzled: bool) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Load one MoE layer the way the host does, run it, and measure it against :mod:`trtllm_b12x.strict_reference`."""
+"""Load one MoE layer as the host does, run it on our kernels, and compare it with a float32 reference."""
 
 from .bounds import Tolerances, relative_l2
 from .draw import Case, draw_activations
-from .layer import judge, verify_layer
-from .layer import kernel_calls as kernel_calls
+from .layer import kernel_calls, resolve_on_ranks, verify_layer
 from .report import BytesReport, CaseReport, LayerReport, Ranks
 
 __all__ = [
@@ -14,7 +13,8 @@ __all__ = [
     "Ranks",
     "Tolerances",
     "draw_activations",
-    "judge",
+    "kernel_calls",
     "relative_l2",
+    "resolve_on_ranks",
     "verify_layer",
 ]

@@ -1,107 +1,36 @@
-"""What can be told without computing: the bits that the kernel reads, and what the checkpoint's codes say of themselves."""
+"""Compare the weights that a kernel reads with the checkpoint's, byte by byte."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from trtllm_b12x.checkpoint import Checkpoint, MoELayer, kinds
-from trtllm_b12x.strict_reference import judge
+from trtllm_b12x.checkpoint import LayerWeights, MoELayer
+from trtllm_b12x.strict_reference import reference_for
 
-from .report import BytesReport, LayerReport
-
-_FULL = 0.999
-"""Max calibration leaves a full code in every block that tells (:class:`trtllm_b12x.checkpoint.kinds.Blocks`)."""
-
-_HOLES, _NO_HOLES = 0.1, 0.001
-"""Share of zero blocks in a matrix that is damage, where half of the layer's matrices have less than the other: a shard whose
-download broke off has pages of zeros.  Padding, pruned rows and dead channels are in all of them."""
+from .report import BytesReport
 
 
-def examine_codes(checkpoint: Checkpoint, layer: MoELayer, report: LayerReport) -> None:
-    """Expert matrices that say nothing (all zero), and such whose codes no max calibration wrote."""
-    kind = kinds.of(layer.quant_algo)
-    if not kind.full_code:
-        return
-    matrices = list(_matrices(checkpoint, layer, range(layer.num_experts)))
-    by_max = _calibrated_by_max(checkpoint)
-    live = sum(matrix.counted for matrix in matrices)
-    report.full_blocks = sum(matrix.full for matrix in matrices) / live if live else None
-    dead = [matrix.name for matrix in matrices if matrix.empty == 1]
-    if dead:
-        report.failures.append(f"{_listed(dead)}: all zero, whatever the input")
-    if statistics.median(matrix.empty for matrix in matrices) < _NO_HOLES:
-        holes = [f"{matrix.name} {100 * matrix.empty:.0f} %" for matrix in matrices if _HOLES < matrix.empty < 1]
-        if holes:
-            report.failures.append(
-                f"{_listed(holes)} of the blocks are zero, hardly any elsewhere in the layer: parts are missing"
-            )
-    short = [
-        f"{matrix.name} {100 * matrix.full / matrix.counted:.0f} %"
-        for matrix in matrices
-        if by_max and matrix.full < _FULL * matrix.counted
+def zero_matrices(weights: LayerWeights, layer: MoELayer) -> list[str]:
+    """Return the names of expert matrices whose codes or scales are all zero: no input reaches their output."""
+    kinds = {key.rpartition(".")[2] for key in weights} - {"input_scale"}
+    return [
+        f"expert {expert} {name}"
+        for expert in range(layer.num_experts)
+        for projection, name in layer.projections.items()
+        if not all(bool(weights[f"{expert}.{projection}.{kind}"].reshape(-1).view(torch.uint8).any()) for kind in kinds)
     ]
-    if short:
-        report.failures.append(
-            f"{_listed(short)} of the blocks hold {kind.full_code}, all others in this checkpoint 100 % "
-            f"({kind.damaged}): these weights were damaged"
-        )
-    if not by_max and report.full_blocks is not None:
-        if _evenly_spread(checkpoint, layer):
-            report.failures.append("all codes are equally frequent, as in random bytes: these are no weights")
-        else:
-            report.notes.append(
-                f"{100 * report.full_blocks:.0f} % of the blocks hold {kind.full_code}: not calibrated by max (100 %), "
-                "so the codes do not tell damage; --original does"
-            )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _calibrated_by_max(checkpoint: Checkpoint) -> bool:
-    """Some matrix of the checkpoint has a full code in every block: by chance none has."""
-    for layer in checkpoint.layers:
-        if kinds.of(layer.quant_algo).full_code and not layer.pre_quant_scale:
-            for matrix in _matrices(checkpoint, layer, sorted({0, layer.num_experts - 1})):
-                if matrix.counted >= 64 and matrix.full >= _FULL * matrix.counted:
-                    return True
-    return False
-
-
-class _Matrix(NamedTuple):
-    name: str
-    counted: int
-    """See :class:`trtllm_b12x.checkpoint.kinds.Blocks`."""
-    full: int
-    empty: float
-
-
-def _matrices(checkpoint: Checkpoint, layer: MoELayer, experts: Sequence[int]) -> Iterator[_Matrix]:
-    weights, kind = checkpoint.weights(layer), kinds.of(layer.quant_algo)
-    for expert in experts:
-        for projection in layer.projections:
-            prefix = f"{expert}.{projection}."
-            blocks = kind.blocks(lambda tensor, prefix=prefix: weights[prefix + tensor])  # type: ignore[misc]
-            yield _Matrix(f"expert {expert} {layer.projections[projection]}", *blocks)
-
-
-def _evenly_spread(checkpoint: Checkpoint, layer: MoELayer) -> bool:
-    weights, kind = checkpoint.weights(layer), kinds.of(layer.quant_algo)
-    return all(kind.evenly_spread(weights[f"0.{projection}.weight"]) for projection in layer.projections)
 
 
 def count_bytes(backend: Any, total: BytesReport) -> None:
     """Add one rank's bytes."""
-    own = {p.untyped_storage().data_ptr() for p in backend.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in backend.parameters()}
     weights, tensors = backend.kernel.weights, backend.kernel.weights.tensors()
 
     def extra(names: Sequence[str]) -> int:
-        return sum(tensors[n].nbytes for n in names if tensors[n].untyped_storage().data_ptr() not in own)
+        return sum(tensors[n].nbytes for n in names if tensors[n].untyped_storage().data_ptr() not in parameters)
 
     total.padding += sum(getattr(backend, name).nbytes for name in backend.quant_method.stored)
     total.extra_payload += extra(weights.payload)
@@ -109,8 +38,8 @@ def count_bytes(backend: Any, total: BytesReport) -> None:
     total.scalars += backend.quant_method.scalar_bytes(backend)
 
 
-def bits_exact(backend: Any, weights: Any, layer: MoELayer) -> bool:
-    """Compare what the kernel reads, byte by byte, with the checkpoint."""
+def bits_exact(backend: Any, weights: LayerWeights, layer: MoELayer) -> bool:
+    """Return whether the kernel reads the checkpoint's codes and block scales, and zeros in the padding."""
     tensors = backend.kernel.weights
     halves = ("w3", "w1") if layer.gated else ("w1",)
     size = layer.intermediate_size // backend.tp_size
@@ -127,15 +56,16 @@ def bits_exact(backend: Any, weights: Any, layer: MoELayer) -> bool:
     return True
 
 
-def wrong_scalars(backend: Any, weights: Any, layer: MoELayer) -> list[str]:
-    """Names of the kernel's per-expert scales that are not the checkpoint's, for any expert: a global error hides small ones."""
-    expected = judge(weights, layer.num_experts, layer.gated, layer.quant_algo).scalars(backend.initial_local_expert_ids)
-    found = backend.kernel.weights.tensors()
-    return [n for n, value in expected.items() if not torch.allclose(found[n].double().cpu(), value, rtol=2e-6, atol=1e-45)]
+def wrong_scalars(backend: Any, weights: LayerWeights, layer: MoELayer) -> list[str]:
+    """Return the names of the kernel's per-expert scales that differ from the checkpoint's for any expert."""
+    dequantizer = reference_for(weights, layer.num_experts, layer.gated, layer.quant_algo)
+    expected = dequantizer.scalars(backend.initial_local_expert_ids)
+    actual = {name: tensor.double().cpu() for name, tensor in backend.kernel.weights.tensors().items() if name in expected}
+    return [name for name, value in expected.items() if not torch.allclose(actual[name], value, rtol=2e-6, atol=1e-45)]
 
 
 def _holds(padded: torch.Tensor, plain: torch.Tensor) -> bool:
-    """``plain`` is the upper left corner of ``padded`` (uint8), and the rest is zero."""
+    """Return whether ``padded`` (uint8) has ``plain`` in its upper left corner and zeros elsewhere."""
     rows, columns = plain.shape
     corner = padded[:rows, :columns]
     return (

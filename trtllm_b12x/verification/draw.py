@@ -1,60 +1,69 @@
-"""Activations and routes for the calls that a layer is measured by."""
+"""Draw activations and routes for the calls that a layer is measured by."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, MoELayer
 from trtllm_b12x.host import embedded
-from trtllm_b12x.strict_reference import Call, judge
+from trtllm_b12x.strict_reference import MoECall, reference_for
 
 MIN_TOKENS = 63
-"""A case makes as many calls as it takes for this many tokens, or for :data:`MAX_READS`.  Over fewer tokens one code that rounds
-the other way shows: 0.07 was seen for 5 tokens where 64 give 0.03."""
+"""A case repeats its call until it has this many tokens, or has read :data:`MAX_READS` experts."""
 
 EXPERTS = 16
-"""Experts that a case's tokens choose among, each case others, so that a large layer takes seconds."""
+"""Experts that the tokens of a case choose from; other ones in each case. So a large layer takes seconds."""
 
 MAX_READS = 64
 """Experts that the calls of a case read in all: 8 calls of one token with top 8."""
 
 OUTLIER_CHANNELS = 128
-"""One channel in so many carries the large activations, eight times the others', as in real models."""
+"""One channel in this many carries activations eight times as large as the others, as in real models."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Token count of a call, and its outlier channels in multiples of what the layer was calibrated for."""
+    """Token count of a call, and its outlier channels in multiples of the calibrated range."""
 
     tokens: int
     outliers: float = 0.97
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
-    """One call: the case it belongs to, router logits ``(T, E)``, and what the router makes of them."""
+    """One call and what became of it."""
 
     case: int
+    """Position of its case."""
     logits: torch.Tensor
-    call: Call
+    """Router logits ``(T, E)``."""
+    call: MoECall
+    output: Any = 0.0
+    """Sum over the ranks, float32 ``(T, H)``."""
+    families: set[str] = field(default_factory=set)
+    """Families that served it on any rank."""
+    rounding: float = 0.0
+    """Error that the kernel expects of itself."""
+    references: list[torch.Tensor] = field(default_factory=list)
+    """Outputs of the reference, and of the unquantized model."""
 
 
 def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: int, device: str) -> tuple[Any, list[Batch]]:
-    """A routing method and every call of every case.  The model's own router is not under test, its experts are.
+    """Return a routing method and the calls of every case. The model's own router is not tested.
 
     Raises:
-        CheckpointError: the calibration of the layer cannot be used.
+        CheckpointError: the layer's calibration cannot be used.
     """
     routing = embedded.RenormalizeMoeRoutingMethod(layer.top_k)
-    form = judge(checkpoint.weights(layer), layer.num_experts, layer.gated, layer.quant_algo)
+    dequantizer = reference_for(checkpoint.weights(layer), layer.num_experts, layer.gated, layer.quant_algo)
     try:
-        largest = form.largest_input()
+        largest = dequantizer.largest_input()
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.directory}: {layer.name} {error}") from None
+        raise CheckpointError(checkpoint.directory, f"{layer.name} {error}", "calibrate and export the model again") from None
     generator = torch.Generator().manual_seed(seed * 1_000_003 + layer.index)
     order = torch.randperm(layer.num_experts, generator=generator)
     pool_size = min(layer.num_experts, max(EXPERTS, 2 * layer.top_k))
@@ -62,21 +71,21 @@ def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: i
     for position, case in enumerate(cases):
         pool = order.roll(-position * pool_size)[:pool_size]
         reads = min(case.tokens * layer.top_k, pool_size)
-        wanted = min(-(-MIN_TOKENS // case.tokens), max(MAX_READS // reads, -(-pool_size // reads)))
+        calls = min(-(-MIN_TOKENS // case.tokens), max(MAX_READS // reads, -(-pool_size // reads)))
         first = 0
-        for _ in range(wanted):
-            x = form.move_off_ties(draw_activations(case.tokens, layer.hidden_size, largest, case.outliers, generator)).to(device)
+        for _ in range(calls):
+            x = draw_activations(case.tokens, layer.hidden_size, largest, case.outliers, generator)
             logits = draw_router_logits(case.tokens, layer.num_experts, layer.top_k, pool, first, generator).to(device)
-            batches.append(Batch(position, logits, Call(x, *routing.apply(logits))))
+            call = MoECall(dequantizer.move_off_ties(x).to(device), *routing.apply(logits))
+            batches.append(Batch(position, logits, call))
             first += case.tokens * _experts_in_turn(layer.top_k)
     return routing, batches
 
 
 def draw_activations(tokens: int, hidden_size: int, largest: float, outliers: float, generator: torch.Generator) -> torch.Tensor:
-    """bf16 activations ``(tokens, hidden_size)`` with a few outlier channels, as the layers of real models see them.
+    """Draw bf16 activations ``(tokens, hidden_size)`` with a few outlier channels, as in real models.
 
-    ``largest`` is the calibration's: the largest value is 0.97 of that, and ``outliers`` times it where that is more, which moves
-    the outlier channels alone.
+    The largest value is 0.97 times ``largest``, the calibrated one. ``outliers`` above 1 scales the outlier channels beyond it.
     """
     x = torch.randn(tokens, hidden_size, generator=generator)
     channels = torch.randperm(hidden_size, generator=generator)[: -(-hidden_size // OUTLIER_CHANNELS)]
@@ -90,8 +99,10 @@ def draw_activations(tokens: int, hidden_size: int, largest: float, outliers: fl
 def draw_router_logits(
     tokens: int, num_experts: int, top_k: int, pool: torch.Tensor, first: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Router logits ``(tokens, num_experts)``: experts of ``pool`` only, half of each token's in turn from entry ``first`` on,
-    half at random."""
+    """Draw router logits ``(tokens, num_experts)`` that choose experts of ``pool`` only.
+
+    Half of each token's experts come in turn, from entry ``first`` on, the other half at random.
+    """
     logits = torch.full((tokens, num_experts), -100.0)
     inside = torch.randn(tokens, len(pool), generator=generator)
     turns = _experts_in_turn(top_k)

@@ -1,4 +1,4 @@
-"""One layer: load it the way the host does, run it, measure it."""
+"""Verify one layer: load it as the host does, run it, compare it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from trtllm_b12x import selection, strict_reference
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
 from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
 from trtllm_b12x.dispatch import crossover, timing
-from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, default_crossover
+from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, Schedule, default_crossover
 from trtllm_b12x.eligibility import considered, resolve
 from trtllm_b12x.host import embedded, questions
-from trtllm_b12x.strict_reference import Arithmetic
+from trtllm_b12x.strict_reference import Arithmetic, ReferenceDequantizer
 
-from .bits import bits_exact, count_bytes, examine_codes, wrong_scalars
-from .bounds import Tolerances, exceeds, misses, relative_l2, squares
+from .bits import bits_exact, count_bytes, wrong_scalars, zero_matrices
+from .bounds import Tolerances, exceeds, relative_l2
 from .draw import EXPERTS, Batch, Case, draw
 from .report import BytesReport, CaseReport, LayerReport, Ranks
 
 _SEVERAL = 8
-"""Tokens of a call that tell what quantization costs the layer: 0.13 to 0.2 for sound ones; of single ones 0.6 was seen."""
+"""Tokens of a call from which the cost of quantization is measured: 0.13 to 0.2. For a single token 0.6 was seen."""
 
-_LOADED, _RUN, _JUDGED = 0.2, 0.6, 0.9
-"""Shares of a layer's time that are over by then, roughly."""
+_RUN = 0.6
+"""Approximate share of a layer's time until its calls have run. The rest is the reference's."""
+
+_REFERENCES = (Arithmetic.NONE, Arithmetic.UNQUANTIZED, Arithmetic.KERNEL)
+"""Rounding points that every call is computed with."""
 
 
 @crossover.unmeasured()
@@ -43,22 +46,27 @@ def verify_layer(
     tolerances: Tolerances | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> LayerReport:
-    """Measure one layer.  Peak host memory is the layer's bytes, padded to the kernel's tile, and 200 MB.
+    """Verify one layer. Peak host memory is the layer's bytes, padded to the kernel's tile, and 200 MB.
 
-    Every expert's codes, block scales and scales are compared; a case's tokens go to :data:`draw.EXPERTS` of the experts.
-    A layer that the decision refuses is reported with its reasons and not run: the host's own class serves it.
+    Every expert's codes, block scales and scales are compared; the tokens of a case go to 16 experts. Cases that no kernel
+    serves are left out. A layer that CUTLASS serves is reported with its reasons and not run.
 
     Args:
+        require_b12x: fail a layer if none of our kernels ran.
+        original: the unquantized model.
         progress: called with the share of the work that is done, from 0 to 1.
 
     Raises:
         CheckpointError: a tensor is unusable, or the ranks do not divide the layer.
     """
     ranks = ranks or Ranks()
-    for size, parts, what in ((layer.intermediate_size, ranks.tp, "tp"), (layer.num_experts, ranks.ep, "ep")):
+    for option, parts, what, size in (
+        ("tp", ranks.tp, "intermediate size", layer.intermediate_size),
+        ("ep", ranks.ep, "the number of experts", layer.num_experts),
+    ):
         if size % parts:
-            raise CheckpointError(f"--{what} {parts}: {layer.name} has {size} to divide; choose a divisor")
-    verdict = judge(layer, ranks, device)
+            raise CheckpointError(f"--{option} {parts}", f"does not divide {what} {size} of {layer.name}", "choose a divisor")
+    verdict = resolve_on_ranks(layer, ranks, device)
     report = LayerReport(
         name=layer.name,
         index=layer.index,
@@ -76,268 +84,253 @@ def verify_layer(
         if require_b12x:
             report.failures.append("served by CUTLASS: " + "; ".join(report.reasons))
         return report
-    weights = checkpoint.weights(layer)
-    routing, batches = draw(checkpoint, layer, cases, seed, device)
-    examine_codes(checkpoint, layer, report)
-    outputs: list[Any] = [0.0] * len(batches)
-    paths: list[set[str]] = [set() for _ in batches]
-    rounding: dict[int, float] = {}
-    features = {name: kernel.features for name, kernel in considered(device, layer.quant_algo).items()}
-    eligible = [features[name] for name in verdict.families]
-    limit = EVERY if any(found.every_count for found in eligible) else default_crossover(layer.top_k, eligible)
-    if any(found.measured_from for found in eligible):
-        limit = max(limit, timing.LARGEST + 1)
-    points = {"cutlass": Arithmetic.CUTLASS}
-    points |= {name: Arithmetic[found.arithmetic] for name, found in features.items()}
-    kernels: set[str] = set()
-    unplanned: set[int] = set()  # a FlashInfer that compiles for fixed sizes
-    report.bytes = BytesReport(weights.nbytes, -weights.nbytes, 0, 0, 0)
-    report.bits_exact = True
-    steps, step = ranks.tp * ranks.ep * (len(batches) + 1), 0
-    for mapping in ranks.mappings():
-        module = _build(layer, routing, mapping, device)
-        module.load_weights([weights])
-        module.post_load_weights()
-        schedule = module.backend.schedule
-        if not schedule.kernels:
-            report.failures.append(f"rank {mapping.rank} left {verdict.families[0]}: {module.backend.verdict}")
-            report.served_by = "cutlass"
-        else:
-            kernels |= schedule.families.keys()
-            if schedule.limited and schedule.below < limit:
-                limit = schedule.below
-                report.notes.append(f"{'+'.join(schedule.families)} serves fewer than {limit} tokens: {schedule.limited}")
-            count_bytes(module.backend, report.bytes)
-            report.bits_exact &= bits_exact(module.backend, weights, layer)
-            wrong = wrong_scalars(module.backend, weights, layer)
-            if wrong:
-                report.failures.append(f"rank {mapping.rank}: {', '.join(wrong)} differ from the checkpoint's scales")
-        step += 1
-        progress(_LOADED + (_RUN - _LOADED) * step / steps)
-        for index, batch in enumerate(batches):
-            with kernel_calls(module.backend) as calls:
-                outputs[index] = outputs[index] + module(batch.call.x, batch.logits).float()
-            paths[index] |= set(calls) or {"cutlass"}
-            tokens = cases[batch.case].tokens
-            kernel = schedule.at(tokens)
-            if kernel is not None:
-                rounding[batch.case] = max(rounding.get(batch.case, 0.0), kernel.rounding(tokens))
-            elif tokens < schedule.below:
-                unplanned.add(batch.case)
-            step += 1
-            progress(_LOADED + (_RUN - _LOADED) * step / steps)
-        del module
-    if not report.bits_exact:
-        report.failures.append("the kernel's codes or block scales differ from the checkpoint's")
-    if report.bytes.extra_payload or report.bytes.extra_scales:
-        report.failures.append("payload or block scales exist twice")
-    run = sorted(_experts(batches, range(len(batches))))
-    report.experts_run = len(run)
-    form = strict_reference.judge(weights, layer.num_experts, layer.gated, layer.quant_algo)
-    report.baked_weight_error = form.baked_weight_error(run[:EXPERTS], device)
-    bounds = tolerances or Tolerances()
-    if kernels and report.served_by != "cutlass":
-        report.served_by = "+".join(name for name in verdict.families if name in kernels)
-    _measure(weights, layer, cases, batches, outputs, paths, points, rounding, device, original, report, bounds, progress)
-    for position, case in enumerate(report.cases):
-        ours = case.tokens < limit and position not in unplanned
-        expected = verdict.families if ours else ("cutlass",)
-        if case.path not in expected:
-            case.failures.append(f"served by {case.path}, not by {' or '.join(expected)}")
-    if require_b12x and not any(case.path in verdict.families for case in report.cases):
+    run = _Run(checkpoint, layer, cases, verdict.families, report, seed, device)
+    run.on_ranks(ranks, lambda share: progress(_RUN * share))
+    if not run.batches:
         named = " or ".join(verdict.families)
-        report.failures.append(f"no call of fewer than {limit} tokens, {named} was not run: add a smaller count to --tokens")
+        message = f"{named} serves no count of --tokens, so it was not run: add a count from {run.first} to {run.limit - 1}"
+        (report.failures if require_b12x else report.notes).append(message)
+    else:
+        run.compare(original, tolerances or Tolerances(), lambda share: progress(_RUN + (1 - _RUN) * share))
     progress(1.0)
     return report
 
 
-def judge(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
-    """What the layer will get on every rank, from what the checkpoint alone tells, or why there is no judge of it."""
-    found = resolve(questions.of_checkpoint(layer, ranks.tp, ranks.ep), considered(device, layer.quant_algo))
-    unjudged = {
+def resolve_on_ranks(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
+    """Return which families serve the layer on every rank, as far as the checkpoint tells, and why others do not.
+
+    A layer that the reference cannot compute is not served here.
+    """
+    verdict = resolve(questions.of_checkpoint(layer, ranks.tp, ranks.ep), considered(device, layer.quant_algo))
+    without_reference = {
         RejectReason.ACTIVATION_CONSTANTS: layer.activation.constants and layer.activation.swiglu is None,
         RejectReason.ROUTER_WEIGHT_ON_INPUT: layer.apply_router_weight_on_input,
     }
-    for reason in (reason for reason, there in unjudged.items() if there and found.served):
-        named = " and ".join(found.families)
-        return Resolution.left_to_the_host(reason, f"{named} serves it in TensorRT-LLM, and nothing here computes it to compare")
-    return found
+    for reason, applies in without_reference.items():
+        if applies and verdict.served:
+            detail = f"{' and '.join(verdict.families)} serves it in TensorRT-LLM, but verify has no reference for it"
+            return Resolution.left_to_the_host(reason, detail)
+    return verdict
 
 
-def _build(layer: MoELayer, routing: Any, mapping: Any, device: str) -> Any:
-    """The layer as the host builds it with ``moe_backend: CUTLASS``, without weights."""
-    selection.install()
-    quant_config = embedded.QuantConfig(quant_algo=embedded.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
-    experts = layer.num_experts // mapping.moe_ep_size
-    with torch.device(device):
-        constants: dict[str, Any] = {
-            name: torch.full((experts,), value, dtype=torch.float32)
-            for name, value in zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), layer.activation.swiglu or (), strict=False)
-        }
-        return embedded.create_moe.create_moe(
-            routing,
-            layer.num_experts,
-            layer.hidden_size,
-            layer.intermediate_size,
-            dtype=torch.bfloat16,
-            model_config=embedded.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
-            layer_idx=layer.index,
-            activation_type=embedded.ActivationType[layer.activation.name],
-            **constants,
+class _Run:
+    """The calls of one layer: run them on one rank after the other, then compare."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layer: MoELayer,
+        cases: Sequence[Case],
+        families: tuple[str, ...],
+        report: LayerReport,
+        seed: int,
+        device: str,
+    ) -> None:
+        self.layer, self.cases, self.families, self.report, self.device = layer, cases, families, report, device
+        self.weights = checkpoint.weights(layer)
+        self.routing, self.batches = draw(checkpoint, layer, cases, seed, device)
+        features = {name: kernel.features for name, kernel in considered(device, layer.quant_algo).items()}
+        self.arithmetics = {name: Arithmetic[feature.arithmetic] for name, feature in features.items()}
+        eligible = [features[name] for name in families]
+        # The token counts that kernels should serve.
+        self.first = min(f.measured_from or 1 for f in eligible)
+        self.limit = EVERY if any(f.every_count for f in eligible) else default_crossover(layer.top_k, eligible)
+        if any(f.measured_from for f in eligible):
+            self.limit = max(self.limit, timing.LARGEST + 1)
+
+    def on_ranks(self, ranks: Ranks, progress: Callable[[float], None]) -> None:
+        """Load the layer on each rank, compare its bits, and run the calls that kernels should serve."""
+        layer, report = self.layer, self.report
+        zeros = zero_matrices(self.weights, layer)
+        if zeros:
+            report.failures.append(f"{_listed(zeros)}: all zero, whatever the input")
+        total = report.bytes = BytesReport(self.weights.nbytes, -self.weights.nbytes, 0, 0, 0)
+        report.bits_exact = True
+        kernels: set[str] = set()
+        for mapping in ranks.mappings():
+            module = self._load(mapping)
+            schedule = module.backend.schedule
+            kernels |= schedule.families.keys() or {"cutlass"}
+            if schedule.kernels:
+                count_bytes(module.backend, total)
+                report.bits_exact &= bits_exact(module.backend, self.weights, layer)
+                wrong = wrong_scalars(module.backend, self.weights, layer)
+                if wrong:
+                    report.failures.append(f"rank {mapping.rank}: {', '.join(wrong)} differ from the checkpoint's scales")
+            else:
+                report.failures.append(f"rank {mapping.rank} left {self.families[0]}: {module.backend.verdict}")
+            if schedule.limited and schedule.below < self.limit:
+                self.limit = schedule.below
+                report.notes.append(f"{'+'.join(kernels)} serves fewer than {self.limit} tokens: {schedule.limited}")
+            self.batches = [batch for batch in self.batches if self._is_for_kernels(schedule, self.cases[batch.case].tokens)]
+            for done, batch in enumerate(self.batches, 1):
+                self._call(module, batch)
+                progress((mapping.rank + done / len(self.batches)) / (ranks.tp * ranks.ep))
+            del module, schedule
+        report.served_by = "cutlass" if "cutlass" in kernels else "+".join(name for name in self.families if name in kernels)
+        if not report.bits_exact:
+            report.failures.append("the kernel's codes or block scales differ from the checkpoint's")
+        if total.extra_payload or total.extra_scales:
+            report.failures.append("payload or block scales exist twice")
+
+    def _load(self, mapping: Any) -> Any:
+        """Build the layer as the host does with ``moe_backend: CUTLASS``, and load it."""
+        layer = self.layer
+        selection.install()
+        quant_config = embedded.QuantConfig(quant_algo=embedded.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
+        shape, names = (layer.num_experts // mapping.moe_ep_size,), ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+        swiglu = zip(names, layer.activation.swiglu or (), strict=False)
+        with torch.device(self.device):
+            constants: dict[str, Any] = {name: torch.full(shape, value, dtype=torch.float32) for name, value in swiglu}
+            module = embedded.create_moe.create_moe(
+                self.routing,
+                layer.num_experts,
+                layer.hidden_size,
+                layer.intermediate_size,
+                dtype=torch.bfloat16,
+                model_config=embedded.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
+                layer_idx=layer.index,
+                activation_type=embedded.ActivationType[layer.activation.name],
+                **constants,
+            )
+        module.load_weights([self.weights])
+        module.post_load_weights()
+        return module
+
+    def _is_for_kernels(self, schedule: Schedule, tokens: int) -> bool:
+        """Return whether a kernel should serve the count. A gap below the schedule's end is meant for CUTLASS."""
+        return tokens < self.limit and not (schedule.at(tokens) is None and tokens < schedule.below)
+
+    def _call(self, module: Any, batch: Batch) -> None:
+        with kernel_calls(module.backend) as calls:
+            batch.output = batch.output + module(batch.call.x, batch.logits).float()
+        batch.families |= set(calls) or {"cutlass"}
+        tokens = self.cases[batch.case].tokens
+        kernel = module.backend.schedule.at(tokens)
+        if kernel is not None:
+            batch.rounding = max(batch.rounding, kernel.rounding(tokens))
+
+    def compare(self, original: Checkpoint | None, bounds: Tolerances, progress: Callable[[float], None]) -> None:
+        """Report the error of every case, and what is beyond its bound."""
+        report, done = self.report, 0
+        experts = sorted(_experts(self.batches))
+        dequantizer = strict_reference.reference_for(
+            self.weights, self.layer.num_experts, self.layer.gated, self.layer.quant_algo
         )
+        report.experts_run = len(experts)
+        report.baked_weight_error = dequantizer.baked_weight_error(experts[:EXPERTS], self.device)
 
+        def on_expert() -> None:
+            nonlocal done
+            done += 1
+            progress(done / len(experts))
 
-def _measure(
-    weights: LayerWeights,
-    layer: MoELayer,
-    cases: Sequence[Case],
-    batches: Sequence[Batch],
-    outputs: Sequence[torch.Tensor],
-    paths: Sequence[set[str]],
-    points: Mapping[str, Arithmetic],
-    rounding: dict[int, float],
-    device: str,
-    original: Checkpoint | None,
-    report: LayerReport,
-    bounds: Tolerances,
-    progress: Callable[[float], None],
-) -> None:
-    """Every case's numbers, and what is beyond its bound."""
-    served = ["+".join(sorted(found)) for found in paths]
-    experts = sum(len(_experts(batches, [i for i, p in enumerate(served) if p == path])) for path in set(served))
-    judged = 0
-
-    def on_expert() -> None:
-        nonlocal judged
-        judged += 1
-        progress(_RUN + (_JUDGED - _RUN) * judged / experts)
-
-    strict: dict[int, list[torch.Tensor]] = {}
-    for path in sorted(set(served)):
-        mine = [index for index, p in enumerate(served) if p == path]
-        arithmetics = [Arithmetic.NONE, Arithmetic.UNQUANTIZED, *([points[path]] if path in points else [])]
-        calls = [batches[index].call for index in mine]
-        found = strict_reference.outputs(
-            weights, layer.num_experts, layer.gated, calls, arithmetics, device, on_expert, layer.quant_algo, *_computed(layer)
-        )
-        strict.update(zip(mine, found, strict=True))
-    calls = [batch.call for batch in batches]
-    plain = None if original is None else _against_original(original, weights, layer, calls, device, report, bounds)
-    calibrated: list[tuple[int, tuple[torch.Tensor, ...]]] = []
-    for position, case in enumerate(cases):
-        mine = [index for index, batch in enumerate(batches) if batch.case == position]
-        result = torch.cat([outputs[i] for i in mine])
-        none, unquantized = (torch.cat([strict[i][a] for i in mine]) for a in (0, 1))
-        path = "+".join(sorted(set().union(*(paths[i] for i in mine))))
-        exact = torch.cat([strict[i][2] for i in mine]) if path in points else None
-        wanted = None if plain is None else torch.cat([plain[i][0] for i in mine])
-        case_report = CaseReport(
-            tokens=case.tokens,
-            outliers=case.outliers,
-            calls=len(mine),
-            experts=len(_experts(batches, mine)),
-            path=path,
-            rel_l2_none=relative_l2(result, none),
-            error=relative_l2(result, unquantized),
-            reference_error=relative_l2(none, unquantized),
-            rel_l2_kernel=None if exact is None else relative_l2(result, exact),
-            rounding=rounding.get(position, 0.0),
-            original_error=None if wanted is None else relative_l2(result, wanted),
-        )
-        quantizes = points.get(path) is not Arithmetic.UNQUANTIZED
-        case_report.failures.extend(_failures(case_report, bounds, result, none, unquantized, exact, quantizes))
-        report.cases.append(case_report)
-        if case.outliers <= 1:
-            calibrated.append((case.tokens, (none, unquantized, result, *(() if wanted is None else (wanted,)))))
-    if calibrated:
-        # The largest activation of a call is the calibrated one: a single token is a large one, and saturates FC2's input.
-        several = [parts for tokens, parts in calibrated if tokens >= _SEVERAL] or [parts for _, parts in calibrated]
-        none, unquantized, result, *rest = (torch.cat(parts) for parts in zip(*several, strict=True))
-        report.reference_error = relative_l2(none, unquantized)
+        self._add_references(self.weights, _REFERENCES, on_expert, self.layer.quant_algo)
+        if original is not None:
+            plain = self._compare_weights(dequantizer, original, bounds)
+            self._add_references(plain, (Arithmetic.UNQUANTIZED,))
+        for position in dict.fromkeys(batch.case for batch in self.batches):
+            report.cases.append(self._compare_case([batch for batch in self.batches if batch.case == position], bounds))
+        calibrated = [batch for batch in self.batches if self.cases[batch.case].outliers <= 1]
+        # The largest activation of a call is the calibrated one, so a single token is a large one and saturates FC2's input.
+        several = [batch for batch in calibrated if self.cases[batch.case].tokens >= _SEVERAL] or calibrated
+        if not several:
+            return
+        output, references = _joined(several)
+        report.reference_error = relative_l2(references[0], references[1])
         if not report.reference_error <= bounds.reference:
             report.failures.append(
                 f"quantizing activations costs {100 * report.reference_error:.0f} % of the output (16 % is usual, "
                 f"{100 * bounds.reference:.0f} % allowed): the input scales are not those of these weights"
             )
-        for wanted in rest:
-            error = relative_l2(result, wanted)
-            if not error <= bounds.original:
-                report.failures.append(
-                    f"outputs differ from the original's by {100 * error:.0f} % (bound {100 * bounds.original:.0f} %)"
-                )
+        error = relative_l2(output, references[-1]) if original is not None else 0.0
+        if not error <= bounds.original:
+            report.failures.append(
+                f"outputs differ from the original's by {100 * error:.0f} % (bound {100 * bounds.original:.0f} %)"
+            )
 
+    def _add_references(self, weights: Mapping[str, torch.Tensor], arithmetics: Sequence[Arithmetic], *options: Any) -> None:
+        layer, calls = self.layer, [batch.call for batch in self.batches]
+        computed = {"activation": layer.activation.name, "swiglu": layer.activation.swiglu}
+        sizes = (layer.num_experts, layer.gated)
+        outputs = strict_reference.outputs(weights, *sizes, calls, arithmetics, self.device, *options, **computed)  # type: ignore[arg-type]
+        for batch, references in zip(self.batches, outputs, strict=True):
+            batch.references += references
 
-def _experts(batches: Sequence[Batch], indices: Iterable[int]) -> set[int]:
-    return set().union(*(batches[i].call.token_selected_experts.unique().tolist() for i in indices))
-
-
-def _failures(
-    case: CaseReport,
-    bounds: Tolerances,
-    result: torch.Tensor,
-    none: torch.Tensor,
-    unquantized: torch.Tensor,
-    exact: torch.Tensor | None,
-    quantizes: bool,
-) -> Iterator[str]:
-    """``quantizes``: what ran quantizes activations, as the float32 reference ``none`` does."""
-    if exact is not None:
-        bound = max(bounds.kernel, case.rounding)
-        if misses(squares(result - exact), squares(exact), bound):
-            yield f"rel_l2_kernel {case.rel_l2_kernel:.4g} > {bound:g}"
-    if quantizes and exceeds(squares(result - none), bounds.none**2 * squares(none)):
-        yield f"rel_l2_none {case.rel_l2_none:.4g} > {bounds.none:g}"
-    ratio = bounds.ratio if quantizes else 1.0
-    if exceeds(squares(result - unquantized), ratio**2 * squares(none - unquantized)):
-        yield f"ratio {case.ratio:.4g} > {ratio:g}"
-
-
-def _against_original(
-    original: Checkpoint,
-    weights: LayerWeights,
-    layer: MoELayer,
-    calls: Sequence[Any],
-    device: str,
-    report: LayerReport,
-    bounds: Tolerances,
-) -> list[list[torch.Tensor]]:
-    """Compare every matrix; the original's outputs."""
-    match = next((other for other in original.layers if _same_layer(other, layer)), None)
-    if match is None:
-        raise CheckpointError(
-            f"{original.directory}: has no unquantized layer {layer.name} of the same sizes; "
-            "give the unquantized model of this checkpoint"
+    def _compare_case(self, batches: Sequence[Batch], bounds: Tolerances) -> CaseReport:
+        case = self.cases[batches[0].case]
+        output, references = _joined(batches)
+        none, unquantized = references[:2]
+        path = "+".join(sorted(set().union(*(batch.families for batch in batches))))
+        arithmetic = self.arithmetics.get(path)
+        exact = None if arithmetic is None else references[_REFERENCES.index(arithmetic)]
+        report = CaseReport(
+            tokens=case.tokens,
+            outliers=case.outliers,
+            calls=len(batches),
+            experts=len(_experts(batches)),
+            path=path,
+            rel_l2_none=relative_l2(output, none),
+            error=relative_l2(output, unquantized),
+            reference_error=relative_l2(none, unquantized),
+            rel_l2_kernel=None if exact is None else relative_l2(output, exact),
+            rounding=max(batch.rounding for batch in batches),
+            original_error=relative_l2(output, references[-1]) if len(references) > len(_REFERENCES) else None,
         )
-    plain, form = original.weights(match), strict_reference.judge(weights, layer.num_experts, layer.gated, layer.quant_algo)
-    distance = norm = 0.0
-    wrong = []
-    for expert in range(layer.num_experts):
-        for name, own in layer.projections.items():
-            difference, size = strict_reference.weight_error(form, plain, expert, name, device)
-            if not size < float("inf"):
-                raise CheckpointError(f"{original.directory}: {layer.name} holds weights that are not finite; give a sound model")
-            if not difference <= bounds.weight * size:
-                share = f"by {100 * difference / size:.0f} %" if size else "from zeros"
-                wrong.append(f"expert {expert} {own} {share}")
-            distance, norm = distance + difference**2, norm + size**2
-    report.weight_error = (distance / norm) ** 0.5 if norm else 0.0
-    if wrong:
-        listed = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        report.failures.append(f"weights differ from the original's (bound {100 * bounds.weight:.0f} %): {listed}")
-    arithmetics = (Arithmetic.UNQUANTIZED,)
-    name, swiglu = _computed(layer)
-    return strict_reference.outputs(
-        plain, layer.num_experts, layer.gated, calls, arithmetics, device, activation=name, swiglu=swiglu
-    )
+        quantizes = arithmetic is not Arithmetic.UNQUANTIZED
+        bound = max(bounds.kernel, report.rounding)
+        if exact is not None and exceeds(output, exact, bound):
+            report.failures.append(f"rel_l2_kernel {report.rel_l2_kernel:.4g} > {bound:g}")
+        if quantizes and not report.rel_l2_none <= bounds.none_of(len(output)):
+            report.failures.append(f"rel_l2_none {report.rel_l2_none:.4g} > {bounds.none_of(len(output)):.4g}")
+        bound = bounds.ratio_of(len(output)) if quantizes else 1.0
+        if not report.ratio <= bound:
+            report.failures.append(f"ratio {report.ratio:.4g} > {bound:.4g}")
+        if path not in self.families:
+            report.failures.append(f"served by {path}, not by {' or '.join(self.families)}")
+        return report
+
+    def _compare_weights(self, dequantizer: ReferenceDequantizer, original: Checkpoint, bounds: Tolerances) -> LayerWeights:
+        """Compare every matrix with the original's, and return the original's weights."""
+        layer, report = self.layer, self.report
+        match = next((other for other in original.layers if _same_layer(other, layer)), None)
+        if match is None:
+            problem = f"has no unquantized layer {layer.name} of the same sizes"
+            raise CheckpointError(original.directory, problem, "give the unquantized model of this checkpoint")
+        plain = original.weights(match)
+        distance = norm = 0.0
+        wrong = []
+        for expert in range(layer.num_experts):
+            for projection, name in layer.projections.items():
+                difference, size = strict_reference.weight_error(dequantizer, plain, expert, projection, self.device)
+                if not size < float("inf"):
+                    raise CheckpointError(original.directory, f"{layer.name} holds weights that are not finite", "copy it again")
+                if not difference <= bounds.weight * size:
+                    share = f"by {100 * difference / size:.0f} %" if size else "from zeros"
+                    wrong.append(f"expert {expert} {name} {share}")
+                distance, norm = distance + difference**2, norm + size**2
+        report.weight_error = (distance / norm) ** 0.5 if norm else 0.0
+        if wrong:
+            report.failures.append(f"weights differ from the original's (bound {100 * bounds.weight:.0f} %): {_listed(wrong)}")
+        return plain
 
 
-def _computed(layer: MoELayer) -> tuple[str, tuple[float, float, float] | None]:
-    """Between the products, for the judge."""
-    return layer.activation.name, layer.activation.swiglu
+def _joined(batches: Sequence[Batch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Concatenate the outputs of calls, and each of their references."""
+    references = zip(*(batch.references for batch in batches), strict=True)
+    return torch.cat([batch.output for batch in batches]), [torch.cat(parts) for parts in references]
+
+
+def _experts(batches: Iterable[Batch]) -> set[int]:
+    return set().union(*(batch.call.token_selected_experts.unique().tolist() for batch in batches))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _same_layer(other: MoELayer, layer: MoELayer) -> bool:
-    """Unquantized, of the same sizes, under the same name but for the nesting of a multimodal model."""
+    """Return whether ``other`` is unquantized and has the same sizes and name, except for the nesting of multimodal models."""
 
     def identity(one: MoELayer) -> tuple[object, ...]:
         sizes = (one.num_experts, one.hidden_size, one.intermediate_size, one.gated)
@@ -348,20 +341,20 @@ def _same_layer(other: MoELayer, layer: MoELayer) -> bool:
 
 @contextmanager
 def kernel_calls(backend: Any) -> Iterator[list[str]]:
-    """Families whose kernels were called, in order."""
+    """Record the families whose kernels are called, in order."""
     calls: list[str] = []
     schedule = getattr(backend, "schedule", HOSTS)
 
     def counting(name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **kwargs: (calls.append(name), run(*args, **kwargs))[1]  # type: ignore[func-returns-value]
 
-    ways = ("run", "run_quantized")
+    methods = ("run", "run_quantized")
     for name, kernel in schedule.families.items():
-        for way in ways:
-            setattr(kernel, way, counting(name, getattr(kernel, way)))
+        for method in methods:
+            setattr(kernel, method, counting(name, getattr(kernel, method)))
     try:
         yield calls
     finally:
         for kernel in schedule.kernels:
-            for way in ways:
-                delattr(kernel, way)
+            for method in methods:
+                delattr(kernel, method)

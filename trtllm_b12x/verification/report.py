@@ -1,4 +1,4 @@
-"""What was found about a layer."""
+"""Records of a verified layer; the JSON report has the same fields."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class CaseReport:
     experts: int
     """Experts that received a token."""
     path: str
-    """``b12x``, ``cutlass``, or both if calls differed."""
+    """Families that served the calls, or ``cutlass``; joined by + if they differed."""
     rel_l2_none: float
     error: float
     """Against the same layer with unquantized activations."""
     reference_error: float
-    """The float32 reference's own."""
+    """Same, of the float32 reference."""
     rel_l2_kernel: float | None = None
-    """Against the rounding points of ``path``; None if calls differed."""
+    """Against the rounding points of ``path``; None if a call did not run on one of our kernels."""
     rounding: float = 0.0
-    """What of it the kernel explains (:meth:`trtllm_b12x.kernels.Kernel.rounding`): the bound where that is more."""
+    """Error that the kernel itself expects (``Kernel.rounding``); the bound if it is larger."""
     original_error: float | None = None
     """Against the unquantized model."""
     failures: list[str] = field(default_factory=list)
@@ -42,14 +42,14 @@ class BytesReport:
     """Bytes of one layer."""
 
     checkpoint: int
-    """Payload and block scales as the checkpoint has them."""
+    """Payload and block scales in the checkpoint."""
     padding: int
-    """What the module's payload and block scales hold beyond those."""
+    """Payload and block scales of the module beyond those."""
     extra_payload: int
-    """Payload the kernel reads outside the module's parameters."""
+    """Payload that the kernel reads from outside the module's parameters."""
     extra_scales: int
     scalars: int
-    """Per-expert values beside the host's own."""
+    """Per-expert values that the host does not have."""
 
 
 @dataclass
@@ -65,22 +65,19 @@ class LayerReport:
     served_by: str
     reasons: list[str]
     warnings: list[str] = field(default_factory=list)
-    """Hosts that will refuse the layer, split like this."""
+    """Hosts that will refuse the layer with this split."""
     bytes: BytesReport | None = None
     bits_exact: bool | None = None
-    """The kernel reads the checkpoint's codes and block scales, every one, and zeros beside them."""
+    """The kernel reads the checkpoint's codes and block scales, and zeros in the padding."""
     experts_run: int = 0
-    """Experts that received a token in any case; the others are compared by their bits and scales."""
-    full_blocks: float | None = None
-    """Share of the blocks that hold what max calibration leaves, 1 where it did (NVFP4: magnitude 6, by chance 0.88)."""
+    """Experts that received a token in any case. The others are compared by their bits and scales only."""
     reference_error: float | None = None
-    """What quantizing calibrated activations costs the float32 reference."""
+    """Cost of quantizing calibrated activations, in the float32 reference."""
     baked_weight_error: float | None = None
     weight_error: float | None = None
-    """Of the quantized weights against the unquantized model."""
+    """Distance of the quantized weights from the unquantized model's."""
     cases: list[CaseReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What could not be told."""
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -89,18 +86,18 @@ class LayerReport:
 
     @property
     def compared(self) -> bool:
-        """Numbers were computed, by whatever kernel."""
+        """A kernel ran, and its numbers were compared."""
         return bool(self.cases)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Tensor- and expert-parallel ranks, simulated one after the other; their outputs are summed in float32."""
+    """Tensor- and expert-parallel ranks, simulated one after the other. Their outputs are summed in float32."""
 
     tp: int = 1
     ep: int = 1
 
     def mappings(self) -> Iterator[Any]:
-        for rank in range(self.tp * self.ep):
-            size = self.tp * self.ep
+        size = self.tp * self.ep
+        for rank in range(size):
             yield embedded.Mapping(world_size=size, rank=rank, tp_size=size, moe_tp_size=self.tp, moe_ep_size=self.ep)

@@ -12,8 +12,8 @@ from trtllm_b12x.formats.nvfp4 import NVFP4Weights, dequantize, pack_fp4, round_
 from trtllm_b12x.host.embedded.ops import block_scale_interleave
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.strict_reference import Call
-from trtllm_b12x.strict_reference.nvfp4 import move_off_ties
+from trtllm_b12x.strict_reference import MoECall
+from trtllm_b12x.strict_reference.formats import move_off_ties
 from trtllm_b12x.verification import draw_activations
 
 TILE = ReferenceKernel.features.tile
@@ -157,7 +157,7 @@ def empty_layer(shape: Shape) -> Layer:
     return Layer(shape, {}, weights)
 
 
-def draw_call(layer: Layer, tokens: int, seed: int, negative: float = 0.0) -> Call:
+def draw_call(layer: Layer, tokens: int, seed: int, negative: float = 0.0) -> MoECall:
     """Activations off rounding ties with outlier channels, random experts; a share of the ids may be negative.
 
     With negative ids the last token has no expert at all.
@@ -171,7 +171,7 @@ def draw_call(layer: Layer, tokens: int, seed: int, negative: float = 0.0) -> Ca
         ids[torch.rand(ids.shape, generator=generator) < negative] = -1
         ids[-1] = -1
     router_weights = torch.softmax(torch.randn(tokens, shape.top_k, generator=generator), 1)
-    return Call(x.to(device), ids.contiguous().to(device), router_weights.contiguous().to(device))
+    return MoECall(x.to(device), ids.contiguous().to(device), router_weights.contiguous().to(device))
 
 
 def wrapper(shape: Shape, device: str, capacity: int = 0) -> Any:
@@ -204,7 +204,7 @@ def arguments(weights: NVFP4Weights) -> dict[str, torch.Tensor]:
     }
 
 
-def reference(layer: Layer, call: Call, weights: NVFP4Weights | None = None) -> torch.Tensor:
+def reference(layer: Layer, call: MoECall, weights: NVFP4Weights | None = None) -> torch.Tensor:
     """The package's torch kernel."""
     kernel = _planned(layer.shape, call.x.shape[0], weights or layer.weights)
     return kernel.run(call.x, call.token_selected_experts, call.token_final_scales)
@@ -219,7 +219,7 @@ def _planned(shape: Shape, tokens: int, weights: NVFP4Weights) -> ReferenceKerne
     return kernel
 
 
-def with_atomic_sums(layer: Layer, call: Call, orders: int) -> torch.Tensor:
+def with_atomic_sums(layer: Layer, call: MoECall, orders: int) -> torch.Tensor:
     """The output as micro and dynamic kernels add it up, in ``orders`` random orders: ``(orders, T, H)`` bf16.
 
     One addition in bf16 per route and 128 columns: each partial sum is rounded, then its product with the route's weight,

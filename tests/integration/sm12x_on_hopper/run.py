@@ -21,7 +21,7 @@ import torch
 
 from trtllm_b12x import strict_reference
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.strict_reference import Arithmetic, Call, nvfp4
+from trtllm_b12x.strict_reference import Arithmetic, MoECall, formats
 from trtllm_b12x.verification import relative_l2
 
 from .bed import Bed, sm12x_on_hopper
@@ -122,7 +122,7 @@ class Runner:
         self.arguments = {k: v for k, v in arguments(weights or layer.weights).items() if k not in drop}
         self.wrappers: dict[tuple[int, str | None], Any] = {}
 
-    def __call__(self, bed: Bed, job: Job, call: Call) -> tuple[str, torch.Tensor]:
+    def __call__(self, bed: Bed, job: Job, call: MoECall) -> tuple[str, torch.Tensor]:
         """The kernel's kind and its output."""
         capacity = CAPACITY if job.tokens <= CAPACITY and job.forced != "dynamic" else 0
         with forced(job.forced):
@@ -149,7 +149,7 @@ class Yardsticks:
     """``(orders, T, H)``."""
 
     @classmethod
-    def of(cls, layer: Layer, call: Call) -> Yardsticks:
+    def of(cls, layer: Layer, call: MoECall) -> Yardsticks:
         shape = layer.shape
         points = (Arithmetic.KERNEL, Arithmetic.NONE, Arithmetic.UNQUANTIZED)
         strict = strict_reference.outputs(layer.checkpoint, shape.num_experts, shape.gated, [call], points, DEVICE)[0]
@@ -186,7 +186,7 @@ def measure_jobs(bed: Bed, jobs: list[Job], repetitions: int, seed: int = 0, not
         layer = draw(shape, DEVICE, seed)
         counts = sorted({job.tokens for job in mine})
         calls = {tokens: draw_call(layer, tokens, seed=tokens) for tokens in counts}
-        everything = Call(*(torch.cat([getattr(calls[t], n) for t in counts]) for n in Call.__dataclass_fields__))
+        everything = MoECall(*(torch.cat([getattr(calls[t], n) for t in counts]) for n in MoECall.__dataclass_fields__))
         yardsticks = Yardsticks.of(layer, everything)
         runner, seen = Runner(layer), set()
         for job in mine:
@@ -220,7 +220,7 @@ def variants(bed: Bed) -> Iterator[Measured]:
     yield from _expert_parallel(bed)
 
 
-def _variant(bed: Bed, job: Job, layer: Layer, call: Call, note: str, graph: bool = False) -> Measured:
+def _variant(bed: Bed, job: Job, layer: Layer, call: MoECall, note: str, graph: bool = False) -> Measured:
     yardsticks = Yardsticks.of(layer, call)
     runner = Runner(layer)
     results = [runner(bed, job, call) for _ in range(REPETITIONS)]
@@ -232,7 +232,7 @@ def _variant(bed: Bed, job: Job, layer: Layer, call: Call, note: str, graph: boo
     return yardsticks.measure(layer.shape.name, results[0][0], outputs, note)
 
 
-def _replayed(job: Job, layer: Layer, call: Call) -> torch.Tensor:
+def _replayed(job: Job, layer: Layer, call: MoECall) -> torch.Tensor:
     """Captured with other inputs in the same buffers, replayed with this call's."""
     other = draw_call(layer, job.tokens, 99)
     buffers = [t.clone() for t in (other.x, other.token_selected_experts, other.token_final_scales)]
@@ -307,7 +307,7 @@ def _preparations(bed: Bed, layer: Layer, index: int, projections: list[str]) ->
         "exact, reciprocal FC2 scale": (replace(exact, fc2_divisor=exact.fc2_divisor.reciprocal()), ()),
         "baked, FC2 scale 1": (replace(baked, fc2_divisor=unit, fc2_alpha=unit), ("input_global_scale",)),
     }
-    weight_error = nvfp4.baked_weight_error(layer.checkpoint, range(shape.num_experts), projections, DEVICE)
+    weight_error = formats.baked_weight_error(layer.checkpoint, range(shape.num_experts), projections, DEVICE)
     for job in _one_per_kernel(shape):
         calls = [draw_call(layer, job.tokens, seed) for seed in range(-(-64 // job.tokens))]
         yardsticks = [Yardsticks.of(layer, call) for call in calls]
@@ -341,7 +341,7 @@ def saturation(layer: Layer) -> dict[str, float]:
     for expert in range(shape.num_experts):
         token = (call.token_selected_experts == expert).any(1)
         matrices = {
-            name: nvfp4.dequantize_weight(
+            name: formats.dequantize_nvfp4(
                 *(tensors[f"{expert}.{name}.{k}"] for k in ("weight", "weight_scale", "weight_scale_2"))
             )
             for name in (("w1", "w3") if shape.gated else ("w1",))

@@ -1,4 +1,4 @@
-"""Which layers the configuration makes MoE layers, family by family, told by the keys that are there."""
+"""Read from config.json which layers have experts. Each model family has its own keys."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from .files import CheckpointError, typed
 _MAX_LAYERS = 10_000
 
 _EVERY_LAYER = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "minimax", "minimax_m2", "gpt_oss", "olmoe")
-"""``model_type`` of families without a dense layer, unless a key below says otherwise."""
+"""``model_type`` of families without dense layers, unless a key below lists some."""
 
 
 def moe_layers(path: Path, config: Mapping[str, Any]) -> list[int] | None:
-    """Indices of the MoE layers below ``num_hidden_layers``, ascending; None where the family's pattern is not known.
+    """Return the indices of the MoE layers, ascending, or None if the model family is unknown.
 
-    Sources: transformers 5.23, ``models/*/configuration_*.py`` and the decoder layers beside them.
+    Sources: transformers 5.23, ``models/*/configuration_*.py`` and the decoder layers next to them.
 
     Raises:
         CheckpointError: a key has the wrong type, or there are more than 10,000 layers.
     """
-    kinds = _kinds(path, config)
+    words = _word_per_layer(path, config)
     layers = typed(path, config, "num_hidden_layers", int)
     if layers is None:
-        if kinds is None:
+        if words is None:
             return None
-        layers = len(kinds)  # Nemotron-H
+        layers = len(words)  # Nemotron-H
     if not 0 < layers <= _MAX_LAYERS:
-        raise CheckpointError(f"{path}: num_hidden_layers is {str(layers)[:20]}, from 1 to {_MAX_LAYERS} is meant; restore it")
-    if kinds is not None:
-        return [index for index, kind in enumerate(kinds[:layers]) if kind in ("moe", "sparse", "E")]
+        raise CheckpointError(path, f"num_hidden_layers is {str(layers)[:20]}, expected 1 to {_MAX_LAYERS}", "restore it")
+    if words is not None:
+        return [index for index, word in enumerate(words[:layers]) if word in ("moe", "sparse", "E")]
     listed = typed(path, config, "moe_layers", list)  # Llama 4
     if listed is not None:
         return sorted(index for index in listed if isinstance(index, int) and 0 <= index < layers)
-    steps = {key: typed(path, config, key, int) for key in ("decoder_sparse_step", "interleave_moe_layer_step")}
-    step = next((value for value in steps.values() if value), None)
+    steps = (typed(path, config, key, int) for key in ("decoder_sparse_step", "interleave_moe_layer_step"))
+    step = next((value for value in list(steps) if value), None)
     first = typed(path, config, "first_k_dense_replace", int)
     frequency = config.get("moe_layer_freq")
     if step is not None:
@@ -50,11 +50,11 @@ def moe_layers(path: Path, config: Mapping[str, Any]) -> list[int] | None:
     return list(range(layers)) if config.get("model_type") in _EVERY_LAYER else None
 
 
-def _kinds(path: Path, config: Mapping[str, Any]) -> list[Any] | None:
-    """One word, or one letter, per layer: Nemotron-H; GLM and others since transformers 5."""
+def _word_per_layer(path: Path, config: Mapping[str, Any]) -> list[Any] | None:
+    """Return one word or letter per layer: Nemotron-H; GLM and others since transformers 5."""
     for key in ("mlp_layer_types", "layers_block_type"):
-        kinds = typed(path, config, key, list)
-        if kinds is not None and any(kind in ("moe", "sparse") for kind in kinds):
-            return list(kinds)
+        words = typed(path, config, key, list)
+        if words is not None and any(word in ("moe", "sparse") for word in words):
+            return list(words)
     letters = typed(path, config, "hybrid_override_pattern", str)
     return None if letters is None else list(letters)

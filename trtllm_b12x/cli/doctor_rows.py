@@ -1,7 +1,8 @@
-"""What a bug report has to hold, as rows of text.  No torch, FlashInfer or CuTe DSL is imported here."""
+"""Collect the facts of a bug report as rows of text, without importing torch, FlashInfer or the CuTe DSL."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -16,23 +17,23 @@ from trtllm_b12x.environment import answers, packages
 
 _HOSTS = {
     "none": "not installed (the embedded host stands in)",
-    "unsupported": "of a shape that is not known",
+    "unsupported": "an unknown version",
     "installed": "not looked at",
 }
 _DEVICES = """
 import json, torch
-found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 names = ("multi_processor_count", "memory_clock_rate", "memory_bus_width")
-print(json.dumps([[getattr(p, name, 0) for name in names] for p in found]))
+print(json.dumps([[getattr(device, name, 0) for name in names] for device in devices]))
 """
 
 
-def cuda(found: tuple[int, int] | None) -> str:
-    return "unknown" if found is None else f"CUDA {found[0]}.{found[1]}" if found[0] else "none"
+def cuda(version: tuple[int, int] | None) -> str:
+    return "unknown" if version is None else f"CUDA {version[0]}.{version[1]}" if version[0] else "none"
 
 
-def rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> list[tuple[str, str]]:
-    """(name, value) in the order in which they are printed."""
+def doctor_rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> list[tuple[str, str]]:
+    """Return (name, value) rows in print order."""
     gpu = "unknown" if e.sm is None else f"SM{e.sm}" if e.sm else "none"
     cards = environment.cards()
     host_version = _versions("tensorrt_llm").partition(" ")[2]
@@ -56,11 +57,11 @@ def rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> 
 
 
 def _versions(*names: str) -> str:
-    return ", ".join(f"{name} {found}" for name, found in packages.versions(names).items())
+    return ", ".join(f"{name} {version}" for name, version in packages.versions(names).items())
 
 
 def _payload(e: Environment) -> str:
-    kept = ", as an earlier process read it (trtllm-b12x cache clear)" if e.payload_kept else ""
+    kept = ", read by an earlier process (trtllm-b12x cache clear)" if e.payload_kept else ""
     where = f", from {e.payload_file}" if e.payload_file else ""
     return f"{e.dsl}, payload that loads: {cuda(e.payload_cuda)}{where}{kept}"
 
@@ -81,37 +82,31 @@ def _features(e: Environment) -> str:
 
 
 def _devices() -> list[str]:
-    """From torch, in a process of its own: it may not import, and it makes a CUDA context."""
+    """Ask torch in a child process: the import may fail, and it creates a CUDA context."""
     try:
         output = subprocess.run([sys.executable, "-c", _DEVICES], capture_output=True, text=True, timeout=60, cwd="/").stdout
         return [device(*numbers) for numbers in json.loads(output)]
     except (OSError, ValueError, subprocess.SubprocessError):
-        return ["SM count and bandwidth: unknown, torch does not say"]
+        return ["SM count and bandwidth: unknown, torch does not report them"]
 
 
 def device(sm_count: int, memory_khz: int, bus_bits: int) -> str:
-    """SM count and memory bandwidth: two transfers a clock over the whole bus, which is what data sheets state."""
+    """Format SM count and memory bandwidth: two transfers per clock over the whole bus, as data sheets count."""
     bandwidth = 2e3 * memory_khz * bus_bits / 8
     return f"{sm_count} SMs, memory bandwidth {f'{bandwidth / 1e9:.0f} GB/s' if bandwidth else 'unknown'}"
 
 
 def _caches() -> list[str]:
-    """Ours and FlashInfer's folder of compiled kernels (``jit/env.py``), with their sizes."""
-    found = []
+    """Return our cache folder and FlashInfer's (``jit/env.py``), with their sizes."""
+    lines = []
     ours = answers.directory()
     if ours is None:
-        found.append("none: neither XDG_CACHE_HOME nor HOME is an absolute path")
-    base = os.environ.get("FLASHINFER_WORKSPACE_BASE")
-    theirs = Path(base) if base else _home()
-    for folder in (ours, None if theirs is None else theirs / ".cache" / "flashinfer"):
+        lines.append("none: neither XDG_CACHE_HOME nor HOME is an absolute path")
+    folders = [ours]
+    with contextlib.suppress(RuntimeError):  # no home
+        folders.append(Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer")
+    for folder in folders:
         if folder is not None and folder.is_dir():
             size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
-            found.append(f"{folder}: {size / 1e6:.1f} MB")
-    return found
-
-
-def _home() -> Path | None:
-    try:
-        return Path.home()
-    except RuntimeError:
-        return None
+            lines.append(f"{folder}: {size / 1e6:.1f} MB")
+    return lines

@@ -1,0 +1,318 @@
+"""Decode and quantize each number format from its definition, without the package's kernels or formats."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+
+import torch
+
+_MX_BLOCK = 32
+_E4M3_MAX = 448.0
+_E2M1_MAX = 6.0
+
+
+class Arithmetic(Enum):
+    """Where the reference rounds."""
+
+    NONE = "none"
+    """float32 throughout. Activations are quantized where the format prescribes it, scales by division."""
+
+    KERNEL = "kernel"
+    """The rounding points that all b12x kernels share (FlashInfer 0.7.2.post1, below ``flashinfer/``):
+
+    * scalars as the host stores them: input scales as float32 reciprocals (``NVFP4FusedMoEMethod.load_quant_scales``);
+    * block scales and values by reciprocals for SwiGLU (``cute_dsl/fp4_common.py:2655-2674``), by divisions for ReLU2
+      (``:2629-2651``);
+    * the activation's result in bf16 before it is quantized (``moe_static_kernel.py:2260``, ``moe_micro_kernel.py:1943``,
+      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``), in units of up's ``weight_scale_2`` over gate's;
+    * the output in bf16.
+
+    The kernels round and add FC2's partial sums in different ways. That difference is left to the tolerance."""
+
+    CUTLASS = "cutlass"
+    """The rounding points of TensorRT-LLM's CUTLASS path (``cpp/tensorrt_llm/kernels/quantization.cuh``,
+    ``cvt_warp_fp16_to_fp4``; ``kernels/cutlass_kernels/moe_gemm/moe_kernels.cu``): scalars as the host stores them, block scales
+    and values by reciprocals; FC1, the activation and FC2 each in bf16; the sum over routes in float32, the output in bf16."""
+
+    UNQUANTIZED = "unquantized"
+    """The format's weights with float32 activations, to measure what quantizing activations costs."""
+
+
+class ReferenceDequantizer:
+    """One layer's tensors in their format. This base class reads plain weights.
+
+    Args:
+        weights: the checkpoint's tensors, ``"{expert}.w1.weight"`` and so on: w1 is the gate (or the only FC1 half), w3
+            up, w2 down.
+        gated: the layer has w3.
+    """
+
+    quantized = False
+    """The format quantizes activations."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], num_experts: int, gated: bool) -> None:
+        self.weights, self.num_experts, self.gated = weights, num_experts, gated
+        self.names = ("w1", "w3", "w2") if gated else ("w1", "w2")
+
+    def matrix(self, expert: int, name: str) -> torch.Tensor:
+        """Return a float32 matrix ``(rows, K)`` on the device of the tensors."""
+        return self.weights[f"{expert}.{name}.weight"].float()
+
+    def up_to_gate(self, expert: int) -> float:
+        """Return up's scale over gate's. The kernels compute up in this unit."""
+        return 1.0
+
+    def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        """Quantize and dequantize FC1's input, float32 ``(n, H)``."""
+        return x
+
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
+        """Quantize and dequantize FC2's input, float32 ``(n, I)`` in units of ``unit``."""
+        return values
+
+    def scalars(self, local: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the expected per-expert scales of the kernels' weights, float64 ``(local experts,)``, by field name."""
+        return {}
+
+    def largest_input(self) -> float:
+        """Return the largest activation that the layer was calibrated for; 1 for formats without calibration.
+
+        Raises:
+            ValueError: the calibration cannot be used. The message follows the layer's name in a sentence.
+        """
+        return 1.0
+
+    def move_off_ties(self, x: torch.Tensor) -> torch.Tensor:
+        """Move values of ``x (n, K)`` that two correct implementations may round differently, by one bf16 step."""
+        return x
+
+    def baked_weight_error(self, experts: Iterable[int], device: torch.device | str = "cpu") -> float | None:
+        """Return the relative L2 change of the weights for kernels without a scale per matrix. None if the format has none."""
+        return None
+
+
+class _NVFP4(ReferenceDequantizer):
+    """E2M1 codes, an E4M3 scale for each 16 of them, and a float32 scale for each matrix and each input."""
+
+    quantized = True
+
+    def matrix(self, expert: int, name: str) -> torch.Tensor:
+        tensors = (self.weights[f"{expert}.{name}.{kind}"] for kind in ("weight", "weight_scale", "weight_scale_2"))
+        return dequantize_nvfp4(*tensors)
+
+    def up_to_gate(self, expert: int) -> float:
+        up, gate = (float(self._numbers(name, "weight_scale_2", [expert])) for name in ("w3", "w1"))
+        return 1.0 if 0.0 in (up, gate) else float(torch.tensor(up / gate))
+
+    def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        return fake_quantize_nvfp4(x, self._divisor(0, x, arithmetic), arithmetic, self.gated)
+
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
+        return fake_quantize_nvfp4(values, self._divisor(1, values, arithmetic) / unit, arithmetic, self.gated)
+
+    def scalars(self, local: Sequence[int]) -> dict[str, torch.Tensor]:
+        fc1, fc2 = (scale.double() for scale in self._input_scales)
+        gate = self._numbers("w1", "weight_scale_2", local)
+        up = self._numbers("w3", "weight_scale_2", local) if self.gated else gate
+        product = (gate != 0) & (up != 0)
+        ratio = torch.where(product, up / gate.where(product, torch.ones_like(gate)), torch.ones_like(gate))
+        return {
+            "fc1_divisor": fc1.expand(len(local)),
+            "fc1_alpha": torch.where(product, gate, torch.zeros_like(gate)) * fc1,
+            "fc2_divisor": fc2 / ratio,
+            "fc2_alpha": self._numbers("w2", "weight_scale_2", local) * fc2,
+        }
+
+    def largest_input(self) -> float:
+        experts = range(self.num_experts)
+        halves = [self._numbers(name, "input_scale", experts).float() for name in self.names[:-1]]
+        if not all(torch.allclose(half, halves[0]) for half in halves):
+            raise ValueError("has experts whose gate and up differ in input_scale, which TensorRT-LLM refuses to load")
+        if not all(float(scale) for scale in self._input_scales):
+            raise ValueError("has an input_scale of 0 in every expert")
+        return float(self._input_scales[0]) * _E2M1_MAX * _E4M3_MAX
+
+    def move_off_ties(self, x: torch.Tensor) -> torch.Tensor:
+        return move_off_ties(x, float(self._input_scales[0]))
+
+    def baked_weight_error(self, experts: Iterable[int], device: torch.device | str = "cpu") -> float:
+        return baked_weight_error(self.weights, experts, self.names, device)
+
+    def _numbers(self, name: str, kind: str, experts: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([float(self.weights[f"{expert}.{name}.{kind}"]) for expert in experts], dtype=torch.float64)
+
+    @functools.cached_property
+    def _input_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """FC1's and FC2's input scale, float32: the largest of all experts', so that each token is quantized once."""
+        experts = range(self.num_experts)
+        fc1 = torch.stack([self._numbers(name, "input_scale", experts) for name in self.names[:-1]])
+        return fc1.max().float(), self._numbers("w2", "input_scale", experts).max().float()
+
+    def _divisor(self, layer: int, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        scale = self._input_scales[layer].to(values.device)
+        return scale if arithmetic is Arithmetic.NONE else 1 / (1 / scale)
+
+
+class _MXFP8(ReferenceDequantizer):
+    """E4M3 elements and a power of two for each 32 of them (OCP Microscaling Formats 1.0)."""
+
+    quantized = True
+
+    def matrix(self, expert: int, name: str) -> torch.Tensor:
+        return dequantize_mxfp8(self.weights[f"{expert}.{name}.weight"], self.weights[f"{expert}.{name}.weight_scale"])
+
+    def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        return fake_quantize_mxfp8(x)
+
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
+        return fake_quantize_mxfp8(values)
+
+
+DEQUANTIZERS: dict[str, type[ReferenceDequantizer]] = {"NVFP4": _NVFP4, "MXFP8": _MXFP8}
+
+
+def reference_for(
+    weights: Mapping[str, torch.Tensor], num_experts: int, gated: bool, quant_algo: str = "NVFP4"
+) -> ReferenceDequantizer:
+    """Return the dequantizer of a layer. Tensors without ``weight_scale`` are plain weights."""
+    plain = "0.w1.weight_scale" not in weights
+    return (ReferenceDequantizer if plain else DEQUANTIZERS[quant_algo])(weights, num_experts, gated)
+
+
+def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Decode uint8 ``(rows, K/2)`` to float32 ``(rows, K)``: 1 sign, 2 exponent (bias 1), 1 mantissa bit; low nibble first."""
+    byte = torch.arange(256, device=packed.device)
+    nibbles = torch.stack((byte % 16, byte // 16), dim=1).float()
+    sign = torch.where(nibbles >= 8, -1.0, 1.0)
+    exponent = (nibbles % 8 / 2).floor()
+    mantissa = nibbles % 2
+    pairs = sign * torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * torch.exp2(exponent - 1))
+    # Gather both values of a byte at once, as eight bytes.
+    both = pairs.contiguous().view(torch.int64).flatten().index_select(0, packed.reshape(-1).int())
+    return both.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def dequantize_nvfp4(weight: torch.Tensor, weight_scale: torch.Tensor, weight_scale_2: torch.Tensor) -> torch.Tensor:
+    """Return float32 ``(rows, K)``: FP4 value times block scale times ``weight_scale_2``."""
+    scale = weight_scale.to(torch.float32) * weight_scale_2.to(torch.float32).reshape(())
+    values = decode_fp4(weight)
+    values.view(*weight.shape[:-1], -1, 16).mul_(scale.unsqueeze(-1))
+    return values
+
+
+def dequantize_mxfp8(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """Return float32 ``(rows, K)`` of E4M3 ``(rows, K)`` in any 8-bit dtype and E8M0 bytes ``(rows, K / 32)``."""
+    exponents = weight_scale.view(torch.uint8).to(torch.int32)
+    powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents - 127)
+    powers = torch.where(exponents == 255, torch.nan, powers).repeat_interleave(_MX_BLOCK, dim=1)
+    return (weight.view(torch.float8_e4m3fn).double() * powers).float()
+
+
+def fake_quantize_nvfp4(values: torch.Tensor, global_scale: torch.Tensor, arithmetic: Arithmetic, gated: bool) -> torch.Tensor:
+    """Quantize float32 ``(n, K)`` to NVFP4 and back. ``global_scale`` divides: a block's largest value is at most 2688 of it."""
+    blocks = values.view(values.shape[0], -1, 16)
+    amax = blocks.abs().max(dim=-1, keepdim=True).values
+    if arithmetic is Arithmetic.CUTLASS or (arithmetic is Arithmetic.KERNEL and gated):
+        inverse_global = torch.ones_like(global_scale) / global_scale
+        block_scale = _nearest_e4m3(inverse_global * (amax * (torch.ones_like(amax) / 6)))
+        if arithmetic is Arithmetic.KERNEL:
+            inverse = (torch.ones_like(amax) / block_scale) * inverse_global
+        else:
+            inverse = torch.ones_like(amax) / (block_scale * (torch.ones_like(global_scale) / inverse_global))
+        scaled = blocks * inverse
+    elif arithmetic is Arithmetic.KERNEL:
+        block_scale = _nearest_e4m3(amax / (6 * global_scale))
+        scaled = blocks * (torch.ones_like(amax) / (block_scale * global_scale))
+    else:
+        block_scale = _nearest_e4m3(amax.double() / 6 / global_scale.double())
+        scaled = blocks / (block_scale * global_scale)
+    scaled = torch.where(block_scale == 0, torch.zeros_like(scaled), scaled)
+    return (_nearest_e2m1(scaled) * (block_scale * global_scale)).view(values.shape)
+
+
+def fake_quantize_mxfp8(values: torch.Tensor) -> torch.Tensor:
+    """Quantize float32 ``(n, K)`` to MXFP8 and back.
+
+    The block's power of two is that of its largest magnitude (6.3 of the specification): values up to 512 times it occur, and
+    saturate at 448. Elements round to nearest, ties to even.
+    """
+    blocks = values.double().unflatten(-1, (-1, _MX_BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    exponent = (torch.frexp(largest).exponent - 9).clamp(min=-127)
+    scale = torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponent, -127))
+    scaled = (blocks / scale).clamp(-_E4M3_MAX, _E4M3_MAX)
+    step = _e4m3_step(scaled)
+    rounded = torch.round(scaled / step) * step * scale
+    return torch.where(blocks.isfinite().all(-1, keepdim=True), rounded, torch.nan).flatten(-2).float()
+
+
+def _nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Round to E4M3 (4 significant bits, smallest step 2**-9, largest value 448), ties to even, as float32."""
+    step = _e4m3_step(values)
+    return (torch.round(values.double() / step) * step).clamp(max=_E4M3_MAX).float()
+
+
+def _e4m3_step(values: torch.Tensor) -> torch.Tensor:
+    """Return the distance of neighboring E4M3 values around ``values``, float64."""
+    _, exponent = torch.frexp(values.double())
+    return torch.exp2((exponent - 4).clamp(min=-9).double())
+
+
+def _nearest_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Round to 0, 0.5, 1, 1.5, 2, 3, 4 or 6, ties to the even code, saturating; keep the sign."""
+    magnitude = values.abs().clamp(max=_E2M1_MAX)
+    step = _e2m1_step(magnitude)
+    return torch.copysign(torch.round(magnitude / step) * step, values)
+
+
+def _e2m1_step(magnitude: torch.Tensor) -> torch.Tensor:
+    """Return the distance of neighboring E2M1 values around ``magnitude`` (0 to 6)."""
+    _, exponent = torch.frexp(magnitude)
+    return torch.exp2((exponent - 2).clamp(min=-1).to(magnitude.dtype))
+
+
+def move_off_ties(x: torch.Tensor, global_scale: float) -> torch.Tensor:
+    """Move bf16 values of ``x (n, K)`` that sit on a rounding tie of their NVFP4 form by one bf16 step.
+
+    Activations and the calibrated amax (``6 * 448 * global_scale``) are both bf16, so exact ties of block scales and codes are
+    common. There two correct implementations may round differently: one uses reciprocals, the other divisions.
+    """
+    blocks = x.view(x.shape[0], -1, 16)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    exact = amax.double() / (6 * global_scale)
+    blocks = _next_bf16(blocks, _near_half(exact / _e4m3_step(exact)) & (blocks.abs() == amax))
+    exact = blocks.abs().amax(-1, keepdim=True).double() / (6 * global_scale)
+    codes = blocks.abs().double() / (_nearest_e4m3(exact).double().clamp(min=2**-9) * global_scale)
+    codes = codes.clamp(max=6)
+    return _next_bf16(blocks, _near_half(codes / _e2m1_step(codes))).view(x.shape)
+
+
+def _near_half(steps: torch.Tensor) -> torch.Tensor:
+    return (steps.frac() - 0.5).abs() < 1e-3
+
+
+def _next_bf16(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the next bf16 value farther from zero where ``mask`` is set."""
+    return (values.view(torch.int16) + mask.to(torch.int16)).view(torch.bfloat16)
+
+
+def baked_weight_error(
+    weights: Mapping[str, torch.Tensor], experts: Iterable[int], projections: Sequence[str], device: torch.device | str = "cpu"
+) -> float:
+    """Return the relative L2 change of the weights of ``experts`` if ``weight_scale_2`` were folded into the E4M3 block scales.
+
+    Peers do this for kernels without a scale per matrix (vLLM PR 48536, SGLang PR 32119).
+    """
+    difference = norm = 0.0
+    for expert in experts:
+        for name in projections:
+            codes, scales, scale_2 = (
+                weights[f"{expert}.{name}.{kind}"].to(device) for kind in ("weight", "weight_scale", "weight_scale_2")
+            )
+            values = decode_fp4(codes).view(-1, 16).square().sum(1).double()
+            exact = (scales.float() * scale_2.reshape(())).flatten()
+            difference += float((values * (_nearest_e4m3(exact) - exact).double().square()).sum())
+            norm += float((values * exact.double().square()).sum())
+    return (difference / norm) ** 0.5 if norm else 0.0
