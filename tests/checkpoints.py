@@ -104,3 +104,21 @@ def dequantized(tensors: dict[str, torch.Tensor], expert: int, name: str) -> tor
     """float32 ``(rows, K)`` of one projection."""
     prefix = f"{expert}.{name}."
     return dequantize_nvfp4(tensors[prefix + "weight"], tensors[prefix + "weight_scale"], tensors[prefix + "weight_scale_2"])
+
+
+def unquantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the tensors stand for, as a layer of plain weights."""
+    names = [key.removesuffix(".weight").split(".") for key in tensors if key.endswith(".weight")]
+    return {f"{expert}.{name}.weight": dequantized(tensors, int(expert), name) for expert, name in names}
+
+
+def plain_projections(layer: int, num_experts: int, hidden_size: int, intermediate_size: int) -> dict[str, torch.Tensor]:
+    """Unquantized bf16 tensors of a layer, by the names in the checkpoint."""
+    shapes = dict.fromkeys(("gate_proj", "up_proj"), (intermediate_size, hidden_size)) | {
+        "down_proj": (hidden_size, intermediate_size)
+    }
+    return {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": torch.randn(shape).bfloat16()
+        for expert in range(num_experts)
+        for name, shape in shapes.items()
+    }

@@ -27,17 +27,14 @@ EXPERTS, HIDDEN, SIZE = 3, 128, 16
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 KEYS = {
-    "num_experts_per_tok": "config.json",
-    "num_experts": "config.json",
-    "hidden_act": "config.json",
-    "swiglu_limit": "config.json",
-    "quantization": "hf_quant_config.json",
-    "quant_algo": "hf_quant_config.json",
-    "group_size": "hf_quant_config.json",
-    "exclude_modules": "hf_quant_config.json",
-    "quantized_layers": "hf_quant_config.json",
+    **dict.fromkeys(("num_experts_per_tok", "num_experts", "hidden_act", "swiglu_limit"), "config.json"),
+    **dict.fromkeys(("quantization", "quant_algo", "group_size", "exclude_modules", "quantized_layers"), "hf_quant_config.json"),
     "weight_map": "model.safetensors.index.json",
 }
+CONTENTS: list[Any] = [
+    *(None, 0, 1, -1, 2, 3, 17, True, 1.5, "", "NVFP4", "FP8", "MIXED_PRECISION", [], ["model.layers.0.mlp*"], {}),
+    *({"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}}, {"x": 5}),
+]
 
 
 @cache
@@ -55,58 +52,27 @@ def sound_files() -> dict[str, bytes]:
 def damages(draw: st.DrawFn) -> tuple[str, Any]:
     kind = draw(st.sampled_from(["header", "entry", "data", "truncate", "scalar", "json", "json value", "matrix", "matrix"]))
     if kind == "matrix":
-        changes = ["zero", "random", "turn", "roll", "exchange", "negate", "ones", "half"]
         matrix = st.tuples(st.integers(0, EXPERTS - 1), st.sampled_from(sorted(PROJECTIONS)))
-        return kind, (
-            draw(matrix),
-            draw(matrix),
-            draw(st.sampled_from(["weight", "weight_scale"])),
-            draw(st.sampled_from(changes)),
+        tensor, change = (
+            st.sampled_from(["weight", "weight_scale"]),
+            st.sampled_from(["zero", "random", "roll", "exchange", "half"]),
         )
+        return kind, tuple(draw(part) for part in (matrix, matrix, tensor, change))
     if kind == "header" or kind == "data":
         return kind, draw(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8))
     if kind == "truncate":
         return kind, draw(st.floats(0, 1, exclude_max=True))
     if kind == "entry":
-        change = draw(st.sampled_from(["drop", "rename", "dtype", "shape", "offsets"]))
-        return kind, (
-            draw(st.integers(0, 10_000)),
-            change,
-            draw(st.integers(-2, 300)),
-            draw(st.sampled_from(["F32", "BF16", "U8", "F8_E4M3", "I64", "F9"])),
-        )
+        change = st.sampled_from(["drop", "rename", "dtype", "shape", "offsets"])
+        dtype = st.sampled_from(["F32", "BF16", "U8", "F8_E4M3", "I64", "F9"])
+        return kind, tuple(draw(part) for part in (st.integers(0, 10_000), change, st.integers(-2, 300), dtype))
     if kind == "scalar":
         value = draw(st.one_of(st.floats(width=32), st.sampled_from([0.0, 1e-38, 1e30, -1.0, float("nan"), float("inf")])))
         return kind, (draw(st.integers(0, 10_000)), value)
     file = draw(st.sampled_from(["config.json", "hf_quant_config.json", "model.safetensors.index.json"]))
     if kind == "json":
         return kind, (file, draw(st.floats(0, 1, exclude_max=True)), draw(st.integers(0, 255)))
-    content: Any = draw(
-        st.sampled_from(
-            [
-                None,
-                0,
-                1,
-                -1,
-                2,
-                3,
-                17,
-                "",
-                "NVFP4",
-                "FP8",
-                "MIXED_PRECISION",
-                [],
-                {},
-                {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}},
-                {"x": 5},
-                True,
-                1.5,
-                ["model.layers.0.mlp*"],
-            ]
-        )
-    )
-    key = draw(st.sampled_from(sorted(KEYS)))
-    return kind, (key, content)
+    return kind, (draw(st.sampled_from(sorted(KEYS))), draw(st.sampled_from(CONTENTS)))
 
 
 def apply(files: dict[str, bytes], damage: tuple[str, Any]) -> dict[str, bytes]:
@@ -175,11 +141,8 @@ def damaged_matrix(one: bytes, other: bytes, change: str) -> tuple[bytes, bytes]
     mask = 0x7F if max(one) < 0x7F else 0xFF
     edits = {
         "zero": lambda: bytes(len(one)),
-        "ones": lambda: bytes([0x22]) * len(one),
         "random": lambda: bytes(Random(0).randrange(mask) for _ in one),
-        "turn": lambda: one[::-1],
         "roll": lambda: one[7:] + one[:7],
-        "negate": lambda: bytes(byte ^ (0x88 if mask == 0xFF else 0) for byte in one),
         "half": lambda: one[: len(one) // 2] + bytes(len(one) - len(one) // 2),
     }
     return edits[change](), other
@@ -187,7 +150,7 @@ def damaged_matrix(one: bytes, other: bytes, change: str) -> tuple[bytes, bytes]
 
 @cache
 def original_model() -> Path:
-    """What the sound files stand for, unquantized."""
+    """Write the unquantized model of the sound files."""
     tensors = load(sound_files()["model.safetensors"])
     plain = {
         f"{expert}.{own}.weight": matrix(tensors, expert, name) for expert in range(EXPERTS) for name, own in PROJECTIONS.items()
@@ -217,7 +180,7 @@ def moved(files: dict[str, bytes]) -> float:
 
 
 def sound(files: dict[str, bytes]) -> bool:
-    """What a pass claims, checked without the package: every tensor of every expert is there, whole, and a scale is a scale."""
+    """Check without the package what a pass claims: all tensors are complete, scales are finite and not negative."""
     tensors = load(files["model.safetensors"])
     shapes = {"weight": 2, "weight_scale": 16}
     for expert in range(EXPERTS):

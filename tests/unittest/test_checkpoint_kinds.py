@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import mxfp8
-from tests.checkpoints import quantize_weight, random_experts, write_checkpoint
-from trtllm_b12x.checkpoint import Checkpoint
+from tests.checkpoints import plain_projections, quantize_weight, random_experts, write_checkpoint
+from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.verification import Case, LayerReport, Ranks, resolve_on_ranks, verify_layer
 
@@ -68,9 +68,33 @@ def reasons(directory: Path) -> list[tuple[RejectReason, ...]]:
     return [resolve_on_ranks(layer, Ranks()).reasons for layer in Checkpoint(directory).layers]
 
 
-def test_group_size_32(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, quantization={"group_size": 32})
-    assert reasons(tmp_path) == [(RejectReason.GROUP_SIZE,)]
+def add_tensors(directory: Path, **tensors: torch.Tensor) -> None:
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file)
+
+
+UP = "model.layers.0.mlp.experts.0.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("options", "tensors", "expected"),
+    [
+        ({"quantization": {"group_size": 32}}, {}, ["GROUP_SIZE"]),
+        ({}, {f"{UP}.pre_quant_scale": torch.ones(128)}, ["PRE_QUANT_SCALE"]),
+        (
+            {"config": {"hidden_act": "gelu", "model_type": "llama4_text"}},
+            {f"{UP}.bias": torch.ones(64)},
+            ["ACTIVATION", "BIAS", "ROUTER_WEIGHT_ON_INPUT"],
+        ),
+        ({"config": {"swiglu_limit": 7.0}}, {}, ["ACTIVATION_CONSTANTS"]),
+    ],
+    ids=["group size", "AWQ", "bias, activation, router weight", "SwiGLU constants"],
+)
+def test_layers_that_no_kernel_serves(
+    tmp_path: Path, options: Any, tensors: dict[str, torch.Tensor], expected: list[str]
+) -> None:
+    add_tensors(write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, **options), **tensors)
+    assert reasons(tmp_path) == [tuple(RejectReason[name] for name in expected)]
 
 
 def test_other_algorithms_among_nvfp4_layers(tmp_path: Path) -> None:
@@ -78,44 +102,18 @@ def test_other_algorithms_among_nvfp4_layers(tmp_path: Path) -> None:
     entries = {names[0]: {"quant_algo": "NVFP4", "group_size": 16}, names[1]: {"quant_algo": "FP8"}}
     section = {"quant_algo": "MIXED_PRECISION", "group_size": None, "quantized_layers": entries}
     write_checkpoint(tmp_path, [random_experts(2, 128, 64, seed=i) for i in range(3)], top_k=1, quantization=section)
-    plain = {
-        k: torch.zeros(*((128, 64) if "down" in k else (64, 128)))
-        for k in load_file(tmp_path / "model.safetensors")
-        if "layers.2" in k and k.endswith(".weight")
-    }
-    save_file({**load_file(tmp_path / "model.safetensors"), **plain}, tmp_path / "model.safetensors")
+    add_tensors(tmp_path, **plain_projections(2, 2, 128, 64))
     assert [found[:1] for found in reasons(tmp_path)] == [(), (RejectReason.QUANTIZATION,), (RejectReason.QUANTIZATION,)]
     assert [layer.quant_algo for layer in Checkpoint(tmp_path).layers] == ["NVFP4", "FP8", "none"]
     assert verified(tmp_path).passed
 
 
-def test_awq(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1)
-    file = tmp_path / "model.safetensors"
-    scales = {f"model.layers.0.mlp.experts.{e}.up_proj.pre_quant_scale": torch.ones(128) for e in range(2)}
-    save_file({**load_file(file), **scales}, file)
-    assert reasons(tmp_path) == [(RejectReason.PRE_QUANT_SCALE,)]
-
-
-def test_bias_activation_and_router_weight(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, config={"hidden_act": "gelu", "model_type": "llama4_text"})
-    file = tmp_path / "model.safetensors"
-    save_file({**load_file(file), "model.layers.0.mlp.experts.0.up_proj.bias": torch.ones(64)}, file)
-    assert reasons(tmp_path) == [(RejectReason.ACTIVATION, RejectReason.BIAS, RejectReason.ROUTER_WEIGHT_ON_INPUT)]
-
-
-def test_swiglu_constants(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, config={"swiglu_limit": 7.0})
-    assert reasons(tmp_path) == [(RejectReason.ACTIVATION_CONSTANTS,)]
-
-
 def test_plain_layers_of_any_form_beside_nvfp4_ones(tmp_path: Path) -> None:
     """Multi-token-prediction layers as Qwen3.5 keeps them: stacked, rows first, excluded by their outermost name."""
     write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, exclude=("mtp",), config={"hidden_size": 128})
-    file = tmp_path / "model.safetensors"
     prefix = "mtp.layers.0.mlp.experts."
     plain = {prefix + "gate_up_proj": torch.randn(2, 192, 128), prefix + "down_proj": torch.randn(2, 128, 96)}
-    save_file({**load_file(file), **plain}, file)
+    add_tensors(tmp_path, **plain)
     nvfp4, mtp = sorted(Checkpoint(tmp_path).layers, key=lambda layer: layer.quant_algo)
     assert (mtp.quant_algo, mtp.hidden_size, mtp.intermediate_size, mtp.inner_first) == ("none", 128, 96, False)
     weights = Checkpoint(tmp_path).weights(mtp)
@@ -125,8 +123,6 @@ def test_plain_layers_of_any_form_beside_nvfp4_ones(tmp_path: Path) -> None:
 
 
 def test_gate_and_up_calibrated_apart_are_refused_as_by_the_host(tmp_path: Path) -> None:
-    from trtllm_b12x.checkpoint import CheckpointError
-
     tensors = random_experts(2, 128, 64)
     tensors["1.w3.input_scale"] = tensors["1.w3.input_scale"] * 2
     with pytest.raises(CheckpointError, match="gate and up differ in input_scale"):
@@ -189,13 +185,8 @@ def test_stacked_experts(form: str, rows_first: bool, size: int, tmp_path: Path,
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "gate_up_proj_weight_scale", "down_proj_weight_scale"])
 def test_stacked_experts_of_the_wrong_shape(tmp_path: Path, name: str) -> None:
-    from trtllm_b12x.checkpoint import CheckpointError
-
     write_stacked(tmp_path, 4, 128, 96)
-    file = tmp_path / "model.safetensors"
-    tensors: dict[str, Any] = load_file(file)
     key = f"model.layers.0.feed_forward.experts.{name}"
-    tensors[key] = tensors[key][:, :-1].contiguous()
-    save_file(tensors, file)
+    add_tensors(tmp_path, **{key: load_file(tmp_path / "model.safetensors")[key][:, :-1].contiguous()})
     with pytest.raises(CheckpointError, match="expected"):
         _ = Checkpoint(tmp_path).layers

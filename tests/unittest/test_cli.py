@@ -16,13 +16,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from tests.checkpoints import random_experts, write_checkpoint
-from tests.unittest.test_checkpoint import BROKEN, E0, edit_tensors
+from tests.checkpoints import plain_projections, random_experts, unquantized, write_checkpoint
+from tests.unittest.test_checkpoint import E0, edit_tensors
 from trtllm_b12x import __version__
 from trtllm_b12x.cli import main
 from trtllm_b12x.core import process
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.strict_reference.formats import dequantize_nvfp4
 
 
 def run(*arguments: Any) -> Result:
@@ -72,16 +71,11 @@ def test_layers_tokens_and_seed(directory: Path, tmp_path: Path) -> None:
     assert reports[0] == reports[1] != reports[2]
 
 
-def test_a_damaged_layer_fails(directory: Path) -> None:
-    """Experts whose w2 scales were lost in an edit: no reference agrees with what the kernel was told."""
+def test_block_scales_that_were_never_loaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trtllm_b12x.quantization import nvfp4 as quantization
 
-    original = quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4
-    try:
-        quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4 = lambda *a: None
-        result = run("verify", directory)
-    finally:
-        quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight_scale_nvfp4 = original
+    monkeypatch.setattr(quantization.NVFP4Sm12xFusedMoEMethod, "load_expert_w2_weight_scale_nvfp4", lambda *a: None)
+    result = run("verify", directory)
     assert result.exit_code == 1
     assert "FAIL the kernel's codes or block scales differ" in result.output
     assert result.output.strip().splitlines()[-1].startswith("FAIL: 2 of 2")
@@ -91,8 +85,6 @@ def test_fewer_tokens_than_asked_for_where_the_kernel_says_why(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As FlashInfer's offsets leave 43 of 46 tokens of 512 experts, top 22, 8192 x 1024."""
-    from trtllm_b12x.kernels.reference import ReferenceKernel
-
     plan = ReferenceKernel.plan
 
     def fewer(self: Any, geometry: Any, capacity: int, device: Any) -> None:
@@ -113,7 +105,6 @@ def test_fewer_tokens_than_asked_for_where_the_kernel_says_why(
 
 def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
-    from trtllm_b12x.kernels.reference import ReferenceKernel
 
     result = run("verify", directory, "--require-b12x", "--tokens", "64,100")
     assert result.exit_code == 1
@@ -152,13 +143,7 @@ def test_a_wrong_scale_of_one_small_expert(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_layers_that_cutlass_serves(directory: Path) -> None:
-    plain = {}
-    for e in range(3):
-        for p in ("gate_proj", "up_proj", "down_proj"):
-            prefix = f"model.layers.1.mlp.experts.{e}.{p}."
-            shape = (128, 64) if p == "down_proj" else (64, 128)
-            plain[prefix + "weight"] = torch.randn(shape).bfloat16()
-    edit_tensors(directory, **plain)
+    edit_tensors(directory, **plain_projections(1, 3, 128, 64))
     section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.1.*"]}
     (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
     result = run("verify", directory)
@@ -172,12 +157,10 @@ def test_layers_that_cutlass_serves(directory: Path) -> None:
 
 def test_original(directory: Path, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    experts = random_experts(3, 128, 64)
-    plain = {}
-    for key in (k.removesuffix(".weight") for k in experts if k.endswith(".weight")):
-        exact = dequantize_nvfp4(*(experts[f"{key}.{kind}"] for kind in ("weight", "weight_scale", "weight_scale_2")))
+    plain = unquantized(random_experts(3, 128, 64))
+    for key, exact in plain.items():
         noise = torch.randn(exact.shape, generator=generator)
-        plain[f"{key}.weight"] = exact + 0.1 * noise * exact.norm() / noise.norm()
+        plain[key] = exact + 0.1 * noise * exact.norm() / noise.norm()
     write_checkpoint(tmp_path / "plain", [plain], top_k=2, quantization={"quant_algo": None})
     result = run("verify", directory, "--layers", "0", "--original", tmp_path / "plain", "--json", tmp_path / "r.json")
     assert result.exit_code == 0, result.output
@@ -207,38 +190,6 @@ def test_numbers_that_json_has_no_word_for(directory: Path, tmp_path: Path) -> N
     result = run("verify", directory, "--json", tmp_path / "r.json")
     assert result.exit_code == 1, result.output
     assert json.loads((tmp_path / "r.json").read_text())["passed"] is False
-
-
-@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
-def test_unusable_input(directory: Path, damage: tuple[Any, str]) -> None:
-    damage[0](directory)
-    result = run("verify", directory)
-    assert result.exit_code == 2
-    (line,) = result.output.strip().splitlines()
-    assert line.startswith(f"error: {directory}")
-    assert re.search(damage[1], line)
-
-
-@pytest.mark.parametrize(("algo", "words"), [(None, "not quantized"), ("FP8", "FP8")])
-def test_not_nvfp4(directory: Path, algo: str | None, words: str) -> None:
-    plain = {}
-    for e in range(3):
-        for p in ("gate_proj", "up_proj", "down_proj"):
-            for layer in range(2):
-                shape = (128, 64) if p == "down_proj" else (64, 128)
-                plain[f"model.layers.{layer}.mlp.experts.{e}.{p}.weight"] = torch.randn(shape).bfloat16()
-    edit_tensors(directory, **plain)
-    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algo}}))
-    result = run("verify", directory)
-    assert result.exit_code == 2
-    assert f"{directory}: not an NVFP4 or MXFP8 checkpoint, its experts are {words}" in result.output
-
-
-def test_a_scale_that_is_no_number(directory: Path) -> None:
-    edit_tensors(directory, **{E0 + "down_proj.weight_scale_2": torch.tensor(float("nan"))})
-    result = run("verify", directory)
-    assert result.exit_code == 2
-    assert "model.safetensors: model.layers.0.mlp.experts.0.down_proj.weight_scale_2 is nan" in result.output
 
 
 def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
@@ -316,16 +267,13 @@ def test_a_layer_that_cannot_be_used_loses_no_other(directory: Path, tmp_path: P
     assert report["status"] == "unusable"
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trtllm_b12x import verification
 
     verify_layer, seen = verification.verify_layer, []
 
     def watched(checkpoint: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
         seen.append(json.loads((tmp_path / "r.json").read_text()))
-        if layer.index == 1 and interrupted:
-            raise KeyboardInterrupt
         shares: list[float] = []
         report = verify_layer(checkpoint, layer, *arguments, **{**options, "progress": shares.append})
         assert len(shares) > 10
@@ -337,13 +285,8 @@ def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pyte
     result = run("verify", directory, "--json", tmp_path / "r.json")
     assert [(report["status"], len(report["layers"])) for report in seen] == [("running", 0), ("running", 1)]
     last = json.loads((tmp_path / "r.json").read_text())
-    if interrupted:
-        assert result.exit_code == 130
-        assert "interrupted: 1 of 2 layers were verified" in result.output
-        assert (last["status"], last["passed"], len(last["layers"])) == ("interrupted", False, 1)
-    else:
-        assert result.exit_code == 0
-        assert (last["status"], last["passed"], len(last["layers"])) == ("passed", True, 2)
+    assert result.exit_code == 0
+    assert (last["status"], last["passed"], len(last["layers"])) == ("passed", True, 2)
 
 
 def test_sample(tmp_path: Path) -> None:
@@ -391,11 +334,7 @@ def swapped(tensors: dict[str, torch.Tensor], what: str) -> dict[str, torch.Tens
 
 def test_what_changed_places_is_found_with_the_original_only(tmp_path: Path) -> None:
     sound = [random_experts(3, 128, 64, seed=seed) for seed in (0, 1)]
-    plain = []
-    for layer in sound:
-        keys = [key.removesuffix(".weight") for key in layer if key.endswith(".weight")]
-        parts = ("weight", "weight_scale", "weight_scale_2")
-        plain.append({f"{key}.weight": dequantize_nvfp4(*(layer[f"{key}.{part}"] for part in parts)) for key in keys})
+    plain = [unquantized(layer) for layer in sound]
     original = write_checkpoint(tmp_path / "original", plain, top_k=2, quantization={"quant_algo": None})
     mutants = {
         "nothing": sound,

@@ -216,16 +216,8 @@ def test_bandwidth_is_what_data_sheets_say() -> None:
     assert rows.device(48, 0, 256) == "48 SMs, memory bandwidth unknown"
 
 
-STOCK = dataclasses.replace(
-    GOOD,
-    dsl="none",
-    payload_cuda=None,
-    flashinfer="none",
-    exact_scales=None,
-    expert_parallel=None,
-    tile=None,
-    toolkit_cuda=(0, 0),
-)
+MISSING: dict[str, Any] = dict.fromkeys(("payload_cuda", "exact_scales", "expert_parallel", "tile"))
+STOCK = dataclasses.replace(GOOD, dsl="none", flashinfer="none", toolkit_cuda=(0, 0), **MISSING)
 """torch and this package alone."""
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that the field has made, or could: each must miss the kernels' bound by ten times."""
+"""Mistakes that others have made, or could: each exceeds the kernels' bound ten times."""
 
 from __future__ import annotations
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_b12x import strict_reference
 from trtllm_b12x.formats import nvfp4
+from trtllm_b12x.kernels.reference import _off_ties
 from trtllm_b12x.strict_reference import formats as reference
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -63,12 +67,13 @@ def test_dequantize_agrees_with_the_judge() -> None:
     assert torch.equal(ours, reference.dequantize_nvfp4(packed, scales, torch.tensor(1.0)))
 
 
-def test_move_off_ties_leaves_no_tie_and_moves_by_one_step() -> None:
+@pytest.mark.parametrize("move_off_ties", [reference.move_off_ties, _off_ties], ids=["strict reference", "reference kernel"])
+def test_move_off_ties_leaves_no_tie_and_moves_by_one_step(move_off_ties: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
     amax = 3.3125  # a bf16 value whose triple is one too: block maxima of 3 * amax / 2**n tie
     scale = amax / 2688
     x = torch.zeros(4, 16, dtype=torch.bfloat16)
     x[0, 3], x[1, 0], x[2, :2] = 3 * amax / 4, -3 * amax / 8, torch.tensor([1.0, 0.3])
-    moved = reference.move_off_ties(x, scale)
+    moved = move_off_ties(x, scale)
     assert moved[0, 3] == torch.tensor(3 * amax / 4, dtype=torch.bfloat16) * (1 + 2**-7)
     assert moved[1, 0] < x[1, 0]
     assert torch.equal(moved[3], x[3])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import layers
-from tests.checkpoints import dequantized, random_experts, write_checkpoint
+from tests.checkpoints import random_experts, unquantized, write_checkpoint
 from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
 from trtllm_b12x.verification import Case, LayerReport, Tolerances, relative_l2, verify_layer
 from trtllm_b12x.verification.bits import _holds, wrong_scalars
@@ -30,9 +30,7 @@ def verified(directory: Path, tensors: Tensors, cases: tuple[int, ...] = (8, 63)
 
 
 def write_original(directory: Path, tensors: Tensors) -> Path:
-    names = [key.removesuffix(".weight").split(".") for key in tensors if key.endswith(".weight")]
-    plain = {f"{expert}.{name}.weight": dequantized(tensors, int(expert), name) for expert, name in names}
-    return write_checkpoint(directory, [plain], top_k=2, quantization={"quant_algo": None})
+    return write_checkpoint(directory, [unquantized(tensors)], top_k=2, quantization={"quant_algo": None})
 
 
 def fc2_scale_lost(tensors: Tensors) -> None:

@@ -230,7 +230,7 @@ class Checkpoint:
         if projections is None:
             raise CheckpointError(
                 self.directory,
-                f"expert 0 of {name} has the projections {', '.join(sorted(spelled))}, expected gate_proj, up_proj and "
+                f"expert 0 of {name} has the projections {', '.join(sorted(spelled)) or 'none'}, expected gate_proj, up_proj and "
                 "down_proj, or up_proj and down_proj",
             )
         prefix = f"{name}.experts."

@@ -1,6 +1,6 @@
 """MXFP8 in torch: E4M3 elements, and an E8M0 scale for each 32 of them (OCP Microscaling Formats 1.0, 5.2 and 5.4.1).
 
-For the torch implementations that stand in for device code; :mod:`trtllm_b12x.strict_reference.mxfp8` judges them without it.
+The torch implementations that stand in for device code use it. The strict reference does not.
 """
 
 from __future__ import annotations

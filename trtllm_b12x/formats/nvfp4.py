@@ -1,7 +1,7 @@
 """NVFP4: E2M1 values, E4M3 block scales, packing, and what its kernels are given.
 
-The numbers are one place for the two torch implementations that stand in for device code (the embedded host's operators and
-:mod:`trtllm_b12x.kernels.reference`).  :mod:`trtllm_b12x.strict_reference` judges both and deliberately uses none of this.
+The two torch implementations that stand in for device code use it: the embedded host's operators and the reference kernels. The
+strict reference, which both are compared with, deliberately does not.
 """
 
 from __future__ import annotations

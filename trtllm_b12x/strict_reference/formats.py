@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
@@ -138,7 +139,17 @@ class _NVFP4(ReferenceDequantizer):
         return move_off_ties(x, float(self._input_scales[0]))
 
     def baked_weight_error(self, experts: Iterable[int], device: torch.device | str = "cpu") -> float:
-        return baked_weight_error(self.weights, experts, self.names, device)
+        """Fold ``weight_scale_2`` into the E4M3 block scales, as peers do (vLLM PR 48536, SGLang PR 32119)."""
+        difference = norm = 0.0
+        for expert, name in itertools.product(experts, self.names):
+            codes, scales, scale_2 = (
+                self.weights[f"{expert}.{name}.{kind}"].to(device) for kind in ("weight", "weight_scale", "weight_scale_2")
+            )
+            values = decode_fp4(codes).view(-1, 16).square().sum(1).double()
+            exact = (scales.float() * scale_2.reshape(())).flatten()
+            difference += float((values * (_nearest_e4m3(exact) - exact).double().square()).sum())
+            norm += float((values * exact.double().square()).sum())
+        return (difference / norm) ** 0.5 if norm else 0.0
 
     def _numbers(self, name: str, kind: str, experts: Sequence[int]) -> torch.Tensor:
         return torch.tensor([float(self.weights[f"{expert}.{name}.{kind}"]) for expert in experts], dtype=torch.float64)
@@ -296,23 +307,3 @@ def _near_half(steps: torch.Tensor) -> torch.Tensor:
 def _next_bf16(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the next bf16 value farther from zero where ``mask`` is set."""
     return (values.view(torch.int16) + mask.to(torch.int16)).view(torch.bfloat16)
-
-
-def baked_weight_error(
-    weights: Mapping[str, torch.Tensor], experts: Iterable[int], projections: Sequence[str], device: torch.device | str = "cpu"
-) -> float:
-    """Return the relative L2 change of the weights of ``experts`` if ``weight_scale_2`` were folded into the E4M3 block scales.
-
-    Peers do this for kernels without a scale per matrix (vLLM PR 48536, SGLang PR 32119).
-    """
-    difference = norm = 0.0
-    for expert in experts:
-        for name in projections:
-            codes, scales, scale_2 = (
-                weights[f"{expert}.{name}.{kind}"].to(device) for kind in ("weight", "weight_scale", "weight_scale_2")
-            )
-            values = decode_fp4(codes).view(-1, 16).square().sum(1).double()
-            exact = (scales.float() * scale_2.reshape(())).flatten()
-            difference += float((values * (_nearest_e4m3(exact) - exact).double().square()).sum())
-            norm += float((values * exact.double().square()).sum())
-    return (difference / norm) ** 0.5 if norm else 0.0

@@ -13,7 +13,7 @@ from trtllm_b12x.host import embedded
 from trtllm_b12x.strict_reference import MoECall, reference_for
 
 MIN_TOKENS = 63
-"""A case repeats its call until it has this many tokens, or has read :data:`MAX_READS` experts."""
+"""A case repeats its call until it has this many tokens, or has read ``MAX_READS`` experts."""
 
 EXPERTS = 16
 """Experts that the tokens of a case choose from; other ones in each case. So a large layer takes seconds."""

@@ -293,10 +293,10 @@ def exports(bed: Bed, folder: Path) -> Iterator[dict[str, Any]]:
             shape = Shape(name, found.num_experts, found.top_k, found.hidden_size, found.intermediate_size, found.gated)
             tensors = {key: value.to(DEVICE) for key, value in checkpoint.weights(found).items()}
             layer = Layer(shape, tensors, kernel_weights(shape, tensors))
-            yield from _preparations(bed, layer, found.index, list(found.projections))
+            yield from _preparations(bed, layer, found.index)
 
 
-def _preparations(bed: Bed, layer: Layer, index: int, projections: list[str]) -> Iterator[dict[str, Any]]:
+def _preparations(bed: Bed, layer: Layer, index: int) -> Iterator[dict[str, Any]]:
     shape, exact = layer.shape, layer.weights
     baked = kernel_weights(shape, layer.checkpoint, baked=True)
     unit = torch.ones_like(exact.fc2_divisor)
@@ -307,7 +307,9 @@ def _preparations(bed: Bed, layer: Layer, index: int, projections: list[str]) ->
         "exact, reciprocal FC2 scale": (replace(exact, fc2_divisor=exact.fc2_divisor.reciprocal()), ()),
         "baked, FC2 scale 1": (replace(baked, fc2_divisor=unit, fc2_alpha=unit), ("input_global_scale",)),
     }
-    weight_error = formats.baked_weight_error(layer.checkpoint, range(shape.num_experts), projections, DEVICE)
+    weight_error = strict_reference.reference_for(layer.checkpoint, shape.num_experts, shape.gated).baked_weight_error(
+        range(shape.num_experts), DEVICE
+    )
     for job in _one_per_kernel(shape):
         calls = [draw_call(layer, job.tokens, seed) for seed in range(-(-64 // job.tokens))]
         yardsticks = [Yardsticks.of(layer, call) for call in calls]
