@@ -391,7 +391,7 @@ def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_fami
     assert {tokens: case["path"] for tokens, case in cases.items()} == {70: "grouped"}
     assert cases[70]["rel_l2_kernel"] < 0.004 < cases[70]["rel_l2_none"]
     rows = [line.split() for line in result.output.splitlines() if line.startswith("model.layers.0.mlp ")]
-    assert [(row[1], row[4] == "-") for row in rows] == [("b12x", False), ("triton", True), ("grouped", False)]
+    assert [(row[1], "-" in row) for row in rows] == [("b12x", False), ("triton", True), ("grouped", False)]
     result = run("verify", tmp_path, "--tokens", "8", "--kernels", "triton")
     assert result.exit_code == 0
     assert "MoE layers on triton" in result.output
