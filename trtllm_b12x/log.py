@@ -54,9 +54,9 @@ def _in_one(rejections: tuple[Rejection, ...]) -> str:
     return f"{found} ({remedies}{f'; this moves {moves}' if moves else ''})"
 
 
-def once(message: str, level: int = logging.WARNING) -> None:
-    """What this process has not said yet."""
-    if _first_time(message):
+def once(message: str, level: int = logging.WARNING, key: str = "") -> None:
+    """Log a message that this process has not logged yet, or of several with one ``key`` the first."""
+    if _first_time(key or message):
         logger.log(level, message)
 
 

@@ -29,8 +29,7 @@ class Arithmetic(Enum):
     * block scales and values by reciprocals for SwiGLU (``cute_dsl/fp4_common.py:2655-2674``), by divisions for ReLU2
       (``:2629-2651``);
     * the activation's result in bf16 before it is quantized (``moe_static_kernel.py:2260``, ``moe_micro_kernel.py:1943``,
-      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``), in units of up's ``weight_scale_2`` over
-      gate's, which the kernels have no place for (:mod:`trtllm_b12x.quantization.nvfp4`);
+      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``);
     * the output in bf16.
 
     What differs between the kernels (how FC2's partial sums are rounded and added) is not here: it is the tolerance.
@@ -74,20 +73,16 @@ class Judge:
         """float32 ``(rows, K)``, where the tensors are."""
         return self.weights[f"{expert}.{name}.weight"].float()
 
-    def up_to_gate(self, expert: int) -> float:
-        """In units of this the kernels compute up's half."""
-        return 1.0
-
     def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         """Float32 ``(n, H)`` to what FC1 takes of it."""
         return x
 
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
-        """Float32 ``(n, I)``, in units of ``unit``, to what FC2 takes of it."""
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        """Float32 ``(n, I)`` to what FC2 takes of it."""
         return values
 
     def scalars(self, local: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What the kernels' numbers per expert must be, float64 ``(local experts,)`` by the field of their weights."""
+        """What the kernels' numbers per expert must be, float64 ``(..., local experts)`` by the field of their weights."""
         return {}
 
     def largest_input(self) -> float:
@@ -155,7 +150,6 @@ def outputs(
         if token.numel() == 0:
             continue
         matrices = {name: form.matrix(expert, name).to(device) for name in names}
-        up_to_gate = form.up_to_gate(expert) if gated else 1.0
         router_weight = router_weights[token, slot].unsqueeze(1)
         # One product for all arithmetics: a matrix of this size is read from memory each time.
         rows = torch.cat([values[token] for values in inputs])
@@ -164,19 +158,16 @@ def outputs(
         for position, arithmetic in enumerate(rounded):
             as_stored = arithmetic in (Arithmetic.KERNEL, Arithmetic.CUTLASS)
             each_in_bf16 = arithmetic is Arithmetic.CUTLASS
-            # beta and the limit are in the units of the checkpoint.
-            unit = up_to_gate if as_stored and swiglu is None else 1.0
             hidden = _bf16(fc1[0][position], each_in_bf16)
             if gated:
-                # The kernels compute up in units of its weight_scale_2 over gate's.
-                up = _bf16(fc1[1][position] / unit, each_in_bf16)
+                up = _bf16(fc1[1][position], each_in_bf16)
                 hidden = _GATES[activation](hidden) * up if swiglu is None else _swiglu(hidden, up, *swiglu)
             else:
                 hidden = hidden.clamp(min=0).square()
             hidden = _bf16(hidden, as_stored)
             if arithmetic is not Arithmetic.UNQUANTIZED:
-                hidden = form.inner(hidden, arithmetic, unit)
-            inner.append(hidden * unit)
+                hidden = form.inner(hidden, arithmetic)
+            inner.append(hidden)
         fc2 = (torch.cat(inner) @ matrices["w2"].T).chunk(len(rounded))
         for arithmetic, result, total in zip(rounded, fc2, sums, strict=True):
             total.index_add_(0, token, router_weight * _bf16(result, arithmetic is Arithmetic.CUTLASS))

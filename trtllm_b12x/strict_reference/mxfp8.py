@@ -20,7 +20,7 @@ class MXFP8(Judge):
     def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         return fake_quantize(x)
 
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         return fake_quantize(values)
 
 

@@ -17,30 +17,24 @@ class NVFP4(Judge):
         tensors = (self.weights[f"{expert}.{name}.{kind}"] for kind in ("weight", "weight_scale", "weight_scale_2"))
         return dequantize_weight(*tensors)
 
-    def up_to_gate(self, expert: int) -> float:
-        up, gate = (float(self.weights[f"{expert}.{name}.weight_scale_2"].reshape(())) for name in ("w3", "w1"))
-        return 1.0 if 0.0 in (up, gate) else float(torch.tensor(up / gate))
-
     def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         scale = self._fc1_scale.to(x.device)
         return fake_quantize(x, _stored(scale, arithmetic is not Arithmetic.NONE), arithmetic, self.gated)
 
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         scale = self._fc2_scale.to(values.device)
-        return fake_quantize(values, _stored(scale, arithmetic is not Arithmetic.NONE) / unit, arithmetic, self.gated)
+        return fake_quantize(values, _stored(scale, arithmetic is not Arithmetic.NONE), arithmetic, self.gated)
 
     def scalars(self, local: Sequence[int]) -> dict[str, torch.Tensor]:
         everyone = range(self.num_experts)
         fc1, fc2 = self._numbers("w1", "input_scale", everyone).max(), self._numbers("w2", "input_scale", everyone).max()
-        gate = self._numbers("w1", "weight_scale_2", local)
-        up = self._numbers("w3", "weight_scale_2", local) if self.gated else gate
-        product = (gate != 0) & (up != 0)
-        ratio = torch.where(product, up / gate.where(product, torch.ones_like(gate)), torch.ones_like(gate))
+        halves = torch.stack([self._numbers(name, "weight_scale_2", local) for name in reversed(self.names[:-1])]) * fc1
         return {
             "fc1_divisor": fc1.expand(len(local)),
-            "fc1_alpha": torch.where(product, gate, torch.zeros_like(gate)) * fc1,
-            "fc2_divisor": fc2 / ratio,
+            "fc1_alpha": halves.amax(0),
+            "fc2_divisor": fc2.expand(len(local)),
             "fc2_alpha": self._numbers("w2", "weight_scale_2", local) * fc2,
+            **({"fc1_half_alphas": halves} if self.gated else {}),
         }
 
     def largest_input(self) -> float:

@@ -131,7 +131,7 @@ def wrong_scalars(backend: Any, weights: Any, layer: MoELayer) -> list[str]:
     """Names of the kernel's per-expert scales that are not the checkpoint's, for any expert: a global error hides small ones."""
     expected = judge(weights, layer.num_experts, layer.gated, layer.quant_algo).scalars(backend.initial_local_expert_ids)
     found = backend.kernel.weights.tensors()
-    return [n for n, value in expected.items() if not torch.allclose(found[n].double().cpu(), value, rtol=2e-6, atol=1e-45)]
+    return [n for n, value in expected.items() if not torch.allclose(found[n].double().cpu(), value, rtol=3e-5, atol=1e-45)]
 
 
 def _holds(padded: torch.Tensor, plain: torch.Tensor) -> bool:

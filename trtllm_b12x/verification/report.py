@@ -69,6 +69,9 @@ class LayerReport:
     bytes: BytesReport | None = None
     bits_exact: bool | None = None
     """The kernel reads the checkpoint's codes and block scales, every one, and zeros beside them."""
+    scale_ratio: float = 1.0
+    """Largest ratio of gate's and up's ``weight_scale_2`` of an expert. CUTLASS takes the larger one for both: its calls are
+    not compared if they differ."""
     experts_run: int = 0
     """Experts that received a token in any case; the others are compared by their bits and scales."""
     full_blocks: float | None = None
