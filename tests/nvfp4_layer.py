@@ -34,10 +34,10 @@ class Layer:
     s2: torch.Tensor
     """``(E, H, I/16)`` float8_e4m3fn."""
     scale_1: torch.Tensor
-    """``(E,)`` float32: ``weight_scale_2`` of gate."""
+    """``(E,)`` float32: ``weight_scale_2`` of FC1, the larger one of up and gate."""
     scale_2: torch.Tensor
-    up_to_gate: torch.Tensor
-    """``(E,)`` float32."""
+    shares: torch.Tensor
+    """``(2, E)`` float32: up's and gate's own scale over ``scale_1``; one of the two is 1."""
     epilogue: Epilogue
 
     def kernel_weights(self, one_for_all: bool = True) -> NVFP4Weights:
@@ -51,7 +51,7 @@ class Layer:
             fc1 *= own
         fc31_input_scale, fc2_input_scale = (fc1[0] if one_for_all else fc1).reciprocal(), fc2.reciprocal()
         divisors = torch.empty_like(self.scale_1), torch.empty_like(self.scale_1)
-        inputs = InputScales(fc31_input_scale, fc2_input_scale, self.up_to_gate, *divisors)
+        inputs = InputScales(fc31_input_scale, fc2_input_scale, *divisors)
         inputs.derive()
         return NVFP4Weights(
             fc1_weight=self.w1,
@@ -63,6 +63,7 @@ class Layer:
             fc2_divisor=inputs.fc2_divisor,
             fc1_divisor=inputs.fc1_divisor,
             input_scales=inputs,
+            fc1_half_alphas=self.scale_1 * fc1 * self.shares if self.geometry.gated else None,
             epilogue=self.epilogue,
         )
 
@@ -78,7 +79,7 @@ class Layer:
             bias = extra.fc1_bias[e].float() if extra.fc1_bias is not None else torch.zeros(fc1.shape[1], device=x.device)
             if g.gated:
                 up, gate = fc1.chunk(2, dim=1)
-                up = up * self.up_to_gate[e]
+                up, gate = up * self.shares[0, e], gate * self.shares[1, e]
                 up_bias, gate_bias = bias.chunk(2)
                 inner = self._gated(e, up + up_bias, gate + gate_bias)
             else:
@@ -147,7 +148,8 @@ def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, ratio: 
         """Of weight scales, so that ``inner`` products of unit values sum to about one."""
         return (0.5 + uniform(g.num_experts)) * (0.2 / math.sqrt(inner))
 
-    up_to_gate = 0.5 + uniform(g.num_experts) if ratio and g.gated else torch.ones(g.num_experts, device=device)
+    ratios = 0.5 + uniform(g.num_experts) if ratio and g.gated else torch.ones(g.num_experts, device=device)
+    shares = torch.stack((ratios, ratios.reciprocal())).clamp(max=1)
     extra = Epilogue(
         fc1_bias=(uniform(g.num_experts, rows) - 0.5).to(g.bias) if g.bias else None,
         fc2_bias=(uniform(g.num_experts, g.hidden_size) - 0.5).to(g.bias) if g.bias else None,
@@ -164,7 +166,7 @@ def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, ratio: 
     experts, hidden, inner = g.num_experts, g.hidden_size, g.intermediate_size
     w1, s1 = codes(experts, rows, hidden // 2), scales(experts, rows, hidden // 16)
     w2, s2 = codes(experts, hidden, inner // 2), scales(experts, hidden, inner // 16)
-    return Layer(g, w1, s1, w2, s2, size(hidden), size(inner), up_to_gate, extra)
+    return Layer(g, w1, s1, w2, s2, size(hidden), size(inner), shares, extra)
 
 
 def random_call(

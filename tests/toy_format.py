@@ -142,9 +142,9 @@ class ToyDequantizer(ReferenceDequantizer):
 
     def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         """FP8 activations cost what they cost; the kernels and the host have them in bf16."""
-        return self.inner(x, arithmetic, 1.0)
+        return self.inner(x, arithmetic)
 
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         if arithmetic is not Arithmetic.NONE:
             return values
         scale = values.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448

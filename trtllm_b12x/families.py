@@ -70,6 +70,7 @@ def triton(e: Environment) -> KernelFeatures:
         - {
             RejectReason.TOOLKIT,
             RejectReason.ACTIVATION_CONSTANTS,
+            RejectReason.UNEQUAL_SCALES,
             RejectReason.ROUTER_WEIGHT_ON_INPUT,
             RejectReason.UPCAST,
         },

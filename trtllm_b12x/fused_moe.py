@@ -54,6 +54,8 @@ class Promoted(Carried):
     _plan_errors: Mapping[str, str] = MappingProxyType({})
     _ours: Method | None = None
     """``quant_method``, if it is one of ours."""
+    scale_ratio = 1.0
+    """Largest ratio of gate's and up's ``weight_scale_2`` of an expert, as of the last load."""
     _dtype = torch.bfloat16
     _ones: torch.Tensor | None = None
     """Router weights for a host that applies them to the input and hands on none."""
@@ -81,7 +83,7 @@ class Promoted(Carried):
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def _get_quant_method(self) -> Any:
-        self._ours, self._alone = None, False
+        self._ours, self._alone, self.scale_ratio = None, False, 1.0
         try:
             self.retire_kernels()  # the host may create weights anew, for another quantization
             algorithm = questions.quant_algo(self.quant_config)
@@ -132,8 +134,9 @@ class Promoted(Carried):
         if self._ours is not None:
             if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
                 return
-            fault = self._fault or self._ours.fault
-            self._judge_and_record(dict.fromkeys(self.dispatch.kernels, fault) if fault else {})  # AWQ scales show only now
+            self.scale_ratio = self._ours.scale_ratio(self)
+            # AWQ scales show only now.
+            self._judge_and_record(dict.fromkeys(self.dispatch.kernels, self._fault) if self._fault else {})
         if self._ours is not None and self.verdict.served:
             geometry, device = self._geometry(), self.w2_weight.device
             weights = self._kernel_weights()
@@ -173,7 +176,7 @@ class Promoted(Carried):
         lacking = contract.lacking(self)
         if lacking:
             raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
-        question = questions.of_layer(self, self._config, self._alltoall)
+        question = questions.of_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
         return eligibility.resolve(question, self.dispatch.kernels, self._plan_errors)
 
     def _activation_name(self) -> str:
@@ -279,8 +282,6 @@ class Promoted(Carried):
         if kernel is None or token_selected_experts is None or token_final_scales is None:
             if self._alone and isinstance(x, torch.Tensor):
                 return unserved.answer(x, moe_output, self._about(), self.verdict)
-            if self._ours is not None:
-                self._ours.before_hosts_call(self)
             return None
         addresses = self._addresses_now()
         if addresses != self._addresses:  # the kernel reads the parameters as they are now, also where no hook was called

@@ -31,12 +31,15 @@ from trtllm_b12x.host.contract import GENERATIONS
 
 ROOT = Path(__file__).parents[2]
 OURS, HOSTS = "FlashInferNvfp4Sm12xFusedMoE", "CutlassFusedMoE"
+EACH = "b12x,triton"
+"""Families: gate and up with one scale are b12x's, with two Triton's."""
 SUITE = [
     "tests/unittest/test_fused_moe.py",
     "tests/unittest/test_quantization.py",
     "tests/unittest/test_refit.py",
     "tests/unittest/test_faults.py",
     "tests/unittest/test_triton_layer.py",
+    "tests/unittest/test_unequal_scales.py",
     "tests/unittest/test_triton_forms.py",
     "tests/integration/test_distributed.py",
 ]
@@ -244,17 +247,18 @@ def test_parameters_from_a_peer(python: Path, double: dict[str, str], form: str)
     """Since late 1.3, in the form that was derived of them since C1; gate and up with one scale, and with two."""
     if double["GENERATION"] in (("A",) if form == "loaded" else ("A", "B")):
         return
-    assert scenario(python, double, "from_a_peer", form)["equal"] == {ratio: [True, True] for ratio in ("1.0", "0.4", "3.0")}
+    found = scenario(python, double, "from_a_peer", form, TRTLLM_B12X_KERNELS=EACH)
+    assert found["equal"] == {ratio: [True, True] for ratio in ("1.0", "0.4", "3.0")}
 
 
 def test_groups(python: Path, double: dict[str, str]) -> None:
     if double["GENERATION"].startswith("C"):  # earlier hosts have no such stream
-        assert scenario(python, double, "in_groups")["equal"]
+        assert scenario(python, double, "in_groups", TRTLLM_B12X_KERNELS=EACH)["equal"]
 
 
 def test_buckets_in_any_order(python: Path, double: dict[str, str]) -> None:
     """Hosts of 1.2 refuse parts, with us as without."""
-    answer = scenario(python, double, "in_buckets", "yes")
+    answer = scenario(python, double, "in_buckets", "yes", TRTLLM_B12X_KERNELS=EACH)
     if double["GENERATION"] == "A":
         assert answer["error"] == scenario(python, double, "in_buckets", "no")["error"]
     else:

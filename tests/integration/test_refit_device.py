@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ def built(number_format: str, activation: str, router_weight_on_input: bool) -> 
         tensors = mxfp8.random_experts(E, H, SIZE, gated)
         arguments["quant_config"] = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo.MXFP8, group_size=32)
     else:
-        tensors = random_experts(E, H, SIZE, gated, up_to_gate=1.0 if constants(activation) else 1.5)
+        tensors = random_experts(E, H, SIZE, gated, up_to_gate=1.5 if os.environ["TRTLLM_B12X_KERNELS"] != "b12x" else 1.0)
     with torch.device("cuda"):
         module = layers.create(E, H, SIZE, **arguments)
     return layers.load(module, tensors), tensors

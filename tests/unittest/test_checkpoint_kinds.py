@@ -58,10 +58,17 @@ def test_an_expert_that_calibration_never_reached(tmp_path: Path) -> None:
     assert verified(write_checkpoint(tmp_path, [tensors], top_k=2)).passed
 
 
-def test_gate_and_up_with_scales_of_their_own(tmp_path: Path) -> None:
+def test_gate_and_up_with_scales_of_their_own(tmp_path: Path, triton_alone: None) -> None:
+    """Decode is compared with both scales; CUTLASS has one, so prefill is not."""
     report = verified(write_checkpoint(tmp_path, [random_experts(4, 128, 160, up_to_gate=3.0)], top_k=2))
     assert report.passed, report
     assert report.bits_exact
+    assert report.scale_ratio == pytest.approx(3)
+    assert [note for note in report.notes if "up to 3 times" in note] == report.notes
+    assert {case.path for case in report.cases} == {"triton", "cutlass"}
+    for case in report.cases:
+        assert case.rel_l2_kernel is not None
+        assert (case.rel_l2_kernel < 0.005) == (case.path == "triton")
 
 
 def reasons(directory: Path) -> list[tuple[RejectReason, ...]]:

@@ -63,6 +63,7 @@ CASES = [
     (RejectReason.QUANTIZATION, Problem(quant_algo="none"), Deployment(), KERNEL),
     (RejectReason.GROUP_SIZE, Problem(quant_algo="NVFP4", group_size=32), Deployment(), KERNEL),
     (RejectReason.PRE_QUANT_SCALE, Problem(pre_quant_scale=True), Deployment(), KERNEL),
+    (RejectReason.UNEQUAL_SCALES, Problem(unequal_scales=True), Deployment(), KERNEL),
     (RejectReason.DYNAMIC_QUANTIZATION, Problem(dynamic_quantization=True), Deployment(), KERNEL),
     (RejectReason.ACTIVATION_DTYPE, Problem(activation_dtype="float16"), Deployment(), KERNEL),
     (RejectReason.ACTIVATION, Problem(activation="Geglu"), Deployment(), KERNEL),
@@ -286,6 +287,7 @@ problems = st.builds(
     activation=st.none() | st.sampled_from(["Swiglu", "Relu2", "Geglu", ""]),
     activation_constants=maybe_bool,
     pre_quant_scale=maybe_bool,
+    unequal_scales=maybe_bool,
     hidden_size=sizes,
     intermediate_size=sizes,
     num_experts=sizes,
@@ -335,6 +337,7 @@ STRICTER: dict[str, Any] = {
     "activation": "Geglu",
     "activation_constants": True,
     "pre_quant_scale": True,
+    "unequal_scales": True,
     "bias": True,
     "apply_router_weight_on_input": True,
     "intermediate_size": 24,
@@ -379,7 +382,7 @@ def test_it_never_raises_and_every_rejection_can_be_read(
         assert environment.dsl != "none"
         assert environment.flashinfer != "none"
         assert environment.payload_cuda is None or environment.payload_cuda >= (13, 0)
-        assert not any((problem.bias, problem.pre_quant_scale, deployment.lora, deployment.alltoall))
+        assert not any((problem.bias, problem.pre_quant_scale, problem.unequal_scales, deployment.lora, deployment.alltoall))
         assert deployment.load_balancer in (None, "none")
 
 

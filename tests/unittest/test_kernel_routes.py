@@ -43,10 +43,9 @@ def on(device: str) -> dict[str, list[list[float]]]:
 def divisors_on(device: str) -> dict[str, list[list[float]]]:
     """Divisors of more experts than a block has, and what torch makes of the same input scales."""
     experts, found = 1100, {}
-    ratio = torch.rand(experts, device=device) + 0.5
     ids, router_weights = torch.zeros(8, dtype=torch.int32, device=device), torch.ones(8, device=device)
     for fc2 in (torch.tensor(3.7, device=device), torch.rand(experts, device=device) + 0.1):
-        derived = InputScales(torch.tensor(0.037, device=device), fc2, ratio, *torch.zeros(2, experts, device=device))
+        derived = InputScales(torch.tensor(0.037, device=device), fc2, *torch.zeros(2, experts, device=device))
         given = (derived.fc1_divisor, derived.fc2_divisor)
         table, out = routes.Table(0, experts), torch.empty(3, 8, dtype=torch.int32, device=device)
         floats = torch.empty(8, device=device)

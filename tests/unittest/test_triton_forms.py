@@ -107,19 +107,6 @@ def test_b12x_goes_on_refusing_constants(every_family: None) -> None:
     assert RejectReason.ACTIVATION_CONSTANTS in [rejection.reason for family, rejection in verdict.refused if family == "b12x"]
 
 
-def test_constants_with_scales_of_gate_and_up_that_differ() -> None:
-    """CUTLASS would add beta to what is not in its units: the layer is as without the package."""
-    tensors = random_experts(EXPERTS, HIDDEN, SIZE)
-    for e in range(EXPERTS):
-        tensors[f"{e}.w3.weight_scale_2"] = tensors[f"{e}.w3.weight_scale_2"] / 2
-    module, hosts = twins(tensors, "cpu", **layers.swiglu_constants(**constants("alpha", "beta", "limit")))
-    assert module.backend.kernel is None
-    assert "gate and up differ in weight_scale_2" in str(module.backend.verdict)
-    for tokens in (9, 100):
-        call = layers.inputs(module, tokens, tensors)
-        assert torch.equal(module(*call), hosts(*call))
-
-
 def test_constants_that_no_kernel_reads_leave_the_layer_to_the_host() -> None:
     """Another type than the operator's; or a number alone, which its tensors do not have."""
     tensors = random_experts(EXPERTS, HIDDEN, SIZE)

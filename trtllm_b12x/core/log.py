@@ -15,9 +15,9 @@ _lock = locks.new()
 process.kept(_said.clear)
 
 
-def once(message: str, level: int = logging.WARNING) -> None:
-    """Log a message that this process has not logged yet."""
-    if first_time(message):
+def once(message: str, level: int = logging.WARNING, key: str = "") -> None:
+    """Log a message that this process has not logged yet, or of several with one ``key`` the first."""
+    if first_time(key or message):
         logger.log(level, message)
 
 

@@ -18,6 +18,8 @@ class Problem:
     activation_constants: bool | None = None
     """SwiGLU alpha, beta or limit are given."""
     pre_quant_scale: bool | None = None
+    unequal_scales: bool | None = None
+    """Gate and up of some expert differ in ``weight_scale_2``; known once weights are loaded."""
     dynamic_quantization: bool | None = None
     """The host recomputes the activations' scale at every call (``force_dynamic_quantization``)."""
     hidden_size: int | None = None

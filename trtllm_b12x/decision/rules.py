@@ -170,6 +170,9 @@ RULES: dict[RejectReason, _Rule] = {
     RejectReason.PRE_QUANT_SCALE: lambda p, d, e, f: (
         "the experts carry AWQ pre-quantization scales" if p.pre_quant_scale else None
     ),
+    RejectReason.UNEQUAL_SCALES: lambda p, d, e, f: (
+        "gate and up have different weight_scale_2, the kernels take one for both" if p.unequal_scales else None
+    ),
     RejectReason.DYNAMIC_QUANTIZATION: lambda p, d, e, f: (
         "the host rewrites alphas and input scales at every call" if p.dynamic_quantization else None
     ),

@@ -92,24 +92,22 @@ class InputScales:
     """One float32, or ``(E,)``: what the host multiplies FC1's input by."""
     fc2_input_scale: torch.Tensor
     """One float32, or ``(E,)``."""
-    up_to_gate: torch.Tensor
-    """``(E,)`` float32: up's ``weight_scale_2`` over gate's."""
     fc1_divisor: torch.Tensor
     """``(E,)`` float32, written: ``1 / fc31_input_scale``."""
     fc2_divisor: torch.Tensor
-    """``(E,)`` float32, written: ``1 / fc2_input_scale / up_to_gate``."""
+    """``(E,)`` float32, written: ``1 / fc2_input_scale``."""
 
     def __post_init__(self) -> None:
         for name in ("fc31_input_scale", "fc2_input_scale"):
             tensor = getattr(self, name)
-            if tensor.numel() not in (1, self.up_to_gate.numel()) or tensor.dtype != torch.float32:
+            if tensor.numel() not in (1, self.fc1_divisor.numel()) or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not one float32, nor one of each expert")
 
     @torch.inference_mode()  # what is written may come from a load inside it, and then be written nowhere else
     def derive(self) -> None:
         """In place, without synchronizing, in torch; :func:`trtllm_b12x.kernels.routes.prepare` does the same on a GPU."""
-        torch.reciprocal(self.fc31_input_scale.expand_as(self.up_to_gate), out=self.fc1_divisor)
-        torch.div(self.fc2_input_scale.reciprocal(), self.up_to_gate, out=self.fc2_divisor)
+        torch.reciprocal(self.fc31_input_scale.expand_as(self.fc1_divisor), out=self.fc1_divisor)
+        torch.reciprocal(self.fc2_input_scale.expand_as(self.fc2_divisor), out=self.fc2_divisor)
 
 
 @dataclass(frozen=True)
@@ -140,6 +138,8 @@ class NVFP4Weights(Weights):
     """``(E,)`` float32: what FC2's input is divided by."""
     input_scales: InputScales | None = None
     """What the last two are derived from at every call; None where they are constants."""
+    fc1_half_alphas: torch.Tensor | None = None
+    """``(2, E)`` float32: the alphas of FC1's halves, up and gate, if a load has recorded them (:meth:`half_alphas`)."""
 
     payload = ("fc1_weight", "fc2_weight")
     block_scales = ("fc1_weight_sf", "fc2_weight_sf")
@@ -153,12 +153,23 @@ class NVFP4Weights(Weights):
         rows = (2 if geometry.gated else 1) * size
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "fc1_weight": ((experts, rows, hidden // 2), torch.uint8),
+            "fc1_half_alphas": ((2, experts), torch.float32),
             "fc1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 64), experts), torch.float8_e4m3fn),
             "fc2_weight": ((experts, hidden, size // 2), torch.uint8),
             "fc2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 64), experts), torch.float8_e4m3fn),
         }
         self.compare(expected, others=(experts,))
         self.epilogue.check(experts, rows, hidden, geometry.bias, self.fc1_weight.device)
+
+    def half_alphas(self, expert: int) -> torch.Tensor:
+        """Return the alphas ``(2,)`` of up and gate of a local expert.
+
+        Recorded alphas count while the larger one is ``fc1_alpha``. Otherwise somebody has replaced that parameter since, and
+        it holds for both halves, as in TensorRT-LLM.
+        """
+        alpha = self.fc1_alpha[expert]
+        recorded = alpha.expand(2) if self.fc1_half_alphas is None else self.fc1_half_alphas[:, expert]
+        return torch.where(recorded.max() == alpha, recorded, alpha)
 
     def typical_input(self) -> float:
         """A quarter of the calibrated range: 6 * 448 of the input scale."""

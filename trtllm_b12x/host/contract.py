@@ -36,15 +36,13 @@ _METHOD = (
     "load_expert_w3_w1_weight_scale_nvfp4",
     "load_expert_w2_weight_scale_nvfp4",
     "load_quant_scales",
-    "post_load_weights",
-    "setup_quant_scales",
 )
 _STAGED_METHOD = (
     "_reconcile_and_compute_alphas",
     "_interleave_w2_weight_scale",
     "process_weights_after_loading",
 )
-_CACHED = ("transform_weights", "cache_derived_state")
+_CACHED = ("transform_weights",)
 
 LAYER = (
     "_using_dynamic_load_balancer",
@@ -75,7 +73,6 @@ WEIGHTS = (
     "fc2_input_scale",
     "fc31_alpha",
     "fc31_input_scale",
-    "quant_scales",
     "w2_weight",
     "w2_weight_scale",
     "w3_w1_weight",

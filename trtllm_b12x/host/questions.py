@@ -77,13 +77,14 @@ def of_call(arguments: dict[str, Any], *, quantization: bool) -> Question:
     return known, deployment
 
 
-def of_layer(layer: Any, config: Question, alltoall: bool) -> Question:
+def of_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: bool = False) -> Question:
     """Of a layer that the host has built: all there is to know, its final quantization too.
 
     Args:
         layer: see :data:`trtllm_b12x.host.contract.LAYER`.
         config: :func:`of_config` when it was built.
         alltoall: its tokens come from an all-to-all.
+        unequal_scales: gate and up of some expert have a ``weight_scale_2`` each.
     """
     problem, deployment = config
     divided = layer.intermediate_size % layer.tp_size == 0  # else the host's shards differ in size
@@ -95,6 +96,7 @@ def of_layer(layer: Any, config: Question, alltoall: bool) -> Question:
         activation=activation_name(lambda name: getattr(layer, name, None)),
         activation_constants=activation_constants(lambda name: getattr(layer, name, None)),
         pre_quant_scale=getattr(layer, "fc31_act_scale", None) is not None,
+        unequal_scales=unequal_scales,
         hidden_size=layer.hidden_size,
         intermediate_size=size,
         num_experts=layer.num_experts,

@@ -20,61 +20,42 @@ if TYPE_CHECKING:
 
         def process_weights_after_loading(self, module: Any) -> None: ...
 
-        def post_load_weights(self, module: Any) -> None: ...
-
         def transform_weights(self, module: Any) -> None: ...
-
-        def cache_derived_state(self, module: Any) -> None: ...
 
         def _reconcile_and_compute_alphas(self, module: Any, tmp_weight_scale_2: Any, *args: Any, **kwargs: Any) -> None: ...
 
-        def remember(self, module: Any, slot: int, gate: torch.Tensor, up: torch.Tensor) -> None: ...
-
-        def before_quant_scales(self, module: Any) -> None: ...
-
-        def after_quant_scales(self, module: Any) -> None: ...
-
-        def refresh(self, module: Any) -> None: ...
+        def record_weight_scale_2(self, module: Any, pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None: ...
 
 else:
     _Method = object
 
 
-class _Weights(_Method):
-    def post_load_weights(self, module: Any) -> None:
-        self.before_quant_scales(module)
-        super().post_load_weights(module)
-        self.after_quant_scales(module)
-
-
-class DirectWeights(_Weights):
+class DirectWeights(_Method):
     """The embedded host and generation A."""
 
     def load_quant_scales(self, module: Any, weights: Any) -> None:
         super().load_quant_scales(module, weights)
-        # Before the host's own hooks see them, both are the larger one.  Other loading modes have one scale for both halves.
+        # Other loading modes have one scale for both halves.
+        pairs = {}
         for slot, expert in enumerate(module.initial_local_expert_ids if module.is_gated_activation else ()):
             names = [f"{expert}.{half}.weight_scale_2" for half in ("w1", "w3")]
             if all(name in weights for name in names):
-                self.remember(module, slot, weights[names[0]][...], weights[names[1]][...])
-        # A load may be all there is: not every reload of a host ends with its post-load hooks.
-        self.refresh(module)
+                pairs[slot] = weights[names[0]][...], weights[names[1]][...]
+        self.record_weight_scale_2(module, pairs)
 
 
-class StagedWeights(_Weights):
+class StagedWeights(_Method):
     """Generation B."""
 
     def _reconcile_and_compute_alphas(self, module: Any, tmp_weight_scale_2: Any, *args: Any, **kwargs: Any) -> None:
         local = getattr(module, "tmp_weight_scale_2", None)  # the other dictionary is the load balancer's
+        pairs = {}
         if module.is_gated_activation and local is not None and tmp_weight_scale_2 is local:
             for slot, scales in local.items():
                 if scales.get("w1") is not None and scales.get("w3") is not None:
-                    self.remember(module, slot, scales["w1"], scales["w3"])
+                    pairs[slot] = scales["w1"][...], scales["w3"][...]
         super()._reconcile_and_compute_alphas(module, tmp_weight_scale_2, *args, **kwargs)
-
-    def process_weights_after_loading(self, module: Any) -> None:
-        super().process_weights_after_loading(module)
-        self.refresh(module)  # not every reload of a host goes on to the post-load hooks
+        self.record_weight_scale_2(module, pairs)
 
     def _interleave_w2_weight_scale(self, dst_w2_weight_scale: torch.Tensor) -> None:
         """Done already, when the scales were written: the host would do it to every expert, loaded or not."""
@@ -90,8 +71,3 @@ class CachedWeights(StagedWeights):
         if hasattr(module, "tmp_raw_input_scales"):  # a load in groups may end without it
             self.process_weights_after_loading(module)
         super().transform_weights(module)
-        self.before_quant_scales(module)
-
-    def cache_derived_state(self, module: Any) -> None:
-        super().cache_derived_state(module)
-        self.after_quant_scales(module)

@@ -120,6 +120,11 @@ class ReferenceKernel(Kernel):
             partial = (inner_codes[:, columns] @ fc2[:, columns].T).to(torch.bfloat16) * factor
             result.index_add_(0, token, partial.float())
 
+    def _alphas(self, expert: int) -> torch.Tensor:
+        """Return the alpha of each row of FC1 of a local expert, or one for all rows if there is no gate."""
+        g, w = self.geometry, self.weights
+        return w.half_alphas(expert).repeat_interleave(g.intermediate_size) if g.gated else w.fc1_alpha[expert]
+
     def _activated(self, expert: int, fc1: torch.Tensor) -> torch.Tensor:
         """A local expert's ``fc1 (n, r * I)``, [up; gate], to FC2's input, float32."""
         g = self.geometry
@@ -169,14 +174,10 @@ class UnquantizedReferenceKernel(ReferenceKernel):
         return result if out is not None else result.to(self.geometry.dtype)
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
-        w, g, extra = self.weights, self.geometry, self.weights.epilogue
-        ratio = 1.0 if w.input_scales is None else w.input_scales.up_to_gate[expert]
-        # The divisors are fresh, and FC2's holds the ratio of up to gate.
-        scale_1 = w.fc1_alpha[expert] / w.fc1_divisor[expert]
-        scale_2 = w.fc2_alpha[expert] / w.fc2_divisor[expert] / ratio
+        w, extra = self.weights, self.weights.epilogue
+        scale_1 = self._alphas(expert) / w.fc1_divisor[expert]  # the divisors are fresh
+        scale_2 = w.fc2_alpha[expert] / w.fc2_divisor[expert]
         fc1 = x.float() @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T * scale_1
-        if g.gated:
-            fc1[:, : g.intermediate_size] *= ratio
         if extra.fc1_bias is not None:
             fc1 = fc1 + extra.fc1_bias[expert].float()
         inner = self._activated(expert, fc1).to(torch.bfloat16).float()
@@ -221,7 +222,7 @@ class QuantizedReferenceKernel(ReferenceKernel):
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
         w = self.weights
-        fc1 = x @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T * w.fc1_alpha[expert]
+        fc1 = x @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T * self._alphas(expert)
         inner = self._activated(expert, fc1).to(torch.bfloat16)
         codes = self._quantized(inner, self.weights.input_scales.fc2_divisor[expert])
         share = codes @ dequantized(w.fc2_weight, w.fc2_weight_sf, expert).T * w.fc2_alpha[expert] * router_weights.unsqueeze(-1)

@@ -78,10 +78,10 @@ def prepare(
 def _divisors(given: InputScales | None, any_floats: torch.Tensor) -> tuple[Any, ...]:
     """Arguments of a kernel that derives divisors for so many experts; for none it gets pointers that it does not read."""
     if given is None:
-        return (*(any_floats,) * 5, 0, 0, 0)
-    fc31, fc2, ratio = given.fc31_input_scale, given.fc2_input_scale, given.up_to_gate
+        return (*(any_floats,) * 4, 0, 0, 0)
+    fc31, fc2 = given.fc31_input_scale, given.fc2_input_scale
     steps = int(fc31.numel() > 1), int(fc2.numel() > 1)
-    return fc31, fc2, ratio, given.fc1_divisor, given.fc2_divisor, *steps, ratio.numel()
+    return fc31, fc2, given.fc1_divisor, given.fc2_divisor, *steps, given.fc1_divisor.numel()
 
 
 def variants() -> Iterator[Variant]:
@@ -89,7 +89,7 @@ def variants() -> Iterator[Variant]:
     from .jit.variant import Variant
 
     f = torch.float32
-    rest = (1, 0, 1, 0, *(f,) * 5, 0, 0, 0)
+    rest = (1, 0, 1, 0, *(f,) * 4, 0, 0, 0)
     for ids in ID_TYPES:
         for floats in ROUTER_WEIGHT_TYPES:
             yield Variant("routes_triton", "prepare", (ids, floats, torch.int32, f, *rest), {"block": _BLOCK}, {})

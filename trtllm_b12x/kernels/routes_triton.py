@@ -18,23 +18,22 @@ def jit(function: Any) -> Any:
 
 
 @jit
-def _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided):
+def _derive(at, fc31, fc2, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided):
     # Divisions as torch rounds them, so that the bits are those of InputScales.derive.
     inside = at < divided
     one = tl.full(at.shape, 1.0, tl.float32)
     fc1 = tl.div_rn(one, tl.load(fc31 + at * fc31_step, mask=inside, other=1.0))
-    fc2_reciprocal = tl.div_rn(one, tl.load(fc2 + at * fc2_step, mask=inside, other=1.0))
     tl.store(fc1_divisor + at, fc1, mask=inside)
-    tl.store(fc2_divisor + at, tl.div_rn(fc2_reciprocal, tl.load(ratio + at, mask=inside, other=1.0)), mask=inside)
+    tl.store(fc2_divisor + at, tl.div_rn(one, tl.load(fc2 + at * fc2_step, mask=inside, other=1.0)), mask=inside)
 
 
 @jit
 def prepare(
     ids, router_weights, ids_out, router_weights_out, size, first, count, unrouted,
-    fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided, block: tl.constexpr,
+    fc31, fc2, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided, block: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
-    _derive(at, fc31, fc2, ratio, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided)
+    _derive(at, fc31, fc2, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided)
     inside = at < size
     local = tl.load(ids + at, mask=inside, other=0).to(tl.int64) - first
     held = (local >= 0) & (local < count)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import itemgetter
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -33,10 +32,6 @@ class Method(_Method):
     """Parameters that hold the checkpoint's payload and block scales."""
     read_by_kernels: ClassVar[itemgetter[Any]]
     """Of a module's parameters, those whose memory kernels are given or that a call derives something of."""
-    neutral: ClassVar[Mapping[str, float]] = MappingProxyType({})
-    """Parameters that the host's layers do not have, with what they are while they say nothing."""
-    fault = ""
-    """First line of what went wrong in this class; the layer is then the host's."""
 
     def __init__(self, tile: int) -> None:
         super().__init__()
@@ -117,16 +112,9 @@ class Method(_Method):
             generator: of the parameters' device.
         """
 
-    def refresh(self, module: Any) -> None:
-        """All that is derived from what was loaded; repeatable."""
-
-    def before_hosts_call(self, module: Any) -> None:
-        """What the host's path reads beside its own parameters is as they are now; called where a kernel does not serve."""
-
-    def is_neutral(self, module: Any, name: str) -> bool:
-        """A parameter of :attr:`neutral` says nothing.  Synchronizes."""
-        tensor = module._parameters[name]
-        return tensor.is_meta or not bool((tensor.data != self.neutral[name]).any())
+    def scale_ratio(self, module: Any) -> float:
+        """Return the largest ratio of gate's and up's scales of an expert, 1 if CUTLASS has them both.  Synchronizes."""
+        return 1.0
 
     def addresses(self, module: Any) -> tuple[int, ...]:
         return tuple(map(torch.Tensor.data_ptr, self.read_by_kernels(module._parameters)))
@@ -138,6 +126,5 @@ class Method(_Method):
         return int(total * (padded - logical) // padded)
 
     def scalar_bytes(self, module: Any) -> int:
-        """What this method adds to the host's parameters, under names of ours."""
-        named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        return sum(int(tensor.nbytes) for name, tensor in named if name.startswith("b12x_"))
+        """Bytes of this method's buffers."""
+        return sum(int(tensor.nbytes) for name, tensor in module.named_buffers(recurse=False) if name.startswith("b12x_"))

@@ -69,8 +69,6 @@ def outputs(
         if token.numel() == 0:
             continue
         matrices = {name: dequantizer.matrix(expert, name).to(device) for name in names}
-        # Kernels compute up in units of its scale over gate's. beta and the limit are in the checkpoint's units.
-        up_to_gate = dequantizer.up_to_gate(expert) if gated and swiglu is None else 1.0
         router_weight = router_weights[token, slot].unsqueeze(1)
         # One product for all arithmetics, so that each matrix is read from memory once.
         rows = torch.cat([values[token] for values in inputs])
@@ -78,17 +76,16 @@ def outputs(
         inner = []
         for position, arithmetic in enumerate(rounded):
             every_step = arithmetic is Arithmetic.CUTLASS
-            unit = up_to_gate if arithmetic in _ROUNDS_TO_BF16 else 1.0
             hidden = _bf16(fc1[0][position], every_step)
             if gated:
-                up = _bf16(fc1[1][position] / unit, every_step)
+                up = _bf16(fc1[1][position], every_step)
                 hidden = _GATES[activation](hidden) * up if swiglu is None else _swiglu(hidden, up, *swiglu)
             else:
                 hidden = hidden.clamp(min=0).square()
             hidden = _bf16(hidden, arithmetic in _ROUNDS_TO_BF16)
             if arithmetic is not Arithmetic.UNQUANTIZED:
-                hidden = dequantizer.inner(hidden, arithmetic, unit)
-            inner.append(hidden * unit)
+                hidden = dequantizer.inner(hidden, arithmetic)
+            inner.append(hidden)
         fc2 = (torch.cat(inner) @ matrices["w2"].T).chunk(len(rounded))
         for arithmetic, result, total in zip(rounded, fc2, sums, strict=True):
             total.index_add_(0, token, router_weight * _bf16(result, arithmetic is Arithmetic.CUTLASS))

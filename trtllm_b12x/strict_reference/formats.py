@@ -27,7 +27,7 @@ class Arithmetic(Enum):
     * block scales and values by reciprocals for SwiGLU (``cute_dsl/fp4_common.py:2655-2674``), by divisions for ReLU2
       (``:2629-2651``);
     * the activation's result in bf16 before it is quantized (``moe_static_kernel.py:2260``, ``moe_micro_kernel.py:1943``,
-      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``), in units of up's ``weight_scale_2`` over gate's;
+      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``);
     * the output in bf16.
 
     The kernels round and add FC2's partial sums in different ways. That difference is left to the tolerance."""
@@ -61,20 +61,16 @@ class ReferenceDequantizer:
         """Return a float32 matrix ``(rows, K)`` on the device of the tensors."""
         return self.weights[f"{expert}.{name}.weight"].float()
 
-    def up_to_gate(self, expert: int) -> float:
-        """Return up's scale over gate's. The kernels compute up in this unit."""
-        return 1.0
-
     def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         """Quantize and dequantize FC1's input, float32 ``(n, H)``."""
         return x
 
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
-        """Quantize and dequantize FC2's input, float32 ``(n, I)`` in units of ``unit``."""
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        """Quantize and dequantize FC2's input, float32 ``(n, I)``."""
         return values
 
     def scalars(self, local: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the expected per-expert scales of the kernels' weights, float64 ``(local experts,)``, by field name."""
+        """Return the expected per-expert scales of the kernels' weights, float64 ``(..., local experts)``, by field name."""
         return {}
 
     def largest_input(self) -> float:
@@ -103,27 +99,21 @@ class _NVFP4(ReferenceDequantizer):
         tensors = (self.weights[f"{expert}.{name}.{kind}"] for kind in ("weight", "weight_scale", "weight_scale_2"))
         return dequantize_nvfp4(*tensors)
 
-    def up_to_gate(self, expert: int) -> float:
-        up, gate = (float(self._numbers(name, "weight_scale_2", [expert])) for name in ("w3", "w1"))
-        return 1.0 if 0.0 in (up, gate) else float(torch.tensor(up / gate))
-
     def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         return fake_quantize_nvfp4(x, self._divisor(0, x, arithmetic), arithmetic, self.gated)
 
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
-        return fake_quantize_nvfp4(values, self._divisor(1, values, arithmetic) / unit, arithmetic, self.gated)
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        return fake_quantize_nvfp4(values, self._divisor(1, values, arithmetic), arithmetic, self.gated)
 
     def scalars(self, local: Sequence[int]) -> dict[str, torch.Tensor]:
         fc1, fc2 = (scale.double() for scale in self._input_scales)
-        gate = self._numbers("w1", "weight_scale_2", local)
-        up = self._numbers("w3", "weight_scale_2", local) if self.gated else gate
-        product = (gate != 0) & (up != 0)
-        ratio = torch.where(product, up / gate.where(product, torch.ones_like(gate)), torch.ones_like(gate))
+        halves = torch.stack([self._numbers(name, "weight_scale_2", local) for name in reversed(self.names[:-1])]) * fc1
         return {
             "fc1_divisor": fc1.expand(len(local)),
-            "fc1_alpha": torch.where(product, gate, torch.zeros_like(gate)) * fc1,
-            "fc2_divisor": fc2 / ratio,
+            "fc1_alpha": halves.amax(0),
+            "fc2_divisor": fc2.expand(len(local)),
             "fc2_alpha": self._numbers("w2", "weight_scale_2", local) * fc2,
+            **({"fc1_half_alphas": halves} if self.gated else {}),
         }
 
     def largest_input(self) -> float:
@@ -177,7 +167,7 @@ class _MXFP8(ReferenceDequantizer):
     def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         return fake_quantize_mxfp8(x)
 
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic, unit: float) -> torch.Tensor:
+    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         return fake_quantize_mxfp8(values)
 
 

@@ -61,7 +61,7 @@ def wrong_scalars(backend: Any, weights: LayerWeights, layer: MoELayer) -> list[
     dequantizer = reference_for(weights, layer.num_experts, layer.gated, layer.quant_algo)
     expected = dequantizer.scalars(backend.initial_local_expert_ids)
     actual = {name: tensor.double().cpu() for name, tensor in backend.kernel.weights.tensors().items() if name in expected}
-    return [name for name, value in expected.items() if not torch.allclose(actual[name], value, rtol=2e-6, atol=1e-45)]
+    return [name for name, value in expected.items() if not torch.allclose(actual[name], value, rtol=3e-5, atol=1e-45)]
 
 
 def _holds(padded: torch.Tensor, plain: torch.Tensor) -> bool:

@@ -152,6 +152,7 @@ class _Run:
             schedule = module.backend.schedule
             kernels |= schedule.families.keys() or {"cutlass"}
             if schedule.kernels:
+                report.scale_ratio = max(report.scale_ratio, module.backend.scale_ratio)
                 count_bytes(module.backend, total)
                 report.bits_exact &= bits_exact(module.backend, self.weights, layer)
                 wrong = wrong_scalars(module.backend, self.weights, layer)
@@ -172,6 +173,9 @@ class _Run:
             report.failures.append("the kernel's codes or block scales differ from the checkpoint's")
         if total.extra_payload or total.extra_scales:
             report.failures.append("payload or block scales exist twice")
+        if report.scale_ratio > 1:
+            ratio = f"gate and up have different weight_scale_2 (up to {report.scale_ratio:.3g} times)"
+            report.notes.append(f"{ratio}: our kernels apply each, CUTLASS the larger one")
 
     def _load(self, mapping: Any) -> Any:
         """Build the layer as the host does with ``moe_backend: CUTLASS``, and load it."""

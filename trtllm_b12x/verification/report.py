@@ -69,6 +69,8 @@ class LayerReport:
     bytes: BytesReport | None = None
     bits_exact: bool | None = None
     """The kernel reads the checkpoint's codes and block scales, and zeros in the padding."""
+    scale_ratio: float = 1.0
+    """Largest ratio of gate's and up's ``weight_scale_2`` of an expert. CUTLASS takes the larger one for both."""
     experts_run: int = 0
     """Experts that received a token in any case. The others are compared by their bits and scales only."""
     reference_error: float | None = None

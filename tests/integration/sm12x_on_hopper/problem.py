@@ -49,11 +49,8 @@ class Layer:
     weights: NVFP4Weights
 
 
-def draw(shape: Shape, device: torch.device | str, seed: int = 0, up_to_gate: float = 1.0) -> Layer:
-    """Normal weights of differing spread per expert, quantized as ModelOpt does; input scales calibrated on 64 tokens.
-
-    ``up_to_gate``: w3's ``weight_scale_2`` over w1's.
-    """
+def draw(shape: Shape, device: torch.device | str, seed: int = 0) -> Layer:
+    """Normal weights of differing spread per expert, quantized as ModelOpt does; input scales calibrated on 64 tokens."""
     generator = torch.Generator(device=device).manual_seed(seed)
     names = ("w1", "w3", "w2") if shape.gated else ("w1", "w2")
     checkpoint: dict[str, torch.Tensor] = {}
@@ -69,11 +66,10 @@ def draw(shape: Shape, device: torch.device | str, seed: int = 0, up_to_gate: fl
         shared = max(plain[name].abs().max() for name in names if name != "w2") / 2688
         for name, weight in plain.items():
             scale = weight.abs().max() / 2688 if name == "w2" else shared
-            factor = up_to_gate if name == "w3" else 1.0
             for kind, tensor in _quantize_weight(weight, scale).items():
-                checkpoint[f"{expert}.{name}.{kind}"] = tensor * factor if kind == "weight_scale_2" else tensor
+                checkpoint[f"{expert}.{name}.{kind}"] = tensor
         inner = x @ plain["w1"].T
-        inner = torch.nn.functional.silu(inner) * (x @ plain["w3"].T) * up_to_gate if shape.gated else inner.relu().square()
+        inner = torch.nn.functional.silu(inner) * (x @ plain["w3"].T) if shape.gated else inner.relu().square()
         largest = torch.maximum(largest, inner.abs().max())
     for expert in range(shape.num_experts):
         for name in names:
@@ -120,17 +116,15 @@ def kernel_weights(shape: Shape, checkpoint: dict[str, torch.Tensor], baked: boo
 
     fc1, fc2 = scalars("w1", "input_scale").max(), scalars("w2", "input_scale").max()
     ones = torch.ones(shape.num_experts, device=fc1.device)
-    gate, up, down = (scalars(name, "weight_scale_2") for name in ("w1", halves[0], "w2"))
-    if baked:
-        gate = up = down = ones
+    fc1_scale, down = (ones if baked else scalars(name, "weight_scale_2") for name in ("w1", "w2"))
     return NVFP4Weights(
         fc1_weight=stacked("weight", 2, fc2=False),
         fc1_weight_sf=scales(fc2=False),
-        fc1_alpha=gate * fc1,
+        fc1_alpha=fc1_scale * fc1,
         fc2_weight=stacked("weight", 2, fc2=True),
         fc2_weight_sf=scales(fc2=True),
         fc2_alpha=down * fc2,
-        fc2_divisor=fc2 / (up / gate),
+        fc2_divisor=fc2.expand(shape.num_experts).contiguous(),
         fc1_divisor=fc1.expand(shape.num_experts).contiguous(),
     )
 

@@ -206,13 +206,9 @@ def measure_jobs(bed: Bed, jobs: list[Job], repetitions: int, seed: int = 0, not
 
 
 def variants(bed: Bed) -> Iterator[Measured]:
-    """What the plain cases leave open: distinct ``weight_scale_2``, negative ids, one scale per expert, graphs, streams."""
+    """What the plain cases leave open: negative ids, one scale per expert, graphs, streams."""
     for shape in (SMALL_SWIGLU, SMALL_RELU2):
         for job in _one_per_kernel(shape):
-            if shape.gated:
-                for ratio in (1.7, 0.125):
-                    layer = draw(shape, DEVICE, seed=1, up_to_gate=ratio)
-                    yield _variant(bed, job, layer, draw_call(layer, job.tokens, 1), f"weight_scale_2 of up over gate {ratio:g}")
             layer = draw(shape, DEVICE, seed=1)
             yield _variant(bed, job, layer, draw_call(layer, job.tokens, 2, negative=0.4), "4 of 10 ids negative")
             yield _variant(bed, job, layer, draw_call(layer, job.tokens, 2, negative=1.0), "every id negative")

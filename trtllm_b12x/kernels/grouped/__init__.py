@@ -84,7 +84,7 @@ class Scalars:
 
     fc1_factor: torch.Tensor
     fc1_alpha: torch.Tensor
-    up_to_gate: torch.Tensor
+    fc1_half_alpha: torch.Tensor
     fc2_factor: torch.Tensor
     fc2_alpha: torch.Tensor
     step: int = 0
@@ -245,7 +245,7 @@ class GroupedKernel(JitKernel):
         routes, row = tokens * g.top_k, self.row(tokens)
         order, starts, local = self._sorted(ids)
         h, h_sf = self._empty(routes, size, device)
-        scalars = own.fc1_alpha, own.fc2_factor, own.up_to_gate, *self._constants
+        scalars = own.fc1_alpha, own.fc2_factor, own.fc1_half_alpha, *self._constants
         given: tuple[Any, ...] = (self._w1, self._s1, *scalars, order, starts)
         source.fc1_kernel[(-(-size // row.fc1.rows), self._blocks(routes, row.fc1))](
             codes, codes_sf.view(torch.int32), *given, h, h_sf, own.step, **self._of_fc1(row.fc1), **_options(row.fc1)

@@ -16,6 +16,7 @@ from trtllm_b12x.decision import Environment
 from trtllm_b12x.formats.layouts import scales_of_tokens
 from trtllm_b12x.kernels import aligned, check_call, check_scales
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel
+from trtllm_b12x.kernels.triton import half_alphas
 
 from . import Elements, GroupedKernel, Row, Scalars, Tile
 
@@ -54,7 +55,7 @@ class GroupedNVFP4Kernel(GroupedKernel):
         return Scalars(
             fc1_factor=given.fc31_input_scale,
             fc1_alpha=weights.fc1_alpha,
-            up_to_gate=given.up_to_gate,
+            fc1_half_alpha=half_alphas(weights),
             fc2_factor=given.fc2_input_scale,
             fc2_alpha=weights.fc2_alpha,
             step=int(given.fc2_input_scale.numel() > 1),

@@ -37,6 +37,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from trtllm_b12x.kernels.triton.epilogues import half_alphas
 from trtllm_b12x.kernels.triton.operands import INTERPRETED, e4m3
 from trtllm_b12x.kernels.triton.products import SWIGLU_BIAS, activate, rounded  # whose kernels are hashed first, see there
 
@@ -223,10 +224,10 @@ def _product(
 
 @triton.jit(
     do_not_specialize=["step"],
-    do_not_specialize_on_alignment=["alpha", "factor", "up_to_gate", "swiglu_alpha", "swiglu_beta", "swiglu_limit"],
+    do_not_specialize_on_alignment=["alpha", "factor", "half_alpha", "swiglu_alpha", "swiglu_beta", "swiglu_limit"],
 )
 def fc1_kernel(
-    x, x_sf, weight, weight_sf, alpha, factor, up_to_gate, swiglu_alpha, swiglu_beta, swiglu_limit, order, starts, h, h_sf, step,
+    x, x_sf, weight, weight_sf, alpha, factor, half_alpha, swiglu_alpha, swiglu_beta, swiglu_limit, order, starts, h, h_sf, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
@@ -236,9 +237,10 @@ def fc1_kernel(
     Args:
         x, x_sf: of :func:`quantize_kernel`; scales, also the weights', as int32 words of four.
         weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows [up; gate]).
-        alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale; up's half is in units of ``up_to_gate (E,)``.
+        alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale, the larger one of up and gate.
+        half_alpha: of NVFP4 with GATED, ``(2, E)`` float32, the alphas of up and gate (:func:`half_alphas`).
         factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
-        swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, ``(E,)`` float32; ``up_to_gate`` is 1 with them.
+        swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, ``(E,)`` float32.
         order: ``(routes,)`` int32, by expert.
         starts: ``(E + 1,)`` int32, places in ``order``.
         h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written.
@@ -273,9 +275,13 @@ def fc1_kernel(
             )  # fmt: skip
     divisor = 1.0
     if FORMAT == E2M1:
-        scale_1 = tl.load(alpha + expert)
-        up, gate = up * scale_1, gate * scale_1
-        divisor = tl.div_rn(tl.div_rn(1.0, tl.load(factor + expert * step)), tl.load(up_to_gate + expert))
+        own_alpha = tl.load(alpha + expert)
+        if GATED:
+            up_alpha, gate_alpha = half_alphas(half_alpha, own_alpha, expert, EXPERTS)
+            up, gate = up * up_alpha, gate * gate_alpha
+        else:
+            up *= own_alpha
+        divisor = tl.div_rn(1.0, tl.load(factor + expert * step))
     if ACTIVATION == SWIGLU_BIAS:
         alphas, betas, limits = swiglu_alpha + expert, swiglu_beta + expert, swiglu_limit + expert
         result = activate(up, gate, tl.load(alphas), tl.load(betas), tl.load(limits), ACTIVATION)

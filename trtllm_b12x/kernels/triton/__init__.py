@@ -21,6 +21,7 @@ import torch
 from trtllm_b12x import families
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.formats import constants
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, aligned, check_call, check_scales, handed_back, late, output, routes
 from trtllm_b12x.kernels.jit import JitKernel, Plan
@@ -123,7 +124,7 @@ class TritonKernel(JitKernel):
         swiglu_constants = swiglu(self.geometry, weights, none)
         bias1, bias2 = (none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
         fc1, fc2 = matrices(weights)
-        head, tail = (*fc1, weights.fc1_alpha), (inputs.up_to_gate, bias1, *swiglu_constants)
+        head, tail = (*fc1, weights.fc1_alpha), (half_alphas(weights), bias1, *swiglu_constants)
         fc2 = (*fc2, weights.fc2_alpha, inputs.fc2_input_scale, bias2)
         steps = int(inputs.fc31_input_scale.numel() > 1), int(inputs.fc2_input_scale.numel() > 1)
         # Input that arrives quantized is in units of the input scale, which the alpha holds.
@@ -244,6 +245,12 @@ def swiglu(geometry: Geometry, weights: Weights, none: torch.Tensor) -> tuple[to
     if geometry.activation != "SwigluBias":
         return (none,) * 3
     return weights.epilogue.swiglu(geometry.num_experts, weights.device)
+
+
+def half_alphas(weights: NVFP4Weights) -> torch.Tensor:
+    """Return ``fc1_half_alphas`` as kernels are given them: zeros if there are none, which no alpha but zero equals."""
+    none = constants.filled(0.0, (2, weights.fc1_alpha.numel()), weights.device)
+    return none if weights.fc1_half_alphas is None else weights.fc1_half_alphas
 
 
 def matrices(weights: Any) -> Iterator[tuple[torch.Tensor, ...]]:

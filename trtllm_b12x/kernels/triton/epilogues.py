@@ -38,6 +38,17 @@ def activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def half_alphas(recorded, alpha, e, experts):
+    """Alphas of up and gate of expert ``e``: the recorded ones if the larger is ``alpha``, else that for both.
+
+    ``recorded (2, experts)`` float32, as ``NVFP4Weights.half_alphas`` has them.
+    """
+    up, gate = tl.load(recorded + e), tl.load(recorded + experts + e)
+    fresh = tl.maximum(up, gate) == alpha
+    return tl.where(fresh, up, alpha), tl.where(fresh, gate, alpha)
+
+
+@triton.jit
 def rounded(values, dtype: tl.constexpr):
     """float32 to a 16-bit float, to the nearest; Triton's interpreter cuts bfloat16 off."""
     if INTERPRETED and dtype == tl.bfloat16:

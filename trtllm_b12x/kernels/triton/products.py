@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from .epilogues import SWIGLU_BIAS, activate, along, rounded, share_of_one, shares_of_block
+from .epilogues import SWIGLU_BIAS, activate, along, half_alphas, rounded, share_of_one, shares_of_block
 from .operands import (
     FP4,
     SCALE,
@@ -39,14 +39,14 @@ from .routing import listed_block, localized, own_block, route_kernel, start_tok
         "bias",
         "alpha",
         "input_scale",
-        "up_to_gate",
+        "half_alpha",
         "swiglu_alpha",
         "swiglu_beta",
         "swiglu_limit",
     ],
 )
 def fc1_kernel(
-    x, weight, weight_sf, alpha, input_scale, up_to_gate, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, router_weights, out,
+    x, weight, weight_sf, alpha, input_scale, half_alpha, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, router_weights, out,
     h, workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
@@ -65,7 +65,7 @@ def fc1_kernel(
         weight: int32 words of ``(E, r * SIZE, H)`` codes, WORD in each, r = 2 with GATED (rows [up; gate]).
         alpha: ``(E,)`` float32, ``weight_scale_2`` times input scale; like the next two of NVFP4 alone.
         input_scale: float32, the reciprocal of that scale, of expert ``e`` at ``e * step``; 1 where x is in units of it.
-        up_to_gate: ``(E,)`` float32, up's ``weight_scale_2`` over gate's.
+        half_alpha: with GATED, ``(2, E)`` float32, the alphas of up and gate (:func:`half_alphas`).
         bias: with BIAS, ``(E, r * SIZE)``.
         ids, router_weights: without SORTED, ``(tokens, TOP_K)`` int32 global ids and float32; with it the workspace's.
     """
@@ -136,11 +136,13 @@ def fc1_kernel(
         up = added(own_columns(up, SPLIT, BN), SPLIT, BN)
         gate = added(own_columns(gate, SPLIT, BN), SPLIT, BN)
     if WORD == FP4:
-        factor = own_alpha * SCALE * tl.load(input_scale + e * step)
-        gate *= factor
-        up *= factor
+        scale = tl.load(input_scale + e * step)
         if GATED:
-            up *= tl.load(up_to_gate + e)
+            up_alpha, gate_alpha = half_alphas(half_alpha, own_alpha, e, experts)
+            up *= up_alpha * SCALE * scale
+            gate *= gate_alpha * SCALE * scale
+        else:
+            up *= own_alpha * SCALE * scale
     if BIAS:
         up += along(tl.load(bias + e * (halves * SIZE) + rows, mask=there, other=0).to(tl.float32), BM)
         if GATED:

@@ -1,0 +1,232 @@
+"""Checkpoints whose gate and up have a ``weight_scale_2`` each: our kernels apply both, CUTLASS the larger one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layers
+from tests.checkpoints import random_experts
+from trtllm_b12x import strict_reference
+from trtllm_b12x.core import process
+from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.strict_reference import Arithmetic, MoECall
+from trtllm_b12x.verification import kernel_calls
+
+E, H, SIZE = 4, 128, 256
+BOUND = 0.004
+CONSTANTS = {"": (), "limit": (1.0, 0.0, 0.05), "alpha, beta, limit": (1.702, 1.0, 0.05)}
+"""SwiGLU's alpha, beta and limit; the limit cuts off up in every layer here."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh(every_family: None) -> Any:
+    process.forget()
+    yield
+    process.forget()
+
+
+def created(constants: str = "", **arguments: Any) -> Any:
+    given = {name: torch.full((E,), value) for name, value in zip(("alpha", "beta", "limit"), CONSTANTS[constants], strict=False)}
+    if constants == "limit":
+        given = {"limit": given["limit"]}
+    return layers.create(E, H, SIZE, **(layers.swiglu_constants(**given) if given else {}), **arguments)
+
+
+def loaded(ratio: float, constants: str = "", seed: int = 0, **arguments: Any) -> Any:
+    return layers.load(created(constants, **arguments), random_experts(E, H, SIZE, seed=seed, up_to_gate=ratio))
+
+
+def with_the_larger_scale(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the host makes of a checkpoint."""
+    both = {e: torch.maximum(*(tensors[f"{e}.{half}.weight_scale_2"] for half in ("w1", "w3"))) for e in range(E)}
+    return tensors | {f"{e}.{half}.weight_scale_2": both[e] for e in both for half in ("w1", "w3")}
+
+
+def error(module: Any, tokens: int, tensors: dict[str, torch.Tensor], constants: str = "") -> float:
+    x, logits = layers.inputs(module, tokens, tensors)
+    call = MoECall(x, *module.routing_method.apply(logits))
+    swiglu: Any = CONSTANTS[constants] or None
+    ((wanted,),) = strict_reference.outputs(tensors, E, True, [call], [Arithmetic.UNQUANTIZED], swiglu=swiglu)
+    return float((module(x, logits).float() - wanted).norm() / wanted.norm())
+
+
+def assert_same(module: Any, other: Any, counts: tuple[int, ...] = (1, 9, 70)) -> None:
+    for tokens in counts:
+        call = layers.inputs(module, tokens, random_experts(E, H, SIZE))
+        assert torch.equal(module(*call), other(*call)), tokens
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("constants", CONSTANTS)
+@pytest.mark.parametrize("ratio", [3.0, 0.4])
+def test_each_half_has_its_own_scale(ratio: float, constants: str) -> None:
+    tensors = random_experts(E, H, SIZE, up_to_gate=ratio)
+    module, plain = (layers.load(created(constants, promote=p), tensors) for p in (True, False))
+    for tokens in (1, 9, 63):
+        with kernel_calls(module.backend) as reached:
+            assert error(module, tokens, tensors, constants) < BOUND
+        assert reached == ["triton"]
+    assert error(plain, 9, tensors, constants) > 0.1
+    assert_same(module, plain, (70,))
+
+
+@pytest.mark.parametrize("ratio", [3.0, 0.4])
+def test_b12x_has_one_scale_and_refuses(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = loaded(ratio).backend.verdict
+    assert verdict.families == ("triton", "grouped")
+    assert [(name, rejection.reason) for name, rejection in verdict.refused] == [("b12x", RejectReason.UNEQUAL_SCALES)]
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
+    module = loaded(ratio)
+    assert module.backend.verdict.reasons == (RejectReason.UNEQUAL_SCALES,)
+    assert_same(module, loaded(ratio, promote=False))
+
+
+def test_some_experts_differ_and_one_half_is_zero() -> None:
+    tensors = random_experts(E, H, SIZE)
+    for expert, half in ((1, "w1"), (2, "w3")):
+        tensors[f"{expert}.{half}.weight_scale_2"] = tensors[f"{expert}.{half}.weight_scale_2"] * (0 if expert == 1 else 0.3)
+    module = layers.load(created(), tensors)
+    assert error(module, 9, tensors) < BOUND
+
+
+@pytest.mark.parametrize(("gate", "up"), [(1e-45, 1.0), (1.0, 1e-45), (0.0, 1.0), (0.0, 0.0)])
+def test_scales_far_apart(gate: float, up: float) -> None:
+    """TensorRT-LLM loads them."""
+    tensors = random_experts(E, H, SIZE)
+    for expert in range(E):
+        tensors[f"{expert}.w1.weight_scale_2"] = torch.tensor(gate)
+        tensors[f"{expert}.w3.weight_scale_2"] = torch.tensor(up)
+    module = layers.load(created(), tensors)
+    assert not module(torch.randn(5, H).bfloat16() * 1e-4, torch.randn(5, E)).abs().gt(1e-20).any()
+    assert_same(module, layers.load(created(promote=False), tensors), (70,))
+
+
+# ---- what others see -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("ratio", [1.0, 3.0])
+def test_state_dicts_are_the_hosts(ratio: float, gated: bool) -> None:
+    """Keys, dtypes, shapes and bytes; parameters by name too."""
+    tensors = random_experts(E, H, SIZE, gated, up_to_gate=ratio)
+    ours, plain = (layers.load(layers.create(E, H, SIZE, gated=gated, promote=p), tensors) for p in (True, False))
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    for name, tensor in plain.state_dict().items():
+        own = ours.state_dict()[name]
+        assert (own.dtype, own.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(own.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    plain.load_state_dict(ours.state_dict())
+    ours.load_state_dict(plain.state_dict())
+
+
+def test_one_warning_names_the_first_layer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    for index in (3, 4):
+        loaded(1.5, layer_idx=index)
+    (record,) = [record for record in caplog.records if "weight_scale_2" in record.message]
+    assert record.levelno == logging.WARNING
+    assert record.message == (
+        "MoE layer 3: gate and up have different weight_scale_2 (up to 1.5 times); our kernels apply each, CUTLASS the larger one"
+    )
+
+
+# ---- parameters alone ----------------------------------------------------------------------------------------------------
+
+
+def from_meta(value: float) -> Any:
+    """As hosts build: on meta tensors, then memory as it comes."""
+    with torch.device("meta"):
+        module = created()
+        if not getattr(module, "backend", module)._weights_created:
+            module.create_weights()
+    module._apply(lambda t: torch.full_like(t, value, device="cpu") if t.is_meta else t)
+    return module
+
+
+def by_name(target: Any, source: Any) -> None:
+    parameters = dict(target.named_parameters())
+    for name, parameter in source.named_parameters():
+        parameters[name].data.copy_(parameter.data)
+
+
+def by_state_dict(target: Any, source: Any) -> None:
+    target.load_state_dict(source.state_dict())
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.4, 3.0])
+@pytest.mark.parametrize("way", [by_name, by_state_dict])
+def test_a_layer_that_gets_parameters_alone(way: Any, ratio: float, caplog: pytest.LogCaptureFixture) -> None:
+    """A peer's parameters, before the post-load hooks run (ModelExpress): decode and prefill use the larger scale."""
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    tensors = random_experts(E, H, SIZE, up_to_gate=ratio)
+    target = from_meta(7)
+    assert not target.backend.b12x_fc1_half_alphas.any()
+    way(target, layers.load(created(promote=False), tensors))
+    for module in target.modules():
+        for hook in ("post_load_weights", "cache_derived_state"):
+            if hasattr(module, hook):
+                getattr(module, hook)()
+    assert target.backend.verdict.families == ("b12x", "triton", "grouped")
+    assert_same(target, layers.load(created(), with_the_larger_scale(tensors)))
+    (record,) = [record for record in caplog.records if "share fc31_alpha" in record.message]
+    assert record.levelno == logging.INFO
+
+
+@pytest.mark.parametrize(("first", "second"), [(3.0, 0.4), (3.0, 1.0), (1.0, 3.0)])
+@pytest.mark.parametrize("way", [by_name, by_state_dict])
+@pytest.mark.parametrize("hook", [True, False])
+def test_parameters_over_those_of_a_checkpoint(way: Any, first: float, second: float, hook: bool) -> None:
+    """What was recorded of the checkpoint no longer counts, whether a hook follows or not."""
+    tensors = random_experts(E, H, SIZE, seed=1, up_to_gate=second)
+    module = loaded(first)
+    way(module, layers.load(created(promote=False), tensors))
+    if hook:
+        module.backend._weights_are_ready()
+    shared = with_the_larger_scale(tensors)
+    if first == 1 or hook:
+        assert_same(module, layers.load(created(), shared))
+    else:
+        assert error(module, 9, shared) < BOUND
+        assert_same(module, layers.load(created(promote=False), shared), (70,))
+
+
+def test_its_own_parameters_keep_the_scales() -> None:
+    module, fresh = loaded(3.0), loaded(3.0)
+    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()})
+    assert_same(module, fresh)
+
+
+# ---- loads ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+@pytest.mark.parametrize(("first", "second"), [(1.0, 3.0), (3.0, 0.4), (3.0, 1.0)])
+def test_reloads(first: float, second: float, hooks: bool) -> None:
+    """Not every reload of a host ends with its post-load hooks; numbers are those of a fresh layer, memory stays."""
+    module, tensors = loaded(first, seed=1), random_experts(E, H, SIZE, up_to_gate=second)
+    own = {name: buffer.data_ptr() for name, buffer in module.backend.named_buffers()}
+    module.load_weights([tensors])
+    if hooks:
+        module.post_load_weights()
+    assert {name: buffer.data_ptr() for name, buffer in module.backend.named_buffers()} == own
+    assert_same(module, layers.load(created(), tensors))
+    assert ("b12x" in module.backend.verdict.families) == (second == 1)
+
+
+def test_a_fault_leaves_the_layer_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtllm_b12x.quantization.nvfp4 import NVFP4
+
+    module = loaded(3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(NVFP4, "_write_half_alphas", lambda *_: 1 / 0)
+        layers.load(module, random_experts(E, H, SIZE, up_to_gate=0.4))
+    assert module.backend.kernel is None
+    assert "division by zero" in str(module.backend.verdict)
+    assert_same(module, loaded(0.4, promote=False))
