@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import environment, families, locks, process, settings
+from trtllm_b12x import environment, families, locks, process
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import (
@@ -46,7 +46,7 @@ from trtllm_b12x.log import logger
 from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO, Signature
 from .scratch import Scratch, fitting
-from .worker import assembled, seal
+from .worker import assembled
 
 _NO_CACHE = "FLASHINFER_CUTE_DSL_DISABLE_CACHE"
 
@@ -123,7 +123,6 @@ class B12xKernel(Kernel):
             plan = _plans.get(key)
             if plan is None:
                 try:
-                    _compile_elsewhere_first(device)
                     with torch.inference_mode(False):  # whatever the host loads in: the tensors outlive it
                         plan = _plans[key] = _cached_or_not(functools.partial(_make_plan, geometry, capacity, device))
                 except Exception as error:
@@ -272,18 +271,6 @@ def _ranges(numbers: list[int]) -> str:
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------------
-
-
-def _compile_elsewhere_first(device: torch.device) -> None:
-    """Inside TensorRT-LLM: what has never compiled on this installation must not be tried in the server's own process."""
-    if environment.hosted() and device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        target = f"sm_{major}{minor}a"
-        if settings.FREEZE() or seal(target).exists():  # nothing is compiled, or has been while the image was built
-            return
-        error = environment.compile_error(target)
-        if error:
-            raise PlanError(error)
 
 
 def _cached_or_not(make: Callable[[], _Plan]) -> _Plan:

@@ -1,7 +1,7 @@
 """Kernels that Triton compiles: what its families have in common.
 
-A plan is compiled in processes (``precompile.py``, ``worker.py``) into Triton's cache, shared by the layers of a geometry on a
-device, and tested on the card by the first of them whose weights say anything (``examination.py``).
+A plan comes from Triton's cache (``cache.py``), into which processes compile what it lacks (``compile_pool.py``). The layers of a
+geometry on a device share it. The first of them whose weights say anything tests it on the card (``examination.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line, late
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.log import logger
 
-from . import precompile
+from . import cache
 from .cards import Card, card_of
 from .examination import faults
 from .variant import Variant
@@ -136,7 +136,7 @@ class JitKernel(Kernel):
         started, variants = time.monotonic(), list(self.variants())
         logger.info("%s kernels for %s: compiling, or loading from Triton's cache", name, self.geometry)
         with torch.cuda.device(self._device), torch.inference_mode(False):
-            compiled, processes = precompile.compiled(variants, capability, late.remedy(self.geometry, self.card))
+            compiled, processes = cache.load(variants, capability, late.remedy(self.geometry, self.card))
         took = time.monotonic() - started
         logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
         return compiled
