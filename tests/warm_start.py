@@ -164,13 +164,15 @@ def late() -> None:
     from trtllm_b12x.kernels import late as compiles
     from trtllm_b12x.kernels.grouped import GroupedKernel, source
     from trtllm_b12x.kernels.grouped.nvfp4 import TABLE, GroupedNVFP4Kernel
+    from trtllm_b12x.kernels.jit import launcher
 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trtllm_b12x").addHandler(handler)
     geometry = Geometry(**asked["geometry"])
-    with _on(asked["card"]):
+    # Through Triton's JIT, which takes tensors of the CPU, and compiles what it does not know.
+    with _on(asked["card"]), mock.patch.object(launcher, "watched", return_value=True):
         kernel: GroupedKernel = GroupedNVFP4Kernel()
         kernel.table = (dataclasses.replace(TABLE[0], most=float("inf")),)  # type: ignore[misc]
         kernel.plan(geometry, 4096, torch.device("cuda"))
@@ -222,7 +224,7 @@ def _on(card: dict[str, int]) -> Iterator[None]:
 
     from trtllm_b12x.kernels.jit import compile_pool
 
-    active: Any = compile_pool.Driver(card["capability"])
+    active: Any = compile_pool.driver(card["capability"])
     active.utils, active.launcher_cls = CudaUtils(), CudaLauncher
     triton_driver.set_active(active)
     major, minor = divmod(card["capability"], 10)
@@ -268,9 +270,9 @@ def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> No
 def _call(kernel: Any, geometry: Any) -> None:
     """Through Triton's JIT, which takes tensors of the CPU."""
     from tests import mxfp8, nvfp4_layer
-    from trtllm_b12x.kernels.triton import launch
+    from trtllm_b12x.kernels.jit import launcher
 
-    with mock.patch.object(launch, "watched", return_value=True):
+    with mock.patch.object(launcher, "watched", return_value=True):
         kernel.bind(
             mxfp8.random_weights(geometry) if geometry.format == "MXFP8" else nvfp4_layer.random_layer(geometry).kernel_weights()
         )

@@ -22,17 +22,7 @@ OLDEST = (3, 5)
 _BLOCK_SCALED_FROM = {120: (3, 6), 121: (3, 8)}
 
 # CUDA toolkit whose ptxas knows the target (PTX ISA release notes: sm_120a 8.7, sm_121a 8.8).
-_KNOWN_FROM = {
-    80: (11, 0),
-    86: (11, 1),
-    87: (11, 4),
-    89: (11, 8),
-    90: (11, 8),
-    100: (12, 8),
-    103: (12, 9),
-    120: (12, 8),
-    121: (12, 9),
-}
+_KNOWN_FROM = {90: (11, 8), 100: (12, 8), 103: (12, 9), 120: (12, 8), 121: (12, 9)}
 
 
 def version() -> str:
@@ -82,9 +72,9 @@ def block_scaled(sm: int | None) -> bool:
 
 
 def upcast(sm: int | None) -> str:
-    """Why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty where it is one, or where that is not known."""
-    found, needed = version_tuple(version()), _BLOCK_SCALED_FROM.get(sm or 0)
-    if not found or needed is None or found >= needed:
+    """Say why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty if it is one, or if that is not known."""
+    needed = _BLOCK_SCALED_FROM.get(sm or 0)
+    if not version_tuple(version()) or needed is None or block_scaled(sm):
         return ""
     native = f"Triton {'.'.join(map(str, needed))} and newer have block-scaled products"
     return f"Triton {version()} multiplies bfloat16 on sm_{sm}, which is slow; {native}"

@@ -10,7 +10,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line, late
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.log import logger
 
-from . import cache
+from . import cache, launcher
 from .cards import Card, card_of
 from .examination import faults
 from .variant import Variant
@@ -33,7 +33,9 @@ class Plan:
     """What layers of one geometry share on one device."""
 
     compiled: dict[tuple[Any, ...], Any] | None
-    """By variant; None in Triton's interpreter."""
+    """By variant; None where Triton's JIT or its interpreter launches."""
+    calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """By tokens, form and types of a call, and whether past the JIT."""
     tested: bool = False
     untold: bool = False
     """Not tested, since the weights say nothing."""
@@ -88,7 +90,8 @@ class JitKernel(Kernel):
         with _lock:
             if self._key not in _plans:
                 try:
-                    _plans[self._key] = self._planned(self._compile())
+                    compiled = self._compile()
+                    _plans[self._key] = self._planned(compiled if compiled and launcher.known() else None)
                 except Exception as error:
                     raise PlanError(first_line(error)) from error
             self._plan = _plans[self._key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,28 @@ def hits_only() -> Iterator[None]:
     Triton has one cache manager for the whole process. The kernels of other threads, such as the host's, keep theirs.
     """
     from triton import knobs
+
+    with _lock:
+        values = vars(knobs.cache)  # to assign None would delete the environment variable
+        before = {name: value for name, value in values.items() if name == "manager_class"}
+        knobs.cache.manager_class = _without_misses(knobs.cache.manager_class, threading.get_ident())
+        try:
+            yield
+        finally:
+            del values["manager_class"]
+            values.update(before)
+
+
+def _without_misses(chosen: Any, thread: int) -> Any:
+    """Make a cache manager that raises on a miss in ``thread``, of Triton's or the one that the user chose."""
     from triton.runtime.cache import FileCacheManager
 
-    thread, manager = threading.get_ident(), knobs.cache.manager_class or FileCacheManager
+    manager: Any = chosen or FileCacheManager
 
-    class HitsOnly(manager):  # type: ignore[misc,valid-type]
-        """Triton's manager, or the one that the user chose, without misses."""
-
+    class HitsOnly(manager):
         def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
             self._raises = threading.get_ident() == thread and not (override or dump)
-            with suppress(*((OSError,) if self._raises else ())):  # a folder for what it may write, in a read-only cache
+            with suppress(*((OSError,) if self._raises else ())):  # a read-only cache takes no folder for this key
                 super().__init__(key, override=override, dump=dump)
 
         def get_file(self, filename: str) -> Any:
@@ -101,15 +113,7 @@ def hits_only() -> Iterator[None]:
                 raise CacheMissError(_named(filename))
             return entry
 
-    values = vars(knobs.cache)  # to assign None would delete the environment variable
-    with _lock:
-        before = {name: values[name] for name in values.keys() & {"manager_class"}}
-        knobs.cache.manager_class = HitsOnly
-        try:
-            yield
-        finally:
-            del values["manager_class"]
-            values.update(before)
+    return HitsOnly
 
 
 def _named(filename: str) -> str:
@@ -128,17 +132,11 @@ def _turn() -> Iterator[None]:
     """
     from filelock import FileLock
 
-    lock = None
-    try:
-        folder = toolchain.cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "trtllm_b12x.lock", timeout=_TIMEOUT_S)
-        lock.acquire()
-    except Exception as error:
-        log.once(f"Triton's kernels are compiled without waiting for other processes: {first_line(error)}")
-    try:
+    with ExitStack() as stack:
+        try:
+            folder = toolchain.cache_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(folder / "trtllm_b12x.lock", timeout=_TIMEOUT_S))
+        except Exception as error:
+            log.once(f"Triton's kernels are compiled without waiting for other processes: {first_line(error)}")
         yield
-    finally:
-        if lock is not None:
-            with suppress(Exception):
-                lock.release()

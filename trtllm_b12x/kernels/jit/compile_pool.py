@@ -111,37 +111,13 @@ def _driver_folders() -> list[str]:
 # ---- the program ---------------------------------------------------------------------------------------------------------
 
 
-class Driver:
-    """Triton's driver for a card that is not looked at."""
+def driver(capability: int) -> Any:
+    """Make what Triton asks about the current device, for a card that is not looked at."""
+    from triton.backends.compiler import GPUTarget
 
-    def __init__(self, capability: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-
-class _Tensor:
-    """Tensor of a dtype, at a multiple of 16 bytes, as far as Triton's JIT looks at one while it warms up."""
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-
-    @staticmethod
-    def data_ptr() -> int:
-        return 0
-
-    @staticmethod
-    def ptr_range() -> int:
-        return 0
+    target = GPUTarget("cuda", capability, 32)
+    answers = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0, "get_current_target": lambda: target}
+    return types.SimpleNamespace(**answers)
 
 
 def main() -> None:
@@ -155,10 +131,9 @@ def main() -> None:
         module = types.ModuleType(f"trtllm_b12x{name}")
         module.__path__ = [os.path.join(root, *name.split("."))]
         sys.modules[module.__name__] = module
-    from triton import knobs
-    from triton.runtime import driver
+    from triton import knobs, runtime
 
-    driver.set_active(Driver(request["capability"]))
+    runtime.driver.set_active(driver(request["capability"]))
     for name in {job["module"] for job in request["jobs"]}:
         with suppress(Exception):  # each of its jobs reports it
             importlib.import_module(f"trtllm_b12x.kernels.{name}")
@@ -180,12 +155,13 @@ def close_output() -> None:
 
 def _compile(job: dict[str, Any]) -> dict[str, Any]:
     from triton import knobs
+    from triton.runtime.jit import MockTensor
 
     hits: list[bool] = []
     knobs.compilation.listener = lambda cache_hit, **others: hits.append(bool(cache_hit))
     started, error = time.monotonic(), ""
     try:
-        arguments = [_Tensor(kind) if isinstance(kind, str) else kind for kind in job["types"]]
+        arguments = [MockTensor(kind) if isinstance(kind, str) else kind for kind in job["types"]]
         function = getattr(importlib.import_module(f"trtllm_b12x.kernels.{job['module']}"), job["name"])
         kernel = function.warmup(*arguments, grid=(1,), **job["constants"], **job["options"])
         with suppress(Exception):  # Triton before 3.7 compiles a launcher in C for each signature
@@ -198,13 +174,13 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
 def _compile_utilities(folder: str) -> None:
     """Compile Triton's ``cuda_utils`` for a process whose libcuda is in ``folder``, which is part of its key in Triton 3.9."""
     from triton import knobs
-    from triton.backends.nvidia import driver
+    from triton.backends.nvidia import driver as cuda
 
     knobs.nvidia.libcuda_path = folder
-    for answer in (driver.libcuda_dirs, driver.library_dirs):
-        answer.cache_clear()
+    cuda.libcuda_dirs.cache_clear()
+    cuda.library_dirs.cache_clear()
     with suppress(Exception):
-        driver.CudaUtils()
+        cuda.CudaUtils()
 
 
 if __name__ == "__main__":
