@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from benchmarks import require_gpu
 from benchmarks.geometries import MXFP8, routes
 from tests import mxfp8
 from trtllm_b12x.dispatch.timing import graph_seconds
-from trtllm_b12x.kernels.grouped import GroupedKernel, Row, Tile, _options
+from trtllm_b12x.kernels.grouped import GroupedKernel, Row, Tile
 
 CALLS = (
     ("Qwen3-30B-A3B", 64),
@@ -72,11 +72,10 @@ def compile_one(asked: tuple[str, str, Tile]) -> dict[str, Any]:
     name, product, tile = asked
     kernel = GroupedKernel()
     kernel.describe(MXFP8[name], 4096, torch.device("cuda", 0))
-    variant = next(v for v in kernel.variants() if v.name == f"{product}_kernel")
-    constants = kernel._of_fc1(tile) if product == "fc1" else kernel._of_product(tile)
+    variant = kernel._fc1(tile) if product == "fc1" else kernel._fc2(tile)
     found: dict[str, Any] = {"geometry": name, "product": product, "tile": asdict(tile)}
     try:
-        made = replace(variant, constants=constants, options=_options(tile)).warm_up()
+        made = variant.warm_up()
         made._init_handles()
         return {**found, "registers": made.n_regs, "spills": made.n_spills, "shared": made.metadata.shared}
     except Exception as error:
@@ -101,6 +100,7 @@ class Timed:
         """Of a layer; infinity where it does not fit the card."""
         for kernel in self.kernels:
             kernel.tried = Row(math.inf, fc1, fc2)
+            kernel._plan.calls.clear()
         try:
             return 1e6 * graph_seconds(lambda: [kernel.run(*call) for kernel, call in self.calls], replays=3) / len(self.calls)
         except Exception:  # out of shared memory or registers

@@ -38,27 +38,24 @@ def driver(folder: Path) -> Path:
 
 
 def start(
-    library: Path, geometries: Sequence[dict[str, Any]], card: dict[str, int], environment: dict[str, str]
+    library: Path,
+    geometries: Sequence[dict[str, Any]],
+    card: dict[str, int],
+    environment: dict[str, str],
+    compiler: bool = False,
 ) -> list[dict[str, Any]]:
-    """Plan each of ``geometries`` (``family``, ``capacity`` and the fields of a geometry) in a process without any compiler.
+    """Plan each of ``geometries`` (``family``, ``capacity`` and the fields of a geometry) in a process without a C compiler.
 
-    Small ones are called once too, so that their launches reach the driver.
-
-    Neither network, nor a compiler, nor an assembler is there: an empty folder hides Triton's tools, and PATH has ``file`` alone,
-    if it was there (Python's ``platform.architecture`` asks it, which is part of the keys of Triton's modules in C).
+    Small ones are called once too, so that their launches reach the driver. PATH has ``file`` alone, if it was there: Python's
+    ``platform.architecture`` asks it, which is part of the keys of Triton's modules in C.
     """
-    import triton
-
-    tools, empty, path = Path(triton.__file__).parent / "backends/nvidia/bin", library.parent / "empty", library.parent / "path"
-    for folder in (empty, path):
-        folder.mkdir(exist_ok=True)
+    path = library.parent / "path"
+    path.mkdir(exist_ok=True)
     if (file := shutil.which("file")) and not (path / "file").exists():
         (path / "file").symlink_to(file)
-    inside = f"mount --bind {empty} {tools} && PATH={path} exec {sys.executable} -c '{_CODE.format('plans')}'"
-    nowhere = {"TRITON_PTXAS_PATH": "/nowhere", "TRITON_PTXAS_BLACKWELL_PATH": "/nowhere"}
-    command = ["unshare", "--map-root-user", "--mount", "--net", "sh", "-c", inside]
-    [process] = [_process(command, library, {"geometries": list(geometries)}, card, {**environment, **nowhere})]
-    return _lines(process)
+    variables = environment if compiler else {**environment, "PATH": str(path)}
+    command = [sys.executable, "-c", _CODE.format("plans")]
+    return _lines(_process(command, library, {"geometries": list(geometries)}, card, variables))
 
 
 def together(
@@ -123,13 +120,13 @@ def plans() -> None:
     from trtllm_b12x import formats
     from trtllm_b12x.kernels import Geometry
     from trtllm_b12x.kernels.b12x.compiler import DISPATCH
-    from trtllm_b12x.kernels.jit import precompile
+    from trtllm_b12x.kernels.jit import compile_pool
 
     if any(given["family"] == "b12x" for given in asked["geometries"]):
         formats.load(f"{DISPATCH}:__name__")
     imported = time.monotonic() - begun
     processes: list[int] = []
-    fill = precompile.fill_cache
+    fill = compile_pool.fill
 
     def counted(*arguments: Any, **named: Any) -> int:
         processes.append(fill(*arguments, **named))
@@ -143,7 +140,7 @@ def plans() -> None:
         processes.clear()
         error, started, cpu = "", time.monotonic(), time.process_time()
         try:
-            with _on(asked["card"]), mock.patch.object(precompile, "fill_cache", counted):
+            with _on(asked["card"]), mock.patch.object(compile_pool, "fill", counted):
                 _plan(family, Geometry(**given), capacity, asked["card"])
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
@@ -167,13 +164,15 @@ def late() -> None:
     from trtllm_b12x.kernels import late as compiles
     from trtllm_b12x.kernels.grouped import GroupedKernel, source
     from trtllm_b12x.kernels.grouped.nvfp4 import TABLE, GroupedNVFP4Kernel
+    from trtllm_b12x.kernels.jit import launcher
 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trtllm_b12x").addHandler(handler)
     geometry = Geometry(**asked["geometry"])
-    with _on(asked["card"]):
+    # Through Triton's JIT, which takes tensors of the CPU, and compiles what it does not know.
+    with _on(asked["card"]), mock.patch.object(launcher, "watched", return_value=True):
         kernel: GroupedKernel = GroupedNVFP4Kernel()
         kernel.table = (dataclasses.replace(TABLE[0], most=float("inf")),)  # type: ignore[misc]
         kernel.plan(geometry, 4096, torch.device("cuda"))
@@ -223,9 +222,9 @@ def _on(card: dict[str, int]) -> Iterator[None]:
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime import driver as triton_driver
 
-    from trtllm_b12x.kernels.jit import worker
+    from trtllm_b12x.kernels.jit import compile_pool
 
-    active: Any = worker._Driver(card["capability"])
+    active: Any = compile_pool.driver(card["capability"])
     active.utils, active.launcher_cls = CudaUtils(), CudaLauncher
     triton_driver.set_active(active)
     major, minor = divmod(card["capability"], 10)
@@ -271,9 +270,9 @@ def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> No
 def _call(kernel: Any, geometry: Any) -> None:
     """Through Triton's JIT, which takes tensors of the CPU."""
     from tests import mxfp8, nvfp4_layer
-    from trtllm_b12x.kernels.triton import launch
+    from trtllm_b12x.kernels.jit import launcher
 
-    with mock.patch.object(launch, "watched", return_value=True):
+    with mock.patch.object(launcher, "watched", return_value=True):
         kernel.bind(
             mxfp8.random_weights(geometry) if geometry.format == "MXFP8" else nvfp4_layer.random_layer(geometry).kernel_weights()
         )

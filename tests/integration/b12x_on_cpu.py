@@ -154,12 +154,11 @@ def warmed_up() -> list[bool]:
     """What ``trtllm-b12x warmup`` asks the same cache for: whether each kernel is there already, that is under the same key."""
     from trtllm_b12x.environment import child
     from trtllm_b12x.kernels.b12x import worker
-    from trtllm_b12x.kernels.jit.precompile import run_processes
 
-    request = {"target": "sm_120a", "multiprocessors": [48], "capacity": 1, "share": [0, 1], "geometry": worker.fields(GEOMETRY)}
-    said: list[dict[str, Any]] = []
-    run_processes([(child.command(worker.__name__), json.dumps(request))], dict(os.environ), said.append)
-    return [bool(one["cached"]) for one in said if "cached" in one]
+    request = {"target": "sm_120a", "multiprocessors": [48], "capacity": 1, "processes": 1, "geometry": worker.fields(GEOMETRY)}
+    answers: list[dict[str, Any]] = []
+    assert child.answers(child.command(worker.__name__), request, dict(os.environ), answers.append) == 0
+    return [bool(answer["cached"]) for answer in answers if "cached" in answer]
 
 
 def main() -> None:

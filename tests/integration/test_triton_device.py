@@ -24,7 +24,8 @@ from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import TritonKernel, launch, operands, products
+from trtllm_b12x.kernels.jit import launcher
+from trtllm_b12x.kernels.triton import TritonKernel, operands, products
 from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
 from trtllm_b12x.strict_reference import Arithmetic
 
@@ -221,12 +222,12 @@ def test_nothing_is_compiled_after_the_plan(swiglu: Layer) -> None:
 @pytest.mark.parametrize("tokens", [1, 63])
 def test_past_the_jit_and_through_it_are_the_same_bits(swiglu: Layer, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host's time of a call depends on; ``benchmarks/overhead.py`` measures it."""
-    assert launch.known()
+    assert launcher.known()
     kernel, call, results = planned(swiglu), random_call(swiglu.geometry, tokens, device="cuda"), {}
-    launcher = triton.runtime.JITFunction
+    function = triton.runtime.JITFunction
     for way in ("direct", "jit"):
-        monkeypatch.setattr(launch, "watched", lambda way=way: way == "jit")
-        with mock.patch.object(launcher, "run", autospec=True, side_effect=launcher.run) as run:
+        monkeypatch.setattr(launcher, "watched", lambda way=way: way == "jit")
+        with mock.patch.object(function, "run", autospec=True, side_effect=function.run) as run:
             results[way] = kernel.run(*call)
         assert run.called == (way == "jit")
     assert torch.equal(results["direct"], results["jit"])

@@ -45,6 +45,15 @@ def planned(geometry: Geometry, weights: object, first: int = 0) -> tuple[Groupe
     return found
 
 
+def quantized(kernel: GroupedNVFP4Kernel, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales that a call makes of ``x``."""
+    call = kernel._call(len(x), False, torch.int32, torch.float32)
+    codes, scales = call.scratch.cut(torch.empty(call.scratch.nbytes, dtype=torch.uint8))[:2]
+    launch, grid = call.launches[0]
+    launch(grid, 0, x, *kernel._layer[0].factor, codes, scales, len(x))
+    return codes.view(len(x), -1), scales.view(len(x), -1)
+
+
 def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float | bool]:
     """A layer that was loaded; with a gate also quantized input, and what a token that is no number does to others."""
     tensors = random_experts(4, 128, 192, gated, up_to_gate=ratio)
@@ -60,8 +69,8 @@ def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float |
         "from the strict reference": distance(found, wanted),
         "ten times from the reference kernel": 10 * distance(found, yardstick.run(x, *routes).float()),
     }
-    ties = torch.randn(256, 128).bfloat16()  # where a division and a reciprocal round apart
-    codes = _decoded(*kernel._quantize(ties), swizzled=False)
+    ties = torch.randn(100, 128).bfloat16()  # where a division and a reciprocal round apart
+    codes = _decoded(*quantized(kernel, ties), swizzled=False)
     result["codes"] = torch.equal(codes, yardstick._quantized(ties, backend._kernel_weights().input_scales.fc1_divisor[0]))
     if not gated:
         return result
@@ -111,9 +120,36 @@ def of_scales_that_are_no_number() -> dict[str, float | bool]:
     return {"distance": distance(found[~wrong], wanted[~wrong]), "NaN": torch.equal(found.isnan(), wrong), "counts": counts}
 
 
+def of_sorting() -> dict[str, float | bool]:
+    """More routes than a program looks at at a time, against torch: places, router weights, and what is of no expert here."""
+    from trtllm_b12x.kernels.grouped.sorting import sort_kernel
+
+    experts, first, generator = 5, 3, torch.Generator().manual_seed(0)
+    found: dict[str, float | bool] = {}
+    for dtype, routes in ((torch.int32, 1), (torch.int32, 4096), (torch.int64, 9001)):
+        ids = torch.randint(0, 11, (routes,), generator=generator, dtype=dtype)
+        ids[::97], ids[::101] = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        router_weights = torch.rand(routes, generator=generator)
+        order, starts, by_place = torch.full((routes,), -1).int(), torch.zeros(experts + 1).int(), torch.zeros(routes)
+        sort_kernel[(experts, 1)](ids, router_weights, order, starts, by_place, routes, first, EXPERTS=experts, BLOCK=4096)
+        wanted = [(ids == first + expert).nonzero()[:, 0] for expert in range(experts)]
+        places = torch.cat(wanted)
+        count = len(places)
+        found[f"{routes} places"] = torch.equal(order[:count].long(), places) and bool((order[count:] == -1).all())
+        found[f"{routes} starts"] = starts.tolist() == [sum(map(len, wanted[:e])) for e in range(experts + 1)]
+        found[f"{routes} router weights"] = torch.equal(by_place[:count], router_weights[places])
+    return found
+
+
 def in_the_interpreter() -> dict[str, dict[str, float | bool]]:
     gated, plain = of_a_checkpoint(True, 0.7, 17), of_a_checkpoint(False, 1.0, 3)
-    return {"gated": gated, "squared": plain, **of_other_layers(), "no number": of_scales_that_are_no_number()}
+    return {
+        "gated": gated,
+        "squared": plain,
+        **of_other_layers(),
+        "no number": of_scales_that_are_no_number(),
+        "sorting": of_sorting(),
+    }
 
 
 @pytest.mark.embedded
@@ -126,9 +162,9 @@ def test_numbers() -> None:
     result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
-    assert list(found) == ["gated", "squared", *OTHERS, "no number"]
+    assert list(found) == ["gated", "squared", *OTHERS, "no number", "sorting"]
     told = [(name, what, value) for name, values in found.items() for what, value in values.items()]
-    assert len(told) == 9 + 3 + 2 * len(OTHERS) + 3
+    assert len(told) == 9 + 3 + 2 * len(OTHERS) + 3 + 9
     assert not [line for line in told if line[2] is False or not float(line[2]) <= (1 if line[2] is True else BOUND)], told
 
 

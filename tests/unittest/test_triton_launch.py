@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +21,8 @@ from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.kernels import Geometry, late
 from trtllm_b12x.kernels.grouped import GroupedKernel
 from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
-from trtllm_b12x.kernels.jit import worker
+from trtllm_b12x.kernels.jit import compile_pool, launcher
 from trtllm_b12x.kernels.jit.cards import Card
-from trtllm_b12x.kernels.jit.precompile import fill_cache
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.triton import TritonKernel, launch, products
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
@@ -49,21 +50,23 @@ def activate() -> None:
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime import driver
 
-    card: Any = worker._Driver(90)
+    card: Any = compile_pool.driver(90)
     card.utils, card.launcher_cls = CudaUtils(), CudaLauncher
     driver.set_active(card)
 
 
-def launched(cuda: Any, variants: tuple[Variant, ...], start: Any) -> dict[str, str]:
-    """Kernel to everything that it was launched with, hexadecimal."""
-    buffer, found = ctypes.create_string_buffer(65536), {}
-    for variant in variants:
-        sizes = [8 if isinstance(kind, torch.dtype) else 4 for kind in variant.types]
+def recorded(cuda: Any, start: Any, variant: Variant, launches: dict[str, str]) -> Any:
+    """Launch as ``start``, and keep everything that the driver gets, hexadecimal."""
+    sizes = [8 if isinstance(kind, torch.dtype) else 4 for kind in variant.types]
+
+    def launch(grid: tuple[int, int], stream: int, *arguments: Any) -> None:
+        buffer = ctypes.create_string_buffer(65536)
         cuda.expect(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
-        start(variant.name)
+        start(grid, stream, *arguments)
         size = cuda.taken(buffer)
-        found[variant.name] = buffer.raw[:size].hex()
-    return found
+        launches[variant.name] = buffer.raw[:size].hex()
+
+    return launch
 
 
 def main() -> None:
@@ -79,45 +82,89 @@ def main() -> None:
         kernel = TritonKernel(Card(132, 228 << 10, 90))
         kernel.describe(layer.geometry, 40, torch.device("cuda"))
         kernel.bind(layer.kernel_weights(), 3)
-        found: dict[str, Any] = {"known": launch.known()}
+        found: dict[str, Any] = {"known": launcher.known()}
         forms = (("inline", 2, True, False), ("sorted", 40, False, False), ("quantized", 2, False, True))
         steps = {tokens: kernel.build.step(tokens) for _, tokens, _, _ in forms}
         every = {
             v.key: v for _, tokens, inline, quantized in forms for v in kernel.build.variants(steps[tokens], inline, quantized)
         }
-        found["processes"] = [fill_cache(list(every.values()), 90, workers=2) for _ in range(2)]
+        found["processes"] = compile_pool.fill(list(every.values()), 90, workers=2)
         for name, tokens, inline, quantized in forms:
             step = steps[tokens]
             assert step.inline is (tokens == 2)
             variants = kernel.build.variants(step, inline, quantized)
-            compiled = {v.key: v.warm_up() for v in variants}
-            jit = launch.call(kernel.build, step, variants, None)
-            direct = launch.call(kernel.build, step, variants, compiled)
-            x, ids, router_weights = random_call(layer.geometry, tokens)
-            if quantized:
-                x = torch.zeros(tokens, 64, dtype=torch.uint8)
-            tensors = (
-                x,
-                torch.zeros(512, dtype=torch.uint8),
-                ids,
-                router_weights,
-                torch.zeros(tokens, 128, dtype=torch.bfloat16),
-            )
-            memory = torch.zeros(jit.memory.nbytes, dtype=torch.uint8)
-            told = {}
-            for way, call, layers, own in (
-                ("jit", jit, kernel._layers, tensors),
-                ("direct", direct, kernel._addresses, tuple(tensor.data_ptr() for tensor in tensors)),
-            ):
-                given = launch.Given(*own, *call.parts(memory, layer.geometry))
-                told[way] = each(cuda, call, variants, layers[quantized], given)
+            launches = {}
+            for way, compiled in (("jit", None), ("direct", {v.key: v.warm_up() for v in variants})):
+                call = launch.call(kernel.build, step, variants, compiled)
+                told: dict[str, str] = {}
+                fields = [field for field in ("route", "fc1", "fc2") if getattr(call, field)]
+                starts = {field: recorded(cuda, getattr(call, field), v, told) for field, v in zip(fields, variants, strict=True)}
+                call = dataclasses.replace(call, **starts)
+                started(call, layer.geometry, kernel._layers[quantized], tokens, quantized, True)
+                launches[way] = told
             names = ("route_kernel", "fc1_kernel", "fc2_kernel")
             functions = [getattr(products, name) for name in names]
             caches = [len(next(iter(function.device_caches.values()))[0]) for function in functions if function.device_caches]
-            found[name] = {**told, "kernels": sum(caches)}
+            found[name] = {**launches, "kernels": sum(caches)}
+        found["kept"] = list(kept)
+        for name, kind, quantized in (("MXFP8", GroupedKernel, False), ("NVFP4", GroupedNVFP4Kernel, True)):
+            found[name] = grouped(cuda, kind, quantized)
         cuda.expect(0, None)
         knobs.compilation.listener = None
-        print(json.dumps({**found, "kept": kept, "late": late_compiles()}))
+        print(json.dumps({**found, "late": late_compiles()}))
+
+
+def started(call: Any, geometry: Geometry, layer: Any, tokens: int, quantized: bool, *extra: Any) -> None:
+    """Launch ``call`` on the same memory as any other."""
+    x, ids, router_weights = random_call(geometry, tokens)
+    if quantized:
+        x = torch.zeros(tokens, geometry.hidden_size // 2, dtype=torch.uint8)
+    tensors = BUFFERS.setdefault(
+        (tokens, quantized, type(call)),
+        (
+            x,
+            torch.zeros(512, dtype=torch.int32 if not extra else torch.uint8) if quantized or extra else None,
+            ids,
+            router_weights,
+            torch.zeros(tokens, geometry.hidden_size, dtype=torch.bfloat16),
+            torch.zeros(call.scratch.nbytes, dtype=torch.uint8),
+        ),
+    )
+    with (
+        mock.patch.object(torch, "empty", return_value=tensors[-1]),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
+    ):
+        launcher.start(call, geometry, layer, tensors[:-1], *extra)
+
+
+BUFFERS: dict[Any, tuple[Any, ...]] = {}
+
+
+def grouped(cuda: Any, kind: type[GroupedKernel], quantized: bool) -> dict[str, dict[str, str]]:
+    """Every launch of a call, by both ways."""
+    geometry = Geometry(4, 2, 128, 128, "Swiglu", format="NVFP4" if quantized else "MXFP8")
+    kernel: Any = kind(Card(132, 228 << 10, 90))
+    kernel.table = kernel.table[:1]
+    kernel.describe(geometry, 1, torch.device("cuda"))
+    kernel.bind(random_layer(geometry).kernel_weights() if quantized else mxfp8.random_weights(geometry), 3)
+    kernel._plan = kernel._planned({variant.key: variant.warm_up() for variant in kernel.variants()})
+    found = {}
+    for way in ("jit", "direct"):
+        call = kernel._prepared(1, quantized, torch.int32, torch.float32, way == "direct")
+        told: dict[str, str] = {}
+        row = kernel.row(1)
+        variants = (
+            kernel._quantize(),
+            kernel._sort(torch.int32, torch.float32),
+            kernel._fc1(row.fc1),
+            kernel._fc2(row.fc2),
+            kernel._sum(torch.int32),
+        )
+        launches = zip(call.launches, variants, strict=True)
+        starts = tuple((recorded(cuda, start, variant, told), grid) for (start, grid), variant in launches)
+        started(dataclasses.replace(call, launches=starts), geometry, kernel._layer, 1, quantized)
+        found[way] = told
+    return found
 
 
 def late_compiles() -> dict[str, dict[str, int]]:
@@ -147,22 +194,6 @@ def late_compiles() -> dict[str, dict[str, int]]:
     return found
 
 
-def each(cuda: Any, call: launch.Call, variants: tuple[Variant, ...], layer: launch.Layer, given: launch.Given) -> dict[str, str]:
-    """One launch of the call at a time, so that each has its own sizes of arguments."""
-    import dataclasses
-
-    def silent(*arguments: Any) -> None:
-        pass
-
-    def start(name: str) -> None:
-        kept: dict[str, Any] = {
-            field: silent for field in ("route", "fc1", "fc2") if getattr(call, field) and not name.startswith(field)
-        }
-        dataclasses.replace(call, **kept).launch(0, layer, given, True)
-
-    return launched(cuda, variants, start)
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     code = "from tests.unittest.test_triton_launch import main; main()"
@@ -173,13 +204,13 @@ def found() -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize(("form", "kernels"), [("inline", 2), ("sorted", 3), ("quantized", 3)])
+@pytest.mark.parametrize(("form", "kernels"), [("inline", 2), ("sorted", 3), ("quantized", 3), ("MXFP8", 5), ("NVFP4", 4)])
 def test_the_driver_gets_the_same(found: dict[str, Any], form: str, kernels: int) -> None:
     assert found["known"]
     told = found[form]
     assert len(told["jit"]) == kernels
     assert told["direct"] == told["jit"]
-    assert all(len(launch) > 2 * (_HEAD + 4 * 10) for launch in told["jit"].values())
+    assert all(len(launch) > 2 * (_HEAD + 3 * 8) for launch in told["jit"].values())
 
 
 def test_a_call_asks_for_no_kernel_that_was_not_planned(found: dict[str, Any]) -> None:
@@ -188,8 +219,7 @@ def test_a_call_asks_for_no_kernel_that_was_not_planned(found: dict[str, Any]) -
 
 
 def test_processes_leave_in_the_cache_what_the_jit_looks_for(found: dict[str, Any]) -> None:
-    """Two compile; the next plan finds that they have, and starts none."""
-    assert found["processes"] == [2, 0]
+    assert found["processes"] == 2
     assert found["kept"] == [True] * 8
 
 

@@ -249,7 +249,9 @@ def _() -> dict[str, Any]:
         (True, r"^2 tokens that arrive quantized: error 0\.01"),
     ):
         kept = kernel._layers[quantized]
-        kernel._layers[quantized] = kept._replace(fc2=(*kept.fc2[:2], kept.fc2[2] * 1.03, *kept.fc2[3:]))
+        tensors, addresses = kept
+        fc2 = (*tensors.fc2[:2], tensors.fc2[2] * 1.03, *tensors.fc2[3:])
+        kernel._layers[quantized] = tensors._replace(fc2=fc2), addresses
         kernel._plan.tested = False
         with pytest.raises(PlanError, match=said):
             kernel.self_test()

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 SIZES = {"hidden": 128, "intermediate": 128, "experts": 4, "top-k": 2}
 FIELDS = {"num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 128, "activation": "Swiglu"}
 CARD = {"capability": 120, "multiprocessors": 170}
+OTHER = "--hidden 128 --intermediate 128 --experts 4 --top-k 1 --activation swiglu --format nvfp4 --target sm_120a --card 170"
+"""Options of a geometry that is not warmed up."""
 
 
 def run(*arguments: Any, **variables: str) -> Result:
@@ -77,8 +79,8 @@ def test_every_kernel_is_compiled_once(built: list[dict[str, Any]], variables: d
     rows = [row for report in built for target in report["targets"] for row in target["rows"]]
     assert [(row["family"], row["compiled"], row["cached"], row["failed"]) for row in rows] == [
         ("triton", 12, 0, 0),
-        ("grouped", 8, 0, 0),
-        ("grouped", 0, 8, 0),
+        ("grouped", 13, 0, 0),
+        ("grouped", 0, 13, 0),
     ]
     assert built[0]["caches"]["triton"] == variables["TRITON_CACHE_DIR"]
 
@@ -87,21 +89,28 @@ def test_a_server_without_compilers_plans_every_kernel(
     built: list[dict[str, Any]], variables: dict[str, str], folder: Path
 ) -> None:
     """Another geometry is refused with the command that mends it; calls of every form compile nothing, and what does is said."""
-    if subprocess.run(["unshare", "--map-root-user", "--mount", "--net", "true"], capture_output=True).returncode:
-        pytest.skip("no namespaces here: compilers cannot be taken away")
     asked = [
         {**FIELDS, "family": "triton", "capacity": 1},
         {**FIELDS, "family": "grouped", "capacity": 4096, "format": "MXFP8"},
         {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1},
     ]
     triton, grouped, other = warm_start.start(warm_start.driver(folder), asked, CARD, variables)
-    for found, kernels in ((triton, 12), (grouped, 8)):
+    for found, kernels in ((triton, 12), (grouped, 13)):
         assert (found["error"], found["kernels"], found["compiled"]) == ("", kernels, 0)
-    assert other["error"].startswith("PlanError: 12 of 12 kernels are not in Triton's cache, and none is compiled: no C compiler")
-    remedy = (
-        "--hidden 128 --intermediate 128 --experts 4 --top-k 1 --activation swiglu --format nvfp4 --target sm_120a --card 170"
-    )
-    assert f"trtllm-b12x warmup {remedy}" in other["error"]
+    assert other["error"].startswith("PlanError: fc1_kernel is not in Triton's cache and is not compiled: no C compiler")
+    assert f"(trtllm-b12x warmup {OTHER})" in other["error"]
+
+
+def test_a_frozen_server_compiles_nothing(built: list[dict[str, Any]], variables: dict[str, str], folder: Path) -> None:
+    """It has a compiler, serves what is in the cache, and refuses another geometry before it compiles."""
+    asked = [{**FIELDS, "family": "triton", "capacity": 1}, {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1}]
+    before = set((folder / "triton").rglob("*.cubin"))
+    frozen = {**variables, "TRTLLM_B12X_FREEZE": "1"}
+    own, other = warm_start.start(warm_start.driver(folder), asked, CARD, frozen, compiler=True)
+    assert (own["error"], own["kernels"], own["compiled"]) == ("", 12, 0)
+    expected = f"fc1_kernel is not in Triton's cache and is not compiled: TRTLLM_B12X_FREEZE=1 (trtllm-b12x warmup {OTHER})"
+    assert other["error"] == f"PlanError: {expected}"
+    assert set((folder / "triton").rglob("*.cubin")) == before
 
 
 def test_calls_compile_nothing_and_what_does_is_said(

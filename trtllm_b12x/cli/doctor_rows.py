@@ -69,9 +69,12 @@ def _payload(e: Environment) -> str:
 def _triton(e: Environment) -> str:
     if e.triton_lacks is None:
         return ""
-    if environment.triton.sealed(e.sm) is not None:
-        return f"kernels compiled ahead of time in {environment.triton.cache_folder()} (trtllm-b12x warmup)"
-    return "; ".join(item.what for item in e.triton_lacks) or "has a C compiler, a ptxas that knows the card, and a cache"
+    if e.triton_lacks:
+        return "; ".join(item.what for item in e.triton_lacks)
+    if tools := environment.triton.tools_lacking():
+        why = "; ".join(item.what for item in tools)
+        return f"loads kernels from {environment.triton.cache_folder()}, and compiles none: {why}"
+    return "has a C compiler, a ptxas that knows the card, and a cache"
 
 
 def _features(e: Environment) -> str:

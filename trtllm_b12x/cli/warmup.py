@@ -172,10 +172,12 @@ def _works(shapes: dict[str, Shape], name: str, dtype: str) -> tuple[list[Work],
 
 
 def _facts(name: str) -> Environment:
-    """With the tools that compile: what the cache holds already is no reason to go on without them."""
+    """Describe the card on this machine, which must have the tools that compile even if the cache has been filled before."""
     from trtllm_b12x.environment import triton
 
-    return dataclasses.replace(target.machine(name), triton_lacks=triton.tools_lacking(target.TARGETS[name]))
+    facts = target.machine(name)
+    faults = dict.fromkeys((*triton.tools_lacking(), *(facts.triton_lacks or ())))
+    return dataclasses.replace(facts, triton_lacks=tuple(faults))
 
 
 # ---- output --------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Read, never imported; a ptxas is asked for its version.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -23,17 +22,7 @@ OLDEST = (3, 5)
 _BLOCK_SCALED_FROM = {120: (3, 6), 121: (3, 8)}
 
 # CUDA toolkit whose ptxas knows the target (PTX ISA release notes: sm_120a 8.7, sm_121a 8.8).
-_KNOWN_FROM = {
-    80: (11, 0),
-    86: (11, 1),
-    87: (11, 4),
-    89: (11, 8),
-    90: (11, 8),
-    100: (12, 8),
-    103: (12, 9),
-    120: (12, 8),
-    121: (12, 9),
-}
+_KNOWN_FROM = {90: (11, 8), 100: (12, 8), 103: (12, 9), 120: (12, 8), 121: (12, 9)}
 
 
 def version() -> str:
@@ -46,7 +35,11 @@ def version() -> str:
 
 
 def lacking(sm: int | None) -> tuple[Lacking, ...]:
-    """Everything that a compile for a card of ``sm`` (major * 10 + minor; None or 0: no card in particular) lacks here."""
+    """List what kernels for a card of ``sm`` (major * 10 + minor; None or 0: no card in particular) lack here.
+
+    Where Triton has compiled before, or ``trtllm-b12x warmup`` has, a missing C compiler does not matter until a plan misses a
+    kernel in the cache.
+    """
     found, init = version(), packages.origin("triton")
     if init is None:
         return (Lacking("Triton is not installed", "pip install triton, of the version that torch asks for"),)
@@ -55,31 +48,18 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
         return (Lacking(f"{init.parent} is no Triton, or a damaged one: it has no _C/libtriton.so", mends),)
     if found and version_tuple(found) < OLDEST:
         return (Lacking(f"Triton {found} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
-    return () if sealed(sm) is not None else tools_lacking(sm)
+    fault = _ptxas(sm or 0)  # its version is part of every key
+    return (*(() if compiled_before() else tools_lacking()), *([fault] if fault is not None else ()))
 
 
-def tools_lacking(sm: int | None) -> tuple[Lacking, ...]:
-    """What a compile lacks, whatever the cache holds."""
-    asked = (_c_compiler(), _headers(), _ptxas(sm or 0), _cache_folder())
-    return tuple(item for item in asked if item is not None)
+def tools_lacking() -> tuple[Lacking, ...]:
+    """List what a compile lacks here that loading kernels from the cache does not need."""
+    return tuple(item for item in (_c_compiler(), _headers(), _cache_folder()) if item is not None)
 
 
-def own_folder() -> Path:
-    """What the cache's kernels of ours are told by."""
-    return cache_folder() / "trtllm_b12x"
-
-
-def seal(sm: int | None) -> Path:
-    """The file by which ``trtllm-b12x warmup`` says that the cache holds what a server asks for."""
-    return own_folder() / f"sealed-{version()}-{sm}.json"
-
-
-def sealed(sm: int | None) -> str | None:
-    """What the ptxas of a sealed cache has said of its version; None: it is not sealed."""
-    try:
-        return str(json.loads(seal(sm).read_text(encoding="utf-8"))["ptxas"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+def compiled_before() -> bool:
+    """Tell whether the cache holds the module that Triton compiles with the C compiler before it loads a kernel."""
+    return next(cache_folder().glob("*/cuda_utils*.so"), None) is not None
 
 
 def block_scaled(sm: int | None) -> bool:
@@ -92,9 +72,9 @@ def block_scaled(sm: int | None) -> bool:
 
 
 def upcast(sm: int | None) -> str:
-    """Why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty where it is one, or where that is not known."""
-    found, needed = version_tuple(version()), _BLOCK_SCALED_FROM.get(sm or 0)
-    if not found or needed is None or found >= needed:
+    """Say why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty if it is one, or if that is not known."""
+    needed = _BLOCK_SCALED_FROM.get(sm or 0)
+    if not version_tuple(version()) or needed is None or block_scaled(sm):
         return ""
     native = f"Triton {'.'.join(map(str, needed))} and newer have block-scaled products"
     return f"Triton {version()} multiplies bfloat16 on sm_{sm}, which is slow; {native}"
@@ -119,10 +99,6 @@ def _headers() -> Lacking | None:
     if not folder or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH") or (Path(folder) / "Python.h").exists():
         return None
     return Lacking(f"no Python.h in {folder} for Triton's launcher", "apt-get install python3-dev")
-
-
-def lacks_ptxas(sm: int) -> bool:
-    return _ptxas(sm) is not None
 
 
 def _ptxas(sm: int) -> Lacking | None:

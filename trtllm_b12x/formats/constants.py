@@ -21,11 +21,6 @@ def filled(value: float, shape: tuple[int, ...], device: torch.device) -> torch.
     return kept(("filled", value, shape, device), lambda: torch.full(shape, value, dtype=torch.float32, device=device))
 
 
-def count(end: int, device: torch.device) -> torch.Tensor:
-    """Return int32 ``0, 1, ..., end - 1``. Do not write to it."""
-    return kept(("count", end, device), lambda: torch.arange(end, dtype=torch.int32, device=device))
-
-
 def kept(key: tuple[object, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return the tensor of this key. The first call makes it."""
     with _lock:

@@ -36,14 +36,14 @@ def compiles() -> dict[str, int]:
 
 
 @contextmanager
-def expected() -> Iterator[list[str]]:
-    """What this thread compiles in here is planned, and not late; gives the list that it is added to."""
+def expected() -> Iterator[None]:
+    """Count nothing that this thread compiles in here: it belongs to a plan."""
     _watch()
-    before, _expecting.made = getattr(_expecting, "made", None), []
+    before, _expecting.plan = getattr(_expecting, "plan", False), True
     try:
-        yield _expecting.made
+        yield
     finally:
-        _expecting.made = before
+        _expecting.plan = before
 
 
 @contextmanager
@@ -92,14 +92,12 @@ def _watch() -> None:
 
 
 def _note(source: Any) -> None:
-    if not str(getattr(source.fn, "__module__", "")).startswith("trtllm_b12x."):
+    ours = str(getattr(source.fn, "__module__", "")).startswith("trtllm_b12x.")
+    if not ours or getattr(_expecting, "plan", False):
         return
     given = {source.fn.arg_names[place[0]]: value for place, value in source.constants.items()}
     shape = ", ".join(f"{name}={given[name]}" for name in _SHAPE if name in given)
-    what, planned = f"{source.fn.__name__} ({shape})", getattr(_expecting, "made", None)
-    if planned is not None:
-        planned.append(what)
-        return
+    what = f"{source.fn.__name__} ({shape})"
     with _lock:
         _found[what] = _found.get(what, 0) + 1
     log.once(

@@ -99,15 +99,15 @@ def warm_up(device: torch.device, remedy: str) -> None:
     """Compile :func:`variants`, or load them from Triton's cache.
 
     Raises:
-        PlanError: see :func:`trtllm_b12x.kernels.jit.precompile.compiled`, which ``remedy`` is for.
+        PlanError: see :func:`trtllm_b12x.kernels.jit.cache.load`, which ``remedy`` is for.
     """
     if device.type != "cuda":
         return
-    from .jit.precompile import compiled
+    from .jit import cache
 
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):
-        compiled(list(variants()), 10 * major + minor, remedy)
+        cache.load(list(variants()), 10 * major + minor, remedy)
 
 
 def _kernels() -> Any:

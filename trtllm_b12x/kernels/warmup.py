@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import torch
 from trtllm_b12x.environment import child
 
 from . import Geometry, Kernel, PlanError, first_line, routes
-from .jit import JitKernel, precompile
+from .jit import JitKernel, compile_pool
 from .jit.cards import Card
 from .jit.variant import Variant
 
@@ -56,7 +55,6 @@ def run(works: Sequence[Work], cards: Sequence[Card], report: Report, workers: i
     capability = cards[0].capability
     workers = min(workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     variants: dict[tuple[Any, ...], tuple[str, Variant]] = {}
-    failed = False
     for work in works:
         if issubclass(work.kind, JitKernel):
             for card in cards:
@@ -69,53 +67,41 @@ def run(works: Sequence[Work], cards: Sequence[Card], report: Report, workers: i
     for work in works:
         if not issubclass(work.kind, JitKernel):
             name = work.kind.features.name
-            more = _flashinfers(work, cards, report, total, workers)
+            more = _fill_flashinfer(work, cards, report, total, workers)
             for variant in routes.variants():
                 more += (variant.module, *variant.key) not in variants
                 variants.setdefault((variant.module, *variant.key), (name, variant))
             total += more
             report(None, total)
-    listed = [variant for _, variant in variants.values()]
-    names = dict(zip(precompile.digests(listed, capability), (family for family, _ in variants.values()), strict=True))
+    names = [(family, variant.name) for family, variant in variants.values()]
 
-    def said(told: dict[str, Any]) -> None:
-        nonlocal failed
-        failed = failed or bool(told["error"])
-        report(Made(names[told.pop("digest")], **told), total)
+    def compiled(answer: dict[str, Any]) -> None:
+        report(Made(*names[answer.pop("index")], **answer), total)
 
-    if listed:
+    if variants:
         try:
-            precompile.fill_cache(listed, capability, workers, said, ahead=True)
-        except (OSError, subprocess.SubprocessError) as error:
+            compile_pool.fill([variant for _, variant in variants.values()], capability, workers, compiled, ahead=True)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             raise PlanError(f"Triton's cache cannot be filled: {first_line(error)}") from error
-        lacking = precompile.missing(listed, capability)
-        if lacking and not failed:
-            raise PlanError(f"{len(lacking)} kernels did not get into Triton's cache: a process that compiles them has died")
-        if not failed:
-            precompile.seal(capability)
 
 
-def _flashinfers(work: Work, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
+def _fill_flashinfer(work: Work, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
     """Compile FlashInfer's kernels for one geometry; return how many there are."""
     from .b12x import worker
 
     counts = sorted({card.multiprocessors for card in cards})
-    request: dict[str, Any] = {"target": f"sm_{cards[0].capability}a", "multiprocessors": counts, "capacity": work.capacity}
-    request |= {"geometry": worker.fields(work.geometry)}
-    asked = [json.dumps({**request, "share": [number, workers]}) for number in range(workers)]
-    found: dict[str, Any] = {"total": 0, "done": 0, "failed": 0}
+    request = {"target": f"sm_{cards[0].capability}a", "multiprocessors": counts, "capacity": work.capacity}
+    request |= {"processes": workers, "geometry": worker.fields(work.geometry)}
+    total = 0
 
-    def said(told: dict[str, Any]) -> None:
-        if "total" in told:
-            found.update(told)
-            report(None, before + found["total"])
+    def compiled(answer: dict[str, Any]) -> None:
+        nonlocal total
+        if "total" in answer:
+            total = answer["total"]
+            report(None, before + total)
         else:
-            found["failed" if told["error"] else "done"] += 1
-            report(Made(work.kind.features.name, **told), before + found["total"])
+            report(Made(work.kind.features.name, **answer), before + total)
 
-    precompile.run_processes([(child.command(worker.__name__), text) for text in asked], child.variables(), said)
-    if found["total"] and found["done"] == found["total"]:
-        worker.seal(request["target"]).touch()
-    elif not found["failed"]:
-        raise PlanError("some of FlashInfer's kernels did not get into its cache: a process that compiles them has died")
-    return int(found["total"])
+    if child.answers(child.command(worker.__name__), request, child.variables(), compiled):
+        raise PlanError("FlashInfer's cache cannot be filled: a process that compiles has died")
+    return total

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x import environment, families
-from trtllm_b12x.core import locks, process, settings
+from trtllm_b12x.core import locks, process
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
@@ -47,7 +47,7 @@ from trtllm_b12x.kernels.streams import Turn
 from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO, Signature
 from .scratch import Scratch, fitting
-from .worker import assembled, seal
+from .worker import assembled
 
 _NO_CACHE = "FLASHINFER_CUTE_DSL_DISABLE_CACHE"
 
@@ -124,7 +124,6 @@ class B12xKernel(Kernel):
             plan = _plans.get(key)
             if plan is None:
                 try:
-                    _compile_elsewhere_first(device)
                     with torch.inference_mode(False):  # whatever the host loads in: the tensors outlive it
                         plan = _plans[key] = _cached_or_not(functools.partial(_make_plan, geometry, capacity, device))
                 except Exception as error:
@@ -273,18 +272,6 @@ def _ranges(numbers: list[int]) -> str:
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------------
-
-
-def _compile_elsewhere_first(device: torch.device) -> None:
-    """Inside TensorRT-LLM: what has never compiled on this installation must not be tried in the server's own process."""
-    if process.in_server and device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        target = f"sm_{major}{minor}a"
-        if settings.FREEZE() or seal(target).exists():  # nothing is compiled, or has been while the image was built
-            return
-        error = environment.compile_error(target)
-        if error:
-            raise PlanError(error)
 
 
 def _cached_or_not(make: Callable[[], _Plan]) -> _Plan:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trtllm_b12x import environment
 from trtllm_b12x.core import locks, settings
 from trtllm_b12x.kernels import Geometry, PlanError, late
 from trtllm_b12x.kernels.jit.cards import card_of
@@ -70,11 +71,26 @@ def signatures(dispatch: Any) -> dict[str, Signature]:
 
 
 def _build(
-    build: Callable[..., Any], remedy: str, module: str, name: str, compile_kernel: Callable[[], Any], **others: Any
+    build: Callable[..., Any],
+    remedy: str,
+    device: torch.device,
+    module: str,
+    name: str,
+    compile_kernel: Callable[[], Any],
+    **others: Any,
 ) -> Any:
+    """Load a kernel from FlashInfer's cache, or compile it.
+
+    Inside TensorRT-LLM the first compile of an installation runs in a child: it might end the server's process.
+    """
+
     def compile_now() -> Any:
         if settings.FREEZE():
             raise PlanError(f"{name} is not in FlashInfer's cache, and none is compiled: {settings.FREEZE.name}=1 ({remedy})")
+        if process.in_server and device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            if error := environment.compile_error(f"sm_{major}{minor}a"):
+                raise PlanError(error)
         return compile_kernel()
 
     return build(module, name, compile_now, **others)
@@ -97,7 +113,7 @@ class Compiler:
         """
         self.dispatch, self.geometry, self.scratch, self.device = dispatch, geometry, scratch, device
         remedy = late.remedy(geometry, card_of(device))
-        self._build = build or functools.partial(_build, dispatch.build_and_load_cute_dsl_kernel, remedy)
+        self._build = build or functools.partial(_build, dispatch.build_and_load_cute_dsl_kernel, remedy, device)
         self.signatures = signatures(dispatch)
         self.activation = ACTIVATIONS[geometry.activation]
         self.variants: dict[int, int] = {}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import product
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,18 +19,21 @@ from trtllm_b12x.decision import Environment, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, aligned, check_call, handed_back, late, output
-from trtllm_b12x.kernels.jit import JitKernel
+from trtllm_b12x.kernels import Geometry, aligned, check_call, handed_back, output
+from trtllm_b12x.kernels.jit import JitKernel, launcher
+from trtllm_b12x.kernels.jit.scratch import Scratch
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.kernels.routes import of_known_types
-from trtllm_b12x.kernels.triton import check, matrices, swiglu
+from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES, of_known_types
+from trtllm_b12x.kernels.triton import addresses, check, matrices, swiglu
 from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
 
 _COLUMNS = 1024
 """Of a token that a program quantizes, or adds up."""
 _ROWS = 4
+_SORTED = 4096
+"""Routes that a program looks at at a time."""
 _INTERPRETED_FROM = (3, 8)
 """Triton whose interpreter has ``tl.dot_scaled``."""
 
@@ -66,6 +70,10 @@ class Elements:
     block: int
     """Columns that share a scale."""
 
+    def scales(self, columns: int) -> int:
+        """Count the bytes of a row's scales, whole words of four."""
+        return -(-columns // (4 * self.block)) * 4
+
 
 MXFP8 = Elements("e4m3", torch.float8_e4m3fn, 1, 32)
 TABLE = (
@@ -89,6 +97,46 @@ class Scalars:
     fc2_alpha: torch.Tensor
     step: int = 0
     """From one expert's ``fc2_factor`` to the next's."""
+
+
+class Layer(NamedTuple):
+    """What calls read of a layer, tensors or addresses, in the order of the kernels' arguments."""
+
+    factor: tuple[Any, ...]
+    fc1: tuple[Any, ...]
+    fc2: tuple[Any, ...]
+    first_expert: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """What calls of one token count and form have in common."""
+
+    tokens: int
+    routes: int
+    scratch: Scratch
+    """Parts: codes, scales, and scales as words of the tokens; order, starts and router weights of the sorted routes; codes,
+    scales, and scales as words of FC1's result; shares."""
+    quantized: bool
+    """Input arrives so."""
+    launches: tuple[tuple[launcher.Launch, tuple[int, int]], ...]
+    """With their grids."""
+    direct: bool
+    """Launches take addresses and a stream."""
+
+    def launch(self, stream: int, layer: Layer, tensors: Any, parts: Any) -> None:
+        x, x_sf, ids, router_weights, out = tensors
+        codes, scales, words, order, starts, weights, h, h_scales, h_words, shares = parts
+        (quantize, by_tokens), (sort, by_expert), (fc1, grid1), (fc2, grid2), (add, by_columns) = self.launches
+        if self.quantized:
+            codes, words = x, x_sf
+        else:
+            quantize(by_tokens, stream, x, *layer.factor, codes, scales, self.tokens)
+        sort(by_expert, stream, ids, router_weights, order, starts, weights, self.routes, layer.first_expert)
+        fc1(grid1, stream, codes, words, *layer.fc1, order, starts, h, h_scales, layer.step)
+        fc2(grid2, stream, h, h_words, *layer.fc2, order, starts, weights, shares)
+        add(by_columns, stream, shares, ids, out, layer.first_expert)
 
 
 class GroupedKernel(JitKernel):
@@ -119,7 +167,7 @@ class GroupedKernel(JitKernel):
         self._padded = 1 << (geometry.num_experts - 1).bit_length()
 
     def _identity(self) -> tuple[Any, ...]:
-        return "grouped", self.geometry, self._native
+        return "grouped", self.elements.name, self.geometry, self._native
 
     @property
     def _native(self) -> bool:
@@ -127,16 +175,37 @@ class GroupedKernel(JitKernel):
         return self._device.type == "cuda" and toolchain.block_scaled(self.card.capability)
 
     def variants(self) -> Iterator[Variant]:
-        """Those of every row of the table."""
-        x, codes, byte, i, f = self.geometry.dtype, self.elements.codes, torch.uint8, torch.int32, torch.float32
-        given = (codes, i, codes, i)  # scales in words of four
-        fc1_types, fc2_types = (*given, *[f] * 6, i, i, codes, byte, 1), (*given, f, i, i, f, torch.bfloat16)
-        yield Variant("grouped.source", "quantize_kernel", (x, f, codes, byte, 2), self._of_tokens(), {})
-        yield Variant("grouped.source", "sum_kernel", (torch.bfloat16, i, x), self._of_sum(), {})
-        for tile in dict.fromkeys(row.fc1 for row in self.table):
-            yield Variant("grouped.source", "fc1_kernel", fc1_types, self._of_fc1(tile), _options(tile))
-        for tile in dict.fromkeys(row.fc2 for row in self.table):
-            yield Variant("grouped.source", "fc2_kernel", fc2_types, self._of_product(tile), _options(tile))
+        """Yield those of every row of the table."""
+        yield self._quantize()
+        for ids, router_weights in product(ID_TYPES, ROUTER_WEIGHT_TYPES):
+            yield self._sort(ids, router_weights)
+        yield from map(self._fc1, dict.fromkeys(row.fc1 for row in self.table))
+        yield from map(self._fc2, dict.fromkeys(row.fc2 for row in self.table))
+        yield from map(self._sum, ID_TYPES)
+
+    def _quantize(self) -> Variant:
+        types = self.geometry.dtype, torch.float32, self.elements.codes, torch.uint8, 2
+        return Variant("grouped.source", "quantize_kernel", types, self._of_tokens(), {})
+
+    def _sort(self, ids: torch.dtype, router_weights: torch.dtype) -> Variant:
+        i, constants = torch.int32, {"EXPERTS": self.geometry.num_experts, "BLOCK": _SORTED}
+        types = ids, router_weights, i, i, torch.float32, 2, 1
+        return Variant("grouped.sorting", "sort_kernel", types, constants, {"num_warps": 8})
+
+    def _fc1(self, tile: Tile) -> Variant:
+        codes, i = self.elements.codes, torch.int32  # scales in words of four
+        types = (codes, i, codes, i, *[torch.float32] * 6, i, i, codes, torch.uint8, 1)
+        return Variant("grouped.source", "fc1_kernel", types, self._of_fc1(tile), _options(tile))
+
+    def _fc2(self, tile: Tile) -> Variant:
+        codes, i, f = self.elements.codes, torch.int32, torch.float32
+        types = codes, i, codes, i, f, i, i, f, torch.bfloat16
+        return Variant("grouped.source", "fc2_kernel", types, self._of_product(tile), _options(tile))
+
+    def _sum(self, ids: torch.dtype) -> Variant:
+        g = self.geometry
+        constants = {"H": g.hidden_size, "TOP_K": g.top_k, "EXPERTS": g.num_experts, "COLUMNS": _COLUMNS}
+        return Variant("grouped.source", "sum_kernel", (torch.bfloat16, ids, g.dtype, 1), constants, {})
 
     def _of_elements(self) -> dict[str, Any]:
         return {"FORMAT": self.elements.name, "NATIVE": self._native}
@@ -156,21 +225,18 @@ class GroupedKernel(JitKernel):
         own = {"BM": tile.routes, "BN": tile.rows, "BK": tile.columns, "WARPS": tile.num_warps}
         return {**sizes, **own, **self._of_elements()}
 
-    def _of_sum(self) -> dict[str, Any]:
-        g = self.geometry
-        return {"H": g.hidden_size, "TOP_K": g.top_k, "EXPERTS": g.num_experts, "COLUMNS": _COLUMNS}
-
     # ---- bind --------------------------------------------------------------------------------------------------------
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         check(self.geometry, weights)
-        self._scalars = self._scalars_of(weights)
-        self._constants = swiglu(self.geometry, weights, self._scalars.fc1_alpha)
-        self.weights, self.first_expert = weights, first_expert
-        self._w1, self._w2 = weights.fc1_weight, weights.fc2_weight
+        scalars = self._scalars_of(weights)
+        constants = swiglu(self.geometry, weights, scalars.fc1_alpha)
         (_, s1), (_, s2) = matrices(weights)
-        self._s1, self._s2 = s1.view(torch.int32), s2.view(torch.int32)
-        self._experts = constants.count(self.geometry.num_experts + 1, weights.device)
+        fc1 = weights.fc1_weight, s1.view(torch.int32), scalars.fc1_alpha, scalars.fc2_factor, scalars.fc1_half_alpha, *constants
+        fc2 = weights.fc2_weight, s2.view(torch.int32), scalars.fc2_alpha
+        layer = Layer((scalars.fc1_factor,), fc1, fc2, first_expert, scalars.step)
+        self._layer = layer, layer._replace(factor=addresses(layer.factor), fc1=addresses(fc1), fc2=addresses(fc2))
+        self.weights, self.first_expert = weights, first_expert
 
     def _scalars_of(self, weights: Any) -> Scalars:
         none = constants.filled(1.0, (1,), weights.device)
@@ -213,63 +279,42 @@ class GroupedKernel(JitKernel):
         tokens, g = x.shape[0], self.geometry
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
+        ids, router_weights = of_known_types(ids, router_weights)
         result = output(out, x, g.dtype, g.hidden_size)
-        with late.through_jit(g):
-            codes, codes_sf = self._quantize(x) if x_sf is None else (x, x_sf)
-            ids, router_weights = of_known_types(ids, router_weights)
-            self._launch(codes, codes_sf, ids, router_weights.float(), result)
+        call = self._call(tokens, x_sf is not None, ids.dtype, router_weights.dtype)
+        launcher.start(call, g, self._layer, (x, x_sf, ids, router_weights, result))
         return handed_back(out, result)
 
-    def _empty(self, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes, and their scales in whole words of four."""
-        e = self.elements
-        codes = torch.empty(rows, columns // e.packed, dtype=e.codes, device=device)
-        return codes, torch.empty(rows, -(-columns // (4 * e.block)) * 4, dtype=torch.uint8, device=device)
+    def _call(self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype) -> Call:
+        plan = self._plan
+        key = (tokens, quantized, ids, router_weights, plan.compiled is not None and not launcher.watched())
+        if key not in plan.calls:
+            plan.calls[key] = self._prepared(*key)
+        call: Call = plan.calls[key]
+        return call
 
-    def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from . import source
-
-        tokens, hidden = x.shape
-        codes, scales = self._empty(tokens, hidden, x.device)
-        grid = -(-tokens // _ROWS), -(-hidden // _COLUMNS)
-        source.quantize_kernel[grid](x, self._scalars.fc1_factor, codes, scales, tokens, **self._of_tokens())
-        return codes, scales
-
-    def _launch(
-        self, codes: torch.Tensor, codes_sf: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, result: torch.Tensor
-    ) -> None:
-        from . import source
-
-        tokens, g, own = result.shape[0], self.geometry, self._scalars
-        hidden, size, device = g.hidden_size, g.intermediate_size, result.device
-        routes, row = tokens * g.top_k, self.row(tokens)
-        order, starts, local = self._sorted(ids)
-        h, h_sf = self._empty(routes, size, device)
-        scalars = own.fc1_alpha, own.fc2_factor, own.fc1_half_alpha, *self._constants
-        given: tuple[Any, ...] = (self._w1, self._s1, *scalars, order, starts)
-        source.fc1_kernel[(-(-size // row.fc1.rows), self._blocks(routes, row.fc1))](
-            codes, codes_sf.view(torch.int32), *given, h, h_sf, own.step, **self._of_fc1(row.fc1), **_options(row.fc1)
+    def _prepared(self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype, direct: bool) -> Call:
+        g, e, row = self.geometry, self.elements, self.row(tokens)
+        routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
+        variants = (self._quantize(), self._sort(ids, router_weights), self._fc1(row.fc1), self._fc2(row.fc2), self._sum(ids))
+        direct = direct and all(variant.key in self._plan.compiled for variant in variants)
+        grids = (
+            (-(-tokens // _ROWS), -(-hidden // _COLUMNS)),
+            (g.num_experts, 1),
+            (-(-size // row.fc1.rows), self._blocks(routes, row.fc1)),
+            (-(-hidden // row.fc2.rows), self._blocks(routes, row.fc2)),
+            (tokens, -(-hidden // _COLUMNS)),
         )
-        shares = torch.empty(routes, hidden, dtype=torch.bfloat16, device=device)
-        given = self._w2, self._s2, own.fc2_alpha, order, starts
-        source.fc2_kernel[(-(-hidden // row.fc2.rows), self._blocks(routes, row.fc2))](
-            h, h_sf.view(torch.int32), *given, router_weights, shares, **self._of_product(row.fc2), **_options(row.fc2)
-        )
-        grid = tokens, -(-hidden // _COLUMNS)
-        source.sum_kernel[grid](shares, local, result, **self._of_sum())
-
-    def _sorted(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sort routes by local expert, those of other ranks last.
-
-        Returns:
-            int32: routes in order, where each expert's begin ``(E + 1,)``, and each route's local expert (E: of another rank).
-        """
-        experts = self.geometry.num_experts
-        # As unsigned numbers, ids below the first are beyond the last; and 64 bits, since a difference of int32 may wrap.
-        local = ids.flatten().long() - self.first_expert
-        local = torch.where((local < 0) | (local >= experts), experts, local).int()
-        found = torch.sort(local, stable=True)
-        return found.indices.int(), torch.searchsorted(found.values, self._experts, out_int32=True), local
+        launches = [launcher.launcher(v, self._plan.compiled[v.key] if direct else None) for v in variants]
+        byte, i = torch.uint8, torch.int32
+        rows = 0 if quantized else tokens
+        scratch = Scratch.of(
+            (rows * hidden // e.packed, e.codes), (rows * e.scales(hidden), byte), (-1, i),
+            (4 * routes, i), (4 * (g.num_experts + 1), i), (4 * routes, torch.float32),
+            (routes * size // e.packed, e.codes), (routes * e.scales(size), byte), (-1, i),
+            (2 * routes * hidden, torch.bfloat16),
+        )  # fmt: skip
+        return Call(tokens, routes, scratch, quantized, tuple(zip(launches, grids, strict=True)), direct)
 
     def _blocks(self, routes: int, tile: Tile) -> int:
         """The most that the routes can fall into."""

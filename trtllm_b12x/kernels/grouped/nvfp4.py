@@ -77,5 +77,6 @@ class GroupedNVFP4Kernel(GroupedKernel):
         check_call(g, x, ids, router_weights, out, g.hidden_size // 2)
         check_scales(x, x_sf, swizzled, g.hidden_size)
         rows = scales_of_tokens(x_sf, x.shape[0], g.hidden_size // 16, swizzled)
-        rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
-        return self._run(aligned(x), aligned(rows), ids, router_weights, out)
+        if rows.shape[1] % 4:
+            rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
+        return self._run(aligned(x), aligned(rows).view(torch.int32), ids, router_weights, out)

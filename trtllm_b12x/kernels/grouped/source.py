@@ -1,9 +1,9 @@
 """Block-scaled products of whole calls, of operands of one format: what serves where there are many tokens for an expert.
 
-Four launches after the routes are sorted: the tokens quantized, FC1 with its activation and the quantization of its result, FC2
-with the router's weight, the sum over a token's routes.  ``tl.dot_scaled`` is one instruction on SM120 from Triton 3.6 on and on
-SM121 from 3.8 on.  FC1's result is rounded to bfloat16 before it is quantized; each route's share of a token is rounded to
-bfloat16.
+Five launches: the tokens quantized, the routes sorted (``sorting.py``), FC1 with its activation and the quantization of its
+result, FC2 with the router's weight, the sum over a token's routes.  ``tl.dot_scaled`` is one instruction on SM120 from Triton
+3.6 on and on SM121 from 3.8 on.  FC1's result is rounded to bfloat16 before it is quantized; each route's share of a token is
+rounded to bfloat16.
 
 ``FORMAT`` names the elements:
 
@@ -42,6 +42,7 @@ from trtllm_b12x.kernels.triton.operands import INTERPRETED, e4m3
 from trtllm_b12x.kernels.triton.products import SWIGLU_BIAS, activate, rounded  # whose kernels are hashed first, see there
 
 from .quantization import E2M1, NAN, quantized
+from .sorting import sort_kernel
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
@@ -298,7 +299,7 @@ def fc1_kernel(
     tl.store(h_sf + place * ((SIZE // size + 3) // 4 * 4) + block[None, :], scale, mask=whole)
 
 
-@triton.jit(do_not_specialize_on_alignment=["alpha", "router_weights"])
+@triton.jit(do_not_specialize_on_alignment=["alpha"])
 def fc2_kernel(
     h, h_sf, weight, weight_sf, alpha, order, starts, router_weights, shares,
     H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr,
@@ -309,7 +310,7 @@ def fc2_kernel(
     Args:
         weight: ``(E, H, SIZE)`` codes.
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale.
-        router_weights: ``(routes,)`` float32.
+        router_weights: ``(routes,)`` float32, by place.
         shares: ``(routes, H)`` bfloat16, by route, written.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
@@ -336,27 +337,30 @@ def fc2_kernel(
         sums = _product(sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BM, BN, BK, FORMAT, NATIVE, WARPS)
     if FORMAT == E2M1:
         sums *= tl.load(alpha + expert)
-    sums *= tl.load(router_weights + route, mask=there, other=0.0)[:, None]
+    sums *= tl.load(router_weights + first + m, mask=there, other=0.0)[:, None]
     column = tile * BN + tl.arange(0, BN)
     tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])
 
 
-@triton.jit
-def sum_kernel(shares, local, out, H: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["ids"])
+def sum_kernel(
+    shares, ids, out, first, H: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
     """Add a token's routes to this rank's experts up, in the order of ``top_k``.  Grid: tokens by tiles of ``COLUMNS``.
 
     Args:
-        local: ``(routes,)`` int32, 0 to EXPERTS; EXPERTS is another rank's.
+        ids: ``(routes,)`` int32 or int64, of experts; this rank's are ``first`` to ``first + EXPERTS``.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in tl.static_range(TOP_K):
-        held = tl.load(local + token * TOP_K + k) + tl.zeros((COLUMNS,), tl.int32) < EXPERTS
+        local = tl.load(ids + token * TOP_K + k).to(tl.int64) - first + tl.zeros((COLUMNS,), tl.int64)
+        held = (local >= 0) & (local < EXPERTS)
         share = tl.load(shares + (token * TOP_K + k) * H + column, mask=(column < H) & held, other=0.0)
         total += share.to(tl.float32)
     tl.store(out + token * H + column, rounded(total, out.dtype.element_ty), mask=column < H)
 
 
-for _kernel in (quantize_kernel, fc1_kernel, fc2_kernel, sum_kernel):
+for _kernel in (quantize_kernel, fc1_kernel, fc2_kernel, sum_kernel, sort_kernel):
     getattr(_kernel, "cache_key", None)  # in one order, as products.py

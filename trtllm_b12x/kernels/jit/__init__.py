@@ -1,7 +1,7 @@
 """Kernels that Triton compiles: what its families have in common.
 
-A plan is compiled in processes (``precompile.py``, ``worker.py``) into Triton's cache, shared by the layers of a geometry on a
-device, and tested on the card by the first of them whose weights say anything (``examination.py``).
+A plan comes from Triton's cache (``cache.py``), into which processes compile what it lacks (``compile_pool.py``). The layers of a
+geometry on a device share it. The first of them whose weights say anything tests it on the card (``examination.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line, late
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
-from . import precompile
+from . import cache, launcher
 from .cards import Card, card_of
 from .examination import faults
 from .variant import Variant
@@ -33,7 +33,9 @@ class Plan:
     """What layers of one geometry share on one device."""
 
     compiled: dict[tuple[Any, ...], Any] | None
-    """By variant; None in Triton's interpreter."""
+    """By variant; None where Triton's JIT or its interpreter launches."""
+    calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """By tokens, form and types of a call, and whether past the JIT."""
     tested: bool = False
     untold: bool = False
     """Not tested, since the weights say nothing."""
@@ -88,7 +90,8 @@ class JitKernel(Kernel):
         with _lock:
             if self._key not in _plans:
                 try:
-                    _plans[self._key] = self._planned(self._compile())
+                    compiled = self._compile()
+                    _plans[self._key] = self._planned(compiled if compiled and launcher.known() else None)
                 except Exception as error:
                     raise PlanError(first_line(error)) from error
             self._plan = _plans[self._key]
@@ -136,7 +139,7 @@ class JitKernel(Kernel):
         started, variants = time.monotonic(), list(self.variants())
         logger.info("%s kernels for %s: compiling, or loading from Triton's cache", name, self.geometry)
         with torch.cuda.device(self._device), torch.inference_mode(False):
-            compiled, processes = precompile.compiled(variants, capability, late.remedy(self.geometry, self.card))
+            compiled, processes = cache.load(variants, capability, late.remedy(self.geometry, self.card))
         took = time.monotonic() - started
         logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
         return compiled

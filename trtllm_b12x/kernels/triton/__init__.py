@@ -23,8 +23,8 @@ from trtllm_b12x.decision import Environment
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, aligned, check_call, check_scales, handed_back, late, output, routes
-from trtllm_b12x.kernels.jit import JitKernel, Plan
+from trtllm_b12x.kernels import Geometry, aligned, check_call, check_scales, handed_back, output, routes
+from trtllm_b12x.kernels.jit import JitKernel, Plan, launcher
 from trtllm_b12x.kernels.jit.cards import Card
 from trtllm_b12x.kernels.jit.variant import Variant
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
@@ -41,8 +41,6 @@ _LAST_INDEX = 2**31 - 1
 @dataclass
 class _Plan(Plan):
     steps: dict[int, Step] = field(default_factory=dict)
-    calls: dict[tuple[Any, ...], launch.Call] = field(default_factory=dict)
-    """By tokens, inline, quantized input, types of ids and scales, and whether past the JIT."""
 
 
 class TritonKernel(JitKernel):
@@ -89,7 +87,7 @@ class TritonKernel(JitKernel):
 
     def _planned(self, compiled: dict[tuple[Any, ...], Any] | None) -> _Plan:
         steps = {tokens: self.build.step(tokens) for tokens in range(1, self.capacity + 1)}
-        return _Plan(compiled if launch.known() else None, steps=steps)
+        return _Plan(compiled, steps=steps)
 
     def set_tiles(self, tokens: int, found: Tiles) -> None:
         """Launch ``tokens`` with these tiles, in this process; for the search."""
@@ -106,14 +104,11 @@ class TritonKernel(JitKernel):
             ValueError: a tensor has the wrong shape, dtype or layout, or the input scales are given as divisors alone.
         """
         check(self.geometry, weights)
-        self._layers = self._of_layer(weights, first_expert)
-        self.weights, self.first_expert = weights, first_expert
-        self._addresses = {
-            quantized: layer._replace(
-                fc1=tuple(tensor.data_ptr() for tensor in layer.fc1), fc2=tuple(tensor.data_ptr() for tensor in layer.fc2)
-            )
-            for quantized, layer in self._layers.items()
+        self._layers = {
+            quantized: (layer, layer._replace(fc1=addresses(layer.fc1), fc2=addresses(layer.fc2)))
+            for quantized, layer in self._of_layer(weights, first_expert).items()
         }
+        self.weights, self.first_expert = weights, first_expert
 
     def _of_layer(self, weights: Any, first_expert: int) -> dict[bool, launch.Layer]:
         """What calls read, by whether their input is quantized."""
@@ -187,21 +182,8 @@ class TritonKernel(JitKernel):
         x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
         result = output(out, x, g.dtype, g.hidden_size)
         call = self._call(tokens, quantized, ids.dtype, router_weights.dtype)
-        memory = torch.empty(call.memory.nbytes, dtype=torch.uint8, device=x.device)
-        # Where there are no scales, bytes that nobody reads: Triton's JIT would compile for another type.
-        tensors = (x, memory if x_sf is None else x_sf, ids, router_weights, result)
-        if call.direct:
-            layer = self._addresses[quantized]
-            own: tuple[Any, ...] = tuple(map(torch.Tensor.data_ptr, tensors))
-            stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-        else:
-            layer, own, stream = self._layers[quantized], tensors, 0
-        given = launch.Given(*own, *call.parts(memory, g))
-        if call.direct:
-            call.launch(stream, layer, given, swizzled)
-        else:
-            with late.through_jit(g):
-                call.launch(stream, layer, given, swizzled)
+        tensors = (x, x_sf, ids, router_weights, result)
+        launcher.start(call, g, self._layers[quantized], tensors, swizzled)
         return handed_back(out, result)
 
     def _call(self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype) -> launch.Call:
@@ -210,7 +192,7 @@ class TritonKernel(JitKernel):
             ValueError: no kernel is planned for so many tokens.
         """
         plan = self._plan
-        direct = plan.compiled is not None and not launch.watched()
+        direct = plan.compiled is not None and not launcher.watched()
         key = (tokens, quantized, ids, router_weights, direct)
         found = plan.calls.get(key)
         if found is None:
@@ -238,6 +220,10 @@ def check(geometry: Geometry, weights: Weights) -> None:
         plain = tensor.permute(5, 2, 4, 0, 1, 3) if name.endswith("_sf") else tensor
         if not plain.is_contiguous() or ("weight" in name and tensor.data_ptr() % 16):
             raise ValueError(f"{name} is not contiguous, or not at a multiple of 16 bytes")
+
+
+def addresses(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def swiglu(geometry: Geometry, weights: Weights, none: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,82 @@
+"""What asks Triton's cache for a kernel, and refuses a miss."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton import knobs
+from triton.runtime import cache as triton_cache
+
+from trtllm_b12x.kernels import PlanError
+from trtllm_b12x.kernels.jit import cache
+
+KEY = "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def ask(name: str = "fc1_kernel.json") -> Any:
+    return triton_cache.get_cache_manager(KEY).get_group(name)
+
+
+def test_a_miss_raises_in_this_thread_alone() -> None:
+    answers: list[Any] = []
+    with cache.hits_only():
+        with pytest.raises(cache.CacheMissError, match=r"^fc1_kernel$"):
+            ask()
+        other = threading.Thread(target=lambda: answers.append(ask()))
+        other.start()
+        other.join()
+    assert answers == [None]
+    assert ask() is None
+
+
+def test_what_is_in_the_cache_is_found() -> None:
+    manager = triton_cache.get_cache_manager(KEY)
+    manager.put_group("fc1_kernel.json", {"fc1_kernel.json": manager.put("{}", "fc1_kernel.json")})
+    with cache.hits_only():
+        assert ask() == {"fc1_kernel.json": manager.get_file("fc1_kernel.json")}
+
+
+def test_the_user_s_manager_is_asked_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(triton_cache.FileCacheManager):
+        def get_group(self, filename: str) -> dict[str, str]:
+            return {filename: "theirs"}
+
+    monkeypatch.setitem(vars(knobs.cache), "manager_class", Theirs)
+    with cache.hits_only():
+        assert ask() == {"fc1_kernel.json": "theirs"}
+    assert knobs.cache.manager_class is Theirs
+
+
+def test_a_manager_that_the_environment_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", "triton.runtime.cache:FileCacheManager")
+    with cache.hits_only(), pytest.raises(cache.CacheMissError):
+        ask()
+    assert "manager_class" not in vars(knobs.cache)
+    assert knobs.cache.manager_class is triton_cache.FileCacheManager
+
+
+def test_a_cache_without_room_misses_too(folder: Path) -> None:
+    """A read-only folder: Triton makes one for each key before it looks."""
+    folder.write_text("no folder")
+    with cache.hits_only(), pytest.raises(cache.CacheMissError):
+        ask()
+
+
+def test_triton_s_own_module_is_refused_with_the_variable_that_helps() -> None:
+    with cache.hits_only(), pytest.raises(cache.CacheMissError, match=r"Triton's own cuda_utils .*TRITON_LIBCUDA_PATH"):
+        triton_cache.get_cache_manager(KEY).get_file("cuda_utils.cpython-311-x86_64-linux-gnu.so")
+
+
+def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache.toolchain, "lacking", lambda capability: ("no ptxas",))
+    with pytest.raises(PlanError, match="no ptxas"):
+        cache.load([], 120, "")
