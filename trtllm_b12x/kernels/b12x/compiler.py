@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x import environment
-from trtllm_b12x.core import locks, settings
+from trtllm_b12x.core import locks, process, settings
 from trtllm_b12x.kernels import Geometry, PlanError, late
 from trtllm_b12x.kernels.jit.cards import card_of
 
