@@ -24,7 +24,7 @@ _SHAPE = ("H", "SIZE", "EXPERTS", "TOP_K", "BM", "BN", "block")
 """Constants of our kernels that tell a user which."""
 _found: dict[str, int] = {}
 _lock = locks.new()
-_expecting = threading.local()
+_thread = threading.local()
 _watching = False
 process.kept(_found.clear)
 
@@ -39,11 +39,11 @@ def compiles() -> dict[str, int]:
 def expected() -> Iterator[None]:
     """Count nothing that this thread compiles in here: it belongs to a plan."""
     _watch()
-    before, _expecting.plan = getattr(_expecting, "plan", False), True
+    before, _thread.plans = getattr(_thread, "plans", False), True
     try:
         yield
     finally:
-        _expecting.plan = before
+        _thread.plans = before
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _watch() -> None:
 
 def _note(source: Any) -> None:
     ours = str(getattr(source.fn, "__module__", "")).startswith("trtllm_b12x.")
-    if not ours or getattr(_expecting, "plan", False):
+    if not ours or getattr(_thread, "plans", False):
         return
     given = {source.fn.arg_names[place[0]]: value for place, value in source.constants.items()}
     shape = ", ".join(f"{name}={given[name]}" for name in _SHAPE if name in given)
