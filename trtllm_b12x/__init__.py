@@ -1,30 +1,30 @@
-"""Quantized mixture-of-experts decode inside TensorRT-LLM's CUTLASS backend, on SM120 and SM121."""
+"""Fast decode of quantized mixture-of-experts layers in TensorRT-LLM's CUTLASS backend, on SM120 and SM121."""
 
-TYPE_CHECKING = False  # not from typing: every Python process of the environment runs this module
+TYPE_CHECKING = False  # not from typing: every Python process imports this module
 if TYPE_CHECKING:
     from .decision import Resolution
     from .registry import Status
 
 
 def install() -> None:
-    """Promote the CUTLASS backend of this process's host; see :func:`trtllm_b12x.selection.install`."""
+    """Replace the CUTLASS backend of TensorRT-LLM in this process; see ``trtllm_b12x.selection.install``."""
     from . import selection
 
     selection.install()
 
 
 def explain(model_config: object, override_quant_config: object = None) -> "Resolution":
-    """Which kernels serve a host's ``ModelConfig`` and why not the others, as the CUTLASS backend will get it in this process.
+    """Explain which kernels serve the layers of a ``ModelConfig`` in this process, and why the others do not.
 
     Args:
-        model_config: as ``get_moe_cls`` takes it.
-        override_quant_config: of one layer, where it differs.
+        model_config: as passed to ``get_moe_cls``.
+        override_quant_config: quantization of one layer, if it differs.
 
     Raises:
-        TypeError: ``model_config`` is something else.
+        TypeError: ``model_config`` is not a ``ModelConfig``.
 
     Returns:
-        A :class:`trtllm_b12x.decision.Resolution`; printing it gives every reason with its remedy.
+        A ``trtllm_b12x.decision.Resolution``. Printing it shows every reason with its remedy.
     """
     from . import eligibility
     from .host import questions
@@ -36,14 +36,14 @@ def explain(model_config: object, override_quant_config: object = None) -> "Reso
 
 
 def uninstall() -> None:
-    """Undo :func:`install`."""
+    """Undo ``install``."""
     from . import selection
 
     selection.uninstall()
 
 
 def status() -> "Status":
-    """What became of this process's MoE layers: a :class:`trtllm_b12x.registry.Status`, for people and for tests."""
+    """Return a ``trtllm_b12x.registry.Status`` on the MoE layers of this process, for people and tests."""
     from . import registry
 
     return registry.status()

@@ -1,4 +1,4 @@
-"""Which families of kernels are considered in this process, and which of them serve a layer."""
+"""Select the kernel families that this process considers, and those that can serve a layer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .kernels import Kernel
 
 
 def machine() -> Environment:
-    """What a decision is to know of this process's machine, inside TensorRT-LLM.
+    """Return the machine facts for a decision in this process.
 
-    The embedded host runs on any machine, so there the machine says nothing.
+    The embedded host runs on any machine, so with it all facts except the switch are unknown.
     """
     return replace(
         environment.probe(host.state()) if host.installed() else Environment(),
@@ -28,12 +28,12 @@ def machine() -> Environment:
 
 
 def considered(device: str | None = None, quant_algo: str | None = None) -> dict[str, type[Kernel]]:
-    """Family to its kernels, in order, for layers that are made on ``device``, torch's default one if not given.
+    """Map each family to its kernel class, in order, for layers on ``device`` (default: torch's default device).
 
-    A family that has kernels for several formats is considered with those for ``quant_algo``.
+    A family with kernels for several formats contributes those for ``quant_algo``.
 
-    TensorRT-LLM's layers are on its GPU.  Where torch sees no card that the family's kernels run on, what stands in for them; but
-    kernels that run on the CPU (Triton's, in its interpreter) stand in for themselves.
+    Layers of TensorRT-LLM are on the GPU. If torch sees no suitable card, the family's torch implementation stands in. Kernels
+    that run on the CPU (Triton in its interpreter) are used themselves.
     """
     on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
     found: dict[str, type[Kernel]] = {}
@@ -50,12 +50,12 @@ def considered(device: str | None = None, quant_algo: str | None = None) -> dict
 def resolve(
     question: Question, kernels: Mapping[str, type[Kernel]] | None = None, plan_errors: Mapping[str, str] = MappingProxyType({})
 ) -> Resolution:
-    """Which families serve a layer in this process, and why not the others.
+    """Resolve which families serve a layer in this process, and why the others do not.
 
     Args:
-        question: of :mod:`trtllm_b12x.host.questions`; where its format is not known yet, what serves any of ours.
-        kernels: :func:`considered`, for its format.
-        plan_errors: family to what planning its kernels for the layer has raised.
+        question: from ``trtllm_b12x.host.questions``. If its format is unknown, every format is tried.
+        kernels: result of ``considered`` for the layer's format.
+        plan_errors: maps a family to the error that planning its kernels for the layer raised.
     """
     algorithm = question[0].quant_algo
     found = []
@@ -71,9 +71,7 @@ def resolve(
 def _card_is_there(features: KernelFeatures) -> bool:
     if not torch.cuda.is_available():
         return False
-    sm = (
-        environment.probe(host.state()).sm if host.installed() else None
-    )  # torch's answer would create a CUDA context in whoever only asks
+    sm = environment.probe(host.state()).sm if host.installed() else None  # asking torch would create a CUDA context
     if not sm:
         major, minor = torch.cuda.get_device_capability()
         sm = 10 * major + minor

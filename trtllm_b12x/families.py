@@ -1,7 +1,7 @@
-"""The kernel families, the preferred one first: what each serves, and where its kernels are.  Nothing of theirs is imported here.
+"""Define the kernel families in order of preference: capabilities and kernel classes. No kernel is imported here.
 
-A family is a row: what it can do is data that the decision reads, what it needs of the machine is which rules bind it.
-One that has kernels for several number formats has a row for each, of one name.
+A family is a row. Its capabilities are data for the decision. Its machine requirements are the rules that bind it. A family
+with kernels for several number formats has one row per format, all with the same name.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from .decision import FLASHINFERS, Environment, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
 
 STATIC_ROUTED_ROWS = 1024
-"""Up to so many (token, expert) pairs FlashInfer takes its static kernel or a smaller one, beyond it the dynamic kernel, whose
-warps may miss a claim (docs/flashinfer-dynamic-claim.md): until that is mended b12x ends there."""
+"""Maximum number of (token, expert) pairs for b12x. Up to it FlashInfer uses its static kernel or a smaller one, beyond it the
+dynamic kernel, whose warps may miss a claim (docs/flashinfer-dynamic-claim.md). The limit goes when that is fixed."""
 
 ATOMIC_SUMS = (
     "b12x of FlashInfer before 0.7.0 adds with atomics, so two runs may differ in the last bits; "
@@ -23,15 +23,15 @@ ATOMIC_SUMS = (
 
 @dataclass(frozen=True)
 class Family:
-    """Kernels with one contract on weights."""
+    """Kernels that share one weight layout."""
 
     name: str
     features: Callable[[Environment], KernelFeatures]
-    """By what a machine has."""
+    """Function that returns the capabilities for a given machine."""
     kernel: str
-    """``module:class`` of its :class:`trtllm_b12x.kernels.Kernel`."""
+    """``module:class`` of its ``trtllm_b12x.kernels.Kernel``."""
     stand_in: str = ""
-    """What computes the same in torch, where torch sees no card for it; empty: the family is not considered there."""
+    """``module:class`` of the torch implementation, used if torch sees no suitable card. Empty: the family is then skipped."""
 
 
 def b12x(e: Environment) -> KernelFeatures:
@@ -42,7 +42,7 @@ def b12x(e: Environment) -> KernelFeatures:
         hidden_size_multiple=128,
         negative_ids=e.expert_parallel,
         graph_safe=True,
-        # From 0.7.0 static keeps each route's result and adds them up in order, in the groups of 256 columns that make its tile.
+        # From 0.7.0 on, static stores each route's result and sums in order, in groups of 256 columns, its tile.
         deterministic=None if e.tile is None else e.tile == 256,
         caveat="" if e.tile in (None, 256) else ATOMIC_SUMS,
         most_routes=STATIC_ROUTED_ROWS,
@@ -50,11 +50,11 @@ def b12x(e: Environment) -> KernelFeatures:
 
 
 def triton(e: Environment) -> KernelFeatures:
-    """Whatever the machine has, so far as their rules let them run there at all."""
+    """Return Triton's capabilities. They do not depend on the machine; the rules decide if Triton runs on it."""
     return KernelFeatures(
         name="triton",
         activations=frozenset({"Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"}),
-        # The kernels take any multiple of 16; hosts pad [up; gate] to 128 rows as one, and split it at half.
+        # The kernels take any multiple of 16. Hosts pad [up; gate] to 128 rows together and split it at half.
         tile=64,
         hidden_size_multiple=16,
         negative_ids=True,
@@ -78,7 +78,7 @@ def triton(e: Environment) -> KernelFeatures:
 
 
 def triton_mxfp8(e: Environment) -> KernelFeatures:
-    """Decode of a format that hosts have no path for: prefill is :func:`grouped`'s, and what binds that binds both."""
+    """Return the capabilities for MXFP8 decode. The host has no path for MXFP8; ``grouped`` serves prefill under equal rules."""
     known = triton(e)
     return replace(
         known,
@@ -88,18 +88,18 @@ def triton_mxfp8(e: Environment) -> KernelFeatures:
         hidden_size_multiple=128,
         dtypes=frozenset({"bfloat16"}),
         quantized_input=False,
-        # Ranks of attention-DP gather what our layers hand on, and without a path of the host's that is always bf16.
+        # Attention-DP ranks gather the output of our layers, which is always bf16 if the host has no path.
         bound_by=known.bound_by - {RejectReason.ATTENTION_DP} | {RejectReason.ROUTER_WEIGHT_ON_INPUT},
     )
 
 
 def grouped(e: Environment) -> KernelFeatures:
-    """Prefill of MXFP8.  Hosts have no path for it, so these kernels serve also where Triton multiplies bfloat16, slowly."""
+    """Return the capabilities for MXFP8 prefill. No host path exists, so it serves even if Triton multiplies bfloat16, slowly."""
     return replace(triton_mxfp8(e), name="grouped", arithmetic="KERNEL", oldest_sm=89, every_count=True, caveat=e.upcast)
 
 
 def grouped_nvfp4(e: Environment) -> KernelFeatures:
-    """Beside the host's own path: they have no number of tokens of their own, but those at which the card found them quicker."""
+    """Return the capabilities for NVFP4 prefill. CUTLASS also serves it, so only token counts measured to be faster are used."""
     known = triton(e)
     return replace(
         known,
@@ -132,11 +132,11 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("grouped", grouped, "trtllm_b12x.kernels.grouped:GroupedKernel", "trtllm_b12x.kernels.mxfp8:MXFP8ReferenceKernel"),
 )
-"""A card that several can serve has the first that ``TRTLLM_B12X_KERNELS`` leaves."""
+"""Families in order of preference. A card uses the first suitable one that ``TRTLLM_B12X_KERNELS`` lists."""
 
 
 def rows(names: Iterable[str], quant_algo: str | None = None) -> Iterator[Family]:
-    """A row of each of these families: that for layers quantized so, if it has one; for what no family serves, its first."""
+    """Yield one row per family: the row for ``quant_algo`` if it has one. If no family serves the format, the first row."""
     served = {algorithm for family in FAMILIES for algorithm in family.features(Environment()).quantizations}
     for name in names:
         own = [family for family in FAMILIES if family.name == name]
@@ -147,10 +147,10 @@ def rows(names: Iterable[str], quant_algo: str | None = None) -> Iterator[Family
 
 
 def complete(resolution: Resolution, eligible: Mapping[str, KernelFeatures]) -> Resolution:
-    """Of a format that hosts have no path for: nothing serves the layer unless some family serves calls of any size.
+    """Require a family that serves calls of any size. Otherwise reject the layer: TensorRT-LLM has no path for its format.
 
     Args:
-        eligible: at least the resolution's families, by name.
+        eligible: capabilities by name, for at least the families of the resolution.
     """
     if not resolution.served or any(eligible[name].every_count for name in resolution.families):
         return resolution

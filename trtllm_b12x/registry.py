@@ -1,4 +1,4 @@
-"""What became of this process's MoE layers: for :func:`trtllm_b12x.status` and the one line after the model is built."""
+"""Track the MoE layers of this process, for ``trtllm_b12x.status`` and the log line after the model is built."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ _collected = 0
 
 @dataclass(frozen=True)
 class Status:
-    """Of one process.  Bytes are those of this rank's device memory."""
+    """State of one process. Bytes count the device memory of this rank."""
 
     generation: str
-    """The host's: ``embedded``, one of ``trtllm_b12x.host.contract``, ``installed`` where it is not imported, ``unsupported``."""
+    """Generation: ``embedded``, one of ``trtllm_b12x.host.contract``, ``installed`` (not imported yet) or ``unsupported``."""
     refused: str
-    """What went wrong, or what differs from the nearest generation, if the host is left alone for that."""
+    """Reason why TensorRT-LLM runs unpatched: an error, or the difference from the nearest generation."""
     active: bool
     patches: tuple[str, ...]
-    """``module.name`` of everything rebound in the host."""
+    """``module.name`` of each rebound name."""
     layers: int
-    """MoE layers of the CUTLASS backend that are alive."""
+    """Number of live MoE layers with the CUTLASS backend."""
     promoted: int
-    """Of these, on kernels of ours."""
+    """Number of these layers that our kernels serve."""
     families: dict[str, int] = field(default_factory=dict)
-    """Kernel family to the number of layers that it serves; a layer may have several."""
+    """Number of layers per kernel family. A layer may use several families."""
     formats: dict[str, int] = field(default_factory=dict)
-    """Number format to the number of layers on kernels of ours."""
+    """Number of layers on our kernels, per number format."""
     reasons: dict[str, int] = field(default_factory=dict)
-    """Reject reason to the number of layers it keeps on CUTLASS."""
+    """Number of layers that stay on CUTLASS, per reject reason."""
     padding_bytes: int = 0
-    """Zeros that fill the kernels' tile, in payload and block scales, those of the host's own padding among them."""
+    """Zero padding of codes and block scales to the kernels' tile, including the padding that TensorRT-LLM itself adds."""
     scalar_bytes: int = 0
-    """Per-expert scalars beside the host's own."""
+    """Per-expert scalars that we add to TensorRT-LLM's own."""
     workspace_bytes: int = 0
-    """Scratch memory, one for all layers of a geometry."""
+    """Scratch memory. Layers of the same geometry share it."""
     kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Geometry to the kernels that serve it, and to those that the self-test left out, with the numbers."""
+    """Kernels that serve each geometry, and those that failed the self-test, with its numbers."""
     crossovers: dict[str, str] = field(default_factory=dict)
-    """Geometry to which path serves how many tokens, and how that is known."""
+    """Path per token count for each geometry, and the source of that choice."""
     late_compiles: dict[str, int] = field(default_factory=dict)
-    """Kernel to how often it was compiled while a call waited; there should be none."""
+    """Number of compiles per kernel while a call waited. Should be empty."""
 
 
 def record(module: Any, verdict: Resolution, ready: bool) -> None:
-    """A layer and its latest verdict; ``ready`` once its weights are loaded, or where nothing waits for them."""
+    """Record a layer and its latest verdict. ``ready``: its weights are loaded, or nothing waits for them."""
     with _lock:
         for entry in _entries:
             if entry.module() is module:
@@ -81,10 +81,10 @@ def record(module: Any, verdict: Resolution, ready: bool) -> None:
 
 
 def alive() -> list[tuple[Any, Resolution]]:
-    """Layers that still exist, in the order of their construction.
+    """Return the layers that still exist, in order of construction.
 
-    The host builds a model on meta tensors first and, if that fails, anew: what is left of the attempt does not count.  Nor do
-    layers of other pipeline ranks, which it builds and takes the weights from (``modeling_utils.remove_weights``).
+    The host builds a model on meta tensors first and, if that fails, builds it again. Layers of a failed attempt do not count.
+    Nor do layers of other pipeline ranks, whose weights the host removes (``modeling_utils.remove_weights``).
     """
     with _lock:
         _entries[:] = [e for e in _entries if e.module() is not None and not getattr(e.module(), "_weights_removed", False)]
@@ -92,8 +92,8 @@ def alive() -> list[tuple[Any, Resolution]]:
 
 
 def status() -> Status:
-    """See :func:`trtllm_b12x.status`."""
-    gc.collect()  # a failed attempt's layers hold each other
+    """Return the state of this process; see ``trtllm_b12x.status``."""
+    gc.collect()  # layers of a failed attempt refer to each other
     layers = alive()
     served = [module for module, verdict in layers if verdict.served]
     bound = [kernel for module in served for kernel in module.schedule.kernels]
@@ -119,12 +119,12 @@ def status() -> Status:
 
 
 def _late_compiles() -> dict[str, int]:
-    late = sys.modules.get("trtllm_b12x.kernels.late")  # who has no kernels does not import them
+    late = sys.modules.get("trtllm_b12x.kernels.late")  # not imported without kernels
     return late.compiles() if late is not None else {}
 
 
 def _formats(served: list[Any]) -> dict[str, int]:
-    """Layers that are being built in another thread have none yet."""
+    """Count layers per number format. Layers under construction in another thread have none yet."""
     return dict(Counter(module.quant_method.format for module in served if hasattr(module, "quant_method")))
 
 
@@ -138,7 +138,7 @@ def _summaries(kernels: list[Any]) -> dict[str, tuple[str, ...]]:
 def _bytes(module: Any, what: str) -> int:
     try:
         return int(getattr(module.quant_method, what)(module))
-    except AttributeError:  # built in another thread just now
+    except AttributeError:  # still under construction in another thread
         return 0
 
 
@@ -151,13 +151,13 @@ def _forget() -> None:
 
 
 def _report() -> None:
-    """One line when the last layer's weights are there; another only if more layers follow, as of a draft model."""
+    """Log one line when the last layer's weights are loaded, and another if more layers follow, e.g. of a draft model."""
     global _last_line, _collected
     layers = alive()
     with _lock:
         waiting = not all(entry.ready for entry in _entries)
         stale = waiting and _entries[-1].ready and _collected != len(_entries)
-    if stale:  # once per model: what waits may be left of a failed attempt, whose layers hold each other
+    if stale:  # once per model: layers that wait may belong to a failed attempt and refer to each other
         _collected = len(_entries)
         gc.collect()
         layers = alive()

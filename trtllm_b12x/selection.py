@@ -1,7 +1,7 @@
-"""Promotion: what is rebound in the host, why, and until when.
+"""Promote layers: rebind functions of TensorRT-LLM so that it builds our MoE layer. Each patch says why, how, and when it can go.
 
-Everything here is a module attribute that the host looks up when it builds a layer; a name that somebody bound before asks
-the same switch, so that ``uninstall`` reaches it too.
+All patches are module attributes that the host looks up when it builds a layer. References that other modules took earlier
+check the same switch, so ``uninstall`` also disables them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .host.patches import promotion
 
 
 def install() -> None:
-    """Promote in this process, before or after the host is imported.  Idempotent, thread-safe.
+    """Promote in this process, before or after TensorRT-LLM is imported. Idempotent and thread-safe.
 
-    Nothing is patched with ``TRTLLM_B12X=0``, and TensorRT-LLM is not imported by this.  Without it the embedded host is patched.
-    A host of another shape is left alone, with a warning.
+    ``TRTLLM_B12X=0`` patches nothing. This function does not import TensorRT-LLM. If it is not installed, the embedded host is
+    patched. An unknown TensorRT-LLM is left unpatched, with a warning.
     """
     if not settings.ENABLED():
         return
@@ -38,7 +38,7 @@ def install() -> None:
     hook.start(patch)
     for name in hook.WATCHED & set(sys.modules):
         module = sys.modules[name]
-        # One that is being imported right now is patched by its loader when it is complete.
+        # The loader patches a module that is still being imported, once it is complete.
         if not getattr(module.__spec__, "_initializing", False):
             hook.hand_over(module, patch)
 
@@ -52,10 +52,10 @@ def _turn_on() -> None:
 
 
 def uninstall() -> None:
-    """Give the host its names back; names that others bound meanwhile ask the switch and answer as the host.
+    """Restore the rebound names. References that others took meanwhile then call the original function.
 
-    Layers that were built stay what they are.  A class that ``get_moe_cls`` gave before must have been built: the host's own
-    ``create_moe_backend`` does not know it.
+    Existing layers are unchanged. Build every class that ``get_moe_cls`` returned before this call: the original
+    ``create_moe_backend`` does not accept it.
     """
     with patches.lock:
         promotion.active, promotion.refused, hook.failure = False, "", ""
@@ -69,24 +69,24 @@ def _give_back() -> None:
 
 
 def patch(module: ModuleType) -> None:
-    """Rebind the names of one of the host's modules (``core.hook.WATCHED``), all of them or none.
+    """Rebind the names of one TensorRT-LLM module (``core.hook.WATCHED``), all of them or none.
 
-    ``create_moe.get_moe_cls`` (generations A and B).  Why: the host builds and wraps whatever class it returns, and has no
-    registry for the CUTLASS name.  How: rebound as a module attribute, which ``create_moe`` looks up globally and
-    ``ConfigurableMoE`` imports at call time, and wherever the host's modules bound it before.  It can go when the host offers an
-    entry point for backends; upstream decided against promoting CUTLASS (PR 13773).
+    ``create_moe.get_moe_cls`` (generations A and B). Why: the host builds and wraps whatever class it returns, and has no
+    registry for the CUTLASS name. How: rebind the module attribute, which ``create_moe`` looks up globally and
+    ``ConfigurableMoE`` imports at call time, and every earlier reference in TensorRT-LLM modules. It can go when the host offers
+    an entry point for backends. Upstream decided against promoting CUTLASS (PR 13773).
 
-    ``create_moe.create_moe_backend`` (every generation).  Why: only here are a layer's activation, bias and router weight known;
-    it refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``).  How: as
-    above; inside the call, its name for the CUTLASS class is ours.  It can go with the other.
+    ``create_moe.create_moe_backend`` (every generation). Why: only here are the activation, bias and router weight of a layer
+    known. It refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``). How:
+    as above; during the call, its name for the CUTLASS class refers to our class. It can go with the other.
 
-    ``create_moe.resolve_moe_cls`` (from C1 on).  Why: it raises where no class of the host's serves a layer (:mod:`.unserved`).
-    How: the error is answered.  It can go when its tables have a way in for classes from elsewhere.
+    ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves a layer (``unserved.py``). How:
+    catch the error and return our base class. It can go when its tables accept classes from other packages.
 
-    ``AutoTuner._find_nearest_profile``: :mod:`trtllm_b12x.host.autotuner`.
+    ``AutoTuner._find_nearest_profile``: see ``trtllm_b12x.host.autotuner``.
 
     Raises:
-        ValueError: the module lacks what is rebound.
+        ValueError: the module lacks a name to rebind.
     """
     if not settings.ENABLED():
         return
@@ -112,14 +112,14 @@ def patch(module: ModuleType) -> None:
             if patches.rebound(original):
                 continue
             patches.rebind(module, name, wrapper)
-            # A gate that asks one function and a layer that asks another would not fit together.
+            # A gate and a layer of the same model must call the same function.
             for path, other in list(sys.modules.items()):
                 if path.startswith("tensorrt_llm.") and isinstance(other, ModuleType) and vars(other).get(name) is original:
                     patches.put(other, name, getattr(module, name))
 
 
 def _adapter() -> Host | None:
-    """The host's adapter while promotion is on; None leaves the host alone."""
+    """Return the adapter of this TensorRT-LLM while promotion is on. None: leave it unpatched."""
     if not promotion.active or promotion.refused:
         return None
     with patches.building:
@@ -129,13 +129,13 @@ def _adapter() -> Host | None:
             return host.load()
         except host.UnsupportedHostError as error:
             promotion.refused = str(error)
-            _give_back()  # nothing of ours was answered yet
+            _give_back()  # no layer was promoted yet
             log.logger.warning("%s; the host's own classes run (trtllm-b12x doctor shows what differs)", error)
             return None
 
 
 def _resolve(question: questions.Question) -> Resolution:
-    from . import eligibility  # torch is there by now
+    from . import eligibility  # torch is imported by now
 
     return eligibility.resolve(question)
 
@@ -145,7 +145,7 @@ def _is_ours(moe_cls: Any) -> bool:
 
 
 def _our_class() -> Any:
-    # Imported at the first promotion: at the time of the import hook the host's package is half-initialized.
+    # Import at the first promotion: the host package is half-initialized when the import hook runs.
     with patches.building:
         from .fused_moe import layer_class
 
@@ -155,16 +155,16 @@ def _our_class() -> Any:
 # ---- which class ---------------------------------------------------------------------------------------------------------
 
 _NO_SM12X_KERNEL = "CuteDslFusedMoE"
-"""Its NVFP4 kernels are for SM100 alone; named on SM12x it fails at run time (TensorRT-LLM PR 11997).
+"""Name of the class whose NVFP4 kernels exist only for SM100. Used on SM12x, it fails at run time (TensorRT-LLM PR 11997).
 
-So does ``TRTLLMGenFusedMoE``, but that name is read by models, for what CUTLASS does not speak: decoder layers of DeepSeek-V3,
-Qwen3-MoE, Qwen3-Next and GLM4-MoE compare ``model_config.moe_backend`` with it before they ask for ``do_finalize=False`` and
-unpack a list, and ``DeepseekV3Gate`` makes its bias bfloat16 (``models/modeling_*.py``).  They compare with no other name.
+So does ``TRTLLMGenFusedMoE``, but models read that name for features that CUTLASS lacks: decoder layers of DeepSeek-V3,
+Qwen3-MoE, Qwen3-Next and GLM4-MoE compare ``model_config.moe_backend`` with it before they pass ``do_finalize=False`` and
+unpack a list, and ``DeepseekV3Gate`` makes its bias bfloat16 (``models/modeling_*.py``). They compare with no other name.
 """
 _NAMED_BY_MODELS = "TRTLLMGenFusedMoE"
 
 _HOSTS_B12X = "CuteDslB12xFusedMoE"
-"""The host's own b12x (PR 13773): compiles with whatever CuTe DSL payload is there, dies with a wrong one (issue 15853)."""
+"""b12x class of TensorRT-LLM (PR 13773). It compiles with any CuTe DSL payload and dies with a wrong one (issue 15853)."""
 
 _PAYLOAD = (RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.TOOLKIT)
 
@@ -219,7 +219,7 @@ def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
-    """``names`` are its module's."""
+    """Wrap ``create_moe_backend``. ``names`` is the namespace of its module."""
     signature = inspect.signature(create_moe_backend)
 
     @functools.wraps(create_moe_backend)
@@ -227,7 +227,7 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         try:
             call = signature.bind(*args, **kwargs)
         except TypeError:
-            call = None  # the error is the host's to make
+            call = None  # create_moe_backend raises the error itself
         if call is None:
             return create_moe_backend(*args, **kwargs)
         asked = call.arguments["moe_cls"]
@@ -247,7 +247,7 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
             if ours is None:
                 raise
             call.arguments["moe_cls"], verdict, ours = ours.hosts_class, None, None
-            module = create_moe_backend(*call.args, **call.kwargs)  # or the error is the host's
+            module = create_moe_backend(*call.args, **call.kwargs)  # or raise the host error
             refuse(error)
         if ours is None:
             with suppress(Exception):
@@ -259,7 +259,7 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
 
 
 def _backend_for(trtllm: Host, call: inspect.BoundArguments) -> tuple[Any, Resolution | None]:
-    """The class to build, and the verdict on the layer if it is one of CUTLASS's."""
+    """Return the class to build, and the verdict on the layer if it uses the CUTLASS backend."""
     asked, model_config = call.arguments["moe_cls"], call.arguments.get("model_config")
     moe_cls = _without_broken_b12x(asked, trtllm)
     promoted_before = _is_ours(asked)
@@ -267,33 +267,33 @@ def _backend_for(trtllm: Host, call: inspect.BoundArguments) -> tuple[Any, Resol
         return moe_cls, None
     verdict = _resolve(questions.of_call(_flat(call), quantization=not promoted_before))
     ours = verdict.served
-    # Where get_moe_cls names the class, yes or no was said already; elsewhere the host's answer is CutlassFusedMoE.
+    # If get_moe_cls exists, it has already decided. Otherwise the host always asks for CutlassFusedMoE.
     if ours and (promoted_before or not trtllm.has_get_moe_cls):
         if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
             _warn_of_trtllm(model_config)
         return _our_class(), verdict
     if ours:
-        return moe_cls, None  # somebody named the host's class
+        return moe_cls, None  # the caller named the host class explicitly
     if promoted_before or not trtllm.has_get_moe_cls:
         announce(verdict, "MoE layer", _rank(model_config))
     return (trtllm.CutlassFusedMoE if promoted_before else moe_cls), verdict
 
 
 def _flat(call: inspect.BoundArguments) -> dict[str, Any]:
-    """Arguments by name, those of a ``**arguments`` too."""
+    """Return arguments by name, including those of ``**kwargs``."""
     several = (p.name for p in call.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
     return {**call.arguments, **call.arguments.get(next(several, ""), {})}
 
 
 def _warn_of_trtllm(model_config: Any) -> None:
-    """From C1 on the host gives CUTLASS in its place by itself; the model goes on asking TRTLLM."""
+    """Warn about backend TRTLLM. From C1 on the host itself uses CUTLASS instead, but the model still assumes TRTLLM."""
     if not _rank(model_config):
         message = "moe_backend TRTLLM has no NVFP4 kernels for this card, and models expect what only it does"
         log.once(f"{message}: set moe_config.backend: CUTLASS, whose decode is then ours")
 
 
 def refuse(error: Exception) -> None:
-    """The host's own answer from here on, and one warning."""
+    """Turn promotion off for the rest of this process, with one warning. TensorRT-LLM then runs its own classes."""
     promotion.refused = errors.first_line(error)
     with suppress(Exception):
         why = promotion.refused
@@ -309,10 +309,10 @@ def _has_no_kernel_here(moe_cls: type) -> bool:
 
 
 def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:
-    """CUTLASS in place of the host's own b12x class where the payload gate says that its kernels will not compile."""
+    """Replace TensorRT-LLM's b12x class by CUTLASS if the payload check shows that its kernels will not compile."""
     if getattr(moe_cls, "__name__", "") != _HOSTS_B12X:
         return moe_cls
-    payload = environment.probe(host.state(), always_look=True)  # also where b12x of ours would not be served for another reason
+    payload = environment.probe(host.state(), always_look=True)  # even if our b12x is unavailable for another reason
     rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)
     if not rejections:
         return moe_cls

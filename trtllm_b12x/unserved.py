@@ -1,4 +1,4 @@
-"""Layers of a format that the host has no path for on this card, where it would say that no implementation can serve them."""
+"""Serve formats for which TensorRT-LLM has no path on this card and would raise an error."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .decision.announce import announce
 from .host import Host, questions
 
 BACKENDS = ("CUTLASS", "AUTO", "TRTLLM")
-"""Settings that are meant to find whatever serves; other names mean one backend."""
+"""Backend settings that accept any implementation. Other names select one backend."""
 
 
 def class_for(trtllm: Host, resolve: Callable[[questions.Question], Resolution], model_config: Any, override: Any) -> Any:
-    """The host's class that ours is built in place of, where kernels of ours serve every call; else None, and a line says why.
+    """Return the CUTLASS class if our kernels serve every call of such a layer. Else log why and return None.
 
     Args:
-        resolve: of :mod:`trtllm_b12x.selection`.
-        override: the layer's quantization, where it has one of its own.
+        resolve: function of ``trtllm_b12x.selection``.
+        override: quantization of this layer, if it differs from the model.
     """
     if str(getattr(model_config, "moe_backend", "")).upper() not in BACKENDS:
         return None
@@ -37,10 +37,10 @@ def class_for(trtllm: Host, resolve: Callable[[questions.Question], Resolution],
 
 
 def answer(x: torch.Tensor, out: torch.Tensor | None, about: str, verdict: Resolution) -> torch.Tensor:
-    """Of a call ``x (T, H)`` that no kernel serves: nothing, where there are no tokens.
+    """Return ``out`` or ``x`` for an empty batch of a layer that no kernel serves. ``x`` is ``(T, H)``.
 
     Raises:
-        RuntimeError: there are some.
+        RuntimeError: T > 0.
     """
     if x.shape[0]:
         raise RuntimeError(

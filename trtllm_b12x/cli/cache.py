@@ -1,4 +1,4 @@
-"""``trtllm-b12x cache``: what the package keeps on this machine, the one thing that uninstalling it leaves."""
+"""``trtllm-b12x cache``: show or clear the cache folder, the only thing that uninstalling the package leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 @click.group(invoke_without_command=True, short_help="What is kept on this machine; clear removes it.")
 @click.pass_context
 def cache(ctx: click.Context) -> None:
-    """Show the folder of kept answers: which CuTe DSL payload loads, what a compile proved, and measured crossovers."""
+    """Show the cache folder: CuTe DSL payloads found to load, compile results, and measured crossovers."""
     from trtllm_b12x.environment import answers
 
     if ctx.invoked_subcommand is None:
@@ -18,7 +18,7 @@ def cache(ctx: click.Context) -> None:
 
 @cache.command()
 def clear() -> None:
-    """Remove it; the next process that asks looks again."""
+    """Remove the cache folder. The next process that needs its contents measures again."""
     from trtllm_b12x.environment import answers
 
     try:

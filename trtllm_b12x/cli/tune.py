@@ -1,4 +1,4 @@
-"""``trtllm-b12x tune``: from how many tokens on is which path the fastest on this card?"""
+"""``trtllm-b12x tune``: measure the fastest path for each token count on this card."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 
 _DONE, _UNUSABLE = 0, 2
 _BUILT = 0.6
-"""Share of a geometry's time that is over once its layers are there: kernels are compiled and tested."""
+"""Share of a geometry's time that building its layers takes, including compiling and testing the kernels."""
 _SEED = 1
-"""Of the skewed routes."""
+"""Seed of the skewed routes."""
 
 
 @dataclass
 class _Table:
-    """What was found of one geometry."""
+    """Measurements of one geometry."""
 
     name: str
     geometry: Any
     record: dict[str, Any]
-    """As files have it."""
+    """Table in the form of the stored files."""
     times: Timings
     most: dict[str, int]
-    """Tokens that each family serves."""
+    """Maximum number of tokens per family."""
     seconds: float
     layers: int
     limit: dict[int, float]
-    """Microseconds by token count for what a call reads once, at the bandwidth of a copy."""
+    """Microseconds by token count to read the weights of a call once, at copy bandwidth."""
     skewed: Timings | None = None
     base: str = ""
-    """The family in the place of the host's path, where the host has none."""
+    """Family that serves prefill if TensorRT-LLM has no path for the format."""
     policy: MeasuredPolicy = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class _Table:
         return float(tokens * self.geometry.top_k / self.geometry.num_experts / self.geometry.ranks)
 
     def loss(self) -> float:
-        """How far behind the fastest path the choice is under skewed routes, at worst."""
+        """Return the largest relative loss of the chosen path against the fastest one under skewed routes."""
         assert self.skewed is not None
         worst = 0.0
         for tokens, paths in self.skewed.rows.items():
@@ -107,13 +107,13 @@ def tune(
     png: Path | None,
     **sizes: int | None,
 ) -> None:
-    """Measure each kernel family and the host's own path on this card, as a server does when it warms up.
+    """Measure each kernel family and TensorRT-LLM's own path on this card, as a server does at warm-up.
 
-    For each geometry of an NVFP4 or MXFP8 CHECKPOINT, or for one that is given by its sizes; MXFP8's families are measured
-    against each other.  Weights are drawn: times do not depend on them.  The table is stored where a server of this installation
-    looks for it; a file of --json serves others on the same kind of card by TRTLLM_B12X_CROSSOVER=FILE.
+    Measures each geometry of an NVFP4 or MXFP8 CHECKPOINT, or one given by its sizes. MXFP8 families are compared with each
+    other. Weights are random: times do not depend on them. The table is stored where a server of this installation looks for it.
+    A --json file serves other machines with the same kind of card through TRTLLM_B12X_CROSSOVER=FILE.
 
-    Exit status: 0 measured, 2 there is nothing to measure on, or nothing to measure, 130 interrupted.
+    Exit status: 0 measured, 2 no GPU or nothing to measure, 130 interrupted.
     """
     with geometry.reported(ctx):
         geometry.check(checkpoint, sizes)
@@ -143,7 +143,7 @@ def _device() -> str:
 
 
 def _families() -> list[str]:
-    """That run on this card themselves, not by what stands in for them."""
+    """Return the families whose real kernels run on this card."""
     from trtllm_b12x.eligibility import considered
 
     return [family for family, kernel in considered("cuda").items() if kernel.features.name == family]
@@ -172,7 +172,7 @@ def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | No
         for number, (name, shape) in enumerate(shapes.items()):
             try:
                 tables.append(_measure(name, shape, device, copy, skewed, lambda share, number=number: set_done(number + share)))
-            except Exception as error:  # the host's, torch's or the driver's: the other geometries have a chance
+            except Exception as error:  # from the host, torch or the driver: the other geometries may still work
                 failed = True
                 with paused():
                     reason = error if isinstance(error, layers.NothingToMeasureError) else first_line(error)
@@ -260,7 +260,7 @@ def _write(tables: list[_Table], gpu: str, copy: float, embedded: bool, file: Pa
 
 
 def _draw(tables: list[_Table], gpu: str, file: Path) -> None:
-    """Time over tokens of each path, the limit of the bandwidth, and a ground in the color of what is chosen."""
+    """Plot time over tokens for each path, the bandwidth limit, and a background in the color of the chosen path."""
     import matplotlib
 
     matplotlib.use("Agg")

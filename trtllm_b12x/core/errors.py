@@ -1,4 +1,4 @@
-"""One line of an error, and one line for standard error. Standard library only."""
+"""Format an error as one line, and write one line to standard error. Imports only the standard library."""
 
 import os
 import sys
@@ -11,17 +11,17 @@ def first_line(error: BaseException) -> str:
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, or drop it: the stream may be closed, full, or a pipe that nobody reads any more."""
+    """Write ``line`` to standard error. Drop it if the stream is closed, full, or a pipe without a reader."""
     try:
         stream = sys.stderr
         if stream is None:  # print would take standard output instead
             return
         unchanged = stream is sys.__stderr__
         if unchanged:
-            # Not print: the stream keeps a line that it cannot write, and the interpreter's last flush fails (exit status 120).
+            # Not print: the stream keeps a line it cannot write, and the flush at exit then fails (exit status 120).
             stream.flush()
             os.write(stream.fileno(), f"{line}\n".encode(stream.encoding, "backslashreplace"))
         else:
             print(line, file=stream)
-    except Exception:  # OSError, ValueError of a closed file, or whatever somebody else's stream raises
+    except Exception:  # OSError, ValueError of a closed file, or any error of a replaced stream
         return

@@ -1,7 +1,7 @@
-"""Hand modules of TensorRT-LLM to a function right after they are first executed, and after every reload.
+"""Call a function with each watched module of TensorRT-LLM after its first execution and after every reload.
 
-Imported in every Python process of the environment (Python 3.15's ``.start``) or once ``tensorrt_llm`` is imported: standard
-library only, no import that the interpreter has not made already.
+This file is run in every Python process of the environment (``.start`` of Python 3.15), or once ``tensorrt_llm`` is imported.
+It therefore uses only standard library modules that the interpreter has already imported.
 """
 
 import sys
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 WATCHED = frozenset(
     f"tensorrt_llm._torch.{name}" for name in ("modules.fused_moe.create_moe", "moe.fused_moe.create_moe", "autotuner")
 )
-"""Modules whose names the promotion rebinds; which of them exist depends on the host's generation."""
+"""Modules that promotion patches. Which of them exist depends on the TensorRT-LLM generation."""
 
 failure = ""
-"""First line of what kept the callback from patching a module in this process."""
+"""First line of the error that kept the callback from patching a module in this process; empty if none."""
 
 
 class _Loader:
-    """The module's own loader, with a look at the module after its first execution and after every reload."""
+    """Loader that delegates to the original one and calls the callback after each execution of the module."""
 
     def __init__(self, original: "Any", callback: "Callable[[ModuleType], None]") -> None:
         self._original, self._callback = original, callback
 
     def __getattr__(self, name: str) -> "Any":
-        if name in ("_original", "_callback"):  # a copy or an unpickled one, before __init__
+        if name in ("_original", "_callback"):  # copy and pickle look attributes up before __init__
             raise AttributeError(name)
         return getattr(self._original, name)
 
@@ -40,15 +40,15 @@ class _Loader:
 
     def exec_module(self, module: "ModuleType") -> None:
         self._original.exec_module(module)
-        if any(isinstance(finder, Finder) for finder in sys.meta_path):  # nobody called uninstall() meanwhile
+        if any(isinstance(finder, Finder) for finder in sys.meta_path):  # uninstall() was not called meanwhile
             hand_over(module, self._callback)
 
 
 class Finder:
-    """Answers for :data:`WATCHED` names alone, by asking the finders behind it.
+    """Import finder for the ``WATCHED`` names. It asks the finders behind it and wraps the loader they return.
 
-    It stays on ``sys.meta_path``: a reload asks the finders anew, and would otherwise give the host its plain functions back.
-    Any other import costs one look into a frozenset.
+    It stays on ``sys.meta_path`` because a reload searches the finders again and would otherwise restore the unpatched
+    functions. Any other import costs one look-up in a frozenset.
     """
 
     def __init__(self, callback: "Callable[[ModuleType], None]") -> None:
@@ -76,7 +76,7 @@ class Finder:
 
 
 def hand_over(module: "ModuleType", callback: "Callable[[ModuleType], None]") -> None:
-    """Call ``callback`` with a freshly executed module. If it raises, the host runs as it is and one line says so."""
+    """Call ``callback`` with a freshly executed module. If it raises, the host runs unpatched and one line says so."""
     global failure
     try:
         callback(module)
@@ -88,18 +88,18 @@ def hand_over(module: "ModuleType", callback: "Callable[[ModuleType], None]") ->
 
 
 def start(callback: "Callable[[ModuleType], None]") -> None:
-    """Watch imports in this process. Idempotent; modules that are imported already are not handed over."""
+    """Watch imports in this process. Idempotent. Modules that are already imported are not passed to the callback."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder(callback))
 
 
 def watching() -> bool:
-    """Return whether this process was reached: by ``start``, or by the ``.pth``, which waits for ``tensorrt_llm``."""
+    """Return whether a hook is active here: from ``start``, or from the ``.pth`` file, which waits for ``tensorrt_llm``."""
     return any(isinstance(finder, Finder) or _waits(finder) for finder in sys.meta_path)
 
 
 def stop() -> None:
-    """Watch no longer."""
+    """Remove all hooks of this package from ``sys.meta_path``."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder) and not _waits(finder)]
 
 

@@ -1,4 +1,4 @@
-"""Locks that a forked child can take, whichever thread held them in its parent."""
+"""Create locks that a forked child can take, whichever thread held them in the parent."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def new() -> Any:
-    """A ``threading.RLock``, free in a child unless the thread that forked holds it."""
+    """Return a ``threading.RLock`` that is free in a forked child unless the forking thread holds it."""
     lock: Any = threading.RLock()
 
     def in_child() -> None:
-        if not lock._is_owned():  # the thread that holds it is not there
+        if not lock._is_owned():  # the holding thread does not exist in the child
             lock._at_fork_reinit()
 
     os.register_at_fork(after_in_child=in_child)

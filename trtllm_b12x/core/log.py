@@ -1,4 +1,4 @@
-"""The logger ``trtllm_b12x``, and lines that a process logs once."""
+"""Set up the logger ``trtllm_b12x`` and log some messages only once per process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ process.kept(_said.clear)
 
 
 def once(message: str, level: int = logging.WARNING, key: str = "") -> None:
-    """Log a message that this process has not logged yet, or of several with one ``key`` the first."""
+    """Log ``message`` unless this process has already logged it, or another with the same ``key``."""
     if first_time(key or message):
         logger.log(level, message)
 
 
 def first_time(what: Hashable) -> bool:
-    """Return whether this process has not logged ``what`` yet, and remember it."""
+    """Return whether ``what`` is new in this process, and remember it."""
     with _lock:
         new = what not in _said
         _said.add(what)
@@ -30,7 +30,7 @@ def first_time(what: Hashable) -> bool:
 
 
 class _WhereNobodyListens(logging.Handler):
-    """Standard error, as long as there is no other handler: this process may set its own after us."""
+    """Handler that writes to standard error while no other handler exists. The process may add handlers after us."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _WhereNobodyListens(logging.Handler):
 
 
 def configure() -> None:
-    """Level from ``TRTLLM_B12X_LOG``, standard error where nobody else listens, and a warning for each setting that is none."""
+    """Set the level from ``TRTLLM_B12X_LOG``, add the fallback handler, and warn about each invalid ``TRTLLM_B12X*`` variable."""
     logger.setLevel(settings.LOG())
     if not any(isinstance(handler, _WhereNobodyListens) for handler in logger.handlers):
         logger.addHandler(_WhereNobodyListens())

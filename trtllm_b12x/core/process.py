@@ -1,4 +1,4 @@
-"""What this process keeps of its layers beside the layers themselves: who keeps something says how to forget it."""
+"""Register and run the functions that reset the process-wide state of this package."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ _kept: list[Callable[[], None]] = []
 
 
 def kept(forget: Callable[[], None]) -> Callable[[], None]:
-    """Takes, or decorates, the function that forgets it."""
+    """Register a reset function. Also works as a decorator."""
     _kept.append(forget)
     return forget
 
 
 def forget() -> None:
-    """Start over, as a new process would.  Layers that live stay what they are."""
+    """Reset all process-wide state, as in a new process. Layers that exist are not changed."""
     for one in _kept:
         one()
 
 
 in_server = False
-"""True once an engine has installed our kernels in this process: a compile that may kill it runs in a child first."""
+"""True once promotion is installed in an engine. A compile that may crash the process then runs in a child first."""

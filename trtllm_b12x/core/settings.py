@@ -1,4 +1,4 @@
-"""Every environment switch, in one table.  All names start with ``TRTLLM_``: the host's MPI sessions forward only those."""
+"""Define all environment variables. Names start with ``TRTLLM_``: TensorRT-LLM forwards only those to its MPI sessions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Generic, TypeVar
 _PREFIX = "TRTLLM_B12X"
 _Value = TypeVar("_Value", str, bool)
 _WORDS = {"false": "0", "off": "0", "no": "0", "true": "1", "on": "1", "yes": "1"}
-"""What people write for 0 and 1; trtllm_b12x.pth knows the first three."""
+"""Accepted spellings of 0 and 1. ``trtllm_b12x.pth`` knows the first three."""
 
 
 @dataclass(frozen=True)
 class Switch(Generic[_Value]):
-    """One variable: what it may say, and what each saying means."""
+    """Environment variable with its allowed values, their meaning and the default."""
 
     name: str
     values: dict[str, _Value]
@@ -24,11 +24,11 @@ class Switch(Generic[_Value]):
     meaning: str
 
     def __call__(self) -> _Value:
-        """The value now; what is not among ``values`` counts as unset (:func:`complaints` names it)."""
+        """Return the current value. An unknown value counts as unset; ``complaints`` reports it."""
         return self.values.get(self.read(os.environ.get(self.name, "")), self.values[self.default])
 
     def read(self, text: str) -> str:
-        """The key of ``values`` that ``text`` means, in any case and in other words for 0 and 1, else ``text``."""
+        """Return the key of ``values`` that ``text`` means, else ``text``. Ignore case and accept other words for 0 and 1."""
         word = text.strip()
         word = _WORDS.get(word.lower(), word)
         return next((value for value in self.values if value.lower() == word.lower()), word)
@@ -38,23 +38,23 @@ class Switch(Generic[_Value]):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """What it may say, for a user to read."""
+        """Return the allowed values, for help texts."""
         return tuple(self.values)
 
     @property
     def expected(self) -> str:
-        """What it must be, for a message."""
+        """Return the expected values as a phrase, for error messages."""
         *others, last = self.values
         return f"{', '.join(others)} or {last}" if others else last
 
     @property
     def used(self) -> str:
-        """What is used in place of a value that is none."""
+        """Return the value that replaces an invalid one, for error messages."""
         return self.default
 
     @contextmanager
     def set(self, text: str) -> Iterator[None]:
-        """It says ``text``."""
+        """Set the variable to ``text`` inside the ``with`` block."""
         before = os.environ.get(self.name)
         os.environ[self.name] = text
         try:
@@ -67,15 +67,15 @@ class Switch(Generic[_Value]):
 
 
 class Order(Switch[str]):
-    """A variable that lists some of ``values``, in an order of its own."""
+    """Variable that lists some of ``values``, separated by commas, in order of preference."""
 
     def listed(self) -> tuple[str, ...]:
-        """What it lists, else all there are."""
+        """Return the listed values in their order, without repetitions. Return all values if none is listed."""
         words = (self.read(word) for word in os.environ.get(self.name, "").split(","))
         return tuple(dict.fromkeys(word for word in words if word in self.values)) or tuple(self.values)
 
     def only(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """These alone are listed."""
+        """List only ``names`` inside the ``with`` block."""
         return self.set(",".join(names))
 
     def knows(self, text: str) -> bool:
@@ -91,7 +91,7 @@ class Order(Switch[str]):
 
 
 class Crossover(Switch[str]):
-    """``auto``, a token count, or a file."""
+    """Variable that holds ``auto``, a token count, or the path of an existing file."""
 
     def __call__(self) -> str:
         text = self.read(os.environ.get(self.name, ""))
@@ -107,7 +107,7 @@ class Crossover(Switch[str]):
 
     @staticmethod
     def first(word: str) -> int | None:
-        """The token count that it is."""
+        """Return ``word`` as a token count between 1 and ``LARGEST_CROSSOVER``, or None if it is not one."""
         return int(word) if word.isascii() and word.isdigit() and 0 < int(word) <= LARGEST_CROSSOVER else None
 
     @staticmethod
@@ -124,9 +124,9 @@ class Crossover(Switch[str]):
 
 
 FAMILIES = ("b12x", "triton", "grouped")
-"""Names of the kernel families, the preferred one first."""
+"""Names of the kernel families, in order of preference."""
 LARGEST_CROSSOVER = 8192
-"""Tokens; kernels are planned for as many."""
+"""Largest crossover, in tokens. Kernels are planned for up to this many."""
 _ON_OFF = {"0": False, "1": True}
 
 ENABLED = Switch(_PREFIX, _ON_OFF, "1", "0 turns everything off")
@@ -165,7 +165,7 @@ SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (
 
 
 def complaints() -> list[str]:
-    """Name the variables of ours with an unknown name or value: a warning in a server, exit status 2 of ``doctor``."""
+    """Return one message per ``TRTLLM_B12X*`` variable with an unknown name or value. ``doctor`` then exits with status 2."""
     known = {switch.name: switch for switch in SWITCHES}
     found = []
     for name, value in sorted(os.environ.items()):
@@ -179,6 +179,6 @@ def complaints() -> list[str]:
 
 
 def table() -> str:
-    """The documentation of every switch, as Markdown."""
+    """Return a Markdown table that documents every variable."""
     rows = [f"| `{s.name}` | {', '.join(f'`{v}`' for v in s.choices)} | `{s.default}` | {s.meaning} |" for s in SWITCHES]
     return "\n".join(["| variable | values | default | meaning |", "|---|---|---|---|", *rows])

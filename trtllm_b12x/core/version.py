@@ -1,3 +1,3 @@
-"""The version, where the build reads it."""
+"""Define the package version. The build reads this file."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,8 @@
-"""Which kernels will serve this layer?  A pure function from facts to verdicts; it imports nothing of ours.
+"""Decide which kernel families can serve a layer. Pure functions from facts to verdicts.
 
-Facts become known in steps (selection sees the quantization, construction the shapes, weight creation the layer's final
-quantization), and the same function is asked each time.  :func:`decide` returns every reason that speaks against one family
-of kernels, not only the first; :func:`resolve` asks about several.
+Facts become known in steps: selection knows the quantization, construction the shapes, weight creation the final quantization
+of the layer. The same function runs at each step. ``decide`` returns every reason against one family, not only the first.
+``resolve`` decides for several families.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def decide(
     features: KernelFeatures = UNKNOWN,
     plan_error: str | None = None,
 ) -> Verdict:
-    """Apply every rule that binds the family; a rule without its facts abstains.  A model's layers mostly ask the same: kept.
+    """Apply every rule that binds the family. A rule abstains if its facts are unknown. Cached: most layers of a model are equal.
 
     Args:
-        plan_error: first line of what planning its kernels raised.
+        plan_error: first line of the error that planning this family's kernels raised.
     """
     environment = environment or Environment()
     facts = (problem, deployment or Deployment(), environment, features)
@@ -79,7 +79,7 @@ def resolve(
     families: Iterable[tuple[str, KernelFeatures]],
     plan_errors: Mapping[str, str] = MappingProxyType({}),
 ) -> Resolution:
-    """:func:`decide` for each family, in their order."""
+    """Call ``decide`` for each family, in order."""
     facts = (problem, deployment, environment)
     found = tuple((name, decide(*facts, features, plan_errors.get(name))) for name, features in families)
     if found:

@@ -1,4 +1,4 @@
-"""Log what a decision says: one line per process and reason, a warning where the user can do something."""
+"""Log a decision: one line per process and reason, as a warning if the user can do something about it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .answers import Rejection, RejectReason, Resolution
 def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = False) -> None:
     """Log each rejection whose reason this process has not logged yet.
 
-    A warning on rank 0 where something can be done, with the commands.  For debugging only, elsewhere, and where the card, the
-    model or the deployment is simply another one: then what else could be mended would not help either; nor does what stands
-    against one family only, if the rest stands against another that is free of it.  A layer that is served has one line for each
-    family that would have been preferred: information, unless its kernels have failed.
+    Rank 0 logs a warning with the commands if the user can fix every reason against the family. Other ranks log at DEBUG. So
+    does rank 0 if the card, the model or the deployment is unsuited: fixing the rest would not help. A family is skipped if
+    another one fails for a proper subset of its reasons. If the layer is served, each preferred family that was refused gets
+    one line, at INFO, or as a warning if its kernels failed.
 
     Args:
-        alone: of a format that the host has no path for.
+        alone: the host has no path for the layer's format.
     """
     without = "has no implementation" if alone else "stays on CUTLASS"
     nearest = [set(verdict.reasons) for _, verdict in resolution.verdicts]
     preferred = next((name for name, verdict in resolution.verdicts if not verdict.rejections), "")
     for name, verdict in resolution.verdicts:
         if not verdict.rejections:
-            break  # those behind it are not missed
+            break  # families after the preferred one are not reported
         if not preferred and any(reasons < set(verdict.reasons) for reasons in nearest):
             continue
         hopeless = not all(rejection.mendable for rejection in verdict.rejections)
@@ -42,7 +42,7 @@ def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = 
 
 
 def _in_one(rejections: tuple[Rejection, ...]) -> str:
-    """Everything that is wrong, and what mends it, once."""
+    """Join all rejections into one text. Each remedy appears once."""
     found = "; ".join(f"{rejection.reason.name}: {rejection.detail}" for rejection in rejections)
     moves = ", ".join(dict.fromkeys(move for rejection in rejections for move in rejection.moves))
     remedies = "; ".join(dict.fromkeys(rejection.remedy for rejection in rejections))

@@ -1,4 +1,4 @@
-"""What a decision says: reasons, what speaks against a family of kernels, and what the families of a layer come to."""
+"""Define the results of a decision: reasons, verdicts on one family, and the resolution for one layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class RejectReason(Enum):
-    """Closed: tests and tools compare members, never texts.  The value says what to do where no command can be given."""
+    """Closed set of reasons. Tests and tools compare members, never texts. The value is the remedy if no command can be given."""
 
     DISABLED = "unset TRTLLM_B12X"
     HOST = "install a newer trtllm-b12x"
@@ -46,46 +46,46 @@ class RejectReason(Enum):
 
 @dataclass(frozen=True)
 class KernelFeatures:
-    """What the kernels of one family serve, and which rules bind them; where it is None, a rule abstains."""
+    """Capabilities of one kernel family, and the rules that bind it. A rule abstains if its field is None."""
 
     name: str
     activations: frozenset[str] = frozenset()
-    """Names of the host's ``ActivationType`` members; none: not known."""
+    """Names of ``ActivationType`` members of TensorRT-LLM. Empty: unknown."""
     tile: int = 128
-    """The intermediate size they take is a multiple of this: weights are padded to it."""
+    """Weights are padded so that the intermediate size is a multiple of this."""
     hidden_size_multiple: int = 1
     negative_ids: bool | None = None
-    """A negative expert id is an unrouted slot, hence expert parallelism."""
+    """True if a negative expert id is skipped as an unrouted slot, which expert parallelism needs."""
     graph_safe: bool | None = None
     deterministic: bool | None = None
-    """Two runs agree to the bit."""
+    """True if two runs give bitwise equal results."""
     caveat: str = ""
-    """Sentence that ``doctor`` and the line after load add where these kernels serve."""
+    """Sentence that ``doctor`` and the log line after load add when these kernels serve."""
     arithmetic: str = "KERNEL"
-    """Where they round: a member of :class:`trtllm_b12x.strict_reference.Arithmetic`."""
+    """Rounding points of the kernels: name of a member of ``trtllm_b12x.strict_reference.Arithmetic``."""
     quantizations: frozenset[str] = frozenset({"NVFP4"})
-    """Names of the host's ``QuantAlgo`` members."""
+    """Names of ``QuantAlgo`` members of TensorRT-LLM."""
     group_size: int = 16
-    """Elements that share a block scale."""
+    """Number of elements that share a block scale."""
     dtypes: frozenset[str] = frozenset({"bfloat16"})
-    """Of activations."""
+    """Supported dtypes of activations."""
     oldest_sm: int = 120
     newest_sm: int = 121
-    """Cards they run on, major * 10 + minor; inside TensorRT-LLM it is one of :data:`SERVED_SM` besides."""
+    """Range of supported cards, as major * 10 + minor. Inside TensorRT-LLM the card must also be in ``SERVED_SM``."""
     quantized_input: bool = False
-    """They take input that the host has quantized, too."""
+    """True if the kernels also accept input that TensorRT-LLM has already quantized."""
     most_routes: int | None = None
-    """(token, expert) pairs of a call, at most."""
+    """Maximum number of (token, expert) pairs in one call. None: no limit."""
     every_count: bool = False
-    """They serve calls of any size: layers of a format that the host has no path for need such a family."""
+    """True if the kernels serve calls of any size. A format without a host path needs one such family."""
     measured_from: int = 0
-    """They serve from so many tokens on, and only what they were measured to be the quickest at; 0: without that, too."""
+    """Smallest token count served. If not 0, the family serves only the counts at which it was measured to be the fastest."""
     bound_by: frozenset[RejectReason] = frozenset(RejectReason) - {RejectReason.TRITON, RejectReason.UPCAST}
-    """Rules that speak against them; a family is free of every other, as one that needs no FlashInfer of its rules."""
+    """Rules that apply to this family. For example, FlashInfer's rules do not bind a family that does not use FlashInfer."""
 
 
 UNKNOWN = KernelFeatures("b12x")
-"""Nothing is known of the kernels, and every rule of theirs binds them."""
+"""Placeholder for kernels of unknown capabilities. Every default rule binds them."""
 SERVED_SM = (120, 121)
 
 
@@ -94,11 +94,11 @@ class Rejection:
     reason: RejectReason
     detail: str
     commands: tuple[str, ...] = ()
-    """Shell commands, to be run in order.  They mend everything that packages cause, not this alone."""
+    """Shell commands, in the order to run. They fix every package problem, not only this one."""
     moves: tuple[str, ...] = ()
-    """``name version`` of what they replace by another version."""
+    """``name version`` of each installed package that the commands replace by another version."""
     advice: str = ""
-    """What to do where no command can be given; empty: what the reason says."""
+    """Remedy if no command can be given. Empty: the value of ``reason`` is the remedy."""
 
     @property
     def remedy(self) -> str:
@@ -106,7 +106,7 @@ class Rejection:
 
     @property
     def mendable(self) -> bool:
-        """The user can do something about it: worth a warning, not only information."""
+        """Return True if the user can fix this, so that it deserves a warning."""
         return not self.remedy.startswith("nothing to do")
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one family: it serves the layer if nothing speaks against it."""
+    """Decision on one family. The family serves the layer if there are no rejections."""
 
     rejections: tuple[Rejection, ...] = ()
 
@@ -134,26 +134,26 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Resolution:
-    """On one layer: each family that was considered, the preferred one first, with the verdict on it.
+    """Decision on one layer: each family considered, in order of preference, with its verdict.
 
-    The layer is served if any family is eligible; then ``rejections`` is empty, and ``refused`` says why not the others.
+    The layer is served if any family is eligible. ``rejections`` is then empty, and ``refused`` lists why other families are not.
     """
 
     verdicts: tuple[tuple[str, Verdict], ...]
 
     @staticmethod
     def left_to_the_host(reason: RejectReason, detail: str) -> Resolution:
-        """Whatever the family."""
+        """Build a resolution that rejects the layer for every family."""
         return Resolution((("", Verdict((Rejection(reason, detail),))),))
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Those that are eligible, in order."""
+        """Return the names of the eligible families, in order."""
         return tuple(name for name, verdict in self.verdicts if verdict.served)
 
     @property
     def refused(self) -> tuple[tuple[str, Rejection], ...]:
-        """Family and rejection, each rejection once, with the first family that it is about."""
+        """Return (family, rejection) pairs. A rejection shared by several families appears once, with the first of them."""
         found: dict[Rejection, str] = {}
         for name, verdict in self.verdicts:
             for rejection in verdict.rejections:
@@ -166,7 +166,7 @@ class Resolution:
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
-        """What keeps the layer with the host."""
+        """Return the reasons why CUTLASS serves the layer; empty if our kernels serve it."""
         return () if self.served else tuple(rejection for _, rejection in self.refused)
 
     @property

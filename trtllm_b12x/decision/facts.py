@@ -1,4 +1,4 @@
-"""What is known of a layer, of the ranks that share it, and of the machine; ``None`` in any field means unknown."""
+"""Define the inputs of a decision: layer, ranks and machine. ``None`` in any field means unknown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class Problem:
-    """One MoE layer on one rank.  Names of algorithms and activations are the host's (``NVFP4``, ``Swiglu``, ``Relu2``)."""
+    """One MoE layer on one rank. Algorithms and activations have TensorRT-LLM's names (``NVFP4``, ``Swiglu``, ``Relu2``)."""
 
     quant_algo: str | None = None
     """``"none"`` for an unquantized layer."""
@@ -16,15 +16,15 @@ class Problem:
     activation_dtype: str | None = None
     activation: str | None = None
     activation_constants: bool | None = None
-    """SwiGLU alpha, beta or limit are given."""
+    """True if SwiGLU alpha, beta or limit are set."""
     pre_quant_scale: bool | None = None
     unequal_scales: bool | None = None
     """Gate and up of some expert differ in ``weight_scale_2``; known once weights are loaded."""
     dynamic_quantization: bool | None = None
-    """The host recomputes the activations' scale at every call (``force_dynamic_quantization``)."""
+    """True if TensorRT-LLM recomputes the activation scale at every call (``force_dynamic_quantization``)."""
     hidden_size: int | None = None
     intermediate_size: float | None = None
-    """Per rank, before any padding; a fraction where the ranks do not divide the layer's."""
+    """Size per rank, before padding. A fraction if the ranks do not divide the layer's size."""
     num_experts: int | None = None
     top_k: int | None = None
     bias: bool | None = None
@@ -33,11 +33,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Deployment:
-    """How the ranks share the layer."""
+    """Parallelism of the layer and related engine options."""
 
     ep_size: int | None = None
     attention_dp: bool | None = None
-    """Ranks bring tokens of their own, which are gathered."""
+    """True if each rank has its own tokens, which are gathered before the experts."""
     alltoall: bool | None = None
     load_balancer: str | None = None
     """``none``, ``static`` or ``dynamic``."""
@@ -46,7 +46,7 @@ class Deployment:
 
 
 class PayloadFault(Enum):
-    """Why the CuTe DSL payload that loads is not a CUDA 13 one."""
+    """Reason why the loaded CuTe DSL payload is not a CUDA 13 one."""
 
     CU13_MISSING = "nvidia-cutlass-dsl-libs-cu13 is not installed"
     SHADOWED = "nvidia-cutlass-dsl-libs-cu13 is installed, but its files were overwritten by nvidia-cutlass-dsl-libs-base"
@@ -61,11 +61,11 @@ class PayloadFault(Enum):
 
 @dataclass(frozen=True)
 class Lacking:
-    """What is not there, and how to get it."""
+    """Missing item and how to get it."""
 
     what: str
     remedy: str
-    """A command, or the variable that names it."""
+    """Command to run, or environment variable to set."""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.remedy}"
@@ -73,52 +73,52 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Environment:
-    """The card and the packages; versions are ``"none"`` where the package is not installed."""
+    """Card, driver and packages of the machine. A version is ``"none"`` if the package is not installed."""
 
     enabled: bool | None = None
-    """``TRTLLM_B12X`` is not 0."""
+    """False if ``TRTLLM_B12X`` is 0."""
     host: str | None = None
-    """``none``: TensorRT-LLM is not installed; its generation; ``installed``: nobody looked; ``unsupported``: no adapter fits."""
+    """``none`` (no TensorRT-LLM), its generation, ``installed`` (not examined yet) or ``unsupported`` (no adapter fits)."""
     host_detail: str = ""
-    """What differs from the nearest generation."""
+    """Difference from the nearest known generation."""
     sm: int | None = None
-    """major * 10 + minor of the first visible GPU; 0 where there is none."""
+    """major * 10 + minor of the first visible GPU; 0 without one."""
     toolkit_cuda: tuple[int, int] | None = None
-    """The CUDA toolkit FlashInfer asks for; (0, 0) where there is none."""
+    """Version of the CUDA toolkit that FlashInfer finds; (0, 0) if there is none."""
     dsl: str | None = None
     """Version of nvidia-cutlass-dsl."""
     payload_cuda: tuple[int, int] | None = None
-    """CUDA version of the payload that really loads; (0, 0) where none does."""
+    """CUDA version of the CuTe DSL payload that loads; (0, 0) if none loads."""
     payload_fault: PayloadFault | None = None
     payload_detail: str = ""
-    """Wheels or the first line of the error."""
+    """Installed wheels, or the first line of the error."""
     payload_file: str = ""
-    """``__init__.py`` of the ``cutlass`` that loads."""
+    """Path of ``__init__.py`` of the ``cutlass`` package that loads."""
     payload_kept: bool = False
-    """The payload was read by an earlier process."""
+    """True if the result comes from an earlier process."""
     dsl_wheels: tuple[str, ...] = ()
-    """Distributions of the CuTe DSL that are installed."""
+    """Installed distributions of the CuTe DSL."""
     dsl_in_the_way: tuple[str, ...] = ()
-    """Distributions whose ``cutlass`` hides the CuTe DSL's."""
+    """Distributions whose ``cutlass`` package hides the CuTe DSL package of that name."""
     flashinfer: str | None = None
-    """Of the copy that loads."""
+    """Version of the copy that loads."""
     flashinfer_fault: str = ""
-    """Why FlashInfer's kernels cannot be planned: what is damaged, or the first line of what its import raised."""
+    """Reason why FlashInfer's kernels cannot be planned: damaged files, or the first line of the import error."""
     mismatched: tuple[str, ...] = ()
-    """``name version`` of flashinfer-cubin and flashinfer-jit-cache, where FlashInfer's import raises for their version."""
+    """``name version`` of flashinfer-cubin and flashinfer-jit-cache wheels whose version makes the FlashInfer import raise."""
     unmet: tuple[str, ...] = ()
-    """Requirements that FlashInfer and the CuTe DSL state themselves, ``requirement (version is installed)``."""
+    """Unmet requirements of FlashInfer and the CuTe DSL, as ``requirement (version is installed)``."""
     missing: tuple[str, ...] = ()
-    """Where an import failed, such requirements of which no version is installed."""
+    """Requirements of which no version is installed. Filled only if an import failed."""
     unrecorded: tuple[str, ...] = ()
     """Distributions without RECORD, which pip cannot uninstall."""
     exact_scales: bool | None = None
-    """FlashInfer's kernels take the activation's global scale by themselves (``input_global_scale``)."""
+    """True if FlashInfer's kernels take the global scale of the activation separately (``input_global_scale``)."""
     expert_parallel: bool | None = None
-    """Each of them skips negative ids."""
+    """True if every FlashInfer b12x kernel skips negative expert ids."""
     tile: int | None = None
-    """What its kernels' intermediate size is a multiple of."""
+    """Intermediate size of FlashInfer's kernels is a multiple of this."""
     triton_lacks: tuple[Lacking, ...] | None = None
-    """What stands against compiling a Triton kernel for the card."""
+    """Missing items that prevent compiling a Triton kernel for the card."""
     upcast: str = ""
-    """Why Triton multiplies bfloat16 in place of block-scaled codes; empty where it does not, or where nobody looked."""
+    """Reason why Triton multiplies bfloat16 instead of block-scaled codes; empty if it does not, or if not examined."""

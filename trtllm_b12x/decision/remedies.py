@@ -1,4 +1,4 @@
-"""Commands that mend what packages cause."""
+"""Build the pip commands that fix problems caused by installed packages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FLASHINFERS = frozenset(
         RejectReason.REQUIREMENT,
     }
 )
-"""Of what FlashInfer's kernels are made of: reasons that pip mends."""
+"""Reasons that concern the packages behind FlashInfer's kernels. pip can fix them."""
 
 _NOT_PIPS = (PayloadFault.DRIVER, PayloadFault.NO_ANSWER, PayloadFault.FOREIGN)
 
 
 def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Commands that fix all that packages of FlashInfer and the CuTe DSL cause, and ``name version`` of what they move."""
+    """Return the commands that fix every FlashInfer and CuTe DSL package, and ``name version`` of each package they replace."""
 
     def wrong(reason: RejectReason) -> str | None:
         return RULES[reason](Problem(), Deployment(), e, UNKNOWN)
@@ -48,7 +48,7 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
     elif fault is PayloadFault.CU13_MISSING:
         install.append(f"nvidia-cutlass-dsl-libs-cu13=={e.dsl}")
     elif wrong(RejectReason.DSL_PAYLOAD) and not e.missing and not e.dsl_in_the_way and fault not in _NOT_PIPS:
-        # Before DSL 4.6 wheels share paths: cu13 last, and alone where it was only written over.
+        # Wheels before DSL 4.6 share paths: install cu13 last, or alone if only its files were overwritten.
         wheels = e.dsl_wheels or ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13")
         shadowed = fault is PayloadFault.SHADOWED
         reinstall += [f"{name}=={e.dsl}" for name in wheels if name.endswith("-cu13") or not shadowed]
@@ -58,12 +58,12 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
     install += e.missing
 
     commands = []
-    # FlashInfer 0.7.2 and newer ignore kernel wheels of another version.
+    # FlashInfer 0.7.2 and newer ignores kernel wheels of another version.
     remove = [*e.dsl_in_the_way, *(wheel.split()[0] for wheel in e.mismatched if not flashinfer_moves)]
     if remove:
         commands.append(f"pip uninstall -y {' '.join(remove)}")
     for name in (name for name in e.unrecorded if name not in {_name(r) for r in reinstall}):
-        if any(_name(r) == name for r in install):  # pip cannot replace it as it is
+        if any(_name(r) == name for r in install):  # pip cannot replace a distribution without RECORD
             reinstall.append(f"{name}=={e.flashinfer if name == 'flashinfer-python' else e.dsl}")
     if reinstall:
         how = "--ignore-installed" if e.unrecorded else "--force-reinstall"
@@ -74,7 +74,7 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
 
 
 def _name(requirement: str) -> str:
-    """The distribution of a requirement, a ``name==version`` or a ``name version``."""
+    """Return the distribution name in a requirement, ``name==version`` or ``name version``."""
     for end, character in enumerate(requirement):
         if not (character.isalnum() or character in "-_."):
             return requirement[:end]

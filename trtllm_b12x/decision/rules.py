@@ -1,4 +1,4 @@
-"""What speaks against a family: one function for each reason, which abstains without its facts."""
+"""Define the rules of a decision: one function per reason. A rule abstains if its facts are unknown."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from .answers import SERVED_SM, KernelFeatures, RejectReason
 from .facts import Deployment, Environment, PayloadFault, Problem
 
 _Rule = Callable[[Problem, Deployment, Environment, KernelFeatures], str | None]
-"""Says what is wrong, or None."""
+"""Rule that returns a message about the problem, or None."""
 
 OLDEST_FLASHINFER = (0, 6, 18)
-"""The oldest release that is served; the newest TensorRT-LLM pins it.  0.6.17's static kernel drops half of a tile's rows and
-takes its stream as an argument; 0.6.9 to 0.6.16 have neither exact scales nor a cooperative launch."""
+"""Oldest supported release; the newest TensorRT-LLM pins it. In 0.6.17 the static kernel drops half of a tile's rows and takes
+its stream as an argument. 0.6.9 to 0.6.16 have neither exact scales nor a cooperative launch."""
 EXPERT_PARALLEL_FLASHINFER = (0, 7, 2)
-"""The oldest whose kernels skip negative ids and are compiled for every token count."""
+"""Oldest release whose kernels skip negative ids and are compiled for every token count."""
 COMPLETE_FLASHINFER = "flashinfer-python>=0.7.2,<0.8"
 OLDEST_DSL = (4, 6, 2)
-"""What flashinfer-python from 0.6.18 on requires (its metadata)."""
+"""Version required by flashinfer-python 0.6.18 and newer (its metadata)."""
 COMPLETE_DSL = "4.8.1"
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
-    """The release of a version: ``0.7.2.post1`` and ``0.7.2+cu130`` to (0, 7, 2); without its last number before that release.
+    """Return the release numbers of a version: (0, 7, 2) for ``0.7.2.post1`` and ``0.7.2+cu130``; empty if it is not a version.
 
-    Nothing of what is no version.
+    A pre-release loses its last number, so that it compares as older than the release.
     """
     try:
         found = Version(version)
@@ -48,7 +48,7 @@ def _sm(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | N
 
 
 def _toolkit(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    """FlashInfer's own check: nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py)."""
+    """Apply the check of FlashInfer: nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py)."""
     if e.toolkit_cuda is None or e.toolkit_cuda >= (13, 0):
         return None
     if e.toolkit_cuda == (0, 0):
@@ -57,7 +57,7 @@ def _toolkit(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> st
 
 
 def _dsl_payload(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    """Environments where the CUDA 12 payload loads compile invalid PTX and die at model start (TensorRT-LLM issue 15853)."""
+    """Reject a CUDA 12 payload: it compiles invalid PTX and the server dies at model start (TensorRT-LLM issue 15853)."""
     if e.payload_cuda is None or e.payload_cuda >= (13, 0) or e.dsl == "none":
         return None
     found = f"the CuTe DSL {e.dsl} loads its CUDA {e.payload_cuda[0]}.{e.payload_cuda[1]} payload" if e.payload_cuda[0] else ""
@@ -97,7 +97,7 @@ def _quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) 
 
 
 def _group_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    # 128 is the default of the host's QuantConfig, that is, unset: NVFP4 methods do not read it, or (2026) refuse what they read.
+    # 128 is the QuantConfig default of the host, i.e. unset. NVFP4 methods ignore the field or (2026) reject other values.
     if p.quant_algo not in f.quantizations or p.group_size in (None, f.group_size, 128):
         return None
     return f"{p.quant_algo} with group size {p.group_size}"
@@ -122,7 +122,7 @@ def _hidden_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -
 
 
 def _intermediate_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    # A block scale covers so many columns of w2; a rank that starts inside a block has no scale of its own.
+    # A block scale covers group_size columns of w2. A rank that starts inside a block has no scale for its part.
     if p.intermediate_size is None or p.intermediate_size % f.group_size == 0:
         return None
     return f"intermediate size {p.intermediate_size:g} per rank is no multiple of {f.group_size}"
@@ -197,25 +197,25 @@ RULES: dict[RejectReason, _Rule] = {
 
 
 def _fc1_rows(p: Problem) -> str | None:
-    """impl_contract.py, nvfp4_fc1_row_alignment_rejection: such hosts pad [up; gate] to 128 rows as one, and split it at half."""
+    """Apply nvfp4_fc1_row_alignment_rejection (impl_contract.py): hosts pad [up; gate] to 128 rows together, split at half."""
     if p.activation != "Swiglu" or p.intermediate_size is None or p.intermediate_size % 64 == 0:
         return None
     return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size"
 
 
 def _block_width(p: Problem) -> str | None:
-    """quantization.py, create_weights raises NotImplementedError; hosts before never read it."""
+    """Reject other block widths: create_weights (quantization.py) raises NotImplementedError. Older hosts ignore the field."""
     if p.group_size in (None, 16):
         return None
     return f"NVFP4 with group size {p.group_size}; {RejectReason.GROUP_SIZE.value}"
 
 
 _HOSTS_REFUSE = {("NVFP4", "TensorRT-LLM from August 2026 on"): (_fc1_rows, _block_width)}
-"""Format and hosts to what they do not build at all, before any rule of ours is asked."""
+"""Map (format, TensorRT-LLM versions) to the layers that these versions refuse to build, before any rule of this package."""
 
 
 def refused_by_hosts(problem: Problem) -> list[str]:
-    """For tools that do not run inside the host that will load the model: which hosts refuse this layer, and why."""
+    """List which TensorRT-LLM versions refuse this layer, and why. For tools that run outside the server that will load it."""
     rows = ((who, rules) for (algorithm, who), rules in _HOSTS_REFUSE.items() if algorithm == problem.quant_algo)
     found = ((who, rule(problem)) for who, rules in rows for rule in rules)
     return [f"{who} refuses it: {wrong}" for who, wrong in found if wrong is not None]

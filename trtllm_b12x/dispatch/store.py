@@ -1,6 +1,6 @@
-"""Measured tables on disk: one JSON per card and geometry, in the folder that ``trtllm-b12x cache`` names.
+"""Store measured crossover tables on disk: one JSON file per card and geometry, in the folder shown by ``trtllm-b12x cache``.
 
-What cannot be used is named in one line and measured anew; nothing here raises into a host.
+An unusable table is logged in one line and measured again. Only ``given`` raises.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from trtllm_b12x.environment import answers, packages
 from .policy import Timings
 
 FORM = 3
-"""Of the files."""
+"""Version of the file format."""
 _LARGEST = 1 << 20
-"""Bytes of a file that is read."""
+"""Maximum file size in bytes; larger files are not read."""
 _PACKAGES = ("torch", "triton", "flashinfer-python", "nvidia-cutlass-dsl", "tensorrt_llm")
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a table holds for."""
+    """Conditions under which a table is valid."""
 
     card: Mapping[str, Any]
-    """Name, capability, multiprocessors, L2 cache."""
+    """GPU name, capability, multiprocessors and L2 cache."""
     geometry: Mapping[str, Any]
-    """Sizes of one layer on one rank, and the format of its weights."""
+    """Sizes of one layer on one rank, and the weight format."""
     paths: Mapping[str, Any]
-    """Families, the host, and whether it has tuned its own."""
+    """Kernel families, the host, and whether the host path is tuned."""
     conditions: Mapping[str, Any]
-    """Versions."""
+    """Package versions."""
 
     @property
     def file(self) -> str:
@@ -57,13 +57,13 @@ def versions() -> dict[str, str]:
 
 
 def record(key: Key, timings: Timings) -> dict[str, Any]:
-    """Of one table, as files have it."""
+    """Return one table as it is written to a file."""
     rows = {str(tokens): {name: round(t, 3) for name, t in paths.items()} for tokens, paths in timings.rows.items()}
     return {"form": FORM, **key.record(), "microseconds": rows}
 
 
 def load(key: Key) -> Timings | None:
-    """What was kept of ``key``, if it can be used; else a line says why not, unless there is nothing."""
+    """Load the stored table for ``key``, or None. If a table exists but cannot be used, log why."""
     folder = answers.directory()
     if folder is None:
         return None
@@ -82,10 +82,10 @@ def load(key: Key) -> Timings | None:
 
 
 def given(path: str, key: Key) -> Timings:
-    """From a file that the user names: one table, or ``trtllm-b12x tune --json``; of this card and geometry, whatever versions.
+    """Load a table from a user's file, or from ``trtllm-b12x tune --json``. Card and geometry must match, versions need not.
 
     Raises:
-        ValueError: it holds none of them, or cannot be read; the message says what is the matter.
+        ValueError: the file holds no matching table or cannot be read. The message says why.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def given(path: str, key: Key) -> Timings:
 
 
 def keep(key: Key, timings: Timings) -> None:
-    """Write the table; the file is replaced as a whole. One line says what prevents it."""
+    """Write the table, replacing the file atomically. On failure, log one line."""
     folder = answers.directory()
     if folder is None:
         logger.info("the crossover is measured at every start: neither XDG_CACHE_HOME nor HOME is an absolute path")
@@ -113,11 +113,11 @@ def keep(key: Key, timings: Timings) -> None:
 
 
 def _read(file: Path) -> Any:
-    """Its JSON.
+    """Read and parse the file. Refuse it if another user could have written it.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: another user could have written it, or it is no file of ours.
+        OSError: the file cannot be read.
+        ValueError: another user could have written it, or it is not a table of this package.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as stream:
@@ -135,7 +135,7 @@ _OTHERS = {"card": "another card", "geometry": "another geometry", "paths": "oth
 
 
 def _foreign(content: Any, key: Key, conditions: bool) -> str:
-    """What of ``key`` differs; empty for nothing."""
+    """Describe how ``content`` differs from ``key``; "" if it matches."""
     if not isinstance(content, dict) or content.get("form") != FORM:
         return "of another form"
     wanted = json.loads(json.dumps(key.record()))

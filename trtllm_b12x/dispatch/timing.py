@@ -1,4 +1,4 @@
-"""Times of calls in captured CUDA graphs over several layers, so that no weight is read from the L2 cache."""
+"""Time calls in captured CUDA graphs over several layers, so that no weight is read from the L2 cache."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ from trtllm_b12x.kernels import Geometry
 from .policy import HOST, Timings
 
 BUDGET_S = 2.0
-"""Seconds for all counts of a geometry."""
+"""Time budget in seconds for all token counts of a geometry."""
 _CALLS = (12, 48)
-"""Fewest and most calls in a graph, if they are quick."""
+"""Minimum and maximum number of calls in a graph, for fast calls."""
 _FEWEST_CALLS = 2
-"""If they are slow: one with each kind of routes."""
+"""Minimum number of calls for slow ones: one with each kind of routes."""
 _COLD = 2.5
-"""Bytes that the other calls of a graph read before a layer is read again, in multiples of the L2 cache."""
+"""Bytes that other calls of a graph read before a layer is read again, in multiples of the L2 cache size."""
 _REPLAYS = (3, 25)
-"""Fewest and most replays of a graph; fewer where they take more than twice the time of a count."""
+"""Minimum and maximum number of replays of a graph. Fewer if they take more than twice the time planned for a count."""
 _MARGIN = 0.95
-"""Share of the budget that is planned with: a prediction may be off, and graphs are freed."""
+"""Share of the budget used for planning. A prediction may be wrong, and freeing graphs takes time."""
 LARGEST = 8192
 """Largest token count that is measured."""
 
 Runner = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
-"""Tokens ``(T, H)``, global ids ``(T, top_k)`` and router weights ``(T, top_k)`` to outputs."""
+"""Function from tokens ``(T, H)``, global ids ``(T, top_k)`` and router weights ``(T, top_k)`` to outputs."""
 RouteSampler = Callable[[int, int, bool], tuple[torch.Tensor, torch.Tensor]]
-"""Token count, seed, and whether some experts are preferred (:func:`router_logits`), to ids and router weights."""
+"""Function from token count, seed, and the skew flag of ``router_logits`` to ids and router weights."""
 
 
 @dataclass(frozen=True)
 class TimedPath:
-    """One way to serve a call."""
+    """Implementation of a call, to be timed. ``runs`` has one entry per layer."""
 
     runs: Sequence[Runner]
-    """One for each layer."""
     serves: Callable[[int], bool] = lambda tokens: True
     captured: bool = True
-    """False: it asks the GPU what to launch, so no graph holds it and its calls are timed as they are launched."""
+    """False: the path synchronizes to choose its launches, so no graph can capture it. Its calls are then timed eagerly."""
 
 
 def possible(device: torch.device) -> bool:
@@ -56,17 +55,17 @@ def possible(device: torch.device) -> bool:
 
 
 def largest_served(paths: Mapping[str, TimedPath]) -> dict[str, int]:
-    """Return the largest token count of each family, at most :data:`LARGEST`; families that serve none are left out."""
+    """Return the largest token count of each family, at most ``LARGEST``. Omit families that serve none."""
     limits = {name: max((n for n in range(1, LARGEST + 1) if path.serves(n)), default=0) for name, path in paths.items()}
     return {name: limit for name, limit in limits.items() if limit and name != HOST}
 
 
 class PathTimer:
-    """Times calls on the paths of one geometry, for at most ``budget_s`` seconds altogether.
+    """Timer for the paths of one geometry. It spends at most ``budget_s`` seconds in total.
 
-    A captured graph of each path goes through the layers, every call with routes of its own: half of them of a router that
-    prefers no expert, half of one that prefers some.  A call's time depends on how many experts are hit, and users' routers are
-    somewhere between.  Paths take turns, so that a clock that drifts affects them all.
+    A captured graph of each path cycles through the layers. Every call has its own routes: half of them from a router without
+    preferences, half from one that prefers some experts. The time of a call depends on how many experts are hit, and real
+    routers are in between. Paths alternate, so that clock drift affects all of them.
     """
 
     def __init__(
@@ -80,22 +79,23 @@ class PathTimer:
         skewed: bool | None = None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """
+        """Store the paths. ``__call__`` measures them.
+
         Args:
-            paths: families by name, and :data:`HOST`.
-            skewed: every call's routes prefer some experts, or none's do; None: half of them.
-            progress: called with the share of the counts that is done.
+            paths: families by name, and ``HOST``.
+            skewed: True: every call's routes prefer some experts. False: none do. None: half of them do.
+            progress: called with the completed share of the counts.
         """
         self.geometry, self._paths, self._sample_routes, self._device = geometry, paths, sample_routes, device
         self._budget_s, self._seed, self._skewed, self._progress = budget_s, seed, skewed, progress
         self.spent_s = 0.0
         self._fewest_s: dict[int, float] = {}
-        """Seconds of a row with the fewest calls, by token count."""
+        """Seconds for a row with the fewest calls, by token count."""
 
     def __call__(self, counts: Sequence[int]) -> Timings:
-        """Measure the counts in this order, each for an equal share of the time that is left.
+        """Measure the counts in order, each for an equal share of the remaining time.
 
-        A count that would not end within the budget is left out, but for the first one.
+        A count that would exceed the budget is skipped, except the first one.
 
         Raises:
             Exception: a path failed.
@@ -113,15 +113,15 @@ class PathTimer:
         return Timings(rows)
 
     def _expected_s(self, tokens: int) -> float:
-        """Return the seconds that the fewest calls of so many tokens take, by those of the nearest count."""
+        """Estimate the seconds for the fewest calls of ``tokens`` tokens, from the nearest measured count."""
         nearest = min(self._fewest_s, key=lambda n: abs(math.log(n / tokens)))
         return self._fewest_s[nearest] * max(tokens / nearest, 1)
 
     def _row(self, tokens: int, share_s: float, deadline: float, graphs: _Graphs) -> dict[str, float]:
-        """Return microseconds by path. Half of ``share_s`` is for replays, the rest for draws, first calls and captures."""
+        """Return microseconds by path. Half of ``share_s`` is for replays, the rest for inputs, first calls and captures."""
         g = self.geometry
         paths = {name: path for name, path in self._paths.items() if path.serves(tokens)}
-        generator = torch.Generator(self._device).manual_seed(self._seed)  # the server's own generator is left alone
+        generator = torch.Generator(self._device).manual_seed(self._seed)  # the global generator stays unchanged
         x = torch.randn(tokens, g.hidden_size, dtype=g.dtype, device=self._device, generator=generator)
         layers = min(len(path.runs) for path in paths.values())
         routes: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -171,7 +171,7 @@ class PathTimer:
 
 
 def _calls(geometry: Geometry, tokens: int, layers: int, device: torch.device) -> int:
-    """So many that what a layer reads is out of the L2 cache when its turn comes again; an even number."""
+    """Return the even number of calls after which a layer's weights have left the L2 cache when the layer runs again."""
     cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
     read = expert_bytes(geometry) * expected_hits(geometry, tokens)
     found = max(min(math.ceil(_COLD * cache / max(read, 1)) + 1, _CALLS[1]), _CALLS[0], min(layers, _CALLS[1] // 2))
@@ -188,7 +188,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 class _Graphs:
-    """Captures on a stream and in memory of their own.  torch's own context collects garbage before each: a server takes long."""
+    """Graphs captured on a private stream and pool. ``torch.cuda.graph`` collects garbage first, which is slow in a server."""
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -198,7 +198,7 @@ class _Graphs:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads go on as they are
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads are not affected
             try:
                 run()
             finally:
@@ -210,13 +210,13 @@ class _Graphs:
     def drop(self) -> None:
         torch.cuda.synchronize()
         self._kept.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # without graphs the other is gone
+        self._pool = torch.cuda.graph_pool_handle()  # the old pool is released with its graphs
 
 
 @contextmanager
 def _graphs() -> Iterator[_Graphs]:
     collecting = gc.isenabled()
-    gc.disable()  # what is freed during a capture may end it
+    gc.disable()  # freeing objects during a capture may invalidate it
     graphs = _Graphs()
     try:
         yield graphs
@@ -224,7 +224,7 @@ def _graphs() -> Iterator[_Graphs]:
         graphs.drop()
         if collecting:
             gc.enable()
-        torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+        torch.cuda.empty_cache()  # the host sizes its KV cache by free memory
 
 
 # ---- what a call reads ---------------------------------------------------------------------------------------------------
@@ -237,13 +237,13 @@ def expert_bytes(geometry: Geometry) -> int:
 
 
 def expected_hits(geometry: Geometry, tokens: int) -> float:
-    """Local experts that some of ``tokens`` go to, on average, where the router prefers none."""
+    """Return the expected number of local experts hit by ``tokens`` tokens, for a router without preferences."""
     experts = geometry.num_experts * geometry.ranks
     return geometry.num_experts * (1 - (1 - geometry.top_k / experts) ** tokens)
 
 
 def router_logits(geometry: Geometry, tokens: int, seed: int, skewed: bool = False) -> torch.Tensor:
-    """``(tokens, experts of all ranks)`` float32 on the CPU; skewed: an expert is liked by 1 / rank."""
+    """Return ``(tokens, experts of all ranks)`` float32 logits on the CPU. Skewed: experts have popularity 1 / rank."""
     experts = geometry.num_experts * geometry.ranks
     generator = torch.Generator().manual_seed(seed)
     with torch.device("cpu"):
@@ -254,7 +254,7 @@ def router_logits(geometry: Geometry, tokens: int, seed: int, skewed: bool = Fal
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read plus written, of a kernel that copies 1 GiB; a graph's own copy of memory is a third slower."""
+    """Return the bytes per second, read plus written, of a kernel that copies 1 GiB. A graph memcpy is a third slower."""
     a = torch.rand(2**28, device="cuda")
     b = torch.empty_like(a)
     seconds = graph_seconds(lambda: [torch.mul(a, 1.0, out=b) for _ in range(4)]) / 4
@@ -262,7 +262,7 @@ def copy_bandwidth() -> float:
 
 
 def graph_seconds(run: Callable[[], Any], replays: int = 5) -> float:
-    """Median of a captured graph's replays."""
+    """Return the median time in seconds of a captured graph's replays."""
     run()
     with _graphs() as graphs:
         replay = graphs.captured(run)

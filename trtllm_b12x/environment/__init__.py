@@ -1,7 +1,7 @@
-"""Facts about this machine for :func:`trtllm_b12x.decision.decide`, probed once per process.
+"""Probe this machine once per process, for ``trtllm_b12x.decision.decide``.
 
-Static facts come first: package metadata, RECORD files, nvidia-smi, source text.  Neither FlashInfer nor the CuTe DSL is imported
-here and no CUDA context is made; a child process imports them once per installation (:mod:`.cute_dsl`).
+Static facts come first: package metadata, RECORD files, nvidia-smi, source text. This process imports neither FlashInfer nor
+the CuTe DSL and creates no CUDA context. A child process imports them once per installation (``cute_dsl.py``).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 _COMPILED_WITH = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
-"""Of FlashInfer's requirements those whose version its kernels feel; the rest only has to be there."""
+"""Requirements of FlashInfer whose version affects its kernels. The others only have to be installed."""
 
 
 def of_flashinfer(found: FlashInfer) -> Environment:
-    """What is told by reading it alone."""
+    """Return the facts that follow from FlashInfer's files alone."""
     installed = found.version != "none"
     return Environment(
         flashinfer=found.version,
@@ -52,11 +52,11 @@ def of_flashinfer(found: FlashInfer) -> Environment:
 
 
 def probe(host: tuple[str, str] = ("none", ""), always_look: bool = False) -> Environment:
-    """Return everything, for the process that asks.
+    """Return all facts about this machine.
 
     Args:
-        host: state of the engine in this process, and what differs from the nearest that is known.
-        always_look: see the CuTe DSL's payload loaded also where nothing could make b12x serve.
+        host: state of TensorRT-LLM in this process, and the difference from the nearest known generation.
+        always_look: load the CuTe DSL payload even if nothing could make b12x serve here.
     """
     state, detail = host
     return replace(_probe(state != "unsupported", always_look), host=state, host_detail=detail)
@@ -64,10 +64,10 @@ def probe(host: tuple[str, str] = ("none", ""), always_look: bool = False) -> En
 
 @cache
 def _probe(hosted: bool, always_look: bool) -> Environment:
-    """Read the machine once.
+    """Probe the machine once.
 
-    The CuTe DSL's payload is looked at unless nothing could make b12x serve here (or with ``always_look``): on another card, or
-    switched off, a server starts without it.  What Triton lacks is told by files and a ptxas.
+    Without ``always_look`` the CuTe DSL payload is not loaded if b12x cannot serve: on another card, or switched off. The
+    server then starts without it. Files and ptxas show if Triton lacks something.
     """
     wheels = packages.installed(WHEELS)
     dsl = wheels.get("nvidia-cutlass-dsl")
@@ -89,7 +89,7 @@ def _probe(hosted: bool, always_look: bool) -> Environment:
     ours = distribution_of(origin) if origin is not None else None
     stated = [*wheels.values(), *([ours] if ours is not None else [])]
     unmet, missing = packages.requirements(stated)
-    if importlib.util.find_spec("triton") is None:  # FlashInfer's b12x module imports it and does not say so
+    if importlib.util.find_spec("triton") is None:  # FlashInfer's b12x module imports it but does not declare it
         missing.append("triton")
     return replace(
         facts,
@@ -108,7 +108,7 @@ def _probe(hosted: bool, always_look: bool) -> Environment:
 
 
 def _lacks_a_module(payload: Payload) -> bool:
-    """An import failed for a module that is neither FlashInfer's nor the CuTe DSL's."""
+    """Return True if an import failed for a module that belongs neither to FlashInfer nor to the CuTe DSL."""
     module = re.search(r"No module named '(\w+)", f"{payload.detail} {payload.flashinfer_fault}")
     return module is not None and module[1] not in ("cutlass", "nvidia_cutlass_dsl", "flashinfer")
 
@@ -120,10 +120,10 @@ def _named(
 
 
 def compile_error(target: str) -> str:
-    """What stands against compiling FlashInfer's kernels for ``target`` (``sm_120a``): empty, or one line.
+    """Compile a FlashInfer kernel for ``target`` (``sm_120a``). Return the error in one line, or an empty string.
 
-    A child compiles one the first time on an installation, because a payload that imports may still end the process that uses it;
-    that it passed is kept.
+    A child process compiles, because a payload that imports may still crash the process that uses it. Success is cached per
+    installation.
     """
 
     def ask() -> str:
@@ -135,5 +135,5 @@ def compile_error(target: str) -> str:
 
 
 def forget() -> None:
-    """Read the machine anew."""
+    """Clear the cached probe."""
     _probe.cache_clear()

@@ -1,6 +1,6 @@
-"""The folder of what is kept on this machine, and in it the answers that cost a process each.
+"""Manage the cache folder, and cache in it results that each cost a process.
 
-They are kept once per node and state of the installation, and shared by all ranks under a lock.
+A result is valid for one node and one state of the installation. All ranks share it under a file lock.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 16
-"""Answers that are kept, the newest."""
+"""Maximum number of cached results; the newest stay."""
 _FILE = "payload.json"
 TABLES = "crossover-*.json"
-"""Files of :mod:`trtllm_b12x.dispatch.store`, beside it."""
+"""Crossover tables of ``trtllm_b12x.dispatch.store``, in the same folder."""
 
 
 def directory() -> Path | None:
-    """``$XDG_CACHE_HOME/trtllm_b12x`` or ``~/.cache/trtllm_b12x``; None where neither is an absolute path that can be known.
+    """Return ``$XDG_CACHE_HOME/trtllm_b12x`` or ``~/.cache/trtllm_b12x``; None if no absolute path is known.
 
-    A relative ``XDG_CACHE_HOME`` is to be ignored (XDG base directory specification), and a container may have neither HOME nor
-    an entry for its user.
+    A relative ``XDG_CACHE_HOME`` must be ignored (XDG base directory specification). A container may have neither HOME nor an
+    entry for its user.
     """
     given = Path(os.environ.get("XDG_CACHE_HOME") or ".")
     if given.is_absolute():
@@ -36,12 +36,12 @@ def directory() -> Path | None:
 
 
 def make(folder: Path) -> None:
-    """Nobody else may write into it, whatever the umask."""
+    """Create the folder. Only its owner may write into it, whatever the umask."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
 
 
 def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple[Any, bool]:
-    """The answer to ``key``, and whether it was kept from before.  What ``keep`` refuses is asked anew by the next process."""
+    """Return the result for ``key`` and True if it was cached. A result that ``keep`` refuses is not stored."""
     from filelock import FileLock, Timeout
 
     folder = directory()
@@ -59,8 +59,8 @@ def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple
             if keep(answer):
                 write(file, {**dict(list(known.items())[1 - LIMIT :]), key: answer})
         return answer, False
-    except (OSError, Timeout, NotImplementedError):  # filelock up to 3.20 raises the last where the file system has no flock
-        # A home like that, or a read-only one, costs a look per process, nothing else.
+    except (OSError, Timeout, NotImplementedError):  # filelock up to 3.20 raises the last without flock
+        # Such a home, or a read-only one, only costs one probe per process.
         return (answer if asked else ask()), False
 
 
@@ -77,7 +77,7 @@ def write(file: Path, content: dict[str, Any]) -> None:
 
 
 def replace(file: Path, text: str) -> None:
-    """The file as a whole, or not at all.  The new one is made with O_EXCL: a link that lies in its place is not followed."""
+    """Replace a file atomically. The new one is made with O_EXCL, so a symbolic link at its path is not followed."""
     temporary = file.with_name(f".{file.name[:200]}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -91,7 +91,7 @@ def replace(file: Path, text: str) -> None:
 
 
 def contents() -> list[tuple[str, int]]:
-    """Files of the cache with their sizes in bytes."""
+    """Return the names of the cached files, with sizes in bytes."""
     folder = directory()
     if folder is None or not folder.is_dir():
         return []
@@ -99,7 +99,7 @@ def contents() -> list[tuple[str, int]]:
 
 
 def clear() -> int:
-    """Remove the folder, or, where it is a link, what we keep in it; returns how many bytes were freed."""
+    """Remove the folder, or only our files in it if it is a symbolic link. Return the number of bytes freed."""
     folder = directory()
     freed = sum(size for _, size in contents())
     if folder is not None and folder.is_dir():

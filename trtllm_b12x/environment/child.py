@@ -1,7 +1,7 @@
-"""What loads: run as a file, in a process that may die of it.  Prints one JSON line per question that it could answer.
+"""Import the CuTe DSL and FlashInfer's kernels in a process that may crash. Run as a file; print one JSON line per result.
 
-``{"cutlass": {...}}``: version, CUDA payload and file of the CuTe DSL, or the error.  ``{"flashinfer": {...}}``: the error of
-importing what makes FlashInfer's kernels, if it is there.  Standard library only and nothing of ours: the file is all it needs.
+``{"cutlass": {...}}``: version, CUDA payload and file of the CuTe DSL, or the error. ``{"flashinfer": {...}}``: the error of
+importing FlashInfer's kernels, if it is installed. The file needs only the standard library and nothing of this package.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def file_of(package: str) -> str:
 
 
 def variables() -> dict[str, str]:
-    """Of a process of ours that is to see no GPU, and nothing of the working directory, and to promote nothing."""
+    """Return the environment of a child process that sees no GPU, ignores the working directory and promotes nothing."""
     return {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Runs ``main()`` of a module of this package."""
+    """Return the command that runs ``main()`` of a module of this package."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from {module} import main; main()"
     return [sys.executable, "-c", code, *arguments]
 
 
 def run(command: list[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """Outside the working directory, nothing on its standard input; what it says is text whatever it is."""
+    """Run a command in ``/`` without standard input. Undecodable output bytes are replaced."""
     nothing = subprocess.DEVNULL
     return subprocess.run(
         command, stdin=nothing, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, cwd="/"
@@ -102,7 +102,7 @@ def answers(
 
 
 def answer_for_the_gpu(torch: Any, sm_count: int, major: int, minor: int) -> None:
-    """FlashInfer 0.6.17 and 0.6.18 ask for a GPU while they are imported (``gdn_kernels``) and while they build a launch."""
+    """Make torch report a GPU: FlashInfer 0.6.17 and 0.6.18 query one at import (``gdn_kernels``) and while building a launch."""
 
     class Properties:
         name = f"sm_{major}{minor}a"
@@ -134,10 +134,10 @@ def main() -> None:
         if not init:
             return
         kernels = os.path.join(os.path.dirname(init), *DISPATCH.split(".")[1:]) + ".py"
-        if not os.path.exists(kernels):  # older than b12x, which its version says; or damaged, which RECORD says
+        if not os.path.exists(kernels):  # older than b12x (see its version), or damaged (see RECORD)
             say("flashinfer", error="", file=init)
             return
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # after the DSL chose its payload by the driver: torch need not touch the card
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # set after the DSL chose its payload: torch must not use the GPU
         import torch
 
         answer_for_the_gpu(torch, 188, 12, 0)
@@ -148,6 +148,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    here = os.path.dirname(os.path.abspath(__file__))  # before Python 3.11 PYTHONSAFEPATH does not keep it off
+    here = os.path.dirname(os.path.abspath(__file__))  # PYTHONSAFEPATH does not remove it before Python 3.11
     sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
     main()

@@ -1,5 +1,5 @@
-"""The CuTe DSL as it loads.  Which of its payloads does cannot be known without loading it; a subprocess looks, because an import
-that kills the process must not kill the server."""
+"""Find out which CuTe DSL payload loads. Only loading it shows this. A subprocess does so, because a crash of the import must
+not crash the server."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ _MPI_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "MPI_", "MPICH_", "MV2_", "HYDRA_", 
 
 @dataclass(frozen=True)
 class Payload:
-    """The CuTe DSL as it loads, and what importing FlashInfer's kernels on it says."""
+    """CuTe DSL that loads, and the result of importing FlashInfer's kernels on it."""
 
     version: str = "none"
-    """Of the copy that loads; of the metadata where none does."""
+    """Version of the copy that loads, or of the metadata if none loads."""
     cuda: tuple[int, int] | None = None
-    """(0, 0) where nothing loads."""
+    """CUDA version of the payload; (0, 0) if none loads."""
     fault: PayloadFault | None = None
     detail: str = ""
     file: str = ""
-    """``__init__.py`` of the ``cutlass`` that loads."""
+    """Path of ``__init__.py`` of the ``cutlass`` package that loads."""
     in_the_way: tuple[str, ...] = ()
-    """Distributions that brought it, where it is not the CuTe DSL's."""
+    """Distributions that own that file, if it does not belong to the CuTe DSL."""
     flashinfer_fault: str = ""
     kept: bool = False
-    """The answer of an earlier look."""
+    """True if an earlier process obtained this result."""
 
 
 def inspect_payload() -> Payload:
-    """Which payload loads, and why it is not a CUDA 13 one."""
+    """Return the payload that loads, and the reason if it is not a CUDA 13 one."""
     wheels = packages.installed(WHEELS)
     if "nvidia-cutlass-dsl" not in wheels:
         return Payload()
@@ -85,7 +85,7 @@ def inspect_payload() -> Payload:
 
 
 def _look(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], bool]:
-    """What loads, here where it is loaded already, else in a subprocess once per installation."""
+    """Return the payload facts: from this process if ``cutlass`` is imported, else from a subprocess once per installation."""
     here = _look_here() if "cutlass" in sys.modules else None
     if here is not None and (child.DISPATCH in sys.modules or packages.origin("flashinfer") is None):
         return here, False
@@ -112,12 +112,12 @@ def _look_cached(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, An
 
 
 def _was_read(look: Any) -> bool:
-    """Only this is kept: a payload that told its version, with files that are its wheels', and kernels that import."""
+    """Return True if the result may be cached: the payload loads, its files match the wheels, FlashInfer's kernels import."""
     return isinstance(look, dict) and bool(look.get("cuda")) and not look.get("flashinfer") and not look.get("damaged")
 
 
 def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, Any]:
-    """Import the DSL where a crash costs nothing: not from the working directory, without this process's MPI rank, without us."""
+    """Import the DSL in a subprocess: outside the working directory, without this process's MPI rank, and without promotion."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
     env |= {"TRTLLM_B12X": "0", "PYTHONSAFEPATH": "1"}
     try:
@@ -145,7 +145,7 @@ def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, A
 
 
 def _ending(result: subprocess.CompletedProcess[str]) -> tuple[PayloadFault, str]:
-    """What a process says by its death; SIGKILL is the kernel's, out of memory, and may not come again."""
+    """Interpret the end of a subprocess. SIGKILL comes from the kernel, out of memory, and may not happen again."""
     if result.returncode < 0:
         number = -result.returncode
         try:
@@ -160,7 +160,7 @@ def _ending(result: subprocess.CompletedProcess[str]) -> tuple[PayloadFault, str
 
 
 def _damage(wheels: dict[str, packages.Distribution]) -> str:
-    """Files of the CUDA 13 payload that are not those of a wheel: cut off, or a library with other bytes."""
+    """Return the first CUDA 13 payload file that differs from its wheel (shorter, or a library with other bytes), or ""."""
     owned: dict[Path, list[packages.Recorded]] = {}
     for name, wheel in wheels.items():
         if not name.endswith("cu12"):
@@ -177,7 +177,7 @@ def _damage(wheels: dict[str, packages.Distribution]) -> str:
 
 
 def _foreign(file: str, wheels: dict[str, packages.Distribution]) -> bool:
-    """The CuTe DSL's own file is known, and this is another."""
+    """Return True if the CuTe DSL's own file is known and ``file`` is another one."""
     own = {path for wheel in wheels.values() for path in packages.record(wheel) if path.match("cutlass/__init__.py")}
     return bool(file and own) and Path(file) not in own
 
@@ -200,7 +200,7 @@ def _why_not_13(wheels: dict[str, packages.Distribution]) -> tuple[PayloadFault,
     base = wheels.get("nvidia-cutlass-dsl-libs-base")
     shared = packages.record(base) if base is not None else {}
     for path, recorded in packages.record(cu13).items():
-        # Only what both wheels own, with other contents: version_info.py and the libraries before DSL 4.6.
+        # Compare files that both wheels own with other contents: version_info.py, and libraries before DSL 4.6.
         if path in shared and shared[path].digest != recorded.digest and packages.digest(path) != recorded.digest:
             return PayloadFault.SHADOWED, names
     driver = gpu.driver_cuda()
@@ -210,7 +210,7 @@ def _why_not_13(wheels: dict[str, packages.Distribution]) -> tuple[PayloadFault,
 
 
 def installation_key() -> str:
-    """Changes with everything that an answer depends on: interpreter, driver, search path, versions, and files written over."""
+    """Return a hash of everything that affects the result: interpreter, driver, search path, versions, and overwritten files."""
     variables = sorted(
         (name, value)
         for name, value in os.environ.items()
@@ -237,5 +237,5 @@ def _files(wheel: packages.Distribution) -> list[Path]:
     recorded = [path for path in packages.record(wheel) if path.suffix in (".so", ".py", ".pth")]
     if recorded:
         return recorded
-    folder = Path(str(wheel.locate_file("nvidia_cutlass_dsl")))  # no RECORD: what lies in its folder
+    folder = Path(str(wheel.locate_file("nvidia_cutlass_dsl")))  # no RECORD: list its folder
     return [path for path in sorted(folder.rglob("*")) if path.suffix in (".so", ".py")]

@@ -1,4 +1,4 @@
-"""FlashInfer as it would load: version, what its kernels can do, and what stands in their way.  Read, never imported."""
+"""Inspect FlashInfer without importing it: version, capabilities of its kernels, and damage."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from trtllm_b12x.decision import EXPERT_PARALLEL_FLASHINFER, version_tuple
 from . import packages
 
 _KERNELS = ("flashinfer/fused_moe/cute_dsl/blackwell_sm12x/", "flashinfer/cute_dsl/", "flashinfer/jit/")
-"""Folders of what planning runs."""
+"""Folders with the code that planning runs."""
 _WRAPPER = "fused_moe/cute_dsl/b12x_moe.py"
 
 
 @dataclass(frozen=True)
 class FlashInfer:
-    """The flashinfer-python that an import would take, from its metadata and its source."""
+    """FlashInfer copy that an import would load, described from its metadata and source."""
 
     version: str = "none"
     b12x: bool = False
     exact_scales: bool = False
-    """``B12xMoEWrapper.run`` takes ``input_global_scale``."""
+    """True if ``B12xMoEWrapper.run`` takes ``input_global_scale``."""
     negative_ids: bool = False
-    """Every kernel skips them: no signature shows it; from 0.7.2, by comparison of the wheels' kernels."""
+    """True if every kernel skips negative ids. No signature shows it. From 0.7.2 on; source: comparison of the wheels."""
     tile: int = 128
-    """What the intermediate size is padded to: 256 where the static kernel keeps groups of 256 columns."""
+    """Multiple to which the intermediate size is padded: 256 if the static kernel keeps groups of 256 columns."""
     fault: str = ""
-    """Kernel files that are gone or cut off."""
+    """Kernel files that are missing or truncated."""
     mismatched: tuple[str, ...] = ()
-    """``name version`` of the wheels for whose version the import raises."""
+    """``name version`` of each wheel whose version makes the import raise."""
 
 
 def inspect_flashinfer() -> FlashInfer:
@@ -42,7 +42,7 @@ def inspect_flashinfer() -> FlashInfer:
     if init is None:
         return FlashInfer()
     distribution = distribution_of(init)
-    # The copy that loads says its own version; metadata may be another copy's, further on the path.
+    # The copy that loads states its version. The metadata may belong to another copy, later on the path.
     told = re.search(r"""^__version__\s*=\s*["']([^"']+)""", packages.source(init, "_build_meta.py"), re.MULTILINE)
     version = told[1] if told else distribution.version if distribution is not None else ""
     if not version:
@@ -61,14 +61,14 @@ def inspect_flashinfer() -> FlashInfer:
 
 
 def distribution_of(init: Path) -> packages.Distribution | None:
-    """The metadata that belongs to the copy at ``init``, else the first on the path."""
+    """Return the metadata of the copy at ``init``, or else of the first copy on the path."""
     found = list(importlib.metadata.distributions(name="flashinfer-python"))
     beside = (d for d in found if Path(str(d.locate_file("flashinfer/__init__.py"))) == init)
     return next(beside, found[0] if found else None)
 
 
 def kernel_sources() -> list[Path]:
-    """What planning runs, of the copy that loads."""
+    """Return the source files that planning runs, of the copy that loads."""
     init = packages.origin("flashinfer")
     found = [] if init is None else [path for name in _KERNELS for path in (init.parents[1] / name).rglob("*.py")]
     return sorted(found)
@@ -84,7 +84,7 @@ def _damage(distribution: packages.Distribution | None) -> str:
 
 
 def _mismatched(version: str, environment_source: str) -> tuple[str, ...]:
-    """``flashinfer/jit/env.py`` raises for kernel wheels of another version; from 0.7.2 on it ignores such wheels."""
+    """List kernel wheels of another version: ``flashinfer/jit/env.py`` raises for them. From 0.7.2 on it ignores such wheels."""
     if os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK") or version == "0.0.0+unknown":
         return ()
     if "Ignoring incompatible flashinfer-cubin" in environment_source:
@@ -93,7 +93,7 @@ def _mismatched(version: str, environment_source: str) -> tuple[str, ...]:
     for name, wheel in packages.installed(("flashinfer-cubin", "flashinfer-jit-cache")).items():
         if name == "flashinfer-cubin":
             fits = wheel.version == version or "FLASHINFER_CUBIN_DIR" in os.environ
-        else:  # its version ends in the toolkit's: 0.6.18+cu130
+        else:  # its version ends with the CUDA version: 0.6.18+cu130
             fits = wheel.version.startswith(version)
         if not fits:
             found.append(f"{name} {wheel.version}")
@@ -102,7 +102,7 @@ def _mismatched(version: str, environment_source: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _method_arguments(source: str, class_name: str) -> dict[str, set[str]]:
-    """Method name to argument names of one class; empty where the class is not there."""
+    """Map each method of a class to its argument names; empty if the class is missing."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""The card, its driver and the CUDA toolkit, without a CUDA context."""
+"""Query the GPU, its driver and the CUDA toolkit without creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _DRIVER_DEVICE = Path("/dev/nvidiactl")
 
 
 def _smi(*arguments: str) -> str | None:
-    """What nvidia-smi prints; empty where it fails or is not there, None where it does not say (too slow, not to be run).
+    """Run nvidia-smi. Return its output, "" if it fails or is missing, or None if unknown (timeout, cannot be executed).
 
-    A driver that starts up, or a container that hides the program, is not a machine without a GPU.
+    Unknown is not "no GPU": the driver may be starting up, or a container may hide the program.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -32,7 +32,7 @@ def _smi(*arguments: str) -> str | None:
 
 
 def gpu_sm() -> int | None:
-    """major * 10 + minor of the first GPU that CUDA_VISIBLE_DEVICES leaves; 0 without one, None if it cannot be told."""
+    """Return major * 10 + minor of the first GPU in CUDA_VISIBLE_DEVICES; 0 if there is none, None if unknown."""
     output = _smi("--query-gpu=index,uuid,compute_cap", "--format=csv,noheader")
     if output is None:
         return None
@@ -42,7 +42,7 @@ def gpu_sm() -> int | None:
         first = visible.split(",")[0].strip()
         slice_of_any = first.startswith("MIG-")  # the query lists whole GPUs, not their MIG instances
         chosen = [gpu for gpu in gpus if first and (slice_of_any or gpu[0] == first or gpu[1].startswith(first))]
-        by_number = first.isdigit() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"  # by speed; nvidia-smi's: by bus
+        by_number = first.isdigit() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"  # CUDA: by speed; nvidia-smi: by bus
         if chosen and (slice_of_any or by_number) and len({gpu[2] for gpu in gpus}) > 1:
             return None
         gpus = chosen
@@ -53,19 +53,19 @@ def gpu_sm() -> int | None:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """Newest CUDA version the driver supports, from nvidia-smi; None where there is no driver or it does not say."""
+    """Return the newest CUDA version that the driver supports, from nvidia-smi; None if unknown or without a driver."""
     match = re.search(r"CUDA (?:UMD )?Version:\s*(\d+)\.(\d+)", _smi() or "")
     return (int(match[1]), int(match[2])) if match else None
 
 
 def cards() -> list[str]:
-    """``name, memory, driver version`` of every GPU, as nvidia-smi lists them."""
+    """Return ``name, memory, driver version`` of each GPU, as nvidia-smi lists them."""
     output = _smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader") or ""
     return [", ".join(cell.strip() for cell in row) for row in csv.reader(output.splitlines()) if len(row) == 3]
 
 
 def toolkit_cuda() -> tuple[int, int]:
-    """What FlashInfer's ``get_cuda_version`` would say: nvcc's version, else the one torch is built with; (0, 0) for neither."""
+    """Return the result of FlashInfer's ``get_cuda_version``: nvcc's version, else the one torch was built with; else (0, 0)."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = str(Path(home) / "bin" / "nvcc") if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     try:

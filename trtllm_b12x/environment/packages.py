@@ -1,4 +1,4 @@
-"""What is installed, from its metadata: versions, RECORD files, and the requirements that packages state themselves."""
+"""Read installed packages from their metadata: versions, RECORD files and declared requirements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Distribution = importlib.metadata.Distribution
 
 
 def installed(names: Iterable[str]) -> dict[str, Distribution]:
-    """Those of ``names`` that are installed; of one that is found twice on the path, the first."""
+    """Return the distributions of ``names`` that are installed. If the path has one twice, the first wins."""
     found = {}
     for name in names:
         try:
@@ -26,21 +26,21 @@ def installed(names: Iterable[str]) -> dict[str, Distribution]:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Of those of ``names`` that are installed."""
+    """Return the versions of ``names`` that are installed."""
     return {name: found.version for name, found in installed(names).items()}
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A file as its wheel brought it."""
+    """Size and hash of a file, as the wheel's RECORD states them."""
 
     digest: str
-    """In RECORD's own form (``sha256=...``)."""
+    """Hash in RECORD's format (``sha256=...``)."""
     size: int | None
 
 
 def record(distribution: Distribution, under: tuple[str, ...] = ("",)) -> dict[Path, Recorded]:
-    """Installed file, of those whose name starts so, to what RECORD says of it; empty without a RECORD."""
+    """Map each installed file to its RECORD entry, for names that start with ``under``. Empty without a RECORD."""
     root, entries = Path(str(distribution.locate_file(""))), {}
     lines = (line for line in (distribution.read_text("RECORD") or "").splitlines() if line.startswith(under))
     for row in csv.reader(lines):
@@ -51,7 +51,7 @@ def record(distribution: Distribution, under: tuple[str, ...] = ("",)) -> dict[P
 
 
 def digest(path: Path) -> str:
-    """A file's hash in RECORD's form, empty where it cannot be read."""
+    """Return a file's hash in RECORD's format, or "" if the file cannot be read."""
     found = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -63,7 +63,7 @@ def digest(path: Path) -> str:
 
 
 def shortened(files: dict[Path, Recorded]) -> list[Path]:
-    """Files that are gone, or shorter than their wheel's.  One that somebody edited is not told from here."""
+    """Return the files that are missing or shorter than in their wheel. Edited files are not detected."""
     found = []
     for path, recorded in files.items():
         try:
@@ -76,8 +76,8 @@ def shortened(files: dict[Path, Recorded]) -> list[Path]:
 
 
 _UNSTATED = {"nvidia-cutlass-dsl": (">=4.6", "apache-tvm-ffi>=0.1.10")}
-"""What a release needs and its metadata does not say.  ``cutlass_dsl/tvm_ffi_provider.py`` of the CuTe DSL hands
-``map_dataclass_to_tuple`` to ``tvm_ffi.utils.make_kwargs_wrapper`` from 4.6.0 on, which takes it from 0.1.10 on."""
+"""Requirements that a release needs but does not declare. From 4.6.0 on, ``cutlass_dsl/tvm_ffi_provider.py`` of the CuTe DSL
+passes ``map_dataclass_to_tuple`` to ``tvm_ffi.utils.make_kwargs_wrapper``, which accepts it from 0.1.10 on."""
 
 
 def _unstated(distribution: Distribution) -> list[str]:
@@ -88,7 +88,7 @@ def _unstated(distribution: Distribution) -> list[str]:
 
 
 def requirements(distributions: Iterable[Distribution]) -> tuple[list[str], list[str]]:
-    """What they require and is not met, ``requirement (version is installed)``, and requirements of what is not installed."""
+    """Return unmet requirements, as ``requirement (version is installed)``, and requirements that are not installed at all."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     unmet: dict[str, str] = {}
@@ -112,7 +112,7 @@ def requirements(distributions: Iterable[Distribution]) -> tuple[list[str], list
 
 
 def origin(package: str) -> Path | None:
-    """``__init__.py`` of the copy that an import would take; nothing is imported."""
+    """Return ``__init__.py`` of the copy that an import would load. Import nothing."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -121,7 +121,7 @@ def origin(package: str) -> Path | None:
 
 
 def source(package: Path | None, relative: str) -> str:
-    """Text of a file beside a package's ``__init__.py``, empty where there is none."""
+    """Return the text of a file next to a package's ``__init__.py``, or "" if it cannot be read."""
     try:
         return "" if package is None else (package.parent / relative).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

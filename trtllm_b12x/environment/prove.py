@@ -1,6 +1,6 @@
-"""What comes of compiling a family's real kernels here, for a card that need not be: a process of its own says it.
+"""Compile the real kernels of a family in a subprocess, for a card that need not be present.
 
-The CuTe DSL may kill the process that uses it.
+The CuTe DSL may crash the process that uses it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Proof:
-    """What the compile showed."""
+    """Result of the test compile."""
 
     target: str
     compiled: bool
     error: str = ""
-    """First telling line: the assembler's words, or the exception's."""
+    """First informative line of the assembler's message or of the exception."""
     products: int = 0
-    """Tensor core instructions in the PTX: b12x's are ``kind::mxf4nvf4``."""
+    """Number of tensor core instructions in the PTX. Those of b12x are ``kind::mxf4nvf4``."""
     seconds: float = 0.0
 
 
 def prove(target: str, family: str = "b12x") -> Proof:
-    """Run :mod:`trtllm_b12x.kernels.prove`; a crash or a hang is an answer too.  Nothing of the working directory is imported.
+    """Run ``trtllm_b12x.kernels.prove`` outside the working directory. A crash or a hang is also a result.
 
     Args:
         target: ``sm_120a`` or ``sm_121a``.

@@ -1,4 +1,4 @@
-"""The door to TensorRT-LLM: the only package that imports it.  What the rest of the package builds on is a :class:`Host`."""
+"""Access TensorRT-LLM. Only this package imports it; the others use a ``Host``."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from trtllm_b12x.core import locks
 _Ours = TypeVar("_Ours")
 _embedded = False
 _failure = ""
-"""Of the last :func:`load`."""
+"""Error of the last ``load``."""
 _loading = locks.new()
 
 
 @dataclass(frozen=True)
 class Host:
-    """What is built on, by the names that TensorRT-LLM gives it, and what differs between its generations."""
+    """Classes and functions of TensorRT-LLM that this package uses, under their names there, and how generations differ."""
 
     generation: str
-    """``embedded``, or one of :mod:`trtllm_b12x.host.contract`."""
+    """``embedded``, or a generation of ``trtllm_b12x.host.contract``."""
     create_moe: ModuleType
     CutlassFusedMoE: Any
-    """The class that our layer inherits."""
+    """Base class of our layer."""
     NVFP4CutlassFusedMoEMethod: Any
     TensorParallelMode: Any
     load_weight_shard: Callable[..., Any]
     ActivationType: Any
     Fp4QuantizedTensor: Any
-    """Input of a call that is quantized already."""
+    """Type of call inputs that are already quantized."""
     is_tuning: Callable[[], bool]
-    """The host's autotuner is running."""
+    """Function that returns True while the autotuner of TensorRT-LLM runs."""
     has_get_moe_cls: bool
-    """A and B name classes by ``get_moe_cls``, compare them exactly and hand out keywords; from C1 on a class is resolved from
-    tables and ``run_moe`` takes a context."""
+    """True for A and B: ``get_moe_cls`` names classes, tests compare them exactly, and calls pass keywords. From C1 on, tables
+    resolve the class and ``run_moe`` takes a context."""
     Layer: Any
-    """Mixed into our layer: the forms of a call."""
+    """Mixin for our layer: calling convention of this generation."""
     Weights: Any
-    """Mixed into our quantization method: when what is loaded."""
+    """Mixin for our quantization method: order in which weights are loaded."""
     MXFP8CutlassFusedMoEMethod: Any = None
-    """None on hosts of before August 2026, which do not know the format."""
+    """None on hosts before August 2026, which do not know the format."""
 
 
 class UnsupportedHostError(RuntimeError):
-    """TensorRT-LLM is installed, but what the package relies on is not all there."""
+    """Error: TensorRT-LLM is installed but lacks something that this package relies on."""
 
 
 def installed() -> bool:
-    """``tensorrt_llm`` can be imported, and nobody chose the embedded host."""
+    """Return True if ``tensorrt_llm`` can be imported and the embedded host was not chosen."""
     if _embedded or "tensorrt_llm" in sys.modules:
         return not _embedded
     spec = importlib.util.find_spec("tensorrt_llm")
-    return spec is not None and spec.origin is not None  # a folder of that name in the working directory has none
+    return spec is not None and spec.origin is not None  # a folder of that name has no origin
 
 
 def use_embedded() -> None:
-    """Take the embedded host also where TensorRT-LLM is installed: for command-line tools, before anything is loaded."""
+    """Use the embedded host even if TensorRT-LLM is installed. For command-line tools, before anything is loaded."""
     global _embedded
     _embedded = True
 
 
 def load() -> Host:
-    """The host of this process: TensorRT-LLM where it is installed, else the embedded one.
+    """Return the host of this process: TensorRT-LLM if installed, else the embedded host.
 
     Raises:
-        UnsupportedHostError: no adapter fits what is there; the message says what differs from the nearest.
+        UnsupportedHostError: no adapter fits. The message lists the differences from the nearest generation.
     """
     global _failure
     with _loading:
@@ -79,8 +79,8 @@ def load() -> Host:
             return _load()
         except UnsupportedHostError as error:
             failure = error
-        except Exception as error:  # a name that no function of the contract stands for
-            from trtllm_b12x.core.errors import first_line  # the embedded host must do without it
+        except Exception as error:  # a name that the contract does not check
+            from trtllm_b12x.core.errors import first_line  # not needed by the embedded host
 
             failure = UnsupportedHostError(f"TensorRT-LLM cannot be adapted: {first_line(error)}")
         _failure = str(failure)
@@ -95,7 +95,7 @@ def _load() -> Host:
 
 
 def derive(place: str, ours: type[_Ours], *hosts: type, **attributes: Any) -> type[_Ours]:
-    """``ours`` before classes of the host, named ``module:name``, where others find it (pickle does)."""
+    """Create a subclass of ``ours`` and the host classes, named ``module:name`` so that pickle can find it."""
     module, _, name = place.partition(":")
     members = {"__module__": module, "__doc__": ours.__doc__, **attributes}
     made: type[_Ours] = types.new_class(name, (ours, *hosts), exec_body=lambda body: body.update(members))
@@ -103,9 +103,9 @@ def derive(place: str, ours: type[_Ours], *hosts: type, **attributes: Any) -> ty
 
 
 def state() -> tuple[str, str]:
-    """``none``, a generation, ``unsupported`` with what differs, or ``installed`` where nobody has looked yet.
+    """Return ``none``, a generation, ``unsupported`` with the differences, or ``installed`` if not examined yet.
 
-    Looking imports TensorRT-LLM; that is left to :func:`load`.
+    This function does not import TensorRT-LLM; ``load`` does.
     """
     if not installed():
         return "none", ""
@@ -118,9 +118,9 @@ def state() -> tuple[str, str]:
 
 
 def register_carrier(cls: type) -> None:
-    """Register ``cls`` as a model architecture of TensorRT-LLM, which its MPI workers then import; raises what the host raises.
+    """Register ``cls`` as a model architecture of TensorRT-LLM, so that its MPI workers import it. Raises the errors of the host.
 
-    Source: ``executor/proxy.py`` hands ``MODEL_CLASS_MAPPING``, later the modules of external classes (PR 18284), to its workers.
+    Source: ``executor/proxy.py`` passes ``MODEL_CLASS_MAPPING``, later modules of external classes (PR 18284), to its workers.
     """
     if installed():
         models = importlib.import_module("tensorrt_llm._torch.models.modeling_utils")

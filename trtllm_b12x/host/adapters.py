@@ -1,6 +1,6 @@
-"""What differs between the host's generations, each difference told by what is there, never by a version.
+"""Build the ``Host`` for the installed generation. Differences are detected by existing names, never by version.
 
-:mod:`trtllm_b12x.host.contract` has compared the installed host with the facts of each generation before.
+``trtllm_b12x.host.contract`` has already compared the installed host with the facts of each generation.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .weights import CachedWeights, DirectWeights, StagedWeights
 
 
 def embedded() -> Host:
-    """The host for machines without TensorRT-LLM: generation A in torch."""
+    """Return the host for machines without TensorRT-LLM: generation A, implemented in torch."""
     from . import embedded as names
 
     return _host("embedded", names.create_moe, names.CutlassFusedMoE, names.quantization, names, lambda: False)
 
 
 def tensorrt_llm() -> Host:
-    """TensorRT-LLM of this process.
+    """Return the adapter for the TensorRT-LLM of this process.
 
     Raises:
-        UnsupportedHostError: see :func:`trtllm_b12x.host.load`.
+        UnsupportedHostError: see ``trtllm_b12x.host.load``.
     """
     try:
         importlib.import_module("tensorrt_llm")
@@ -36,7 +36,7 @@ def tensorrt_llm() -> Host:
         raise UnsupportedHostError(f"importing tensorrt_llm fails: {first_line(error)}") from error
     generation = contract.recognize()
     package = contract.facts()[generation]["package"]
-    # By import_module: as an attribute of its package, create_moe is the function.
+    # Use import_module: as a package attribute, create_moe is the function.
     backend, _, name = contract.CUTLASS.partition(".")
     create_moe, classes, quantization = (
         importlib.import_module(f"{package}.{module}") for module in ("create_moe", backend, "quantization")
@@ -61,8 +61,8 @@ def _host(
     named = hasattr(create_moe, "get_moe_cls")
     calls = KeywordCalls if named else ContextCalls
     end = EndsWithCachedState if hasattr(cutlass, "cache_derived_state") else EndsWithPostLoad
-    # An ABC's caches are keyed by equality: with an equal subclass every plain layer would be an instance of it, so there our
-    # class keeps normal identity.  Those hosts compare the classes of backends nowhere but in create_moe_backend.
+    # ABC caches use equality: every plain layer would count as an instance of an equal subclass. On ABC hosts our
+    # class therefore compares by identity. Those hosts compare backend classes only in create_moe_backend.
     metaclass = type(cutlass) if type(cutlass) is not type else type("CountsAsCutlass", (type,), _equality(cutlass))
     return Host(
         generation=generation,
@@ -88,10 +88,10 @@ def _weights(generation: str) -> type:
 
 
 def _equality(cutlass: type) -> dict[str, Any]:
-    """Makes a class equal to the host's own wherever the host compares classes exactly.
+    """Return the methods that make our class equal to the CUTLASS class in exact comparisons.
 
-    A and B ask ``moe_cls == CutlassFusedMoE``, ``moe_cls in (...)`` and ``backend.__class__ == CutlassFusedMoE`` to wrap and feed
-    a backend; a plain subclass fails all three (``create_moe.py``, ``configurable_moe.py``, ``moe_scheduler.py``).  Equality and
-    hash agree, identity stays: never key a dict, set or cache by this class.
+    A and B test ``moe_cls == CutlassFusedMoE``, ``moe_cls in (...)`` and ``backend.__class__ == CutlassFusedMoE`` to wrap and
+    feed a backend. A plain subclass fails all three (``create_moe.py``, ``configurable_moe.py``, ``moe_scheduler.py``).
+    Equality and hash agree, identity does not. Never use this class as a key of a dict, set or cache.
     """
     return {"__eq__": lambda cls, other: other is cutlass or other is cls, "__hash__": lambda cls: hash(cutlass)}

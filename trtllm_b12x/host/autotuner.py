@@ -1,8 +1,8 @@
-"""A guard of the host's autotuner, which is rebound where it needs one.
+"""Guard the autotuner of TensorRT-LLM against a crash.
 
-Why: ``AutoTuner._find_nearest_profile`` indexes shapes by specs of inputs that are not there and dies with IndexError
-at warm-up on SM121 (issue 12230).  How: only where a call with such a spec raises, specs out of range are left out.  It can
-go with the last supported host from before PR 12310 (18 March 2026).
+Why: ``AutoTuner._find_nearest_profile`` indexes shapes by specs of missing inputs and dies with IndexError at warm-up on SM121
+(issue 12230). How: drop specs that are out of range, only on hosts where such a spec raises. It can go with the last supported
+host from before PR 12310 (18 March 2026).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import patches
 
 
 def patch(module: Any, active: Callable[[], bool]) -> None:
-    """Rebind it in the host's module, for as long as ``active`` says."""
+    """Rebind ``_find_nearest_profile`` in the module. The guard works while ``active()`` is true."""
     tuner = module.AutoTuner
     found = vars(tuner).get("_find_nearest_profile")
     if isinstance(found, classmethod) and not patches.rebound(found) and _index_error(module):
@@ -23,19 +23,19 @@ def patch(module: Any, active: Callable[[], bool]) -> None:
 
 
 def _index_error(module: Any) -> bool:
-    """A spec of an input that is not there raises."""
+    """Return True if a spec of a missing input raises IndexError."""
     spec = module.DynamicTensorSpec(input_idx=1, dim_idx=0)
     try:
         module.AutoTuner._find_nearest_profile(((1,),), (spec,), ())
     except IndexError:
         return True
-    except Exception:  # another signature: not the code that the guard is for
+    except Exception:  # another signature: not the code to guard
         return False
     return False
 
 
 def _guarding(active: Callable[[], bool], original: Any) -> Any:
-    """``_find_nearest_profile`` without the specs that have no input."""
+    """Wrap ``_find_nearest_profile`` so that it ignores specs of missing inputs."""
     find = original.__func__
 
     @functools.wraps(find)

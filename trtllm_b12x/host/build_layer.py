@@ -1,4 +1,4 @@
-"""Layers of a geometry with random weights: to measure where no server has loaded any."""
+"""Build layers of a geometry with random weights, to measure without a server."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trtllm_b12x.host.patches import promotion
 from trtllm_b12x.kernels import Geometry
 
 _MEMORY = 0.5
-"""Share of what is free that layers may take."""
+"""Maximum share of the free GPU memory that the layers take."""
 _COLD = 8
-"""Caches full of weights that are enough."""
+"""Total weight size that is enough, in multiples of the L2 cache size."""
 _MOST = 16
 
 
 class NothingToMeasureError(RuntimeError):
-    """No kernel of ours serves such a layer here; the message says why."""
+    """Error: none of our kernels serves such a layer here. The message says why."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer as the model has it, and the ranks that share it."""
+    """Sizes of a layer in the model, and the parallelism."""
 
     num_experts: int
     top_k: int
@@ -44,16 +44,16 @@ def build(
     device: torch.device,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Any]:
-    """The first rank's layers, promoted, with random weights, as many as are out of the L2 cache when their turn comes again.
+    """Build promoted layers of the first rank with random weights: so many that none is in the L2 cache when it runs again.
 
     Args:
-        progress: told the share of them that is done.
+        progress: called with the share of layers that is done.
 
     Returns:
-        Wrappers of the host's, whose ``backend`` is ours.
+        TensorRT-LLM wrappers whose ``backend`` is our layer.
 
     Raises:
-        NothingToMeasureError: see there.
+        NothingToMeasureError: no kernel of ours serves the layer.
     """
     made: list[Any] = []
     wanted = 1
@@ -101,7 +101,7 @@ def _enough(backend: Any, device: torch.device) -> int:
 
 
 def call(module: Any, tokens: int) -> Any:
-    """A call of the host's, in its own form: what :func:`trtllm_b12x.host.host_path.timed_paths` takes."""
+    """Capture one call in the form that the host makes it, for ``trtllm_b12x.host.host_path.timed_paths``."""
     seen: list[Any] = []
     backend = getattr(module, "backend", module)
     backend._ask = seen.append
@@ -124,14 +124,14 @@ def run(module: Any, tokens: int) -> torch.Tensor:
 
 
 def tuned(module: Any, most: int) -> None:
-    """The host tunes its own path for up to ``most`` tokens, as when it warms up; the embedded one has nothing to tune."""
+    """Autotune the host path for up to ``most`` tokens, as at warm-up. The embedded host has nothing to tune."""
     if not is_embedded():
         with building.autotune():
             run(module, most)
 
 
 def geometry(module: Any) -> Geometry:
-    """Of the kernels, on this rank."""
+    """Return the geometry of the kernels on this rank."""
     found: Geometry = getattr(module, "backend", module).schedule.kernels[0].geometry
     return found
 

@@ -1,4 +1,4 @@
-"""Layers of this process's host, outside of a model: for the command line, which measures them."""
+"""Build layers of this process's host outside of a model. The command line measures them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from . import embedded, load
 
 _SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
-"""SwigluBias as gpt-oss and MiniMax-M3 have it; how long a layer takes does not depend on them."""
+"""SwigluBias constants of gpt-oss and MiniMax-M3. The time of a layer does not depend on them."""
 
 
 def records() -> Any:
-    """What describes a layer to the host, by the host's names, wherever its generation has them."""
+    """Return the host classes that describe a layer, by name, wherever this generation defines them."""
     trtllm = load()
     if trtllm.generation == "embedded":
         return embedded
@@ -45,13 +45,13 @@ def create(
     dtype: torch.dtype = torch.bfloat16,
     most_tokens: int = 8192,
 ) -> Any:
-    """What ``create_moe`` makes of a quantized layer on the first of ``tp * ep`` ranks, its weights uninitialized.
+    """Call ``create_moe`` for a quantized layer on the first of ``tp * ep`` ranks. The weights are uninitialized.
 
-    Sizes are the model's.  ``activation`` is a member of the host's ``ActivationType``, ``quant_algo`` of its ``QuantAlgo``.
+    Sizes are those of the model. ``activation`` is a member of ``ActivationType``, ``quant_algo`` of ``QuantAlgo``.
 
     Raises:
         ValueError: the host does not know the algorithm.
-        Exception: whatever the host raises.
+        Exception: any error of the host.
     """
     trtllm, names = load(), records()
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
@@ -83,6 +83,6 @@ def create(
 
 
 def autotune() -> AbstractContextManager[Any]:
-    """TensorRT-LLM's own tuning of what is called inside."""
+    """Return the context in which TensorRT-LLM autotunes the operators that are called."""
     found: AbstractContextManager[Any] = importlib.import_module("tensorrt_llm._torch.autotuner").autotune()
     return found

@@ -1,7 +1,7 @@
-"""The two forms in which hosts call a backend, and tell it that its weights are there.
+"""Adapt the two calling conventions of a MoE backend, and detect when its weights are loaded.
 
-Both hand the call to ``_serve`` of the class they are mixed into; what it does not serve goes on to the host's own ``run_moe``,
-quantized by ``_quantize_late`` where the host's ``quantize_input`` was passed through.
+Both pass the call to ``_serve`` of the class they are mixed into. Calls that it does not serve go to the original ``run_moe``.
+The input is then quantized by ``_quantize_late`` if ``quantize_input`` returned it unquantized.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trtllm_b12x.dispatch.layer import LayerDispatch
 
     class _Backend:
-        """What the mixins find behind and before them."""
+        """Methods and attributes that the mixins expect in the other classes."""
 
         def run_moe(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
 
@@ -49,7 +49,7 @@ else:
 
 
 class EndsWithPostLoad(_Backend):
-    """``post_load_weights`` is the last of the host's hooks after a load or a refit."""
+    """Mixin for hosts whose last hook after a load or a refit is ``post_load_weights``."""
 
     def post_load_weights(self) -> None:
         super().post_load_weights()
@@ -57,7 +57,7 @@ class EndsWithPostLoad(_Backend):
 
 
 class EndsWithCachedState(_Backend):
-    """``cache_derived_state`` is; it runs alone where transformed weights are shared between processes."""
+    """Mixin for hosts whose last hook is ``cache_derived_state``. It runs alone if processes share transformed weights."""
 
     def cache_derived_state(self) -> None:
         super().cache_derived_state()
@@ -66,7 +66,7 @@ class EndsWithCachedState(_Backend):
 
 class _Calls(_Backend):
     def validate_configurable_moe(self, moe: Any) -> None:
-        """The wrapper hands itself over, its communication chosen (late 1.3 and later; earlier ones tell it call by call)."""
+        """Read the communication that the wrapper chose (late 1.3 and later). Earlier hosts pass it with each call."""
         super().validate_configurable_moe(moe)
         try:
             if getattr(moe, "enable_alltoall", False):
@@ -75,25 +75,25 @@ class _Calls(_Backend):
             self._leave_to_the_host(error)
 
     def _only_cutlass(self, do_finalize: bool, lora_params: Any, enable_alltoall: bool | None) -> bool:
-        """Unfinalized output, LoRA on these experts, and ids that an all-to-all may have padded."""
+        """Return True for calls that only CUTLASS serves: no finalize, LoRA on these experts, all-to-all (ids may be padding)."""
         if enable_alltoall:
             self._behind_alltoall()
         if not do_finalize or enable_alltoall:
             return True
-        # Hosts hand over what there is for any layer, attention's too.
+        # Hosts pass the LoRA parameters of all layers, including attention.
         return lora_params is not None and (not hasattr(self, "_moe_lora_active") or self._moe_lora_active(lora_params))
 
 
 class KeywordCalls(_Calls):
-    """Generations A and B (TensorRT-LLM 1.2 and 1.3), and the embedded host: one keyword per fact.
+    """Calling convention of generations A and B (TensorRT-LLM 1.2 and 1.3) and of the embedded host: keyword arguments.
 
-    A host that compares classes exactly gives them to nobody but ``CutlassFusedMoE`` (``ConfigurableMoE._get_backend_kwargs``).
+    A host that compares classes exactly passes them only to ``CutlassFusedMoE`` (``ConfigurableMoE._get_backend_kwargs``).
     """
 
     def run_as_the_host(
         self, like: dict[str, Any], x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The host's own path on tokens ``(T, H)`` that are not quantized yet, in the form of the call ``like``."""
+        """Run the host path on unquantized tokens ``(T, H)``, with the other arguments of the call ``like``."""
         quantized, x_sf = super().quantize_input(x, post_quant_comm=False)
         return super().run_moe(quantized, ids, router_weights, x_sf=x_sf, is_sf_swizzled=True, output_dtype=x.dtype, **like)
 
@@ -110,11 +110,11 @@ class KeywordCalls(_Calls):
         moe_output: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Experts on ``x (T, H)``, ids ``(T, k)`` and scales ``(T, k)`` float32; ``(T, H)`` in ``output_dtype``."""
+        """Run the experts on ``x (T, H)``, ids ``(T, k)``, scales ``(T, k)`` float32. Return ``(T, H)`` in ``output_dtype``."""
         fault = None
         try:
             enable_alltoall = kwargs.get("enable_alltoall")
-            if enable_alltoall is None:  # late 1.3's own forward path does not say; run_moe of its fused_moe_cutlass.py
+            if enable_alltoall is None:  # the forward path of late 1.3 omits it; see run_moe in its fused_moe_cutlass.py
                 enable_alltoall = getattr(self, "enable_alltoall", False)
             if not self._only_cutlass(kwargs.get("do_finalize", True), kwargs.get("lora_params"), enable_alltoall):
                 if not self.dispatch.decided:
@@ -125,7 +125,7 @@ class KeywordCalls(_Calls):
                 if result is not None:
                     return result
         except Exception as error:
-            if self._alone:  # the host has no answer
+            if self._alone:  # the host cannot serve the call
                 raise
             fault = error
         quantized, x_sf = self._quantize_late(x, x_sf, is_sf_swizzled)
@@ -143,16 +143,16 @@ class KeywordCalls(_Calls):
             moe_output=moe_output,
             **kwargs,
         )
-        if fault is not None:  # ours, not the call's: the host has just answered it
+        if fault is not None:  # our error: the host has just served the same call
             self._leave_to_the_host(fault)
         return result
 
 
 class ContextCalls(_Calls):
-    """Generations C1 and C2: a frozen ``MoERunContext`` whose ``comm_plan`` says what the communication did."""
+    """Calling convention of generations C1 and C2: a frozen ``MoERunContext`` whose ``comm_plan`` describes the communication."""
 
     def run_as_the_host(self, like: Any, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
-        """The host's own path on tokens ``(T, H)`` that are not quantized yet, in the form of the call ``like``."""
+        """Run the host path on unquantized tokens ``(T, H)``, with the other arguments of the call ``like``."""
         quantized, x_sf = super().quantize_input(x, post_quant_comm=False)
         plan = dataclasses.replace(like.comm_plan, input_sf_swizzled=True, moe_output=None)
         routes = {"token_selected_experts": ids, "token_final_scales": router_weights}
@@ -160,9 +160,9 @@ class ContextCalls(_Calls):
         return super().run_moe(ctx, workspace=None)
 
     def run_moe(self, ctx: Any, *, workspace: dict[str, Any] | None = None) -> torch.Tensor:
-        """``ctx.x (T, H)``, ``ctx.token_selected_experts (T, k)``, ``ctx.token_final_scales (T, k)``; ``(T, H)``."""
+        """Run the experts on ``ctx.x (T, H)`` with ids and scales of ``ctx``, ``(T, k)`` each. Return ``(T, H)``."""
         plan, fault = ctx.comm_plan, None
-        if plan is not None:  # without one the host says what is wrong
+        if plan is not None:  # without one the host raises an error
             try:
                 if not self._only_cutlass(ctx.do_finalize, ctx.lora_params, plan.enable_alltoall):
                     if not self.dispatch.decided:
@@ -180,6 +180,6 @@ class ContextCalls(_Calls):
                 dtype = ctx.output_dtype or ctx.x.dtype
                 ctx = dataclasses.replace(ctx, x=quantized, x_sf=x_sf, output_dtype=dtype)
         result = super().run_moe(ctx, workspace=workspace)
-        if fault is not None:  # ours, not the call's: the host has just answered it
+        if fault is not None:  # our error: the host has just served the same call
             self._leave_to_the_host(fault)
         return result

@@ -1,7 +1,7 @@
-"""What the package relies on in each host generation, and whether the installed host has it.
+"""Check that the installed TensorRT-LLM has everything that this package relies on, per generation.
 
-``facts.json`` was extracted from the public source, file by file, with repository and commit (``tests/hosts/extract.py``).
-A function is given by its parameters in order, ``name``, ``name=default``, ``*`` before the keyword-only ones.
+``facts.json`` was extracted from the public source, file by file, with repository and commit (``tests/hosts/extract.py``). It
+lists each function's parameters in order: ``name``, ``name=default``, and ``*`` before keyword-only ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from . import UnsupportedHostError
 
 GENERATIONS = ("A", "B", "C1", "C2")
-"""Oldest first: 1.2, 1.3, 1.3 with ``run_moe(ctx)``, the package's new place."""
+"""Generations, oldest first: 1.2, 1.3, 1.3 with ``run_moe(ctx)``, and the new package path."""
 CUTLASS = "fused_moe_cutlass.CutlassFusedMoE"
-"""``module.class`` that ours inherits."""
+"""``module.class`` that our layer inherits."""
 
 _BUILD = "create_moe.create_moe_backend"
 _READ = ("moe_cls", "model_config", "dtype", "bias", "apply_router_weight_on_input")
-"""What is read of a call of :data:`_BUILD`, by name and wherever it stands, beside one of :data:`_ACTIVATION`."""
+"""Arguments of ``create_moe_backend`` that are read by name, at any position, in addition to one of ``_ACTIVATION``."""
 _ACTIVATION = ("activation", "activation_type")
 _BACKEND = ("_get_quant_method", "create_weights", "load_weights", "post_load_weights", "quantize_input", "run_moe")
 _METHOD = (
@@ -67,7 +67,7 @@ LAYER = (
     "tp_size",
     "use_dp",
 )
-"""What is read of a layer that the host has built; asked of each (:func:`lacking`), because no class tells."""
+"""Attributes read from a layer that the host has built. ``lacking`` checks every layer, because the class does not show them."""
 WEIGHTS = (
     "fc2_alpha",
     "fc2_input_scale",
@@ -78,7 +78,7 @@ WEIGHTS = (
     "w3_w1_weight",
     "w3_w1_weight_scale",
 )
-"""What is read of a layer with NVFP4 weights; the host's quantization module names them."""
+"""Attributes read from a layer with NVFP4 weights. The host's quantization module must mention each name."""
 RECORDS = {
     "MoERunContext": (
         "comm_plan",
@@ -92,11 +92,11 @@ RECORDS = {
     ),
     "MoECommPlan": ("enable_alltoall", "input_sf_swizzled", "moe_output"),
 }
-"""Fields of a call's records that are read, from C1 on."""
+"""Fields read from the records of a call, from C1 on."""
 
 
 def relied_on(generation: str) -> tuple[str, ...]:
-    """Functions that are patched, overridden or called: ``module.function``, or ``module.class.method``, inherited ones too."""
+    """List the functions that are patched, overridden or called: ``module.function``, ``module.class.method``; also inherited."""
     context, staged = generation.startswith("C"), generation != "A"
     functions = (*_BACKEND, *(("cache_derived_state",) if context else ()))
     method = (*_METHOD, *(_STAGED_METHOD if staged else ()), *(_CACHED if context else ()))
@@ -110,17 +110,17 @@ def relied_on(generation: str) -> tuple[str, ...]:
 
 @cache
 def facts() -> dict[str, dict[str, Any]]:
-    """Generation to its facts, oldest first."""
+    """Return the facts of each generation, oldest first."""
     text = Path(__file__).with_name("facts.json").read_text(encoding="utf-8")
     generations: dict[str, dict[str, Any]] = json.loads(text)
     return generations
 
 
 def recognize() -> str:
-    """The newest generation whose facts the installed host satisfies.
+    """Return the newest generation whose facts the installed host satisfies.
 
     Raises:
-        UnsupportedHostError: none; the message names what differs from the nearest.
+        UnsupportedHostError: no generation fits. The message lists the differences from the nearest one.
     """
     found: dict[str, list[str]] = {}
     for generation, known in reversed(facts().items()):
@@ -130,7 +130,7 @@ def recognize() -> str:
         found[generation] = list(_differences(generation))
         if not found[generation]:
             return generation
-    # No package at all is farther away than any number of functions.
+    # A missing package counts as a larger difference than any number of functions.
     nearest = min(found, key=lambda g: (found[g][0].startswith("there is no tensorrt_llm."), len(found[g])))
     version = getattr(importlib.import_module("tensorrt_llm"), "__version__", "?")
     raise UnsupportedHostError(
@@ -142,7 +142,7 @@ def recognize() -> str:
 def _is_there(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # not even its parent
+    except ModuleNotFoundError:  # the parent package is missing too
         return False
 
 
@@ -169,7 +169,7 @@ def _differences(generation: str) -> Iterator[str]:
 
 
 def lacking(layer: Any) -> list[str]:
-    """Names of :data:`LAYER` that a layer of this host does not have."""
+    """Return the names in ``LAYER`` that this layer lacks."""
     return [name for name in LAYER if not hasattr(layer, name)]
 
 
@@ -179,7 +179,7 @@ def _cutlass(package: str) -> Any:
 
 
 def _tables(package: str) -> Iterator[str]:
-    """Differences of the tables that lead from CUTLASS to a class.  Promotion of a class that nothing builds would be idle."""
+    """Report tables that do not lead from CUTLASS to its class. Promoting a class that nothing builds would have no effect."""
     try:
         cutlass, resolution = _cutlass(package), importlib.import_module(f"{package}.moe_resolution")
         if cutlass not in resolution.BACKEND_FAMILY["CUTLASS"] or cutlass not in resolution.IMPL_PRIORITY:
@@ -199,7 +199,7 @@ def _fields(package: str) -> Iterator[str]:
 
 
 def _names(package: str) -> Iterator[str]:
-    """Attributes of a layer that only loading makes, by the host's code: a name that is nowhere in it is not there."""
+    """Report missing layer attributes that exist only after loading: names that the host's code does not mention."""
     try:
         quantization = importlib.import_module(f"{package}.quantization")
         cutlass = _cutlass(package)
@@ -225,7 +225,7 @@ def _code(module: ModuleType) -> Iterator[CodeType]:
 
 
 def _named(code: CodeType) -> set[str]:
-    """Attributes, and texts, by which parameters are registered."""
+    """Return the attribute names and string constants in the code. Parameters are registered by string."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -236,7 +236,7 @@ def _named(code: CodeType) -> set[str]:
 
 
 def _staging(package: str) -> Iterator[str]:
-    """What a host has that stages weights: with one hook of it renamed, it must not pass for one that does not."""
+    """Report staging hooks. A host that stages weights, with one hook renamed, must not pass for one that does not."""
     try:
         method = importlib.import_module(f"{package}.quantization").NVFP4CutlassFusedMoEMethod
     except (ImportError, AttributeError):
@@ -254,7 +254,7 @@ def _unread(actual: list[inspect.Parameter]) -> Iterator[str]:
 
 
 def _missing(recorded: list[str], actual: list[inspect.Parameter]) -> Iterator[str]:
-    """Recorded parameters must be there, positional ones in their place; new ones must be optional."""
+    """Compare a signature with the recorded one. Recorded parameters must exist, in the same order; new ones must be optional."""
     there = {parameter.name: parameter for parameter in actual}
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     names = []

@@ -1,4 +1,4 @@
-"""The host's own path and our kernels as timed paths, and routes as a layer's router draws them."""
+"""Build timed paths from the host path and our kernels, and sample routes from a layer's router."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _LAYERS = 32
 
 
 def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
-    """Return each family and the host's path, on this layer and others like it.
+    """Return the timed path of each family and of the host, over this layer and similar ones.
 
     Args:
-        module: a layer of ours with kernels.
-        like: the call that the host has just made, for ``run_as_the_host``.
+        module: layer of ours with kernels.
+        like: call that the host has just made, for ``run_as_the_host``.
     """
     layers = [module, *(other for other, _ in registry.alive() if other is not module and _alike(other, module))][:_LAYERS]
     paths = {}
     for name, kernel in module.schedule.families.items():
         runs = [layer.schedule.families[name].run for layer in layers]
-        # Prefill is rarely in a graph: there the time of the launches counts, and the host's time is without it.
+        # Prefill rarely runs in a graph. Launch time then counts for our kernels; the host path is timed without it.
         captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
         paths[HOST if name == module.schedule.base else name] = TimedPath(runs, kernel.serves, captured)
     if HOST not in paths:
-        # The embedded host's operator asks the GPU which experts have tokens.
+        # The embedded operator synchronizes to find the experts that have tokens.
         captured = load().generation != "embedded"
         paths[HOST] = TimedPath([partial(layer.run_as_the_host, like) for layer in layers], captured=captured)
     return paths
@@ -54,7 +54,7 @@ def _alike(other: Any, module: Any) -> bool:
 
 
 def route_sampler(module: Any, geometry: Geometry, device: torch.device) -> RouteSampler:
-    """Draw routes by the layer's router from random logits, or by the logits alone if the router needs more than those."""
+    """Return a sampler that routes random logits with the layer's router, or by top-k if the router needs more than logits."""
 
     def sample(tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logits = timing.router_logits(geometry, tokens, seed, skewed).to(device)

@@ -1,4 +1,4 @@
-"""Names of the host that are rebound in this process, and what they were."""
+"""Keep track of the TensorRT-LLM names that are rebound in this process, with their originals."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from trtllm_b12x.core import locks
 
 building = locks.new()
-"""Of the layers that are built; held while the host imports and constructs."""
+"""Lock for building layers. Held while the host imports modules and constructs layers."""
 lock = locks.new()
-"""Nothing is imported under it: the import hook takes it, with the import lock of the host's module."""
+"""Lock for the patch list. Import nothing while holding it: the import hook takes it while it holds the module's import lock."""
 
 
 @dataclass
 class Promotion:
-    """Whether layers are promoted in this process."""
+    """State of promotion in this process."""
 
     active: bool = False
     refused: str = ""
-    """Why the host of this process is left alone, once that is known."""
+    """Reason why TensorRT-LLM stays unpatched in this process; empty if none is known."""
 
 
 promotion = Promotion()
@@ -30,7 +30,7 @@ promotion = Promotion()
 
 @dataclass(frozen=True)
 class Patch:
-    """One rebound name."""
+    """Rebound name."""
 
     owner: Any
     """Module or class."""
@@ -47,26 +47,26 @@ _patches: list[Patch] = []
 
 
 def rebind(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """To what ``wrapper`` makes of it."""
+    """Rebind a name to ``wrapper(original)``."""
     replacement = wrapper(vars(owner)[name])
     replacement._trtllm_b12x = True
     put(owner, name, replacement)
 
 
 def rebound(original: Any) -> bool:
-    """It is one of ours already."""
+    """Return True if the function is already one of our wrappers."""
     return getattr(original, "_trtllm_b12x", False)
 
 
 def put(owner: Any, name: str, ours: Any) -> None:
     original = vars(owner)[name]
     setattr(owner, name, ours)
-    _patches[:] = [entry for entry in _patches if entry.owner is not owner or entry.name != name]  # of before a reload
+    _patches[:] = [entry for entry in _patches if entry.owner is not owner or entry.name != name]  # entries from before a reload
     _patches.append(Patch(owner, name, original, ours))
 
 
 def give_back() -> None:
-    """What nobody else has rebound since."""
+    """Restore the originals, except names that another package has rebound since."""
     with lock:
         for entry in reversed(_patches):
             if vars(entry.owner).get(entry.name) is entry.ours:
@@ -75,19 +75,19 @@ def give_back() -> None:
 
 
 def names() -> tuple[str, ...]:
-    """``module.name`` of each."""
+    """Return ``module.name`` of each rebound name."""
     return tuple(map(str, _patches))
 
 
 _lent: list[tuple[dict[str, Any], type]] = []
-"""Names of the host that are ours for the time of a construction."""
+"""Namespaces in which ``CutlassFusedMoE`` is temporarily our class, with the original class."""
 
 
 @contextmanager
 def known_as_cutlass(names: dict[str, Any], ours: type | None) -> Iterator[None]:
-    """Inside ``create_moe_backend``, its name for the CUTLASS class is ours; None leaves it, and waits until it is the host's.
+    """Bind ``CutlassFusedMoE`` in ``names`` to ``ours`` during ``create_moe_backend``. None: keep it, but wait for other threads.
 
-    Every generation tests the class there against that name, with ``==``, ``in`` or ``is``, and refuses what it does not know.
+    Every generation tests the class there against that name, with ``==``, ``in`` or ``is``, and refuses unknown classes.
     """
     with building:
         before = names["CutlassFusedMoE"]
@@ -101,7 +101,7 @@ def known_as_cutlass(names: dict[str, Any], ours: type | None) -> Iterator[None]
 
 
 def _give_back_in_child() -> None:
-    """A fork while another thread constructs: nobody ends that construction in the child."""
+    """Restore names in a forked child if another thread was building a layer: that thread does not exist in the child."""
     if not building._is_owned():
         for names, before in _lent:
             names["CutlassFusedMoE"] = before

@@ -1,6 +1,6 @@
-"""What a host or a checkpoint says of a layer, as :class:`Problem` and :class:`Deployment`: the one place that asks them.
+"""Describe a layer of a host or a checkpoint as ``Problem`` and ``Deployment``. Only this module reads these facts.
 
-Facts become known in steps, and each function tells what is known at its own: the rest is None, and the rules about it abstain.
+Facts become known in steps. Each function returns what is known at its step. Other fields are None, and their rules abstain.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 Question = tuple[Problem, Deployment]
 
 _MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
-"""``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``); LoRA on attention leaves them as they are."""
+"""``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``). LoRA on attention does not change them."""
 _ACTIVATION_TENSORS = {
     "act_alpha": "swiglu_alpha",
     "act_beta": "swiglu_beta",
     "act_clamp": "swiglu_limit",
     **{name: name for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")},
 }
-"""Attributes of a layer that hold SwiGLU's constants as tensors, C2's first, and what older hosts call them."""
+"""Layer attributes that hold SwiGLU constants as tensors, mapped to their names in older hosts. Those of C2 come first."""
 _CONSTANTS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar")
 
 
 def of_model(model_config: Any, override: Any = None) -> Question | None:
-    """Of each layer of a host's ``ModelConfig``; None where it is none that we know.
+    """Describe the layers of a ``ModelConfig``; None for an unknown type.
 
-    Quantization that is settled layer by layer is not known.
+    Per-layer quantization is not known here.
     """
     try:
         quant_config = override if override is not None else model_config.quant_config
@@ -50,18 +50,18 @@ def of_model(model_config: Any, override: Any = None) -> Question | None:
 
 
 def most_tokens(model_config: Any) -> int | None:
-    """Of one call of a layer, by a host's ``ModelConfig``: what is longer comes in chunks.  None where it does not say."""
+    """Return the maximum number of tokens per call of a layer, or None if unknown. Longer batches come in chunks."""
     with suppress(AttributeError, TypeError):
         return int(model_config.moe_max_num_tokens or model_config.max_num_tokens * model_config.mapping.dp_size)
     return None
 
 
 def of_call(arguments: dict[str, Any], *, quantization: bool) -> Question:
-    """Of the layer that ``create_moe_backend`` is asked for.
+    """Describe the layer that ``create_moe_backend`` is to build.
 
     Args:
         arguments: by name.
-        quantization: the model's counts; it may still change per layer, so only where it is all there is.
+        quantization: use the model's quantization. It may still change per layer, so use it only if nothing better is known.
     """
     model_config = arguments.get("model_config")
     problem, deployment = (of_model(model_config) if quantization else None) or of_config(model_config)
@@ -78,16 +78,16 @@ def of_call(arguments: dict[str, Any], *, quantization: bool) -> Question:
 
 
 def of_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: bool = False) -> Question:
-    """Of a layer that the host has built: all there is to know, its final quantization too.
+    """Describe a layer that the host has built, completely and with its final quantization.
 
     Args:
-        layer: see :data:`trtllm_b12x.host.contract.LAYER`.
-        config: :func:`of_config` when it was built.
-        alltoall: its tokens come from an all-to-all.
-        unequal_scales: gate and up of some expert have a ``weight_scale_2`` each.
+        layer: see ``trtllm_b12x.host.contract.LAYER``.
+        config: result of ``of_config`` when the layer was built.
+        alltoall: True if its tokens come from an all-to-all.
+        unequal_scales: True if gate and up of some expert have a ``weight_scale_2`` each.
     """
     problem, deployment = config
-    divided = layer.intermediate_size % layer.tp_size == 0  # else the host's shards differ in size
+    divided = layer.intermediate_size % layer.tp_size == 0  # else the shards differ in size
     size = layer.intermediate_size_per_partition if divided else layer.intermediate_size / layer.tp_size
     known = replace(
         problem,
@@ -111,7 +111,7 @@ def of_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: bool 
 
 
 def of_checkpoint(source: MoELayer, tp: int = 1, ep: int = 1) -> Question:
-    """Of one of ``tp * ep`` ranks, from what the checkpoint alone tells."""
+    """Describe a layer on one of ``tp * ep`` ranks, from the checkpoint alone."""
     known = Problem(
         quant_algo=source.quant_algo,
         group_size=source.group_size,
@@ -130,7 +130,7 @@ def of_checkpoint(source: MoELayer, tp: int = 1, ep: int = 1) -> Question:
 
 
 def activation_name(get: Callable[[str], Any]) -> str:
-    """Of a layer; ``get`` looks up an argument of ``create_moe_backend``, or an attribute of the layer."""
+    """Return the activation name. ``get`` looks up an argument of ``create_moe_backend`` or an attribute of the layer."""
     kind = getattr(get("activation"), "kind", None)  # C2; older ones have activation_type
     kind = get("activation_type") if kind is None else kind
     names = load().ActivationType
@@ -138,19 +138,19 @@ def activation_name(get: Callable[[str], Any]) -> str:
 
 
 def activation_constants(get: Callable[[str], Any]) -> bool:
-    """Are SwiGLU's alpha, beta or limit given?"""
+    """Return True if SwiGLU alpha, beta or limit are set."""
     constants = getattr(get("activation"), "constants", None)
     given = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
     return any(value is not None for value in given)
 
 
 def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
-    """SwiGLU's constants as the host's operator is given them: alpha, beta and limit, ``(E,)`` float32 each, of local experts.
+    """Return SwiGLU alpha, beta and limit as the host's operator receives them, ``(E,)`` float32 each, for local experts.
 
-    C2 keeps them as ``act_*``.  With any of them the operator computes SwigluBias (``moeOp.cpp``).
+    C2 stores them as ``act_*``. With any of them the operator computes SwigluBias (``moeOp.cpp``).
 
     Raises:
-        ValueError: one is no tensor.
+        ValueError: one of them is not a tensor.
     """
     found = {_ACTIVATION_TENSORS[name]: getattr(layer, name) for name in activation_tensor_names(layer)}
     for name, value in found.items():
@@ -162,16 +162,16 @@ def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def activation_tensor_names(layer: Any) -> tuple[str, ...]:
-    """Attributes of a layer that hold SwiGLU's alpha, beta and limit."""
+    """Return the names of the layer attributes that hold SwiGLU alpha, beta and limit."""
     names = dict.fromkeys(name for name in _ACTIVATION_TENSORS if getattr(layer, name, None) is not None)
     newer = {_ACTIVATION_TENSORS[name] for name in names if name.startswith("act_")}
     return tuple(name for name in names if name not in newer)
 
 
 def of_config(model_config: Any) -> Question:
-    """What a ``ModelConfig`` says beside the quantization; what of it is not there counts as its default."""
+    """Describe everything in a ``ModelConfig`` except the quantization. Missing fields count as their defaults."""
     mapping = getattr(model_config, "mapping", None)
-    # The host's function of that name has moved between generations and is missing in the early ones.
+    # The host function for this has moved between generations and is missing in early ones.
     lora = getattr(getattr(model_config, "lora_config", None), "lora_target_modules", None) or ()
     return Problem(dynamic_quantization=bool(getattr(model_config, "force_dynamic_quantization", False))), Deployment(
         ep_size=getattr(mapping, "moe_ep_size", None),
@@ -183,19 +183,19 @@ def of_config(model_config: Any) -> Question:
 
 
 def _load_balancer(model_config: Any) -> str | None:
-    """The one that is registered; whether the layer will have it is not known yet."""
+    """Return the kind of the registered load balancer. Whether the layer will use it is not known yet."""
     registered = None
     with suppress(UnsupportedHostError):
         registered = getattr(load().create_moe, "get_moe_load_balancer", lambda: None)()
     if registered is None:
         return None
-    # The host's own test for the one that moves weights while it serves: updates per iteration.
+    # Same test as in the host for a balancer that moves weights while serving: updates per iteration.
     updates = getattr(getattr(model_config, "moe_load_balancer", None), "layer_updates_per_iter", 0)
     return "dynamic" if int(updates or 0) else "static"
 
 
 def quant_algo(quant_config: Any) -> str:
-    """Of a host's ``QuantConfig``, or of None: a layer that is not quantized."""
+    """Return the algorithm name of a ``QuantConfig``, or "none" for None: the layer is not quantized."""
     algo = quant_config.quant_algo if quant_config is not None else None
     return "none" if algo is None else str(getattr(algo, "value", algo))
 

@@ -1,7 +1,7 @@
-"""A host for machines without TensorRT-LLM: its MoE classes, call sequences and layouts in torch.
+"""Emulate TensorRT-LLM on machines without it: its MoE classes, call sequences and layouts in torch.
 
-It exists so that the very code that runs inside TensorRT-LLM can be run, verified and debugged anywhere.  It covers what
-an NVFP4 (or unquantized) CUTLASS layer does on its ranks; all-to-all, load balancing and LoRA are absent.
+The same code that runs inside TensorRT-LLM can thus be run, verified and debugged anywhere. Covered: an NVFP4 (or unquantized)
+CUTLASS layer on its ranks. Not covered: all-to-all, load balancing and LoRA.
 """
 
 from . import create_moe, quantization

@@ -1,7 +1,7 @@
-"""Between ranks, over ``torch.distributed``: all-reduce, and the gather of attention-DP.
+"""Communicate between ranks with ``torch.distributed``: all-reduce, and the gather for attention-DP.
 
-Source: ``fused_moe/communication/allgather_reducescatter.py``: tokens of all ranks are gathered in rank order, every rank
-computes its experts on all of them, the sums come back by reduce-scatter.  Post-quantization dispatch is supported.
+Source: ``fused_moe/communication/allgather_reducescatter.py``. The tokens of all ranks are gathered in rank order. Every rank
+computes its experts on all of them. Reduce-scatter returns the sums. Post-quantization dispatch is supported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AllGatherReduceScatter:
         token_final_scales: torch.Tensor | None,
         all_rank_num_tokens: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-        """Every rank's rows, in rank order; None stays None."""
+        """Gather the rows of all ranks, in rank order. None stays None."""
         self._sizes = all_rank_num_tokens
         return (
             self._gather(hidden_states),
@@ -36,7 +36,7 @@ class AllGatherReduceScatter:
         )
 
     def combine(self, final_hidden_states: torch.Tensor) -> torch.Tensor:
-        """The ranks' sum, of which this rank keeps its own rows."""
+        """Sum over the ranks and keep this rank's rows."""
         return all_reduce(final_hidden_states).split(self._sizes)[self.rank]
 
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class AllGatherReduceScatter:
 
 
 def all_reduce(values: torch.Tensor) -> torch.Tensor:
-    """Sum over the ranks, added in float32."""
+    """Sum over the ranks in float32. Return the dtype of ``values``."""
     total = values.float()
     dist.all_reduce(total)
     return total.to(values.dtype)

@@ -1,7 +1,7 @@
-"""Configuration records of the embedded host, by the names TensorRT-LLM gives them.
+"""Define the configuration records of the embedded host, under their TensorRT-LLM names.
 
 Sources (names and defaults): ``tensorrt_llm/quantization/mode.py``, ``models/modeling_utils.py``, ``mapping.py``,
-``_torch/model_config.py`` and ``_torch/utils.py`` of TensorRT-LLM 1.2; only what an MoE layer reads is here.
+``_torch/model_config.py`` and ``_torch/utils.py`` of TensorRT-LLM 1.2. Only fields that an MoE layer reads are included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class QuantAlgo(str, Enum):
 
 @dataclass(frozen=True)
 class QuantMode:
-    """The predicates of the host's ``QuantMode`` that the MoE code asks."""
+    """Predicates of TensorRT-LLM's ``QuantMode`` that the MoE code calls."""
 
     quant_algo: QuantAlgo | None = None
 
@@ -59,7 +59,7 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Ranks.  ``tp_size`` is the size of the group; MoE splits it into ``moe_tp_size * moe_ep_size``."""
+    """Parallel mapping. ``tp_size`` is the size of the group; MoE splits it into ``moe_tp_size * moe_ep_size``."""
 
     world_size: int = 1
     rank: int = 0
@@ -102,7 +102,7 @@ class ModelConfig:
     moe_backend: str = "CUTLASS"
     max_num_tokens: int = 8192
     moe_max_num_tokens: int = 0
-    """0 means max_num_tokens * dp_size (the host writes None for it)."""
+    """0 means max_num_tokens * dp_size (TensorRT-LLM uses None)."""
     skip_create_weights_in_init: bool = False
     lora_config: Any = None
     moe_load_balancer: Any = None
@@ -117,7 +117,7 @@ class ModelConfig:
 
 
 class ActivationType(IntEnum):
-    """``tensorrt_llm/_torch/utils.py``; kept in step with the C++ enum there."""
+    """Activation types of ``tensorrt_llm/_torch/utils.py``, which follow the C++ enum."""
 
     InvalidType = 0
     Identity = 1
@@ -146,7 +146,7 @@ class MoEWeightLoadingMode(Enum):
 
 @dataclass
 class Fp4QuantizedTensor:
-    """An activation that arrives quantized: FP4 bytes ``[T, H/2]`` and their E4M3 scales."""
+    """Quantized activation: FP4 bytes ``[T, H/2]`` and their E4M3 scales."""
 
     fp4_tensor: torch.Tensor
     scaling_factor: torch.Tensor

@@ -1,7 +1,7 @@
-"""``get_moe_cls``, ``create_moe_backend``, ``create_moe`` and ``ConfigurableMoE``, the wrapper that a model holds.
+"""Emulate ``get_moe_cls``, ``create_moe_backend``, ``create_moe`` and ``ConfigurableMoE``, the wrapper that a model holds.
 
 Routing, chunking and the calls into the backend follow ``fused_moe/configurable_moe.py``, the exact-class tests
-``fused_moe/create_moe.py``. One module, so that a name that is rebound in it is seen by all.
+``fused_moe/create_moe.py``. One module holds all of them, so that a rebound name is seen everywhere.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .routing import BaseMoeRoutingMethod
 
 
 class ConfigurableMoE(MoE):
-    """The wrapper a model holds; ``backend`` is the module that owns the weights.
+    """MoE wrapper that a model holds. ``backend`` is the module that owns the weights.
 
-    Without communication between ranks (``comm`` is None) every rank sees all tokens with global ids and returns its
-    partial sum, or the ranks' sum with ``reduce_results``.  With attention-DP each rank brings tokens of its own.
+    Without communication between ranks (``comm`` is None), every rank sees all tokens with global ids and returns its partial
+    sum, or the sum over the ranks with ``reduce_results``. With attention-DP each rank has its own tokens.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ConfigurableMoE(MoE):
         attention_dp = self.use_dp and self.parallel_size > 1
         self.comm = AllGatherReduceScatter(self.parallel_rank) if attention_dp else None
 
-        # Looked up as module attributes, as the host does: a rebound name is honored.
+        # Look both functions up as module attributes, as the host does, so that a rebound name takes effect.
 
         moe_cls = get_moe_cls(model_config, override_quant_config=override_quant_config)
         skip = model_config.skip_create_weights_in_init
@@ -113,7 +113,7 @@ class ConfigurableMoE(MoE):
         all_rank_num_tokens: list[int] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``all_rank_num_tokens``: rows of every rank, with attention-DP; ``do_finalize`` is the TRTLLM backend's alone."""
+        """Run the layer in chunks. ``all_rank_num_tokens``: rows per rank with attention-DP. ``do_finalize`` is ignored."""
         if isinstance(x, Fp4QuantizedTensor):
             assert output_dtype is not None
         else:
@@ -176,7 +176,7 @@ class ConfigurableMoE(MoE):
         return all_reduce(output) if self.reduce_results and self.parallel_size > 1 else output
 
     def _get_backend_kwargs(self, output_dtype: torch.dtype) -> dict[str, Any]:
-        # Exact, as in the host: a plain subclass gets nothing.
+        # Exact comparison, as in the host: a plain subclass gets no arguments.
         if self.backend.__class__ == CutlassFusedMoE:
             swizzled = self.comm is None
             return {"is_sf_swizzled": swizzled, "output_dtype": output_dtype, "enable_alltoall": False, "moe_output": None}
@@ -184,7 +184,7 @@ class ConfigurableMoE(MoE):
 
 
 def get_moe_cls(model_config: ModelConfig, override_quant_config: QuantConfig | None = None) -> type[MoE]:
-    """The class for ``model_config.moe_backend``: CUTLASS whatever the quantization; AUTO ends there."""
+    """Return the class for ``model_config.moe_backend``: CUTLASS for any quantization, also for AUTO."""
     del override_quant_config
     if model_config.moe_backend.upper() in ("CUTLASS", "AUTO"):
         return CutlassFusedMoE
@@ -199,7 +199,7 @@ def create_moe_backend(
     intermediate_size: int,
     **arguments: Any,
 ) -> MoE:
-    """The module that owns the weights; ``arguments`` are those of :class:`CutlassFusedMoE`."""
+    """Build the module that owns the weights. ``arguments`` are those of ``CutlassFusedMoE``."""
     if moe_cls == CutlassFusedMoE:
         return moe_cls(
             routing_method=routing_method,
@@ -221,7 +221,7 @@ def create_moe(
     override_quant_config: QuantConfig | None = None,
     **arguments: Any,
 ) -> MoE:
-    """The layer a model file asks for: the backend's class wrapped in :class:`ConfigurableMoE`."""
+    """Build the layer for a model: the backend class wrapped in ``ConfigurableMoE``."""
     moe_cls = get_moe_cls(model_config, override_quant_config)
     sizes = (routing_method, num_experts, hidden_size, intermediate_size)
     if moe_cls in (CutlassFusedMoE,):

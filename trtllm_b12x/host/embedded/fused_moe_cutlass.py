@@ -1,4 +1,4 @@
-"""``CutlassFusedMoE`` of ``fused_moe/fused_moe_cutlass.py``: the backend that the CUTLASS setting names."""
+"""Emulate ``CutlassFusedMoE`` of ``fused_moe/fused_moe_cutlass.py``, the class of the CUTLASS backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .quantization import (
 
 
 class CutlassFusedMoE(MoE):
-    """NVFP4 and unquantized experts; ``create_weights`` at the end of ``__init__`` unless the model config defers it."""
+    """Layer of NVFP4 or unquantized experts. ``__init__`` ends with ``create_weights`` unless the model config defers it."""
 
     quant_scales: Any
     scaling_vector_size: int
@@ -63,7 +63,7 @@ class CutlassFusedMoE(MoE):
         self._weights_created = True
 
     def load_weights(self, weights: list[Any], allow_partial_loading: bool = False) -> None:
-        """Load from a list that holds one mapping, keys ``"{expert}.w1.weight"`` and so on."""
+        """Load weights from a list with one mapping, with keys ``"{expert}.w1.weight"`` and so on."""
         assert self._weights_created
         assert len(weights) == 1
         if allow_partial_loading and self.has_any_quant:
@@ -76,9 +76,9 @@ class CutlassFusedMoE(MoE):
     def quantize_input(
         self, x: torch.Tensor | Fp4QuantizedTensor, post_quant_comm: bool = True, **kwargs: Any
     ) -> tuple[Any, torch.Tensor | None]:
-        """Quantize ``x [T, H]``: FP4 bytes and scales; scales are ``[T, H/16]`` before communication, else swizzled.
+        """Quantize ``x [T, H]`` to FP4 bytes and scales. Scales are ``[T, H/16]`` before communication, else swizzled.
 
-        An ``Fp4QuantizedTensor`` is taken apart before communication and passed through untouched otherwise.
+        An ``Fp4QuantizedTensor`` is split into both before communication, and returned unchanged otherwise.
         """
         if not self.has_nvfp4:
             return x, None
@@ -103,14 +103,14 @@ class CutlassFusedMoE(MoE):
         moe_output: torch.Tensor | None = None,
         enable_alltoall: bool | None = None,
     ) -> torch.Tensor:
-        """Experts on ``x`` (from :meth:`quantize_input`), ids ``[T, k]``, scales ``[T, k]``; returns ``[T, H]``."""
+        """Run the experts on ``x`` (from ``quantize_input``), ids ``[T, k]`` and scales ``[T, k]``. Return ``[T, H]``."""
         del tuner_num_tokens, tuner_top_k, enable_alltoall
         if isinstance(self.quant_method, MXFP8CutlassFusedMoEMethod):
             raise NotImplementedError("CUTLASS multiplies MXFP8 experts on SM100 and SM103 alone")
         if isinstance(x, Fp4QuantizedTensor):
             x, x_sf, is_sf_swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
         if output_dtype is None:
-            output_dtype = x.dtype  # what the op infers; for quantized input it fails, as the host's does
+            output_dtype = x.dtype  # as the real op infers it; fails for quantized input, as there
         if output_dtype is torch.uint8:
             raise RuntimeError("Invalid output type Byte: pass output_dtype when x is quantized")
         return ops.fused_moe(

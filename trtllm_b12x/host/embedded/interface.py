@@ -1,4 +1,4 @@
-"""``MoE``, the module interface of ``fused_moe/interface.py``: sizes, ranks, slots, and ``forward``."""
+"""Define ``MoE``, the module interface of ``fused_moe/interface.py``: sizes, ranks, slots and ``forward``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .routing import BaseMoeRoutingMethod
 class MoE(nn.Module):
     """Mixture-of-experts layer of one rank.
 
-    ``intermediate_size`` is the model's; ``intermediate_size_per_partition`` this rank's.  Experts
-    ``slot_start <= id < slot_end`` live here.  Load balancing and cluster parallelism are not embedded.
+    ``intermediate_size`` is the size in the model, ``intermediate_size_per_partition`` the size on this rank. This rank holds
+    the experts ``slot_start <= id < slot_end``. Load balancing and cluster parallelism are not covered.
     """
 
     def __init__(
@@ -107,5 +107,5 @@ class MoE(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor | Fp4QuantizedTensor, router_logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """``x [T, H]`` and ``router_logits [T, E]`` to ``[T, H]``."""
+        """Map ``x [T, H]`` and ``router_logits [T, E]`` to ``[T, H]``."""
         return self.forward_impl(x, router_logits, **kwargs)

@@ -1,4 +1,4 @@
-"""The operators that TensorRT-LLM registers as ``torch.ops.trtllm.*``, in torch: any device, the same layouts and rounding.
+"""Emulate the ``torch.ops.trtllm.*`` operators of TensorRT-LLM in torch, on any device, with the same layouts and rounding.
 
 Sources: ``cpp/tensorrt_llm/kernels/quantization.cuh`` (``cvt_warp_fp16_to_fp4`` and the 128x4 scale layout),
 ``cpp/tensorrt_llm/thop/fp4Op.cpp``, ``moeOp.cpp`` (shape checks) and ``kernels/cutlass_kernels/moe_gemm/moe_kernels.cu``.
@@ -29,8 +29,8 @@ def fp4_quantize(
     """Quantize activations to NVFP4.
 
     Args:
-        x: ``[T, H]``, fp16 or bf16 (or float32, which the host does not accept), H a multiple of 16.
-        global_scale: one float32, the reciprocal kind: 448 * 6 / amax.
+        x: ``[T, H]``, fp16 or bf16 (or float32, which TensorRT-LLM does not accept), H a multiple of 16.
+        global_scale: one float32, in reciprocal form: 448 * 6 / amax.
 
     Returns:
         FP4 bytes ``[T, H/2]`` (uint8) and a flat uint8 tensor of E4M3 block scales: ``T * H/16`` of them row by row, or
@@ -40,7 +40,7 @@ def fp4_quantize(
         raise ValueError(f"the embedded host quantizes to NVFP4 only, not sf_vec_size={sf_vec_size}, ue8m0={sf_use_ue8m0}")
     blocks = x.float().unflatten(-1, (-1, BLOCK_SIZE))
     scale = global_scale.float()
-    # The kernel multiplies by reciprocals, in this order; a division rounds some scales the other way.
+    # The kernel multiplies by reciprocals, in this order. A division would round some scales differently.
     block_scale = round_to_e4m3(scale * (blocks.abs().amax(-1) * (1.0 / torch.tensor(E2M1_MAX))))
     stored = block_scale.float()
     inverse = torch.where(stored > 0, 1.0 / (stored * (1.0 / scale)), torch.zeros_like(stored))
@@ -51,13 +51,13 @@ def fp4_quantize(
 
 
 def block_scale_interleave(block_scales: torch.Tensor) -> torch.Tensor:
-    """Row-major block scales to the 128x4 layout.
+    """Convert row-major block scales to the 128x4 layout.
 
     Args:
         block_scales: ``[M, K]`` or ``[E, M, K]``, uint8 (E4M3 bytes).
 
     Returns:
-        Flat uint8 tensor of ``E * round_up(M, 128) * round_up(K, 4)`` bytes.  Byte ``(m, k)`` of a group goes to
+        Flat uint8 tensor of ``E * round_up(M, 128) * round_up(K, 4)`` bytes. Byte ``(m, k)`` of a group goes to
         ``((m // 128 * (K / 4) + k // 4) * 32 + m % 32) * 16 + (m % 128) // 32 * 4 + k % 4``; padding is zero.
     """
     scales = block_scales if block_scales.dim() == 3 else block_scales.unsqueeze(0)
@@ -69,7 +69,7 @@ def block_scale_interleave(block_scales: torch.Tensor) -> torch.Tensor:
 
 
 def block_scale_interleave_reverse(block_scales: torch.Tensor) -> torch.Tensor:
-    """The 128x4 layout back to row-major: ``[M, K]`` or ``[E, M, K]`` uint8, M % 128 == 0, K % 4 == 0, same shape out."""
+    """Convert the 128x4 layout to row-major: ``[M, K]`` or ``[E, M, K]`` uint8, M % 128 == 0, K % 4 == 0, same shape out."""
     scales = block_scales if block_scales.dim() == 3 else block_scales.unsqueeze(0)
     groups, rows, columns = scales.shape
     tiles = scales.reshape(groups, rows // 128, columns // 4, 32, 4, 4)
@@ -94,11 +94,10 @@ def fused_moe(
     swiglu_beta: torch.Tensor | None = None,
     swiglu_limit: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The CUTLASS grouped GEMM path, NVFP4 (``quant_scales`` of six) or unquantized (empty).
+    """Run the CUTLASS grouped GEMM path, NVFP4 (six ``quant_scales``) or unquantized (none).
 
-    Gate and up are split at half of FC1's rows, whatever those rows hold (``moeOp.cpp``): padding below ``[w3; w1]`` moves
-    the split.  bf16 rounding after each GEMM and after the activation, float32 sum over the routes, as the unfused
-    finalize has it.
+    Gate and up are split at half of FC1's rows, whatever those rows hold (``moeOp.cpp``): padding below ``[w3; w1]`` moves the
+    split. Rounds to bf16 after each GEMM and after the activation. Sums the routes in float32, as the unfused finalize does.
 
     Args:
         x: NVFP4: FP4 bytes ``[T, H/2]`` with ``input_sf`` (flat or ``[T, H/16]`` uint8); unquantized: ``[T, H]``.
@@ -109,10 +108,10 @@ def fused_moe(
         swiglu_alpha, swiglu_beta, swiglu_limit: ``[E]`` float32; with any of them the activation is SwigluBias.
 
     Returns:
-        ``[T, H]`` in ``output_dtype``; ``out_tensor`` itself if given.
+        ``[T, H]`` in ``output_dtype``; ``out_tensor`` itself if passed.
 
     Raises:
-        ValueError: the shapes contradict each other, in the cases where the C++ op checks.
+        ValueError: shapes do not match, in the cases that the C++ op checks.
     """
     nvfp4 = len(quant_scales) > 0
     constants = (swiglu_alpha, swiglu_beta, swiglu_limit)
@@ -189,7 +188,7 @@ def _activate(
         return torch.nn.functional.silu(gate) * up
     if activation_type == ActivationType.Geglu:
         up, gate = fc1_output.chunk(2, dim=-1)
-        return torch.nn.functional.gelu(gate) * up  # the exact one, as CUTLASS has it (``moe_kernels.cu``)
+        return torch.nn.functional.gelu(gate) * up  # exact GELU, as in CUTLASS (``moe_kernels.cu``)
     if activation_type == ActivationType.Relu2:
         return torch.relu(fc1_output) ** 2
     raise ValueError(
@@ -198,7 +197,7 @@ def _activate(
 
 
 def _expert_scales(block_scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """int32 interleaved block scales ``[E, ...]`` to row-major E4M3 ``[E, rows, columns/16]``."""
+    """Convert int32 interleaved block scales ``[E, ...]`` to row-major E4M3 ``[E, rows, columns/16]``."""
     groups = block_scales.shape[0]
     padded = (_round_up(rows, 128), _round_up(columns // BLOCK_SIZE, 4))
     plain = block_scale_interleave_reverse(block_scales.view(torch.uint8).reshape(groups, *padded))
@@ -206,7 +205,7 @@ def _expert_scales(block_scales: torch.Tensor, rows: int, columns: int) -> torch
 
 
 def _dequantize_activations(x: torch.Tensor, sf: torch.Tensor, swizzled: bool, hidden: int) -> torch.Tensor:
-    """FP4 bytes and block scales of activations to float32 ``[T, H]``, without the global scale (that is in alpha)."""
+    """Dequantize FP4 activations to float32 ``[T, H]``, without the global scale (which is part of alpha)."""
     tokens, columns = x.shape[0], hidden // BLOCK_SIZE
     if swizzled:
         padded = (_round_up(tokens, 128), _round_up(columns, 4))

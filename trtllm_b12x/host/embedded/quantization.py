@@ -1,7 +1,7 @@
-"""Weight creation and loading, as ``fused_moe/quantization.py`` of TensorRT-LLM does it for CUTLASS.
+"""Create and load weights as ``fused_moe/quantization.py`` of TensorRT-LLM does for CUTLASS.
 
 Hook names, their order, shapes and dtypes follow 1.2 and 1.3 (``FusedMoEMethodBase`` -> ``NVFP4FusedMoEMethod`` ->
-``NVFP4CutlassFusedMoEMethod``), with the row padding of 1.3 and, for ReLU2, the w1-only form of later hosts.
+``NVFP4CutlassFusedMoEMethod``), with the row padding of 1.3 and, for ReLU2, the w1-only form of later versions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_weight_shard(
     tensor_parallel_mode: TensorParallelMode | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """This rank's slice of ``weight`` (rows for COLUMN, columns for ROW), as ``modules/linear.py`` cuts it."""
+    """Return this rank's slice of ``weight`` (rows for COLUMN, columns for ROW), cut as in ``modules/linear.py``."""
     if tensor_parallel_mode is None or tensor_parallel_size <= 1:
         return weight.to(device)
     dim = 1 if tensor_parallel_mode is TensorParallelMode.ROW else 0
@@ -104,14 +104,14 @@ class FusedMoEMethodBase:
 
 
 def _up(module: Any, weights: Mapping[str, torch.Tensor], expert: int, kind: str) -> torch.Tensor:
-    """w3, or for experts without a gate what the host's Nemotron-H weight mapper makes of it: w1 without its rows."""
+    """Return w3. Without a gate, return w1 with zero rows, as TensorRT-LLM's Nemotron-H weight mapper makes it."""
     if module.is_gated_activation:
         return weights[f"{expert}.w3.{kind}"]
     return weights[f"{expert}.w1.{kind}"][:0]
 
 
 def _copy_padded(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy bytes into the upper left corner of a 2-D ``destination`` of any dtype, zero elsewhere."""
+    """Copy bytes into the upper left corner of a 2-D ``destination`` of any dtype. Zero the rest."""
     target = destination.view(torch.uint8)
     data = source.contiguous().view(torch.uint8)
     if target.shape != data.shape:
@@ -138,8 +138,8 @@ class FusedMoEQuantScalesMXFP8(NamedTuple):
 
 
 class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
-    """E4M3 weights ``(E, r*I, H)`` and ``(E, H, I)``, four E8M0 scales to an int32, 128x4-interleaved (C2, 3729c14d).  It
-    loads no scales: nothing here multiplies by them."""
+    """Method for E4M3 weights ``(E, r*I, H)`` and ``(E, H, I)`` with E8M0 scales, four per int32, 128x4-interleaved (C2,
+    3729c14d). It loads no scales, because nothing here multiplies by them."""
 
     BLOCK_SIZE = 32
     BLOCK_SCALES_DTYPE = torch.int32
@@ -162,7 +162,7 @@ class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
 
 
 class NVFP4FusedMoEMethod(FusedMoEMethodBase):
-    """FP4 payload, 128x4-interleaved block scales, reciprocal input scales, alphas.
+    """Method for FP4 codes, 128x4-interleaved block scales, reciprocal input scales and alphas.
 
     With E local experts, I this rank's intermediate size, r = 2 if gated else 1 and R = round_up(r * I, 128):
 
@@ -209,7 +209,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
     def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
         halves = ("w1", "w3") if module.is_gated_activation else ("w1",)
         every = range(module.num_experts)
-        # Over all experts, not only the local ones: every rank quantizes the same tokens alike.
+        # Over all experts, not only the local ones: every rank must quantize the same tokens identically.
         fc31 = torch.stack([weights[f"{e}.{w}.input_scale"].reshape(()) for e in every for w in halves])
         pairs = fc31.view(-1, len(halves))
         assert torch.allclose(pairs, pairs[:, :1]), "w1_input_scale != w3_input_scale"
@@ -243,7 +243,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
                 module, weights[f"{expert}.w1.weight_scale"], w3_weight_scale, dst_w3_w1_weight_scale[slot]
             )
             self.load_expert_w2_weight_scale_nvfp4(module, weights[f"{expert}.w2.weight_scale"], dst_w2_weight_scale[slot])
-            # The host takes the larger of the two and leaves the block scales as they are.
+            # As in TensorRT-LLM: use the larger of the two and keep the block scales.
             scale_2 = weights[f"{expert}.w1.weight_scale_2"].reshape(()).float()
             if gated:
                 scale_2 = torch.maximum(scale_2, weights[f"{expert}.w3.weight_scale_2"].reshape(()).float())
@@ -268,7 +268,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         w3_weight_scale: torch.Tensor,
         dst_w3_w1_weight_scale: torch.Tensor,
     ) -> None:
-        # The same rows as the weights', so the same copy; then the interleave.
+        # The rows match those of the weights, so copy them in the same way, then interleave.
         self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
         _interleave(dst_w3_w1_weight_scale)
 

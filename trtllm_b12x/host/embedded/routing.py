@@ -1,4 +1,4 @@
-"""Routing methods: router logits to int32 expert ids and float32 weights (``fused_moe/routing.py`` of TensorRT-LLM)."""
+"""Route tokens: router logits to int32 expert ids and float32 weights (``fused_moe/routing.py`` of TensorRT-LLM)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class BaseMoeRoutingMethod:
-    """``apply(router_logits [T, E])`` returns ids ``[T, top_k]`` int32 and scales ``[T, top_k]`` float32."""
+    """Routing method. ``apply(router_logits [T, E])`` returns ids ``[T, top_k]`` int32 and scales ``[T, top_k]`` float32."""
 
     def __init__(self, top_k: int) -> None:
         self.top_k = top_k
@@ -20,7 +20,7 @@ class BaseMoeRoutingMethod:
 
 
 class RenormalizeMoeRoutingMethod(BaseMoeRoutingMethod):
-    """Top-k, then softmax over the chosen ones (Qwen3-MoE)."""
+    """Top-k followed by softmax over the selected logits (Qwen3-MoE)."""
 
     def apply(self, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = router_logits.float().topk(self.top_k, dim=-1)
