@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from .extract import OLD_PACKAGE, PACKAGES
 
 HERE = Path(__file__).parent
+Change = tuple[str, str, str]
+"""Module, text, and what replaces it."""
 LAYERS = {
     "A": ("a",),
     "B": ("a", "b", "c1/quantization.py", "c1/communication.py", "c1/moe_lora.py"),
@@ -73,8 +76,8 @@ DIFFERENCES = {
 """What is too little for a file of its own: module to what is replaced in it."""
 
 
-def build(generation: str, folder: Path) -> Path:
-    """The double's tree in ``folder``, to be put on ``PYTHONPATH``; returns the folder."""
+def build(generation: str, folder: Path, changes: Iterable[Change] = ()) -> Path:
+    """Write the double's tree to ``folder``, to be put on ``PYTHONPATH``, and change it; return the folder."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(HERE / "common", folder, ignore=ignore, dirs_exist_ok=True)
     package = folder / PACKAGES.get(generation, OLD_PACKAGE)
@@ -84,14 +87,13 @@ def build(generation: str, folder: Path) -> Path:
             shutil.copytree(source, package, ignore=ignore, dirs_exist_ok=True)
         else:
             shutil.copy(source, package)
-    for module, replacements in DIFFERENCES.get(generation, {}).items():
+    differences = DIFFERENCES.get(generation, {})
+    for module, old, new in (*((module, *pair) for module, pairs in differences.items() for pair in pairs), *changes):
         path = package / f"{module}.py"
         text = path.read_text(encoding="utf-8")
-        for old, new in replacements:
-            if old not in text:
-                raise ValueError(f"{path} does not hold {old!r}: DIFFERENCES is out of step with the folder it changes")
-            text = text.replace(old, new)
-        path.write_text(text, encoding="utf-8")
+        if old not in text:
+            raise ValueError(f"{path} does not hold {old!r}: this change is out of step with the folder")
+        path.write_text(text.replace(old, new), encoding="utf-8")
     for parent in package.relative_to(folder).parents:
         if parent != Path():
             (folder / parent / "__init__.py").touch()
