@@ -1,5 +1,6 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
-# `make test-wheels` is the part of the tests that is marked slow: environments made of real wheels, minutes of downloads.
+# `make test` takes about five minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
+# kernels that FlashInfer's compiler makes, ranks, Ray, environments of real wheels, the kernels as other Tritons compile them.
 # `make results` writes docs/results.md, docs/floor.* and the README's table of the files that runs wrote.
 # `make environments` makes the table tests/integration/environments.json anew: an hour.
 # `make kernels` and `make kernels-all` compile FlashInfer's SM120 kernels and translate them for Hopper; `make device` runs them
@@ -12,19 +13,19 @@ BIN := $(VENV)/bin
 BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
 
 # One thread of torch's per worker: two workers with a thread per core each take four times as long.
-test test-wheels: export OMP_NUM_THREADS := 1
+test test-all: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-wheels environments kernels kernels-all device results lint bench clean
+.PHONY: demo test test-all environments kernels kernels-all device results lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
 	$(BIN)/trtllm-b12x verify $(DEMO)/nvfp4 --original $(DEMO)/original --require-b12x
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest -n 2 -m "not all" $(TESTS)
 
-test-wheels: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m slow tests/integration
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 -m all $(TESTS)
 
 environments: $(VENV)/.test
 	$(BIN)/python -m tests.integration.environments --again
@@ -37,7 +38,7 @@ kernels-all: $(VENV)/.test
 
 # OTHER=DIR: a folder with another FlashInfer (pip install --target DIR --no-deps flashinfer-python==0.6.18), for its own table.
 device: $(VENV)/.test
-	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py tests/integration/test_b12x_ranks_device.py
+	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py tests/integration/test_b12x_memory_device.py tests/integration/test_b12x_ranks_device.py
 	$(BIN)/python -m benchmarks.decode .device/decode
 	$(BIN)/python -m benchmarks.load .device/load
 	$(BIN)/python -m benchmarks.soak .device/soak

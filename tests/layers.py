@@ -43,10 +43,11 @@ def build(
     moe_max_num_tokens: int = 0,
     pretrained_config: Any = None,
     moe_backend: str = "CUTLASS",
+    config: Any = None,
     **arguments: Any,
 ) -> Any:
-    """What the host makes of it in this process."""
-    config = host.ModelConfig(
+    """Build a layer as the host does in this process, by ``config`` if one is given."""
+    config = config or host.ModelConfig(
         pretrained_config=pretrained_config,
         quant_config=quant_config or host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16),
         mapping=host.Mapping(**(mapping or {})),

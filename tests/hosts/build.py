@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+
+from trtllm_b12x.host import contract
 
 from .extract import OLD_PACKAGE, PACKAGES
 
 HERE = Path(__file__).parent
+Change = tuple[str, str, str]
+"""Module, text, and what replaces it."""
 LAYERS = {
     "A": ("a",),
     "B": ("a", "b", "c1/quantization.py", "c1/communication.py", "c1/moe_lora.py"),
@@ -47,7 +53,7 @@ DIFFERENCES = {
         "quantization": [
             # The end of a load is one hook, which no reload asks whether weights were transformed.
             (
-                "    def transform_weights(self, module: Any) -> None:  # noqa: B027 - as the host's without a load balancer\n"
+                "    def transform_weights(self, module: Any) -> None:\n"
                 "        pass\n\n"
                 "    def cache_derived_state(self, module: Any) -> None:\n        self.setup_quant_scales(module)\n\n"
                 "    def post_load_weights(self, module: Any) -> None:\n"
@@ -73,8 +79,19 @@ DIFFERENCES = {
 """What is too little for a file of its own: module to what is replaced in it."""
 
 
-def build(generation: str, folder: Path) -> Path:
-    """The double's tree in ``folder``, to be put on ``PYTHONPATH``; returns the folder."""
+_OF_BACKENDS = ("moe_cls", "init_load_balancer", "without_comm")
+"""Parameters that ``create_moe_backend`` has and ``create_moe`` has not."""
+_OF_LAYERS = {
+    "A": [],
+    "B": [],
+    "C1": ["communication_method=None"],
+    "C2": ["communication_method=None", "allow_backend_degradation=True"],
+}
+"""Parameters that ``create_moe`` alone has, beside ``override_quant_config``."""
+
+
+def build(generation: str, folder: Path, changes: Iterable[Change] = ()) -> Path:
+    """Write the double's tree to ``folder``, to be put on ``PYTHONPATH``, and change it; return the folder."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(HERE / "common", folder, ignore=ignore, dirs_exist_ok=True)
     package = folder / PACKAGES.get(generation, OLD_PACKAGE)
@@ -84,18 +101,39 @@ def build(generation: str, folder: Path) -> Path:
             shutil.copytree(source, package, ignore=ignore, dirs_exist_ok=True)
         else:
             shutil.copy(source, package)
-    for module, replacements in DIFFERENCES.get(generation, {}).items():
+    differences = DIFFERENCES.get(generation, {})
+    for module, old, new in (*((module, *pair) for module, pairs in differences.items() for pair in pairs), *changes):
         path = package / f"{module}.py"
         text = path.read_text(encoding="utf-8")
-        for old, new in replacements:
-            if old not in text:
-                raise ValueError(f"{path} does not hold {old!r}: DIFFERENCES is out of step with the folder it changes")
-            text = text.replace(old, new)
-        path.write_text(text, encoding="utf-8")
+        if old not in text:
+            raise ValueError(f"{path} does not hold {old!r}: this change is out of step with the folder")
+        path.write_text(text.replace(old, new), encoding="utf-8")
+    for path in package.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "(facts: SimpleNamespace)" in text:
+            path.write_text(_with_signatures(text, generation, path.stem), encoding="utf-8")
     for parent in package.relative_to(folder).parents:
         if parent != Path():
             (folder / parent / "__init__.py").touch()
     return folder
+
+
+def _with_signatures(text: str, generation: str, module: str) -> str:
+    """Give each function of one parameter, ``facts``, the host's own parameters, which it finds in that name."""
+    signatures = {
+        name.removeprefix(f"{module}."): parameters
+        for name, parameters in contract.facts()[generation]["functions"].items()
+        if name.count(".") == 1 and name.startswith(f"{module}.")
+    }
+    backend = signatures["create_moe_backend"]
+    at = backend.index("model_config=ModelConfig()") + 1
+    layer = [*backend[:at], "override_quant_config=None", *backend[at:]]
+    signatures["create_moe"] = [name for name in layer if name.partition("=")[0] not in _OF_BACKENDS] + _OF_LAYERS[generation]
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"def {found[1]}({', '.join(signatures[found[1]])}){found[2]}:\n    facts = SimpleNamespace(**locals())\n"
+
+    return re.sub(r"def (\w+)\(facts: SimpleNamespace\)( -> \w+):\n", replaced, text)
 
 
 if __name__ == "__main__":

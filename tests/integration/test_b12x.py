@@ -36,16 +36,19 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {"stderr": {"text": result.stderr}, **{line["case"]: line for line in lines}}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("fault", [*SERVED, "a cache that cannot be written"])
 def test_what_flashinfer_mends_or_goes_without(cases: dict[str, dict[str, Any]], fault: str) -> None:
     assert cases[fault]["errors"] == []
 
 
+@pytest.mark.all
 def test_without_a_cache_the_log_says_so(cases: dict[str, dict[str, Any]]) -> None:
     assert "kernels are compiled at every start: [Errno 20]" in cases["stderr"]["text"]
     assert "FLASHINFER_WORKSPACE_BASE" in cases["stderr"]["text"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_one_line_for_every_layer_and_keeps_nothing(cases: dict[str, dict[str, Any]], fault: str) -> None:
     found = cases[fault]
@@ -56,6 +59,7 @@ def test_a_fault_is_one_line_for_every_layer_and_keeps_nothing(cases: dict[str, 
     assert (found["plans"], found["workspaces"]) == (0, 0)
 
 
+@pytest.mark.all
 def test_layers_of_one_geometry_share_and_leave_nothing_behind(cases: dict[str, dict[str, Any]]) -> None:
     found = cases["sharing"]
     assert found["same"] == [True, False]
@@ -65,6 +69,7 @@ def test_layers_of_one_geometry_share_and_leave_nothing_behind(cases: dict[str, 
     assert found["unplanned"].startswith("no kernel is planned for 5 tokens, only for 1-2: ")
 
 
+@pytest.mark.all
 def test_a_second_start_compiles_nothing(cases: dict[str, dict[str, Any]]) -> None:
     found = cases["restart"]
     assert found["loaded"] == found["compiled"] == ["direct_micro", "static"]
@@ -72,11 +77,13 @@ def test_a_second_start_compiles_nothing(cases: dict[str, dict[str, Any]]) -> No
     assert found["warmed up"] == [True]  # static of the first geometry
 
 
+@pytest.mark.all
 def test_kinds(cases: dict[str, dict[str, Any]]) -> None:
     assert cases["kinds"]["any"] == ["direct_micro", "static"]
     assert cases["kinds"]["expert parallel"] == ["static"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("size", "planned"), [(2688, 2816), (1344, 1536), (640, 768), (1856, 2048)])
 def test_flashinfers_own_padding_is_never_reached(cases: dict[str, dict[str, Any]], size: int, planned: int) -> None:
     found = cases[f"padding {size}"]

@@ -189,13 +189,14 @@ def in_turn(jobs: tuple[Callable[[int], None], ...], rank: int) -> None:
         job(rank)
 
 
-@pytest.mark.parametrize("family", ["b12x", "triton"])
+@pytest.mark.parametrize("family", [pytest.param("b12x", marks=pytest.mark.all), "triton"])
 @pytest.mark.parametrize(
     "jobs",
     [
         (reduced, attention_dp),
         pytest.param(
-            (a_kernel_that_one_rank_cannot_have, a_rank_without_the_package, a_later_load_plans_anew), marks=pytest.mark.embedded
+            (a_kernel_that_one_rank_cannot_have, a_rank_without_the_package, a_later_load_plans_anew),
+            marks=[pytest.mark.embedded, pytest.mark.all],
         ),
     ],
     ids=lambda jobs: jobs[0].__name__,

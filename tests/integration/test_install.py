@@ -108,6 +108,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert set(metadata.get_all("Provides-Extra") or ()) == {"kernels", "expert-parallel", "plot"}
 
 
+@pytest.mark.all
 def test_the_source_distribution_is_whole(wheel: Path, tmp_path: Path) -> None:
     """The wheel made of it is the same, and its tests run where no git is."""
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)], cwd=ROOT, check=True)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoints import random_experts, write_checkpoint
 
 # Anonymous memory only: the checkpoint itself is mapped from the file.  Sampled, because the kernel keeps no peak of it.
@@ -35,6 +37,7 @@ def peak_bytes(checkpoint: Path) -> int:
     return int(result.stdout.split()[-1]) * 1024
 
 
+@pytest.mark.all
 def test_one_layer_at_a_time(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path / "tiny", [random_experts(2, 128, 128)], top_k=1)
     template = random_experts(1, HIDDEN, SIZE)

@@ -14,7 +14,7 @@ import pytest
 from . import environments
 from .environments import CASES, COMPLETE, MAIN, ROOT, Environment, made
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.all
 
 
 def reasons(report: dict[str, Any]) -> list[str]:

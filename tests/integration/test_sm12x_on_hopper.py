@@ -170,6 +170,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return list(build_all(LISTED, os.cpu_count() or 1, Path(cache) if cache else tmp_path_factory.mktemp("kernels")))
 
 
+@pytest.mark.all
 def test_the_list_is_what_the_package_can_select(built: list[dict[str, Any]]) -> None:
     assert sum(job.options.sm == 120 for job in LISTED) <= 24
     assert [job.options.sm for job in LISTED].count(121) == 1
@@ -178,6 +179,7 @@ def test_the_list_is_what_the_package_can_select(built: list[dict[str, Any]]) ->
     assert len(built) == len(LISTED)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("index", range(len(LISTED)), ids=lambda i: _name(LISTED[i]))
 def test_a_kernel_translates(built: list[dict[str, Any]], index: int) -> None:
     kernel, job = built[index], LISTED[index]

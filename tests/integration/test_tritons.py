@@ -16,7 +16,7 @@ RELEASES = {"3.5.1": " and not 121", "3.6.0": "", "3.7.1": ""}
 """What is left out: 3.5's ptxas knows no sm_121a.  The newest is the environment's own, in ``tests/unittest``."""
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release(release: str, tmp_path: Path) -> None:
     folder = tmp_path / "triton"

@@ -1,4 +1,4 @@
-"""The import hook, on modules made for the test; inside doubles of TensorRT-LLM it is in ``tests/integration/test_hosts.py``."""
+"""The import hook, on modules made for the test; inside doubles of TensorRT-LLM it is in ``tests/integration/hosts``."""
 
 from __future__ import annotations
 

@@ -6,16 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests import layers
+from tests import forks, layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import distance, random_call, random_layer
 from trtllm_b12x import strict_reference
@@ -154,14 +149,7 @@ def in_the_interpreter() -> dict[str, dict[str, float | bool]]:
 
 @pytest.mark.embedded
 def test_numbers() -> None:
-    code = (
-        "import json; from tests.unittest.test_grouped_numbers import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
-    )
-    variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRTLLM_B12X_LOG": "ERROR"}
-    root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = forks.in_the_interpreter(f"{__name__}:in_the_interpreter", TRTLLM_B12X_LOG="ERROR")
     assert list(found) == ["gated", "squared", *OTHERS, "no number", "sorting"]
     told = [(name, what, value) for name, values in found.items() for what, value in values.items()]
     assert len(told) == 9 + 3 + 2 * len(OTHERS) + 3 + 9

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import forks
 from trtllm_b12x.formats.nvfp4 import InputScales
 from trtllm_b12x.kernels import routes
 
@@ -66,13 +62,7 @@ def in_triton(function: str) -> Any:
     """``function(device)``, with Triton's interpreter where there is no GPU."""
     if torch.cuda.is_available():
         return globals()[function]("cuda")
-    code = f"import json; from tests.unittest.test_kernel_routes import {function}; print(json.dumps({function}('cpu')))"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return forks.in_the_interpreter(f"{__name__}:{function}", "cpu")
 
 
 def test_divisors_are_derived_in_the_same_launch() -> None:

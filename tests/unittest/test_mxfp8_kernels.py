@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from tests import mxfp8
+from tests import forks, mxfp8
 from trtllm_b12x.kernels import Geometry, Kernel
 from trtllm_b12x.kernels.grouped import GroupedKernel, source
 from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
@@ -93,13 +88,6 @@ def in_the_interpreter() -> dict[str, float]:
 
 @pytest.mark.embedded
 def test_numbers() -> None:
-    code = (
-        "import json; from tests.unittest.test_mxfp8_kernels import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
-    )
-    variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = forks.in_the_interpreter(f"{__name__}:in_the_interpreter")
     assert len(found) in (len(CASES) + 1, 2 * len(CASES) + 2)
     assert max(found.values()) < 0.003, found

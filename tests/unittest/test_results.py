@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import results
-from tests.unittest.test_on_card import FACTS, _decode
+from tests.unittest.test_on_card import FACTS
+from tests.unittest.test_on_card_report import _decode
 
 
 def test_the_pages_are_what_the_command_writes() -> None:

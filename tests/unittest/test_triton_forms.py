@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import layers
+from tests import forks, layers
 from tests.checkpoints import dequantized, random_experts
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
@@ -212,13 +207,8 @@ def in_the_interpreter() -> dict[str, tuple[float, int]]:
 
 @pytest.mark.embedded
 def test_the_kernels_themselves() -> None:
-    code = "import json; from tests.unittest.test_triton_forms import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
-    variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRTLLM_B12X_KERNELS": "triton"}
-    variables["TRTLLM_B12X_CROSSOVER"] = "2"
-    root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    settings = {"TRTLLM_B12X_KERNELS": "triton", "TRTLLM_B12X_CROSSOVER": "2"}
+    found = forks.in_the_interpreter(f"{__name__}:in_the_interpreter", **settings)
     for name, (error, calls) in found.items():
         served = name.endswith("1")
         assert calls == (served and (2 if name.startswith("gathered") else 1)), name

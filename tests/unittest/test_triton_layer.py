@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import trtllm_b12x
-from tests import layers
+from tests import forks, layers
 from tests.checkpoints import random_experts
 from trtllm_b12x import strict_reference
 from trtllm_b12x.core import process
@@ -230,13 +225,8 @@ def in_the_interpreter() -> dict[str, Any]:
 
 @pytest.mark.embedded
 def test_the_kernels_themselves_in_a_layer() -> None:
-    code = "import json; from tests.unittest.test_triton_layer import in_the_interpreter; print(json.dumps(in_the_interpreter()))"
-    variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRTLLM_B12X_KERNELS": "triton"}
-    variables["TRTLLM_B12X_CROSSOVER"] = "2"  # the interpreter takes seconds for a call
-    root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", code], env=variables, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    settings = {"TRTLLM_B12X_KERNELS": "triton", "TRTLLM_B12X_CROSSOVER": "2"}  # the interpreter takes seconds for a call
+    found = forks.in_the_interpreter(f"{__name__}:in_the_interpreter", **settings)
     assert (found["kernel"], found["log"]) == ("TritonKernel", ["triton: 1 to 1 tokens"])
     assert found["error"] < BOUND
     assert found["followed"] < BOUND

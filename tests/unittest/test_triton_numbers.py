@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from tests import forks
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry, PlanError
@@ -270,12 +266,7 @@ def run_all() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
-    code = "import json; from tests.unittest.test_triton_numbers import run_all; print(json.dumps(run_all()))"
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found: dict[str, dict[str, Any]] = json.loads(result.stdout)
+    found: dict[str, dict[str, Any]] = forks.in_the_interpreter(f"{__name__}:run_all")
     return found
 
 

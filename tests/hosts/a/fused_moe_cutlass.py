@@ -5,55 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensorrt_llm._torch.utils import ActivationType, Fp4QuantizedTensor
+from tensorrt_llm._torch.utils import Fp4QuantizedTensor
 
 from ...model_config import ModelConfig
 from .communication import CommunicationFactory
 from .interface import MoE
-from .quantization import MoEWeightLoadingMode, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
-from .routing import BaseMoeRoutingMethod
+from .quantization import NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
 
 
 class CutlassFusedMoE(MoE):
     def __init__(
         self,
         *,
-        routing_method: BaseMoeRoutingMethod,
-        num_experts: int,
         hidden_size: int,
-        intermediate_size: int,
-        dtype: torch.dtype | None = None,
-        reduce_results: bool = False,
         model_config: ModelConfig = ModelConfig(),  # noqa: B008 - as the host's
         aux_stream_dict: Any = None,
-        weight_loading_mode: MoEWeightLoadingMode = MoEWeightLoadingMode.VANILLA,
-        bias: bool = False,
         apply_router_weight_on_input: bool = False,
-        layer_idx: int | None = None,
-        swiglu_alpha: torch.Tensor | None = None,
-        swiglu_beta: torch.Tensor | None = None,
-        swiglu_limit: torch.Tensor | None = None,
-        init_load_balancer: bool = True,
         without_comm: bool = False,
-        activation_type: ActivationType = ActivationType.Swiglu,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            routing_method=routing_method,
-            num_experts=num_experts,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            dtype=dtype,
-            reduce_results=reduce_results,
-            model_config=model_config,
-            weight_loading_mode=weight_loading_mode,
-            bias=bias,
-            swiglu_alpha=swiglu_alpha,
-            swiglu_beta=swiglu_beta,
-            swiglu_limit=swiglu_limit,
-            layer_idx=layer_idx,
-            init_load_balancer=init_load_balancer,
-            activation_type=activation_type,
-        )
+        super().__init__(hidden_size=hidden_size, model_config=model_config, **arguments)
         self.unpadded_hidden_size = hidden_size
         self.moe_max_num_tokens = model_config.moe_max_num_tokens
         self.comm = None if without_comm else CommunicationFactory.create_strategy(model_config)

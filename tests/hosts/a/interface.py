@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from typing import Any
 
 import torch
-from tensorrt_llm._torch.utils import ActivationType, get_model_extra_attrs, is_torch_compiling
+from tensorrt_llm._torch.utils import is_torch_compiling
+from tensorrt_llm._wrapping import moe_custom_op, register_layer
 
 from trtllm_b12x.host.embedded import interface
 from trtllm_b12x.host.embedded.config import MoEWeightLoadingMode
@@ -15,68 +15,26 @@ from trtllm_b12x.host.embedded.config import MoEWeightLoadingMode
 from ...model_config import ModelConfig
 from .communication import all_reduce
 from .moe_load_balancer import get_moe_load_balancer
-from .routing import BaseMoeRoutingMethod
 
 __all__ = ["MoE", "MoEWeightLoadingMode", "moe_custom_op"]
-
-
-@torch.library.custom_op("trtllm::moe_custom_op", mutates_args=())
-def moe_custom_op(layer_idx: str, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-    layers: Any = get_model_extra_attrs()["moe_layers"]
-    result: torch.Tensor = layers[layer_idx]().forward_impl(x, router_logits)
-    return result
-
-
-@moe_custom_op.register_fake
-def _(layer_idx: str, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 class MoE(interface.MoE):
     def __init__(
         self,
         *,
-        routing_method: BaseMoeRoutingMethod,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        dtype: torch.dtype | None = None,
-        reduce_results: bool = False,
         model_config: ModelConfig = ModelConfig(),  # noqa: B008 - as the host's
-        aux_stream_dict: Any = None,
-        weight_loading_mode: MoEWeightLoadingMode = MoEWeightLoadingMode.VANILLA,
-        bias: bool = False,
-        swiglu_alpha: torch.Tensor | None = None,
-        swiglu_beta: torch.Tensor | None = None,
-        swiglu_limit: torch.Tensor | None = None,
+        weight_loading_mode: MoEWeightLoadingMode | None = None,
         layer_idx: int | None = None,
-        activation_type: ActivationType = ActivationType.Swiglu,
         init_load_balancer: bool = True,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            routing_method=routing_method,
-            num_experts=num_experts,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            dtype=dtype,
-            reduce_results=reduce_results,
-            model_config=model_config,
-            aux_stream_dict=aux_stream_dict,
-            weight_loading_mode=weight_loading_mode or MoEWeightLoadingMode.VANILLA,
-            bias=bias,
-            swiglu_alpha=swiglu_alpha,
-            swiglu_beta=swiglu_beta,
-            swiglu_limit=swiglu_limit,
-            layer_idx=layer_idx,
-            activation_type=activation_type,
-        )
+        mode = weight_loading_mode or MoEWeightLoadingMode.VANILLA
+        super().__init__(model_config=model_config, weight_loading_mode=mode, layer_idx=layer_idx, **arguments)
         mapping = model_config.mapping
         self.cluster_rank, self.cluster_size = mapping.moe_cluster_rank, mapping.moe_cluster_size
         self.all_reduce = all_reduce if not self.use_dp and self.parallel_size > 1 else None
-        self.register_to_config = layer_idx is not None
-        if layer_idx is not None:
-            layers: dict[str, Any] = model_config.extra_attrs.setdefault("moe_layers", {})
-            layers[str(layer_idx)] = weakref.ref(self)
+        register_layer(self, layer_idx, model_config)
         if init_load_balancer and get_moe_load_balancer() is not None:
             self.layer_load_balancer = get_moe_load_balancer()
 

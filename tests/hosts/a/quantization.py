@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from tensorrt_llm._experts import of_expert
+from tensorrt_llm._loading import NVFP4, Weights, create_unquantized, interleave, nvfp4_scales, nvfp4_shapes
 from tensorrt_llm._torch.modules.linear import TensorParallelMode, load_weight_shard
-from torch import nn
-
-from trtllm_b12x.host.embedded.quantization import FusedMoEQuantScalesNVFP4
 
 from .interface import MoEWeightLoadingMode
 
@@ -30,15 +28,7 @@ def padded_copy(source: torch.Tensor, destination: torch.Tensor) -> None:
     target[: data.shape[0], : data.shape[1]].copy_(data)
 
 
-class FusedMoEMethodBase:
-    def create_weights(
-        self, module: Any, weight_dtype: torch.dtype, w3_w1_weight_shape: tuple[int, ...], w2_weight_shape: tuple[int, ...]
-    ) -> None:
-        for name, shape in (("w3_w1_weight", w3_w1_weight_shape), ("w2_weight", w2_weight_shape)):
-            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=weight_dtype), requires_grad=False))
-        module.w3_w1_bias = module.w2_bias = None
-        module.rebuild_tensor_metadata = {}
-
+class FusedMoEMethodBase(Weights):
     def load_weights(self, module: Any, weights: Any, weight_loading_mode: Any, allow_partial_loading: bool = False) -> None:
         if allow_partial_loading:
             raise NotImplementedError(f"Partial loading is not supported for {type(self).__name__}")
@@ -90,13 +80,10 @@ class FusedMoEMethodBase:
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     def create_weights(self, module: Any) -> None:  # type: ignore[override]
-        experts, hidden = module.expert_size_per_partition, module.hidden_size
-        rows, inner = module.expand_intermediate_size_per_partition, module.intermediate_size_per_partition
-        super().create_weights(module, module.dtype, (experts, rows, hidden), (experts, hidden, inner))
-        self.setup_quant_scales(module)
+        create_unquantized(self, module)
 
 
-class NVFP4FusedMoEMethod(FusedMoEMethodBase):
+class NVFP4FusedMoEMethod(FusedMoEMethodBase, NVFP4):
     def get_weights_shapes(self, module: Any, weight_vec_size: int, block_scales_vec_size: int) -> tuple[Any, ...]:
         raise NotImplementedError
 
@@ -111,18 +98,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
     ) -> None:
         module.scaling_vector_size = scaling_vector_size
         w3_w1, w2, w3_w1_scale, w2_scale = self.get_weights_shapes(module, weight_vec_size, block_scales_vec_size)
-        experts = module.expert_size_per_partition
-        parameters = {
-            "w3_w1_weight_scale": torch.ones(w3_w1_scale, dtype=block_scales_dtype),
-            "w2_weight_scale": torch.ones(w2_scale, dtype=block_scales_dtype),
-            "fc31_input_scale": torch.tensor(1.0, dtype=torch.float32),
-            "fc2_input_scale": torch.tensor(1.0, dtype=torch.float32),
-            "fc31_alpha": torch.ones(experts, dtype=torch.float32),
-            "fc2_alpha": torch.ones(experts, dtype=torch.float32),
-        }
-        for name, tensor in parameters.items():
-            module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        module.register_parameter("fc31_act_scale", None)
+        self.create_scales(module, w3_w1_scale, w2_scale, block_scales_dtype)
         super().create_weights(module, weight_dtype, w3_w1, w2)
         self.setup_quant_scales(module)
 
@@ -133,17 +109,6 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
 
     def load_expert_w2_weight_scale_nvfp4(self, module: Any, w2_weight_scale: Any, dst_w2_weight_scale: torch.Tensor) -> None:
         raise NotImplementedError
-
-    def load_expert_fc31_alpha_nvfp4(
-        self, w1_weight_scale_2: Any, w3_weight_scale_2: Any, final_fc31_input_scale: torch.Tensor, dst_fc31_alpha: torch.Tensor
-    ) -> None:
-        assert torch.allclose(w1_weight_scale_2, w3_weight_scale_2), "w1_weight_scale_2 != w3_weight_scale_2"
-        dst_fc31_alpha.copy_(1.0 / (final_fc31_input_scale * (1.0 / w1_weight_scale_2)))
-
-    def load_expert_fc2_alpha_nvfp4(
-        self, w2_weight_scale_2: Any, final_fc2_input_scale: torch.Tensor, dst_w2_alpha: torch.Tensor
-    ) -> None:
-        dst_w2_alpha.copy_(1.0 / (final_fc2_input_scale * (1.0 / w2_weight_scale_2)))
 
     def load_quant_scales(self, module: Any, weights: Any) -> None:
         every = [self.halves(module, weights, e, "input_scale") for e in range(module.num_experts)]
@@ -182,14 +147,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
             self.load_expert_fc2_alpha_nvfp4(w2, module.fc2_input_scale.data, dst_fc2_alpha[slot])
 
     def setup_quant_scales(self, module: Any) -> None:
-        module.quant_scales = FusedMoEQuantScalesNVFP4(
-            fc1_act_global=module.fc31_input_scale,
-            fc1_weight_block=module.w3_w1_weight_scale,
-            fc1_global=module.fc31_alpha,
-            fc2_act_global=module.fc2_input_scale,
-            fc2_weight_block=module.w2_weight_scale,
-            fc2_global=module.fc2_alpha,
-        )
+        module.quant_scales = nvfp4_scales(module)
 
 
 class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
@@ -199,17 +157,7 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
     NVFP4_COL_ALIGNMENT = 4
 
     def get_weights_shapes(self, module: Any, weight_vec_size: int, block_scales_vec_size: int) -> tuple[Any, ...]:
-        experts, hidden = module.expert_size_per_partition, module.hidden_size
-        alignment = self.NVFP4_ROW_ALIGNMENT
-        rows = -(-module.expand_intermediate_size_per_partition // alignment) * alignment
-        inner = rows // module.intermediate_size_expand_ratio
-        scales = module.scaling_vector_size * block_scales_vec_size
-        return (
-            (experts, rows, hidden // weight_vec_size),
-            (experts, hidden, inner // weight_vec_size),
-            (experts, rows, hidden // scales),
-            (experts, hidden, inner // scales),
-        )
+        return nvfp4_shapes(module, self.NVFP4_ROW_ALIGNMENT, weight_vec_size, block_scales_vec_size)
 
     def create_weights(self, module: Any) -> None:  # type: ignore[override]
         super().create_weights(module, self.weight_dtype, 16, self.block_scales_dtype, 4)
@@ -218,19 +166,14 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
         self, module: Any, w1_weight_scale: Any, w3_weight_scale: Any, dst_w3_w1_weight_scale: torch.Tensor
     ) -> None:
         self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
-        self._interleave(dst_w3_w1_weight_scale)
+        interleave(dst_w3_w1_weight_scale)
 
     def load_expert_w2_weight_scale_nvfp4(self, module: Any, w2_weight_scale: Any, dst_w2_weight_scale: torch.Tensor) -> None:
         self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
-        self._interleave(dst_w2_weight_scale)
+        interleave(dst_w2_weight_scale)
 
     def load_expert_w3_w1_weight(self, module: Any, w1_weight: Any, w3_weight: Any, dst_w3_w1_weight: torch.Tensor) -> None:
         super().load_expert_w3_w1_weight(module, w1_weight, w3_weight, dst_w3_w1_weight)
 
     def load_expert_w2_weight(self, module: Any, w2_weight: Any, dst_w2_weight: torch.Tensor) -> None:
         super().load_expert_w2_weight(module, w2_weight, dst_w2_weight)
-
-    @staticmethod
-    def _interleave(scales: torch.Tensor) -> None:
-        interleaved = torch.ops.trtllm.block_scale_interleave(scales.view(torch.uint8))
-        scales.copy_(interleaved.view(scales.dtype).reshape(scales.shape))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
+from types import SimpleNamespace
 
 import torch
-from tensorrt_llm._torch.utils import ActivationType
+from tensorrt_llm._torch.utils import ActivationType  # noqa: F401 - in signatures
 from tensorrt_llm._utils import get_sm_version
 from tensorrt_llm.logger import logger
 from tensorrt_llm.models.modeling_utils import QuantConfig
@@ -15,7 +15,7 @@ from tensorrt_llm.models.modeling_utils import QuantConfig
 from ...model_config import ModelConfig
 from .configurable_moe import ConfigurableMoE
 from .fused_moe_cutlass import CutlassFusedMoE
-from .interface import MoE, MoEWeightLoadingMode
+from .interface import MoE, MoEWeightLoadingMode  # noqa: F401
 from .moe_load_balancer import get_moe_load_balancer
 from .other_backends import (
     CuteDslB12xFusedMoE,
@@ -31,6 +31,17 @@ from .other_backends import (
 )
 from .routing import BaseMoeRoutingMethod
 
+_SHARED = (
+    "routing_method",
+    "num_experts",
+    "hidden_size",
+    "intermediate_size",
+    "dtype",
+    "reduce_results",
+    "model_config",
+    "weight_loading_mode",
+    "layer_idx",
+)
 _PLAIN = {
     "CUTLASS": CutlassFusedMoE,
     "VANILLA": VanillaMoE,
@@ -76,107 +87,32 @@ def resolve_moe_cls(
     return moe_cls
 
 
-def create_moe_backend(
-    moe_cls: type[MoE],
-    routing_method: BaseMoeRoutingMethod,
-    num_experts: int | None = None,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    dtype: torch.dtype | None = None,
-    reduce_results: bool = False,
-    model_config: ModelConfig = ModelConfig(),  # noqa: B008 - as the host's
-    aux_stream_dict: Any = None,
-    weight_loading_mode: MoEWeightLoadingMode = MoEWeightLoadingMode.VANILLA,
-    bias: bool = False,
-    apply_router_weight_on_input: bool = False,
-    layer_idx: int | None = None,
-    swiglu_alpha: torch.Tensor | None = None,
-    swiglu_beta: torch.Tensor | None = None,
-    swiglu_limit: torch.Tensor | None = None,
-    init_load_balancer: bool = True,
-    without_comm: bool = False,
-    activation_type: ActivationType = ActivationType.Swiglu,
-) -> MoE:
+def create_moe_backend(facts: SimpleNamespace) -> MoE:
+    moe_cls = facts.moe_cls
     if get_moe_load_balancer() is not None:
         supported_load_balancer_backends = (CutlassFusedMoE, TRTLLMGenFusedMoE, CuteDslFusedMoE, DeepGemmFusedMoE)
         assert moe_cls in supported_load_balancer_backends, "MoE Load Balance is only supported in ..."
-    if bias:
+    if facts.bias:
         assert moe_cls in [CutlassFusedMoE, TritonFusedMoE, TRTLLMGenFusedMoE], f"bias not supported in {moe_cls.__name__}."
-    if swiglu_alpha is not None or swiglu_beta is not None:
+    if facts.swiglu_alpha is not None or facts.swiglu_beta is not None:
         supported = moe_cls in [CutlassFusedMoE, TritonFusedMoE, TRTLLMGenFusedMoE]
         assert supported, f"swiglu_alpha and swiglu_beta are not supported in {moe_cls.__name__}."
-    if swiglu_limit is not None:
+    if facts.swiglu_limit is not None:
         supported = moe_cls in [CutlassFusedMoE, TritonFusedMoE, TRTLLMGenFusedMoE, MegaMoECuteDsl]
         assert supported, f"swiglu_limit is not supported in {moe_cls.__name__}."
-    arguments: dict[str, Any] = {
-        "routing_method": routing_method,
-        "num_experts": num_experts,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "dtype": dtype,
-        "reduce_results": reduce_results,
-        "model_config": model_config,
-        "weight_loading_mode": weight_loading_mode,
-        "layer_idx": layer_idx,
-    }
+    arguments = {name: value for name, value in vars(facts).items() if name != "moe_cls"}
+    shared = {name: arguments[name] for name in _SHARED}
     if moe_cls is CutlassFusedMoE:
-        return moe_cls(
-            **arguments,
-            aux_stream_dict=aux_stream_dict,
-            bias=bias,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            swiglu_alpha=swiglu_alpha,
-            swiglu_beta=swiglu_beta,
-            swiglu_limit=swiglu_limit,
-            init_load_balancer=init_load_balancer,
-            without_comm=without_comm,
-            activation_type=activation_type,
-        )
+        return moe_cls(**arguments)
     if moe_cls in (CuteDslFusedMoE, CuteDslB12xFusedMoE):
-        return moe_cls(**arguments)
+        return moe_cls(**shared)
     if moe_cls in (TRTLLMGenFusedMoE, WideEPMoE, VanillaMoE, CuteDslFusedMoE, DeepGemmFusedMoE, TritonFusedMoE):
-        return moe_cls(**arguments)
+        return moe_cls(**shared)
     raise ValueError(f"Unsupported moe backend: {moe_cls}")
 
 
-def create_moe(
-    routing_method: BaseMoeRoutingMethod,
-    num_experts: int | None = None,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    dtype: torch.dtype | None = None,
-    reduce_results: bool = False,
-    model_config: ModelConfig = ModelConfig(),  # noqa: B008 - as the host's
-    override_quant_config: QuantConfig | None = None,
-    aux_stream_dict: Any = None,
-    weight_loading_mode: MoEWeightLoadingMode = MoEWeightLoadingMode.VANILLA,
-    bias: bool = False,
-    apply_router_weight_on_input: bool = False,
-    layer_idx: int | None = None,
-    swiglu_alpha: torch.Tensor | None = None,
-    swiglu_beta: torch.Tensor | None = None,
-    swiglu_limit: torch.Tensor | None = None,
-    activation_type: ActivationType = ActivationType.Swiglu,
-) -> MoE:
-    moe_cls = resolve_moe_cls(model_config, routing_method, dtype, override_quant_config, layer_idx)
-    arguments: dict[str, Any] = {
-        "routing_method": routing_method,
-        "num_experts": num_experts,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "dtype": dtype,
-        "reduce_results": reduce_results,
-        "model_config": model_config,
-        "aux_stream_dict": aux_stream_dict,
-        "weight_loading_mode": weight_loading_mode,
-        "bias": bias,
-        "apply_router_weight_on_input": apply_router_weight_on_input,
-        "layer_idx": layer_idx,
-        "swiglu_alpha": swiglu_alpha,
-        "swiglu_beta": swiglu_beta,
-        "swiglu_limit": swiglu_limit,
-        "activation_type": activation_type,
-    }
+def create_moe(facts: SimpleNamespace) -> MoE:
+    moe_cls = resolve_moe_cls(facts.model_config, facts.routing_method, facts.dtype, facts.override_quant_config, facts.layer_idx)
     if os.environ.get("ENABLE_CONFIGURABLE_MOE", "1") == "1" or moe_cls in (CuteDslFusedMoE, CuteDslB12xFusedMoE):
         if moe_cls in (
             DeepGemmFusedMoE,
@@ -188,8 +124,9 @@ def create_moe(
             MegaMoEDeepGemm,
             MegaMoECuteDsl,
         ):
-            return ConfigurableMoE(**arguments, override_quant_config=override_quant_config)
+            return ConfigurableMoE(**vars(facts))
         logger.warning("%s is not supported by ConfigurableMoE", moe_cls.__name__)
-    if model_config.moe_backend.upper() in ("TRTLLM", "CUTEDSL") and moe_cls == CutlassFusedMoE:
+    if facts.model_config.moe_backend.upper() in ("TRTLLM", "CUTEDSL") and moe_cls == CutlassFusedMoE:
         logger.warning("falling back to CutlassFusedMoE")
-    return create_moe_backend(moe_cls=moe_cls, **arguments)
+    del facts.override_quant_config
+    return create_moe_backend(moe_cls=moe_cls, **vars(facts))

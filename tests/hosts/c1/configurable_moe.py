@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from tensorrt_llm._wrapping import adopt, set_chunking, temporarily_skip_weight_creation
 from tensorrt_llm.models.modeling_utils import QuantConfig
 
 from ...model_config import ModelConfig
 from .moe_resolution import infer_swiglu_gptoss_style
 from .moe_scheduler import create_moe_scheduler
-from .wrapper import Wrapper, temporarily_skip_weight_creation
+from .wrapper import Wrapper
 
 _BACKEND_LOCAL = (
     "activation",
@@ -45,7 +46,7 @@ class ConfigurableMoE(Wrapper):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self._create_and_sync_backend(moe_cls, {name: kwargs.get(name) for name in _ACTIVATION} | local)
         self.comm = self._create_comm_strategy_auto()
-        self._set_chunking(model_config, aux_stream_dict)
+        set_chunking(self, model_config, aux_stream_dict)
         self.validate_config()
         self.validate_backend(self.backend)
         self._weights_removed = True  # the model loader skips the wrapper and finds the backend as a submodule
@@ -95,7 +96,7 @@ class ConfigurableMoE(Wrapper):
                 activation_type=self.activation_type,
                 **options,
             )
-        self._adopt(backend)
+        adopt(self, backend)
         if not model_config.skip_create_weights_in_init and self.model_config.quant_config_dict is None:
             self.create_weights()
 

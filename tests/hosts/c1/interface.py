@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import weakref
 from enum import Enum
 from typing import Any
 
 import torch
-from tensorrt_llm._torch.utils import get_model_extra_attrs, is_torch_compiling
+from tensorrt_llm._torch.utils import is_torch_compiling
+from tensorrt_llm._wrapping import moe_custom_op, register_layer
 from torch import nn
 
 from trtllm_b12x.host.embedded.config import MoEWeightLoadingMode
@@ -83,18 +83,6 @@ def set_layer(
     module.initial_global_assignments = list(range(num_experts))
 
 
-@torch.library.custom_op("trtllm::moe_custom_op", mutates_args=())
-def moe_custom_op(layer_idx: str, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-    layers: Any = get_model_extra_attrs()["moe_layers"]
-    result: torch.Tensor = layers[layer_idx]().forward_impl(x, router_logits)
-    return result
-
-
-@moe_custom_op.register_fake
-def _(layer_idx: str, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
 class MoE(MoEWeightOwnerMixin, MoEEplbWeightLayoutMixin, nn.Module):
     def __init__(
         self,
@@ -107,10 +95,7 @@ class MoE(MoEWeightOwnerMixin, MoEEplbWeightLayoutMixin, nn.Module):
         super().__init__()
         set_layer(self, model_config=model_config, layer_idx=layer_idx, **arguments)
         self.all_reduce = all_reduce if not self.use_dp and self.parallel_size > 1 else None
-        self.register_to_config = layer_idx is not None
-        if layer_idx is not None:
-            layers: dict[str, Any] = model_config.extra_attrs.setdefault("moe_layers", {})
-            layers[str(layer_idx)] = weakref.ref(self)
+        register_layer(self, layer_idx, model_config)
         if init_load_balancer and get_moe_load_balancer() is not None:
             self.layer_load_balancer = get_moe_load_balancer()
 

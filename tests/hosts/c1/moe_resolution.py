@@ -110,6 +110,16 @@ def derive_moe_layer_shapes(
     )
 
 
+def derive_shapes(facts: Any) -> None:
+    """Complete the arguments of a layer or a backend."""
+    names = ("num_experts", "hidden_size", "intermediate_size", "dtype")
+    shapes = derive_moe_layer_shapes(
+        facts.model_config, routing=facts.routing_method, **{name: getattr(facts, name) for name in names}
+    )
+    assert None not in (shapes.num_experts, shapes.hidden_size, shapes.intermediate_size)
+    vars(facts).update({name: getattr(shapes, name) for name in names})
+
+
 def infer_swiglu_gptoss_style(
     *,
     bias: bool = False,

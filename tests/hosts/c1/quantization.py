@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from tensorrt_llm._experts import of_expert
+from tensorrt_llm._loading import NVFP4, Weights, create_unquantized, interleave, nvfp4_scales, nvfp4_shapes, register
 from tensorrt_llm._torch.modules.linear import TensorParallelMode, load_weight_shard
 from torch import nn
 
-from trtllm_b12x.host.embedded.quantization import FusedMoEQuantScalesMXFP8, FusedMoEQuantScalesNVFP4
+from trtllm_b12x.host.embedded.quantization import FusedMoEQuantScalesMXFP8
 
 from .interface import MoEWeightLoadingMode
 
@@ -36,15 +37,7 @@ def _named(hook: Any, **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in names}
 
 
-class FusedMoEMethodBase(ABC):
-    def create_weights(
-        self, module: Any, weight_dtype: torch.dtype, w3_w1_weight_shape: tuple[int, ...], w2_weight_shape: tuple[int, ...]
-    ) -> None:
-        for name, shape in (("w3_w1_weight", w3_w1_weight_shape), ("w2_weight", w2_weight_shape)):
-            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=weight_dtype), requires_grad=False))
-        module.w3_w1_bias = module.w2_bias = None
-        module.rebuild_tensor_metadata = {}
-
+class FusedMoEMethodBase(Weights, ABC):
     def load_expert_weights_to_dst(
         self,
         module: Any,
@@ -86,7 +79,7 @@ class FusedMoEMethodBase(ABC):
         if not allow_partial_loading:
             self.process_weights_after_loading(module)
 
-    def transform_weights(self, module: Any) -> None:  # noqa: B027 - as the host's without a load balancer
+    def transform_weights(self, module: Any) -> None:
         pass
 
     def cache_derived_state(self, module: Any) -> None:
@@ -97,13 +90,13 @@ class FusedMoEMethodBase(ABC):
         self.transform_weights(module)
         self.cache_derived_state(module)
 
-    def load_quant_scales(self, module: Any, weights: Any) -> None:  # noqa: B027
+    def load_quant_scales(self, module: Any, weights: Any) -> None:
         pass
 
-    def process_weights_after_loading(self, module: Any) -> None:  # noqa: B027
+    def process_weights_after_loading(self, module: Any) -> None:
         pass
 
-    def pre_reload_weights(self, module: Any) -> None:  # noqa: B027
+    def pre_reload_weights(self, module: Any) -> None:
         """Rebuilds what ``rebuild_tensor_metadata`` names, which is nothing for CUTLASS."""
 
     @abstractmethod
@@ -126,10 +119,7 @@ class FusedMoEMethodBase(ABC):
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     def create_weights(self, module: Any) -> None:  # type: ignore[override]
-        experts, hidden = module.expert_size_per_partition, module.hidden_size
-        rows, inner = module.expand_intermediate_size_per_partition, module.intermediate_size_per_partition
-        super().create_weights(module, module.dtype, (experts, rows, hidden), (experts, hidden, inner))
-        self.setup_quant_scales(module)
+        create_unquantized(self, module)
 
     def setup_quant_scales(self, module: Any) -> None:
         module.quant_scales = ()
@@ -146,9 +136,8 @@ class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
         rows, inner = module.expand_intermediate_size_per_partition, module.intermediate_size_per_partition
         super().create_weights(module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, inner))
         assert hidden % 128 == inner % 128 == 0
-        for name, shape in (("w3_w1_weight_scale", (rows, hidden // 128)), ("w2_weight_scale", (hidden, inner // 128))):
-            scales = torch.empty((experts, *shape), dtype=torch.int32)
-            module.register_parameter(name, nn.Parameter(scales, requires_grad=False))
+        shapes = {"w3_w1_weight_scale": (rows, hidden // 128), "w2_weight_scale": (hidden, inner // 128)}
+        register(module, {name: torch.empty((experts, *shape), dtype=torch.int32) for name, shape in shapes.items()})
         self.setup_quant_scales(module)
 
     def setup_quant_scales(self, module: Any) -> None:
@@ -157,7 +146,7 @@ class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
         )
 
 
-class NVFP4FusedMoEMethod(FusedMoEMethodBase):
+class NVFP4FusedMoEMethod(FusedMoEMethodBase, NVFP4):
     @abstractmethod
     def get_weights_shapes(self, module: Any, weight_vec_size: int, block_scales_vec_size: int) -> tuple[Any, ...]: ...
 
@@ -172,21 +161,10 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
     ) -> None:
         module.scaling_vector_size = scaling_vector_size
         w3_w1, w2, _, _, w3_w1_scale, w2_scale = self.get_weights_shapes(module, weight_vec_size, block_scales_vec_size)
-        experts = module.expert_size_per_partition
-        parameters = {
-            "w3_w1_weight_scale": torch.ones(w3_w1_scale, dtype=block_scales_dtype),
-            "w2_weight_scale": torch.ones(w2_scale, dtype=block_scales_dtype),
-            "fc31_input_scale": torch.tensor(1.0, dtype=torch.float32),
-            "fc2_input_scale": torch.tensor(1.0, dtype=torch.float32),
-            "fc31_alpha": torch.ones(experts, dtype=torch.float32),
-            "fc2_alpha": torch.ones(experts, dtype=torch.float32),
-        }
+        self.create_scales(module, w3_w1_scale, w2_scale, block_scales_dtype)
         if getattr(module, "force_dynamic_quantization", False):
-            parameters["fc31_weight_scale_2"] = torch.ones(experts, dtype=torch.float32)
-            parameters["fc2_weight_scale_2"] = torch.ones(experts, dtype=torch.float32)
-        for name, tensor in parameters.items():
-            module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        module.register_parameter("fc31_act_scale", None)
+            names, experts = ("fc31_weight_scale_2", "fc2_weight_scale_2"), module.expert_size_per_partition
+            register(module, {name: torch.ones(experts, dtype=torch.float32) for name in names})
         super().create_weights(module, weight_dtype, w3_w1, w2)
         self.setup_quant_scales(module)
 
@@ -197,17 +175,6 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
 
     @abstractmethod
     def load_expert_w2_weight_scale_nvfp4(self, module: Any, w2_weight_scale: Any, dst_w2_weight_scale: torch.Tensor) -> None: ...
-
-    def load_expert_fc31_alpha_nvfp4(
-        self, w1_weight_scale_2: Any, w3_weight_scale_2: Any, final_fc31_input_scale: torch.Tensor, dst_fc31_alpha: torch.Tensor
-    ) -> None:
-        assert torch.allclose(w1_weight_scale_2, w3_weight_scale_2), "w1_weight_scale_2 != w3_weight_scale_2"
-        dst_fc31_alpha.copy_(1.0 / (final_fc31_input_scale * (1.0 / w1_weight_scale_2)))
-
-    def load_expert_fc2_alpha_nvfp4(
-        self, w2_weight_scale_2: Any, final_fc2_input_scale: torch.Tensor, dst_w2_alpha: torch.Tensor
-    ) -> None:
-        dst_w2_alpha.copy_(1.0 / (final_fc2_input_scale * (1.0 / w2_weight_scale_2)))
 
     def load_fp4_weight_block_scales(
         self,
@@ -296,14 +263,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         self.setup_quant_scales(module)
 
     def setup_quant_scales(self, module: Any) -> None:
-        module.quant_scales = FusedMoEQuantScalesNVFP4(
-            fc1_act_global=module.fc31_input_scale,
-            fc1_weight_block=module.w3_w1_weight_scale,
-            fc1_global=module.fc31_alpha,
-            fc2_act_global=module.fc2_input_scale,
-            fc2_weight_block=module.w2_weight_scale,
-            fc2_global=module.fc2_alpha,
-        )
+        module.quant_scales = nvfp4_scales(module)
 
 
 class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
@@ -315,13 +275,8 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
     def get_weights_shapes(self, module: Any, weight_vec_size: int, block_scales_vec_size: int) -> tuple[Any, ...]:
         if module.hidden_size % self.NVFP4_COL_ALIGNMENT:
             raise ValueError(f"hidden_size {module.hidden_size} must be divisible by {self.NVFP4_COL_ALIGNMENT}")
-        experts, hidden = module.expert_size_per_partition, module.hidden_size
-        alignment = self.NVFP4_ROW_ALIGNMENT
-        rows = -(-module.expand_intermediate_size_per_partition // alignment) * alignment
-        inner = rows // module.intermediate_size_expand_ratio
-        scales = module.scaling_vector_size * block_scales_vec_size
-        weights = (experts, rows, hidden // weight_vec_size), (experts, hidden, inner // weight_vec_size)
-        return (*weights, None, None, (experts, rows, hidden // scales), (experts, hidden, inner // scales))
+        weights, scales = nvfp4_shapes(module, self.NVFP4_ROW_ALIGNMENT, weight_vec_size, block_scales_vec_size), (None, None)
+        return (*weights[:2], *scales, *weights[2:])
 
     def create_weights(self, module: Any) -> None:  # type: ignore[override]
         self.block_scales_vec_size = 4
@@ -396,15 +351,10 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
         return True
 
     def _interleave_w3_w1_weight_scale(self, dst_w3_w1_weight_scale: torch.Tensor) -> None:
-        self._interleave(dst_w3_w1_weight_scale)
+        interleave(dst_w3_w1_weight_scale)
 
     def _interleave_w2_weight_scale(self, dst_w2_weight_scale: torch.Tensor) -> None:
-        self._interleave(dst_w2_weight_scale)
-
-    @staticmethod
-    def _interleave(scales: torch.Tensor) -> None:
-        interleaved = torch.ops.trtllm.block_scale_interleave(scales.view(torch.uint8))
-        scales.copy_(interleaved.view(scales.dtype).reshape(scales.shape))
+        interleave(dst_w2_weight_scale)
 
     def process_weights_after_loading(self, module: Any) -> None:
         if hasattr(module, "tmp_cutlass_w3_w1_weights"):

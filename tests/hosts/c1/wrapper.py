@@ -2,62 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tensorrt_llm._torch.utils import AuxStreamType, EventType, Fp4QuantizedTensor
+from tensorrt_llm._torch.utils import Fp4QuantizedTensor
 
-from ...model_config import ModelConfig
 from .communication import AllGatherReduceScatter, CommunicationFactory
 from .interface import MoE
 
-BACKEND_SYNC_ATTRS = (
-    "layer_idx",
-    "layer_idx_str",
-    "num_slots",
-    "layer_load_balancer",
-    "repeat_count",
-    "repeat_idx",
-    "initial_local_expert_ids",
-    "initial_global_assignments",
-    "slot_start",
-    "slot_end",
-    "expert_size_per_partition",
-)
-
-
-@contextmanager
-def temporarily_skip_weight_creation(model_config: ModelConfig) -> Iterator[None]:
-    previous = model_config.skip_create_weights_in_init
-
-    def write(value: bool) -> None:
-        model_config._frozen = False
-        model_config.skip_create_weights_in_init = value
-        model_config._frozen = True
-
-    write(True)
-    try:
-        yield
-    finally:
-        write(previous)
-
 
 class Wrapper(MoE):
-    def _set_chunking(self, model_config: ModelConfig, aux_stream_dict: Any) -> None:
-        self.moe_max_num_tokens = model_config.moe_max_num_tokens
-        self.aux_stream, self.event_dict = None, None
-        if self.moe_max_num_tokens < model_config.max_num_tokens * model_config.mapping.dp_size and torch.cuda.is_available():
-            streams = aux_stream_dict or {}
-            self.aux_stream = streams.get(AuxStreamType.MoeChunkingOverlap) or torch.cuda.Stream()
-            self.event_dict = {key: torch.cuda.Event() for key in (EventType.Main, EventType.MoeChunkingOverlap)}
-
-    def _adopt(self, backend: Any) -> None:
-        self.backend = backend
-        for name in BACKEND_SYNC_ATTRS:
-            setattr(backend, name, getattr(self, name))
-
     def _create_comm_strategy_auto(self) -> Any:
         return CommunicationFactory.create_strategy(
             model_config=self.model_config,

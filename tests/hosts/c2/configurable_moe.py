@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from tensorrt_llm._wrapping import adopt, set_chunking, temporarily_skip_weight_creation
 from tensorrt_llm.models.modeling_utils import QuantConfig
 
 from ...model_config import ModelConfig
@@ -13,7 +14,7 @@ from .impl_base import MoEImplBase
 from .impl_contract import canonical_quant
 from .moe_resolution import infer_swiglu_gptoss_style
 from .moe_scheduler import create_moe_scheduler
-from .wrapper import Wrapper, temporarily_skip_weight_creation
+from .wrapper import Wrapper
 
 
 def _canonical_quant_key(quant_config: QuantConfig | None) -> str:
@@ -44,7 +45,7 @@ class ConfigurableMoE(Wrapper):
         self._backend_bound = False
         self._bound_quant_key: str | None = None
         self.comm: Any = None
-        self._set_chunking(model_config, aux_stream_dict)
+        set_chunking(self, model_config, aux_stream_dict)
         self.validate_config()
         self._weights_removed = True  # the model loader skips the wrapper and finds the backend as a submodule
         if not model_config.skip_create_weights_in_init and model_config.quant_config_dict is None:
@@ -101,7 +102,7 @@ class ConfigurableMoE(Wrapper):
                 init_load_balancer=False,
                 activation=self.activation,
             )
-        self._adopt(backend)
+        adopt(self, backend)
         install_activation_params(backend)
         self._bound_quant_key = _canonical_quant_key(quant_config)
 

@@ -13,170 +13,22 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trtllm_b12x import strict_reference
-from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.strict_reference import Arithmetic, MoECall, formats
+from trtllm_b12x.strict_reference import MoECall, formats
 from trtllm_b12x.verification import relative_l2
 
 from .bed import Bed, sm12x_on_hopper
 from .build import Options
+from .calls import DEVICE, REPETITIONS, Measured, Runner, Yardsticks
+from .jobs import bare_jobs, card_jobs, halved, main_jobs, one_per_kernel, other_jobs
 from .kernels import CAPACITY, SHAPES, SMALL_RELU2, SMALL_SWIGLU, Job, Shape, build_all, forced
-from .problem import Layer, arguments, draw, draw_call, kernel_weights, reference, with_atomic_sums, wrapper
-
-GB10, BARE = Options(121), Options(mend_micro=False)
-TOKENS = (1, 2, 4, 8, 16, 32, 63, 64, 200, 1000)
-REPETITIONS = 10
-DEVICE = "cuda"
-
-
-@dataclass
-class Measured:
-    """One call, repeated: relative L2 distances."""
-
-    case: str
-    kernel: str
-    """The kind that ran."""
-    tokens: int
-    kernel_points: float
-    """Against float32 with the rounding points that all kernels share; the worst of the repetitions, as all of these."""
-    float32: float
-    unquantized: float
-    """Over the same distance of the float32 reference with quantized activations."""
-    torch_kernel: float
-    """Against ``kernels/reference.py``."""
-    predicted: float | None
-    """What bf16 atomic sums alone give against the same reference: simulated in as many orders, the worst."""
-    reruns: float
-    """Largest distance between repetitions; 0 is bit-identical."""
-    note: str = ""
-
-    @property
-    def bound(self) -> float:
-        return 0.005 if self.predicted is None else 1.3 * self.predicted
-
-
-def main_jobs() -> Iterator[Job]:
-    """The dispatch's own choice for every token count, and each kernel where it can be forced."""
-    for shape in SHAPES:
-        for tokens in TOKENS:
-            yield Job(shape, tokens)
-            if tokens <= 8:
-                yield Job(shape, tokens, "micro")
-            if tokens <= CAPACITY:
-                yield Job(shape, tokens, "static")
-            yield Job(shape, tokens, "dynamic")
-    for shape in (SMALL_SWIGLU, SMALL_RELU2):
-        for tokens in TOKENS:
-            yield Job(shape, tokens)
-            if tokens <= 8:
-                yield Job(shape, tokens, "micro")
-                yield Job(shape, tokens, "direct_micro")
-            if tokens <= CAPACITY:
-                yield Job(shape, tokens, "static")
-            yield Job(shape, tokens, "dynamic")
-
-
-def card_jobs() -> Iterator[Job]:
-    """The grid of GB10, compiled for ``sm_121a``."""
-    for shape in (SMALL_SWIGLU, SMALL_RELU2):
-        for tokens, backend in ((4, "direct_micro"), (4, "micro"), (32, "static"), (200, "dynamic")):
-            yield Job(shape, tokens, backend, 48, GB10)
-
-
-def bare_jobs() -> Iterator[Job]:
-    """The micro kernel as it is, without the barrier that it lacks."""
-    for shape in (SMALL_SWIGLU, SMALL_RELU2):
-        for tokens in (1, 2, 4, 8):
-            yield Job(shape, tokens, "micro", options=BARE)
-
-
-EXPORTS = (Shape("nemotron-h", 8, 4, 256, 320, False), Shape("qwen3-moe", 16, 4, 512, 320, True))
-"""Sizes of what ``tests/integration/exports.py`` exports."""
-
-
-def _one_per_kernel(shape: Shape) -> list[Job]:
-    return [Job(shape, t, backend) for t, backend in ((4, "direct_micro"), (4, "micro"), (32, "static"), (200, "dynamic"))]
-
-
-def _halved(shape: Shape) -> Shape:
-    return replace(shape, num_experts=shape.num_experts // 2, name=f"{shape.name}, half its experts")
-
-
-def other_jobs() -> Iterator[Job]:
-    """What exports and expert parallelism launch."""
-    for shape in (*EXPORTS, _halved(SMALL_SWIGLU), _halved(SMALL_RELU2)):
-        yield from _one_per_kernel(shape)
-
-
-class Runner:
-    """Calls of one layer under the bed; wrappers are kept as a server keeps them."""
-
-    def __init__(self, layer: Layer, weights: NVFP4Weights | None = None, drop: tuple[str, ...] = ()) -> None:
-        self.layer = layer
-        self.arguments = {k: v for k, v in arguments(weights or layer.weights).items() if k not in drop}
-        self.wrappers: dict[tuple[int, str | None], Any] = {}
-
-    def __call__(self, bed: Bed, job: Job, call: MoECall) -> tuple[str, torch.Tensor]:
-        """The kernel's kind and its output."""
-        capacity = CAPACITY if job.tokens <= CAPACITY and job.forced != "dynamic" else 0
-        with forced(job.forced):
-            key = capacity, job.forced
-            if key not in self.wrappers:
-                self.wrappers[key] = wrapper(self.layer.shape, DEVICE, capacity)
-            out = self.wrappers[key].run(
-                call.x,
-                token_selected_experts=call.token_selected_experts,
-                token_final_scales=call.token_final_scales,
-                **self.arguments,
-            )
-        torch.cuda.synchronize()
-        return bed.launched[-1].split("_")[0], out.clone()
-
-
-@dataclass
-class Yardsticks:
-    kernel_points: torch.Tensor
-    float32: torch.Tensor
-    unquantized: torch.Tensor
-    torch_kernel: torch.Tensor
-    atomic: torch.Tensor
-    """``(orders, T, H)``."""
-
-    @classmethod
-    def of(cls, layer: Layer, call: MoECall) -> Yardsticks:
-        shape = layer.shape
-        points = (Arithmetic.KERNEL, Arithmetic.NONE, Arithmetic.UNQUANTIZED)
-        strict = strict_reference.outputs(layer.checkpoint, shape.num_experts, shape.gated, [call], points, DEVICE)[0]
-        kernel_points, float32, unquantized = strict
-        atomic = with_atomic_sums(layer, call, REPETITIONS).float()
-        return cls(kernel_points, float32, unquantized, reference(layer, call).float(), atomic)
-
-    def rows(self, part: slice) -> Yardsticks:
-        return Yardsticks(*(getattr(self, name)[..., part, :] for name in self.__dataclass_fields__))
-
-    def measure(self, case: str, kernel: str, outputs: list[torch.Tensor], note: str = "") -> Measured:
-        def worst(yardstick: torch.Tensor) -> float:
-            return max(relative_l2(out.float(), yardstick) for out in outputs)
-
-        base = relative_l2(self.float32, self.unquantized)
-        return Measured(
-            case,
-            kernel,
-            outputs[0].shape[0],
-            worst(self.kernel_points),
-            worst(self.float32),
-            worst(self.unquantized) / base if base else 1.0,
-            worst(self.torch_kernel),
-            max(relative_l2(out, self.kernel_points) for out in self.atomic) if kernel in ("micro", "dynamic") else None,
-            max(relative_l2(out.float(), outputs[0].float()) for out in outputs),
-            note,
-        )
+from .problem import Layer, arguments, draw, draw_call, kernel_weights, wrapper
 
 
 def measure_jobs(bed: Bed, jobs: list[Job], repetitions: int, seed: int = 0, note: str = "") -> Iterator[Measured]:
@@ -208,7 +60,7 @@ def measure_jobs(bed: Bed, jobs: list[Job], repetitions: int, seed: int = 0, not
 def variants(bed: Bed) -> Iterator[Measured]:
     """What the plain cases leave open: negative ids, one scale per expert, graphs, streams."""
     for shape in (SMALL_SWIGLU, SMALL_RELU2):
-        for job in _one_per_kernel(shape):
+        for job in one_per_kernel(shape):
             layer = draw(shape, DEVICE, seed=1)
             yield _variant(bed, job, layer, draw_call(layer, job.tokens, 2, negative=0.4), "4 of 10 ids negative")
             yield _variant(bed, job, layer, draw_call(layer, job.tokens, 2, negative=1.0), "every id negative")
@@ -255,7 +107,7 @@ def _expert_parallel(bed: Bed) -> Iterator[Measured]:
     for shape in (SMALL_SWIGLU, SMALL_RELU2):
         whole = draw(shape, DEVICE, seed=2)
         half = shape.num_experts // 2
-        part = _halved(shape)
+        part = halved(shape)
         ranks = []
         for rank in range(2):
             mine = {
@@ -264,7 +116,7 @@ def _expert_parallel(bed: Bed) -> Iterator[Measured]:
                 if int(key.split(".")[0]) // half == rank
             }
             ranks.append(Layer(part, mine, kernel_weights(part, mine)))
-        for job in _one_per_kernel(shape):
+        for job in one_per_kernel(shape):
             call = draw_call(whole, job.tokens, 4)
             yardsticks = Yardsticks.of(whole, call)
             outputs, kernel = [], ""
@@ -306,7 +158,7 @@ def _preparations(bed: Bed, layer: Layer, index: int) -> Iterator[dict[str, Any]
     weight_error = strict_reference.reference_for(layer.checkpoint, shape.num_experts, shape.gated).baked_weight_error(
         range(shape.num_experts), DEVICE
     )
-    for job in _one_per_kernel(shape):
+    for job in one_per_kernel(shape):
         calls = [draw_call(layer, job.tokens, seed) for seed in range(-(-64 // job.tokens))]
         yardsticks = [Yardsticks.of(layer, call) for call in calls]
         true, float32, points = (

@@ -1,0 +1,25 @@
+"""Programs and installed packages made for a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trtllm_b12x.environment import packages
+
+
+def program(directory: Path, name: str, text: str) -> None:
+    directory.mkdir(exist_ok=True)
+    file = directory / name
+    file.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    file.chmod(0o755)
+
+
+def distribution(site: Path, name: str, version: str, files: list[Path], hashes: dict[Path, str] | None = None) -> None:
+    """A dist-info whose RECORD holds the files' hashes as they are now, or those given."""
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    rows = [
+        f"{file.relative_to(site)},{(hashes or {}).get(file) or packages.digest(file)},{file.stat().st_size}" for file in files
+    ]
+    (info / "RECORD").write_text("\n".join(rows) + "\n")

@@ -1,0 +1,173 @@
+"""Which class serves a layer inside doubles of TensorRT-LLM, and hosts of another shape, which are left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.build import Change
+from tests.hosts.machine import HOSTS, OURS, Double, Machine
+
+
+def test_threads_failures_and_pipeline_ranks(double: Double) -> None:
+    result = double.scenario("promotion.threads_and_failures")
+    assert result["gate"] in ([], [OURS, OURS])
+    assert result["threads"] == {f"torch.bfloat16 {OURS}": 60, f"torch.float16 {HOSTS}": 60}
+    assert result["left"] == 0
+    assert len(result["explained"]) == (24 if double.has_contexts else 48)
+    for config, said, became in result["explained"]:
+        assert said == became, config
+    assert result["failed"] == HOSTS
+    assert result["stderr"].count("promotion is off in this process") == 1
+
+
+def test_a_load_balancer_keeps_the_hosts_class(double: Double) -> None:
+    result = double.scenario("promotion.load_balancer")
+    assert (result["backend"], result["method"]) == (HOSTS, "NVFP4CutlassFusedMoEMethod")
+    assert result["reasons"] == {"LOAD_BALANCER": 1}
+
+
+def test_only_lora_on_the_experts_keeps_b12x_off(double: Double) -> None:
+    result = double.scenario("promotion.lora_targets")
+    assert result["attention"] == [OURS, 1]
+    alone, with_us = result["experts"]
+    assert with_us == alone  # from C1 on the host refuses them itself
+
+
+@pytest.mark.parametrize("order", ["as written", "reversed"])
+def test_what_happens_to_a_plain_subclass(double: Double, order: str) -> None:
+    result = double.scenario("promotion.plain_subclass", order)
+    assert result["naive"] == "Unsupported moe backend"
+    assert result["isinstance"]
+    assert result["classes"] == [True, True]
+    keywords = {"is_sf_swizzled", "output_dtype", "moe_output", "x", "x_sf", "token_selected_experts", "token_final_scales"}
+    if double.has_contexts:
+        assert result["naive call"] == "torch.bfloat16"
+        assert result["arrived"] == ["workspace", "MoERunContext"]
+    else:
+        assert result["naive call"] == "Invalid output type Byte"  # nobody told it the output's type
+        assert keywords <= set(result["arrived"])
+
+
+def test_every_backend_quantization_and_card(double: Double) -> None:
+    result = double.scenario("promotion.every_backend_quantization_and_card")
+    assert len(result["rows"]) == 2 * 4 * 5 * 3
+    without_kernel = ("CuteDslFusedMoE",) if result["has_get_moe_cls"] else ()
+    for payload, sm, backend, algo, alone, promoted in result["rows"]:
+        expected = alone
+        if alone == "CuteDslB12xFusedMoE" and payload == "12":
+            expected = HOSTS  # its kernels would not compile
+        elif algo == "NVFP4" and sm in (120, 121) and payload == "13" and alone in (HOSTS, *without_kernel):
+            expected = OURS
+        assert promoted == expected, (payload, sm, backend, algo, alone)
+
+
+def test_models_that_read_the_backends_name(double: Double) -> None:
+    """Decoder layers ask the TRTLLM backend for unfinalized output: whoever serves them, a call ends as without us, or better."""
+    result = double.scenario("contract.models_that_read_the_backend")
+    assert len(result["rows"]) == 4 * 5
+    for model, backend, alone, promoted, expected, found in result["rows"]:
+        case = (double.generation, model, backend)
+        if backend == "TRTLLM" or alone not in (HOSTS, "CuteDslFusedMoE"):
+            assert found == expected, case  # from C1 on the host itself gives CUTLASS here, and the model does not know
+        else:
+            assert promoted == OURS, case
+            assert all(error < 0.1 for error in found), (case, found)
+    without_kernel = [row for row in result["rows"] if row[1:3] == ["CUTEDSL", "CuteDslFusedMoE"]]
+    assert len(without_kernel) == (4 if double.generation == "A" else 0)
+    assert result["stderr"].count("set moe_config.backend: CUTLASS") == 1
+
+
+def test_no_hook_is_left_to_itself(double: Double) -> None:
+    streamed = [] if double.generation != "C1" else ["finalize_streamed_expert"]  # C2's
+    assert double.scenario("contract.orphaned_hooks")["orphans"] == streamed
+
+
+# ---- hosts of another shape ----------------------------------------------------------------------------------------------
+
+
+def test_a_host_of_another_shape_is_left_alone(machine: Machine) -> None:
+    changes = (
+        ("quantization", "_reconcile_and_compute_alphas", "_reconcile"),
+        ("fused_moe_cutlass", "output_dtype: torch.dtype | None = None,", "out_dtype: torch.dtype | None = None,"),
+        ("fused_moe_cutlass", "            output_dtype or x.dtype,", "            out_dtype or x.dtype,"),
+    )
+    odd = machine.double("B", "odd", changes)
+    doctor = odd.run("-m", "trtllm_b12x", "doctor")
+    assert doctor.returncode == 1
+    words = " ".join(doctor.stdout.split())
+    assert "HOST: no adapter fits TensorRT-LLM double" in words
+    assert "CutlassFusedMoE.run_moe: no parameter output_dtype" in words
+    result = odd.scenario("contract.left_alone")
+    assert result["classes"] == [HOSTS, HOSTS]
+    assert (result["patches"], result["wrapped"]) == ([], [False, False])  # the names are the host's again
+    assert result["stderr"].count("no adapter fits") == 1
+
+
+@pytest.mark.parametrize("name", ["_reconcile_and_compute_alphas", "_interleave_w2_weight_scale", "load_weight_shard"])
+def test_one_renamed_function_is_enough(machine: Machine, name: str) -> None:
+    """A staged host less one hook must not pass for one that does not stage: its numbers would be wrong."""
+    double = machine.double("B", f"without {name}")
+    for file in (double.folder / "tensorrt_llm/_torch/modules/fused_moe").glob("*.py"):
+        text = file.read_text().replace(name, f"{name}_")
+        file.write_text(text.replace(f"import TensorParallelMode, {name}_", f"import TensorParallelMode, {name} as {name}_"))
+    result = double.scenario("contract.left_alone")
+    assert (result["classes"], result["generation"]) == ([HOSTS, HOSTS], "unsupported")
+    assert result["stderr"].count(name) == 1
+
+
+@pytest.mark.all
+def test_one_renamed_field_is_left_alone_or_refused(machine: Machine, tmp_path: Path) -> None:
+    """Whatever is read of a layer or of a call's record, every third name (``RENAMED=all``): no host crashes that did not."""
+    double = machine.double("C2")
+    outcomes = double.scenario("contract.renamed_names", "C2", str(tmp_path), PYTHONPATH=machine.variables["PYTHONPATH"])[
+        "outcomes"
+    ]
+    worse = {name: answers for name, answers in outcomes.items() if answers[0] != answers[1] and answers[1]}
+    assert not worse
+    left = {name for name, (with_us, _) in outcomes.items() if with_us in ("C2 0", "unsupported 0")}
+    assert len(left) >= len(outcomes) - 2, outcomes  # the others are the double's own keywords
+
+
+OTHERS: dict[str, tuple[str, tuple[Change, ...]]] = {
+    # Early 1.2.
+    "run_moe is not told of an all-to-all": (
+        "A",
+        (
+            ("configurable_moe", '            kwargs["enable_alltoall"] = self.enable_alltoall\n', ""),
+            ("fused_moe_cutlass", "        enable_alltoall: bool | None = None,\n", ""),
+            ("fused_moe_cutlass", "            enable_alltoall=bool(enable_alltoall),\n", ""),
+        ),
+    ),
+    # A class per quantization: the family's name is where it was, its signatures too, and nothing that is built is equal to it.
+    "CUTLASS means another class": (
+        "C2",
+        (
+            ("moe_resolution", "frozenset({CutlassFusedMoE})", "frozenset({CutlassNvfp4})"),
+            ("moe_resolution", "    CutlassFusedMoE,\n", "    CutlassNvfp4,\n"),
+            ("moe_resolution", "IMPL_PRIORITY: ", "class CutlassNvfp4(CutlassFusedMoE): ...\n\n\nIMPL_PRIORITY: "),
+            ("moe_resolution", "FALLBACK_IMPL: Any = CutlassFusedMoE", "FALLBACK_IMPL: Any = CutlassNvfp4"),
+            ("create_moe", "moe_cls in (CutlassFusedMoE, MarlinFusedMoE)", "issubclass(moe_cls, CutlassFusedMoE)"),
+        ),
+    ),
+    "no such table": ("C2", (("moe_resolution", "BACKEND_FAMILY", "FAMILY_OF_BACKEND"),)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_generations_are_left_alone_with_one_line(machine: Machine, case: str) -> None:
+    generation, changes = OTHERS[case]
+    result = machine.double(generation, case, changes).scenario("starts.by_itself")
+    assert result["generation"] == "unsupported"
+    assert result["promoted"] == 0
+    assert OURS not in result["backends"]
+    assert [line[:15] for line in result["log"]] == ["no adapter fits"]
+
+
+def test_a_class_that_cannot_be_built_is_the_hosts(machine: Machine) -> None:
+    line = "        super().__init__(eplb=None)\n"
+    refuses = f'{line}        assert type(self).__name__ == "CutlassFusedMoE"\n'
+    result = machine.double("C2", "refuses", (("fused_moe_cutlass", line, refuses),)).scenario("starts.by_itself")
+    assert result["backends"] == [HOSTS] * 3
+    assert [line.partition(",")[0] for line in result["log"]] == ["promotion is off in this process"]
