@@ -256,7 +256,6 @@ def test_a_second_process_compiles_nothing(tmp_path: Any, monkeypatch: pytest.Mo
         result = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         left.append({(str(path), path.stat().st_mtime_ns) for path in tmp_path.rglob("*.cubin")})
-    assert any((tmp_path / "trtllm_b12x").iterdir())  # what the cache is known to hold
     assert left[0]
     assert left[1] == left[0]
 
