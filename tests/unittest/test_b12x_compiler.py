@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trtllm_b12x import environment
-from trtllm_b12x.core import settings
+from trtllm_b12x.core import process, settings
 from trtllm_b12x.kernels import PlanError
 from trtllm_b12x.kernels.b12x import compiler
 
@@ -32,7 +32,7 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         targets.append(target)
         return "ptxas fatal"
 
-    monkeypatch.setattr(environment, "hosted", lambda: True)
+    monkeypatch.setattr(process, "in_server", True)
     monkeypatch.setattr(environment, "compile_error", fails)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     return targets
@@ -51,7 +51,7 @@ def test_a_miss_is_compiled_in_a_child_first(proved: list[str]) -> None:
 
 
 def test_a_miss_is_compiled_where_no_server_would_die(proved: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "hosted", lambda: False)
+    monkeypatch.setattr(process, "in_server", False)
     assert build(cached=False) == "compiled"
     assert not proved
 

@@ -59,16 +59,16 @@ def test_an_expert_that_calibration_never_reached(tmp_path: Path) -> None:
 
 
 def test_gate_and_up_with_scales_of_their_own(tmp_path: Path, triton_alone: None) -> None:
-    """Decode is compared with both scales; CUTLASS has one, so prefill is not."""
+    """Our kernels apply both scales and are compared with a reference that does; CUTLASS, which has one, is not judged."""
     report = verified(write_checkpoint(tmp_path, [random_experts(4, 128, 160, up_to_gate=3.0)], top_k=2))
     assert report.passed, report
     assert report.bits_exact
     assert report.scale_ratio == pytest.approx(3)
     assert [note for note in report.notes if "up to 3 times" in note] == report.notes
-    assert {case.path for case in report.cases} == {"triton", "cutlass"}
+    assert {case.path for case in report.cases} == {"triton"}
     for case in report.cases:
         assert case.rel_l2_kernel is not None
-        assert (case.rel_l2_kernel < 0.005) == (case.path == "triton")
+        assert case.rel_l2_kernel < 0.005
 
 
 def reasons(directory: Path) -> list[tuple[RejectReason, ...]]:
