@@ -27,11 +27,11 @@ from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.kernels import NEMOTRON_SUPER, QWEN3_30B, SMALL_RELU2, SMALL_SWIGLU, Shape
 from tests.integration.sm12x_on_hopper.problem import arguments, wrapper
 from trtllm_b12x.dispatch.schedule import default_crossover
+from trtllm_b12x.engines.trtllm.embedded.ops import block_scale_interleave
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights, round_to_e4m3
-from trtllm_b12x.host.embedded.ops import block_scale_interleave
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.b12x import B12xKernel
+from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 
 MOE_MAX_NUM_TOKENS = 8192
 """The host's default: ``max_num_tokens``."""

@@ -27,7 +27,7 @@ from benchmarks import require_gpu
 from benchmarks.geometries import MXFP8, routes
 from tests import mxfp8
 from trtllm_b12x.dispatch.timing import graph_seconds
-from trtllm_b12x.kernels.grouped import GroupedKernel, Row, Tile
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, Row, Tile
 
 CALLS = (
     ("Qwen3-30B-A3B", 64),

@@ -22,7 +22,7 @@ from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.kernels import NEMOTRON_SUPER, QWEN3_30B, QWEN36_35B, Shape
 from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.b12x import B12xKernel
+from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 
 DEEPSEEK_TP8 = Shape("DeepSeek-V3, TP 8", 256, 8, 7168, 256, True)
 SHAPES = (QWEN3_30B, QWEN36_35B, NEMOTRON_SUPER, DEEPSEEK_TP8)

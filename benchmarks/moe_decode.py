@@ -33,7 +33,7 @@ from benchmarks.geometries import GEOMETRIES, routes
 from tests.nvfp4_layer import Layer, distance, random_call, random_layer
 from trtllm_b12x.dispatch.timing import copy_bandwidth, expert_bytes, graph_seconds
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import TritonKernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel
 
 SPLITS: tuple[tuple[str, int, int], ...] = (("TP1", 1, 1), ("TP2", 2, 1), ("TP4", 4, 1), ("EP4", 1, 4))
 """Name, tensor parallel, expert parallel."""

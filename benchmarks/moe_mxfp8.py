@@ -29,9 +29,9 @@ from tests import mxfp8, nvfp4_layer
 from trtllm_b12x.dispatch.timing import copy_bandwidth, graph_seconds
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.grouped import GroupedKernel
-from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
-from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
 
 DECODE = (1, 2, 4, 8, 16, 32, 64)
 PREFILL = (1, 16, 64, 256, 1024, 4096)

@@ -31,9 +31,9 @@ from tests import mxfp8
 from tests.nvfp4_layer import distance, random_call
 from trtllm_b12x.dispatch.timing import graph_seconds
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import TritonKernel
-from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.tiles import Tile, Tiles
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.decode_tiles import Tile, Tiles
 
 CALLS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("Qwen3-30B-A3B", 1, (1,)),

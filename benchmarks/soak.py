@@ -23,7 +23,7 @@ from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.kernels import SMALL_SWIGLU, Shape
 from tests.integration.sm12x_on_hopper.problem import draw
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.b12x import B12xKernel
+from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 WIDE = Shape("SwiGLU, 2048 x 768", 16, 8, 2048, 768, True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trtllm_b12x.strict_reference.formats import dequantize_nvfp4
+from trtllm_b12x.tools.verify.reference_formats import dequantize_nvfp4
 
 
 def quantize_weight(weight: torch.Tensor, scale_2: float | None = None) -> dict[str, torch.Tensor]:

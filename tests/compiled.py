@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.jit.cards import Card
-from trtllm_b12x.kernels.triton import TritonKernel
+from trtllm_b12x.kernels.cards import Card
+from trtllm_b12x.kernels.triton.decode import TritonKernel
 
 
 @dataclass(frozen=True)

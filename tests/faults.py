@@ -33,7 +33,7 @@ def name(code: CodeType) -> str:
 
 def of_the_package(code: CodeType) -> bool:
     path = Path(code.co_filename)
-    inside = path.is_relative_to(PACKAGE) and not path.is_relative_to(PACKAGE / "host" / "embedded")
+    inside = path.is_relative_to(PACKAGE) and not path.is_relative_to(PACKAGE / "engines" / "trtllm" / "embedded")
     return inside and bool(code.co_flags & inspect.CO_OPTIMIZED) and code.co_name not in _COMPREHENSIONS
 
 

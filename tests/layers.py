@@ -12,10 +12,11 @@ import torch
 
 import trtllm_b12x
 from tests.hosts import names
-from trtllm_b12x import host as _host
-from trtllm_b12x import registry, strict_reference
-from trtllm_b12x.strict_reference import Arithmetic, MoECall
-from trtllm_b12x.strict_reference.formats import move_off_ties
+from trtllm_b12x.engines.trtllm import host as _host
+from trtllm_b12x.engines.trtllm import status
+from trtllm_b12x.tools.verify import reference as strict_reference
+from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
+from trtllm_b12x.tools.verify.reference_formats import move_off_ties
 
 host = names.extended(_host.load())
 
@@ -101,7 +102,7 @@ def explained() -> list[tuple[str, list[str], list[str]]]:
                 part.quant_config = override  # as the host's loader has it
             module.create_weights()
             layer = getattr(module, "backend", module)
-        verdict = next(verdict for built, verdict in reversed(registry.alive()) if built is layer)
+        verdict = next(verdict for built, verdict in reversed(status.alive()) if built is layer)
         found.append((str(config), said, [reason.name for reason in verdict.reasons]))
     return found
 

@@ -1,7 +1,7 @@
 """Random NVFP4 experts as a host stores them, and the layer in float32 with unquantized activations.
 
-Every activation, bias and padding that a kernel may be given; :mod:`trtllm_b12x.strict_reference` has the checkpoint's tensors
-and two activations only.
+Every activation, bias and padding that a kernel may be given; :mod:`trtllm_b12x.tools.verify.reference` has the checkpoint's
+tensors and two activations only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.strict_reference.formats import decode_fp4
+from trtllm_b12x.tools.verify.reference_formats import decode_fp4
 
 INPUT_SCALE = (0.0123, 0.00045)
 """Of FC1 and FC2: what a kernel that multiplied by one of them would be off by."""

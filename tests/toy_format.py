@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.checkpoint.storage import StorageFormat
 from trtllm_b12x.decision import FLASHINFERS, KernelFeatures, RejectReason
-from trtllm_b12x.families import Family
+from trtllm_b12x.decision.families import Family
+from trtllm_b12x.engines.trtllm.embedded.quantization import TensorParallelMode, UnquantizedFusedMoEMethod, load_weight_shard
+from trtllm_b12x.engines.trtllm.quantization import Method
 from trtllm_b12x.formats import Format
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.host.embedded.quantization import TensorParallelMode, UnquantizedFusedMoEMethod, load_weight_shard
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel, activate
-from trtllm_b12x.quantization import Method
-from trtllm_b12x.strict_reference import Arithmetic, ReferenceDequantizer
+from trtllm_b12x.tools.checkpoint.storage import StorageFormat
+from trtllm_b12x.tools.verify.reference import Arithmetic, ReferenceDequantizer
 
 FEATURES = KernelFeatures(
     "triton",

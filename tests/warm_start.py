@@ -120,7 +120,7 @@ def plans() -> None:
     from trtllm_b12x import formats
     from trtllm_b12x.kernels import Geometry
     from trtllm_b12x.kernels.b12x.compiler import DISPATCH
-    from trtllm_b12x.kernels.jit import compile_pool
+    from trtllm_b12x.kernels.triton import compile_pool
 
     if any(given["family"] == "b12x" for given in asked["geometries"]):
         formats.load(f"{DISPATCH}:__name__")
@@ -161,10 +161,9 @@ def late() -> None:
     from tests import mxfp8, nvfp4_layer
     from trtllm_b12x.core import settings
     from trtllm_b12x.kernels import Geometry, PlanError
-    from trtllm_b12x.kernels import late as compiles
-    from trtllm_b12x.kernels.grouped import GroupedKernel, source
-    from trtllm_b12x.kernels.grouped.nvfp4 import TABLE, GroupedNVFP4Kernel
-    from trtllm_b12x.kernels.jit import launcher
+    from trtllm_b12x.kernels.triton import grouped_kernels, jit_monitor, launcher
+    from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+    from trtllm_b12x.kernels.triton.grouped_nvfp4 import TABLE, GroupedNVFP4Kernel
 
     said: list[str] = []
     handler = logging.Handler()
@@ -200,18 +199,18 @@ def late() -> None:
                 for ids in (torch.int32, torch.int64):
                     for router_weights in (torch.float32, torch.bfloat16):
                         kernel.run(x, given(2 * tokens, ids).view(-1, 2), given(2 * tokens, router_weights).view(-1, 2), out)
-        found: dict[str, Any] = {"by calls": compiles.compiles(), "frozen": {}}
+        found: dict[str, Any] = {"by calls": jit_monitor.compiles(), "frozen": {}}
         for name, dtype in (("NVFP4", torch.float16), ("MXFP8", torch.float32)):
             with settings.FREEZE.set("1"):
                 try:
-                    with compiles.through_jit(Geometry(**{**asked["geometry"], "format": name})):
+                    with jit_monitor.through_jit(Geometry(**{**asked["geometry"], "format": name})):
                         codes = torch.zeros(128, dtype=torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint8)
                         values, factor = torch.zeros(128, dtype=dtype), torch.ones(1)
-                        source.quantize_kernel[(1, 1)](values, factor, *codes, 1, **kernel._of_tokens())
+                        grouped_kernels.quantize_kernel[(1, 1)](values, factor, *codes, 1, **kernel._of_tokens())
                     found["frozen"][name] = False
                 except PlanError:
                     found["frozen"][name] = True
-    found |= {"by hand": compiles.compiles(), "status": trtllm_b12x.status().late_compiles}
+    found |= {"by hand": jit_monitor.compiles(), "status": trtllm_b12x.status().late_compiles}
     print(json.dumps({**found, "said": sum("was compiled while a call waited" in line for line in said)}))
 
 
@@ -222,7 +221,7 @@ def _on(card: dict[str, int]) -> Iterator[None]:
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime import driver as triton_driver
 
-    from trtllm_b12x.kernels.jit import compile_pool
+    from trtllm_b12x.kernels.triton import compile_pool
 
     active: Any = compile_pool.driver(card["capability"])
     active.utils, active.launcher_cls = CudaUtils(), CudaLauncher
@@ -246,7 +245,8 @@ def _on(card: dict[str, int]) -> Iterator[None]:
 def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> None:
     import torch
 
-    from trtllm_b12x import families, formats
+    from trtllm_b12x import formats
+    from trtllm_b12x.decision import families
     from trtllm_b12x.kernels import routes
 
     if family == "routes":  # a few small kernels
@@ -270,7 +270,7 @@ def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> No
 def _call(kernel: Any, geometry: Any) -> None:
     """Through Triton's JIT, which takes tensors of the CPU."""
     from tests import mxfp8, nvfp4_layer
-    from trtllm_b12x.kernels.jit import launcher
+    from trtllm_b12x.kernels.triton import launcher
 
     with mock.patch.object(launcher, "watched", return_value=True):
         kernel.bind(

@@ -2,15 +2,16 @@
 
 TYPE_CHECKING = False  # not from typing: every Python process imports this module
 if TYPE_CHECKING:
+    from trtllm_b12x.engines.trtllm.status import Status
+
     from .decision import Resolution
-    from .registry import Status
 
 
 def install() -> None:
-    """Replace the CUTLASS backend of TensorRT-LLM in this process; see ``trtllm_b12x.selection.install``."""
-    from . import selection
+    """Replace the CUTLASS backend of TensorRT-LLM in this process; see ``trtllm_b12x.engines.trtllm.promote.install``."""
+    from trtllm_b12x.engines.trtllm import promote
 
-    selection.install()
+    promote.install()
 
 
 def explain(model_config: object, override_quant_config: object = None) -> "Resolution":
@@ -26,10 +27,9 @@ def explain(model_config: object, override_quant_config: object = None) -> "Reso
     Returns:
         A ``trtllm_b12x.decision.Resolution``. Printing it shows every reason with its remedy.
     """
-    from . import eligibility
-    from .host import questions
+    from trtllm_b12x.engines.trtllm import describe, eligibility
 
-    question = questions.of_model(model_config, override_quant_config)
+    question = describe.of_model(model_config, override_quant_config)
     if question is None:
         raise TypeError(f"{type(model_config).__name__} is no ModelConfig of the host: it has no quant_config")
     return eligibility.resolve(question)
@@ -37,14 +37,14 @@ def explain(model_config: object, override_quant_config: object = None) -> "Reso
 
 def uninstall() -> None:
     """Undo ``install``."""
-    from . import selection
+    from trtllm_b12x.engines.trtllm import promote
 
-    selection.uninstall()
+    promote.uninstall()
 
 
 def status() -> "Status":
-    """Return a ``trtllm_b12x.registry.Status`` on the MoE layers of this process, for people and tests."""
-    from . import registry
+    """Return a ``trtllm_b12x.engines.trtllm.status.Status`` on the MoE layers of this process, for people and tests."""
+    from trtllm_b12x.engines.trtllm import status as registry
 
     return registry.status()
 

@@ -1,4 +1,4 @@
-from trtllm_b12x.cli import main
+from trtllm_b12x.tools.cli import main
 
 if __name__ == "__main__":
     main()

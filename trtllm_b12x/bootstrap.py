@@ -25,6 +25,6 @@ def startup() -> None:
 
 def patch(module: "ModuleType") -> None:
     """Rebind the names of one of the host's modules."""
-    from trtllm_b12x import selection
+    from trtllm_b12x.engines.trtllm import promote
 
-    selection.patch(module)
+    promote.patch(module)

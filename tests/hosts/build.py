@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from trtllm_b12x.host import contract
+from trtllm_b12x.engines.trtllm import contract
 
 from .extract import OLD_PACKAGE, PACKAGES
 

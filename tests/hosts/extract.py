@@ -3,7 +3,7 @@
     python -m tests.hosts.extract A=TensorRT-LLM-1.2 C2=TensorRT-LLM-main --write
 
 takes, per generation, a folder with the repository's tree (a clone, or the few files that matter under their paths) and rewrites
-``trtllm_b12x/host/facts.json``.  A file's commit is the folder's ``git`` commit, or what a first line
+``trtllm_b12x/engines/trtllm/facts.json``.  A file's commit is the folder's ``git`` commit, or what a first line
 ``# source: repository commit path`` says.  The same extraction runs on the doubles.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trtllm_b12x.host import contract
+from trtllm_b12x.engines.trtllm import contract
 
 PACKAGES = {"C2": "tensorrt_llm/_torch/moe/fused_moe"}
 OLD_PACKAGE = "tensorrt_llm/_torch/modules/fused_moe"

@@ -6,7 +6,8 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
-from trtllm_b12x.host import Host, embedded
+from trtllm_b12x.engines.trtllm import embedded
+from trtllm_b12x.engines.trtllm.host import Host
 
 
 def extended(host: Host) -> Any:

@@ -22,9 +22,11 @@ import torch
 
 from tests.integration.sm12x_on_hopper import problem
 from trtllm_b12x.core import process
-from trtllm_b12x.kernels import Geometry, b12x
-from trtllm_b12x.kernels.b12x import B12xKernel, compiler
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.b12x import compiler
+from trtllm_b12x.kernels.b12x import kernel as b12x
 from trtllm_b12x.kernels.b12x.compiler import DISPATCH
+from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 
 GEOMETRY = Geometry(4, 2, 256, 768, "Swiglu")
 """Micro and static for its one token: beyond direct micro's sizes."""
@@ -152,12 +154,18 @@ def restarted(dispatch: Any, cute: Any) -> dict[str, Any]:
 
 def warmed_up() -> list[bool]:
     """What ``trtllm-b12x warmup`` asks the same cache for: whether each kernel is there already, that is under the same key."""
-    from trtllm_b12x.environment import child
-    from trtllm_b12x.kernels.b12x import worker
+    from trtllm_b12x.environment import payload_child
+    from trtllm_b12x.kernels.b12x import precompile
 
-    request = {"target": "sm_120a", "multiprocessors": [48], "capacity": 1, "processes": 1, "geometry": worker.fields(GEOMETRY)}
+    request = {
+        "target": "sm_120a",
+        "multiprocessors": [48],
+        "capacity": 1,
+        "processes": 1,
+        "geometry": precompile.fields(GEOMETRY),
+    }
     answers: list[dict[str, Any]] = []
-    assert child.answers(child.command(worker.__name__), request, dict(os.environ), answers.append) == 0
+    assert payload_child.answers(payload_child.command(precompile.__name__), request, dict(os.environ), answers.append) == 0
     return [bool(answer["cached"]) for answer in answers if "cached" in answer]
 
 

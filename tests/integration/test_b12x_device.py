@@ -14,13 +14,14 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.integration.sm12x_on_hopper import Bed
-from trtllm_b12x.checkpoint import Checkpoint
 from trtllm_b12x.core import process
-from trtllm_b12x.host.embedded import AuxStreamType
-from trtllm_b12x.kernels import b12x
-from trtllm_b12x.kernels.b12x import B12xKernel, compiler, launch
+from trtllm_b12x.engines.trtllm.embedded import AuxStreamType
+from trtllm_b12x.kernels.b12x import compiler, launch
+from trtllm_b12x.kernels.b12x import kernel as b12x
+from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.verification import Case, Ranks, verify_layer
+from trtllm_b12x.tools.checkpoint import Checkpoint
+from trtllm_b12x.tools.verify import Case, Ranks, verify_layer
 
 pytest_plugins = ["tests.integration.sm12x_on_hopper.fixtures"]
 pytestmark = pytest.mark.skipif(

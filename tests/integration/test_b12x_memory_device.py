@@ -13,7 +13,7 @@ from tests import layers
 from tests.checkpoints import random_experts
 from tests.integration import test_b12x_device
 from tests.integration.test_b12x_device import SIZE, SIZES, TOP_K, E, H, built, captured, drawn
-from trtllm_b12x.kernels.b12x import B12xKernel
+from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.b12x.scratch import Scratch
 from trtllm_b12x.kernels.reference import ReferenceKernel
 

@@ -19,7 +19,7 @@ def reduced(rank: int) -> None:
     from tests import layers
     from tests.checkpoints import random_experts
     from tests.integration.sm12x_on_hopper import sm12x_on_hopper
-    from trtllm_b12x.kernels.b12x import B12xKernel
+    from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 
     with sm12x_on_hopper() as bed, torch.device("cuda"):
         for gated in (True, False):

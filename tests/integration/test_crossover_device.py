@@ -19,8 +19,8 @@ from trtllm_b12x.core import process
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy, Timings, counts_to_measure, fastest
 from trtllm_b12x.dispatch.timing import BUDGET_S, PathTimer, RouteSampler, TimedPath
-from trtllm_b12x.host import build_layer, host_path
-from trtllm_b12x.host.build_layer import Shape
+from trtllm_b12x.engines.trtllm import build_layer, host_path
+from trtllm_b12x.engines.trtllm.build_layer import Shape
 from trtllm_b12x.kernels import Geometry
 
 pytestmark = pytest.mark.skipif(

@@ -58,11 +58,11 @@ def _distance(
     module: Any, x: torch.Tensor, logits: torch.Tensor, result: torch.Tensor, tensors: dict[str, torch.Tensor], arithmetic: str
 ) -> float:
     """Relative L2 from float32 with these rounding points."""
-    from trtllm_b12x import strict_reference
+    from trtllm_b12x.tools.verify import reference
 
-    call = strict_reference.MoECall(x, *module.routing_method.apply(logits))
-    points = [strict_reference.Arithmetic[arithmetic]]
-    ((expected,),) = strict_reference.outputs(tensors, 4, True, [call], points)
+    call = reference.MoECall(x, *module.routing_method.apply(logits))
+    points = [reference.Arithmetic[arithmetic]]
+    ((expected,),) = reference.outputs(tensors, 4, True, [call], points)
     return float((result.float() - expected).norm() / expected.norm())
 
 
@@ -87,9 +87,9 @@ def reduced(rank: int) -> None:
 def attention_dp(rank: int) -> None:
     """Tokens are gathered as the host quantizes them: b12x leaves them to it, Triton's kernels take them."""
     from tests import layers
+    from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
     from trtllm_b12x.formats.nvfp4 import dequantize
-    from trtllm_b12x.host.embedded.ops import fp4_quantize
-    from trtllm_b12x.verification import kernel_calls
+    from trtllm_b12x.tools.verify import kernel_calls
 
     takes_quantized = os.environ["TRTLLM_B12X_KERNELS"] == "triton"
     for tp, ep in ((2, 1), (1, 2)):

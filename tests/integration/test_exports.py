@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from tests.integration.exports import export, gemma4, llama4, minimax_m3, mixtral, nemotron_h, qwen3_moe
-from trtllm_b12x import strict_reference
-from trtllm_b12x.checkpoint import Checkpoint
-from trtllm_b12x.cli import main
+from trtllm_b12x.tools.checkpoint import Checkpoint
+from trtllm_b12x.tools.cli import main
+from trtllm_b12x.tools.verify import reference
 
 
 def verify(checkpoint: Path, tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def test_the_judge_agrees_with_the_model_itself(make: Any, tmp_path: Path) -> No
     router_weights, ids = torch.randn(20, layer.num_experts, generator=generator).softmax(-1).topk(layer.top_k)
     with torch.no_grad():
         theirs = experts.float()(x.float(), ids, router_weights)
-    call = strict_reference.MoECall(x, ids, router_weights)
-    arithmetics = [strict_reference.Arithmetic.UNQUANTIZED]
-    ((ours,),) = strict_reference.outputs(
+    call = reference.MoECall(x, ids, router_weights)
+    arithmetics = [reference.Arithmetic.UNQUANTIZED]
+    ((ours,),) = reference.outputs(
         checkpoint.weights(layer),
         layer.num_experts,
         layer.gated,
@@ -133,9 +133,9 @@ def test_the_judge_agrees_with_stacked_experts(tmp_path: Path) -> None:
     x = torch.randn(layer.num_experts, layer.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         theirs = experts.float()(x.float())
-    call = strict_reference.MoECall(x, torch.arange(layer.num_experts).unsqueeze(1), torch.ones(layer.num_experts, 1))
-    arithmetics = [strict_reference.Arithmetic.UNQUANTIZED]
-    ((ours,),) = strict_reference.outputs(checkpoint.weights(layer), layer.num_experts, True, [call], arithmetics)
+    call = reference.MoECall(x, torch.arange(layer.num_experts).unsqueeze(1), torch.ones(layer.num_experts, 1))
+    arithmetics = [reference.Arithmetic.UNQUANTIZED]
+    ((ours,),) = reference.outputs(checkpoint.weights(layer), layer.num_experts, True, [call], arithmetics)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
 
 

@@ -11,8 +11,8 @@ from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout, convert_sf_to_
 
 from tests.integration.sm12x_on_hopper.problem import arguments
 from tests.nvfp4_layer import random_layer
+from trtllm_b12x.engines.trtllm import embedded as host
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
-from trtllm_b12x.host import embedded as host
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel
 

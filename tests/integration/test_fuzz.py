@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
 from tests.checkpoints import random_experts, write_checkpoint
-from trtllm_b12x.cli import main
+from trtllm_b12x.tools.cli import main
 
 EXPERTS, HIDDEN, SIZE = 3, 128, 16
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))

@@ -12,17 +12,17 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, random_call, random_layer
-from trtllm_b12x import strict_reference
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy
+from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.host.embedded.ops import fp4_quantize
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel
-from trtllm_b12x.strict_reference import Arithmetic
-from trtllm_b12x.strict_reference.formats import move_off_ties
+from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.tools.verify import reference
+from trtllm_b12x.tools.verify.reference import Arithmetic
+from trtllm_b12x.tools.verify.reference_formats import move_off_ties
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU of capability 8.9 or newer"
@@ -128,8 +128,8 @@ def test_a_layer_against_the_strict_reference(monkeypatch: pytest.MonkeyPatch) -
         assert [type(schedule.at(tokens)) for tokens in (63, 64, 8192)] == [type(None), GroupedNVFP4Kernel, GroupedNVFP4Kernel]
         for tokens in (64, 300, 4096):
             x, logits = layers.inputs(module, tokens, tensors)
-            call = strict_reference.MoECall(x, *module.routing_method.apply(logits))
-            ((wanted,),) = strict_reference.outputs(tensors, 16, True, [call], [Arithmetic.KERNEL])
+            call = reference.MoECall(x, *module.routing_method.apply(logits))
+            ((wanted,),) = reference.outputs(tensors, 16, True, [call], [Arithmetic.KERNEL])
             assert distance(module(x.cuda(), logits.cuda()).cpu(), wanted) < BOUND, tokens
     assert not built(tensors).backend.schedule.kernels  # without a measurement
 

@@ -20,7 +20,7 @@ def watch():
         peak = max(peak, int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]))
         time.sleep(0.002)
 threading.Thread(target=watch, daemon=True).start()
-from trtllm_b12x.cli import main
+from trtllm_b12x.tools.cli import main
 try:
     main(["verify", sys.argv[1], "--tokens", "8,63,64"], standalone_mode=False)
 except SystemExit as status:

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from tests import layers, mxfp8
-from trtllm_b12x import strict_reference
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.grouped import TABLE, GroupedKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
-from trtllm_b12x.strict_reference import Arithmetic
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import TABLE, GroupedKernel
+from trtllm_b12x.tools.verify import reference as strict_reference
+from trtllm_b12x.tools.verify.reference import Arithmetic
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU of capability 8.9 or newer"

@@ -14,7 +14,7 @@ from tests import layers, mxfp8
 from tests.checkpoints import random_experts
 from trtllm_b12x.core import process
 from trtllm_b12x.dispatch import crossover
-from trtllm_b12x.host.embedded.ops import fp4_quantize
+from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 
 pytest_plugins = ["tests.integration.sm12x_on_hopper.fixtures"]
 pytestmark = pytest.mark.skipif(

@@ -19,15 +19,15 @@ from tests import layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
 from tests.unittest import test_triton_forms as forms
-from trtllm_b12x import strict_reference
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.jit import launcher
-from trtllm_b12x.kernels.triton import TritonKernel, operands, products
-from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
-from trtllm_b12x.strict_reference import Arithmetic
+from trtllm_b12x.kernels.triton import decode_kernels, launcher, operands
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_variants import ACTIVATIONS
+from trtllm_b12x.tools.verify import reference
+from trtllm_b12x.tools.verify.reference import Arithmetic
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU of capability 8.0 or newer"
@@ -209,7 +209,7 @@ def test_streams_and_graphs_at_a_time(swiglu: Layer) -> None:
 
 def test_nothing_is_compiled_after_the_plan(swiglu: Layer) -> None:
     kernel = planned(swiglu, capacity=80)
-    functions = (products.route_kernel, products.fc1_kernel, products.fc2_kernel)
+    functions = (decode_kernels.route_kernel, decode_kernels.fc1_kernel, decode_kernels.fc2_kernel)
     before = [len(function.device_caches[0][0]) for function in functions]
     for tokens in range(1, 81):
         x, ids, router_weights = random_call(swiglu.geometry, tokens, device="cuda")
@@ -247,7 +247,8 @@ def test_a_profiler_is_told_of_every_launch(swiglu: Layer) -> None:
 def test_a_second_process_compiles_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an empty cache in one process, from what it left in another; how long both take: ``benchmarks/warmup.py``."""
     code = (
-        "from tests.integration.test_triton_device import CUDA, QWEN3; from trtllm_b12x.kernels.triton import TritonKernel; "
+        "from tests.integration.test_triton_device import CUDA, QWEN3; "
+        "from trtllm_b12x.kernels.triton.decode import TritonKernel; "
         "TritonKernel().plan(QWEN3, 63, CUDA)"
     )
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -305,9 +306,9 @@ def test_a_layer_on_both_sides_of_the_crossover(unplanned: None, gated: bool) ->
     module, tensors = built(gated)
     for tokens in (1, 2, 8, 40, 63, 64):
         x, logits = layers.inputs(module, tokens, tensors)
-        call = strict_reference.MoECall(x, *module.routing_method.apply(logits))
+        call = reference.MoECall(x, *module.routing_method.apply(logits))
         arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.NONE
-        ((expected,),) = strict_reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
+        ((expected,),) = reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
         assert distance(module(x.cuda(), logits.cuda()).cpu(), expected) < (BOUND if tokens < 64 else 0.05), tokens
 
 

@@ -16,11 +16,11 @@ from tests.nvfp4_layer import random_layer
 from trtllm_b12x.core import process
 from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.grouped import GroupedKernel
-from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
-from trtllm_b12x.kernels.jit.cards import Card
-from trtllm_b12x.kernels.triton import TritonKernel
-from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.cards import Card
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
 
 KERNELS = {"MXFP8": (TritonMXFP8Kernel, GroupedKernel), "NVFP4": (TritonKernel, GroupedNVFP4Kernel)}
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trtllm_b12x import environment
 from trtllm_b12x.core import process, settings
+from trtllm_b12x.environment import prove
 from trtllm_b12x.kernels import PlanError
 from trtllm_b12x.kernels.b12x import compiler
 
@@ -33,7 +33,7 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "ptxas fatal"
 
     monkeypatch.setattr(process, "in_server", True)
-    monkeypatch.setattr(environment, "compile_error", fails)
+    monkeypatch.setattr(prove, "compile_error", fails)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     return targets
 

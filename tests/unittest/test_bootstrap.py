@@ -14,8 +14,9 @@ from types import ModuleType
 
 import pytest
 
-from trtllm_b12x import bootstrap, selection
+from trtllm_b12x import bootstrap
 from trtllm_b12x.core import hook
+from trtllm_b12x.engines.trtllm import promote
 
 NAME = "watched_module"
 
@@ -34,7 +35,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
         handed.append(module.__name__)
         vars(module)["value"] += 1
 
-    monkeypatch.setattr(selection, "patch", patch)
+    monkeypatch.setattr(promote, "patch", patch)
     hook.start(bootstrap.patch)
     yield handed
     hook.stop()
@@ -88,7 +89,7 @@ def test_threads_that_import_at_once(seen: list[str]) -> None:
 def test_a_hook_that_raises_costs_one_line(
     seen: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(selection, "patch", lambda module: 1 / 0)
+    monkeypatch.setattr(promote, "patch", lambda module: 1 / 0)
     assert importlib.import_module(NAME).value == 1
     assert "watched_module is left alone: ZeroDivisionError" in capsys.readouterr().err
     assert hook.failure == "ZeroDivisionError: division by zero"
@@ -102,9 +103,9 @@ def test_a_module_without_what_is_rebound_is_not_half_patched() -> None:
         if create is not None:
             module.create_moe_backend = create  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match=r"create_moe_backend|CutlassFusedMoE"):
-            selection.patch(module)
+            promote.patch(module)
         assert module.get_moe_cls is original
-    selection.uninstall()
+    promote.uninstall()
 
 
 ROOT = Path(__file__).parents[2]

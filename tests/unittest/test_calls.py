@@ -11,8 +11,8 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import verification
-from trtllm_b12x.host.embedded import fp4_quantize
+from trtllm_b12x.engines.trtllm.embedded import fp4_quantize
+from trtllm_b12x.tools import verify
 
 host = layers.host
 
@@ -51,7 +51,7 @@ def test_what_only_cutlass_does(
     ids, router_weights = module.routing_method.apply(logits)
     ids[4, 0] = 6  # the host's padding id: num_slots
     passed, sf = module.backend.quantize_input(x, post_quant_comm=False)
-    with verification.kernel_calls(module.backend) as reached:
+    with verify.kernel_calls(module.backend) as reached:
         result = module.backend.run_moe(passed, ids, router_weights, sf, output_dtype=torch.bfloat16, **arguments)
     assert len(reached) == 0
     assert seen["x"].dtype is torch.uint8
@@ -76,7 +76,7 @@ def test_lora_on_attention_alone_is_no_reason(
     x, logits = layers.inputs(module, 5, tensors)
     routing = module.routing_method.apply(logits)
     for given, expected in (("attention", 1), ("experts", 0)):
-        with verification.kernel_calls(module.backend) as reached:
+        with verify.kernel_calls(module.backend) as reached:
             module.backend.run_moe(x, *routing, output_dtype=torch.bfloat16, lora_params={given: 1})
         assert len(reached) == expected
 
@@ -132,7 +132,7 @@ def test_scales_given_with_the_input(layer: tuple[Any, dict[str, torch.Tensor]])
     x, logits = layers.inputs(module, 6, tensors)
     packed, sf = fp4_quantize(x, module.backend.fc31_input_scale, 16, False, False)
     ids, router_weights = module.routing_method.apply(logits)
-    with verification.kernel_calls(module.backend) as reached:
+    with verify.kernel_calls(module.backend) as reached:
         result = module.backend.run_moe(
             packed, ids, router_weights, sf.view(6, -1), is_sf_swizzled=False, output_dtype=torch.bfloat16
         )
@@ -169,7 +169,7 @@ def test_multi_token_prediction_multiplies_the_tokens(layer: tuple[Any, dict[str
     module, tensors = layer
     for requests, expected in ((15, 1), (16, 0)):
         x, logits = layers.inputs(module, requests * 4, tensors)
-        with verification.kernel_calls(module.backend) as reached:
+        with verify.kernel_calls(module.backend) as reached:
             result = module(x, logits)
         assert len(reached) == expected
         assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
@@ -215,7 +215,7 @@ def test_a_pipeline_rank_is_no_tensor_parallel_rank() -> None:
 
 def test_load_balancer_and_lora_are_refused() -> None:
     from trtllm_b12x.decision import RejectReason
-    from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+    from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
     arguments: dict[str, Any] = {
         "routing_method": host.RenormalizeMoeRoutingMethod(2),

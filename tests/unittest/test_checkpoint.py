@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import plain_projections, random_experts, write_checkpoint
-from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
+from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
 
 
 @pytest.fixture

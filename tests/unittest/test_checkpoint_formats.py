@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from tests import mxfp8
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.unittest.test_checkpoint import edit_json, edit_tensors
-from trtllm_b12x.checkpoint import Checkpoint, CheckpointError, quantization
-from trtllm_b12x.checkpoint.activation import Activation
-from trtllm_b12x.cli import main
+from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError, quantization
+from trtllm_b12x.tools.checkpoint.activation import Activation
+from trtllm_b12x.tools.cli import main
 
 
 @pytest.fixture

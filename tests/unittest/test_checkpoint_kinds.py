@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests import mxfp8
 from tests.checkpoints import plain_projections, quantize_weight, random_experts, write_checkpoint
-from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
 from trtllm_b12x.decision import RejectReason
-from trtllm_b12x.verification import Case, LayerReport, Ranks, resolve_on_ranks, verify_layer
+from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
+from trtllm_b12x.tools.verify import Case, LayerReport, Ranks, resolve_on_ranks, verify_layer
 
 CASES = [Case(1), Case(8), Case(63), Case(64)]
 

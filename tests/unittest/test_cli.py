@@ -19,9 +19,9 @@ from click.testing import CliRunner, Result
 from tests.checkpoints import plain_projections, random_experts, unquantized, write_checkpoint
 from tests.unittest.test_checkpoint import E0, edit_tensors
 from trtllm_b12x import __version__
-from trtllm_b12x.cli import main
 from trtllm_b12x.core import process
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.tools.cli import main
 
 
 def run(*arguments: Any) -> Result:
@@ -72,7 +72,7 @@ def test_layers_tokens_and_seed(directory: Path, tmp_path: Path) -> None:
 
 
 def test_block_scales_that_were_never_loaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.quantization import nvfp4 as quantization
+    from trtllm_b12x.engines.trtllm import quantization_nvfp4 as quantization
 
     monkeypatch.setattr(quantization.NVFP4Sm12xFusedMoEMethod, "load_expert_w2_weight_scale_nvfp4", lambda *a: None)
     result = run("verify", directory)
@@ -104,7 +104,7 @@ def test_fewer_tokens_than_asked_for_where_the_kernel_says_why(
 
 
 def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+    from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
     result = run("verify", directory, "--require-b12x", "--tokens", "64,100")
     assert result.exit_code == 1
@@ -123,7 +123,7 @@ def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["fc31_alpha", "fc2_alpha", "fc2_input_scale", "fc31_input_scale"])
 def test_a_wrong_scale_of_one_small_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Expert 2 is 300 times larger and drowns expert 0 in any error over the whole output."""
-    from trtllm_b12x.quantization import nvfp4 as quantization
+    from trtllm_b12x.engines.trtllm import quantization_nvfp4 as quantization
 
     tensors = random_experts(3, 128, 64)
     for kind in ("w1", "w3"):
@@ -268,9 +268,9 @@ def test_a_layer_that_cannot_be_used_loses_no_other(directory: Path, tmp_path: P
 
 
 def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x import verification
+    from trtllm_b12x.tools import verify
 
-    verify_layer, seen = verification.verify_layer, []
+    verify_layer, seen = verify.verify_layer, []
 
     def watched(checkpoint: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
         seen.append(json.loads((tmp_path / "r.json").read_text()))
@@ -281,7 +281,7 @@ def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pyte
         assert shares[-1] == 1.0
         return report
 
-    monkeypatch.setattr(verification, "verify_layer", watched)
+    monkeypatch.setattr(verify, "verify_layer", watched)
     result = run("verify", directory, "--json", tmp_path / "r.json")
     assert [(report["status"], len(report["layers"])) for report in seen] == [("running", 0), ("running", 1)]
     last = json.loads((tmp_path / "r.json").read_text())

@@ -16,12 +16,11 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
-from trtllm_b12x import fused_moe
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch import crossover, store
 from trtllm_b12x.dispatch.policy import HOST, FixedThreshold, MeasuredPolicy, Timings
 from trtllm_b12x.dispatch.schedule import Schedule
-from trtllm_b12x.host import host_path
+from trtllm_b12x.engines.trtllm import fused_moe, host_path
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
 
 TENSORS = random_experts(4, 128, 192)

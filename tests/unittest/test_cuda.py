@@ -9,8 +9,8 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import verification
-from trtllm_b12x.host.embedded import AuxStreamType
+from trtllm_b12x.engines.trtllm.embedded import AuxStreamType
+from trtllm_b12x.tools import verify
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -41,7 +41,7 @@ def test_chunks_on_two_streams_are_concatenated_later(chunk: int) -> None:
     module, tensors = on_gpu(max_num_tokens=1000, moe_max_num_tokens=chunk, aux_stream_dict=streams)
     assert module.aux_stream is streams[AuxStreamType.MoeChunkingOverlap]
     x, logits = layers.inputs(module, 300, tensors)
-    with verification.kernel_calls(module.backend) as reached:
+    with verify.kernel_calls(module.backend) as reached:
         results = [module(x.cuda(), logits.cuda()) for _ in range(5)]
     torch.cuda.synchronize()
     assert len(reached) == (5 * 8 if chunk == 40 else 0)

@@ -16,11 +16,11 @@ from click.testing import CliRunner, Result
 import trtllm_b12x
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
-from trtllm_b12x import environment, families
-from trtllm_b12x.cli import doctor_rows as rows
-from trtllm_b12x.cli import main
-from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason
+from trtllm_b12x import environment
+from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason, families
 from trtllm_b12x.environment import prove
+from trtllm_b12x.tools import doctor_rows
+from trtllm_b12x.tools.cli import main
 
 FIELD = dataclasses.replace(
     GOOD, dsl="4.5.0", payload_cuda=(12, 9), payload_fault=PayloadFault.SHADOWED, flashinfer="0.6.16", exact_scales=False
@@ -122,7 +122,7 @@ def test_it_is_a_bug_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_without_torch() -> None:
     """The whole command, but for reading a checkpoint and compiling."""
-    code = "import sys; sys.modules['torch'] = None; from trtllm_b12x.cli import main; main()"
+    code = "import sys; sys.modules['torch'] = None; from trtllm_b12x.tools.cli import main; main()"
     command = [sys.executable, "-c", code, "doctor", "--target", "sm_120a"]
     result = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert result.returncode in (0, 1), result.stderr
@@ -180,10 +180,10 @@ def test_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_explain_is_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.host import embedded as host
+    from trtllm_b12x.engines.trtllm import embedded as host
 
     monkeypatch.setattr(environment, "probe", lambda host: FIELD)
-    monkeypatch.setattr("trtllm_b12x.host.installed", lambda: True)
+    monkeypatch.setattr("trtllm_b12x.engines.trtllm.host.installed", lambda: True)
     config = host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo.FP8))
     verdict = trtllm_b12x.explain(config)
     assert verdict.reasons == (RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_TOO_OLD, RejectReason.QUANTIZATION)
@@ -194,7 +194,7 @@ def test_explain_is_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Selection, doctor and verify say the same."""
-    from trtllm_b12x.host import embedded as host
+    from trtllm_b12x.engines.trtllm import embedded as host
 
     result = run(monkeypatch, dataclasses.replace(GOOD, enabled=False))
     assert "1. DISABLED: TRTLLM_B12X=0" in result.output
@@ -211,9 +211,9 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_bandwidth_is_what_data_sheets_say() -> None:
     """Memory clock (kHz) and bus width (bits) as CUDA gives them: an RTX 5090, an H100 SXM, one that does not say."""
-    assert rows.device(170, 14_001_000, 512) == "170 SMs, memory bandwidth 1792 GB/s"
-    assert rows.device(132, 2_619_000, 5120) == "132 SMs, memory bandwidth 3352 GB/s"
-    assert rows.device(48, 0, 256) == "48 SMs, memory bandwidth unknown"
+    assert doctor_rows.device(170, 14_001_000, 512) == "170 SMs, memory bandwidth 1792 GB/s"
+    assert doctor_rows.device(132, 2_619_000, 5120) == "132 SMs, memory bandwidth 3352 GB/s"
+    assert doctor_rows.device(48, 0, 256) == "48 SMs, memory bandwidth unknown"
 
 
 MISSING: dict[str, Any] = dict.fromkeys(("payload_cuda", "exact_scales", "expert_parallel", "tile"))

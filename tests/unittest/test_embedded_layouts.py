@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.checkpoints import dequantized, random_experts
-from trtllm_b12x import strict_reference
-from trtllm_b12x.host import embedded as host
-from trtllm_b12x.host.embedded import ops
-from trtllm_b12x.verification.bounds import exceeds
+from trtllm_b12x.engines.trtllm import embedded as host
+from trtllm_b12x.engines.trtllm.embedded import ops
+from trtllm_b12x.tools.verify import reference
+from trtllm_b12x.tools.verify.bounds import exceeds
 
 
 def build(tensors: dict[str, torch.Tensor], num_experts: int, h: int, i: int, gated: bool, **mapping: int) -> Any:
@@ -129,8 +129,8 @@ def test_the_host_splits_at_half_of_the_padded_rows(size: int) -> None:
     router_weights = torch.full((8, 2), 0.5)
     packed, sf = module.quantize_input(x, post_quant_comm=False)
     result = module.run_moe(packed, ids, router_weights, sf, output_dtype=torch.bfloat16).float()
-    call = strict_reference.MoECall(x, ids, router_weights)
-    (expected,) = strict_reference.outputs(tensors, 2, True, [call], [strict_reference.Arithmetic.NONE])[0]
+    call = reference.MoECall(x, ids, router_weights)
+    (expected,) = reference.outputs(tensors, 2, True, [call], [reference.Arithmetic.NONE])[0]
     error = float((result - expected).norm() / expected.norm())
     assert error < 0.06 if size == 128 else error > 0.5
 
@@ -140,12 +140,12 @@ def test_against_the_reference_with_cutlass_rounding_points(gated: bool) -> None
     tensors = random_experts(4, 128, 128, gated)
     module = build(tensors, 4, 128, 128, gated)
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    x = strict_reference.reference_for(tensors, 4, gated).move_off_ties(x)
+    x = reference.reference_for(tensors, 4, gated).move_off_ties(x)
     ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(n))[:2] for n in range(64)]).int()
     packed, sf = module.quantize_input(x, post_quant_comm=False)
     result = module.run_moe(packed, ids, torch.full((64, 2), 0.5), sf, output_dtype=torch.bfloat16).float()
-    call = strict_reference.MoECall(x, ids, torch.full((64, 2), 0.5))
-    ((expected,),) = strict_reference.outputs(tensors, 4, gated, [call], [strict_reference.Arithmetic.CUTLASS])
+    call = reference.MoECall(x, ids, torch.full((64, 2), 0.5))
+    ((expected,),) = reference.outputs(tensors, 4, gated, [call], [reference.Arithmetic.CUTLASS])
     assert not exceeds(result, expected, 0.005)
 
 
@@ -166,8 +166,8 @@ def test_unquantized_experts() -> None:
     ids = torch.tensor([[1, 0]] * 5)
     router_weights = torch.rand(5, 2)
     result = module.run_moe(*module.quantize_input(x)[:1], ids, router_weights)
-    call = strict_reference.MoECall(x, ids, router_weights)
-    (expected,) = strict_reference.outputs(plain, 2, True, [call], [strict_reference.Arithmetic.NONE])[0]
+    call = reference.MoECall(x, ids, router_weights)
+    (expected,) = reference.outputs(plain, 2, True, [call], [reference.Arithmetic.NONE])[0]
     torch.testing.assert_close(result, expected)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.installations import distribution, program
 from trtllm_b12x import environment
-from trtllm_b12x.environment import answers as kept_answers
+from trtllm_b12x.core import disk
 from trtllm_b12x.environment import cute_dsl, gpu, packages
 
 SMI = "0, GPU-aaaa, 12.0\n1, GPU-bbbb, 12.1\n2, GPU-cccc, 9.0"
@@ -163,10 +163,10 @@ def test_where_the_cache_lies(
         monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     else:
         monkeypatch.setenv("HOME", home_of_user)
-    assert kept_answers.directory() == (None if expected is None else Path(expected))
+    assert disk.directory() == (None if expected is None else Path(expected))
     if expected is None:
-        assert kept_answers.once("question", lambda: "answer", bool) == ("answer", False)
-        assert (kept_answers.contents(), kept_answers.clear()) == ([], 0)
+        assert disk.once("question", lambda: "answer", bool) == ("answer", False)
+        assert (disk.contents(), disk.clear()) == ([], 0)
 
 
 def test_no_link_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ def test_no_link_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     folder = tmp_path / "trtllm_b12x"
     folder.mkdir()
     (folder / f"payload.json.{os.getpid()}").symlink_to(victim)
-    assert kept_answers.once("question", lambda: [1], bool) == ([1], False)
-    assert kept_answers.once("question", lambda: [2], bool) == ([1], True)
+    assert disk.once("question", lambda: [1], bool) == ([1], False)
+    assert disk.once("question", lambda: [2], bool) == ([1], True)
     assert victim.read_text() == "precious"
 
 
@@ -190,7 +190,7 @@ def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(filelock.BaseFileLock, "acquire", acquire)
-    assert kept_answers.once("question", lambda: "answer", bool) == ("answer", False)
+    assert disk.once("question", lambda: "answer", bool) == ("answer", False)
 
 
 def test_what_an_answer_depends_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

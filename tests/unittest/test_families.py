@@ -18,16 +18,16 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
-from trtllm_b12x import environment, families, formats
-from trtllm_b12x.cli import main
+from trtllm_b12x import environment, formats
 from trtllm_b12x.core import process, settings
-from trtllm_b12x.decision import KernelFeatures, RejectReason
-from trtllm_b12x.kernels import Geometry, PlanError, prove
-from trtllm_b12x.kernels.b12x import B12xKernel
+from trtllm_b12x.decision import KernelFeatures, RejectReason, families
+from trtllm_b12x.kernels import Geometry, PlanError, prove_child
 from trtllm_b12x.kernels.b12x.compiler import ACTIVATIONS
+from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.kernels.triton import TritonKernel
-from trtllm_b12x.kernels.triton.variants import ACTIVATIONS as TRITON_ACTIVATIONS
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_variants import ACTIVATIONS as TRITON_ACTIVATIONS
+from trtllm_b12x.tools.cli import main
 
 FREE_OF = {RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_MISSING, RejectReason.FLASHINFER_TOO_OLD}
 TOY = KernelFeatures(
@@ -140,7 +140,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_compiles_what_the_family_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "")  # is given back
-    assert prove.proof("sm_121a", "toy").error == "toy has no kernel to compile"
+    assert prove_child.proof("sm_121a", "toy").error == "toy has no kernel to compile"
     monkeypatch.setattr(Toy, "instruction", "mma.toy")
     for said, expected in (
         (["ld; mma.toy; mma.toy", "mma.toy"], (True, "", 3)),
@@ -150,7 +150,7 @@ def test_doctor_compiles_what_the_family_says(monkeypatch: pytest.MonkeyPatch) -
     ):
         asked = Mock(return_value=said) if isinstance(said, list) else Mock(side_effect=said)
         monkeypatch.setattr(Toy, "assembled", asked)
-        found = prove.proof("sm_121a", "toy")
+        found = prove_child.proof("sm_121a", "toy")
         assert (found.compiled, found.error, found.products) == expected
         assert asked.call_args[0][1].multiprocessors == 48  # GB10's
 

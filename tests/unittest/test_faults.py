@@ -31,26 +31,26 @@ HOSTS = (
     "formats.nvfp4.dequantize",
     "formats.nvfp4.pack",
     "formats.nvfp4.unpack",
-    "host.adapters._equality",
+    "engines.trtllm.adapters._equality",
 )
 """What the embedded host computes with, and what a host asks when it compares classes."""
 SEAMS = (
     "bootstrap.patch",
     "core.hook._Loader",
     "core.hook.hand_over",
-    "selection._promoting.<locals>.wrapper",
-    "selection._building.<locals>.wrapper",
-    "selection._resolving.<locals>.wrapper",
-    "host.patches.known_as_cutlass",
-    "quantization.nvfp4.NVFP4.record_weight_scale_2",
-    "fused_moe.Promoted.retire_kernels",
+    "engines.trtllm.promote._promoting.<locals>.wrapper",
+    "engines.trtllm.promote._building.<locals>.wrapper",
+    "engines.trtllm.promote._resolving.<locals>.wrapper",
+    "engines.trtllm.patches.known_as_cutlass",
+    "engines.trtllm.quantization_nvfp4.NVFP4.record_weight_scale_2",
+    "engines.trtllm.fused_moe.Promoted.retire_kernels",
     "dispatch.layer.LayerDispatch.drop",
-    "fused_moe.Promoted._weights_are_ready",
-    "fused_moe.Promoted._quantize_late",
+    "engines.trtllm.fused_moe.Promoted._weights_are_ready",
+    "engines.trtllm.fused_moe.Promoted._quantize_late",
 )
 """The guards themselves, and what stands in the host's place."""
 PLACING = (
-    "quantization.__init__.Method._place",
+    "engines.trtllm.quantization.Method._place",
     "formats.layouts.interleave",
     "formats.layouts.interleaved_rows",
 )
@@ -95,7 +95,7 @@ def flow(ratio: float = 1.0) -> tuple[Any, list[torch.Tensor]]:
 def overrides(name: str) -> bool:
     """It stands in the place of a method that the host has, and calls."""
     parents = (layers.host.CutlassFusedMoE, layers.host.NVFP4CutlassFusedMoEMethod)
-    modules = ("fused_moe.", "carried.", "quantization.", "host.calls.", "host.weights.")
+    modules = tuple(f"engines.trtllm.{name}" for name in ("fused_moe.", "carried.", "quantization", "calls.", "load_hooks."))
     return name.startswith(modules) and any(hasattr(parent, name.rpartition(".")[2]) for parent in parents)
 
 

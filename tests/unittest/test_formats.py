@@ -16,14 +16,14 @@ from click.testing import CliRunner
 import trtllm_b12x
 from tests import checkpoints, layers, toy_format
 from tests.facts import GOOD
-from trtllm_b12x import environment, families, formats
-from trtllm_b12x.checkpoint import storage
-from trtllm_b12x.cli import main
+from trtllm_b12x import environment, formats
 from trtllm_b12x.core import process
-from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.decision import RejectReason, families
 from trtllm_b12x.dispatch import crossover
-from trtllm_b12x.strict_reference import Arithmetic, MoECall, outputs
-from trtllm_b12x.strict_reference.formats import DEQUANTIZERS
+from trtllm_b12x.tools.checkpoint import storage
+from trtllm_b12x.tools.cli import main
+from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
+from trtllm_b12x.tools.verify.reference_formats import DEQUANTIZERS
 
 pytestmark = pytest.mark.embedded
 

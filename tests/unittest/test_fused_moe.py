@@ -10,12 +10,12 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import families, verification
 from trtllm_b12x.core import process
-from trtllm_b12x.decision import Environment, RejectReason
+from trtllm_b12x.decision import Environment, RejectReason, families
 from trtllm_b12x.dispatch.schedule import default_crossover
-from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
-from trtllm_b12x.host.embedded import fp4_quantize
+from trtllm_b12x.engines.trtllm.embedded import fp4_quantize
+from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+from trtllm_b12x.tools import verify
 
 host = layers.host
 
@@ -47,7 +47,7 @@ def test_both_sides_of_the_crossover(tokens: int, gated: bool) -> None:
     module = layers.load(layers.create(6, 128, 192, top_k=3, gated=gated), tensors)
     assert type(module.backend) is FlashInferNvfp4Sm12xFusedMoE
     x, logits = layers.inputs(module, tokens, tensors)
-    with verification.kernel_calls(module.backend) as reached:
+    with verify.kernel_calls(module.backend) as reached:
         result = module(x, logits)
     assert len(reached) == (1 if tokens < default_crossover() else 0)
     none, kernel = layers.errors(module, x, logits, result, tensors)
@@ -64,7 +64,7 @@ def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:
     module = layers.load(layers.create(24, 128, 128, top_k=22), tensors)
     for tokens, calls in ((46, 1), (47, 0)):
         x, logits = layers.inputs(module, tokens, tensors)
-        with verification.kernel_calls(module.backend) as reached:
+        with verify.kernel_calls(module.backend) as reached:
             assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
         assert len(reached) == calls
 
@@ -90,7 +90,7 @@ def test_the_scheduler_may_see_other_token_counts_in_quantize_input_and_run_moe(
         assert layers.errors(module, x, logits, grown, tensors)[0] < 0.05
     packed, sf = backend.quantize_input(x, post_quant_comm=False)
     assert packed.dtype is torch.uint8
-    with verification.kernel_calls(backend) as reached:
+    with verify.kernel_calls(backend) as reached:
         layers.run_moe(backend, packed[:4], ids[:4], router_weights[:4], sf, output_dtype=torch.bfloat16)
     assert len(reached) == 0  # already quantized: CUTLASS
 
@@ -134,7 +134,7 @@ def test_quantized_input_and_no_tokens_are_served_as_the_host_serves_them(layer:
     packed, sf = fp4_quantize(x, module.backend.fc31_input_scale)
     result = module(host.Fp4QuantizedTensor(packed, sf), logits, output_dtype=torch.bfloat16)
     assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
-    with verification.kernel_calls(module.backend) as reached:
+    with verify.kernel_calls(module.backend) as reached:
         empty = module(x[:0], logits[:0])
     assert len(reached) == 0
     assert empty.shape == (0, 128)
@@ -145,7 +145,7 @@ def test_chunks_are_concatenated_right() -> None:
     tensors = random_experts(6, 128, 192)
     module = layers.load(layers.create(6, 128, 192, top_k=3, max_num_tokens=200, moe_max_num_tokens=50), tensors)
     x, logits = layers.inputs(module, 120, tensors)
-    with verification.kernel_calls(module.backend) as reached:
+    with verify.kernel_calls(module.backend) as reached:
         result = module(x, logits)
     assert len(reached) == 3
     none, kernel = layers.errors(module, x, logits, result, tensors)
@@ -231,7 +231,7 @@ def test_awq_scales_that_show_up_with_the_weights_leave_the_layer_to_cutlass(lay
     backend.post_load_weights()
     assert backend.verdict.reasons == (RejectReason.PRE_QUANT_SCALE,)
     x, logits = layers.inputs(module, 4, tensors)
-    with verification.kernel_calls(backend) as reached:
+    with verify.kernel_calls(backend) as reached:
         assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
     assert len(reached) == 0
 
@@ -250,7 +250,7 @@ def test_weights_created_anew_for_another_quantization(layer: tuple[Any, dict[st
     backend.load_weights([plain])
     backend.post_load_weights()
     x, ids, router_weights = torch.randn(3, 128).bfloat16(), torch.randint(0, 6, (3, 3), dtype=torch.int32), torch.rand(3, 3)
-    with verification.kernel_calls(backend) as reached:
+    with verify.kernel_calls(backend) as reached:
         assert layers.run_moe(backend, x, ids, router_weights, output_dtype=torch.bfloat16).isfinite().all()
     assert len(reached) == 0
 

@@ -12,9 +12,9 @@ from tests import sass
 from trtllm_b12x.environment import prove
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.grouped import GroupedKernel
-from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
-from trtllm_b12x.kernels.jit.cards import Card
+from trtllm_b12x.kernels.cards import Card
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
 
 INSTRUCTION = {GroupedKernel: "kind::mxf8f6f4.block_scale", GroupedNVFP4Kernel: "kind::mxf4nvf4.block_scale.scale_vec::4X"}
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")

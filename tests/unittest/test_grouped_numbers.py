@@ -13,13 +13,13 @@ import torch
 from tests import forks, layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import distance, random_call, random_layer
-from trtllm_b12x import strict_reference
-from trtllm_b12x.host.embedded.ops import fp4_quantize
+from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, _decoded
-from trtllm_b12x.strict_reference import Arithmetic
-from trtllm_b12x.strict_reference.formats import move_off_ties
+from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.tools.verify import reference
+from trtllm_b12x.tools.verify.reference import Arithmetic
+from trtllm_b12x.tools.verify.reference_formats import move_off_ties
 
 CPU = torch.device("cpu")
 BOUND = 0.004
@@ -55,9 +55,9 @@ def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float |
     module = layers.load(layers.create(4, 128, 192, gated=gated), tensors)
     backend = module.backend
     x, logits = layers.inputs(module, tokens, tensors)
-    call = strict_reference.MoECall(x, *module.routing_method.apply(logits))
+    call = reference.MoECall(x, *module.routing_method.apply(logits))
     routes = call.token_selected_experts, call.token_final_scales
-    ((wanted,),) = strict_reference.outputs(tensors, 4, gated, [call], [Arithmetic.KERNEL])
+    ((wanted,),) = reference.outputs(tensors, 4, gated, [call], [Arithmetic.KERNEL])
     kernel, yardstick = planned(backend._geometry(), backend._kernel_weights())
     found = kernel.run(x, *routes)
     result: dict[str, float | bool] = {
@@ -117,7 +117,7 @@ def of_scales_that_are_no_number() -> dict[str, float | bool]:
 
 def of_sorting() -> dict[str, float | bool]:
     """More routes than a program looks at at a time, against torch: places, router weights, and what is of no expert here."""
-    from trtllm_b12x.kernels.grouped.sorting import sort_kernel
+    from trtllm_b12x.kernels.triton.grouped_sorting import sort_kernel
 
     experts, first, generator = 5, 3, torch.Generator().manual_seed(0)
     found: dict[str, float | bool] = {}

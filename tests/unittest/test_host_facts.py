@@ -14,7 +14,7 @@ import torch
 
 from tests.hosts.build import build
 from tests.hosts.extract import extract
-from trtllm_b12x.host import contract
+from trtllm_b12x.engines.trtllm import contract
 
 KINDS = ("functions", "bases", "attributes", "comparisons")
 
@@ -93,7 +93,7 @@ def test_what_a_host_may_change(function: Callable[..., None], found: list[str])
 
 def read_of(owners: set[str], *files: str) -> set[str]:
     """Attributes, and parameters by name, that these files of the package read of what they call ``self`` and so on."""
-    root = Path(contract.__file__).parents[1]
+    root = Path(contract.__file__).parent
     nodes = [node for file in files for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8")))]
     return {
         node.attr
@@ -108,24 +108,24 @@ def read_of(owners: set[str], *files: str) -> set[str]:
 
 def test_the_contract_covers_what_is_read() -> None:
     """Read off the code: whoever reads another name of the host has to add it."""
-    from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE as Ours
+    from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE as Ours
 
     layer = Ours.__new__(Ours)
     torch.nn.Module.__init__(layer)
     bare = set(dir(layer)) - {
-        name for base in Ours.__mro__ if base.__module__.startswith("trtllm_b12x.host.emb") for name in vars(base)
+        name for base in Ours.__mro__ if base.__module__.startswith("trtllm_b12x.engines.trtllm.emb") for name in vars(base)
     }
     assigned = {
         node.attr
         for node in ast.walk(ast.parse(inspect.getsource(sys.modules[Ours.__module__])))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
-    methods = ("quantization/__init__.py", "quantization/nvfp4.py", "host/weights.py")
-    found = read_of({"self"}, "fused_moe.py", "carried.py", "host/calls.py") | read_of({"module"}, *methods)
-    found |= read_of({"layer"}, "host/questions.py")
+    methods = ("quantization.py", "quantization_nvfp4.py", "load_hooks.py")
+    found = read_of({"self"}, "fused_moe.py", "carried.py", "calls.py") | read_of({"module"}, *methods)
+    found |= read_of({"layer"}, "describe.py")
     read = {name for name in found - bare - assigned if not name.startswith("b12x_")} - {"kernel"}
     optional = {"_moe_lora_active"}  # asked for with hasattr
     by_the_registry = {"rank"}
     assert (read - optional) | by_the_registry == {*contract.LAYER, *contract.WEIGHTS, "quant_method"}
-    assert read_of({"ctx"}, "host/calls.py") == set(contract.RECORDS["MoERunContext"])
-    assert read_of({"plan"}, "host/calls.py") == set(contract.RECORDS["MoECommPlan"])
+    assert read_of({"ctx"}, "calls.py") == set(contract.RECORDS["MoERunContext"])
+    assert read_of({"plan"}, "calls.py") == set(contract.RECORDS["MoECommPlan"])

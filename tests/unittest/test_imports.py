@@ -19,63 +19,41 @@ FILES = {path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init
 MODULES = {".".join(("trtllm_b12x", *name.replace("__init__", "").split("/"))).rstrip("."): name for name in FILES}
 MOST_LINES = 400
 
+FLOORS = (
+    ("core",),
+    ("formats",),
+    ("decision",),
+    ("environment",),
+    ("kernels",),
+    ("dispatch",),
+    ("engines",),
+    ("bootstrap", "__init__", "switch"),
+    ("tools",),
+    ("__main__",),
+)
+"""From the ground up. An import goes down or stays on its floor, imports inside functions and for types included."""
 LIGHT = (
+    "core",
     "decision",
-    "families",
-    "settings",
-    "log",
-    "locks",
-    "process",
-    "registry",
-    "selection",
     "environment",
-    "cli",
+    "tools/cli",
     "dispatch/policy",
     "dispatch/schedule",
+    "engines/trtllm/promote",
+    "engines/trtllm/status",
 )
 """Imported without torch: in every process of the host, or by a command on a machine that has none."""
-RULES = (
-    # (who, must not import whom, why)
-    ("decision", tuple(f"trtllm_b12x.{room}" for room in ("environment", "kernels", "host", "fused_moe")), "it is pure"),
-    ("families", ("trtllm_b12x.kernels", "trtllm_b12x.environment", "trtllm_b12x.host"), "rows name modules, they do not import"),
-    (
-        "environment",
-        ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.selection"),
-        "it knows no kernels",
-    ),
-    (
-        "strict_reference",
-        (
-            "trtllm_b12x.kernels",
-            "trtllm_b12x.host",
-            "trtllm_b12x.quantization",
-            *(f"trtllm_b12x.formats.{part}" for part in ("nvfp4", "layouts", "weights")),
-        ),
-        "the judge shares nothing",
-    ),
-    (
-        "formats",
-        ("trtllm_b12x.kernels", "trtllm_b12x.host", "trtllm_b12x.quantization", "trtllm_b12x.checkpoint"),
-        "numbers know nobody",
-    ),
-    ("quantization", ("trtllm_b12x.fused_moe", "trtllm_b12x.selection", "trtllm_b12x.strict_reference"), "methods know no layer"),
-    (
-        "kernels",
-        tuple(f"trtllm_b12x.{room}" for room in ("host", "eligibility", "fused_moe", "quantization", "selection")),
-        "kernels know no host and no layer",
-    ),
-    ("checkpoint", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.host"), "files are files"),
-    (
-        "dispatch",
-        tuple(f"trtllm_b12x.{room}" for room in ("host", "registry", "fused_moe", "quantization")),
-        "it knows no engine",
-    ),
-    ("host", ("trtllm_b12x.kernels", "trtllm_b12x.fused_moe", "trtllm_b12x.verification"), "the host knows nothing of ours"),
-)
 
 
-def imports(name: str, late: bool = True) -> set[str]:
-    """Absolute names; with ``late`` also of imports inside functions, never those for type checkers alone."""
+def floor(name: str) -> int:
+    """Number of the floor of a file or a module of the package, from the ground."""
+    room = name.replace(".", "/").removeprefix("trtllm_b12x").strip("/").partition("/")[0] or "__init__"
+    named = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    return named.get(room, named["__init__"])  # a name of the package itself, such as status
+
+
+def imports(name: str, late: bool = True, types: bool = False) -> set[str]:
+    """Absolute names; with ``late`` also of imports inside functions, with ``types`` those for type checkers too."""
     found, path = set(), FILES[name]
     package = ["trtllm_b12x", *name.split("/")]
     if path.name != "__init__.py":
@@ -83,7 +61,7 @@ def imports(name: str, late: bool = True) -> set[str]:
     nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
             nodes += node.orelse
             continue
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not late:
@@ -103,19 +81,25 @@ def within(name: str, room: str) -> bool:
     return name == room or name.startswith(f"{room}/")
 
 
-@pytest.mark.parametrize(("room", "forbidden", "why"), RULES, ids=[rule[0] for rule in RULES])
-def test_no_import_runs_back(room: str, forbidden: tuple[str, ...], why: str) -> None:
-    files = [name for name in FILES if within(name, room) and name not in ("host/build_layer", "host/host_path")]
-    assert files
-    for name in files:
-        wrong = {found for found in imports(name) if any(f"{found}.".startswith(f"{rule}.") for rule in forbidden)}
-        wrong -= {found for found in wrong if found == "trtllm_b12x" or f"{found}.".startswith(f"trtllm_b12x.{room}.")}
-        assert not wrong, f"{name} imports {sorted(wrong)}: {why}"
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_no_import_goes_up(name: str) -> None:
+    ours = {found for found in imports(name, types=True) if f"{found}.".startswith("trtllm_b12x.")}
+    assert {found for found in ours if floor(found) > floor(name)} == set()
+
+
+def test_the_reference_shares_nothing_with_what_it_judges() -> None:
+    judged = (
+        "trtllm_b12x.kernels",
+        "trtllm_b12x.engines",
+        *(f"trtllm_b12x.formats.{part}" for part in ("nvfp4", "mxfp8", "layouts")),
+    )
+    for name in ("tools/verify/reference", "tools/verify/reference_formats"):
+        assert {found for found in imports(name) if found.startswith(judged)} == set(), name
 
 
 def test_no_import_runs_in_a_circle() -> None:
     """But in the embedded host, whose circle is the host's own."""
-    embedded = "trtllm_b12x.host.embedded"
+    embedded = "trtllm_b12x.engines.trtllm.embedded"
     graph = {module: imports(name, late=False) & MODULES.keys() - {module} for module, name in MODULES.items()}
     graph = {module: found for module, found in graph.items() if not module.startswith(f"{embedded}.")}
     tuple(graphlib.TopologicalSorter({**graph, embedded: set()}).static_order())  # raises with the circle
@@ -129,7 +113,7 @@ def test_no_file_is_too_long() -> None:
 def test_neighbors_have_one_door_each() -> None:
     for name in FILES:
         found = {module.partition(".")[0] for module in imports(name)}
-        assert "tensorrt_llm" not in found or within(name, "host"), name
+        assert "tensorrt_llm" not in found or within(name, "engines/trtllm"), name
         outside = not within(name, "kernels") and not within(name, "environment")
         assert not (found & {"flashinfer", "cutlass", "triton"} and outside), name
 
@@ -143,7 +127,7 @@ def test_what_must_do_without_torch_does() -> None:
 def test_nobody_asks_for_a_format_by_name() -> None:
     """Its parts are found by its row.  What hosts call theirs is theirs."""
     for name, path in FILES.items():
-        if within(name, "host"):
+        if within(name, "engines/trtllm"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Compare, ast.MatchValue)):
@@ -156,7 +140,7 @@ def test_a_layer_and_a_method_import_beside_any_host(tmp_path: Path) -> None:
     (tmp_path / "tensorrt_llm").mkdir()
     (tmp_path / "tensorrt_llm/__init__.py").write_text("raise RuntimeError('of another shape')\n")
     code = (
-        "import sys, trtllm_b12x.fused_moe as layer, trtllm_b12x.quantization.nvfp4 as method\n"
+        "import sys, trtllm_b12x.engines.trtllm.fused_moe as layer, trtllm_b12x.engines.trtllm.quantization_nvfp4 as method\n"
         "assert 'tensorrt_llm' not in sys.modules\n"
         "for module, name in ((layer, 'FlashInferNvfp4Sm12xFusedMoE'), (method, 'NVFP4Sm12xFusedMoEMethod')):\n"
         "    try:\n"

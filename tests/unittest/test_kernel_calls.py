@@ -11,15 +11,15 @@ import torch
 from tests import mxfp8
 from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.kernels import Geometry, Kernel
-from trtllm_b12x.kernels.b12x import B12xKernel
-from trtllm_b12x.kernels.grouped import GroupedKernel
-from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
-from trtllm_b12x.kernels.jit import JitKernel
-from trtllm_b12x.kernels.jit.cards import Card
-from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
+from trtllm_b12x.kernels.b12x.kernel import B12xKernel
+from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.kernels.triton import TritonKernel
-from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.reference_mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.jit import JitKernel
 
 GEOMETRY = Geometry(3, 2, 128, 128, "Swiglu")
 TOKENS = 4

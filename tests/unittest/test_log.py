@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from trtllm_b12x import families
 from trtllm_b12x.core import process
-from trtllm_b12x.decision import UNKNOWN, Environment, Lacking, Problem, Rejection, RejectReason, Resolution, resolve
+from trtllm_b12x.decision import UNKNOWN, Environment, Lacking, Problem, Rejection, RejectReason, Resolution, families, resolve
 from trtllm_b12x.decision.announce import announce
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.checkpoints import random_experts, write_checkpoint
-from trtllm_b12x.checkpoint import Checkpoint
+from trtllm_b12x.engines.trtllm import embedded
+from trtllm_b12x.engines.trtllm import quantization_nvfp4 as quantization
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
 from trtllm_b12x.formats.nvfp4 import InputScales
-from trtllm_b12x.host import embedded
-from trtllm_b12x.quantization import nvfp4 as quantization
-from trtllm_b12x.verification import Case, LayerReport, Tolerances, verify_layer
+from trtllm_b12x.tools.checkpoint import Checkpoint
+from trtllm_b12x.tools.verify import Case, LayerReport, Tolerances, verify_layer
 
 Method = quantization.NVFP4Sm12xFusedMoEMethod
 CASES = [Case(1), Case(8), Case(63)]

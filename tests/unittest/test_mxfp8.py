@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from tests import mxfp8
-from trtllm_b12x import eligibility, formats
+from trtllm_b12x import formats
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, Problem, RejectReason, decide
+from trtllm_b12x.decision.families import grouped, grouped_nvfp4, triton_mxfp8
+from trtllm_b12x.engines.trtllm import eligibility
 from trtllm_b12x.environment import triton
-from trtllm_b12x.families import grouped, grouped_nvfp4, triton_mxfp8
 from trtllm_b12x.formats.mxfp8 import decode_e8m0, dequantize, quantize
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.grouped import GroupedKernel
-from trtllm_b12x.kernels.jit.cards import Card
-from trtllm_b12x.strict_reference.formats import dequantize_mxfp8, fake_quantize_mxfp8
+from trtllm_b12x.kernels.cards import Card
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+from trtllm_b12x.tools.verify.reference_formats import dequantize_mxfp8, fake_quantize_mxfp8
 
 
 def test_every_scale() -> None:
@@ -111,4 +112,4 @@ def test_other_formats_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert [row.name for row in formats.FORMATS if not row.hosts_path] == ["MXFP8"]
     found = eligibility.resolve((Problem(quant_algo="NVFP4"), Deployment()))
     assert found.families == ("b12x", "triton", "grouped")
-    assert formats.load("trtllm_b12x.kernels.grouped.nvfp4:GroupedNVFP4Kernel").features.quantizations == {"NVFP4"}
+    assert formats.load("trtllm_b12x.kernels.triton.grouped_nvfp4:GroupedNVFP4Kernel").features.quantizations == {"NVFP4"}

@@ -11,8 +11,9 @@ import triton.language as tl
 
 from tests import forks, mxfp8
 from trtllm_b12x.kernels import Geometry, Kernel
-from trtllm_b12x.kernels.grouped import GroupedKernel, source
-from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton import grouped_kernels
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel
 
 CASES = {
     "gated": (Geometry(4, 2, 128, 96, "Swiglu"), 3, 0),
@@ -38,7 +39,7 @@ def read_scales(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     r = tl.arange(0, ROWS)[:, None]
     b = tl.arange(0, BLOCKS)[None, :]
-    tl.store(out + r * BLOCKS + b, source._scales(words + r * GROUPS, k, 1, K, ROWS, BK, FORMAT, WARPS))
+    tl.store(out + r * BLOCKS + b, grouped_kernels._scales(words + r * GROUPS, k, 1, K, ROWS, BK, FORMAT, WARPS))
 
 
 def wrong_scales() -> float:

@@ -15,12 +15,12 @@ import torch
 from tests import mxfp8
 from tests.clock import Clock, capturing, standing_in
 from tests.layers import create, host, swiglu_constants
-from trtllm_b12x import registry
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch.policy import HOST
-from trtllm_b12x.kernels.mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
-from trtllm_b12x.quantization.mxfp8 import _scales
-from trtllm_b12x.strict_reference import Arithmetic, MoECall, outputs
+from trtllm_b12x.engines.trtllm import status
+from trtllm_b12x.engines.trtllm.quantization_mxfp8 import _scales
+from trtllm_b12x.kernels.reference_mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
+from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
 
 EXPERTS, HIDDEN, SIZE, TOP_K = 6, 256, 160, 2
 
@@ -177,7 +177,7 @@ def test_the_card_decides_between_the_kernels(card: None, tmp_path: Path, caplog
         called(again)
         assert len(clock.asked) == 1
         assert served(again, 27, 28) == ["triton", "grouped"]
-        (said,) = registry.status().crossovers.values()
+        (said,) = status.status().crossovers.values()
         assert said == "stored: triton 1-27, then grouped"
 
 
@@ -187,7 +187,7 @@ def test_one_kernel_has_nothing_to_be_measured_against(card: None, monkeypatch: 
         layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
         called(layer)
         assert not clock.asked
-        assert registry.status().crossovers[str(layer.backend.kernel.geometry)] == "grouped at every count"
+        assert status.status().crossovers[str(layer.backend.kernel.geometry)] == "grouped at every count"
 
 
 def test_a_number_is_the_split(card: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_b12x import strict_reference
 from trtllm_b12x.formats import nvfp4
 from trtllm_b12x.kernels.reference import _off_ties
-from trtllm_b12x.strict_reference import formats as reference
+from trtllm_b12x.tools.verify import reference as strict_reference
+from trtllm_b12x.tools.verify import reference_formats as reference
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

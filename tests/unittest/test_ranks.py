@@ -9,9 +9,9 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
-from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
 from trtllm_b12x.decision import RejectReason
-from trtllm_b12x.verification import Case, Ranks, resolve_on_ranks, verify_layer
+from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
+from trtllm_b12x.tools.verify import Case, Ranks, resolve_on_ranks, verify_layer
 
 TOKENS = [Case(1), Case(8), Case(63)]
 EXPERTS, TOP_K = 4, 3

@@ -9,7 +9,7 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import verification
+from trtllm_b12x.tools import verify
 
 
 def storages(backend: Any) -> dict[str, int]:
@@ -121,7 +121,7 @@ def test_no_hook_is_called(refit: Any, factor: float) -> None:
     refit(module, other)
     for tokens in (3, 70, 40):
         x, logits = layers.inputs(module, tokens, second)
-        with verification.kernel_calls(module.backend) as reached:
+        with verify.kernel_calls(module.backend) as reached:
             assert torch.equal(module(x, logits), other(x, logits)), tokens
         assert len(reached) == (tokens < 64)
 

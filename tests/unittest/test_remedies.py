@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from trtllm_b12x import families
 from trtllm_b12x.decision import (
     Deployment,
     Environment,
@@ -14,6 +13,7 @@ from trtllm_b12x.decision import (
     Problem,
     RejectReason,
     decide,
+    families,
 )
 
 PINS_1_3: dict[str, Any] = {"flashinfer": "0.6.11", "exact_scales": False, "dsl": "4.5.0"}

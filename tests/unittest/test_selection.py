@@ -11,11 +11,11 @@ import torch
 
 import trtllm_b12x
 from tests import layers
-from trtllm_b12x import selection, unserved
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason, Resolution
-from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
-from trtllm_b12x.host import load, questions
+from trtllm_b12x.engines.trtllm import describe, no_host_path, promote
+from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+from trtllm_b12x.engines.trtllm.host import load
 
 host = layers.host
 create_moe = host.create_moe
@@ -53,7 +53,7 @@ def test_a_format_that_neither_side_serves(caplog: pytest.LogCaptureFixture) -> 
     process.forget()
     verdict = Resolution.left_to_the_host(RejectReason.TRITON, "no gcc")
     mxfp8 = config(host.QuantAlgo.MXFP8, moe_backend="AUTO")
-    assert unserved.class_for(load(), lambda question: verdict, mxfp8, None) is None
+    assert no_host_path.class_for(load(), lambda question: verdict, mxfp8, None) is None
     assert "MoE layer in MXFP8 has no implementation: TRITON: no gcc" in caplog.text
 
 
@@ -95,7 +95,7 @@ def test_what_only_the_builder_knows_leaves_the_hosts_class() -> None:
 
 
 def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "of_layer", lambda layer, *facts: layer.gone)
+    monkeypatch.setattr(describe, "of_layer", lambda layer, *facts: layer.gone)
     trtllm_b12x.install()
     module = create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
     assert module.backend.verdict.reasons == (RejectReason.HOST,)
@@ -105,7 +105,7 @@ def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPa
 def test_whatever_goes_wrong_the_host_builds_what_it_would_have_built(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(selection, "_resolve", lambda question: 1 / 0)
+    monkeypatch.setattr(promote, "_resolve", lambda question: 1 / 0)
     trtllm_b12x.install()
     for _ in range(2):
         routing = host.RenormalizeMoeRoutingMethod(2)
@@ -189,7 +189,7 @@ def test_a_pipeline_rank_without_moe_layers_builds_nothing() -> None:
     import subprocess
     import sys
 
-    code = "import sys, trtllm_b12x; trtllm_b12x.install(); sys.exit('trtllm_b12x.fused_moe' in sys.modules)"
+    code = "import sys, trtllm_b12x; trtllm_b12x.install(); sys.exit('trtllm_b12x.engines.trtllm.fused_moe' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -197,5 +197,5 @@ def test_the_package_imports_without_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, trtllm_b12x, trtllm_b12x.cli; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    code = "import sys, trtllm_b12x, trtllm_b12x.tools.cli; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -15,9 +15,8 @@ import pytest
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import families
 from trtllm_b12x.core import process
-from trtllm_b12x.decision import Environment
+from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from trtllm_b12x.core import disk
 from trtllm_b12x.dispatch import store
 from trtllm_b12x.dispatch.policy import HOST, Timings
 from trtllm_b12x.dispatch.store import Key
-from trtllm_b12x.environment import answers
 
 TIMINGS = Timings({1: {"triton": 10.25, HOST: 20.5}, 2: {"triton": 11.0, HOST: 21.0}})
 KEY = Key({"name": "a card"}, {"num_experts": 8}, {"kernels": ["triton"], "tuned": True}, {"torch": "2.11"})
@@ -56,8 +56,8 @@ def test_kept_and_found_again(folder: Path, lines: Callable[[], list[str]]) -> N
     assert rows(store.load(KEY)) == TIMINGS.rows
     assert not lines()
     assert (folder / KEY.file).stat().st_mode & 0o022 == 0
-    assert dict(answers.contents())[KEY.file] > 100
-    assert answers.clear() > 100
+    assert dict(disk.contents())[KEY.file] > 100
+    assert disk.clear() > 100
     assert store.load(KEY) is None
 
 

@@ -11,7 +11,7 @@ from triton import knobs
 from triton.runtime import cache as triton_cache
 
 from trtllm_b12x.kernels import PlanError
-from trtllm_b12x.kernels.jit import cache
+from trtllm_b12x.kernels.triton import cache
 
 KEY = "ab" * 32
 

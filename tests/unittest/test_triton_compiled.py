@@ -12,9 +12,9 @@ from tests import sass
 from tests.compiled import Compiled, compile_for
 from trtllm_b12x.environment import prove
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import TritonKernel
-from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.tiles import Card
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.decode_tiles import Card
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 CARDS = {90: Card(132, 228 << 10, 90), 120: Card(188, 100 << 10, 120), 121: Card(48, 100 << 10, 121)}

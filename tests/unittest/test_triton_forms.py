@@ -12,9 +12,9 @@ from tests import forks, layers
 from tests.checkpoints import dequantized, random_experts
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.formats.nvfp4 import dequantize
-from trtllm_b12x.host.embedded.ops import fp4_quantize
-from trtllm_b12x.verification import kernel_calls
+from trtllm_b12x.tools.verify import kernel_calls
 
 host = layers.host
 BOUND = 0.004

@@ -18,14 +18,14 @@ import torch
 
 from tests import mxfp8
 from tests.nvfp4_layer import random_call, random_layer
-from trtllm_b12x.kernels import Geometry, late
-from trtllm_b12x.kernels.grouped import GroupedKernel
-from trtllm_b12x.kernels.grouped.nvfp4 import GroupedNVFP4Kernel
-from trtllm_b12x.kernels.jit import compile_pool, launcher
-from trtllm_b12x.kernels.jit.cards import Card
-from trtllm_b12x.kernels.jit.variant import Variant
-from trtllm_b12x.kernels.triton import TritonKernel, launch, products
-from trtllm_b12x.kernels.triton.mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.cards import Card
+from trtllm_b12x.kernels.triton import compile_pool, decode_kernels, decode_launch, jit_monitor, launcher
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.variant import Variant
 
 ROOT = Path(__file__).parents[2]
 _HEAD = 7 * 4 + 8 + 8
@@ -95,7 +95,7 @@ def main() -> None:
             variants = kernel.build.variants(step, inline, quantized)
             launches = {}
             for way, compiled in (("jit", None), ("direct", {v.key: v.warm_up() for v in variants})):
-                call = launch.call(kernel.build, step, variants, compiled)
+                call = decode_launch.call(kernel.build, step, variants, compiled)
                 told: dict[str, str] = {}
                 fields = [field for field in ("route", "fc1", "fc2") if getattr(call, field)]
                 starts = {field: recorded(cuda, getattr(call, field), v, told) for field, v in zip(fields, variants, strict=True)}
@@ -103,7 +103,7 @@ def main() -> None:
                 started(call, layer.geometry, kernel._layers[quantized], tokens, quantized, True)
                 launches[way] = told
             names = ("route_kernel", "fc1_kernel", "fc2_kernel")
-            functions = [getattr(products, name) for name in names]
+            functions = [getattr(decode_kernels, name) for name in names]
             caches = [len(next(iter(function.device_caches.values()))[0]) for function in functions if function.device_caches]
             found[name] = {**launches, "kernels": sum(caches)}
         found["kept"] = list(kept)
@@ -176,7 +176,7 @@ def late_compiles() -> dict[str, dict[str, int]]:
         if issubclass(kind, GroupedKernel):
             kernel.table = kernel.table[:1]
         kernel.describe(geometry, 1, torch.device("cuda"))
-        with late.expected():
+        with jit_monitor.expected():
             for variant in kernel.variants():
                 variant.warm_up()
         kernel._plan = kernel._planned(None)
@@ -189,8 +189,8 @@ def late_compiles() -> dict[str, dict[str, int]]:
                 if nvfp4:
                     codes, scales = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.uint8)
                     kernel.run_quantized(codes, scales, False, given, weights)
-        found[kind.__name__] = late.compiles()
-        late._found.clear()
+        found[kind.__name__] = jit_monitor.compiles()
+        jit_monitor._found.clear()
     return found
 
 

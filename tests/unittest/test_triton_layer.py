@@ -11,15 +11,14 @@ import torch
 import trtllm_b12x
 from tests import forks, layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import strict_reference
 from trtllm_b12x.core import process
 from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.kernels.triton import check
-from trtllm_b12x.strict_reference import Arithmetic, MoECall
-from trtllm_b12x.verification import kernel_calls
+from trtllm_b12x.kernels.triton.decode import check
+from trtllm_b12x.tools.verify import kernel_calls, reference
+from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
 
 BOUND = 0.004
 """Relative L2 from unquantized activations: bf16's rounding of the activation's result and of the output."""
@@ -35,7 +34,7 @@ def _alone(triton_alone: None) -> Any:
 def error(module: Any, x: torch.Tensor, logits: torch.Tensor, tensors: dict[str, torch.Tensor], arithmetic: Arithmetic) -> float:
     call = MoECall(x, *module.routing_method.apply(logits))
     gated = module.is_gated_activation
-    ((expected,),) = strict_reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
+    ((expected,),) = reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
     return float((module(x, logits).float() - expected).norm() / expected.norm())
 
 
@@ -204,7 +203,7 @@ def test_explain_says_what_is_built(every_family: None) -> None:
 
 @pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"])
 def test_gated_is_what_the_host_calls_so(activation: str) -> None:
-    from trtllm_b12x.host.embedded.config import ActivationType, is_gated_activation
+    from trtllm_b12x.engines.trtllm.embedded.config import ActivationType, is_gated_activation
 
     assert Geometry(1, 1, 128, 128, activation).gated == is_gated_activation(ActivationType[activation])
 

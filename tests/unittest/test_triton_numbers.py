@@ -15,9 +15,9 @@ from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
-from trtllm_b12x.kernels.triton import TritonKernel
-from trtllm_b12x.kernels.triton.tiles import Tile, Tiles
-from trtllm_b12x.kernels.triton.variants import ACTIVATIONS
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_tiles import Tile, Tiles
+from trtllm_b12x.kernels.triton.decode_variants import ACTIVATIONS
 
 BOUND = 0.004
 """Relative L2 of bfloat16's rounding of the activation's result and of the output; seen: 0.0026."""
@@ -257,7 +257,7 @@ def _() -> dict[str, Any]:
 
 def run_all() -> dict[str, dict[str, Any]]:
     found = {}
-    with mock.patch("trtllm_b12x.kernels.triton.torch.empty", poisoned):
+    with mock.patch("trtllm_b12x.kernels.triton.decode.torch.empty", poisoned):
         for name, function in CASES.items():
             torch.manual_seed(0)
             found[name] = function()

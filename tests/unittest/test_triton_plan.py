@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from tests.nvfp4_layer import random_layer
-from trtllm_b12x import families
-from trtllm_b12x.decision import Environment, Problem, RejectReason, decide
+from trtllm_b12x.decision import Environment, Problem, RejectReason, decide, families
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton import TritonKernel, check
-from trtllm_b12x.kernels.triton.tiles import TABLE, Card, blocks, tiles
+from trtllm_b12x.kernels.triton.decode import TritonKernel, check
+from trtllm_b12x.kernels.triton.decode_tiles import TABLE, Card, blocks, tiles
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 NEMOTRON_SUPER = Geometry(512, 22, 1024, 2688, "Relu2")
@@ -207,10 +206,10 @@ SERVES = """
 import torch
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import verification
+from trtllm_b12x.tools import verify
 
 module = layers.load(layers.create(2, 128, 128, top_k=1), random_experts(2, 128, 128))
-with verification.kernel_calls(module.backend) as reached:
+with verify.kernel_calls(module.backend) as reached:
     module(torch.randn(2, 128).bfloat16(), torch.randn(2, 2))
 print(module.backend.verdict.families, len(reached))
 """

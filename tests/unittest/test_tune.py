@@ -15,12 +15,12 @@ from click.testing import CliRunner, Result
 
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.clock import Clock, standing_in
-from trtllm_b12x.cli import main
 from trtllm_b12x.core import process
 from trtllm_b12x.dispatch import store, timing
 from trtllm_b12x.dispatch.policy import HOST, Timings, counts_to_measure
+from trtllm_b12x.tools.cli import main
 
-tune: Any = importlib.import_module("trtllm_b12x.cli.tune")  # its package has the command by that name
+tune: Any = importlib.import_module("trtllm_b12x.tools.tune")  # its package has the command by that name
 SIZES = ["--hidden", "128", "--intermediate", "256", "--experts", "8", "--top-k", "2"]
 
 

@@ -10,11 +10,10 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import strict_reference
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
-from trtllm_b12x.strict_reference import Arithmetic, MoECall
-from trtllm_b12x.verification import kernel_calls
+from trtllm_b12x.tools.verify import kernel_calls, reference
+from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
 
 E, H, SIZE = 4, 128, 256
 BOUND = 0.004
@@ -50,7 +49,7 @@ def error(module: Any, tokens: int, tensors: dict[str, torch.Tensor], constants:
     x, logits = layers.inputs(module, tokens, tensors)
     call = MoECall(x, *module.routing_method.apply(logits))
     swiglu: Any = CONSTANTS[constants] or None
-    ((wanted,),) = strict_reference.outputs(tensors, E, True, [call], [Arithmetic.UNQUANTIZED], swiglu=swiglu)
+    ((wanted,),) = reference.outputs(tensors, E, True, [call], [Arithmetic.UNQUANTIZED], swiglu=swiglu)
     return float((module(x, logits).float() - wanted).norm() / wanted.norm())
 
 
@@ -221,7 +220,7 @@ def test_reloads(first: float, second: float, hooks: bool) -> None:
 
 
 def test_a_fault_leaves_the_layer_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.quantization.nvfp4 import NVFP4
+    from trtllm_b12x.engines.trtllm.quantization_nvfp4 import NVFP4
 
     module = loaded(3.0)
     with monkeypatch.context() as patch:

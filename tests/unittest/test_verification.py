@@ -14,10 +14,10 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts, unquantized, write_checkpoint
-from trtllm_b12x.checkpoint import Checkpoint, CheckpointError
-from trtllm_b12x.verification import Case, LayerReport, Tolerances, relative_l2, verify_layer
-from trtllm_b12x.verification.bits import _holds, wrong_scalars
-from trtllm_b12x.verification.bounds import exceeds
+from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
+from trtllm_b12x.tools.verify import Case, LayerReport, Tolerances, relative_l2, verify_layer
+from trtllm_b12x.tools.verify.bits import _holds, wrong_scalars
+from trtllm_b12x.tools.verify.bounds import exceeds
 
 Tensors = dict[str, torch.Tensor]
 
@@ -57,7 +57,7 @@ def test_input_scales_of_other_weights(tmp_path: Path, damage: Callable[[Tensors
 def test_an_error_that_is_not_a_number_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = random_experts(3, 128, 64)
     original = write_original(tmp_path / "plain", tensors)
-    monkeypatch.setattr("trtllm_b12x.verification.layer.relative_l2", lambda value, reference: math.nan)
+    monkeypatch.setattr("trtllm_b12x.tools.verify.layer.relative_l2", lambda value, reference: math.nan)
     report = verified(tmp_path, tensors, original=original)
     assert [failure.split(":")[0].split(" by ")[0] for failure in report.failures] == [
         "quantizing activations costs nan % of the output (16 % is usual, 70 % allowed)",
@@ -113,7 +113,7 @@ def test_a_scale_that_is_slightly_off_is_named(name: str) -> None:
 
 
 def test_the_bits_of_experts_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.quantization import nvfp4 as quantization
+    from trtllm_b12x.engines.trtllm import quantization_nvfp4 as quantization
 
     tensors = {f"{e}.{key[2:]}": t for e in range(40) for key, t in random_experts(1, 128, 16).items()}
     report = verified(tmp_path, tensors, cases=(8,))

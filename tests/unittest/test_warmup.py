@@ -15,11 +15,11 @@ from click.testing import CliRunner, Result
 
 from tests import layers, warm_start
 from tests.checkpoints import random_experts, write_checkpoint
-from trtllm_b12x.cli import main
-from trtllm_b12x.host.build_layer import Shape
-from trtllm_b12x.kernels.jit.cards import MODELS, models
+from trtllm_b12x.engines.trtllm.build_layer import Shape
+from trtllm_b12x.kernels.cards import MODELS, models
+from trtllm_b12x.tools.cli import main
 
-warmup: Any = importlib.import_module("trtllm_b12x.cli.warmup")  # its package has the command by that name
+warmup: Any = importlib.import_module("trtllm_b12x.tools.warmup")  # its package has the command by that name
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden": 128, "intermediate": 128, "experts": 4, "top-k": 2}
 FIELDS = {"num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 128, "activation": "Swiglu"}

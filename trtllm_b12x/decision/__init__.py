@@ -11,10 +11,10 @@ import functools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from .answers import UNKNOWN, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
-from .facts import Deployment, Environment, Lacking, PayloadFault, Problem
+from .inputs import Deployment, Environment, Lacking, PayloadFault, Problem
 from .remedies import FLASHINFERS, repair
 from .rules import EXPERT_PARALLEL_FLASHINFER, OLDEST_FLASHINFER, RULES, refused_by_hosts, version_tuple
+from .verdicts import UNKNOWN, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
 
 __all__ = [
     "EXPERT_PARALLEL_FLASHINFER",

@@ -6,7 +6,7 @@ import logging
 
 from trtllm_b12x.core.log import first_time, logger
 
-from .answers import Rejection, RejectReason, Resolution
+from .verdicts import Rejection, RejectReason, Resolution
 
 
 def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = False) -> None:

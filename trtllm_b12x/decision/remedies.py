@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .answers import UNKNOWN, RejectReason
-from .facts import Deployment, Environment, PayloadFault, Problem
+from .inputs import Deployment, Environment, PayloadFault, Problem
 from .rules import COMPLETE_DSL, COMPLETE_FLASHINFER, OLDEST_DSL, RULES, version_tuple
+from .verdicts import UNKNOWN, RejectReason
 
 FLASHINFERS = frozenset(
     {

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from packaging.version import InvalidVersion, Version
 
-from .answers import SERVED_SM, KernelFeatures, RejectReason
-from .facts import Deployment, Environment, PayloadFault, Problem
+from .inputs import Deployment, Environment, PayloadFault, Problem
+from .verdicts import SERVED_SM, KernelFeatures, RejectReason
 
 _Rule = Callable[[Problem, Deployment, Environment, KernelFeatures], str | None]
 """Rule that returns a message about the problem, or None."""

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtllm_b12x.core import disk
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.core.version import __version__
-from trtllm_b12x.environment import answers, packages
+from trtllm_b12x.environment import packages
 
 from .policy import Timings
 
@@ -64,7 +65,7 @@ def record(key: Key, timings: Timings) -> dict[str, Any]:
 
 def load(key: Key) -> Timings | None:
     """Load the stored table for ``key``, or None. If a table exists but cannot be used, log why."""
-    folder = answers.directory()
+    folder = disk.directory()
     if folder is None:
         return None
     file = folder / key.file
@@ -101,13 +102,13 @@ def given(path: str, key: Key) -> Timings:
 
 def keep(key: Key, timings: Timings) -> None:
     """Write the table, replacing the file atomically. On failure, log one line."""
-    folder = answers.directory()
+    folder = disk.directory()
     if folder is None:
         logger.info("the crossover is measured at every start: neither XDG_CACHE_HOME nor HOME is an absolute path")
         return
     try:
-        answers.make(folder)
-        answers.write(folder / key.file, record(key, timings))
+        disk.make(folder)
+        disk.write(folder / key.file, record(key, timings))
     except Exception as error:
         logger.info("the crossover is measured at every start, %s cannot be written: %s", folder, first_line(error))
 

@@ -14,8 +14,8 @@ from functools import cache
 from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Environment
 
-from . import answers, packages, prove, triton
-from .cute_dsl import WHEELS, Payload, inspect_payload, installation_key
+from . import packages, triton
+from .cute_dsl import WHEELS, Payload, inspect_payload
 from .flashinfer import FlashInfer, distribution_of, inspect_flashinfer
 from .gpu import cards, driver_cuda, gpu_sm, toolkit_cuda
 
@@ -23,7 +23,6 @@ __all__ = [
     "FlashInfer",
     "Payload",
     "cards",
-    "compile_error",
     "driver_cuda",
     "gpu_sm",
     "inspect_flashinfer",
@@ -117,21 +116,6 @@ def _named(
     wheels: dict[str, packages.Distribution], flashinfer: packages.Distribution | None
 ) -> dict[str, packages.Distribution]:
     return {**wheels, **({"flashinfer-python": flashinfer} if flashinfer is not None else {})}
-
-
-def compile_error(target: str) -> str:
-    """Compile a FlashInfer kernel for ``target`` (``sm_120a``). Return the error in one line, or an empty string.
-
-    A child process compiles, because a payload that imports may still crash the process that uses it. Success is cached per
-    installation.
-    """
-
-    def ask() -> str:
-        proof = prove.prove(target)
-        return "" if proof.compiled else proof.error or "the compile failed and does not say why"
-
-    error, _ = answers.once(f"compile {target} {installation_key()}", ask, keep=lambda answer: answer == "")
-    return str(error)
 
 
 def forget() -> None:

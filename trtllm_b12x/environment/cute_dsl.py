@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trtllm_b12x.core import disk
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import PayloadFault
 
-from . import answers, child, flashinfer, gpu, packages
+from . import flashinfer, gpu, packages, payload_child
 
 PROBE_TIMEOUT_S = 120
 WHEELS = (
@@ -87,7 +88,7 @@ def inspect_payload() -> Payload:
 def _look(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], bool]:
     """Return the payload facts: from this process if ``cutlass`` is imported, else from a subprocess once per installation."""
     here = _look_here() if "cutlass" in sys.modules else None
-    if here is not None and (child.DISPATCH in sys.modules or packages.origin("flashinfer") is None):
+    if here is not None and (payload_child.DISPATCH in sys.modules or packages.origin("flashinfer") is None):
         return here, False
     look, kept = _look_cached(wheels)
     return ({**look, **here} if here is not None else look), kept
@@ -105,7 +106,7 @@ def _look_here() -> dict[str, Any]:
 
 
 def _look_cached(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], bool]:
-    answer: tuple[dict[str, Any], bool] = answers.once(
+    answer: tuple[dict[str, Any], bool] = disk.once(
         f"payload {installation_key()}", functools.partial(_look_in_subprocess, wheels), _was_read
     )
     return answer
@@ -121,7 +122,7 @@ def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, A
     env = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
     env |= {"TRTLLM_B12X": "0", "PYTHONSAFEPATH": "1"}
     try:
-        result = child.run([sys.executable, child.__file__], env, PROBE_TIMEOUT_S)
+        result = payload_child.run([sys.executable, payload_child.__file__], env, PROBE_TIMEOUT_S)
         output, how = result.stdout, _ending(result)
     except subprocess.TimeoutExpired as late:
         output = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""

@@ -9,7 +9,10 @@ import json
 import subprocess
 from dataclasses import dataclass
 
-from . import child
+from trtllm_b12x.core import disk
+
+from . import payload_child
+from .cute_dsl import installation_key
 
 TIMEOUT_S = 300
 
@@ -28,13 +31,15 @@ class Proof:
 
 
 def prove(target: str, family: str = "b12x") -> Proof:
-    """Run ``trtllm_b12x.kernels.prove`` outside the working directory. A crash or a hang is also a result.
+    """Run ``trtllm_b12x.kernels.prove_child`` outside the working directory. A crash or a hang is also a result.
 
     Args:
         target: ``sm_120a`` or ``sm_121a``.
     """
     try:
-        result = child.run(child.command("trtllm_b12x.kernels.prove", target, family), child.variables(), TIMEOUT_S)
+        result = payload_child.run(
+            payload_child.command("trtllm_b12x.kernels.prove_child", target, family), payload_child.variables(), TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         return Proof(target, False, f"no result within {TIMEOUT_S} s")
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
@@ -42,3 +47,18 @@ def prove(target: str, family: str = "b12x") -> Proof:
         return Proof(**json.loads(lines[-1]))
     words = [line for line in result.stderr.splitlines() if line.strip()]
     return Proof(target, False, words[-1] if words else f"the process died with status {result.returncode}")
+
+
+def compile_error(target: str) -> str:
+    """Compile a FlashInfer kernel for ``target`` (``sm_120a``). Return the error in one line, or an empty string.
+
+    A child process compiles, because a payload that imports may still crash the process that uses it. Success is cached per
+    installation.
+    """
+
+    def ask() -> str:
+        proof = prove(target)
+        return "" if proof.compiled else proof.error or "the compile failed and does not say why"
+
+    error, _ = disk.once(f"compile {target} {installation_key()}", ask, keep=lambda answer: answer == "")
+    return str(error)

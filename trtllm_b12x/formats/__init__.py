@@ -1,6 +1,6 @@
 """The number formats of expert weights, a row for each: its names, and where its parts are.
 
-Nothing of theirs is imported here.  Which kernels serve a format the rows of :mod:`trtllm_b12x.families` say.
+Nothing of theirs is imported here.  Which kernels serve a format the rows of :mod:`trtllm_b12x.decision.families` say.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Format:
     recipe: str
     """nvidia-modelopt's configuration that exports it."""
     method: str
-    """Its :class:`trtllm_b12x.quantization.Method`: the host's parameters, and the kernels' view of them."""
+    """Its :class:`trtllm_b12x.engines.trtllm.quantization.Method`: the host's parameters, and the kernels' view of them."""
     code_bits: int
     group_size: int
     """Elements that share a block scale of one byte."""
@@ -33,14 +33,14 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "NVFP4",
         "NVFP4_DEFAULT_CFG",
-        method="trtllm_b12x.quantization.nvfp4:NVFP4Sm12xFusedMoEMethod",
+        method="trtllm_b12x.engines.trtllm.quantization_nvfp4:NVFP4Sm12xFusedMoEMethod",
         code_bits=4,
         group_size=16,
     ),
     Format(
         "MXFP8",
         "MXFP8_DEFAULT_CFG",
-        method="trtllm_b12x.quantization.mxfp8:MXFP8Sm12xFusedMoEMethod",
+        method="trtllm_b12x.engines.trtllm.quantization_mxfp8:MXFP8Sm12xFusedMoEMethod",
         code_bits=8,
         group_size=32,
         activations=("Swiglu", "Geglu"),

@@ -3,7 +3,7 @@
 A kernel has three moments: :meth:`Kernel.plan` may allocate and compile, :meth:`Kernel.bind` takes views, and
 :meth:`Kernel.run` does neither.  Between the last two, once at load, :meth:`Kernel.self_test` compares what it computes with the
 reference.  What a kernel can do is data (:class:`KernelFeatures`), which the decision reads; which kernels there are says
-:mod:`trtllm_b12x.families`.
+:mod:`trtllm_b12x.decision.families`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Kernel(ABC):
 
     @classmethod
     def assembled(cls, geometry: Geometry, card: Any, directory: Path) -> Iterable[str]:
-        """PTX of some of its kernels of a layer, for a :class:`trtllm_b12x.kernels.jit.cards.Card` that need not be here.
+        """PTX of some of its kernels of a layer, for a :class:`trtllm_b12x.kernels.cards.Card` that need not be here.
 
         Args:
             directory: for what compiling writes.

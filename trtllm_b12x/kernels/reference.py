@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import families
-from trtllm_b12x.decision import Environment, KernelFeatures
+from trtllm_b12x.decision import Environment, KernelFeatures, families
 from trtllm_b12x.formats.layouts import plain_scales, scales_of_tokens
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
 

@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from trtllm_b12x.formats.nvfp4 import InputScales
 
-    from .jit.variant import Variant
+    from .triton.variant import Variant
 
 _BLOCK = 1024
 ID_TYPES, ROUTER_WEIGHT_TYPES = (torch.int32, torch.int64), (torch.float32, torch.bfloat16)
@@ -86,7 +86,7 @@ def _divisors(given: InputScales | None, any_floats: torch.Tensor) -> tuple[Any,
 
 def variants() -> Iterator[Variant]:
     """Yield what calls launch, for the types that hosts use."""
-    from .jit.variant import Variant
+    from .triton.variant import Variant
 
     f = torch.float32
     rest = (1, 0, 1, 0, *(f,) * 4, 0, 0, 0)
@@ -99,11 +99,11 @@ def warm_up(device: torch.device, remedy: str) -> None:
     """Compile :func:`variants`, or load them from Triton's cache.
 
     Raises:
-        PlanError: see :func:`trtllm_b12x.kernels.jit.cache.load`, which ``remedy`` is for.
+        PlanError: see :func:`trtllm_b12x.kernels.triton.cache.load`, which ``remedy`` is for.
     """
     if device.type != "cuda":
         return
-    from .jit import cache
+    from .triton import cache
 
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):

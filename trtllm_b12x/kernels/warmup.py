@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.environment import child
+from trtllm_b12x.environment import payload_child
 
 from . import Geometry, Kernel, PlanError, first_line, routes
-from .jit import JitKernel, compile_pool
-from .jit.cards import Card
-from .jit.variant import Variant
+from .cards import Card
+from .triton import compile_pool
+from .triton.jit import JitKernel
+from .triton.variant import Variant
 
 _MOST_PROCESSES = 16
 
@@ -87,11 +88,11 @@ def run(works: Sequence[Work], cards: Sequence[Card], report: Report, workers: i
 
 def _fill_flashinfer(work: Work, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
     """Compile FlashInfer's kernels for one geometry; return how many there are."""
-    from .b12x import worker
+    from .b12x import precompile
 
     counts = sorted({card.multiprocessors for card in cards})
     request = {"target": f"sm_{cards[0].capability}a", "multiprocessors": counts, "capacity": work.capacity}
-    request |= {"processes": workers, "geometry": worker.fields(work.geometry)}
+    request |= {"processes": workers, "geometry": precompile.fields(work.geometry)}
     total = 0
 
     def compiled(answer: dict[str, Any]) -> None:
@@ -102,6 +103,6 @@ def _fill_flashinfer(work: Work, cards: Sequence[Card], report: Report, before: 
         else:
             report(Made(work.kind.features.name, **answer), before + total)
 
-    if child.answers(child.command(worker.__name__), request, child.variables(), compiled):
+    if payload_child.answers(payload_child.command(precompile.__name__), request, payload_child.variables(), compiled):
         raise PlanError("FlashInfer's cache cannot be filled: a process that compiles has died")
     return total

@@ -1,6 +1,6 @@
 from typing import Any
 
-from trtllm_b12x.host.embedded.communication import AllGatherReduceScatter, all_reduce
+from trtllm_b12x.engines.trtllm.embedded.communication import AllGatherReduceScatter, all_reduce
 
 __all__ = ["AllGatherReduceScatter", "CommunicationFactory", "all_reduce"]
 

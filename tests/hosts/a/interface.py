@@ -9,8 +9,8 @@ import torch
 from tensorrt_llm._torch.utils import is_torch_compiling
 from tensorrt_llm._wrapping import moe_custom_op, register_layer
 
-from trtllm_b12x.host.embedded import interface
-from trtllm_b12x.host.embedded.config import MoEWeightLoadingMode
+from trtllm_b12x.engines.trtllm.embedded import interface
+from trtllm_b12x.engines.trtllm.embedded.config import MoEWeightLoadingMode
 
 from ...model_config import ModelConfig
 from .communication import all_reduce

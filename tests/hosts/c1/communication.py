@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.host.embedded import communication
-from trtllm_b12x.host.embedded.communication import all_reduce
+from trtllm_b12x.engines.trtllm.embedded import communication
+from trtllm_b12x.engines.trtllm.embedded.communication import all_reduce
 
 __all__ = ["AllGatherReduceScatter", "CommunicationFactory", "all_reduce"]
 

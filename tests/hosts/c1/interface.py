@@ -11,7 +11,7 @@ from tensorrt_llm._torch.utils import is_torch_compiling
 from tensorrt_llm._wrapping import moe_custom_op, register_layer
 from torch import nn
 
-from trtllm_b12x.host.embedded.config import MoEWeightLoadingMode
+from trtllm_b12x.engines.trtllm.embedded.config import MoEWeightLoadingMode
 
 from ...model_config import ModelConfig
 from ._generation import set_activation

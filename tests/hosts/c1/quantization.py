@@ -17,7 +17,7 @@ from tensorrt_llm._loading import NVFP4, Weights, create_unquantized, interleave
 from tensorrt_llm._torch.modules.linear import TensorParallelMode, load_weight_shard
 from torch import nn
 
-from trtllm_b12x.host.embedded.quantization import FusedMoEQuantScalesMXFP8
+from trtllm_b12x.engines.trtllm.embedded.quantization import FusedMoEQuantScalesMXFP8
 
 from .interface import MoEWeightLoadingMode
 

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import torch
 
-from trtllm_b12x.host.embedded import routing
+from trtllm_b12x.engines.trtllm.embedded import routing
 
 
 class RoutingMethodType(IntEnum):

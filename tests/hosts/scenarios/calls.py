@@ -17,7 +17,7 @@ from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
 from trtllm_b12x.core import process
 from trtllm_b12x.dispatch.policy import HOST
-from trtllm_b12x.verification import kernel_calls
+from trtllm_b12x.tools.verify import kernel_calls
 
 
 def alltoall() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.hosts.scenarios import model_config
 
 def orphaned_hooks() -> dict[str, Any]:
     """Hooks of ours that this host's own method does not have, and would never call."""
-    from trtllm_b12x import host as hosts
+    from trtllm_b12x.engines.trtllm import host as hosts
 
     host = hosts.load()
     ours = {name for cls in host.Weights.__mro__[:-1] for name in vars(cls) if callable(getattr(cls, name))}
@@ -41,10 +41,10 @@ def renamed_names(generation: str, folder: str) -> dict[str, Any]:
 
     from tests.checkpoints import random_experts
     from tests.hosts import build
-    from trtllm_b12x.host import contract
+    from trtllm_b12x.engines.trtllm import contract
 
     # Before the processes part; nothing of it looks at the host.
-    for slow in ("torch.fx.experimental.symbolic_shapes", "trtllm_b12x.host.adapters", "trtllm_b12x.kernels.reference"):
+    for slow in ("torch.fx.experimental.symbolic_shapes", "trtllm_b12x.engines.trtllm.adapters", "trtllm_b12x.kernels.reference"):
         importlib.import_module(slow)
     tensors = random_experts(4, 128, 192)
 

@@ -13,7 +13,7 @@ def _equal(module: Any, tensors: dict[str, Any]) -> bool:
     import torch
 
     from tests import layers
-    from trtllm_b12x.strict_reference import Arithmetic
+    from trtllm_b12x.tools.verify.reference import Arithmetic
 
     kernel = getattr(module, "backend", module).kernel
     reference = layers.load(layers.create(4, 128, 192, gated=module.is_gated_activation), tensors)

@@ -14,9 +14,9 @@ from tests import layers
 from tests import mxfp8 as experts
 from tests.clock import Clock, capturing, standing_in
 from trtllm_b12x.dispatch.policy import HOST
-from trtllm_b12x.host import building, questions
+from trtllm_b12x.engines.trtllm import building, describe
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.strict_reference import Arithmetic, MoECall, outputs
+from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
 
 
 def without_a_host_path(backend: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def without_a_host_path(backend: str) -> dict[str, Any]:
     found["constants"] = [error(tokens, minimax, swiglu) for tokens in (1, 30, 100)]
     if backend == "CUTLASS":  # what trtllm-b12x tune builds
         made = building.create(4, 256, 128, 2, "SwigluBias", quant_algo="MXFP8", group_size=32)
-        found["built"] = [type(made.backend).__name__, sorted(questions.activation_tensors(made.backend))]
+        found["built"] = [type(made.backend).__name__, sorted(describe.activation_tensors(made.backend))]
     with mock.patch.object(ReferenceKernel, "bind", side_effect=ValueError("taken away")):
         try:
             layers.load(create(), tensors)

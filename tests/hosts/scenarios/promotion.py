@@ -16,10 +16,11 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.hosts.scenarios import model_config
-from trtllm_b12x import environment, registry
+from trtllm_b12x import environment
 from trtllm_b12x.core import process
-from trtllm_b12x.host import questions
-from trtllm_b12x.verification import kernel_calls
+from trtllm_b12x.engines.trtllm import describe as questions
+from trtllm_b12x.engines.trtllm import status as registry
+from trtllm_b12x.tools.verify import kernel_calls
 
 
 def load_balancer() -> dict[str, Any]:
@@ -67,7 +68,7 @@ def lora_targets() -> dict[str, Any]:
 
 def plain_subclass(order: str = "") -> dict[str, Any]:
     """What happens here to a plain subclass, and that ours is none; each order of asking in a process of its own."""
-    from trtllm_b12x.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+    from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
     host = layers.host
 

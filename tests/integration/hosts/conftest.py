@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.machine import Double, Machine, of
-from trtllm_b12x.host.contract import GENERATIONS
+from trtllm_b12x.engines.trtllm.contract import GENERATIONS
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 
 from tests.hosts.machine import OURS, SHORT, Double, of
 from tests.sequences import SEQUENCES
-from trtllm_b12x.host.contract import GENERATIONS
+from trtllm_b12x.engines.trtllm.contract import GENERATIONS
 
 
 def test_behind_an_alltoall(double: Double) -> None:

@@ -136,7 +136,7 @@ def test_the_interpreters_start(machine: Machine) -> None:
 @pytest.mark.parametrize("how", ["syntax", "missing", "raising", "unreadable", "cache"])
 def test_a_broken_plugin_breaks_nothing(own_double: Double, tmp_path: Path, how: str) -> None:
     package = site(own_double.python) / "trtllm_b12x"
-    bootstrap, selection = package / "bootstrap.py", package / "selection.py"
+    bootstrap, selection = package / "bootstrap.py", package / "engines" / "trtllm" / "promote.py"
     command, variables = [str(own_double.python)], own_double.variables
     if how == "syntax":
         bootstrap.write_text("def (:\n")

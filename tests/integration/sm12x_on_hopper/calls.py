@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import strict_reference
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.strict_reference import Arithmetic, MoECall
-from trtllm_b12x.verification import relative_l2
+from trtllm_b12x.tools.verify import reference as strict_reference
+from trtllm_b12x.tools.verify import relative_l2
+from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
 
 from .bed import Bed
 from .kernels import CAPACITY, Job, forced

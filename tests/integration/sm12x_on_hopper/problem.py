@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from trtllm_b12x.engines.trtllm.embedded.ops import block_scale_interleave
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights, dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
-from trtllm_b12x.host.embedded.ops import block_scale_interleave
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.strict_reference import MoECall
-from trtllm_b12x.strict_reference.formats import move_off_ties
-from trtllm_b12x.verification import draw_activations
+from trtllm_b12x.tools.verify import draw_activations
+from trtllm_b12x.tools.verify.reference import MoECall
+from trtllm_b12x.tools.verify.reference_formats import move_off_ties
 
 TILE = ReferenceKernel.features.tile
 _OFF_TIES = 1.0413579
@@ -45,7 +45,7 @@ class Shape:
 class Layer:
     shape: Shape
     checkpoint: dict[str, torch.Tensor]
-    """By the host's names, for :mod:`trtllm_b12x.strict_reference`."""
+    """By the host's names, for :mod:`trtllm_b12x.tools.verify.reference`."""
     weights: NVFP4Weights
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import strict_reference
-from trtllm_b12x.strict_reference import MoECall, formats
-from trtllm_b12x.verification import relative_l2
+from trtllm_b12x.tools.verify import reference, relative_l2
+from trtllm_b12x.tools.verify import reference_formats as formats
+from trtllm_b12x.tools.verify.reference import MoECall
 
 from .bed import Bed, sm12x_on_hopper
 from .build import Options
@@ -133,7 +133,7 @@ def _expert_parallel(bed: Bed) -> Iterator[Measured]:
 
 def exports(bed: Bed, folder: Path) -> Iterator[dict[str, Any]]:
     """Real ModelOpt exports: exact against baked scale preparation, and an FC2 input scale of 1."""
-    from trtllm_b12x.checkpoint import Checkpoint
+    from trtllm_b12x.tools.checkpoint import Checkpoint
 
     for directory in sorted(path.parent for path in folder.glob("*/nvfp4/config.json")):
         checkpoint, name = Checkpoint(directory), directory.parent.name
@@ -155,7 +155,7 @@ def _preparations(bed: Bed, layer: Layer, index: int) -> Iterator[dict[str, Any]
         "exact, reciprocal FC2 scale": (replace(exact, fc2_divisor=exact.fc2_divisor.reciprocal()), ()),
         "baked, FC2 scale 1": (replace(baked, fc2_divisor=unit, fc2_alpha=unit), ("input_global_scale",)),
     }
-    weight_error = strict_reference.reference_for(layer.checkpoint, shape.num_experts, shape.gated).baked_weight_error(
+    weight_error = reference.reference_for(layer.checkpoint, shape.num_experts, shape.gated).baked_weight_error(
         range(shape.num_experts), DEVICE
     )
     for job in one_per_kernel(shape):

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x import environment
 from trtllm_b12x.core import locks, process, settings
-from trtllm_b12x.kernels import Geometry, PlanError, late
-from trtllm_b12x.kernels.jit.cards import card_of
+from trtllm_b12x.environment import prove
+from trtllm_b12x.kernels import Geometry, PlanError
+from trtllm_b12x.kernels.cards import card_of
+from trtllm_b12x.kernels.triton import jit_monitor
 
 from .launch import DIRECT_MICRO, STATIC, Kind, Launch, Signature
 from .scratch import Scratch
@@ -89,7 +90,7 @@ def _build(
             raise PlanError(f"{name} is not in FlashInfer's cache, and none is compiled: {settings.FREEZE.name}=1 ({remedy})")
         if process.in_server and device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
-            if error := environment.compile_error(f"sm_{major}{minor}a"):
+            if error := prove.compile_error(f"sm_{major}{minor}a"):
                 raise PlanError(error)
         return compile_kernel()
 
@@ -112,7 +113,7 @@ class Compiler:
             build: instead of FlashInfer's ``build_and_load_cute_dsl_kernel``, which compiles what its cache does not hold.
         """
         self.dispatch, self.geometry, self.scratch, self.device = dispatch, geometry, scratch, device
-        remedy = late.remedy(geometry, card_of(device))
+        remedy = jit_monitor.remedy(geometry, card_of(device))
         self._build = build or functools.partial(_build, dispatch.build_and_load_cute_dsl_kernel, remedy, device)
         self.signatures = signatures(dispatch)
         self.activation = ACTIVATIONS[geometry.activation]

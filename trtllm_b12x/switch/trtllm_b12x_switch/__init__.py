@@ -4,8 +4,8 @@ TensorRT-LLM puts this folder's parent on ``sys.path`` and imports the folder by
 """
 
 import trtllm_b12x
-from trtllm_b12x import host
 from trtllm_b12x.core import log, settings
+from trtllm_b12x.engines.trtllm import host
 
 
 class TrtllmB12xSwitch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.host.embedded.config import MoEWeightLoadingMode
+from trtllm_b12x.engines.trtllm.embedded.config import MoEWeightLoadingMode
 
 
 def of_expert(module: Any, weights: Any, expert: int, kind: str) -> dict[str, torch.Tensor]:

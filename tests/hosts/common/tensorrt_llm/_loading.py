@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trtllm_b12x.host.embedded.quantization import FusedMoEQuantScalesNVFP4
+from trtllm_b12x.engines.trtllm.embedded.quantization import FusedMoEQuantScalesNVFP4
 
 
 def interleave(scales: torch.Tensor) -> None:

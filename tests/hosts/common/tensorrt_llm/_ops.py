@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_b12x.host.embedded import ops
-from trtllm_b12x.host.embedded.config import ActivationType
+from trtllm_b12x.engines.trtllm.embedded import ops
+from trtllm_b12x.engines.trtllm.embedded.config import ActivationType
 
 _library = torch.library.Library("trtllm", "DEF")
 _library.define("fp4_quantize(Tensor x, Tensor scale, int vec, bool ue8m0=False, bool swizzled=True) -> (Tensor, Tensor)")

@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from trtllm_b12x.host.embedded import config
+from trtllm_b12x.engines.trtllm.embedded import config
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorrt_llm.mapping import Mapping
-from trtllm_b12x.host.embedded import config
+from trtllm_b12x.engines.trtllm.embedded import config
 
 from .utils import get_model_extra_attrs
 

@@ -1,6 +1,6 @@
 from enum import Enum
 
-from trtllm_b12x.host.embedded.config import ActivationType, AuxStreamType, Fp4QuantizedTensor, is_gated_activation
+from trtllm_b12x.engines.trtllm.embedded.config import ActivationType, AuxStreamType, Fp4QuantizedTensor, is_gated_activation
 
 __all__ = ["ActivationType", "AuxStreamType", "EventType", "Fp4QuantizedTensor", "is_gated_activation"]
 

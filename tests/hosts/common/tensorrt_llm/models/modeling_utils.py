@@ -1,3 +1,3 @@
-from trtllm_b12x.host.embedded.config import QuantAlgo, QuantConfig
+from trtllm_b12x.engines.trtllm.embedded.config import QuantAlgo, QuantConfig
 
 __all__ = ["QuantAlgo", "QuantConfig"]

@@ -1,3 +1,3 @@
-from trtllm_b12x.host.embedded.quantization import TensorParallelMode, load_weight_shard
+from trtllm_b12x.engines.trtllm.embedded.quantization import TensorParallelMode, load_weight_shard
 
 __all__ = ["TensorParallelMode", "load_weight_shard"]

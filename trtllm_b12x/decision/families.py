@@ -1,0 +1,167 @@
+"""Define the kernel families in order of preference: capabilities and kernel classes. No kernel is imported here.
+
+A family is a row. Its capabilities are data for the decision. Its machine requirements are the rules that bind it. A family
+with kernels for several number formats has one row per format, all with the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from . import FLASHINFERS, Environment, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
+
+STATIC_ROUTED_ROWS = 1024
+"""Maximum number of (token, expert) pairs for b12x. Up to it FlashInfer uses its static kernel or a smaller one, beyond it the
+dynamic kernel, whose warps may miss a claim (docs/flashinfer-dynamic-claim.md). The limit goes when that is fixed."""
+
+ATOMIC_SUMS = (
+    "b12x of FlashInfer before 0.7.0 adds with atomics, so two runs may differ in the last bits; "
+    "TRTLLM_B12X_KERNELS=triton avoids that"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels that share one weight layout."""
+
+    name: str
+    features: Callable[[Environment], KernelFeatures]
+    """Function that returns the capabilities for a given machine."""
+    kernel: str
+    """``module:class`` of its ``trtllm_b12x.kernels.Kernel``."""
+    stand_in: str = ""
+    """``module:class`` of the torch implementation, used if torch sees no suitable card. Empty: the family is then skipped."""
+
+
+def b12x(e: Environment) -> KernelFeatures:
+    return KernelFeatures(
+        name="b12x",
+        activations=frozenset({"Swiglu", "Relu2"}),
+        tile=e.tile or 128,
+        hidden_size_multiple=128,
+        negative_ids=e.expert_parallel,
+        graph_safe=True,
+        # From 0.7.0 on, static stores each route's result and sums in order, in groups of 256 columns, its tile.
+        deterministic=None if e.tile is None else e.tile == 256,
+        caveat="" if e.tile in (None, 256) else ATOMIC_SUMS,
+        most_routes=STATIC_ROUTED_ROWS,
+    )
+
+
+def triton(e: Environment) -> KernelFeatures:
+    """Return Triton's capabilities. They do not depend on the machine; the rules decide if Triton runs on it."""
+    return KernelFeatures(
+        name="triton",
+        activations=frozenset({"Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"}),
+        # The kernels take any multiple of 16. Hosts pad [up; gate] to 128 rows together and split it at half.
+        tile=64,
+        hidden_size_multiple=16,
+        negative_ids=True,
+        graph_safe=True,
+        deterministic=True,
+        arithmetic="UNQUANTIZED",
+        dtypes=frozenset({"bfloat16", "float16"}),
+        oldest_sm=80,
+        newest_sm=129,
+        quantized_input=True,
+        bound_by=frozenset(RejectReason)
+        - FLASHINFERS
+        - {
+            RejectReason.TOOLKIT,
+            RejectReason.ACTIVATION_CONSTANTS,
+            RejectReason.UNEQUAL_SCALES,
+            RejectReason.ROUTER_WEIGHT_ON_INPUT,
+            RejectReason.UPCAST,
+        },
+    )
+
+
+def triton_mxfp8(e: Environment) -> KernelFeatures:
+    """Return the capabilities for MXFP8 decode. The host has no path for MXFP8; ``grouped`` serves prefill under equal rules."""
+    known = triton(e)
+    return replace(
+        known,
+        quantizations=frozenset({"MXFP8"}),
+        group_size=32,
+        tile=32,
+        hidden_size_multiple=128,
+        dtypes=frozenset({"bfloat16"}),
+        quantized_input=False,
+        # Attention-DP ranks gather the output of our layers, which is always bf16 if the host has no path.
+        bound_by=known.bound_by - {RejectReason.ATTENTION_DP} | {RejectReason.ROUTER_WEIGHT_ON_INPUT},
+    )
+
+
+def grouped(e: Environment) -> KernelFeatures:
+    """Return the capabilities for MXFP8 prefill. No host path exists, so it serves even if Triton multiplies bfloat16, slowly."""
+    return replace(triton_mxfp8(e), name="grouped", arithmetic="KERNEL", oldest_sm=89, every_count=True, caveat=e.upcast)
+
+
+def grouped_nvfp4(e: Environment) -> KernelFeatures:
+    """Return the capabilities for NVFP4 prefill. CUTLASS also serves it, so only token counts measured to be faster are used."""
+    known = triton(e)
+    return replace(
+        known,
+        name="grouped",
+        hidden_size_multiple=64,
+        arithmetic="KERNEL",
+        dtypes=frozenset({"bfloat16"}),
+        oldest_sm=89,
+        measured_from=64,
+        bound_by=known.bound_by | {RejectReason.UPCAST},
+    )
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("b12x", b12x, "trtllm_b12x.kernels.b12x.kernel:B12xKernel", "trtllm_b12x.kernels.reference:ReferenceKernel"),
+    Family(
+        "triton",
+        triton,
+        "trtllm_b12x.kernels.triton.decode:TritonKernel",
+        "trtllm_b12x.kernels.reference:UnquantizedReferenceKernel",
+    ),
+    Family(
+        "triton",
+        triton_mxfp8,
+        "trtllm_b12x.kernels.triton.decode_mxfp8:TritonMXFP8Kernel",
+        "trtllm_b12x.kernels.reference_mxfp8:MXFP8UnquantizedReferenceKernel",
+    ),
+    Family(
+        "grouped",
+        grouped_nvfp4,
+        "trtllm_b12x.kernels.triton.grouped_nvfp4:GroupedNVFP4Kernel",
+        "trtllm_b12x.kernels.reference:QuantizedReferenceKernel",
+    ),
+    Family(
+        "grouped",
+        grouped,
+        "trtllm_b12x.kernels.triton.grouped:GroupedKernel",
+        "trtllm_b12x.kernels.reference_mxfp8:MXFP8ReferenceKernel",
+    ),
+)
+"""Families in order of preference. A card uses the first suitable one that ``TRTLLM_B12X_KERNELS`` lists."""
+
+
+def rows(names: Iterable[str], quant_algo: str | None = None) -> Iterator[Family]:
+    """Yield one row per family: the row for ``quant_algo`` if it has one. If no family serves the format, the first row."""
+    served = {algorithm for family in FAMILIES for algorithm in family.features(Environment()).quantizations}
+    for name in names:
+        own = [family for family in FAMILIES if family.name == name]
+        found = [family for family in own if quant_algo in family.features(Environment()).quantizations]
+        if quant_algo not in served:
+            found = own
+        yield from found[:1]
+
+
+def complete(resolution: Resolution, eligible: Mapping[str, KernelFeatures]) -> Resolution:
+    """Require a family that serves calls of any size. Otherwise reject the layer: TensorRT-LLM has no path for its format.
+
+    Args:
+        eligible: capabilities by name, for at least the families of the resolution.
+    """
+    if not resolution.served or any(eligible[name].every_count for name in resolution.families):
+        return resolution
+    detail = "the host has no path for prefill, and no family that has one is eligible"
+    rejection = Rejection(RejectReason.PREFILL, detail)
+    return Resolution(tuple((name, Verdict((*verdict.rejections, rejection))) for name, verdict in resolution.verdicts))

@@ -1,0 +1,1 @@
+"""Inference engines that the kernels are plugged into."""

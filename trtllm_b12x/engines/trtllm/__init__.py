@@ -1,0 +1,1 @@
+"""TensorRT-LLM: the layer, its quantization methods and the promotion. The only code that imports tensorrt_llm."""

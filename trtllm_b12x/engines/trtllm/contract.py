@@ -1,0 +1,279 @@
+"""Check that the installed TensorRT-LLM has everything that this package relies on, per generation.
+
+``facts.json`` was extracted from the public source, file by file, with repository and commit (``tests/hosts/extract.py``). It
+lists each function's parameters in order: ``name``, ``name=default``, and ``*`` before keyword-only ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from .host import UnsupportedHostError
+
+GENERATIONS = ("A", "B", "C1", "C2")
+"""Generations, oldest first: 1.2, 1.3, 1.3 with ``run_moe(ctx)``, and the new package path."""
+CUTLASS = "fused_moe_cutlass.CutlassFusedMoE"
+"""``module.class`` that our layer inherits."""
+
+_BUILD = "create_moe.create_moe_backend"
+_READ = ("moe_cls", "model_config", "dtype", "bias", "apply_router_weight_on_input")
+"""Arguments of ``create_moe_backend`` that are read by name, at any position, in addition to one of ``_ACTIVATION``."""
+_ACTIVATION = ("activation", "activation_type")
+_BACKEND = ("_get_quant_method", "create_weights", "load_weights", "post_load_weights", "quantize_input", "run_moe")
+_METHOD = (
+    "create_weights",
+    "load_expert_w3_w1_weight",
+    "load_expert_w2_weight",
+    "load_expert_w3_w1_weight_scale_nvfp4",
+    "load_expert_w2_weight_scale_nvfp4",
+    "load_quant_scales",
+)
+_STAGED_METHOD = (
+    "_reconcile_and_compute_alphas",
+    "_interleave_w2_weight_scale",
+    "process_weights_after_loading",
+)
+_CACHED = ("transform_weights",)
+
+LAYER = (
+    "_using_dynamic_load_balancer",
+    "apply_router_weight_on_input",
+    "bias",
+    "dtype",
+    "ep_size",
+    "expert_size_per_partition",
+    "hidden_size",
+    "initial_local_expert_ids",
+    "intermediate_size",
+    "intermediate_size_per_partition",
+    "is_gated_activation",
+    "layer_load_balancer",
+    "num_experts",
+    "parallel_size",
+    "quant_config",
+    "rank",
+    "routing_method",
+    "slot_start",
+    "tp_rank",
+    "tp_size",
+    "use_dp",
+)
+"""Attributes read from a layer that the host has built. ``lacking`` checks every layer, because the class does not show them."""
+WEIGHTS = (
+    "fc2_alpha",
+    "fc2_input_scale",
+    "fc31_alpha",
+    "fc31_input_scale",
+    "w2_weight",
+    "w2_weight_scale",
+    "w3_w1_weight",
+    "w3_w1_weight_scale",
+)
+"""Attributes read from a layer with NVFP4 weights. The host's quantization module must mention each name."""
+RECORDS = {
+    "MoERunContext": (
+        "comm_plan",
+        "do_finalize",
+        "lora_params",
+        "output_dtype",
+        "token_final_scales",
+        "token_selected_experts",
+        "x",
+        "x_sf",
+    ),
+    "MoECommPlan": ("enable_alltoall", "input_sf_swizzled", "moe_output"),
+}
+"""Fields read from the records of a call, from C1 on."""
+
+
+def relied_on(generation: str) -> tuple[str, ...]:
+    """List the functions that are patched, overridden or called: ``module.function``, ``module.class.method``; also inherited."""
+    context, staged = generation.startswith("C"), generation != "A"
+    functions = (*_BACKEND, *(("cache_derived_state",) if context else ()))
+    method = (*_METHOD, *(_STAGED_METHOD if staged else ()), *(_CACHED if context else ()))
+    return (
+        _BUILD,
+        *(() if context else ("create_moe.get_moe_cls",)),
+        *(f"{CUTLASS}.{name}" for name in functions),
+        *(f"quantization.NVFP4CutlassFusedMoEMethod.{name}" for name in method),
+    )
+
+
+@cache
+def facts() -> dict[str, dict[str, Any]]:
+    """Return the facts of each generation, oldest first."""
+    text = Path(__file__).with_name("facts.json").read_text(encoding="utf-8")
+    generations: dict[str, dict[str, Any]] = json.loads(text)
+    return generations
+
+
+def recognize() -> str:
+    """Return the newest generation whose facts the installed host satisfies.
+
+    Raises:
+        UnsupportedHostError: no generation fits. The message lists the differences from the nearest one.
+    """
+    found: dict[str, list[str]] = {}
+    for generation, known in reversed(facts().items()):
+        if not _is_there(known["package"]):
+            found[generation] = [f"there is no {known['package']}"]
+            continue
+        found[generation] = list(_differences(generation))
+        if not found[generation]:
+            return generation
+    # A missing package counts as a larger difference than any number of functions.
+    nearest = min(found, key=lambda g: (found[g][0].startswith("there is no tensorrt_llm."), len(found[g])))
+    version = getattr(importlib.import_module("tensorrt_llm"), "__version__", "?")
+    raise UnsupportedHostError(
+        f"no adapter fits TensorRT-LLM {version}; from the nearest known generation ({nearest}) it differs: "
+        + "; ".join(found[nearest])
+    )
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the parent package is missing too
+        return False
+
+
+def _differences(generation: str) -> Iterator[str]:
+    known = facts()[generation]
+    if _STAGED_METHOD[0] not in " ".join(relied_on(generation)):
+        yield from _staging(known["package"])
+    for name in relied_on(generation):
+        module, _, path = name.partition(".")
+        try:
+            found: Any = importlib.import_module(f"{known['package']}.{module}")
+            for part in path.split("."):
+                found = getattr(found, part)
+            actual = list(inspect.signature(getattr(found, "__func__", found)).parameters.values())
+        except (ImportError, AttributeError, TypeError, ValueError):
+            yield f"{name} is missing"
+            continue
+        differences = _unread(actual) if name == _BUILD else _missing(known["functions"][name], actual)
+        yield from (f"{name}: {difference}" for difference in differences)
+    yield from _names(known["package"])
+    if generation.startswith("C"):
+        yield from _fields(known["package"])
+        yield from _tables(known["package"])
+
+
+def lacking(layer: Any) -> list[str]:
+    """Return the names in ``LAYER`` that this layer lacks."""
+    return [name for name in LAYER if not hasattr(layer, name)]
+
+
+def _cutlass(package: str) -> Any:
+    module, _, name = CUTLASS.partition(".")
+    return getattr(importlib.import_module(f"{package}.{module}"), name)
+
+
+def _tables(package: str) -> Iterator[str]:
+    """Report tables that do not lead from CUTLASS to its class. Promoting a class that nothing builds would have no effect."""
+    try:
+        cutlass, resolution = _cutlass(package), importlib.import_module(f"{package}.moe_resolution")
+        if cutlass not in resolution.BACKEND_FAMILY["CUTLASS"] or cutlass not in resolution.IMPL_PRIORITY:
+            yield f"moe_backend CUTLASS does not lead to {cutlass.__name__}"
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        yield f"moe_resolution is another: {type(error).__name__}: {error}"
+
+
+def _fields(package: str) -> Iterator[str]:
+    for record, names in RECORDS.items():
+        try:
+            there = {f.name for f in dataclasses.fields(getattr(importlib.import_module(f"{package}.impl_contract"), record))}
+        except (ImportError, AttributeError, TypeError):
+            yield f"impl_contract.{record} is missing"
+            continue
+        yield from (f"impl_contract.{record} has no field {name}" for name in names if name not in there)
+
+
+def _names(package: str) -> Iterator[str]:
+    """Report missing layer attributes that exist only after loading: names that the host's code does not mention."""
+    try:
+        quantization = importlib.import_module(f"{package}.quantization")
+        cutlass = _cutlass(package)
+    except (ImportError, AttributeError):
+        return  # reported by name
+    named = set().union(*map(_named, _code(quantization)))
+    yield from (f"quantization names no {name}" for name in WEIGHTS if name not in named)
+    builders = [vars(base)["create_weights"] for base in cutlass.__mro__ if "create_weights" in vars(base)]
+    if not any("quant_method" in _named(function.__code__) for function in builders if isinstance(function, FunctionType)):
+        yield f"{cutlass.__name__}.create_weights sets no quant_method"
+
+
+def _code(module: ModuleType) -> Iterator[CodeType]:
+    for value in list(vars(module).values()):
+        for member in list(vars(value).values()) if isinstance(value, type) else (value,):
+            if isinstance(member, (classmethod, staticmethod)):
+                member = member.__func__
+            elif isinstance(member, property):
+                member = member.fget
+            while isinstance(member, FunctionType):
+                yield member.__code__
+                member = getattr(member, "__wrapped__", None)
+
+
+def _named(code: CodeType) -> set[str]:
+    """Return the attribute names and string constants in the code. Parameters are registered by string."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _named(constant)
+        elif isinstance(constant, (str, tuple)):
+            found |= {part for part in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(part, str)}
+    return found
+
+
+def _staging(package: str) -> Iterator[str]:
+    """Report staging hooks. A host that stages weights, with one hook renamed, must not pass for one that does not."""
+    try:
+        method = importlib.import_module(f"{package}.quantization").NVFP4CutlassFusedMoEMethod
+    except (ImportError, AttributeError):
+        return  # reported by name
+    for name in _STAGED_METHOD:
+        if "NVFP4" in getattr(getattr(method, name, None), "__qualname__", ""):
+            yield f"quantization.{method.__name__}.{name} is there: weights are staged"
+
+
+def _unread(actual: list[inspect.Parameter]) -> Iterator[str]:
+    there = {parameter.name for parameter in actual}
+    yield from (f"no parameter {name}" for name in _READ if name not in there)
+    if there.isdisjoint(_ACTIVATION):
+        yield f"no parameter {' or '.join(_ACTIVATION)}"
+
+
+def _missing(recorded: list[str], actual: list[inspect.Parameter]) -> Iterator[str]:
+    """Compare a signature with the recorded one. Recorded parameters must exist, in the same order; new ones must be optional."""
+    there = {parameter.name: parameter for parameter in actual}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = []
+    for word in recorded:
+        name, _, default = word.partition("=")
+        if name.startswith("*"):
+            continue
+        names.append(name)
+        if name not in there:
+            yield f"no parameter {name}"
+        elif default and there[name].default is inspect.Parameter.empty:
+            yield f"parameter {name} has no default"
+    for parameter in actual:
+        new = parameter.name not in names and parameter.kind not in several
+        if new and parameter.default is inspect.Parameter.empty:
+            yield f"new parameter {parameter.name} without a default"
+    positional = recorded[: recorded.index("*")] if "*" in recorded else [w for w in recorded if not w.startswith("*")]
+    order = [word.partition("=")[0] for word in positional]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    have = [parameter.name for parameter in actual if parameter.kind in kinds]
+    if all(name in there for name in order) and have[: len(order)] != order:
+        yield f"its parameters are ({', '.join(have)}), not ({', '.join(order)}, ...)"

@@ -1,0 +1,187 @@
+"""Describe a layer of the host as ``Problem`` and ``Deployment``. Only this module reads these facts.
+
+Facts become known in steps. Each function returns what is known at its step. Other fields are None, and their rules abstain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trtllm_b12x.decision import Deployment, Problem
+
+from .host import UnsupportedHostError, load
+
+if TYPE_CHECKING:
+    import torch
+
+Question = tuple[Problem, Deployment]
+
+_MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
+"""``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``). LoRA on attention does not change them."""
+_ACTIVATION_TENSORS = {
+    "act_alpha": "swiglu_alpha",
+    "act_beta": "swiglu_beta",
+    "act_clamp": "swiglu_limit",
+    **{name: name for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")},
+}
+"""Layer attributes that hold SwiGLU constants as tensors, mapped to their names in older hosts. Those of C2 come first."""
+_CONSTANTS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar")
+
+
+def of_model(model_config: Any, override: Any = None) -> Question | None:
+    """Describe the layers of a ``ModelConfig``; None for an unknown type.
+
+    Per-layer quantization is not known here.
+    """
+    try:
+        quant_config = override if override is not None else model_config.quant_config
+        quantization = _quantization(quant_config)
+    except AttributeError:
+        return None
+    if quantization["quant_algo"] == "MIXED_PRECISION":
+        quantization = {}
+    problem, deployment = of_config(model_config)
+    return replace(problem, **quantization), deployment
+
+
+def most_tokens(model_config: Any) -> int | None:
+    """Return the maximum number of tokens per call of a layer, or None if unknown. Longer batches come in chunks."""
+    with suppress(AttributeError, TypeError):
+        return int(model_config.moe_max_num_tokens or model_config.max_num_tokens * model_config.mapping.dp_size)
+    return None
+
+
+def of_call(arguments: dict[str, Any], *, quantization: bool) -> Question:
+    """Describe the layer that ``create_moe_backend`` is to build.
+
+    Args:
+        arguments: by name.
+        quantization: use the model's quantization. It may still change per layer, so use it only if nothing better is known.
+    """
+    model_config = arguments.get("model_config")
+    problem, deployment = (of_model(model_config) if quantization else None) or of_config(model_config)
+    known = replace(
+        problem,
+        activation=activation_name(arguments.get),
+        activation_constants=activation_constants(arguments.get),
+        activation_dtype=_dtype_name(arguments.get("dtype")),
+        bias=bool(arguments.get("bias")),
+        apply_router_weight_on_input=bool(arguments.get("apply_router_weight_on_input")),
+        hidden_size=arguments.get("hidden_size"),
+    )
+    return known, deployment
+
+
+def of_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: bool = False) -> Question:
+    """Describe a layer that the host has built, completely and with its final quantization.
+
+    Args:
+        layer: see ``trtllm_b12x.engines.trtllm.contract.LAYER``.
+        config: result of ``of_config`` when the layer was built.
+        alltoall: True if its tokens come from an all-to-all.
+        unequal_scales: True if gate and up of some expert have a ``weight_scale_2`` each.
+    """
+    problem, deployment = config
+    divided = layer.intermediate_size % layer.tp_size == 0  # else the shards differ in size
+    size = layer.intermediate_size_per_partition if divided else layer.intermediate_size / layer.tp_size
+    known = replace(
+        problem,
+        **_quantization(layer.quant_config),
+        activation_dtype=_dtype_name(layer.dtype),
+        activation=activation_name(lambda name: getattr(layer, name, None)),
+        activation_constants=activation_constants(lambda name: getattr(layer, name, None)),
+        pre_quant_scale=getattr(layer, "fc31_act_scale", None) is not None,
+        unequal_scales=unequal_scales,
+        hidden_size=layer.hidden_size,
+        intermediate_size=size,
+        num_experts=layer.num_experts,
+        top_k=layer.routing_method.experts_per_token,
+        bias=bool(layer.bias),
+        apply_router_weight_on_input=layer.apply_router_weight_on_input,
+    )
+    balanced = layer.layer_load_balancer is not None
+    balancer = "none" if not balanced else "dynamic" if layer._using_dynamic_load_balancer() else "static"
+    attention_dp = layer.use_dp and layer.parallel_size > 1
+    return known, replace(deployment, ep_size=layer.ep_size, attention_dp=attention_dp, alltoall=alltoall, load_balancer=balancer)
+
+
+def activation_name(get: Callable[[str], Any]) -> str:
+    """Return the activation name. ``get`` looks up an argument of ``create_moe_backend`` or an attribute of the layer."""
+    kind = getattr(get("activation"), "kind", None)  # C2; older ones have activation_type
+    kind = get("activation_type") if kind is None else kind
+    names = load().ActivationType
+    return str(names(names.Swiglu if kind is None else kind).name)
+
+
+def activation_constants(get: Callable[[str], Any]) -> bool:
+    """Return True if SwiGLU alpha, beta or limit are set."""
+    constants = getattr(get("activation"), "constants", None)
+    given = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
+    return any(value is not None for value in given)
+
+
+def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
+    """Return SwiGLU alpha, beta and limit as the host's operator receives them, ``(E,)`` float32 each, for local experts.
+
+    C2 stores them as ``act_*``. With any of them the operator computes SwigluBias (``moeOp.cpp``).
+
+    Raises:
+        ValueError: one of them is not a tensor.
+    """
+    found = {_ACTIVATION_TENSORS[name]: getattr(layer, name) for name in activation_tensor_names(layer)}
+    for name, value in found.items():
+        if not hasattr(value, "data_ptr"):
+            raise ValueError(f"{name} is a {type(value).__name__}, the kernels take a tensor")
+    if not found and activation_constants(lambda name: getattr(layer, name, None)):
+        raise ValueError("SwiGLU's limit is given as a number alone")
+    return found
+
+
+def activation_tensor_names(layer: Any) -> tuple[str, ...]:
+    """Return the names of the layer attributes that hold SwiGLU alpha, beta and limit."""
+    names = dict.fromkeys(name for name in _ACTIVATION_TENSORS if getattr(layer, name, None) is not None)
+    newer = {_ACTIVATION_TENSORS[name] for name in names if name.startswith("act_")}
+    return tuple(name for name in names if name not in newer)
+
+
+def of_config(model_config: Any) -> Question:
+    """Describe everything in a ``ModelConfig`` except the quantization. Missing fields count as their defaults."""
+    mapping = getattr(model_config, "mapping", None)
+    # The host function for this has moved between generations and is missing in early ones.
+    lora = getattr(getattr(model_config, "lora_config", None), "lora_target_modules", None) or ()
+    return Problem(dynamic_quantization=bool(getattr(model_config, "force_dynamic_quantization", False))), Deployment(
+        ep_size=getattr(mapping, "moe_ep_size", None),
+        attention_dp=bool(getattr(mapping, "enable_attention_dp", False)) and getattr(mapping, "tp_size", 1) > 1,
+        load_balancer=_load_balancer(model_config),
+        lora=any(str(name).lower() in _MOE_LORA_MODULES for name in lora),
+        cuda_graphs=bool(getattr(model_config, "use_cuda_graph", False)),
+    )
+
+
+def _load_balancer(model_config: Any) -> str | None:
+    """Return the kind of the registered load balancer. Whether the layer will use it is not known yet."""
+    registered = None
+    with suppress(UnsupportedHostError):
+        registered = getattr(load().create_moe, "get_moe_load_balancer", lambda: None)()
+    if registered is None:
+        return None
+    # Same test as in the host for a balancer that moves weights while serving: updates per iteration.
+    updates = getattr(getattr(model_config, "moe_load_balancer", None), "layer_updates_per_iter", 0)
+    return "dynamic" if int(updates or 0) else "static"
+
+
+def quant_algo(quant_config: Any) -> str:
+    """Return the algorithm name of a ``QuantConfig``, or "none" for None: the layer is not quantized."""
+    algo = quant_config.quant_algo if quant_config is not None else None
+    return "none" if algo is None else str(getattr(algo, "value", algo))
+
+
+def _quantization(quant_config: Any) -> dict[str, Any]:
+    return {"quant_algo": quant_algo(quant_config), "group_size": getattr(quant_config, "group_size", None)}
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

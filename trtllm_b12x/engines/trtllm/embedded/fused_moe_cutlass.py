@@ -1,0 +1,128 @@
+"""Emulate ``CutlassFusedMoE`` of ``fused_moe/fused_moe_cutlass.py``, the class of the CUTLASS backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import ops
+from .config import ActivationType, Fp4QuantizedTensor, ModelConfig, QuantAlgo
+from .interface import MoE
+from .quantization import FusedMoEMethodBase, MXFP8CutlassFusedMoEMethod, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
+
+
+class CutlassFusedMoE(MoE):
+    """Layer of NVFP4 or unquantized experts. ``__init__`` ends with ``create_weights`` unless the model config defers it."""
+
+    quant_scales: Any
+    scaling_vector_size: int
+    fc31_input_scale: torch.nn.Parameter
+    w3_w1_weight: torch.nn.Parameter
+    w2_weight: torch.nn.Parameter
+
+    def __init__(
+        self,
+        *,
+        model_config: ModelConfig,
+        apply_router_weight_on_input: bool = False,
+        without_comm: bool = False,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(model_config=model_config, **arguments)
+        del without_comm  # no communication is embedded
+        self.moe_max_num_tokens = model_config.moe_max_num_tokens
+        self.apply_router_weight_on_input = apply_router_weight_on_input
+        if not model_config.skip_create_weights_in_init:
+            self.create_weights()
+
+    def _supports_load_balancer(self) -> bool:
+        return True
+
+    def _get_quant_method(self) -> FusedMoEMethodBase:
+        mode = self.quant_config.layer_quant_mode if self.quant_config is not None else None
+        if mode is None or not mode.has_any_quant(exclude_kv_cache=True):
+            return UnquantizedFusedMoEMethod()
+        if mode.has_nvfp4():
+            return NVFP4CutlassFusedMoEMethod()
+        if mode.has_mxfp8():
+            return MXFP8CutlassFusedMoEMethod()
+        algo = self.quant_config.quant_algo
+        raise ValueError(f"Unsupported quantization mode: {algo.value if isinstance(algo, QuantAlgo) else algo}")
+
+    def create_weights(self) -> None:
+        if self._weights_created:
+            return
+        self.quant_method = self._get_quant_method()
+        self.quant_method.create_weights(self)  # type: ignore[call-arg]
+        self._weights_created = True
+
+    def load_weights(self, weights: list[Any], allow_partial_loading: bool = False) -> None:
+        """Load weights from a list with one mapping, with keys ``"{expert}.w1.weight"`` and so on."""
+        assert self._weights_created
+        assert len(weights) == 1
+        if allow_partial_loading and self.has_any_quant:
+            raise ValueError("partial loading of quantized experts is not supported")
+        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode)
+
+    def post_load_weights(self) -> None:
+        self.quant_method.post_load_weights(self)
+
+    def quantize_input(
+        self, x: torch.Tensor | Fp4QuantizedTensor, post_quant_comm: bool = True, **kwargs: Any
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Quantize ``x [T, H]`` to FP4 bytes and scales. Scales are ``[T, H/16]`` before communication, else swizzled.
+
+        An ``Fp4QuantizedTensor`` is split into both before communication, and returned unchanged otherwise.
+        """
+        if not self.has_nvfp4:
+            return x, None
+        if isinstance(x, Fp4QuantizedTensor):
+            if not post_quant_comm:
+                return x, None
+            assert not x.is_sf_swizzled, "Fp4QuantizedTensor should not be swizzled before communication"
+            return x.fp4_tensor, x.scaling_factor.view(x.shape[0], -1)
+        packed, x_sf = ops.fp4_quantize(x, self.fc31_input_scale, self.scaling_vector_size, False, not post_quant_comm)
+        return packed, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
+
+    def run_moe(
+        self,
+        x: Any,
+        token_selected_experts: torch.Tensor,
+        token_final_scales: torch.Tensor | None,
+        x_sf: torch.Tensor | None = None,
+        is_sf_swizzled: bool = True,
+        output_dtype: torch.dtype | None = None,
+        tuner_num_tokens: int | None = None,
+        tuner_top_k: int | None = None,
+        moe_output: torch.Tensor | None = None,
+        enable_alltoall: bool | None = None,
+    ) -> torch.Tensor:
+        """Run the experts on ``x`` (from ``quantize_input``), ids ``[T, k]`` and scales ``[T, k]``. Return ``[T, H]``."""
+        del tuner_num_tokens, tuner_top_k, enable_alltoall
+        if isinstance(self.quant_method, MXFP8CutlassFusedMoEMethod):
+            raise NotImplementedError("CUTLASS multiplies MXFP8 experts on SM100 and SM103 alone")
+        if isinstance(x, Fp4QuantizedTensor):
+            x, x_sf, is_sf_swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
+        if output_dtype is None:
+            output_dtype = x.dtype  # as the real op infers it; fails for quantized input, as there
+        if output_dtype is torch.uint8:
+            raise RuntimeError("Invalid output type Byte: pass output_dtype when x is quantized")
+        return ops.fused_moe(
+            x,
+            token_selected_experts,
+            token_final_scales,
+            self.w3_w1_weight,
+            self.w2_weight,
+            output_dtype,
+            quant_scales=self.quant_scales,
+            input_sf=x_sf,
+            swizzled_input_sf=is_sf_swizzled,
+            ep_size=self.ep_size,
+            ep_rank=self.ep_rank,
+            activation_type=ActivationType(self.activation_type),
+            out_tensor=moe_output,
+            swiglu_alpha=self.swiglu_alpha,
+            swiglu_beta=self.swiglu_beta,
+            swiglu_limit=self.swiglu_limit,
+        )

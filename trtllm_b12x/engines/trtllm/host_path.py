@@ -1,0 +1,70 @@
+"""Build timed paths from the host path and our kernels, and sample routes from a layer's router."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from trtllm_b12x.core.log import logger
+from trtllm_b12x.dispatch import timing
+from trtllm_b12x.dispatch.policy import HOST
+from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
+from trtllm_b12x.kernels import Geometry
+
+from . import status
+from .host import load
+
+_LAYERS = 32
+
+
+def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
+    """Return the timed path of each family and of the host, over this layer and similar ones.
+
+    Args:
+        module: layer of ours with kernels.
+        like: call that the host has just made, for ``run_as_the_host``.
+    """
+    layers = [module, *(other for other, _ in status.alive() if other is not module and _alike(other, module))][:_LAYERS]
+    paths = {}
+    for name, kernel in module.schedule.families.items():
+        runs = [layer.schedule.families[name].run for layer in layers]
+        # Prefill rarely runs in a graph. Launch time then counts for our kernels; the host path is timed without it.
+        captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
+        paths[HOST if name == module.schedule.base else name] = TimedPath(runs, kernel.serves, captured)
+    if HOST not in paths:
+        # The embedded operator synchronizes to find the experts that have tokens.
+        captured = load().generation != "embedded"
+        paths[HOST] = TimedPath([partial(layer.run_as_the_host, like) for layer in layers], captured=captured)
+    return paths
+
+
+def _alike(other: Any, module: Any) -> bool:
+    try:
+        mine, its = module.schedule, other.schedule
+        return bool(
+            its.families.keys() == mine.families.keys()
+            and its.settled
+            and its.kernels[0].geometry == mine.kernels[0].geometry
+            and other.w2_weight.device == module.w2_weight.device
+        )
+    except AttributeError:
+        return False
+
+
+def route_sampler(module: Any, geometry: Geometry, device: torch.device) -> RouteSampler:
+    """Return a sampler that routes random logits with the layer's router, or by top-k if the router needs more than logits."""
+
+    def sample(tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = timing.router_logits(geometry, tokens, seed, skewed).to(device)
+        try:
+            ids, router_weights = module.routing_method.apply(logits)
+            if ids.shape == router_weights.shape == (tokens, geometry.top_k):
+                return ids.to(torch.int32), router_weights.float()
+        except Exception as error:
+            logger.debug("router of %s", geometry, exc_info=error)
+        values, ids = logits.topk(geometry.top_k, dim=1)
+        return ids.to(torch.int32), values.softmax(1)
+
+    return sample

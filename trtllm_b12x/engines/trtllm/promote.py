@@ -1,0 +1,321 @@
+"""Promote layers: rebind functions of TensorRT-LLM so that it builds our MoE layer. Each patch says why, how, and when it can go.
+
+All patches are module attributes that the host looks up when it builds a layer. References that other modules took earlier
+check the same switch, so ``uninstall`` also disables them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+from trtllm_b12x import environment
+from trtllm_b12x.core import errors, hook, log, process, settings
+from trtllm_b12x.decision import Problem, RejectReason, Resolution, Verdict, decide
+from trtllm_b12x.decision.announce import announce
+
+from . import autotuner, describe, host, no_host_path, patches, status
+from .host import Host
+from .patches import promotion
+
+
+def install() -> None:
+    """Promote in this process, before or after TensorRT-LLM is imported. Idempotent and thread-safe.
+
+    ``TRTLLM_B12X=0`` patches nothing. This function does not import TensorRT-LLM. If it is not installed, the embedded host is
+    patched. An unknown TensorRT-LLM is left unpatched, with a warning.
+    """
+    if not settings.ENABLED():
+        return
+    if not host.installed():
+        patch(host.load().create_moe)
+        return
+    _turn_on()
+    hook.start(patch)
+    for name in hook.WATCHED & set(sys.modules):
+        module = sys.modules[name]
+        # The loader patches a module that is still being imported, once it is complete.
+        if not getattr(module.__spec__, "_initializing", False):
+            hook.hand_over(module, patch)
+
+
+def _turn_on() -> None:
+    with patches.lock:
+        if not promotion.active:
+            log.configure()
+        promotion.active = True
+        process.in_server = host.installed()
+
+
+def uninstall() -> None:
+    """Restore the rebound names. References that others took meanwhile then call the original function.
+
+    Existing layers are unchanged. Build every class that ``get_moe_cls`` returned before this call: the original
+    ``create_moe_backend`` does not accept it.
+    """
+    with patches.lock:
+        promotion.active, promotion.refused, hook.failure = False, "", ""
+        _give_back()
+
+
+def _give_back() -> None:
+    with patches.lock:
+        hook.stop()
+        patches.give_back()
+
+
+def patch(module: ModuleType) -> None:
+    """Rebind the names of one TensorRT-LLM module (``core.hook.WATCHED``), all of them or none.
+
+    ``create_moe.get_moe_cls`` (generations A and B). Why: the host builds and wraps whatever class it returns, and has no
+    registry for the CUTLASS name. How: rebind the module attribute, which ``create_moe`` looks up globally and
+    ``ConfigurableMoE`` imports at call time, and every earlier reference in TensorRT-LLM modules. It can go when the host offers
+    an entry point for backends. Upstream decided against promoting CUTLASS (PR 13773).
+
+    ``create_moe.create_moe_backend`` (every generation). Why: only here are the activation, bias and router weight of a layer
+    known. It refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``). How:
+    as above; during the call, its name for the CUTLASS class refers to our class. It can go with the other.
+
+    ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves a layer (``unserved.py``). How:
+    catch the error and return our base class. It can go when its tables accept classes from other packages.
+
+    ``AutoTuner._find_nearest_profile``: see ``trtllm_b12x.engines.trtllm.autotuner``.
+
+    Raises:
+        ValueError: the module lacks a name to rebind.
+    """
+    if not settings.ENABLED():
+        return
+    _turn_on()
+    with patches.lock:
+        if module.__name__.rpartition(".")[2] == "autotuner":
+            autotuner.patch(module, lambda: promotion.active)
+            return
+        backend = getattr(module, "create_moe_backend", None)
+        if not callable(backend) or "moe_cls" not in inspect.signature(backend).parameters:
+            raise ValueError("it has no create_moe_backend(moe_cls, ...)")
+        if not hasattr(module, "CutlassFusedMoE"):
+            raise ValueError("it does not name CutlassFusedMoE")
+        wrappers: dict[str, Callable[[Any], Any]] = {"create_moe_backend": functools.partial(_building, vars(module))}
+        if hasattr(module, "get_moe_cls"):
+            wrappers["get_moe_cls"] = _promoting
+        else:
+            wrappers["resolve_moe_cls"] = _resolving
+        if not all(callable(vars(module).get(name)) for name in wrappers):
+            raise ValueError(f"it has no {' or no '.join(wrappers)}")
+        for name, wrapper in wrappers.items():
+            original = vars(module)[name]
+            if patches.rebound(original):
+                continue
+            patches.rebind(module, name, wrapper)
+            # A gate and a layer of the same model must call the same function.
+            for path, other in list(sys.modules.items()):
+                if path.startswith("tensorrt_llm.") and isinstance(other, ModuleType) and vars(other).get(name) is original:
+                    patches.put(other, name, getattr(module, name))
+
+
+def _adapter() -> Host | None:
+    """Return the adapter of this TensorRT-LLM while promotion is on. None: leave it unpatched."""
+    if not promotion.active or promotion.refused:
+        return None
+    with patches.building:
+        if promotion.refused:
+            return None
+        try:
+            return host.load()
+        except host.UnsupportedHostError as error:
+            promotion.refused = str(error)
+            _give_back()  # no layer was promoted yet
+            log.logger.warning("%s; the host's own classes run (trtllm-b12x doctor shows what differs)", error)
+            return None
+
+
+def _resolve(question: describe.Question) -> Resolution:
+    from . import eligibility  # torch is imported by now
+
+    return eligibility.resolve(question)
+
+
+def _is_ours(moe_cls: Any) -> bool:
+    return "trtllm_b12x.engines.trtllm.fused_moe" in sys.modules and moe_cls is _our_class()
+
+
+def _our_class() -> Any:
+    # Import at the first promotion: the host package is half-initialized when the import hook runs.
+    with patches.building:
+        from .fused_moe import layer_class
+
+        return layer_class()
+
+
+# ---- which class ---------------------------------------------------------------------------------------------------------
+
+_NO_SM12X_KERNEL = "CuteDslFusedMoE"
+"""Name of the class whose NVFP4 kernels exist only for SM100. Used on SM12x, it fails at run time (TensorRT-LLM PR 11997).
+
+So does ``TRTLLMGenFusedMoE``, but models read that name for features that CUTLASS lacks: decoder layers of DeepSeek-V3,
+Qwen3-MoE, Qwen3-Next and GLM4-MoE compare ``model_config.moe_backend`` with it before they pass ``do_finalize=False`` and
+unpack a list, and ``DeepseekV3Gate`` makes its bias bfloat16 (``models/modeling_*.py``). They compare with no other name.
+"""
+_NAMED_BY_MODELS = "TRTLLMGenFusedMoE"
+
+_HOSTS_B12X = "CuteDslB12xFusedMoE"
+"""b12x class of TensorRT-LLM (PR 13773). It compiles with any CuTe DSL payload and dies with a wrong one (issue 15853)."""
+
+_PAYLOAD = (RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.TOOLKIT)
+
+
+def _promoting(get_moe_cls: Any) -> Any:
+    @functools.wraps(get_moe_cls)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        moe_cls = get_moe_cls(*args, **kwargs)
+        try:
+            trtllm = _adapter()
+            return moe_cls if trtllm is None else _class_for(trtllm, moe_cls, args, kwargs)
+        except Exception as error:
+            refuse(error)
+            return moe_cls
+
+    return wrapper
+
+
+def _resolving(resolve_moe_cls: Any) -> Any:
+    @functools.wraps(resolve_moe_cls)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return resolve_moe_cls(*args, **kwargs)
+        except ValueError:
+            found = None
+            with suppress(Exception):
+                trtllm = _adapter()
+                model_config = args[0] if args else kwargs.get("model_config")
+                found = trtllm and no_host_path.class_for(trtllm, _resolve, model_config, kwargs.get("override_quant_config"))
+            if found is None:
+                raise
+            return found
+
+    return wrapper
+
+
+def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    moe_cls = _without_broken_b12x(moe_cls, trtllm)
+    model_config = args[0] if args else kwargs.get("model_config")
+    question = describe.of_model(model_config, args[1] if len(args) > 1 else kwargs.get("override_quant_config"))
+    if question is None or (moe_cls is not trtllm.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
+        return moe_cls
+    verdict = _resolve(question)
+    if moe_cls.__name__ == _NAMED_BY_MODELS:
+        if verdict.served:
+            _warn_of_trtllm(model_config)
+        return moe_cls
+    if verdict.served:
+        return _our_class()
+    announce(verdict, f"moe_backend {getattr(model_config, 'moe_backend', '?')}", _rank(model_config))
+    return moe_cls
+
+
+def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
+    """Wrap ``create_moe_backend``. ``names`` is the namespace of its module."""
+    signature = inspect.signature(create_moe_backend)
+
+    @functools.wraps(create_moe_backend)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            call = signature.bind(*args, **kwargs)
+        except TypeError:
+            call = None  # create_moe_backend raises the error itself
+        if call is None:
+            return create_moe_backend(*args, **kwargs)
+        asked = call.arguments["moe_cls"]
+        otherwise = getattr(asked, "hosts_class", asked)
+        try:
+            trtllm = _adapter()
+            moe_cls, verdict = (otherwise, None) if trtllm is None else _backend_for(trtllm, call)
+            ours = moe_cls if _is_ours(moe_cls) else None
+        except Exception as error:
+            refuse(error)
+            moe_cls, verdict, ours = otherwise, None, None
+        call.arguments["moe_cls"] = moe_cls
+        try:
+            with patches.known_as_cutlass(names, ours):
+                module = create_moe_backend(*call.args, **call.kwargs)
+        except Exception as error:
+            if ours is None:
+                raise
+            call.arguments["moe_cls"], verdict, ours = ours.hosts_class, None, None
+            module = create_moe_backend(*call.args, **call.kwargs)  # or raise the host error
+            refuse(error)
+        if ours is None:
+            with suppress(Exception):
+                if verdict is not None:
+                    status.record(module, verdict, ready=True)
+        return module
+
+    return wrapper
+
+
+def _backend_for(trtllm: Host, call: inspect.BoundArguments) -> tuple[Any, Resolution | None]:
+    """Return the class to build, and the verdict on the layer if it uses the CUTLASS backend."""
+    asked, model_config = call.arguments["moe_cls"], call.arguments.get("model_config")
+    moe_cls = _without_broken_b12x(asked, trtllm)
+    promoted_before = _is_ours(asked)
+    if not promoted_before and moe_cls is not trtllm.CutlassFusedMoE:
+        return moe_cls, None
+    verdict = _resolve(describe.of_call(_flat(call), quantization=not promoted_before))
+    ours = verdict.served
+    # If get_moe_cls exists, it has already decided. Otherwise the host always asks for CutlassFusedMoE.
+    if ours and (promoted_before or not trtllm.has_get_moe_cls):
+        if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
+            _warn_of_trtllm(model_config)
+        return _our_class(), verdict
+    if ours:
+        return moe_cls, None  # the caller named the host class explicitly
+    if promoted_before or not trtllm.has_get_moe_cls:
+        announce(verdict, "MoE layer", _rank(model_config))
+    return (trtllm.CutlassFusedMoE if promoted_before else moe_cls), verdict
+
+
+def _flat(call: inspect.BoundArguments) -> dict[str, Any]:
+    """Return arguments by name, including those of ``**kwargs``."""
+    several = (p.name for p in call.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    return {**call.arguments, **call.arguments.get(next(several, ""), {})}
+
+
+def _warn_of_trtllm(model_config: Any) -> None:
+    """Warn about backend TRTLLM. From C1 on the host itself uses CUTLASS instead, but the model still assumes TRTLLM."""
+    if not _rank(model_config):
+        message = "moe_backend TRTLLM has no NVFP4 kernels for this card, and models expect what only it does"
+        log.once(f"{message}: set moe_config.backend: CUTLASS, whose decode is then ours")
+
+
+def refuse(error: Exception) -> None:
+    """Turn promotion off for the rest of this process, with one warning. TensorRT-LLM then runs its own classes."""
+    promotion.refused = errors.first_line(error)
+    with suppress(Exception):
+        why = promotion.refused
+        log.logger.warning("promotion is off in this process, the host's own classes run: %s", why, exc_info=error)
+
+
+def _rank(model_config: Any) -> int:
+    return int(getattr(getattr(model_config, "mapping", None), "rank", 0))
+
+
+def _has_no_kernel_here(moe_cls: type) -> bool:
+    return moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS) and environment.probe(host.state()).sm in (120, 121)
+
+
+def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:
+    """Replace TensorRT-LLM's b12x class by CUTLASS if the payload check shows that its kernels will not compile."""
+    if getattr(moe_cls, "__name__", "") != _HOSTS_B12X:
+        return moe_cls
+    payload = environment.probe(host.state(), always_look=True)  # even if our b12x is unavailable for another reason
+    rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)
+    if not rejections:
+        return moe_cls
+    announce(Resolution((("b12x", Verdict(rejections)),)), f"moe_backend CUTEDSL ({moe_cls.__name__})")
+    return trtllm.CutlassFusedMoE

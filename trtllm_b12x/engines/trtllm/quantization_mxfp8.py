@@ -1,0 +1,154 @@
+"""``MXFP8Sm12xFusedMoEMethod``: the host's MXFP8 parameters, and the kernels' view of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
+from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
+
+from . import host
+from .quantization import Method
+
+STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
+_TILE = 128
+"""Rows, and columns in four blocks, that a tile of interleaved scales has."""
+_BELOW_TWO = 0xBF
+"""Bits of an E4M3 code but the highest of its exponent."""
+_ONE = 127
+"""As E8M0."""
+
+
+class MXFP8(Method):
+    """The host's MXFP8 method is for SM100; its parameters (names, dtypes, layout) are kept, and its operator is never called.
+
+    With E local experts, T the intermediate size of this rank on the tile, and r = 2 if gated: ``w3_w1_weight (E, r*T, H)`` and
+    ``w2_weight (E, H, T)`` float8_e4m3fn; ``w3_w1_weight_scale (E, round_up(r*T, 128), H/128)`` and ``w2_weight_scale (E, H,
+    round_up(T, 128)/128)`` int32, four E8M0 each, 128x4-interleaved per expert as they are loaded (the host's layout,
+    ``MXFP8CutlassFusedMoEMethod`` of ``quantization.py``, C2; the host asks for multiples of 128, where nothing is padded).
+    """
+
+    format = "MXFP8"
+    stored = STORED
+    read_by_kernels = itemgetter(*STORED)
+
+    def create_weights(self, module: Any) -> None:
+        """
+        Raises:
+            ValueError: the hidden size is no multiple of 128.
+        """
+        experts, hidden = module.expert_size_per_partition, module.hidden_size
+        if hidden % _TILE:
+            raise ValueError(f"hidden size {hidden} is no multiple of {_TILE}")
+        size = -(-module.intermediate_size_per_partition // self.tile) * self.tile
+        rows = size * (2 if module.is_gated_activation else 1)
+        module.scaling_vector_size = BLOCK_SIZE
+        # The base of the host's own method, which asserts sizes that its operator needs.
+        super(host.load().MXFP8CutlassFusedMoEMethod, self).create_weights(
+            module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, size)
+        )
+        shapes = {"w3_w1_weight_scale": (_tiles(rows) * _TILE, _tiles(hidden)), "w2_weight_scale": (hidden, _tiles(size))}
+        for name, shape in shapes.items():
+            # NaN until it is loaded: what a checkpoint lacks is seen.
+            scales = torch.nn.Parameter(torch.full((experts, *shape), -1, dtype=torch.int32), requires_grad=False)
+            module.register_parameter(name, scales)
+        self.setup_quant_scales(module)
+
+    # ---- loading, one expert at a time -------------------------------------------------------------------------------
+
+    def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        """E8M0 bytes of each local expert, ``weight_scale`` or, as some producers name it, ``weight_scale_inv``.
+
+        What is missing stays as it was (partial loading).
+
+        Raises:
+            ValueError: scales of stacked experts are not those of blocks along the inner dimension.
+        """
+        height = module.w3_w1_weight.shape[1]
+        for slot, expert in enumerate(module.initial_local_expert_ids):
+            gate, up, down = _scales(module, weights, expert)
+            fc1, fc2 = (parameter.data[slot] for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale))
+            # Scales have the weights' rows, so they are placed alike.
+            rows = interleaved_rows(fc1).flatten(0, 2).flatten(1)
+            self.load_expert_w3_w1_weight(module, gate, up, rows[:height])
+            interleave(rows, fc1)
+            rows = interleaved_rows(fc2).flatten(0, 2).flatten(1)
+            self.load_expert_w2_weight(module, down, rows)
+            interleave(rows, fc2)
+
+    def process_weights_after_loading(self, module: Any) -> None:
+        """Nothing is staged: hosts that stage scales interleave here what they wrote themselves."""
+        super(host.load().MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
+
+    # ---- the kernels' view -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, module: Any, generator: torch.Generator) -> None:
+        """Codes of both signs below 2, all with scales of two neighboring powers."""
+        for weight, scale in ((module.w3_w1_weight, module.w3_w1_weight_scale), (module.w2_weight, module.w2_weight_scale)):
+            weight.data.view(torch.uint8).random_(0, 256, generator=generator).bitwise_and_(_BELOW_TWO)
+            byte = _ONE - round(math.log2(weight.shape[2]) / 2)
+            scale.data.view(torch.uint8).random_(byte, byte + 2, generator=generator)
+
+    def intermediate_size(self, module: Any) -> int:
+        return int(module.w2_weight.shape[2])
+
+    def kernel_weights(self, module: Any) -> MXFP8Weights:
+        self.readable(module, STORED)
+        fc1, fc2 = module.w3_w1_weight.data, module.w2_weight.data
+        s1, s2 = module.w3_w1_weight_scale.data, module.w2_weight_scale.data
+        return MXFP8Weights(
+            fc1_weight=fc1,
+            fc1_weight_sf=mma_scale_view(s1, s1.shape[1], s1.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
+            fc2_weight=fc2,
+            fc2_weight_sf=mma_scale_view(s2, s2.shape[1], s2.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
+        )
+
+
+def _tiles(size: int) -> int:
+    return -(-size // _TILE)
+
+
+def _scales(module: Any, weights: Mapping[str, torch.Tensor], expert: int) -> tuple[torch.Tensor | None, ...]:
+    """w1's, w3's and w2's, rows first."""
+    if module.weight_loading_mode.name != "FUSED_GATE_UP_PROJ":
+        return tuple(_scale(weights, f"{expert}.{name}.") for name in ("w1", "w3", "w2"))
+    # Stacked as hosts take other formats' (``MXFP4WeightFusedMoEMethod``): inner dimension first, gate before up.
+    found = [_scale(weights, f"{name}_") for name in ("gate_up_proj", "down_proj")]
+    for stacked, inner in zip(found, (module.hidden_size, module.intermediate_size), strict=True):
+        if stacked is not None and stacked.shape[1] != inner // BLOCK_SIZE:
+            raise ValueError(
+                f"stacked scales {tuple(stacked.shape)}: blocks of {BLOCK_SIZE} along the inner dimension are meant, "
+                f"{inner // BLOCK_SIZE} of them; nvidia-modelopt's MXFP8 exports of Llama 4 and gpt-oss have them along the rows"
+            )
+    fc1, fc2 = (None if stacked is None else stacked[expert].T for stacked in found)
+    return *((None, None) if fc1 is None else fc1.chunk(2)), fc2
+
+
+def _scale(weights: Mapping[str, torch.Tensor], matrix: str) -> torch.Tensor | None:
+    return next((weights[matrix + name] for name in ("weight_scale_inv", "weight_scale") if matrix + name in weights), None)
+
+
+@functools.cache
+def method_class() -> type[MXFP8]:
+    """``MXFP8Sm12xFusedMoEMethod``: :class:`MXFP8` on this process's host.
+
+    Raises:
+        UnsupportedHostError: the host does not know the format; and see :func:`trtllm_b12x.engines.trtllm.host.load`.
+    """
+    base = host.load().MXFP8CutlassFusedMoEMethod
+    if base is None:
+        raise host.UnsupportedHostError("this TensorRT-LLM has no MXFP8 experts: they came in August 2026")
+    return host.derive(f"{__name__}:MXFP8Sm12xFusedMoEMethod", MXFP8, base)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MXFP8Sm12xFusedMoEMethod":
+        return method_class()
+    raise AttributeError(name)

@@ -1,0 +1,199 @@
+"""``NVFP4Sm12xFusedMoEMethod``: the host's NVFP4 parameters, created on the kernels' tile, and the kernels' view of them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from trtllm_b12x.core import log
+from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
+from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+
+from . import host
+from .quantization import Method
+
+STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
+READ_BY_KERNELS = (*STORED, "fc31_alpha", "fc2_alpha")
+"""The host's parameters whose memory the kernels are given."""
+SCALARS_READ_BY_KERNELS = ("fc31_input_scale", "fc2_input_scale")
+"""Parameters of which every call derives the divisors of its activations."""
+
+_SAME = 2e-5
+"""Relative difference of two scales that the host takes for equal (``torch.allclose``), with float32's rounding."""
+_INPUT_SCALES = (0.01, 0.0005)
+"""Of FC1 and FC2, where weights are drawn: amax / 2688 of activations."""
+
+
+class NVFP4(Method):
+    """One set of tensors for CUTLASS and the kernels.
+
+    The parameters are the host's own (names, dtypes, meaning, 128x4-interleaved scales).  Only their intermediate
+    dimension differs: w3, w1 and w2's columns are each padded with zeros to ``tile``, so that half of the rows is
+    the border between up and gate for every reader.  Hosts pad the rows of both halves to 128 as one, so that with a tile of 64
+    nothing differs.  With E local experts, T = round_up(I, tile), or to 128 without a gate, and r = 2 if gated:
+    ``w3_w1_weight (E, r*T, H/16)`` int64, ``w2_weight (E, H, T/16)`` int64, ``w3_w1_weight_scale (E, r*T, H/64)`` and
+    ``w2_weight_scale (E, H, T/64)`` int32.  The host's CUTLASS operator takes the sizes from the tensors
+    (``moeOp.cpp``), so it accepts them as they are.
+
+    What kernels need beyond views of these are buffers of the module, which live as long as it does and are rewritten in place:
+    ``b12x_fc1_divisor`` and ``b12x_fc2_divisor``, both ``(E,)`` float32, the input scales as divisors; and
+    ``b12x_fc1_half_alphas (2, E)`` float32, FC1's alphas of up and gate. Where a checkpoint has a ``weight_scale_2`` for each of
+    them, the host keeps the larger one for both (``fc31_alpha``). Our kernels multiply each half by its own, as long as the
+    larger of the two is ``fc31_alpha``: whoever overwrites that parameter by hand gets what the host computes. No buffer is in
+    a state dict, so a layer that gets parameters alone computes what the host computes, too.
+    """
+
+    format = "NVFP4"
+    stored = STORED
+    read_by_kernels = itemgetter(*READ_BY_KERNELS, *SCALARS_READ_BY_KERNELS)
+
+    def create_weights(self, module: Any) -> None:
+        logical = module.intermediate_size_per_partition
+        module.intermediate_size_per_partition = -(-logical // self.tile) * self.tile
+        try:
+            super().create_weights(module)
+        finally:
+            module.intermediate_size_per_partition = logical
+        experts = module.expert_size_per_partition
+        shapes = {"b12x_fc1_divisor": (experts,), "b12x_fc2_divisor": (experts,), "b12x_fc1_half_alphas": (2, experts)}
+        for name, shape in shapes.items():
+            module.register_buffer(name, torch.zeros(shape, dtype=torch.float32), persistent=False)
+
+    # ---- loading, one expert at a time -------------------------------------------------------------------------------
+
+    def load_expert_w3_w1_weight_scale_nvfp4(
+        self,
+        module: Any,
+        w1_weight_scale: torch.Tensor | None,
+        w3_weight_scale: torch.Tensor | None,
+        dst_w3_w1_weight_scale: torch.Tensor,
+        expert_idx: int = -1,
+    ) -> None:
+        """Scales have the weights' rows, so they are placed alike, in the 128x4 layout of both halves as one."""
+        if w1_weight_scale is not None or w3_weight_scale is not None:
+            rows = interleaved_rows(dst_w3_w1_weight_scale).flatten(0, 2).flatten(1)
+            self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, rows)
+            interleave(rows, dst_w3_w1_weight_scale)
+
+    def load_expert_w2_weight_scale_nvfp4(
+        self, module: Any, w2_weight_scale: torch.Tensor | None, dst_w2_weight_scale: torch.Tensor
+    ) -> None:
+        if w2_weight_scale is not None:
+            rows = interleaved_rows(dst_w2_weight_scale).flatten(0, 2).flatten(1)
+            self.load_expert_w2_weight(module, w2_weight_scale, rows)
+            interleave(rows, dst_w2_weight_scale)
+
+    # ---- scalars -----------------------------------------------------------------------------------------------------
+
+    def record_weight_scale_2(self, module: Any, pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Take ``weight_scale_2`` of gate and up, by local expert, once the host has made ``fc31_alpha`` of them."""
+        try:
+            if not pairs or module.fc31_alpha.is_meta:
+                return
+            self._write_half_alphas(module, pairs)
+            unequal = self.scale_ratio(module) > 1
+            if module.schedule.kernels and unequal != (module.scale_ratio > 1):
+                module._weights_are_ready()  # not every reload of a host ends with its post-load hooks
+        except Exception as error:
+            module._leave_to_the_host(error)
+
+    @staticmethod
+    @torch.inference_mode()  # a buffer may come from a load inside it, and then be written nowhere else
+    def _write_half_alphas(module: Any, pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        buffer, experts = module.b12x_fc1_half_alphas, list(pairs)
+        scales = [[float(pair[half].reshape(())) for pair in pairs.values()] for half in (1, 0)]
+        alphas, input_scales = module.fc31_alpha.data, module.fc31_input_scale.data
+        common = alphas[experts]
+        halves = torch.tensor(scales, dtype=torch.float32, device=buffer.device) / input_scales.expand_as(alphas)[experts]
+        same = torch.isclose(halves, common.expand_as(halves), rtol=_SAME, atol=0)
+        buffer[:, experts] = torch.where(same, common, halves)
+
+    def scale_ratio(self, module: Any) -> float:
+        halves, alpha = module.b12x_fc1_half_alphas, module.fc31_alpha.data
+        larger, smaller = halves.amax(0), halves.amin(0)
+        known = larger == alpha
+        layer = f"MoE layer {getattr(module, 'layer_idx', '?')}"
+        if module.is_gated_activation and not bool(known.all()):
+            log.once(
+                f"{layer}: gate and up share fc31_alpha, as in TensorRT-LLM: these weights came without a weight_scale_2 of each",
+                logging.INFO,
+                "gate and up share fc31_alpha",
+            )
+        ratio = float(torch.where(known & (smaller != larger), larger / smaller, 1.0).max())
+        if ratio > 1:
+            log.once(
+                f"{layer}: gate and up have different weight_scale_2 (up to {ratio:.3g} times); our kernels apply each, CUTLASS "
+                "the larger one",
+                key="different weight_scale_2",
+            )
+        return ratio
+
+    @staticmethod
+    def input_scales(module: Any) -> InputScales:
+        """FlashInfer divides activations by the checkpoint's ``input_scale``, the host multiplies by its reciprocal.
+
+        The host's alphas, ``weight_scale_2 * input_scale``, are the kernels' own.
+        """
+        return InputScales(
+            fc31_input_scale=module.fc31_input_scale.data,
+            fc2_input_scale=module.fc2_input_scale.data,
+            fc1_divisor=module.b12x_fc1_divisor,
+            fc2_divisor=module.b12x_fc2_divisor,
+        )
+
+    @torch.no_grad()
+    def fill(self, module: Any, generator: torch.Generator) -> None:
+        """Codes of every value and block scales from 0.5 to 2."""
+        for name in STORED:
+            low, high = (0x30, 0x41) if name.endswith("_scale") else (0, 256)
+            getattr(module, name).data.view(torch.uint8).random_(low, high, generator=generator)
+        sizes = module.hidden_size, module.intermediate_size_per_partition
+        for fc, size, scale in zip(("fc31", "fc2"), sizes, _INPUT_SCALES, strict=True):
+            getattr(module, f"{fc}_input_scale").data.fill_(1 / scale)
+            getattr(module, f"{fc}_alpha").data.fill_(scale * 0.2 / math.sqrt(size))
+        module.b12x_fc1_half_alphas.copy_(module.fc31_alpha.data.expand(2, -1))
+
+    def intermediate_size(self, module: Any) -> int:
+        return 2 * int(module.w2_weight.data.view(torch.uint8).shape[2])
+
+    def kernel_weights(self, module: Any) -> NVFP4Weights:
+        self.readable(module, READ_BY_KERNELS)
+        fc1 = module.w3_w1_weight.data.view(torch.uint8)
+        fc2 = module.w2_weight.data.view(torch.uint8)
+        weights = NVFP4Weights(
+            fc1_weight=fc1,
+            fc1_weight_sf=mma_scale_view(module.w3_w1_weight_scale.data, rows=fc1.shape[1], columns=2 * fc1.shape[2]),
+            fc1_alpha=module.fc31_alpha.data,
+            fc2_weight=fc2,
+            fc2_weight_sf=mma_scale_view(module.w2_weight_scale.data, rows=fc2.shape[1], columns=2 * fc2.shape[2]),
+            fc2_alpha=module.fc2_alpha.data,
+            fc1_divisor=module.b12x_fc1_divisor,
+            fc2_divisor=module.b12x_fc2_divisor,
+            input_scales=self.input_scales(module),
+            fc1_half_alphas=module.b12x_fc1_half_alphas if module.is_gated_activation else None,
+        )
+        weights.derive()
+        return weights
+
+
+@functools.cache
+def method_class() -> type[NVFP4]:
+    """``NVFP4Sm12xFusedMoEMethod``: :class:`NVFP4` on this process's host.
+
+    Raises:
+        UnsupportedHostError: see :func:`trtllm_b12x.engines.trtllm.host.load`.
+    """
+    trtllm = host.load()
+    return host.derive(f"{__name__}:NVFP4Sm12xFusedMoEMethod", NVFP4, trtllm.Weights, trtllm.NVFP4CutlassFusedMoEMethod)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "NVFP4Sm12xFusedMoEMethod":
+        return method_class()
+    raise AttributeError(name)

@@ -1,0 +1,178 @@
+"""Track the MoE layers of this process, for ``trtllm_b12x.status`` and the log line after the model is built."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtllm_b12x.core import hook, locks, process
+from trtllm_b12x.core.log import logger
+from trtllm_b12x.decision import Resolution
+from trtllm_b12x.dispatch.schedule import EVERY
+
+from . import host, patches
+
+_lock = locks.new()
+
+
+@dataclass
+class _Entry:
+    module: weakref.ref[Any]
+    verdict: Resolution
+    ready: bool
+
+
+_entries: list[_Entry] = []
+_last_line: tuple[int, int] = (0, 0)
+_collected = 0
+
+
+@dataclass(frozen=True)
+class Status:
+    """State of one process. Bytes count the device memory of this rank."""
+
+    generation: str
+    """``embedded``, a generation of :mod:`.contract`, ``installed`` (not imported yet) or ``unsupported``."""
+    refused: str
+    """Reason why TensorRT-LLM runs unpatched: an error, or the difference from the nearest generation."""
+    active: bool
+    patches: tuple[str, ...]
+    """``module.name`` of each rebound name."""
+    layers: int
+    """Number of live MoE layers with the CUTLASS backend."""
+    promoted: int
+    """Number of these layers that our kernels serve."""
+    families: dict[str, int] = field(default_factory=dict)
+    """Number of layers per kernel family. A layer may use several families."""
+    formats: dict[str, int] = field(default_factory=dict)
+    """Number of layers on our kernels, per number format."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Number of layers that stay on CUTLASS, per reject reason."""
+    padding_bytes: int = 0
+    """Zero padding of codes and block scales to the kernels' tile, including the padding that TensorRT-LLM itself adds."""
+    scalar_bytes: int = 0
+    """Per-expert scalars that we add to TensorRT-LLM's own."""
+    workspace_bytes: int = 0
+    """Scratch memory. Layers of the same geometry share it."""
+    kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Kernels that serve each geometry, and those that failed the self-test, with its numbers."""
+    crossovers: dict[str, str] = field(default_factory=dict)
+    """Path per token count for each geometry, and the source of that choice."""
+    late_compiles: dict[str, int] = field(default_factory=dict)
+    """Number of compiles per kernel while a call waited. Should be empty."""
+
+
+def record(module: Any, verdict: Resolution, ready: bool) -> None:
+    """Record a layer and its latest verdict. ``ready``: its weights are loaded, or nothing waits for them."""
+    with _lock:
+        for entry in _entries:
+            if entry.module() is module:
+                entry.verdict, entry.ready = verdict, ready or entry.ready
+                break
+        else:
+            _entries.append(_Entry(weakref.ref(module), verdict, ready))
+    if ready:
+        _report()
+
+
+def alive() -> list[tuple[Any, Resolution]]:
+    """Return the layers that still exist, in order of construction.
+
+    The host builds a model on meta tensors first and, if that fails, builds it again. Layers of a failed attempt do not count.
+    Nor do layers of other pipeline ranks, whose weights the host removes (``modeling_utils.remove_weights``).
+    """
+    with _lock:
+        _entries[:] = [e for e in _entries if e.module() is not None and not getattr(e.module(), "_weights_removed", False)]
+        return [(entry.module(), entry.verdict) for entry in _entries]
+
+
+def status() -> Status:
+    """Return the state of this process; see ``trtllm_b12x.status``."""
+    gc.collect()  # layers of a failed attempt refer to each other
+    layers = alive()
+    served = [module for module, verdict in layers if verdict.served]
+    bound = [kernel for module in served for kernel in module.schedule.kernels]
+    reasons = Counter(reason.name for _, verdict in layers for reason in verdict.reasons)
+    state, detail = host.state()
+    return Status(
+        generation="embedded" if state == "none" else state,
+        refused=patches.promotion.refused or hook.failure or detail,
+        active=patches.promotion.active,
+        patches=patches.names(),
+        layers=len(layers),
+        promoted=len(served),
+        families=dict(Counter(name for module in served for name in module.schedule.families)),
+        formats=_formats(served),
+        reasons=dict(reasons),
+        padding_bytes=sum(_bytes(module, "padding_bytes") for module in served),
+        scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
+        workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
+        kernels=_summaries(bound),
+        crossovers={str(m.schedule.kernels[0].geometry): m.schedule.summary for m in served if m.schedule.kernels},
+        late_compiles=_late_compiles(),
+    )
+
+
+def _late_compiles() -> dict[str, int]:
+    late = sys.modules.get("trtllm_b12x.kernels.triton.jit_monitor")  # not imported without kernels
+    return late.compiles() if late is not None else {}
+
+
+def _formats(served: list[Any]) -> dict[str, int]:
+    """Count layers per number format. Layers under construction in another thread have none yet."""
+    return dict(Counter(module.quant_method.format for module in served if hasattr(module, "quant_method")))
+
+
+def _summaries(kernels: list[Any]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, None]] = {}
+    for kernel in kernels:
+        found.setdefault(str(kernel.geometry), {}).update(dict.fromkeys(kernel.summary()))
+    return {geometry: tuple(lines) for geometry, lines in found.items()}
+
+
+def _bytes(module: Any, what: str) -> int:
+    try:
+        return int(getattr(module.quant_method, what)(module))
+    except AttributeError:  # still under construction in another thread
+        return 0
+
+
+@process.kept
+def _forget() -> None:
+    global _last_line, _collected
+    with _lock:
+        _entries.clear()
+        _last_line, _collected = (0, 0), 0
+
+
+def _report() -> None:
+    """Log one line when the last layer's weights are loaded, and another if more layers follow, e.g. of a draft model."""
+    global _last_line, _collected
+    layers = alive()
+    with _lock:
+        waiting = not all(entry.ready for entry in _entries)
+        stale = waiting and _entries[-1].ready and _collected != len(_entries)
+    if stale:  # once per model: layers that wait may belong to a failed attempt and refer to each other
+        _collected = len(_entries)
+        gc.collect()
+        layers = alive()
+    with _lock:
+        if not all(entry.ready for entry in _entries):
+            return
+        served = [module for module, verdict in layers if verdict.served]
+        line = (len(served), len(layers))
+        if not served or line == _last_line:
+            return
+        _last_line = line
+    first, *_, last = sorted(module.schedule.below for module in served) * 2
+    below = f"{first} to {last}" if first < last else str(last)
+    counts = "at every token count" if first == EVERY else f"decode below {below} tokens"
+    names = Counter("+".join(module.schedule.chosen) or "no kernel yet" for module in served)
+    on = ", ".join(f"{count} on {name}" for name, count in names.items()) if len(names) > 1 else f"on {next(iter(names))}"
+    caveats = dict.fromkeys(kernel.features.caveat for module in served for kernel in module.schedule.chosen.values())
+    where = (*line, on, counts, " and ".join(_formats(served)), "".join(f"; {text}" for text in caveats if text))
+    logger.info("rank %d: %d of %d MoE layers %s, %s (%s)%s", served[0].rank, *where)

@@ -1,0 +1,306 @@
+"""FlashInfer's SM12x kernels: planned once per geometry and device, launched without FlashInfer's own launcher.
+
+``B12xMoEWrapper`` and ``launch_sm120_moe`` compile, fold, expand and validate at every call, cache weights by address, pick the
+kernel by rules of their own and add up to four small launches to a call of one token.  Here all of that is done at load:
+``compiler.py`` makes the kernels, ``scratch.py`` their memory, ``launch.py`` a call.
+
+The dynamic kernel is not used: its warps may miss a claim (docs/flashinfer-dynamic-claim.md), and
+the family's ``most_routes`` end before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_b12x import environment
+from trtllm_b12x.core import locks, process
+from trtllm_b12x.core.log import logger
+from trtllm_b12x.decision import families
+from trtllm_b12x.formats import constants
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
+from trtllm_b12x.kernels import (
+    Geometry,
+    Kernel,
+    PlanError,
+    Workspace,
+    aligned,
+    check_call,
+    first_line,
+    handed_back,
+    output,
+    routes,
+)
+from trtllm_b12x.kernels.cards import card_of
+from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
+from trtllm_b12x.kernels.triton import jit_monitor
+
+from .compiler import DISPATCH, Candidate, Compiler, sizes
+from .launch import DIRECT_MICRO, Signature
+from .precompile import assembled
+from .scratch import Scratch, fitting
+from .streams import Turn
+
+_NO_CACHE = "FLASHINFER_CUTE_DSL_DISABLE_CACHE"
+
+_RECIPROCALS = 0.02
+"""Relative L2.  Direct micro multiplies by reciprocals of scales also for ReLU2, where the others and the reference divide
+(``moe_direct_micro_kernel.py:714``).  Block scales on a rounding tie fall apart, which is frequent where a calibrated amax is a
+power of two; seen: 0.014 over many tokens."""
+
+
+@dataclass
+class _Plan:
+    """Everything that layers of one geometry share on one device."""
+
+    geometry: Geometry
+    device: torch.device
+    scratch: Scratch
+    """Of calls that are launched; :meth:`of_capture` has the others'."""
+    pristine: torch.Tensor
+    signatures: dict[str, Signature]
+    candidates: dict[int, list[Candidate]]
+    """Token count to what could serve it, best first; after the self-test what may."""
+    turn: Turn
+    outcomes: list[Outcome] = field(default_factory=list)
+    tested: bool = False
+    """Until then nothing serves."""
+    lock: Any = field(default_factory=locks.new)
+    captured: tuple[int, Scratch] | None = None
+
+    def of_capture(self, capture: int) -> Scratch:
+        """Scratch memory of the graph that is being captured, from its own memory, which lives as long as it does.
+
+        So replays may overlap with each other and with calls.  Layers of one graph share it; captures that share a pool, of which
+        no two replay at a time, get the same memory again, once this one lets go.
+        """
+        if self.captured is None or self.captured[0] != capture:
+            self.captured = None
+            self.captured = capture, self.scratch.another(self.pristine)
+        return self.captured[1]
+
+
+_plans: weakref.WeakValueDictionary[tuple[Any, ...], _Plan] = weakref.WeakValueDictionary()
+_lock = locks.new()
+process.kept(_plans.clear)
+
+
+class B12xKernel(Kernel):
+    """FlashInfer's static and direct micro kernel on one layer: views of its tensors, and the plan of its geometry."""
+
+    _flashinfer = environment.inspect_flashinfer()
+    features = families.b12x(environment.of_flashinfer(_flashinfer))
+    instruction = "kind::mxf4nvf4"
+
+    @classmethod
+    def available(cls) -> bool:
+        return cls._flashinfer.b12x
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Any, directory: Path) -> list[str]:
+        return assembled(geometry, card, directory)
+
+    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """Allocate one workspace and compile every kernel for up to ``capacity`` tokens, or share what another layer planned.
+
+        Raises:
+            ValueError: an activation or a size that the kernels do not take.
+            PlanError: compiling failed, or memory ran out; nothing is kept.
+        """
+        self.check(geometry, (self.features.hidden_size_multiple, self.features.tile))
+        asked, capacity = capacity, fitting(geometry, capacity)
+        self.geometry, self.capacity = geometry, capacity
+        self.limited = f"FlashInfer has no offsets for more than {capacity} tokens of this geometry" if capacity < asked else ""
+        key = (geometry, capacity, str(device))
+        with _lock:
+            plan = _plans.get(key)
+            if plan is None:
+                try:
+                    with torch.inference_mode(False):  # whatever the host loads in: the tensors outlive it
+                        plan = _plans[key] = _cached_or_not(functools.partial(_make_plan, geometry, capacity, device))
+                except Exception as error:
+                    raise PlanError(first_line(error)) from error
+        self._plan, self._key = plan, key
+
+    def bind(self, weights: NVFP4Weights, first_expert: int = 0) -> None:
+        weights.check(self.geometry)
+        self.weights = weights  # the kernels are given addresses: these views keep the memory
+        self.first_expert = first_expert
+        self._bound = self._bind_to(self._plan.scratch)
+        count = self.geometry.num_experts
+        self._tables = {True: routes.Table(first_expert, count), False: routes.Table(first_expert, count, unrouted=0)}
+
+    def _bind_to(self, scratch: Scratch) -> dict[str, list[Any]]:
+        used = {c.kind.name for candidates in self._plan.candidates.values() for c in candidates}
+        return {name: self._plan.signatures[name].bind(scratch, self.weights) for name in used}
+
+    def self_test(self) -> None:
+        """Run every kernel of the plan on the card, once per plan, and drop those that miss their bound.
+
+        Weights that say nothing (all zero, not finite) leave it to the next layer's or the next load's; nothing serves till then.
+
+        Raises:
+            PlanError: no kernel is left for some token count; the message has the numbers.
+        """
+        plan = self._plan
+        with plan.lock:
+            if plan.tested:
+                return
+            started = time.monotonic()
+            try:
+                with jit_monitor.expected():
+                    outcomes = examine(self._tests(), self.geometry, self.weights, self.first_expert)
+                if outcomes is None:
+                    logger.info("b12x kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
+                    return
+                plan.outcomes = outcomes
+                bad = {(o.kernel, o.variant) for o in outcomes if not o.passed}
+                for tokens, candidates in plan.candidates.items():
+                    plan.candidates[tokens] = [c for c in candidates if (c.kind.name, c.variant) not in bad]
+                    if not plan.candidates[tokens]:
+                        raise PlanError("; ".join(str(o) for o in outcomes if not o.passed))
+            except Exception as error:
+                with _lock:
+                    _plans.pop(self._key, None)
+                raise PlanError(first_line(error)) from error
+            finally:
+                if self._plan.device.type == "cuda":
+                    torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+            plan.tested = True
+            logger.info("b12x kernels for %s: tested in %.2f s", self.geometry, time.monotonic() - started)
+            for outcome in plan.outcomes:
+                log = logger.debug if outcome.passed else logger.warning
+                log("self-test, %s: %s", self.geometry, outcome)
+
+    def _tests(self) -> Iterator[Examinee]:
+        """Each compiled kernel at the most and at the fewest tokens that it could serve."""
+        served: dict[tuple[str, int], list[tuple[int, Candidate]]] = {}
+        for tokens, candidates in sorted(self._plan.candidates.items()):
+            for candidate in candidates:
+                served.setdefault((candidate.kind.name, candidate.variant), []).append((tokens, candidate))
+        for (name, variant), found in served.items():
+            for tokens, candidate in dict((found[-1], found[0])).items():
+                # Before 0.7.0 static adds up in atomics.
+                atomic = not self.features.deterministic
+                yield Examinee(name, variant, tokens, atomic, functools.partial(self._launch, candidate))
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    @property
+    def settled(self) -> bool:
+        return self._plan.tested
+
+    def serves(self, tokens: int) -> bool:
+        plan = self._plan
+        return plan.tested and tokens in plan.candidates
+
+    def rounding(self, tokens: int) -> float:
+        kind = self._plan.candidates[tokens][0].kind
+        if kind is DIRECT_MICRO:
+            return 0.0 if self.geometry.gated else _RECIPROCALS
+        return self.geometry.atomic_rounding if not self.features.deterministic else 0.0
+
+    def summary(self) -> tuple[str, ...]:
+        served: dict[str, list[int]] = {}
+        for tokens, candidates in self._plan.candidates.items():
+            served.setdefault(candidates[0].kind.name, []).append(tokens)
+        lines = [f"{name}: {_ranges(sizes)} tokens" for name, sizes in served.items()]
+        if not self._plan.tested:
+            return (*lines, "not before the self-test, which waits for weights that are neither all zero nor not finite")
+        return (*lines, *(f"left out: {outcome}" for outcome in self._plan.outcomes if not outcome.passed))
+
+    @property
+    def device(self) -> torch.device:
+        return self._plan.device
+
+    @property
+    def workspace(self) -> Workspace | None:
+        return Workspace(id(self._plan), self._plan.scratch.nbytes())
+
+    def run(
+        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        candidates = self._plan.candidates.get(x.shape[0])
+        if candidates is None:
+            planned = _ranges(sorted(self._plan.candidates))
+            raise ValueError(
+                f"no kernel is planned for {x.shape[0]} tokens, only for {planned}: plan() with a capacity that covers it"
+            )
+        check_call(self.geometry, x, ids, router_weights, out, self.geometry.hidden_size)
+        return self._launch(candidates[0], x, ids, router_weights, out)
+
+    def _launch(
+        self,
+        candidate: Candidate,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        router_weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
+        result = output(out, x, x.dtype, x.shape[1])
+        table = self._tables[candidate.kind.skips_negative_ids and bool(self.features.negative_ids)]
+        with self._plan.turn as capture:
+            scratch, bound = self._plan.scratch, self._bound
+            if capture:
+                scratch = self._plan.of_capture(capture)
+                bound = self._bind_to(scratch)
+            arguments, inputs = bound[candidate.kind.name], self.weights.input_scales
+            candidate.launch(arguments, scratch, table, inputs, x, ids, router_weights, result)
+        return handed_back(out, result)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``[1, 2, 3, 8]`` to ``1-3, 8``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+# ---- planning ------------------------------------------------------------------------------------------------------------
+
+
+def _cached_or_not(make: Callable[[], _Plan]) -> _Plan:
+    """``make()``; once more without FlashInfer's kernel cache where that is what failed, as in a home that cannot be written."""
+    before = os.environ.get(_NO_CACHE, "0")
+    try:
+        return make()
+    except OSError as error:
+        if before == "1":
+            raise
+        advice = "FLASHINFER_WORKSPACE_BASE names another folder"
+        logger.warning("FlashInfer cannot use its kernel cache, kernels are compiled at every start: %s (%s)", error, advice)
+    os.environ[_NO_CACHE] = "1"
+    try:
+        return make()
+    finally:
+        os.environ[_NO_CACHE] = before
+
+
+def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan:
+    started = time.monotonic()
+    logger.info("b12x kernels for %s: compiling, or loading from FlashInfer's cache", geometry)
+    dispatch = importlib.import_module(DISPATCH)
+    scratch = Scratch.allocate(dispatch, geometry, capacity, device)
+    compiler = Compiler(dispatch, geometry, scratch, device)
+    candidates = {tokens: list(compiler.candidates(tokens)) for tokens in sizes(dispatch, capacity)}
+    remedy = jit_monitor.remedy(geometry, card_of(device)) if device.type == "cuda" else ""
+    routes.warm_up(device, remedy)
+    logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
+    pristine = constants.kept(("b12x", geometry, capacity, device), scratch.pristine)
+    return _Plan(geometry, device, scratch, pristine, compiler.signatures, candidates, Turn.of(device))

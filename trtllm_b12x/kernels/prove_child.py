@@ -1,0 +1,57 @@
+"""Compile a family's real kernels for a card that need not be here, and look at what came out.
+
+``python -m trtllm_b12x.kernels.prove_child sm_120a b12x`` prints one JSON line: a
+:class:`trtllm_b12x.environment.prove.Proof`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from trtllm_b12x import formats
+from trtllm_b12x.decision import families
+
+from . import Geometry, Kernel, first_line
+from .cards import models
+from .prove import Proof
+
+LAYER = Geometry(16, 4, 512, 256, "Swiglu")
+
+
+def proof(target: str, family: str) -> Proof:
+    """By the kernels that the family has for each number format."""
+    started, found, error = time.monotonic(), 0, ""
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["TRITON_CACHE_DIR"] = directory
+        try:
+            for row in families.FAMILIES:
+                if row.name == family:
+                    kernel: type[Kernel] = formats.load(row.kernel)
+                    made = kernel.assembled(LAYER, models(target)[0], Path(directory))
+                    count = sum(ptx.count(kernel.instruction) for ptx in made)
+                    error = error if count else f"the PTX holds no {kernel.instruction} instruction"
+                    found += count
+        except Exception as exception:
+            error = (_telling_line(str(exception)) or first_line(exception))[:300]
+    return Proof(target, not error, error, found, round(time.monotonic() - started, 1))
+
+
+def _telling_line(text: str) -> str:
+    """The assembler's first complaint, if there is one."""
+    lines = (line.strip() for line in text.splitlines())
+    return next((line for line in lines if re.search("ptxas.*(fatal|error)", line)), "")
+
+
+def main() -> None:
+    print(json.dumps(asdict(proof(*sys.argv[1:]))))
+
+
+if __name__ == "__main__":
+    main()

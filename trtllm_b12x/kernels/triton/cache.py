@@ -1,0 +1,142 @@
+"""Kernels of a plan from Triton's cache, compiled into it first where it lacks them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from trtllm_b12x.core import locks, log, settings
+from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.kernels import PlanError, first_line
+
+from . import compile_pool, jit_monitor
+from .variant import Variant
+
+_TIMEOUT_S = 600
+_lock = locks.new()
+
+
+class CacheMissError(Exception):
+    """Name of a kernel or module that Triton's cache lacks, and that is not compiled."""
+
+
+def load(variants: Sequence[Variant], capability: int, remedy: str) -> tuple[dict[tuple[Any, ...], Any], int]:
+    """Return every kernel by its key, loaded on torch's current device, and the number of processes that compiled.
+
+    Args:
+        capability: of that device, major * 10 + minor.
+        remedy: command that fills the cache beforehand.
+
+    Raises:
+        PlanError: a kernel is not in the cache, and ``TRTLLM_B12X_FREEZE`` forbids a compile or a compiler is missing.
+    """
+    if faults := toolchain.lacking(capability):
+        raise PlanError("; ".join(map(str, faults)))
+    obstacle = f"{settings.FREEZE.name}=1" if settings.FREEZE() else "; ".join(map(str, toolchain.tools_lacking()))
+    processes = 0
+    with jit_monitor.expected():
+        if obstacle:
+            try:
+                with hits_only():
+                    return {variant.key: _loaded(variant) for variant in variants}, 0
+            except CacheMissError as missing:
+                raise PlanError(f"{missing} is not in Triton's cache and is not compiled: {obstacle} ({remedy})") from missing
+        if _missing(variants):
+            with _turn():
+                processes = compile_pool.fill(_missing(variants), capability)
+        return {variant.key: _loaded(variant) for variant in variants}, processes
+
+
+def _loaded(variant: Variant) -> Any:
+    kernel = variant.warm_up()
+    kernel.run  # noqa: B018 (loads it)
+    return kernel
+
+
+def _missing(variants: Sequence[Variant]) -> list[Variant]:
+    """Ask Triton's cache for every kernel, under the key that Triton computes; return those that it lacks."""
+    from triton.runtime import driver
+
+    driver.active.get_current_device()  # compiles Triton's own module, if that is missing
+    missing = []
+    with hits_only():
+        for variant in variants:
+            try:
+                variant.warm_up()
+            except CacheMissError:
+                missing.append(variant)
+    return missing
+
+
+@contextmanager
+def hits_only() -> Iterator[None]:
+    """Raise CacheMissError before anything is compiled that Triton's cache lacks, in this thread alone.
+
+    Triton has one cache manager for the whole process. The kernels of other threads, such as the host's, keep theirs.
+    """
+    from triton import knobs
+
+    with _lock:
+        values = vars(knobs.cache)  # to assign None would delete the environment variable
+        before = {name: value for name, value in values.items() if name == "manager_class"}
+        knobs.cache.manager_class = _without_misses(knobs.cache.manager_class, threading.get_ident())
+        try:
+            yield
+        finally:
+            del values["manager_class"]
+            values.update(before)
+
+
+def _without_misses(chosen: Any, thread: int) -> Any:
+    """Make a cache manager that raises on a miss in ``thread``, of Triton's or the one that the user chose."""
+    from triton.runtime.cache import FileCacheManager
+
+    manager: Any = chosen or FileCacheManager
+
+    class HitsOnly(manager):
+        def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+            self._raises = threading.get_ident() == thread and not (override or dump)
+            with suppress(*((OSError,) if self._raises else ())):  # a read-only cache takes no folder for this key
+                super().__init__(key, override=override, dump=dump)
+
+        def get_file(self, filename: str) -> Any:
+            return self._hit(filename, super().get_file(filename))
+
+        def get_group(self, filename: str) -> Any:
+            return self._hit(filename, super().get_group(filename))
+
+        def _hit(self, filename: str, entry: Any) -> Any:
+            if self._raises and not entry:
+                raise CacheMissError(_named(filename))
+            return entry
+
+    return HitsOnly
+
+
+def _named(filename: str) -> str:
+    name = Path(filename).name.split(".")[0]
+    if name != "cuda_utils":
+        return name
+    place = "set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1, the same for trtllm-b12x warmup and for the server"
+    return f"Triton's own {name} for this folder of libcuda.so.1 ({place})"
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Wait while another process compiles: ranks of a node need the same kernels, and the next one then finds them.
+
+    After ten minutes, or where the file system has no locks, go on without.
+    """
+    from filelock import FileLock
+
+    with ExitStack() as stack:
+        try:
+            folder = toolchain.cache_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(folder / "trtllm_b12x.lock", timeout=_TIMEOUT_S))
+        except Exception as error:
+            log.once(f"Triton's kernels are compiled without waiting for other processes: {first_line(error)}")
+        yield

@@ -1,0 +1,187 @@
+"""Kernels compiled into Triton's cache by several processes, without torch and without a GPU.
+
+Triton holds the interpreter's lock while it compiles, so threads do not help. ``fill`` runs this file as a program. It
+imports Triton and the kernels alone, and forks a pool. Each process runs the JIT's own warm-up for a card that is named, not
+asked, so that the JIT of a server finds every kernel under its key.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+_MOST_PROCESSES = 16
+"""150 MB each."""
+_FEWEST_KERNELS = 3
+"""For fewer, starting processes does not pay."""
+_TIMEOUT_S = 600
+
+
+def fill(
+    variants: Sequence[Any],
+    capability: int,
+    workers: int | None = None,
+    report: Callable[[dict[str, Any]], None] | None = None,
+    ahead: bool = False,
+) -> int:
+    """Compile ``variants`` into Triton's cache. Leave failures, and a few kernels, to the JIT, unless ``ahead``.
+
+    Args:
+        capability: of the card, major * 10 + minor.
+        workers: processes; None: one for each core that this process may use.
+        report: receives ``index`` in ``variants``, ``seconds``, ``cached`` and ``error`` of each kernel.
+        ahead: this machine may have no driver; compile Triton's modules in C too.
+
+    Returns:
+        Number of processes that compiled.
+
+    Raises:
+        RuntimeError: a process died; only if ``ahead``.
+    """
+    import triton
+
+    from trtllm_b12x.environment import payload_child
+    from trtllm_b12x.environment.triton import cache_folder
+
+    workers = min(workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES, len(variants))
+    if not ahead and (workers < 2 or len(variants) < _FEWEST_KERNELS):
+        return 0
+    jobs = [
+        {**asdict(variant), "types": [kind if isinstance(kind, int) else str(kind) for kind in variant.types], "index": index}
+        for index, variant in enumerate(variants)
+    ]
+    # The products take three times as long: what is short comes last.
+    jobs.sort(key=lambda job: (job["name"] == "route_kernel", job["name"]))
+    # Triton from where this process has it, whatever a subprocess would find.
+    request = {"jobs": jobs, "processes": workers, "site": str(Path(triton.__file__).parents[1]), "capability": capability}
+    env = {**payload_child.variables(), "TRITON_CACHE_DIR": str(cache_folder())}
+    with ExitStack() as stack:
+        if ahead:
+            folder = stack.enter_context(_libcuda())
+            request |= {"libcuda": folder, "drivers": _driver_folders()}
+            env["LIBRARY_PATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("LIBRARY_PATH"))))
+        command = [sys.executable, str(Path(__file__))]
+        status = payload_child.answers(command, request, env, report or (lambda answer: None), None if ahead else _TIMEOUT_S)
+    if ahead and status:
+        raise RuntimeError("a process that compiles for Triton has died")
+    return workers
+
+
+@contextmanager
+def _libcuda() -> Iterator[str]:
+    """Make a folder with a libcuda whose functions do nothing. Triton's modules in C link with it; a build machine has none."""
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(triton.__file__).parent / "backends" / "nvidia"
+        text = "".join((sources / name).read_text(encoding="utf-8") for name in ("driver.c", "driver.py"))
+        names = sorted(set(re.findall(r"\bcu[A-Z]\w+", text)))
+        source, library = Path(folder) / "libcuda.c", Path(folder) / "libcuda.so.1"
+        source.write_text("".join(f"void {name}(void) {{}}\n" for name in names), encoding="utf-8")
+        compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
+        command = [*compiler.split(), "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(library)]
+        subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
+        (Path(folder) / "libcuda.so").symlink_to(library)  # what Triton 3.5 links with
+        yield folder
+
+
+def _driver_folders() -> list[str]:
+    """List the folders where a server may have libcuda: TRITON_LIBCUDA_PATH, or those of the usual systems."""
+    path, triplet = os.environ.get("TRITON_LIBCUDA_PATH"), f"{platform.machine()}-linux-gnu"
+    return [path] if path else [f"/lib/{triplet}", f"/usr/lib/{triplet}", "/lib64", "/usr/lib64"]
+
+
+# ---- the program ---------------------------------------------------------------------------------------------------------
+
+
+def driver(capability: int) -> Any:
+    """Make what Triton asks about the current device, for a card that is not looked at."""
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", capability, 32)
+    answers = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0, "get_current_target": lambda: target}
+    return types.SimpleNamespace(**answers)
+
+
+def main() -> None:
+    """Read the request from standard input; print a JSON line for each kernel."""
+    request = json.load(sys.stdin)
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [request["site"], *(entry for entry in sys.path if entry and os.path.abspath(entry) != here)]
+    # The kernels' modules by their names, without the packages around them, which import torch.
+    root = os.path.dirname(os.path.dirname(here))
+    for name in ("", ".kernels", ".kernels.triton"):
+        module = types.ModuleType(f"trtllm_b12x{name}")
+        module.__path__ = [os.path.join(root, *name.split("."))]
+        sys.modules[module.__name__] = module
+    from triton import knobs, runtime
+
+    runtime.driver.set_active(driver(request["capability"]))
+    for name in {job["module"] for job in request["jobs"]}:
+        with suppress(Exception):  # each of its jobs reports it
+            importlib.import_module(f"trtllm_b12x.kernels.{name}")
+    if folder := request.get("libcuda"):
+        ctypes.CDLL(os.path.join(folder, "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # what is compiled is also loaded
+        knobs.nvidia.libcuda_path = folder
+    with ProcessPoolExecutor(request["processes"], get_context("fork"), close_output) as pool:
+        utilities = [pool.submit(_compile_utilities, folder) for folder in request.get("drivers", ())]
+        for result in as_completed([pool.submit(_compile, job) for job in request["jobs"]]):
+            print(json.dumps(result.result()), flush=True)
+        for done in utilities:
+            done.result()
+
+
+def close_output() -> None:
+    """Leave standard output to the process that started the pool: it ends when that one does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _compile(job: dict[str, Any]) -> dict[str, Any]:
+    from triton import knobs
+    from triton.runtime.jit import MockTensor
+
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda cache_hit, **others: hits.append(bool(cache_hit))
+    started, error = time.monotonic(), ""
+    try:
+        arguments = [MockTensor(kind) if isinstance(kind, str) else kind for kind in job["types"]]
+        function = getattr(importlib.import_module(f"trtllm_b12x.kernels.{job['module']}"), job["name"])
+        kernel = function.warmup(*arguments, grid=(1,), **job["constants"], **job["options"])
+        with suppress(Exception):  # Triton before 3.7 compiles a launcher in C for each signature
+            importlib.import_module("triton.backends.nvidia.driver").CudaLauncher(kernel.src, kernel.metadata)
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
+    return {"index": job["index"], "cached": all(hits), "error": error, "seconds": round(time.monotonic() - started, 3)}
+
+
+def _compile_utilities(folder: str) -> None:
+    """Compile Triton's ``cuda_utils`` for a process whose libcuda is in ``folder``, which is part of its key in Triton 3.9."""
+    from triton import knobs
+    from triton.backends.nvidia import driver as cuda
+
+    knobs.nvidia.libcuda_path = folder
+    cuda.libcuda_dirs.cache_clear()
+    cuda.library_dirs.cache_clear()
+    with suppress(Exception):
+        cuda.CudaUtils()
+
+
+if __name__ == "__main__":
+    main()

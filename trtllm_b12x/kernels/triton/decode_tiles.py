@@ -1,0 +1,193 @@
+"""Tile sizes by rule: how many routes an expert gets, how many programs there are, and what shared memory holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.cards import Card
+
+INLINE_ROUTES = 64
+"""Up to so many routes every program finds its own block of them, and no launch sorts them."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of one product: weight rows by columns at a time, times routes."""
+
+    rows: int
+    """A power of two up to 128, as many as have their scales interleaved: of each half where FC1 has a gate, of each of eight
+    experts where all routes of a token are one product.  Those of a product are 16 a warp or more, since a tensor core
+    instruction takes 16."""
+    columns: int
+    """Of the sum, 128 or 256: products of an eighth (MXFP8: a quarter) each, of at least 16."""
+    num_warps: int
+    num_stages: int
+    split: int = 1
+    """1, 2, 4 or 8 stretches of the sum side by side, where a block is one route: so many times the rows are a product's."""
+
+    def scales_by_four(self, word: int, experts: int = 1) -> bool:
+        """A thread's share of a step's scales is four bytes or more; fewer are not copied asynchronously.
+
+        Args:
+            word: codes in 32 bits.
+            experts: whose rows are one product's.
+        """
+        return experts * self.split * self.rows * self.columns * word // 128 >= 128 * self.num_warps
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a call is launched with."""
+
+    routes: int
+    """Of one expert in a block: 1, where experts are seldom shared, 8, 16 or 32."""
+    fc1: Tile
+    fc2: Tile
+    token: Tile | None = None
+    """Of FC2 for all routes of a token at once, where no launch sorts them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tiles of a table's row, before they are fitted to a geometry."""
+
+    most: float
+    """Routes per expert of the layer up to which it holds."""
+    routes: int
+    gated: Tile
+    """FC1."""
+    plain: Tile
+    """FC1 without a gate."""
+    short: Tile
+    """FC2 of few columns."""
+    long: Tile
+    """FC2 of more than :data:`SHORT`: a deeper pipeline."""
+    token: Tile | None = None
+    """FC2 of few columns and 5 to 8 routes a token, all of them to experts of this rank."""
+
+
+SHORT = 1024
+"""Columns of FC2 that are few: all of them are on their way at once."""
+LARGE, SMALL = "large", "small"
+"""Shared memory of a multiprocessor: 164 KB and more (8.0, 9.0, 10.0), or about 100 KB (8.6, 8.9, 12.x)."""
+_SORTED = (
+    Row(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4)),
+    Row(float("inf"), 32, *[Tile(64, 128, 4, 3)] * 4),
+)
+TABLE: dict[str, tuple[Row, ...]] = {
+    LARGE: (
+        Row(0.3, 1, Tile(64, 256, 4, 4), Tile(128, 256, 4, 3), Tile(128, 128, 8, 3, 2), Tile(64, 256, 4, 4), Tile(16, 128, 8, 4)),
+        Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(64, 256, 4, 4)),
+        *_SORTED,
+    ),
+    SMALL: (
+        Row(0.3, 1, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(64, 128, 4, 4), Tile(16, 128, 8, 3)),
+        Row(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 4)),
+        *_SORTED,
+    ),
+}
+"""Large: measured on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super, gpt-oss's and DeepSeek's sizes (``python -m
+benchmarks.moe_tiles``).  Small: not measured, those of an earlier search with half of the columns, for shared memory.  Blocks of
+64 routes spill."""
+_MXFP8_SORTED = Row(float("inf"), 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
+MXFP8: dict[str, tuple[Row, ...]] = {
+    LARGE: (
+        Row(0.1, 1, Tile(64, 128, 4, 3, 2), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 2, 4)),
+        Row(0.15, 1, Tile(16, 128, 4, 3, 8), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 2, 4)),
+        Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(64, 128, 4, 4, 2), Tile(64, 128, 2, 4), Tile(32, 128, 8, 3)),
+        Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(128, 128, 4, 4)),
+        _MXFP8_SORTED,
+    ),
+    SMALL: (
+        Row(0.3, 1, Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(16, 128, 4, 3)),
+        Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3)),
+        replace(_MXFP8_SORTED, long=Tile(128, 128, 4, 3)),
+    ),
+}
+"""Twice the bytes a column.  Large: measured on an H200 for layers of Qwen3-30B-A3B and gemma-4-26B-A4B at 1 to 64 tokens
+(``--format mxfp8``); long ones, those without a gate, and small: not measured."""
+MXFP8_UNEVEN = {LARGE: (MXFP8[LARGE][1], replace(MXFP8[LARGE][2], token=None), *MXFP8[LARGE][3:]), SMALL: MXFP8[SMALL]}
+"""The same where the last of FC2's columns are half of 128."""
+_LARGE_SHARED_MEMORY = 160 << 10
+_FEW = 0.1
+"""Routes per expert that are so few that each program's time is the call's."""
+_PROGRAMS_PER_MULTIPROCESSOR = 0.7
+"""At least, where rows can be divided; of one route each, so many more as a row is longer than :data:`_LONG_ROW`."""
+_LONG_ROW = 2048
+"""Bytes."""
+_IDLE = 1.25
+"""So many times its columns a sum may have in stretches side by side."""
+
+
+def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int = 8) -> Tiles:
+    """The tiles of a call.
+
+    Args:
+        ranks: that share the experts; so many times fewer routes are this one's.
+        word: codes in 32 bits.
+    """
+    of_mxfp8 = MXFP8_UNEVEN if geometry.intermediate_size % 128 else MXFP8
+    table = (TABLE if word == 8 else of_mxfp8)[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
+    routes = -(-tokens * geometry.top_k // ranks)
+    experts = min(geometry.num_experts, routes)
+    row = next(row for row in table if routes <= row.most * geometry.num_experts)
+    hidden, size = geometry.hidden_size, geometry.intermediate_size
+    few = routes <= _FEW * geometry.num_experts
+    fc1 = fitted(row.gated if geometry.gated else row.plain, size, hidden, row.routes, 1 + geometry.gated, few, word)
+    fc2 = fitted(row.short if size <= SHORT else row.long, hidden, size, row.routes, few=few, word=word)
+    if row.routes > 16:  # narrower tiles of so many routes spill
+        return Tiles(row.routes, fc1, fc2)
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
+    longer = max(1, 4 * hidden / word / _LONG_ROW) if row.routes == 1 else 1
+    token = row.token if size <= SHORT and 4 < geometry.top_k <= 8 and ranks == 1 else None
+    fc1 = _divided(fc1, size, hidden, wanted * longer, word, longer > 1)
+    return Tiles(row.routes, fc1, _divided(fc2, hidden, size, wanted, word), token)
+
+
+def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, few: bool = True, word: int = 8) -> Tile:
+    """Half the columns, where the last stage would multiply zeros for half of its time; fewer stretches where the last one would.
+
+    Args:
+        rows: of the matrix, or of a half of it.
+        inner: columns of the sum.
+        routes: of a block; where it is one, stretches of the sum side by side make up for what is not on its way.
+        parts: of the product's rows, each of the tile's.
+        few: at most :data:`_FEW` of the call.
+        word: codes in 32 bits.
+    """
+    while tile.split > 1 and _idles(tile.split * tile.columns, inner):
+        wider = tile.rows < 128
+        warps = tile.num_warps if wider else tile.num_warps // 2
+        tile = replace(tile, rows=tile.rows * (1 + wider), num_warps=warps, split=tile.split // 2)
+    if not 0 < inner % 256 <= 128 < tile.columns:
+        return tile
+    if routes == 1 and few:
+        split = 256 // (parts * tile.rows)
+        return replace(tile, columns=128, num_warps=min(split * tile.rows * word // 128, 8), num_stages=3, split=split)
+    if rows % 128 and rows % tile.rows == 0:  # gpt-oss's sizes: half the columns take a seventh more time from 4 tokens on
+        return tile
+    return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
+
+
+def _idles(columns: int, inner: int) -> bool:
+    """Steps of so many columns multiply zeros for too long at the end of a sum of ``inner``."""
+    return -(-inner // columns) * columns > _IDLE * inner
+
+
+def _divided(tile: Tile, rows: int, inner: int, programs: float, word: int, stretches: bool = False) -> Tile:
+    """Fewer rows, to have at least so many programs of an expert; where stretches are side by side, or may be, more of those."""
+    while tile.rows > 16 and rows // tile.rows < programs:
+        split = tile.split < 8 and (stretches or tile.split > 1) and not _idles(2 * tile.split * tile.columns, inner)
+        warps = tile.num_warps if split else max(1, tile.num_warps // 2)
+        half = replace(tile, rows=tile.rows // 2, num_warps=warps, split=tile.split * (1 + split))
+        if not half.scales_by_four(word):
+            break
+        tile = half
+    return tile
+
+
+def blocks(geometry: Geometry, tokens: int, routes: int) -> int:
+    """The most blocks of ``routes`` that a call's routes can fall into."""
+    total = tokens * geometry.top_k
+    return min(total, geometry.num_experts + total // routes)

@@ -1,0 +1,366 @@
+"""Block-scaled products of whole calls, of operands of one format: what serves where there are many tokens for an expert.
+
+Five launches: the tokens quantized, the routes sorted (``sorting.py``), FC1 with its activation and the quantization of its
+result, FC2 with the router's weight, the sum over a token's routes.  ``tl.dot_scaled`` is one instruction on SM120 from Triton
+3.6 on and on SM121 from 3.8 on.  FC1's result is rounded to bfloat16 before it is quantized; each route's share of a token is
+rounded to bfloat16.
+
+``FORMAT`` names the elements:
+
+``e4m3``, MXFP8
+    E8M0 scales of 32 columns (``mma.sync ... kind::mxf8f6f4.block_scale``).  Activations are quantized as OCP Microscaling
+    Formats 1.0 has it (6.3): a block gets the power of two ``floor(log2(amax)) - 8``, 8 being E4M3's largest exponent, and its
+    values are rounded to nearest even and saturate at 448.  A block that holds NaN or infinity gets the scale NaN.
+
+``e2m1``, NVFP4
+    Two codes in a byte, the even column in the low nibble, and E4M3 scales of 16 columns (``kind::mxf4nvf4``); what scales all of
+    a matrix is multiplied to the sums.  Activations are quantized by a static scale, with b12x's rounding points
+    (reciprocals with a gate, divisions without); what is beyond it saturates, and a block that holds NaN gets the scale NaN.
+    The host's own quantization differs from that in exact ties alone.
+
+Without NATIVE the products are of bfloat16, in which every code times its scale is exact (E4M3's own NaN is no code here:
+checkpoints that hold one are refused).  A block scale that is NaN makes NaN; a negative one is a number, but with NATIVE, whose
+instruction has unsigned scales: checkpoints that hold one are refused too.
+
+Weights are the host's bytes: row-major codes, and scales in the 128x4 layout (row ``r`` and block ``b`` of a matrix of ``B``
+blocks at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4``); activations' scales are
+row-major, in whole words of four.
+
+Sums are float32 in a fixed order, and a route's results depend on nothing but its own token.
+"""
+
+# ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trtllm_b12x.kernels.triton.epilogues import half_alphas
+from trtllm_b12x.kernels.triton.operands import INTERPRETED, e4m3
+
+from .decode_kernels import SWIGLU_BIAS, activate, rounded  # whose kernels are hashed first, see there
+from .grouped_quantization import E2M1, NAN, quantized
+from .grouped_sorting import sort_kernel
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
+def quantize_kernel(
+    x, factor, codes, codes_sf, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``ROWS`` tokens by ``COLUMNS`` columns.
+
+    Args:
+        x: ``(tokens, H)`` bfloat16 or float16.
+        factor: of NVFP4, one float32: what the host multiplies FC1's input by.
+        codes: ``(tokens, H)`` E4M3, or ``(tokens, H / 2)`` bytes of two E2M1, written.
+        codes_sf: ``(tokens, H / 32)`` bytes, or ``(tokens, H / 16)``, written; rows of whole words of four.
+    """
+    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
+    packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = tl.program_id(1) * (COLUMNS // packed) + tl.arange(0, COLUMNS // packed)
+    block = tl.program_id(1) * (COLUMNS // size) + tl.arange(0, COLUMNS // size)
+    inside = (row < tokens)[:, None]
+    at = row.to(tl.int64)[:, None]
+    values = tl.load(x + at * H + column[None, :], mask=inside & (column < H)[None, :], other=0.0).to(tl.float32)
+    code, scale = quantized(values, tl.div_rn(1.0, tl.load(factor)), ROWS, COLUMNS, GATED, FORMAT, NATIVE)
+    tl.store(codes + at * (H // packed) + place[None, :], code, mask=inside & (place < H // packed)[None, :])
+    tl.store(codes_sf + at * ((H // size + 3) // 4 * 4) + block[None, :], scale, mask=inside & (block < H // size)[None, :])
+
+
+@triton.jit
+def _block_of(starts, slot, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr):
+    """Expert of block ``slot`` (EXPERTS: there is none), place of its first route, number of routes."""
+    e = tl.arange(0, PADDED_EXPERTS)
+    start = tl.load(starts + e, mask=e < EXPERTS, other=0)
+    count = tl.load(starts + e + 1, mask=e < EXPERTS, other=0) - start
+    own = (count + (BM - 1)) // BM
+    end = tl.cumsum(own, axis=0)
+    expert = tl.sum(((end <= slot) & (e < EXPERTS)).to(tl.int32), axis=0)
+    before = (slot - end + own) * BM
+    first = tl.sum(tl.where(e == expert, start + before, 0), axis=0)
+    return expert, first, tl.sum(tl.where(e == expert, tl.minimum(count - before, BM), 0), axis=0)
+
+
+@triton.jit
+def _sf_words(rows, groups: tl.constexpr):
+    """Where the weights' scales of ``rows`` begin, in words of four."""
+    return rows // 128 * (groups * 128) + rows % 32 * 4 + rows % 128 // 32
+
+
+@triton.jit
+def _scales(
+    words, k, STRIDE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """The scales of columns ``k`` to ``k + BK``, uint8 ``(ROWS, blocks)``; 0 beyond ``K``, where anything may lie.
+
+    Four blocks are a word, STRIDE words from the next.  What is less than four bytes a thread is not copied asynchronously, so
+    words are read, and bytes where they are enough: Triton 3.9 makes twice the loop of NVFP4's words.
+    """
+    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
+    blocks: tl.constexpr = BK // size
+    block = (k // size + tl.arange(0, blocks))[None, :]
+    if FORMAT == E2M1 and ROWS * blocks >= 128 * WARPS:
+        place = words.to(tl.pointer_type(tl.uint8), bitcast=True) + (block // 4 * (4 * STRIDE) + block % 4)
+        if K % BK != 0:
+            there = tl.max_constancy(tl.broadcast_to(block // 4 * (4 * size) < K, (ROWS, blocks)), (1, 4))
+            scales = tl.load(place, mask=there, other=0)
+        else:
+            scales = tl.load(place)
+    else:
+        count: tl.constexpr = (blocks + 3) // 4
+        word = (k // (4 * size) + tl.arange(0, count))[None, :]
+        if K % BK != 0:
+            found = tl.load(words + word * STRIDE, mask=tl.broadcast_to(word * (4 * size) < K, (ROWS, count)), other=0)
+        else:
+            found = tl.load(words + word * STRIDE)
+        shift = 8 * (k // size % 4 + tl.arange(0, blocks // count))
+        scales = tl.reshape((found[:, :, None] >> shift[None, None, :]) & 255, (ROWS, blocks)).to(tl.uint8)
+    if K // size % 4 != 0:
+        scales = tl.where(block < K // size, scales, 0)
+    return scales
+
+
+@triton.jit
+def _value(code):
+    """The lowest four bits of int32 to float32: moved to the exponent and mantissa's top they are the value times 2**-126."""
+    return (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _decoded(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """NVFP4 ``(ROWS, BYTES)`` to its even and its odd columns: bfloat16, which Triton's interpreter does not multiply."""
+    if INTERPRETED:
+        factor = e4m3(scales.to(tl.int32))
+    else:
+        factor = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
+    wide = codes.to(tl.int32)
+    even, odd = _value(wide) * factor, _value(wide >> 4) * factor
+    if INTERPRETED:
+        return even, odd
+    return even.to(tl.bfloat16), odd.to(tl.bfloat16)
+
+
+_BITS = tl.constexpr("""{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    shr.u32 c, a, 4;
+    shr.u32 d, b, 4;
+    and.b32 c, c, 0x07f007f0;
+    and.b32 d, d, 0x07f007f0;
+    lop3.b32 $0, a, 0x80008000, c, 0xea;
+    lop3.b32 $1, b, 0x80008000, d, 0xea;
+}""")
+"""Four E4M3 codes to bfloat16 times 2**-120: sign, and exponent and mantissa at the bottom of bfloat16's.  Triton converts each
+by itself, and stores them for the tensor cores two bytes at a time: a quarter more time on an H200."""
+
+
+@triton.jit
+def _decoded_mxfp8(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """MXFP8 ``(ROWS, BYTES)`` to bfloat16, exactly."""
+    byte = codes.to(tl.uint8, bitcast=True)
+    values = tl.inline_asm_elementwise(_BITS, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4)
+    values = (values * 1.329227995784916e36).to(tl.bfloat16)
+    scale = scales.to(tl.int16)
+    power = tl.where(scale == 0, 0x40, tl.where(scale == NAN, 0x7FC0, scale << 7)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(tl.reshape(values, (ROWS, BYTES // 32, 32)) * power[:, :, None], (ROWS, BYTES))
+
+
+@triton.jit
+def _multiplied(
+    x, x_sf, codes, factors, sums, BM: tl.constexpr, BN: tl.constexpr, BYTES: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """``sums`` plus ``x (BM, BYTES)`` times ``codes (BYTES, BN)``."""
+    if FORMAT != E2M1:
+        if NATIVE or INTERPRETED:
+            sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
+        else:
+            w = _decoded_mxfp8(tl.trans(codes), factors, BN, BYTES)
+            sums = tl.dot(_decoded_mxfp8(x, x_sf, BM, BYTES), tl.trans(w), sums)
+    elif NATIVE:
+        x_sf, factors = x_sf.to(tl.float8e4nv, bitcast=True), factors.to(tl.float8e4nv, bitcast=True)
+        sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
+    else:
+        even, odd = _decoded(x, x_sf, BM, BYTES)
+        w_even, w_odd = _decoded(tl.trans(codes), factors, BN, BYTES)
+        sums = tl.dot(even, tl.trans(w_even), sums)
+        sums = tl.dot(odd, tl.trans(w_odd), sums)
+    return sums
+
+
+@triton.jit
+def _product(
+    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
+
+    Args:
+        a: pointers to rows, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
+        a_sf, w_sf: pointers to the first word of rows' scales, ``(BM, 1)`` and ``(BN, 1)``.
+        w: of the expert's matrix; ``rows (BN,)`` of it.
+    """
+    packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
+    width: tl.constexpr = K // packed
+    column = k // packed + tl.arange(0, BK // packed)
+    if K % BK != 0:
+        inside = column < width
+        x = tl.load(a + column[None, :], mask=a_there[:, None] & inside[None, :], other=0.0)
+        codes = tl.load(w + rows[None, :] * width + column[:, None], mask=rows_there[None, :] & inside[:, None], other=0.0)
+    else:
+        x = tl.load(a + column[None, :])
+        codes = tl.load(w + rows[None, :] * width + column[:, None])
+    x_sf = _scales(a_sf, k, 1, K, BM, BK, FORMAT, WARPS)
+    factors = _scales(w_sf, k, 128, K, BN, BK, FORMAT, WARPS)
+    return _multiplied(x, x_sf, codes, factors, sums, BM, BN, BK // packed, FORMAT, NATIVE)
+
+
+@triton.jit(
+    do_not_specialize=["step"],
+    do_not_specialize_on_alignment=["alpha", "factor", "half_alpha", "swiglu_alpha", "swiglu_beta", "swiglu_limit"],
+)
+def fc1_kernel(
+    x, x_sf, weight, weight_sf, alpha, factor, half_alpha, swiglu_alpha, swiglu_beta, swiglu_limit, order, starts, h, h_sf, step,
+    H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
+
+    Args:
+        x, x_sf: of :func:`quantize_kernel`; scales, also the weights', as int32 words of four.
+        weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows [up; gate]).
+        alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale, the larger one of up and gate.
+        half_alpha: of NVFP4 with GATED, ``(2, E)`` float32, the alphas of up and gate (:func:`half_alphas`).
+        factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
+        swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, ``(E,)`` float32.
+        order: ``(routes,)`` int32, by expert.
+        starts: ``(E + 1,)`` int32, places in ``order``.
+        h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written.
+    """
+    tile, slot = tl.program_id(0), tl.program_id(1)
+    expert, first, n = _block_of(starts, slot, EXPERTS, PADDED_EXPERTS, BM)
+    if expert >= EXPERTS:
+        return
+    m = tl.arange(0, BM)
+    there = m < n
+    token = (tl.load(order + first + m, mask=there, other=0) // TOP_K).to(tl.int64)
+    rows = tile * BN + tl.arange(0, BN)
+    inside = rows < SIZE
+    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
+    packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
+    halves: tl.constexpr = 2 if GATED else 1
+    weight += expert.to(tl.int64) * (halves * SIZE * (H // packed))
+    groups: tl.constexpr = (H // size + 3) // 4
+    weight_sf += expert.to(tl.int64) * ((halves * SIZE + 127) // 128 * groups * 128)
+    if SIZE % BN != 0:
+        rows = tl.minimum(rows, SIZE - 1)
+    a, a_sf = x + token[:, None] * (H // packed), x_sf + token[:, None] * groups
+    up_sf = weight_sf + _sf_words(rows, groups)[:, None]
+    gate_sf = weight_sf + _sf_words(rows + SIZE, groups)[:, None]
+    up = tl.zeros((BM, BN), tl.float32)
+    gate = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, H, BK):
+        up = _product(up, a, a_sf, there, weight, up_sf, rows, inside, k, H, BM, BN, BK, FORMAT, NATIVE, WARPS)
+        if GATED:
+            gate = _product(
+                gate, a, a_sf, there, weight, gate_sf, rows + SIZE, inside, k, H, BM, BN, BK, FORMAT, NATIVE, WARPS
+            )  # fmt: skip
+    divisor = 1.0
+    if FORMAT == E2M1:
+        own_alpha = tl.load(alpha + expert)
+        if GATED:
+            up_alpha, gate_alpha = half_alphas(half_alpha, own_alpha, expert, EXPERTS)
+            up, gate = up * up_alpha, gate * gate_alpha
+        else:
+            up *= own_alpha
+        divisor = tl.div_rn(1.0, tl.load(factor + expert * step))
+    if ACTIVATION == SWIGLU_BIAS:
+        alphas, betas, limits = swiglu_alpha + expert, swiglu_beta + expert, swiglu_limit + expert
+        result = activate(up, gate, tl.load(alphas), tl.load(betas), tl.load(limits), ACTIVATION)
+    else:
+        result = activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION)
+    result = rounded(result, tl.bfloat16).to(tl.float32)
+    code, scale = quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
+    column = tile * (BN // packed) + tl.arange(0, BN // packed)
+    block = tile * (BN // size) + tl.arange(0, BN // size)
+    place = (first + m).to(tl.int64)[:, None]
+    written = there[:, None] & (column < SIZE // packed)[None, :]
+    tl.store(h + place * (SIZE // packed) + column[None, :], code, mask=written)
+    whole = there[:, None] & (block < SIZE // size)[None, :]
+    tl.store(h_sf + place * ((SIZE // size + 3) // 4 * 4) + block[None, :], scale, mask=whole)
+
+
+@triton.jit(do_not_specialize_on_alignment=["alpha"])
+def fc2_kernel(
+    h, h_sf, weight, weight_sf, alpha, order, starts, router_weights, shares,
+    H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of ``BN`` columns of the hidden size, by blocks as :func:`fc1_kernel`.
+
+    Args:
+        weight: ``(E, H, SIZE)`` codes.
+        alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale.
+        router_weights: ``(routes,)`` float32, by place.
+        shares: ``(routes, H)`` bfloat16, by route, written.
+    """
+    tile, slot = tl.program_id(0), tl.program_id(1)
+    expert, first, n = _block_of(starts, slot, EXPERTS, PADDED_EXPERTS, BM)
+    if expert >= EXPERTS:
+        return
+    m = tl.arange(0, BM)
+    there = m < n
+    route = tl.load(order + first + m, mask=there, other=0).to(tl.int64)
+    rows = tile * BN + tl.arange(0, BN)
+    inside = rows < H
+    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
+    packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
+    weight += expert.to(tl.int64) * (H * (SIZE // packed))
+    groups: tl.constexpr = (SIZE // size + 3) // 4
+    weight_sf += expert.to(tl.int64) * ((H + 127) // 128 * groups * 128)
+    if H % BN != 0:
+        rows = tl.minimum(rows, H - 1)
+    place = (first + tl.minimum(m, n - 1)).to(tl.int64)[:, None]
+    a, a_sf = h + place * (SIZE // packed), h_sf + place * groups
+    weight_sf += _sf_words(rows, groups)[:, None]
+    sums = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, SIZE, BK):
+        sums = _product(sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BM, BN, BK, FORMAT, NATIVE, WARPS)
+    if FORMAT == E2M1:
+        sums *= tl.load(alpha + expert)
+    sums *= tl.load(router_weights + first + m, mask=there, other=0.0)[:, None]
+    column = tile * BN + tl.arange(0, BN)
+    tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["ids"])
+def sum_kernel(
+    shares, ids, out, first, H: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Add a token's routes to this rank's experts up, in the order of ``top_k``.  Grid: tokens by tiles of ``COLUMNS``.
+
+    Args:
+        ids: ``(routes,)`` int32 or int64, of experts; this rank's are ``first`` to ``first + EXPERTS``.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        local = tl.load(ids + token * TOP_K + k).to(tl.int64) - first + tl.zeros((COLUMNS,), tl.int64)
+        held = (local >= 0) & (local < EXPERTS)
+        share = tl.load(shares + (token * TOP_K + k) * H + column, mask=(column < H) & held, other=0.0)
+        total += share.to(tl.float32)
+    tl.store(out + token * H + column, rounded(total, out.dtype.element_ty), mask=column < H)
+
+
+for _kernel in (quantize_kernel, fc1_kernel, fc2_kernel, sum_kernel, sort_kernel):
+    getattr(_kernel, "cache_key", None)  # in one order, as products.py

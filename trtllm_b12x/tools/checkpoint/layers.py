@@ -1,0 +1,372 @@
+"""The MoE layers of a checkpoint, and their tensors by the host's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_b12x import formats
+from trtllm_b12x.decision import Problem
+
+from .activation import Activation
+from .files import CheckpointError, TensorFiles, expect_directory, read_json, typed
+from .moe_layers import moe_layers
+from .quantization import Quantization
+from .storage import STORAGE, UNQUANTIZED, storage_of
+
+_EXPERT_TENSOR = re.compile(
+    r"(?P<layer>.+)\.experts\.(?P<expert>[0-9]{1,9})\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\."
+    r"(?P<kind>weight|weight_scale|weight_scale_inv|weight_scale_2|input_scale|pre_quant_scale|bias)"
+)
+"""One tensor per expert: Qwen3-MoE ``model.layers.N.mlp``, Nemotron-H ``backbone.layers.N.mixer``, Mixtral's w1, w2, w3."""
+
+_STACKED_TENSOR = re.compile(
+    r"(?P<layer>.+)\.experts\.(?P<projection>gate_up_proj|down_proj)"
+    r"(?P<kind>|_weight_scale|_weight_scale_2|_input_scale|_pre_quant_scale|_bias)"
+)
+"""All experts in one tensor, gate before up. nvidia-modelopt 0.47 writes Llama 4 with the inner dimension first."""
+
+_PROJECTIONS = (
+    {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
+    {"w1": "w1", "w3": "w3", "w2": "w2"},
+    {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
+    {"w1": "up_proj", "w2": "down_proj"},
+)
+"""Host's names of the projections to those of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One MoE layer of the model, before it is split over ranks."""
+
+    name: str
+    """Prefix of its tensors, for instance ``model.layers.3.mlp``."""
+    index: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    gated: bool
+    activation: Activation
+    quant_algo: str
+    """Host's name of the algorithm, or ``none``."""
+    group_size: int | None
+    projections: Mapping[str, str]
+    """Host's name (w1 gate or only, w3 up, w2 down) to the checkpoint's (``gate_proj`` ...)."""
+    stacked: bool
+    """All experts share one tensor per projection."""
+    inner_first: bool
+    """Stacked with the inner dimension before the rows. transformers stores newer models with the rows first."""
+    aliases: Mapping[str, str]
+    """Last part of a tensor's name to the one that this checkpoint uses instead."""
+    bias: bool
+    pre_quant_scale: bool
+    """AWQ."""
+    apply_router_weight_on_input: bool
+
+    def tensor_name(self, expert: int, projection: str, kind: str) -> str:
+        """Return the checkpoint's name of a tensor. ``projection``: the host's name; ``kind``: ``weight_scale`` ..."""
+        prefix, kind = f"{self.name}.experts.", self.aliases.get(kind, kind)
+        if not self.stacked:
+            return f"{prefix}{expert}.{self.projections[projection]}.{kind}"
+        return prefix + self.projections[projection] + ("" if kind == "weight" else f"_{kind}")
+
+    def problem(self, tp: int = 1) -> Problem:
+        """Describe the layer on one of ``tp`` tensor-parallel ranks, as far as the checkpoint tells."""
+        return Problem(
+            quant_algo=self.quant_algo,
+            group_size=self.group_size,
+            activation_dtype="bfloat16",
+            activation=self.activation.name,
+            activation_constants=self.activation.constants,
+            pre_quant_scale=self.pre_quant_scale,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size // tp,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            bias=self.bias,
+            apply_router_weight_on_input=self.apply_router_weight_on_input,
+        )
+
+
+class LayerWeights(Mapping[str, torch.Tensor]):
+    """The tensors of one layer by the host's names, ``"{expert}.w1.weight_scale"``. Each is read on access.
+
+    Raises:
+        CheckpointError: on access, if a scale is not finite or is negative.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layer: MoELayer) -> None:
+        self._checkpoint, self._layer = checkpoint, layer
+        self._storage = storage_of(layer.quant_algo)
+        self._scalars: dict[str, torch.Tensor] = {}  # read many times, by every consumer
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self._scalars:
+            return self._scalars[key]
+        name, tensor = self._read(key)
+        kind = key.rpartition(".")[2]
+        fault = self._storage.fault(kind, tensor)
+        if fault:
+            raise CheckpointError(
+                self._checkpoint.file_of(name),
+                f"{name} {fault}, a scale must be finite and not negative",
+                "calibrate and export the model again",
+            )
+        if kind in self._storage.scalars:
+            tensor = self._scalars[key] = tensor.clone()
+        return tensor
+
+    def _read(self, key: str) -> tuple[str, torch.Tensor]:
+        """Return the checkpoint's name of a tensor, and the tensor in the host's orientation, ``(rows, K)``."""
+        number, projection, kind = key.split(".")
+        layer, expert = self._layer, int(number)
+        if kind not in self._storage.dtypes or not 0 <= expert < layer.num_experts:
+            raise KeyError(key)
+        name = layer.tensor_name(expert, projection, kind)
+        if not layer.stacked or kind in self._storage.scalars:
+            return name, self._checkpoint.tensor(name)
+        matrix = self._checkpoint.tensor(name, expert)
+        if layer.inner_first:
+            matrix = matrix.T
+        if projection != "w2":
+            gate, up = matrix.split(layer.intermediate_size)
+            matrix = gate if projection == "w1" else up
+        return name, matrix.contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        experts, projections = range(self._layer.num_experts), self._layer.projections
+        return (f"{e}.{p}.{kind}" for e in experts for p in projections for kind in self._storage.dtypes)
+
+    def __len__(self) -> int:
+        return self._layer.num_experts * len(self._layer.projections) * len(self._storage.dtypes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload and block scales in the checkpoint, or of plain weights."""
+        layer = self._layer
+        elements = layer.num_experts * len(layer.projections) * layer.hidden_size * layer.intermediate_size
+        return formats.stored_bytes(layer.quant_algo, elements)
+
+
+class Checkpoint:
+    """A checkpoint directory; a context manager that closes its files.
+
+    Raises:
+        CheckpointError: the directory, its configuration or a tensor header cannot be used.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        expect_directory(self.directory)
+        self._config_file = self.directory / "config.json"
+        config = read_json(self._config_file)
+        # Multimodal configurations nest the language model's.
+        nested: dict[str, Any] = next(
+            (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), {}
+        )
+        self._config: dict[str, Any] = {**config, **nested}
+        self._quantization = Quantization.from_files(self.directory, self._config)
+        self._files = TensorFiles(self.directory)
+        self.file_of, self.tensor = self._files.file_of, self._files.tensor
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def weights(self, layer: MoELayer) -> LayerWeights:
+        return LayerWeights(self, layer)
+
+    @cached_property
+    def layers(self) -> list[MoELayer]:
+        """Every MoE layer, by index and then by name (multi-token-prediction layers have indices of their own).
+
+        Raises:
+            CheckpointError: the checkpoint has no layer, or one whose tensors are incomplete or contradict the configuration.
+        """
+        names: dict[str, _TensorNames] = {}
+        for name in self._files:
+            match = _EXPERT_TENSOR.fullmatch(name) or _STACKED_TENSOR.fullmatch(name)
+            if match:
+                groups = match.groupdict()
+                layer = names.setdefault(groups["layer"], _TensorNames())
+                layer.kinds.add(groups["kind"].removeprefix("_") or "weight")
+                layer.stacked |= "expert" not in groups
+                layer.experts.setdefault(int(groups.get("expert", 0)), set()).add(groups["projection"])
+        if not names:
+            raise CheckpointError(
+                self.directory,
+                "no MoE layers (no tensors named *.experts.N.*_proj.weight or *.experts.gate_up_proj)",
+                "give a mixture-of-experts checkpoint",
+            )
+        if not self._quantization.present:
+            self._expect_unquantized(names)
+        self._expect_every_layer(names)
+        algorithms = self._quantization.of_experts(names)
+        layers = (self._layer(name, tensors, *algorithms[name]) for name, tensors in names.items())
+        return sorted(layers, key=lambda layer: (layer.index, layer.name))
+
+    def _expect_unquantized(self, names: Mapping[str, _TensorNames]) -> None:
+        kinds = {kind for tensors in names.values() for kind in tensors.kinds}
+        algo = next((algo for algo, storage in STORAGE.items() if storage.marker in kinds), None)
+        if algo is not None:
+            raise CheckpointError(
+                self.directory / "hf_quant_config.json",
+                f"missing, but the tensor names show that the experts are {algo}",
+                "copy it from the export",
+            )
+
+    def _expect_every_layer(self, names: Mapping[str, _TensorNames]) -> None:
+        """Expect experts in each layer that the configuration makes an MoE layer."""
+        expected = moe_layers(self._config_file, self._config)
+        if expected is None:
+            return
+        by_module: dict[str, set[int]] = {}  # a multi-token-prediction module counts its layers from 0 again
+        for name in names:
+            by_module.setdefault(re.sub(r"\.[0-9]+\.", ".", f".{name}."), set()).add(_index(name))
+        indices = max(by_module.values(), key=len)
+        missing = next((index for index in expected if index not in indices), None)
+        if missing is not None:
+            raise CheckpointError(self._config_file, f"layer {missing} should have experts, but the files hold no tensor of them")
+
+    def _layer(self, name: str, names: _TensorNames, algo: str, group_size: int | None) -> MoELayer:
+        top_k = self._setting("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+        if top_k is None:
+            raise CheckpointError(self._config_file, "num_experts_per_tok is missing", "restore it")
+        storage = storage_of(algo)
+        packed = storage.elements["weight"]
+        spelled = names.experts.get(0, set())
+        projections = next((known for known in _PROJECTIONS if set(known.values()) == spelled), None)
+        if projections is None:
+            raise CheckpointError(
+                self.directory,
+                f"expert 0 of {name} has the projections {', '.join(sorted(spelled)) or 'none'}, expected gate_proj, up_proj and "
+                "down_proj, or up_proj and down_proj",
+            )
+        prefix = f"{name}.experts."
+        if names.stacked:
+            weight = prefix + projections["w1"]
+            num_experts, *matrix = self._shape(weight, 3)
+            height, width = self._shape(prefix + projections["w2"], 3)[1:]
+            inner_first = matrix != [2 * packed * width, height // packed]  # no sizes fit both ways
+            inner, rows = matrix if inner_first else reversed(matrix)
+            rows //= 2
+        else:
+            num_experts = self._num_experts(name, names)
+            weight = f"{prefix}0.{projections['w1']}.weight"
+            rows, inner = self._shape(weight, 2)
+            inner_first = False
+        if not (num_experts > 0 and rows and inner and 0 < top_k <= num_experts):
+            raise CheckpointError(
+                self.file_of(weight), f"{weight} gives {num_experts} experts of {rows} x {inner * packed} with top_k {top_k}"
+            )
+        if algo == "none" and self._files.header(weight)[0] == "U8":
+            raise CheckpointError(
+                self.file_of(weight),
+                f"{weight} is packed, but {self._quantization.path.name} says that it is not quantized",
+                "restore its list of excluded modules",
+            )
+        gated = "w3" in projections
+        layer = MoELayer(
+            name=name,
+            index=_index(name),
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=inner * packed,
+            intermediate_size=rows,
+            gated=gated,
+            activation=Activation.of(self._config_file, self._config, gated),
+            quant_algo=algo,
+            group_size=group_size,
+            projections=projections,
+            stacked=names.stacked,
+            inner_first=inner_first,
+            aliases={ours: other for other, ours in storage.aliases.items() if other in names.kinds},
+            bias="bias" in names.kinds,
+            pre_quant_scale="pre_quant_scale" in names.kinds,
+            apply_router_weight_on_input=str(self._config.get("model_type", "")).startswith("llama4"),
+        )
+        self._check(layer)
+        return layer
+
+    def _num_experts(self, name: str, names: _TensorNames) -> int:
+        actual = len(names.experts)
+        expected = self._setting("num_experts", "num_local_experts", "n_routed_experts")
+        expected = actual if expected is None else expected
+        if expected != actual or max(names.experts) != expected - 1:
+            missing = next((e for e in range(min(expected, actual + 1)) if e not in names.experts), None)
+            unexpected = min((e for e in names.experts if e >= expected), default=None)
+            detail = f"expert {unexpected} is unexpected" if missing is None else f"expert {missing} is missing"
+            raise CheckpointError(self.directory, f"{name} has tensors of {actual} experts, expected {expected} ({detail})")
+        return expected
+
+    def _check(self, layer: MoELayer) -> None:
+        """Check dtype and shape of every expert tensor by its header, if the layer has a format that we serve."""
+        storage = storage_of(layer.quant_algo)
+        if storage is UNQUANTIZED or layer.group_size not in (None, formats.group_size(layer.quant_algo)):
+            return
+        h, i = layer.hidden_size, layer.intermediate_size
+        for projection in layer.projections:
+            rows, columns = (h, i) if projection == "w2" else (i, h)
+            for kind, dtype in storage.dtypes.items():
+                shape = [] if kind in storage.scalars else [rows, columns // storage.elements[kind]]
+                if not layer.stacked:
+                    for expert in range(layer.num_experts):
+                        self._expect(layer.tensor_name(expert, projection, kind), dtype, shape)
+                elif projection != "w3":  # w1 and w3 share a tensor
+                    name = layer.tensor_name(0, projection, kind)
+                    if shape:
+                        height, inner = rows * (2 if projection == "w1" else 1), shape[1]
+                        shape = [layer.num_experts, *((inner, height) if layer.inner_first else (height, inner))]
+                        if self._files.header(name)[1] == [layer.num_experts, columns, height // storage.elements[kind]] != shape:
+                            raise CheckpointError(
+                                self.file_of(name),
+                                f"{name} scales blocks along the rows, as nvidia-modelopt writes stacked experts in MXFP8 "
+                                "(Llama 4, gpt-oss). Products need blocks along the inner dimension",
+                                "export the experts as NVFP4, or not quantized",
+                            )
+                    self._expect(name, dtype, shape)
+
+    def _expect(self, name: str, expected_dtype: str, expected: list[int]) -> None:
+        dtype, shape = self._files.header(name)
+        if shape == [1] and expected == []:
+            shape = []
+        if (dtype, shape) != (expected_dtype, expected):
+            raise CheckpointError(
+                self.file_of(name),
+                f"{name} is {dtype} {shape}, expected {expected_dtype} {expected}",
+                "export the checkpoint again, or exclude the layer in hf_quant_config.json if it is not quantized",
+            )
+
+    def _shape(self, name: str, dimensions: int) -> list[int]:
+        _, shape = self._files.header(name)
+        if len(shape) != dimensions:
+            raise CheckpointError(self.file_of(name), f"{name} has shape {shape}, expected {dimensions} dimensions")
+        return shape
+
+    def _setting(self, *names: str) -> int | None:
+        values = (typed(self._config_file, self._config, name, int) for name in names)
+        return next((value for value in values if value is not None), None)
+
+
+@dataclass
+class _TensorNames:
+    """What the tensor names of one layer show."""
+
+    experts: dict[int, set[str]] = field(default_factory=dict)
+    """Expert to the projections it has."""
+    kinds: set[str] = field(default_factory=set)
+    stacked: bool = False
+
+
+def _index(name: str) -> int:
+    """Return the layer's number in its name."""
+    return int(next(iter(re.findall(r"\.([0-9]{1,9})\.", f".{name}.")[-1:]), 0))

@@ -1,0 +1,32 @@
+"""Resolve layers for this machine, or for a card that is not here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trtllm_b12x import formats
+from trtllm_b12x.core import settings
+from trtllm_b12x.decision import Deployment, Environment, Problem, Resolution, families, resolve
+
+TARGETS = {"sm_120a": 120, "sm_121a": 121}
+
+
+def machine(target: str | None) -> Environment:
+    """Probe this machine; replace its card by ``target``."""
+    from trtllm_b12x import environment
+    from trtllm_b12x.engines.trtllm import host
+    from trtllm_b12x.environment import triton
+
+    here = environment.probe(host.state(), always_look=True)
+    if target is None:
+        return here
+    # The other machine's toolkit is unknown if this one has none.
+    toolkit, sm = here.toolkit_cuda if here.toolkit_cuda != (0, 0) else None, TARGETS[target]
+    return dataclasses.replace(here, sm=sm, toolkit_cuda=toolkit, triton_lacks=triton.lacking(sm), upcast=triton.upcast(sm))
+
+
+def judged(problem: Problem, facts: Environment, deployment: Deployment | None = None) -> Resolution:
+    """Return which families serve the layer."""
+    rows = [(row.name, row.features(facts)) for row in families.rows(settings.KERNELS.listed(), problem.quant_algo)]
+    verdict, row = resolve(problem, deployment, facts, rows), formats.find(problem.quant_algo or "")
+    return verdict if row is None or row.hosts_path else families.complete(verdict, dict(rows))

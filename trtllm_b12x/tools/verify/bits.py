@@ -1,0 +1,75 @@
+"""Compare the weights that a kernel reads with the checkpoint's, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trtllm_b12x.tools.checkpoint import LayerWeights, MoELayer
+
+from .reference import reference_for
+from .report import BytesReport
+
+
+def zero_matrices(weights: LayerWeights, layer: MoELayer) -> list[str]:
+    """Return the names of expert matrices whose codes or scales are all zero: no input reaches their output."""
+    kinds = {key.rpartition(".")[2] for key in weights} - {"input_scale"}
+    return [
+        f"expert {expert} {name}"
+        for expert in range(layer.num_experts)
+        for projection, name in layer.projections.items()
+        if not all(bool(weights[f"{expert}.{projection}.{kind}"].reshape(-1).view(torch.uint8).any()) for kind in kinds)
+    ]
+
+
+def count_bytes(backend: Any, total: BytesReport) -> None:
+    """Add one rank's bytes."""
+    parameters = {p.untyped_storage().data_ptr() for p in backend.parameters()}
+    weights, tensors = backend.kernel.weights, backend.kernel.weights.tensors()
+
+    def extra(names: Sequence[str]) -> int:
+        return sum(tensors[n].nbytes for n in names if tensors[n].untyped_storage().data_ptr() not in parameters)
+
+    total.padding += sum(getattr(backend, name).nbytes for name in backend.quant_method.stored)
+    total.extra_payload += extra(weights.payload)
+    total.extra_scales += extra(weights.block_scales)
+    total.scalars += backend.quant_method.scalar_bytes(backend)
+
+
+def bits_exact(backend: Any, weights: LayerWeights, layer: MoELayer) -> bool:
+    """Return whether the kernel reads the checkpoint's codes and block scales, and zeros in the padding."""
+    tensors = backend.kernel.weights
+    halves = ("w3", "w1") if layer.gated else ("w1",)
+    size = layer.intermediate_size // backend.tp_size
+    first = size * backend.tp_rank
+    for slot, expert in enumerate(backend.initial_local_expert_ids):
+        for kind, (fc1, fc2) in tensors.stored(slot).items():
+            for half, rows in zip(halves, fc1.chunk(len(halves)), strict=True):
+                if not _holds(rows, weights[f"{expert}.{half}.{kind}"][first : first + size]):
+                    return False
+            down = weights[f"{expert}.w2.{kind}"]
+            per_column = layer.intermediate_size // down.shape[1]
+            if not _holds(fc2, down[:, first // per_column : (first + size) // per_column]):
+                return False
+    return True
+
+
+def wrong_scalars(backend: Any, weights: LayerWeights, layer: MoELayer) -> list[str]:
+    """Return the names of the kernel's per-expert scales that differ from the checkpoint's for any expert."""
+    dequantizer = reference_for(weights, layer.num_experts, layer.gated, layer.quant_algo)
+    expected = dequantizer.scalars(backend.initial_local_expert_ids)
+    actual = {name: tensor.double().cpu() for name, tensor in backend.kernel.weights.tensors().items() if name in expected}
+    return [name for name, value in expected.items() if not torch.allclose(actual[name], value, rtol=3e-5, atol=1e-45)]
+
+
+def _holds(padded: torch.Tensor, plain: torch.Tensor) -> bool:
+    """Return whether ``padded`` (uint8) has ``plain`` in its upper left corner and zeros elsewhere."""
+    rows, columns = plain.shape
+    corner = padded[:rows, :columns]
+    return (
+        bool(torch.equal(corner, plain.contiguous().view(torch.uint8).to(padded.device)))
+        and not bool(padded[rows:].any())
+        and not bool(padded[:, columns:].any())
+    )

@@ -1,0 +1,362 @@
+"""Verify one layer: load it as the host does, run it, compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trtllm_b12x.decision import Deployment, RejectReason, Resolution, refused_by_hosts
+from trtllm_b12x.dispatch import crossover, timing
+from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, Schedule, default_crossover
+from trtllm_b12x.engines.trtllm import embedded, promote
+from trtllm_b12x.engines.trtllm.eligibility import considered, resolve
+from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
+
+from . import reference
+from .bits import bits_exact, count_bytes, wrong_scalars, zero_matrices
+from .bounds import Tolerances, exceeds, relative_l2
+from .draw import EXPERTS, Batch, Case, draw
+from .reference import Arithmetic, ReferenceDequantizer
+from .report import BytesReport, CaseReport, LayerReport, Ranks
+
+_SEVERAL = 8
+"""Tokens of a call from which the cost of quantization is measured: 0.13 to 0.2. For a single token 0.6 was seen."""
+
+_RUN = 0.6
+"""Approximate share of a layer's time until its calls have run. The rest is the reference's."""
+
+_REFERENCES = (Arithmetic.NONE, Arithmetic.UNQUANTIZED, Arithmetic.KERNEL)
+"""Rounding points that every call is computed with."""
+
+
+@crossover.unmeasured()
+def verify_layer(
+    checkpoint: Checkpoint,
+    layer: MoELayer,
+    cases: Sequence[Case],
+    *,
+    ranks: Ranks | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    require_b12x: bool = False,
+    original: Checkpoint | None = None,
+    tolerances: Tolerances | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> LayerReport:
+    """Verify one layer. Peak host memory is the layer's bytes, padded to the kernel's tile, and 200 MB.
+
+    Every expert's codes, block scales and scales are compared; the tokens of a case go to 16 experts. Cases that no kernel
+    serves are left out. A layer that CUTLASS serves is reported with its reasons and not run.
+
+    Args:
+        require_b12x: fail a layer if none of our kernels ran.
+        original: the unquantized model.
+        progress: called with the share of the work that is done, from 0 to 1.
+
+    Raises:
+        CheckpointError: a tensor is unusable, or the ranks do not divide the layer.
+    """
+    ranks = ranks or Ranks()
+    for option, parts, what, size in (
+        ("tp", ranks.tp, "intermediate size", layer.intermediate_size),
+        ("ep", ranks.ep, "the number of experts", layer.num_experts),
+    ):
+        if size % parts:
+            raise CheckpointError(f"--{option} {parts}", f"does not divide {what} {size} of {layer.name}", "choose a divisor")
+    verdict = resolve_on_ranks(layer, ranks, device)
+    report = LayerReport(
+        name=layer.name,
+        index=layer.index,
+        activation=layer.activation.name,
+        quant_algo=layer.quant_algo,
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        served_by=next(iter(verdict.families), "cutlass"),
+        reasons=[f"not {name}: {r}" if verdict.served else str(r) for name, r in verdict.refused],
+        warnings=refused_by_hosts(layer.problem(ranks.tp)),
+    )
+    if not verdict.served:
+        if require_b12x:
+            report.failures.append("served by CUTLASS: " + "; ".join(report.reasons))
+        return report
+    run = _Run(checkpoint, layer, cases, verdict.families, report, seed, device)
+    run.on_ranks(ranks, lambda share: progress(_RUN * share))
+    if not run.batches:
+        named = " or ".join(verdict.families)
+        message = f"{named} serves no count of --tokens, so it was not run: add a count from {run.first} to {run.limit - 1}"
+        (report.failures if require_b12x else report.notes).append(message)
+    else:
+        run.compare(original, tolerances or Tolerances(), lambda share: progress(_RUN + (1 - _RUN) * share))
+    progress(1.0)
+    return report
+
+
+def resolve_on_ranks(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
+    """Return which families serve the layer on every rank, as far as the checkpoint tells, and why others do not.
+
+    A layer that the reference cannot compute is not served here.
+    """
+    verdict = resolve((layer.problem(ranks.tp), Deployment(ep_size=ranks.ep)), considered(device, layer.quant_algo))
+    without_reference = {
+        RejectReason.ACTIVATION_CONSTANTS: layer.activation.constants and layer.activation.swiglu is None,
+        RejectReason.ROUTER_WEIGHT_ON_INPUT: layer.apply_router_weight_on_input,
+    }
+    for reason, applies in without_reference.items():
+        if applies and verdict.served:
+            detail = f"{' and '.join(verdict.families)} serves it in TensorRT-LLM, but verify has no reference for it"
+            return Resolution.left_to_the_host(reason, detail)
+    return verdict
+
+
+class _Run:
+    """The calls of one layer: run them on one rank after the other, then compare."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layer: MoELayer,
+        cases: Sequence[Case],
+        families: tuple[str, ...],
+        report: LayerReport,
+        seed: int,
+        device: str,
+    ) -> None:
+        self.layer, self.cases, self.families, self.report, self.device = layer, cases, families, report, device
+        self.weights = checkpoint.weights(layer)
+        self.routing, self.batches = draw(checkpoint, layer, cases, seed, device)
+        features = {name: kernel.features for name, kernel in considered(device, layer.quant_algo).items()}
+        self.arithmetics = {name: Arithmetic[feature.arithmetic] for name, feature in features.items()}
+        eligible = [features[name] for name in families]
+        # The token counts that kernels should serve.
+        self.first = min(f.measured_from or 1 for f in eligible)
+        self.limit = EVERY if any(f.every_count for f in eligible) else default_crossover(layer.top_k, eligible)
+        if any(f.measured_from for f in eligible):
+            self.limit = max(self.limit, timing.LARGEST + 1)
+
+    def on_ranks(self, ranks: Ranks, progress: Callable[[float], None]) -> None:
+        """Load the layer on each rank, compare its bits, and run the calls that kernels should serve."""
+        layer, report = self.layer, self.report
+        zeros = zero_matrices(self.weights, layer)
+        if zeros:
+            report.failures.append(f"{_listed(zeros)}: all zero, whatever the input")
+        total = report.bytes = BytesReport(self.weights.nbytes, -self.weights.nbytes, 0, 0, 0)
+        report.bits_exact = True
+        kernels: set[str] = set()
+        for mapping in ranks.mappings():
+            module = self._load(mapping)
+            schedule = module.backend.schedule
+            kernels |= schedule.families.keys() or {"cutlass"}
+            if schedule.kernels:
+                report.scale_ratio = max(report.scale_ratio, module.backend.scale_ratio)
+                count_bytes(module.backend, total)
+                report.bits_exact &= bits_exact(module.backend, self.weights, layer)
+                wrong = wrong_scalars(module.backend, self.weights, layer)
+                if wrong:
+                    report.failures.append(f"rank {mapping.rank}: {', '.join(wrong)} differ from the checkpoint's scales")
+            else:
+                report.failures.append(f"rank {mapping.rank} left {self.families[0]}: {module.backend.verdict}")
+            if schedule.limited and schedule.below < self.limit:
+                self.limit = schedule.below
+                report.notes.append(f"{'+'.join(kernels)} serves fewer than {self.limit} tokens: {schedule.limited}")
+            self.batches = [batch for batch in self.batches if self._is_for_kernels(schedule, self.cases[batch.case].tokens)]
+            for done, batch in enumerate(self.batches, 1):
+                self._call(module, batch)
+                progress((mapping.rank + done / len(self.batches)) / (ranks.tp * ranks.ep))
+            del module, schedule
+        report.served_by = "cutlass" if "cutlass" in kernels else "+".join(name for name in self.families if name in kernels)
+        if not report.bits_exact:
+            report.failures.append("the kernel's codes or block scales differ from the checkpoint's")
+        if total.extra_payload or total.extra_scales:
+            report.failures.append("payload or block scales exist twice")
+        if report.scale_ratio > 1:
+            ratio = f"gate and up have different weight_scale_2 (up to {report.scale_ratio:.3g} times)"
+            report.notes.append(f"{ratio}: our kernels apply each, CUTLASS the larger one")
+
+    def _load(self, mapping: Any) -> Any:
+        """Build the layer as the host does with ``moe_backend: CUTLASS``, and load it."""
+        layer = self.layer
+        promote.install()
+        quant_config = embedded.QuantConfig(quant_algo=embedded.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
+        shape, names = (layer.num_experts // mapping.moe_ep_size,), ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+        swiglu = zip(names, layer.activation.swiglu or (), strict=False)
+        with torch.device(self.device):
+            constants: dict[str, Any] = {name: torch.full(shape, value, dtype=torch.float32) for name, value in swiglu}
+            module = embedded.create_moe.create_moe(
+                self.routing,
+                layer.num_experts,
+                layer.hidden_size,
+                layer.intermediate_size,
+                dtype=torch.bfloat16,
+                model_config=embedded.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
+                layer_idx=layer.index,
+                activation_type=embedded.ActivationType[layer.activation.name],
+                **constants,
+            )
+        module.load_weights([self.weights])
+        module.post_load_weights()
+        return module
+
+    def _is_for_kernels(self, schedule: Schedule, tokens: int) -> bool:
+        """Return whether a kernel should serve the count. A gap below the schedule's end is meant for CUTLASS."""
+        return tokens < self.limit and not (schedule.at(tokens) is None and tokens < schedule.below)
+
+    def _call(self, module: Any, batch: Batch) -> None:
+        with kernel_calls(module.backend) as calls:
+            batch.output = batch.output + module(batch.call.x, batch.logits).float()
+        batch.families |= set(calls) or {"cutlass"}
+        tokens = self.cases[batch.case].tokens
+        kernel = module.backend.schedule.at(tokens)
+        if kernel is not None:
+            batch.rounding = max(batch.rounding, kernel.rounding(tokens))
+
+    def compare(self, original: Checkpoint | None, bounds: Tolerances, progress: Callable[[float], None]) -> None:
+        """Report the error of every case, and what is beyond its bound."""
+        report, done = self.report, 0
+        experts = sorted(_experts(self.batches))
+        dequantizer = reference.reference_for(self.weights, self.layer.num_experts, self.layer.gated, self.layer.quant_algo)
+        report.experts_run = len(experts)
+        report.baked_weight_error = dequantizer.baked_weight_error(experts[:EXPERTS], self.device)
+
+        def on_expert() -> None:
+            nonlocal done
+            done += 1
+            progress(done / len(experts))
+
+        self._add_references(self.weights, _REFERENCES, on_expert, self.layer.quant_algo)
+        if original is not None:
+            plain = self._compare_weights(dequantizer, original, bounds)
+            self._add_references(plain, (Arithmetic.UNQUANTIZED,))
+        for position in dict.fromkeys(batch.case for batch in self.batches):
+            report.cases.append(self._compare_case([batch for batch in self.batches if batch.case == position], bounds))
+        calibrated = [batch for batch in self.batches if self.cases[batch.case].outliers <= 1]
+        # The largest activation of a call is the calibrated one, so a single token is a large one and saturates FC2's input.
+        several = [batch for batch in calibrated if self.cases[batch.case].tokens >= _SEVERAL] or calibrated
+        if not several:
+            return
+        output, references = _joined(several)
+        report.reference_error = relative_l2(references[0], references[1])
+        if not report.reference_error <= bounds.reference:
+            report.failures.append(
+                f"quantizing activations costs {100 * report.reference_error:.0f} % of the output (16 % is usual, "
+                f"{100 * bounds.reference:.0f} % allowed): the input scales are not those of these weights"
+            )
+        error = relative_l2(output, references[-1]) if original is not None else 0.0
+        if not error <= bounds.original:
+            report.failures.append(
+                f"outputs differ from the original's by {100 * error:.0f} % (bound {100 * bounds.original:.0f} %)"
+            )
+
+    def _add_references(self, weights: Mapping[str, torch.Tensor], arithmetics: Sequence[Arithmetic], *options: Any) -> None:
+        layer, calls = self.layer, [batch.call for batch in self.batches]
+        computed = {"activation": layer.activation.name, "swiglu": layer.activation.swiglu}
+        sizes = (layer.num_experts, layer.gated)
+        outputs = reference.outputs(weights, *sizes, calls, arithmetics, self.device, *options, **computed)  # type: ignore[arg-type]
+        for batch, references in zip(self.batches, outputs, strict=True):
+            batch.references += references
+
+    def _compare_case(self, batches: Sequence[Batch], bounds: Tolerances) -> CaseReport:
+        case = self.cases[batches[0].case]
+        output, references = _joined(batches)
+        none, unquantized = references[:2]
+        path = "+".join(sorted(set().union(*(batch.families for batch in batches))))
+        arithmetic = self.arithmetics.get(path)
+        exact = None if arithmetic is None else references[_REFERENCES.index(arithmetic)]
+        report = CaseReport(
+            tokens=case.tokens,
+            outliers=case.outliers,
+            calls=len(batches),
+            experts=len(_experts(batches)),
+            path=path,
+            rel_l2_none=relative_l2(output, none),
+            error=relative_l2(output, unquantized),
+            reference_error=relative_l2(none, unquantized),
+            rel_l2_kernel=None if exact is None else relative_l2(output, exact),
+            rounding=max(batch.rounding for batch in batches),
+            original_error=relative_l2(output, references[-1]) if len(references) > len(_REFERENCES) else None,
+        )
+        bound = max(bounds.kernel, report.rounding)
+        if exact is not None and exceeds(output, exact, bound):
+            report.failures.append(f"rel_l2_kernel {report.rel_l2_kernel:.4g} > {bound:g}")
+        none_bound, ratio_bound = bounds.none_of(len(output)), bounds.ratio_of(len(output))
+        if arithmetic is Arithmetic.UNQUANTIZED:  # nothing is quantized, so the reference that quantizes says nothing
+            none_bound, ratio_bound = float("inf"), 1.0
+        for name, value, bound in (("rel_l2_none", report.rel_l2_none, none_bound), ("ratio", report.ratio, ratio_bound)):
+            if not value <= bound:
+                report.failures.append(f"{name} {value:.4g} > {bound:.4g}")
+        if path not in self.families:
+            report.failures.append(f"served by {path}, not by {' or '.join(self.families)}")
+        return report
+
+    def _compare_weights(self, dequantizer: ReferenceDequantizer, original: Checkpoint, bounds: Tolerances) -> LayerWeights:
+        """Compare every matrix with the original's, and return the original's weights."""
+        layer, report = self.layer, self.report
+        match = next((other for other in original.layers if _same_layer(other, layer)), None)
+        if match is None:
+            problem = f"has no unquantized layer {layer.name} of the same sizes"
+            raise CheckpointError(original.directory, problem, "give the unquantized model of this checkpoint")
+        plain = original.weights(match)
+        distance = norm = 0.0
+        wrong = []
+        for expert in range(layer.num_experts):
+            for projection, name in layer.projections.items():
+                difference, size = reference.weight_error(dequantizer, plain, expert, projection, self.device)
+                if not size < float("inf"):
+                    raise CheckpointError(original.directory, f"{layer.name} holds weights that are not finite", "copy it again")
+                if not difference <= bounds.weight * size:
+                    share = f"by {100 * difference / size:.0f} %" if size else "from zeros"
+                    wrong.append(f"expert {expert} {name} {share}")
+                distance, norm = distance + difference**2, norm + size**2
+        report.weight_error = (distance / norm) ** 0.5 if norm else 0.0
+        if wrong:
+            report.failures.append(f"weights differ from the original's (bound {100 * bounds.weight:.0f} %): {_listed(wrong)}")
+        return plain
+
+
+def _joined(batches: Sequence[Batch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Concatenate the outputs of calls, and each of their references."""
+    references = zip(*(batch.references for batch in batches), strict=True)
+    return torch.cat([batch.output for batch in batches]), [torch.cat(parts) for parts in references]
+
+
+def _experts(batches: Iterable[Batch]) -> set[int]:
+    return set().union(*(batch.call.token_selected_experts.unique().tolist() for batch in batches))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _same_layer(other: MoELayer, layer: MoELayer) -> bool:
+    """Return whether ``other`` is unquantized and has the same sizes and name, except for the nesting of multimodal models."""
+
+    def identity(one: MoELayer) -> tuple[object, ...]:
+        sizes = (one.num_experts, one.hidden_size, one.intermediate_size, one.gated)
+        return one.name.replace("language_model.", ""), sizes
+
+    return other.quant_algo == "none" and identity(other) == identity(layer)
+
+
+@contextmanager
+def kernel_calls(backend: Any) -> Iterator[list[str]]:
+    """Record the families whose kernels are called, in order."""
+    calls: list[str] = []
+    schedule = getattr(backend, "schedule", HOSTS)
+
+    def counting(name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: (calls.append(name), run(*args, **kwargs))[1]  # type: ignore[func-returns-value]
+
+    methods = ("run", "run_quantized")
+    for name, kernel in schedule.families.items():
+        for method in methods:
+            setattr(kernel, method, counting(name, getattr(kernel, method)))
+    try:
+        yield calls
+    finally:
+        for kernel in schedule.kernels:
+            for method in methods:
+                delattr(kernel, method)

@@ -1,0 +1,105 @@
+"""Records of a verified layer; the JSON report has the same fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtllm_b12x.engines.trtllm import embedded
+
+
+@dataclass
+class CaseReport:
+    tokens: int
+    outliers: float
+    calls: int
+    experts: int
+    """Experts that received a token."""
+    path: str
+    """Families that served the calls, or ``cutlass``; joined by + if they differed."""
+    rel_l2_none: float
+    error: float
+    """Against the same layer with unquantized activations."""
+    reference_error: float
+    """Same, of the float32 reference."""
+    rel_l2_kernel: float | None = None
+    """Against the rounding points of ``path``; None if a call did not run on one of our kernels."""
+    rounding: float = 0.0
+    """Error that the kernel itself expects (``Kernel.rounding``); the bound if it is larger."""
+    original_error: float | None = None
+    """Against the unquantized model."""
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        return self.error / self.reference_error if self.reference_error else math.inf if self.error else 1.0
+
+
+@dataclass
+class BytesReport:
+    """Bytes of one layer."""
+
+    checkpoint: int
+    """Payload and block scales in the checkpoint."""
+    padding: int
+    """Payload and block scales of the module beyond those."""
+    extra_payload: int
+    """Payload that the kernel reads from outside the module's parameters."""
+    extra_scales: int
+    scalars: int
+    """Per-expert values that the host does not have."""
+
+
+@dataclass
+class LayerReport:
+    name: str
+    index: int
+    activation: str
+    quant_algo: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    served_by: str
+    reasons: list[str]
+    warnings: list[str] = field(default_factory=list)
+    """Hosts that will refuse the layer with this split."""
+    bytes: BytesReport | None = None
+    bits_exact: bool | None = None
+    """The kernel reads the checkpoint's codes and block scales, and zeros in the padding."""
+    scale_ratio: float = 1.0
+    """Largest ratio of gate's and up's ``weight_scale_2`` of an expert. CUTLASS takes the larger one for both."""
+    experts_run: int = 0
+    """Experts that received a token in any case. The others are compared by their bits and scales only."""
+    reference_error: float | None = None
+    """Cost of quantizing calibrated activations, in the float32 reference."""
+    baked_weight_error: float | None = None
+    weight_error: float | None = None
+    """Distance of the quantized weights from the unquantized model's."""
+    cases: list[CaseReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures and not any(case.failures for case in self.cases)
+
+    @property
+    def compared(self) -> bool:
+        """A kernel ran, and its numbers were compared."""
+        return bool(self.cases)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Tensor- and expert-parallel ranks, simulated one after the other. Their outputs are summed in float32."""
+
+    tp: int = 1
+    ep: int = 1
+
+    def mappings(self) -> Iterator[Any]:
+        size = self.tp * self.ep
+        for rank in range(size):
+            yield embedded.Mapping(world_size=size, rank=rank, tp_size=size, moe_tp_size=self.tp, moe_ep_size=self.ep)
