@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):
         os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache.mkdir("triton")))
     config.pluginmanager.register(_Failures(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have a worker run whole files: their fixtures are made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
 
 
 class _Failures:
