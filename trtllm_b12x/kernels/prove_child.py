@@ -17,10 +17,10 @@ from pathlib import Path
 
 from trtllm_b12x import formats
 from trtllm_b12x.decision import families
+from trtllm_b12x.environment.prove import Proof
 
 from . import Geometry, Kernel, first_line
 from .cards import models
-from .prove import Proof
 
 LAYER = Geometry(16, 4, 512, 256, "Swiglu")
 
