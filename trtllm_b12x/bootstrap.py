@@ -1,4 +1,4 @@
-"""What ``trtllm_b12x.pth`` starts in a process that imports TensorRT-LLM: wait for its MoE package, then rebind its names.
+"""Start the plugin in a process that imports TensorRT-LLM (``trtllm_b12x.pth``): wait for its MoE package, then rebind its names.
 
 The ``.pth`` itself reads no file: it leaves a finder that calls ``startup`` once ``tensorrt_llm`` is imported.  What it costs
 is its compilation, token by token, hence no class and one string for what can wait; and a function whose globals are ``site``'s

@@ -80,7 +80,7 @@ class Schedule:
 
     @property
     def summary(self) -> str:
-        """Where the policy comes from, and what it chooses."""
+        """Describe the policy, and where it comes from."""
         if len(self.families) == 1 and self.base:
             return f"{self.base} at every count"
         return self.policy.summary(self.base or "CUTLASS")

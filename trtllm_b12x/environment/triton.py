@@ -1,4 +1,4 @@
-"""What compiling a Triton kernel needs beside Triton: a C compiler for its launcher, a ptxas that knows the card, and a cache.
+"""Find what a Triton compile needs beside Triton: a C compiler for its launcher, a ptxas that knows the card, and a cache.
 
 Read, never imported; a ptxas is asked for its version.
 """
@@ -26,7 +26,7 @@ _KNOWN_FROM = {90: (11, 8), 100: (12, 8), 103: (12, 9), 120: (12, 8), 121: (12, 
 
 
 def version() -> str:
-    """Of the Triton that an import would take; ``none`` where there is none, empty where it does not say."""
+    """Return the version of the Triton that an import would take; ``none`` without one, empty if it does not say."""
     init = packages.origin("triton")
     if init is None:
         return "none"
@@ -93,7 +93,7 @@ def _c_compiler() -> Lacking | None:
 
 
 def _headers() -> Lacking | None:
-    """Where Triton's build looks for them."""
+    """Check for the headers where Triton's build looks for them."""
     scheme = sysconfig.get_default_scheme()
     folder = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     if not folder or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH") or (Path(folder) / "Python.h").exists():

@@ -19,12 +19,12 @@ class Format:
     recipe: str
     """nvidia-modelopt's configuration that exports it."""
     method: str
-    """Its :class:`trtllm_b12x.engines.trtllm.quantization.Method`: the host's parameters, and the kernels' view of them."""
+    """Class that holds the host's parameters and the kernels' view of them, as ``module:class``."""
     code_bits: int
     group_size: int
     """Elements that share a block scale of one byte."""
     activations: tuple[str, ...] = ("Swiglu", "Relu2")
-    """Of usual checkpoints: ``doctor`` asks about these."""
+    """Activations of usual checkpoints, which ``doctor`` asks about."""
     hosts_path: bool = True
     """Hosts serve it on our cards without us; where they do not, every call is our kernels'."""
 
@@ -71,6 +71,6 @@ def stored_bytes(name: str, elements: int) -> int:
 
 
 def load(place: str) -> Any:
-    """What is at ``module:name``."""
+    """Import and return the object at ``module:name``."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

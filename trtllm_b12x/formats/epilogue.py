@@ -1,4 +1,4 @@
-"""What a layer may have beside its weights: biases, and the constants of its activation."""
+"""Biases of a layer and the constants of its activation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from . import constants
 
 NEUTRAL = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": float("inf")}
-"""What stands for a constant of SwiGLU that is not given."""
+"""Values of SwiGLU's constants that are not given."""
 
 
 @dataclass(frozen=True)

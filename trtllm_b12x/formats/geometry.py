@@ -22,7 +22,7 @@ class Geometry:
     activation: str
     """Name of a member of TensorRT-LLM's ``ActivationType``."""
     dtype: torch.dtype = torch.bfloat16
-    """Of activations: bfloat16 or float16."""
+    """Dtype of activations: bfloat16 or float16."""
     ranks: int = 1
     """Number of ranks that share the experts (EP)."""
     bias: torch.dtype | None = None

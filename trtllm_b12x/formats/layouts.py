@@ -41,7 +41,7 @@ def interleaved_rows(block_scales: torch.Tensor) -> torch.Tensor:
 
 
 def scales_of_tokens(x_sf: torch.Tensor, tokens: int, blocks: int, swizzled: bool) -> torch.Tensor:
-    """Of input that the host has quantized, one byte a block, 128x4-interleaved or in rows: uint8 ``(tokens, blocks)``."""
+    """Return the block scales of input that the host has quantized, 128x4-interleaved or in rows: uint8 ``(tokens, blocks)``."""
     flat = x_sf.contiguous().view(torch.uint8).flatten()
     if not swizzled:
         return flat[: tokens * blocks].view(tokens, blocks)

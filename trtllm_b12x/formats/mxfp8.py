@@ -19,7 +19,7 @@ BLOCK_SIZE = 32
 
 E4M3_MAX = 448.0
 _LARGEST_EXPONENT = 8
-"""Of E4M3."""
+"""Exponent of the largest E4M3 number."""
 _NAN = 255
 
 

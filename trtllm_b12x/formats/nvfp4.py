@@ -83,7 +83,7 @@ def dequantize(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class InputScales:
-    """Where the divisors of a layer's activations come from: the host's parameters, which anyone may overwrite without a word.
+    """The host's parameters that the divisors of activations are derived from. Anyone may overwrite them without a word.
 
     Hence a call reads these, or derives the divisors before it reads those, in the launch that it makes for its routes.
     """
@@ -112,7 +112,7 @@ class InputScales:
 
 @dataclass(frozen=True)
 class NVFP4Weights(Weights):
-    """What kernels take besides the call's own tensors; alphas and block scales are the host's tensors, so that weights which are
+    """The tensors that kernels read besides a call's own. Alphas and block scales are the host's tensors, so weights that are
     copied over them are followed at once.
 
     The divisors are ``input_global_scale`` and ``fc2_input_scale`` of FlashInfer's ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py),
@@ -137,7 +137,7 @@ class NVFP4Weights(Weights):
     fc2_divisor: torch.Tensor
     """``(E,)`` float32: what FC2's input is divided by."""
     input_scales: InputScales | None = None
-    """What the last two are derived from at every call; None where they are constants."""
+    """The host's input scales, from which every call derives the divisors; None if they are constants."""
     fc1_half_alphas: torch.Tensor | None = None
     """``(2, E)`` float32: the alphas of FC1's halves, up and gate, if a load has recorded them (:meth:`half_alphas`)."""
 

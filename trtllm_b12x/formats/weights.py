@@ -1,4 +1,4 @@
-"""What the kernels of any format are given besides a call's own tensors."""
+"""The weights of a layer as kernels read them, for any number format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Weights(ABC):
     """Biases, and the constants of the activation."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What kernels read, by field."""
+        """Return the tensors that kernels read, by field."""
         named = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}
 

@@ -77,7 +77,7 @@ def check_scales(x: torch.Tensor, x_sf: torch.Tensor, swizzled: bool, hidden_siz
 
 
 def output(out: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype, columns: int) -> torch.Tensor:
-    """What a kernel writes: ``out`` where it can, else a tensor of its own, ``(tokens of like, columns)``."""
+    """Return the tensor that a kernel writes: ``out`` if it can, else a new one, ``(tokens of like, columns)``."""
     if out is not None and out.dtype is dtype and out.is_contiguous() and out.data_ptr() % 16 == 0:
         return out
     return torch.empty(like.shape[0], columns, dtype=dtype, device=like.device)
@@ -96,7 +96,7 @@ class Kernel(ABC):
     capacity: int
     """Most tokens that it was planned for."""
     instruction: ClassVar[str] = ""
-    """Of tensor cores, that its products are in PTX."""
+    """Tensor core instruction in the PTX of its products."""
     limited = ""
     """Why these are fewer than :meth:`plan` was asked for."""
     weights: Any
@@ -114,7 +114,7 @@ class Kernel(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """That it was planned for, as it was given."""
+        """Device that it was planned for, as it was given."""
 
     @abstractmethod
     def bind(self, weights: Any, first_expert: int = 0) -> None:
@@ -137,7 +137,7 @@ class Kernel(ABC):
 
     @classmethod
     def available(cls) -> bool:
-        """What makes these kernels is installed."""
+        """Return True if the packages that make these kernels are installed."""
         return True
 
     @classmethod
@@ -159,7 +159,7 @@ class Kernel(ABC):
 
     @property
     def settled(self) -> bool:
-        """What :meth:`serves` says is final."""
+        """True once the answers of :meth:`serves` are final."""
         return True
 
     def check(self, geometry: Geometry, multiples: tuple[int, int]) -> None:
@@ -184,7 +184,7 @@ class Kernel(ABC):
         return 0.0
 
     def summary(self) -> tuple[str, ...]:
-        """What serves which token counts, and what was left out and why, for the log and for ``status()``."""
+        """Describe which kernel serves which token counts, and what was left out and why, for the log and for ``status()``."""
         first, name = self.features.measured_from, self.features.name
         found = f"{name}: {max(first, 1)} to {self.capacity} tokens"
         return (f"{found}, where the card has measured that it is faster" if first else found,)

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Card:
-    """What the choice of kernels knows of a GPU."""
+    """The properties of a GPU that kernels are chosen by."""
 
     multiprocessors: int
     shared_memory: int
@@ -20,7 +20,7 @@ class Card:
 
 
 SHARED_MEMORY = 100 << 10
-"""Of a multiprocessor of capability 12.x (CUDA C++ programming guide, table of technical specifications)."""
+"""Bytes of shared memory of an SM of capability 12.x (CUDA C++ programming guide, table of technical specifications)."""
 MODELS: dict[str, dict[str, int]] = {
     "sm_120a": {
         "RTX PRO 6000": 188,

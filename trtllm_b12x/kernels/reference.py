@@ -58,7 +58,7 @@ class ReferenceKernel(Kernel):
         most_routes=families.STATIC_ROUTED_ROWS,
     )
     multiple = 128
-    """Of the intermediate size."""
+    """The intermediate size must be a multiple of this."""
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Remember the sizes.
@@ -106,7 +106,7 @@ class ReferenceKernel(Kernel):
         return _off_ties((x * (_OFF_TIES * factor * scale * 6 * 448 / x.abs().max())).to(torch.bfloat16), scale)
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
-        """What one local expert adds to the tokens that are routed to it, whose ``x`` and ``router_weights`` these are."""
+        """Add one local expert's output to the tokens that are routed to it; ``x`` and ``router_weights`` are theirs."""
         w, size = self.weights, self.geometry.intermediate_size
         x_codes = self._quantized(x, w.fc1_divisor[expert])
         fc1 = (x_codes @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T) * w.fc1_alpha[expert]

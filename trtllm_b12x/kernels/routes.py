@@ -1,4 +1,4 @@
-"""What a call prepares for a kernel, in one launch: routes in the form that kernels take, and the divisors of activations.
+"""Prepare a call for a kernel in one launch: routes in the form that kernels take, and the divisors of activations.
 
 Routes become local int32 ids and float32 router weights, nothing outside the table.  Divisors are derived from the host's input
 scales, in graphs too, so that they are never older than those.
@@ -43,7 +43,7 @@ class Table:
     """Global id of the first."""
     count: int
     unrouted: int = -1
-    """What becomes of a route to another: -1 where the kernel skips that, else an expert of the table, of weight 0."""
+    """Id that replaces a route to another rank's expert: -1 if the kernel skips it, else an expert of the table with weight 0."""
 
     def holds(self, ids: torch.Tensor) -> torch.Tensor:
         return (ids >= self.first) & (ids < self.first + self.count)

@@ -1,4 +1,4 @@
-"""What a kernel computes on this card, against the torch kernel: a few calls at load, before the first request.
+"""Compare a kernel on this card with the torch kernel: a few calls at load, before the first request.
 
 The layer's own weights are used, because random ones of the same size would need as much memory again, on a card that holds the
 model already; activations and routes are drawn.
@@ -47,7 +47,7 @@ class Examinee:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a :class:`Examinee`."""
+    """Result of testing a :class:`Examinee`."""
 
     kernel: str
     variant: int
@@ -55,9 +55,9 @@ class Outcome:
     error: float
     """Relative L2 over all calls."""
     worst: float
-    """Of a single token."""
+    """Largest relative L2 of a single token."""
     bound: float
-    """Of ``error``."""
+    """Largest ``error`` that passes."""
     repeatable: bool = True
     """False: it ought to, and two runs differ."""
     fault: str = ""

@@ -1,4 +1,4 @@
-"""What the kernels compute on this card, against the same layer in torch: a few calls at load, on the layer's own weights.
+"""Compare kernels on this card with the same layer in torch: a few calls at load, on the layer's own weights.
 
 The family's own, because :mod:`trtllm_b12x.kernels.self_test` has b12x's faults in mind, and its yardstick quantizes activations.
 """
@@ -16,7 +16,7 @@ BOUND = 0.01
 """Relative L2 of a call.  Right kernels stay below 0.004: bfloat16's rounding of the activation's result and of the output."""
 TOKEN_BOUND = 0.05
 EXPERTS = 16
-"""That are called; each of the others is the same code at another address."""
+"""Number of experts that are called; each of the others is the same code at another address."""
 QUANTIZED = 8
 """Tokens at most of the call whose input arrives quantized."""
 
@@ -81,7 +81,7 @@ def _of_quantized_input(
 
 
 def _compared(what: str, runs: list[torch.Tensor], expected: torch.Tensor) -> str | None:
-    """What is wrong; empty where nothing is, None where ``expected`` says nothing."""
+    """Return what is wrong, empty if nothing is, or None if ``expected`` has nothing to compare with."""
     usable = expected.isfinite().all(1) & expected.any(1)
     if not bool(usable.any()):
         return None

@@ -33,7 +33,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Made:
-    """What became of one kernel."""
+    """Result of compiling one kernel."""
 
     family: str
     name: str

@@ -129,7 +129,7 @@ def _warm_up(
 
 
 def _works(shapes: dict[str, Shape], name: str, dtype: str) -> tuple[list[Work], list[str]]:
-    """What there is to compile for a target, and a line for each family that is not among it."""
+    """List what to compile for a target, and a line for each family that is left out."""
     import torch
 
     from trtllm_b12x.dispatch import crossover

@@ -15,7 +15,7 @@ from .quantization import Method
 
 if TYPE_CHECKING:
     _Backend: Any
-    """What it is mixed in before, the host's CUTLASS class the last."""
+    """The host's CUTLASS class and the classes before it, as the mixin sees them."""
 else:
     _Backend = object
 

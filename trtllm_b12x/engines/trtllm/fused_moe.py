@@ -40,7 +40,7 @@ class Promoted(Carried):
     _quantized: ClassVar[Any]
     """The host's ``Fp4QuantizedTensor``."""
     _is_tuning: ClassVar[staticmethod[[], bool]]
-    """Whether the host's autotuner is running."""
+    """Return True while the host's autotuner is running."""
     verdict: Resolution
     """The latest, from ``create_weights`` on."""
     dispatch = LayerDispatch()
@@ -195,7 +195,7 @@ class Promoted(Carried):
         )
 
     def _kernel_weights(self) -> Any:
-        """Of the layer's format, with what it has beside its weights."""
+        """Return the layer's weights as the kernels read them, with biases and activation constants."""
         weights, extra = self.quant_method.kernel_weights(self), describe.activation_tensors(self)
         self._swiglu_tensors = describe.activation_tensor_names(self)
         return dataclasses.replace(weights, epilogue=Epilogue(**extra)) if extra else weights

@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
 
     class _Method:
-        """What the mixin finds behind and before it."""
+        """Methods of the host's class that the mixin calls."""
 
         def load_quant_scales(self, module: Any, weights: Any) -> None: ...
 

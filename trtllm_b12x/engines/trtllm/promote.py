@@ -81,8 +81,8 @@ def patch(module: ModuleType) -> None:
     known. It refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``). How:
     as above; during the call, its name for the CUTLASS class refers to our class. It can go with the other.
 
-    ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves a layer (``no_host_path.py``). How:
-    catch the error and return our base class. It can go when its tables accept classes from other packages.
+    ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves a layer (``no_host_path.py``).
+    How: catch the error and return our base class. It can go when its tables accept classes from other packages.
 
     ``AutoTuner._find_nearest_profile``: see ``trtllm_b12x.engines.trtllm.autotuner``.
 

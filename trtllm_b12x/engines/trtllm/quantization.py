@@ -1,4 +1,4 @@
-"""What the layer asks of a quantization method of ours, whatever its format."""
+"""Define the base of our quantization methods: what a layer asks of one, for any number format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import host
 
 if TYPE_CHECKING:
     _Method: Any
-    """What it is mixed in before, the host's class for the format the last."""
+    """The host's class for the format and the classes before it, as the mixin sees them."""
 else:
     _Method = object
 
@@ -28,11 +28,11 @@ class Method(_Method):
     """
 
     format: ClassVar[str]
-    """Its row's name in :data:`trtllm_b12x.formats.FORMATS`."""
+    """Name of the format in :data:`trtllm_b12x.formats.FORMATS`."""
     stored: ClassVar[tuple[str, ...]]
     """Parameters that hold the checkpoint's payload and block scales."""
     read_by_kernels: ClassVar[itemgetter[Any]]
-    """Of a module's parameters, those whose memory kernels are given or that a call derives something of."""
+    """Get the parameters whose memory kernels read, or that a call derives a value from."""
 
     def __init__(self, tile: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Method(_Method):
 
     @abstractmethod
     def intermediate_size(self, module: Any) -> int:
-        """Of this rank, on the tile, as the parameters have it."""
+        """Return the intermediate size on this rank, padded to the kernels' tile."""
 
     @abstractmethod
     def fill(self, module: Any, generator: torch.Generator) -> None:

@@ -27,7 +27,7 @@ SCALARS_READ_BY_KERNELS = ("fc31_input_scale", "fc2_input_scale")
 _SAME = 2e-5
 """Relative difference of two scales that the host takes for equal (``torch.allclose``), with float32's rounding."""
 _INPUT_SCALES = (0.01, 0.0005)
-"""Of FC1 and FC2, where weights are drawn: amax / 2688 of activations."""
+"""Input scales of FC1 and FC2 for random weights: amax / 2688 of typical activations."""
 
 
 class NVFP4(Method):

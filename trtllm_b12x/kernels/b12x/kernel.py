@@ -65,7 +65,7 @@ class _Plan:
     geometry: Geometry
     device: torch.device
     scratch: Scratch
-    """Of calls that are launched; :meth:`of_capture` has the others'."""
+    """Memory of calls that are launched; captured calls have memory from :meth:`of_capture`."""
     pristine: torch.Tensor
     signatures: dict[str, Signature]
     candidates: dict[int, list[Candidate]]

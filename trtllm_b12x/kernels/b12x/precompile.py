@@ -161,6 +161,6 @@ def fields(geometry: Any) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """Of FlashInfer's kernels, whatever the card (``jit/env.py``)."""
+    """Return the folder of FlashInfer's compiled kernels, for all cards (``jit/env.py``)."""
     base = os.environ.get("FLASHINFER_WORKSPACE_BASE")
     return (Path(base) if base else Path.home()) / ".cache" / "flashinfer"

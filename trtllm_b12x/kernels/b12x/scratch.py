@@ -55,7 +55,7 @@ class Scratch:
         return dict(sorted(planes.values(), key=lambda named: named[1].nbytes > _SMALL))
 
     def pristine(self) -> torch.Tensor:
-        """What :meth:`another` starts from, uint8, some kilobytes; to be taken before the first launch."""
+        """Return the small planes as :meth:`another` starts from them, uint8, some kilobytes. Call it before the first launch."""
         return torch.cat([_padded(plane) for plane in self.planes().values() if plane.nbytes <= _SMALL])
 
     def another(self, pristine: torch.Tensor) -> Scratch:

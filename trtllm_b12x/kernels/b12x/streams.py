@@ -27,9 +27,9 @@ class Turn:
         self.last: dict[bool, Any] = {}
         """Stream of the last launch, of those that were captured and of the others."""
         self.capture = 0
-        """That the last captured launch belongs to."""
+        """Id of the graph capture that the last captured launch belongs to."""
         self.stream = -1
-        """Of the last launch that was not captured."""
+        """Stream of the last launch that was not captured."""
         self.done: torch.cuda.Event | None = None
         """Behind the last launch, where its stream is not torch's own: it may be gone when the next one asks."""
 

@@ -77,7 +77,7 @@ class TritonKernel(JitKernel):
         return self.build.every(self.capacity)
 
     def samples(self) -> Iterator[Variant]:
-        """What two tokens launch, and the most."""
+        """Yield the kernels that two tokens launch, and the most tokens."""
         for step in map(self.build.step, (2, self.capacity)):
             yield from self.build.variants(step, step.inline)
 
@@ -110,7 +110,7 @@ class TritonKernel(JitKernel):
         self.weights, self.first_expert = weights, first_expert
 
     def _of_layer(self, weights: Any, first_expert: int) -> dict[bool, decode_launch.Layer]:
-        """What calls read, by whether their input is quantized."""
+        """Return the tensors that calls read, by whether their input is quantized."""
         inputs, extra = weights.input_scales, weights.epilogue
         if inputs is None:
             raise ValueError("the kernels take the host's input scales, not their reciprocals")
@@ -208,7 +208,7 @@ class TritonKernel(JitKernel):
 
 
 def _most_tokens(geometry: Geometry) -> int:
-    """What 32-bit offsets of a route's row reach."""
+    """Return the largest token count for which 32-bit offsets reach every route's row."""
     return _LAST_INDEX // (geometry.top_k * max(geometry.hidden_size, geometry.intermediate_size))
 
 

@@ -15,7 +15,7 @@ from .variant import Variant
 
 
 class Layer(NamedTuple):
-    """What a call reads of a layer, tensors or addresses."""
+    """The tensors of a layer that a call reads, or their addresses."""
 
     fc1: tuple[Any, ...]
     fc2: tuple[Any, ...]
@@ -26,14 +26,14 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What calls of one token count and form have in common."""
+    """The state that calls of one token count and form share."""
 
     step: Step
     scratch: Scratch
     """Parts: ``(tokens, H)`` of FC1's input type for input that arrives quantized, ``(routes, I)`` bfloat16, ``(routes, H)``
     float32, and int32 for :func:`trtllm_b12x.kernels.triton.routing.route_kernel`."""
     tiles: int
-    """Of the hidden size."""
+    """Number of tiles of the hidden size."""
     local_experts: int
     quantized: bool
     grids: tuple[tuple[int, int], ...]

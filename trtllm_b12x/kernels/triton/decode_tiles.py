@@ -13,14 +13,14 @@ INLINE_ROUTES = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """Of one product: weight rows by columns at a time, times routes."""
+    """Sizes of one product: weight rows by columns at a time, times routes."""
 
     rows: int
     """A power of two up to 128, as many as have their scales interleaved: of each half where FC1 has a gate, of each of eight
     experts where all routes of a token are one product.  Those of a product are 16 a warp or more, since a tensor core
     instruction takes 16."""
     columns: int
-    """Of the sum, 128 or 256: products of an eighth (MXFP8: a quarter) each, of at least 16."""
+    """Columns of the sum at a time, 128 or 256: products of an eighth (MXFP8: a quarter) each, of at least 16."""
     num_warps: int
     num_stages: int
     split: int = 1
@@ -38,14 +38,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a call is launched with."""
+    """Tiles that a call is launched with."""
 
     routes: int
-    """Of one expert in a block: 1, where experts are seldom shared, 8, 16 or 32."""
+    """Routes of one expert in a block: 1, where experts are seldom shared, 8, 16 or 32."""
     fc1: Tile
     fc2: Tile
     token: Tile | None = None
-    """Of FC2 for all routes of a token at once, where no launch sorts them."""
+    """Tile of FC2 for all routes of a token at once, where no launch sorts them."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Build:
-    """What kernels are compiled for."""
+    """The constants that kernels are compiled for."""
 
     geometry: Geometry
     card: Card
@@ -110,7 +110,7 @@ class Build:
         return Variant("triton.decode_kernels", name, types, constants, options)
 
     def every(self, capacity: int) -> Iterator[Variant]:
-        """What calls of 1 to ``capacity`` tokens may launch, in every form."""
+        """Yield every kernel that calls of 1 to ``capacity`` tokens may launch, in every form."""
         seen = set()
         for tokens in range(1, capacity + 1):
             step = self.step(tokens)

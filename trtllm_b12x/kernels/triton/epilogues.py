@@ -1,4 +1,4 @@
-"""What becomes of sums: activations, and the shares of a token's routes."""
+"""Turn sums into results: activations, and the shares of a token's routes."""
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
 # mypy: disable-error-code="no-untyped-def"
@@ -77,7 +77,7 @@ def _weights_of(router_weights, route, there, SORTED: tl.constexpr):
 
 @triton.jit
 def _held(low, high, k: tl.constexpr):
-    """Whether a token's route ``k`` is to an expert of this rank, by the words of ``start_token``."""
+    """Return True if a token's route ``k`` is to an expert of this rank, by the words of ``start_token``."""
     if k < 32:
         word = low
     else:

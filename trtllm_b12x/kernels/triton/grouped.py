@@ -31,7 +31,7 @@ from .scratch import Scratch
 from .variant import Variant
 
 _COLUMNS = 1024
-"""Of a token that a program quantizes, or adds up."""
+"""Number of a token's columns that one program quantizes or adds up."""
 _ROWS = 4
 _SORTED = 4096
 """Routes that a program looks at at a time."""
@@ -41,7 +41,7 @@ _INTERPRETED_FROM = (3, 8)
 
 @dataclass(frozen=True)
 class Tile:
-    """Of one product: routes by weight rows by columns at a time."""
+    """Sizes of one product: routes by weight rows by columns at a time."""
 
     routes: int
     rows: int
@@ -89,7 +89,7 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Scalars:
-    """Of a layer, float32: what its format scales beside blocks; where it has none of them, addresses of what is not read."""
+    """Scales of a layer beside its block scales, float32. Where the format has none, addresses that are not read."""
 
     fc1_factor: torch.Tensor
     fc1_alpha: torch.Tensor
@@ -101,7 +101,7 @@ class Scalars:
 
 
 class Layer(NamedTuple):
-    """What calls read of a layer, tensors or addresses, in the order of the kernels' arguments."""
+    """The tensors of a layer that calls read, or their addresses, in the order of the kernels' arguments."""
 
     factor: tuple[Any, ...]
     fc1: tuple[Any, ...]
@@ -112,7 +112,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What calls of one token count and form have in common."""
+    """The state that calls of one token count and form share."""
 
     tokens: int
     routes: int

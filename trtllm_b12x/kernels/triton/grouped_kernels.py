@@ -88,7 +88,7 @@ def _block_of(starts, slot, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
 
 @triton.jit
 def _sf_words(rows, groups: tl.constexpr):
-    """Where the weights' scales of ``rows`` begin, in words of four."""
+    """Return the offset of the weight scales of ``rows``, in words of four."""
     return rows // 128 * (groups * 128) + rows % 32 * 4 + rows % 128 // 32
 
 

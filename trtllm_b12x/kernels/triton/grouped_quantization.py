@@ -49,7 +49,7 @@ def _e2m1(values):
 
 @triton.jit
 def _not_numbers(blocks):
-    """Of each block ``(..., columns)`` whether there are any: a maximum may lose them."""
+    """Return for each block ``(..., columns)`` whether it holds NaN: a maximum may lose it."""
     return tl.max((blocks != blocks).to(tl.int32), axis=2) != 0
 
 

@@ -30,7 +30,7 @@ from .variant import Variant
 
 @dataclass
 class Plan:
-    """What layers of one geometry share on one device."""
+    """State that layers of one geometry share on one device."""
 
     compiled: dict[tuple[Any, ...], Any] | None
     """By variant; None where Triton's JIT or its interpreter launches."""
@@ -57,7 +57,7 @@ class JitKernel(Kernel):
     """Our own kernels on one layer."""
 
     reference: type[ReferenceKernel]
-    """What it is compared with."""
+    """Torch kernel that the self-test compares with."""
     first_expert: int
     instruction = "mma.sync"
     _plan: Any
@@ -97,7 +97,7 @@ class JitKernel(Kernel):
             self._plan = _plans[self._key]
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """What :meth:`variants` goes by; compiles nothing.
+        """Set the sizes that :meth:`variants` depends on; compile nothing.
 
         Raises:
             ValueError: no kernel of the family serves ``geometry``.
@@ -116,12 +116,12 @@ class JitKernel(Kernel):
         return (variant.assemble(card.capability).asm["ptx"] for variant in kernel.samples())
 
     def samples(self) -> Iterator[Variant]:
-        """Of :meth:`variants`, those that a compile on another machine shows."""
+        """Yield the :meth:`variants` that a compile on another machine shows."""
         return self.variants()
 
     @abstractmethod
     def _identity(self) -> tuple[Any, ...]:
-        """What plans differ by, beside the device."""
+        """Return the key that tells plans apart, beside the device."""
 
     def _planned(self, compiled: dict[tuple[Any, ...], Any] | None) -> Plan:
         return Plan(compiled)

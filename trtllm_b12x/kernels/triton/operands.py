@@ -67,7 +67,7 @@ FLOAT16 = tl.constexpr(
 )
 _REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,f,f")
 SCALE = tl.constexpr(256.0)
-"""Of the weights as they are multiplied."""
+"""Factor of the weights as they are multiplied."""
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def decoded(words, block_scales, rows: tl.constexpr, columns: tl.constexpr, dtyp
 
 @triton.jit
 def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr, WORD: tl.constexpr):
-    """Where a tile of ``ROWS`` inputs lies, whether each place has a row, and its column.
+    """Return where a tile of ``ROWS`` inputs lies, whether each place has a row, and its column.
 
     A tile of eight is ``(4, 2 * BK)``, two rows in one, so that what eight lanes read at a time (16 bytes each, of four stretches
     of 32 columns in two rows) lies side by side in shared memory: place ``256 a + 64 b + 32 r + 8 c + d`` is column
@@ -305,7 +305,7 @@ def matrix(
 
 @triton.jit
 def own_columns(sums, PARTS: tl.constexpr, BN: tl.constexpr):
-    """Of ``(PARTS * BN, 8)``, whose part ``i`` of the rows is for column ``i`` alone: ``(PARTS * BN,)``."""
+    """Sum ``(PARTS * BN, 8)``, whose part ``i`` of the rows is for column ``i`` alone: ``(PARTS * BN,)``."""
     part = tl.arange(0, PARTS * BN) // BN
     return tl.sum(tl.where(part[:, None] == tl.arange(0, 8)[None, :], sums, 0.0), axis=1)
 

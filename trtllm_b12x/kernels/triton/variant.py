@@ -29,10 +29,10 @@ class Variant:
     """Below :data:`PACKAGE`."""
     name: str
     types: tuple[Any, ...]
-    """Of the arguments up to the constants, tensors' dtypes and examples of integers."""
+    """Types of the arguments up to the constants: tensors' dtypes and examples of integers."""
     constants: dict[str, Any]
     options: dict[str, Any]
-    """Of the compiler."""
+    """Options of the compiler."""
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
@@ -41,7 +41,7 @@ class Variant:
 
     @property
     def function(self) -> Any:
-        """Of Triton's JIT or its interpreter."""
+        """The kernel of Triton's JIT or of its interpreter."""
         return getattr(importlib.import_module(f"{PACKAGE}.{self.module}"), self.name)
 
     def warm_up(self) -> Any:

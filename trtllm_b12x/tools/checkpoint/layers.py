@@ -359,7 +359,7 @@ class Checkpoint:
 
 @dataclass
 class _TensorNames:
-    """What the tensor names of one layer show."""
+    """Facts that the tensor names of one layer show."""
 
     experts: dict[int, set[str]] = field(default_factory=dict)
     """Expert to the projections it has."""

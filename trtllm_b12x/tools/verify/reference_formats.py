@@ -15,7 +15,7 @@ _E2M1_MAX = 6.0
 
 
 class Arithmetic(Enum):
-    """Where the reference rounds."""
+    """Rounding points of the reference."""
 
     NONE = "none"
     """float32 throughout. Activations are quantized where the format prescribes it, scales by division."""
