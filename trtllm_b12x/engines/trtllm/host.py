@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from trtllm_b12x.core import locks
+from trtllm_b12x.core.errors import first_line
 
 _Ours = TypeVar("_Ours")
 _embedded = False
@@ -80,8 +81,6 @@ def load() -> Host:
         except UnsupportedHostError as error:
             failure = error
         except Exception as error:  # a name that the contract does not check
-            from trtllm_b12x.core.errors import first_line  # not needed by the embedded host
-
             failure = UnsupportedHostError(f"TensorRT-LLM cannot be adapted: {first_line(error)}")
         _failure = str(failure)
         raise failure
