@@ -40,8 +40,6 @@ kernels-all: $(VENV)/.test
 device: $(VENV)/.test
 	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py tests/integration/test_b12x_memory_device.py tests/integration/test_b12x_ranks_device.py
 	$(BIN)/python -m benchmarks.decode .device/decode
-	$(BIN)/python -m benchmarks.load .device/load
-	$(BIN)/python -m benchmarks.soak .device/soak
 	$(BIN)/python -m tests.integration.exports qwen3-moe .device/exports/qwen3-moe
 	$(BIN)/python -m tests.integration.exports nemotron-h .device/exports/nemotron-h
 	$(BED).run build --processes $$(nproc) --cache .kernels

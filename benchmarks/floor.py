@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,39 +46,17 @@ class Layer:
 
 
 def measured(docs: Path = DOCS) -> dict[str, dict[int, Layer]]:
-    """By geometry (", MXFP8" behind those) and tokens: of moe-decode.json and moe-mxfp8.json, else of the tables of triton.md and
-    mxfp8.md."""
-    found: dict[str, dict[int, Layer]] = {}
-    for name, page, unit, suffix in (("moe-decode", "triton", "MB", ""), ("moe-mxfp8", "mxfp8", "of copy", ", MXFP8")):
+    """Map a geometry (MXFP8: with ", MXFP8" behind its name) and a token count to the layer of the last run kept in docs/."""
+    layers: dict[str, dict[int, Layer]] = {}
+    for name, suffix in (("moe-decode", ""), ("moe-mxfp8", ", MXFP8")):
         file = docs / f"{name}.json"
-        lines = _of_file(file) if file.exists() else _of_page(docs / f"{page}.md", unit)
-        for geometry, tokens, layer in lines:
-            found.setdefault(geometry + suffix, {})[tokens] = layer
-    return found
-
-
-def _of_file(file: Path) -> Iterator[tuple[str, int, Layer]]:
-    results = json.loads(file.read_text(encoding="utf-8"))
-    for line in results["lines"]:
-        if (line.get("split", "TP1"), line.get("routing", "random"), line.get("kernel", "triton")) == _WANTED:
-            seconds = 1e-6 * line["us"]
-            yield line["geometry"], line["tokens"], Layer(seconds, line["fraction"] * seconds * results["copy"])
-
-
-def _of_page(file: Path, unit: str) -> Iterator[tuple[str, int, Layer]]:
-    text = file.read_text(encoding="utf-8")
-    copy = float(re.findall(r"([\d.]+)\s+TB/s", text)[0]) * 1e12
-    for titles, *rows in _tables(text):
-        for row in (dict(zip(titles, cells, strict=True)) for cells in rows):
-            if row.keys() >= {"layer", "tokens", "us", unit} and row.get("kernel", "triton") == "triton":
-                seconds, value = 1e-6 * float(row["us"]), float(row[unit].replace(",", ""))
-                yield row["layer"], int(row["tokens"]), Layer(seconds, 1e6 * value if unit == "MB" else value * seconds * copy)
-
-
-def _tables(text: str) -> list[list[list[str]]]:
-    """Tables of a page: titles, then rows, of cells."""
-    blocks = [list(lines) for is_row, lines in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")) if is_row]
-    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in (block[0], *block[2:])] for block in blocks]
+        results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"lines": []}
+        for line in results["lines"]:
+            if (line.get("split", "TP1"), line.get("routing", "random"), line.get("kernel", "triton")) == _WANTED:
+                seconds = 1e-6 * line["us"]
+                layer = Layer(seconds, line["fraction"] * seconds * results["copy"])
+                layers.setdefault(line["geometry"] + suffix, {})[line["tokens"]] = layer
+    return layers
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Model:
 
     name: str
     geometry: str
-    """Of :data:`benchmarks.geometries.GEOMETRIES`, or of :data:`benchmarks.moe_mxfp8.GEOMETRIES` with ", MXFP8" behind it."""
+    """Of :data:`benchmarks.geometries.GEOMETRIES`, or of ``MXFP8`` there with ", MXFP8" behind it."""
     moe_layers: int
     experts: int
     top_k: int

@@ -1,217 +1,321 @@
-"""Peers of :mod:`benchmarks.moe_decode`: other kernels for the same experts, where they can be imported.
+"""Time whole MoE layers on our Triton kernels, beside other kernels for the same experts and the card's bandwidth.
 
-``triton_kernels`` is OpenAI's, part of Triton's repository (``python/triton_kernels``), with MXFP4 weights: pure Python, on
-PYTHONPATH; triton-lang/triton 6cc450502 (16 December 2025) goes with Triton 3.6.  Its weights are random codes; a call is its own
-routing from logits, both products, SwiGLU (with its ``+ 1``; none where the layer has another activation) and the sum over routes
-without their weights.
+``python -m benchmarks.peers OUT`` on a GPU of capability 8.0 or newer (8.9 for MXFP8) writes OUT.json, OUT.md and, with
+matplotlib, OUT.png. The defaults take about 8 minutes; ``--help`` lists what narrows them.
 
-FlashInfer's is its ``B12xMoEWrapper``, one for each layer as its users have it, on the package's NVFP4 weights unfolded, with
-workspaces of its own for captured graphs.
+A captured graph cycles through as many layers as memory holds, each with its own weights, several times the L2 cache in all, so
+no weight is read from the cache. Bytes are what must be read once: codes and scales of the experts that are hit. The bandwidth is
+that of a copy in the same run, read plus written. ``benchmarks.other_kernels`` lists the peers. TensorRT-LLM's own CUTLASS is
+measured by ``trtllm-b12x tune``.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import importlib
-import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
+from benchmarks import other_kernels, require_gpu
+from benchmarks.geometries import GEOMETRIES, MXFP8, routes
+from benchmarks.markdown import table
+from tests import mxfp8
+from tests.nvfp4_layer import distance, random_call, random_layer
+from trtllm_b12x.dispatch.timing import copy_bandwidth, expert_bytes, graph_seconds
+from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.jit import JitKernel
 
-
-def lacking() -> str:
-    """Why triton_kernels cannot be measured; "" where it is there, of a form that is known here."""
-    if importlib.util.find_spec("triton_kernels") is None:
-        return "it is not on PYTHONPATH"
-    try:
-        importlib.import_module("triton_kernels.matmul")
-    except ImportError as error:
-        return f"it is not of this Triton: {error}"
-    return ""
+KERNELS: dict[str, dict[str, type[JitKernel]]] = {
+    "nvfp4": {"triton": TritonKernel, "grouped": GroupedNVFP4Kernel},
+    "mxfp8": {"triton": TritonMXFP8Kernel, "grouped": GroupedKernel},
+}
+LAYERS = {"nvfp4": GEOMETRIES, "mxfp8": MXFP8}
+SPLITS: dict[str, tuple[int, int]] = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "EP4": (1, 4)}
+"""Tensor parallel and expert parallel ranks."""
+TOKENS = {"triton": (1, 2, 4, 8, 16, 32, 64, 128, 256), "grouped": (1, 16, 64, 128, 256, 1024, 4096)}
+SPLIT_TOKENS = (1, 8, 64)
+MOST_CHECKED = 4096
+"""Largest token count that is compared with the reference."""
+BOUND = 0.004
+"""Relative L2 from the reference in torch."""
+_PER_LAYER = 2
+"""Routings that a layer sees within the graph."""
 
 
 @dataclass
-class Matrix:
-    """``(E, K, N)`` in MXFP4, in the layout of this GPU."""
+class Line:
+    """Time of one kernel family on one layer at one token count."""
 
-    weight: Any
-    precision: Any
-    codes: torch.Tensor
-    """``(E, K / 2, N)`` uint8, columns of K contiguous."""
-    scales: torch.Tensor
-    """``(E, K / 32, N)`` uint8."""
-
-    def dense(self, expert: int) -> torch.Tensor:
-        """float32 ``(K, N)``."""
-        mxfp = importlib.import_module("triton_kernels.numerics_details.mxfp")
-        one = slice(expert, expert + 1)
-        values: torch.Tensor = mxfp.upcast_from_mxfp_torch(self.codes[one], self.scales[one], torch.float32, axis=1)[0]
-        return values
-
-
-def matrix(experts: int, inner: int, columns: int, seed: int) -> Matrix:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    matmul, tensor = (importlib.import_module(f"triton_kernels.{name}") for name in ("matmul", "tensor"))
-    layout = importlib.import_module("triton_kernels.tensor_details.layout")
-
-    def drawn(first: int, last: int, size: int) -> torch.Tensor:
-        values = torch.randint(first, last, (experts, columns, size), dtype=torch.uint8, device="cuda", generator=generator)
-        return values.transpose(1, 2)
-
-    codes, scales = drawn(0, 256, inner // 2), drawn(116, 121, -(-inner // 32))
-    value_layout, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
-    scale_layout, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
-    weight = tensor.convert_layout(tensor.wrap_torch_tensor(codes, dtype=tensor.FP4), value_layout, **value_options)
-    block_scales = tensor.convert_layout(tensor.wrap_torch_tensor(scales), scale_layout, **scale_options)
-    return Matrix(weight, matmul.PrecisionConfig(b_mx_scale=block_scales), codes, scales)
+    geometry: str
+    kernel: str
+    split: str
+    routing: str
+    tokens: int
+    us: float
+    experts: float
+    """Mean number of experts that are hit."""
+    megabytes: float
+    fraction: float
+    """Share of the copy bandwidth."""
+    bytes_per_clock_sm: float
+    tflops: float
+    host_us: float
+    """Host time of a call outside graphs."""
+    error: float
+    """Relative L2 from the kernel's reference in torch: float32 for decode, with quantized activations for ``grouped``."""
 
 
-class TritonKernels:
-    """One layer."""
-
-    def __init__(self, geometry: Geometry, seed: int) -> None:
-        g = self.geometry = geometry
-        self.first = matrix(g.num_experts, g.hidden_size, (2 if g.gated else 1) * g.intermediate_size, 2 * seed)
-        self.second = matrix(g.num_experts, g.intermediate_size, g.hidden_size, 2 * seed + 1)
-        matmul, swiglu = (importlib.import_module(f"triton_kernels.{name}") for name in ("matmul", "swiglu"))
-        specs = matmul.FnSpecs("swiglu", swiglu.swiglu_fn, ("alpha", "limit"), reduction_n=2)
-        self.activation = matmul.FusedActivation(specs, (1.0, 1e6)) if g.gated else None
-
-    def run(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """``x (T, H)`` bfloat16 and logits ``(T, E)``, whose best ``top_k`` are the routes; ``(T, H)``."""
-        return self.products(x, *self.routes(logits))
-
-    def routes(self, logits: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        topk, tensor = (importlib.import_module(f"triton_kernels.{name}") for name in ("topk", "tensor"))
-        metadata = topk.topk(logits, self.geometry.top_k).mask_metadata
-        combine = metadata.col_sorted_indx
-        ragged = tensor.make_ragged_tensor_metadata(metadata.col_sum, metadata.row_sorted_indx.shape[0])
-        return ragged, combine // self.geometry.top_k, combine
-
-    def products(self, x: torch.Tensor, ragged: Any, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
-        matmul, reduce = (importlib.import_module(f"triton_kernels.{name}") for name in ("matmul", "reduce"))
-        inner = matmul.matmul(
-            x,
-            self.first.weight,
-            None,
-            ragged,
-            gather_indx=gather,
-            precision_config=self.first.precision,
-            fused_activation=self.activation,
-        )
-        shares = matmul.matmul(
-            inner, self.second.weight, None, ragged, scatter_indx=scatter, precision_config=self.second.precision
-        )
-        result: torch.Tensor = reduce.reduce(shares.view(-1, self.geometry.top_k, shares.shape[-1]), dim=1)[0]
-        return result
-
-    def expected(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """float32, of ids ``(T, k)``."""
-        result = torch.zeros(x.shape, device=x.device)
-        for e in ids.unique().tolist():
-            token, _ = (ids == e).nonzero(as_tuple=True)
-            inner = x[token].float() @ self.first.dense(e)
-            if self.activation is not None:
-                gate, up = inner[:, 0::2], inner[:, 1::2]
-                inner = gate * torch.sigmoid(gate) * (up + 1)
-            result.index_add_(0, token, inner @ self.second.dense(e))
-        return result
+def split(geometry: Geometry, tp: int, ep: int) -> Geometry:
+    size = geometry.intermediate_size // tp
+    return replace(geometry, num_experts=geometry.num_experts // ep, intermediate_size=-(-size // 16) * 16, ranks=ep)
 
 
-def _run(calls: list[Any], whole: bool) -> list[torch.Tensor]:
-    return [layer.run(x, logits) if whole else layer.products(x, *routed) for layer, x, logits, routed, _ in calls]
+def stack(geometry: Geometry, limit: int) -> Iterator[Weights]:
+    """Yield the weights of at least two layers and, where memory allows, of ``limit``."""
+    size = expert_bytes(geometry) * geometry.num_experts
+    count = max(2, min(limit, int(0.6 * torch.cuda.mem_get_info()[0]) // size))
+    if geometry.format == "MXFP8":
+        yield from (mxfp8.random_weights(geometry, "cuda", seed) for seed in range(count))
+        return
+    first = random_layer(geometry, "cuda", 0)
+    yield first.kernel_weights()
+    for seed in range(1, count):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        w1, w2 = (torch.empty_like(w).random_(0, 256, generator=generator) for w in (first.w1, first.w2))
+        yield replace(first, w1=w1, w2=w2).kernel_weights()
 
 
-def measured(
-    geometry: Geometry, tokens: tuple[int, ...], layers: int, graph_seconds: Callable[[Callable[[], Any]], float], routes: Any
-) -> list[dict[str, Any]]:
-    """Microseconds of a layer, whole and without its routing, for each token count; random routing.
+class Layers:
+    """The same kernel on several layers' weights."""
 
-    Args:
-        graph_seconds, routes: of :mod:`benchmarks.moe_decode`.
-    """
-    made = [TritonKernels(geometry, seed) for seed in range(layers)]
-    found = []
-    for count in tokens:
-        calls = []
-        for turn in range(2):
-            for i, layer in enumerate(made):
-                ids = routes(geometry, count, i * 97 + turn).cuda().long()
-                logits = torch.full((count, geometry.num_experts), -30.0, device="cuda")
-                logits.scatter_(1, ids, torch.rand(ids.shape, device="cuda"))
-                x = torch.randn(count, geometry.hidden_size, dtype=torch.bfloat16, device="cuda")
-                calls.append((layer, x, logits, layer.routes(logits), ids))
-        error = float("nan")
-        if count <= 8:
-            layer, x, logits, _, ids = calls[0]
-            expected = layer.expected(x, ids)
-            error = float((layer.run(x, logits).float() - expected).norm() / expected.norm())
-        whole = graph_seconds(functools.partial(_run, calls, True))
-        alone = graph_seconds(functools.partial(_run, calls, False))
-        line = {"tokens": count, "us": 1e6 * whole / len(calls), "products_us": 1e6 * alone / len(calls), "error": error}
-        print(f"triton_kernels, {geometry}: {line}", flush=True)
-        found.append(line)
-    return found
+    def __init__(self, kind: type[JitKernel], geometry: Geometry, weights: list[Weights], most_tokens: int) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.geometry = geometry
+        self.kernels = []
+        for layer in weights:
+            kernel = kind()
+            kernel.plan(geometry, most_tokens, device)
+            kernel.bind(layer)
+            kernel.self_test()
+            self.kernels.append(kernel)
+        self.reference = self.kernels[0].reference()
+        self.reference.plan(geometry, most_tokens, device)
+        self.reference.bind(weights[0])
+
+    def error(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> float:
+        if len(x) > MOST_CHECKED:
+            return math.nan
+        expected = self.reference.run(x, ids, router_weights, out=torch.zeros(x.shape, device=x.device))
+        return distance(self.kernels[0].run(x, ids, router_weights), expected)
 
 
-# ---- FlashInfer's wrapper ------------------------------------------------------------------------------------------------
+def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidth: float) -> dict[str, float]:
+    """Measure one line's numbers."""
+    g, kernels = layers.geometry, layers.kernels
+    x, _, router_weights = random_call(g, tokens, whole.num_experts, "cuda")
+    turns = range(_PER_LAYER if tokens <= 256 else 1)
+    calls = [(i, routes(whole, tokens, i * 97 + turn, skewed).cuda()) for turn in turns for i in range(len(kernels))]
+    error = math.nan if skewed else layers.error(x, calls[0][1], router_weights)
+    hit = statistics.mean(int(ids[ids < g.num_experts].unique().numel()) for _, ids in calls)
+    routed = statistics.mean(int((ids < g.num_experts).sum()) for _, ids in calls)
+
+    def run() -> list[torch.Tensor]:
+        return [kernels[i].run(x, ids, router_weights) for i, ids in calls]
+
+    seconds = graph_seconds(run) / len(calls)
+    size, products = hit * expert_bytes(g), (3 if g.gated else 2) * g.hidden_size * g.intermediate_size
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    clock = 1e3 * float(getattr(properties, "clock_rate", 0) or 1_755_000)
+    return {
+        "us": 1e6 * seconds,
+        "experts": hit,
+        "megabytes": size / 1e6,
+        "fraction": size / seconds / bandwidth,
+        "bytes_per_clock_sm": size / seconds / clock / properties.multi_processor_count,
+        "tflops": 2 * routed * products / seconds / 1e12,
+        "host_us": host_microseconds(functools.partial(kernels[0].run, x, calls[0][1], router_weights)),
+        "error": error,
+    }
 
 
-def lacking_flashinfer() -> str:
-    """Why FlashInfer's wrapper cannot be measured; "" where it can."""
-    major, minor = torch.cuda.get_device_capability()
-    if major != 12:
-        return f"its kernels are for SM12x, this is SM{major}{minor}"
+def host_microseconds(run: Callable[[], Any]) -> float:
+    """Return the median host time; each call waits for the previous one to end, so that no queue fills."""
+    times = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(times)
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------------
+
+TITLES = (
+    "layer",
+    "kernel",
+    "split",
+    "routing",
+    "tokens",
+    "us",
+    "experts",
+    "MB",
+    "of copy",
+    "B/clock/SM",
+    "TFLOP/s",
+    "host us",
+    "error",
+)
+
+
+def row(line: Line) -> list[str]:
+    numbers = [f"{line.us:.1f}", f"{line.experts:.1f}", f"{line.megabytes:.1f}", f"{line.fraction:.2f}"]
+    numbers += [f"{line.bytes_per_clock_sm:.1f}", f"{line.tflops:.1f}", f"{line.host_us:.0f}", f"{line.error:.4f}"]
+    return [line.geometry, line.kernel, line.split, line.routing, str(line.tokens), *numbers]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    lines = [Line(**line) for line in results["lines"]]
+    head = f"{results['gpu']}, copy {results['copy'] / 1e12:.2f} TB/s, torch {results['torch']}, Triton {results['triton']}."
+    text = [head, "", *table(TITLES, map(row, lines))]
+    ours = {(m.geometry, m.tokens): f"{m.us:.1f}" for m in reversed(lines) if m.split == "TP1" and m.routing == "random"}
+    for peer, (title, _, _) in other_kernels.PEERS.items():
+        rows = [
+            [p["geometry"], p["tokens"], f"{p['us']:.1f}", ours.get((p["geometry"], p["tokens"]), "-"), f"{p['error']:.4f}"]
+            for p in results[peer]
+        ]
+        if rows:
+            text += ["", f"Beside {title}:", "", *table(("layer", "tokens", "theirs us", "ours us", "their error"), rows)]
+    if results["not_measured"]:
+        text += ["", *(f"Not measured: {line}" for line in results["not_measured"])]
+    return "\n".join(text) + "\n"
+
+
+def plot(results: dict[str, Any], path: Path) -> bool:
+    """Draw the share of the bandwidth. Return False without matplotlib."""
     try:
-        importlib.import_module("flashinfer").B12xMoEWrapper  # noqa: B018
-    except (ImportError, AttributeError) as error:
-        return f"it is not installed, or has no B12xMoEWrapper: {error}"
-    return ""
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [Line(**line) for line in results["lines"] if (line["split"], line["routing"]) == ("TP1", "random")]
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name, kernel in dict.fromkeys((line.geometry, line.kernel) for line in lines):
+        points = [(line.tokens, line.fraction) for line in lines if (line.geometry, line.kernel) == (name, kernel)]
+        axes.plot(*zip(*points, strict=True), marker="o", label=name if kernel == "triton" else f"{name}, {kernel}")
+    axes.set(xscale="log", xlabel="tokens", ylabel="fraction of copy bandwidth", ylim=(0, 1))
+    ticks = sorted({line.tokens for line in lines})
+    axes.set_xticks(ticks, [str(count) for count in ticks])
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    return True
 
 
-def measured_flashinfer(
-    geometry: Geometry, tokens: tuple[int, ...], layers: int, graph_seconds: Callable[[Callable[[], Any]], float], routes: Any
-) -> list[dict[str, Any]]:
-    """As :func:`measured`, without an error: drawn input scales are not calibrated, which its quantization of activations feels.
-
-    Raises:
-        ValueError: its kernels have no such layer.
-    """
-    from tests.integration.sm12x_on_hopper.problem import Shape, arguments, wrapper
-    from tests.nvfp4_layer import random_call, random_layer
-
-    if geometry.activation not in ("Swiglu", "Relu2") or geometry.bias is not None:
-        raise ValueError(f"no kernel for {geometry.activation}")
-    sizes = (geometry.num_experts, geometry.top_k, geometry.hidden_size, geometry.intermediate_size)
-    shape = Shape("", *sizes, geometry.gated)
-    padded = replace(geometry, intermediate_size=shape.padded)
-    made = []
-    for seed in range(layers):
-        weights = random_layer(padded, "cuda", seed).kernel_weights()
-        made.append((wrapper(shape, "cuda", max(tokens)), arguments(weights)))
-
-    def call(i: int, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
-        layer, given = made[i]
-        result: torch.Tensor = layer.run(x=x, token_selected_experts=ids, token_final_scales=router_weights, **given)
-        return result
-
-    found = []
-    for count in tokens:
-        x, _, router_weights = random_call(padded, count, device="cuda")
-        calls = [(i, routes(geometry, count, i * 97 + turn).cuda()) for turn in range(2) for i in range(layers)]
-
-        def run(calls: Any = calls, x: Any = x, router_weights: Any = router_weights) -> list[torch.Tensor]:
-            return [call(i, x, ids, router_weights) for i, ids in calls]
-
-        line = {"tokens": count, "us": 1e6 * graph_seconds(run) / len(calls)}
-        print(f"flashinfer, {geometry}: {line}", flush=True)
-        found.append(line)
-    return found
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--format", choices=list(KERNELS), default="nvfp4", help="default: %(default)s")
+    parser.add_argument("--kernel", choices=list(TOKENS), nargs="+", help="default: triton; for mxfp8 both")
+    parser.add_argument("--geometry", action="append", help="default: all of the format")
+    parser.add_argument("--split", action="append", choices=list(SPLITS), help="default: all; for mxfp8 TP1")
+    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--seconds", type=float, default=540, help="begin no further layer after this time")
+    options = parser.parse_args()
+    known = LAYERS[options.format]
+    options.geometry = options.geometry or list(known)
+    if not {*options.geometry} <= known.keys():
+        parser.error(f"--geometry: {options.format} has {', '.join(known)}")
+    decode_alone = options.format == "nvfp4"
+    options.kernel = options.kernel or (["triton"] if decode_alone else list(TOKENS))
+    options.split = options.split or (list(SPLITS) if decode_alone else ["TP1"])
+    return options
 
 
-PEERS = {"triton_kernels": (lacking, measured), "flashinfer": (lacking_flashinfer, measured_flashinfer)}
-"""By the name of its lines: why it cannot be measured, and how it is."""
+def measure_ours(options: argparse.Namespace, bandwidth: float, deadline: float) -> Iterator[Line]:
+    """Yield the lines of all layers, the whole ones first."""
+    for part in options.split:
+        for name in options.geometry:
+            whole = replace(LAYERS[options.format][name], format=options.format.upper())
+            geometry = split(whole, *SPLITS[part])
+            if time.monotonic() > deadline:
+                return
+            weights = list(stack(geometry, options.layers))
+            for family in options.kernel:
+                counts = options.tokens or [n for n in TOKENS[family] if part == "TP1" or n in SPLIT_TOKENS]
+                layers = Layers(KERNELS[options.format][family], geometry, weights, max(counts))
+                for tokens in counts:
+                    for routing in ("random", "skewed") if family == "triton" else ("random",):
+                        numbers = measure(layers, whole, tokens, routing == "skewed", bandwidth)
+                        line = Line(name, family, part, routing, tokens, **numbers)
+                        print(" | ".join(row(line)), "WRONG" if line.error > BOUND else "", flush=True)
+                        yield line
+                        if time.monotonic() > deadline:
+                            return
+                del layers
+            del weights
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    options = arguments()
+    require_gpu()
+    deadline = time.monotonic() + options.seconds
+    bandwidth = copy_bandwidth()
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "copy": bandwidth,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "format": options.format.upper(),
+    }
+    print(results, flush=True)
+    results["lines"] = [asdict(line) for line in measure_ours(options, bandwidth, deadline)]
+    results["not_measured"] = []
+    names = [] if options.no_peers or time.monotonic() > deadline else options.geometry
+    for peer, (_, lacks, measured) in other_kernels.PEERS.items():
+        results[peer] = []
+        reason = lacks()
+        if reason and names:
+            results["not_measured"].append(f"{peer}: {reason}")
+        for name in names if not reason else ():
+            torch.cuda.empty_cache()
+            geometry = replace(LAYERS[options.format][name], format=results["format"])
+            counts = options.tokens or sorted({n for family in options.kernel for n in TOKENS[family]})
+            try:
+                lines = measured(geometry, counts, min(options.layers, 4))
+            except Exception as error:  # the peer's own fault
+                results["not_measured"].append(f"{peer}, {name}: {type(error).__name__}: {error}"[:500])
+                continue
+            print(*(f"{peer}, {name}: {line}" for line in lines), sep="\n", flush=True)
+            results[peer] += [{"geometry": name, **line} for line in lines]
+    text = markdown(results)
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(text)
+        if not plot(results, options.out.with_suffix(".png")):
+            print("no plot: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """One page of results: ``python -m benchmarks.results`` writes docs/results.md, docs/floor.* and the table in the README.
 
 Of the files that runs wrote, and of nothing else: what has no file is said to be missing.  ``--take FILE ...`` copies what
-``benchmarks.moe_decode``, ``benchmarks.moe_mxfp8`` or ``benchmarks.on_card`` wrote into docs/ first, without what tells of the
+``benchmarks.peers`` or ``benchmarks.on_card`` wrote into docs/ first, without what tells of the
 machine.  ``--check`` writes nothing and exits with 1 where a page is not what it would write.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.markdown import table
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- results: begin, written by python -m benchmarks.results -->", "<!-- results: end -->"
 NOWHERE = "not measured"
-_FACTS = {"gpu", "copy", "torch", "triton", "lines"}
+_FACTS = {"gpu", "copy", "torch", "triton", "format", "lines"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,6 @@ class Source:
     what: str
     command: str
     is_it: Callable[[dict[str, Any]], bool]
-    by_hand: str = ""
-    """The page that has the numbers of an earlier run, which kept no file."""
 
 
 SOURCES = (
@@ -53,17 +51,15 @@ SOURCES = (
     ),
     Source(
         "moe-decode.json",
-        "time of whole NVFP4 layers on the Triton kernels, beside peers",
-        "python -m benchmarks.moe_decode",
-        lambda found: found.keys() >= _FACTS and "split" in (found["lines"] or [{}])[0],
-        "triton.md",
+        "time of whole NVFP4 layers on the Triton kernels, beside other kernels",
+        "python -m benchmarks.peers",
+        lambda found: found.keys() >= _FACTS and found["format"] == "NVFP4" and "split" in (found["lines"] or [{}])[0],
     ),
     Source(
         "moe-mxfp8.json",
-        "time of whole MXFP8 layers on the Triton and grouped kernels, beside cuBLAS in bfloat16",
-        "python -m benchmarks.moe_mxfp8",
-        lambda found: found.keys() >= _FACTS and "cublas_us" in (found["lines"] or [{}])[0],
-        "mxfp8.md",
+        "time of whole MXFP8 layers on the Triton and grouped kernels, beside torch's grouped product in bfloat16",
+        "python -m benchmarks.peers --format mxfp8",
+        lambda found: found.keys() >= _FACTS and found["format"] == "MXFP8" and "split" in (found["lines"] or [{}])[0],
     ),
 )
 
@@ -173,7 +169,7 @@ def _of_layers(found: dict[str, Any]) -> list[Gain]:
     lines = []
     for peer, whose in (
         ("triton_kernels", "OpenAI's triton_kernels, MXFP4"),
-        ("bfloat16", "cuBLAS on bfloat16 experts, products alone"),
+        ("torch_grouped", "torch._grouped_mm on bfloat16 experts, products alone"),
     ):
         at = {(x["geometry"], x["tokens"]): x["us"] for x in found.get(peer, [])}
         for name in dict.fromkeys(geometry for geometry, _ in at):
@@ -250,8 +246,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         if source.file in found:
             rows.append([source.what, _where(found[source.file]), f"[{source.file}]({source.file})"])
         else:
-            kept = f"; tables of an earlier run in [{source.by_hand}]({source.by_hand})" if source.by_hand else ""
-            rows.append([source.what, f"no file: `{source.command} OUT`, then `--take`{kept}", source.file])
+            rows.append([source.what, f"no file: `{source.command} OUT`, then `--take`", source.file])
     cards = {name: report for name, report in found.items() if name.startswith("on-card/")}
     for name, report in cards.items():
         rows.append(["kernels and whole models, with and without the package", _where_card(report), f"[{name}]({name})"])

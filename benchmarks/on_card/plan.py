@@ -77,10 +77,10 @@ def _doctor(runner: Runner) -> dict[str, Any]:
 
 
 def _kernels(runner: Runner, wanted: Wanted, geometry: str) -> dict[str, Any]:
-    """``benchmarks.moe_decode`` as it is run by itself; the numbers are its own."""
-    file = runner.path(f"kernels-{geometry}", ".moe_decode.json")
+    """Run ``benchmarks.peers`` as a user would."""
+    file = runner.path(f"kernels-{geometry}", ".peers.json")
     file.unlink(missing_ok=True)
-    command = [_PYTHON, "-m", "benchmarks.moe_decode", str(file), "--geometry", geometry, "--split", "TP1"]
+    command = [_PYTHON, "-m", "benchmarks.peers", str(file), "--geometry", geometry, "--split", "TP1"]
     command += ["--layers", str(wanted.layers), "--seconds", str(wanted.seconds), "--tokens", *map(str, wanted.tokens)]
     done = runner.command(f"kernels-{geometry}", command)
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def _kernels(runner: Runner, wanted: Wanted, geometry: str) -> dict[str, Any]:
         file.with_suffix(suffix).unlink(missing_ok=True)
     if not results["lines"]:
         raise StepError(f"no line was measured within {wanted.seconds} s; --seconds gives it longer")
-    return {"moe_decode": results, "clocks": done.clocks}
+    return {"peers": results, "clocks": done.clocks}
 
 
 def _paths(runner: Runner, geometry: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from benchmarks.floor_models import MODELS
 from benchmarks.markdown import table
 from benchmarks.on_card.recipes import recipe_for
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
+from benchmarks.other_kernels import PEERS
 
 FORM = 1
 _HELD = 0.9
@@ -47,7 +48,7 @@ def collected(
     ]
     for name, record in done.items():
         if name.startswith("kernels-"):
-            results = record["result"]["moe_decode"]
+            results = record["result"]["peers"]
             lacking += [{"step": name, "title": "a peer", "because": line} for line in results.get("not_measured", [])]
     if not models:
         lacking.append({"step": "bench", "title": "trtllm-bench", "because": "no --model was given"})
@@ -144,7 +145,7 @@ def _benchmarks(found: dict[str, Any]) -> list[str]:
 def _floor(found: dict[str, Any], run: dict[str, Any], what: str) -> list[str]:
     """The least time of a step at the bandwidth that a copy reached, where the model and a copy are known."""
     model = next((m for m in MODELS if m.name == recipe_for(run["model"]).model), None)
-    copy = max((result["moe_decode"]["copy"] for result in found["kernels"].values()), default=0)
+    copy = max((result["peers"]["copy"] for result in found["kernels"].values()), default=0)
     load = run["load"]
     if model is None or not copy or not load["concurrency"]:
         return []
@@ -171,12 +172,10 @@ def _same(figure: published.Published, load: dict[str, Any]) -> bool:
 def _kernels(found: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     for name, result in found["kernels"].items():
-        results = result["moe_decode"]
+        results = result["peers"]
         times = _paths_by_tokens(found, name)
         others = list(dict.fromkeys(path for at in times.values() for path in at))
-        peers = {
-            p: {line["tokens"]: line["us"] for line in results.get(p) or []} for p in ("flashinfer", "triton_kernels", "bfloat16")
-        }
+        peers = {p: {line["tokens"]: line["us"] for line in results.get(p) or []} for p in PEERS}
         peers = {p: at for p, at in peers.items() if at and any(line["geometry"] == name for line in results[p])}
         rows = []
         for line in (one for one in results["lines"] if one["routing"] == "random"):
@@ -197,8 +196,8 @@ def _kernels(found: dict[str, Any]) -> list[str]:
         lines += [f"## {name}, one MoE layer", "", head, "", *table(titles, rows), ""]
     if lines:
         lines += [
-            "bfloat16 is cuBLAS on the same experts, products alone. (tune) is `trtllm-b12x tune`: each path as the server calls",
-            "it; host is the host's own CUTLASS with its quantization of the input.",
+            "torch_grouped is torch._grouped_mm on bfloat16 experts, products alone. (tune) is `trtllm-b12x tune`: each path as",
+            "the server calls it; host is the host's own CUTLASS with its quantization of the input.",
             "",
         ]
     return lines
@@ -259,7 +258,7 @@ def plots(out: Path, found: dict[str, Any]) -> list[str]:
     if found["kernels"]:
         figure, axes = pyplot.subplots(figsize=(8, 5))
         for name, result in found["kernels"].items():
-            lines = [line for line in result["moe_decode"]["lines"] if line["routing"] == "random"]
+            lines = [line for line in result["peers"]["lines"] if line["routing"] == "random"]
             axes.plot([line["tokens"] for line in lines], [line["fraction"] for line in lines], marker="o", label=name)
         axes.set(xscale="log", xlabel="tokens", ylabel="fraction of copy bandwidth", ylim=(0, 1.1))
         axes.legend()

@@ -11,7 +11,6 @@ import pytest
 from benchmarks import floor
 from benchmarks.floor_models import CARDS, MODELS, Model, zipf
 from benchmarks.geometries import GEOMETRIES, MXFP8, routes
-from benchmarks.markdown import table
 from trtllm_b12x.dispatch.timing import expected_hits, expert_bytes
 
 BY_NAME = {model.name: model for model in MODELS}
@@ -79,17 +78,11 @@ def test_predictions_are_not_below_the_floor() -> None:
     assert floor.predicted(MODELS[0], CARDS[0], 8, {1: layer, 4: layer}) is None
 
 
-def test_a_file_says_what_its_table_says(tmp_path: Path) -> None:
-    """moe-decode.json stands in for the table of triton.md."""
-    nvfp4 = table(["layer", "tokens", "us", "MB"], [["A", 4, "50.0", "1,000.0"]])
-    mxfp8 = table(["layer", "kernel", "tokens", "us", "of copy"], [["A", "triton", 1, 10, 0.5], ["A", "grouped", 1, 10, 0.1]])
-    (tmp_path / "triton.md").write_text("\n".join(["copy 4.24 TB/s", "", *nvfp4]))
-    (tmp_path / "mxfp8.md").write_text("\n".join(["copy 4.00 TB/s", "", *mxfp8]))
-    tables = floor.measured(tmp_path)
-    assert (tables["A"][4].seconds, tables["A"][4].bytes) == pytest.approx((50e-6, 1e9))
-    assert (tables["A, MXFP8"][1].seconds, tables["A, MXFP8"][1].bytes) == pytest.approx((10e-6, 20e6))
+def test_layers_are_those_of_the_files(tmp_path: Path) -> None:
     line = {"geometry": "A", "split": "TP1", "routing": "random", "tokens": 4, "us": 70.0, "fraction": 1e9 / 70e-6 / 4.24e12}
-    others = [{**line, "us": 1.0, "routing": "skewed"}, {**line, "us": 1.0, "split": "EP4"}]
+    others = [{**line, "us": 1.0, "routing": "skewed"}, {**line, "us": 1.0, "split": "EP4"}, {**line, "kernel": "grouped"}]
     (tmp_path / "moe-decode.json").write_text(json.dumps({"copy": 4.24e12, "lines": [line, *others]}))
-    again = floor.measured(tmp_path)["A"][4]
-    assert (again.seconds, again.bytes) == pytest.approx((70e-6, 1e9))
+    (tmp_path / "moe-mxfp8.json").write_text(json.dumps({"copy": 4e12, "lines": [{**line, "kernel": "triton", "fraction": 0.5}]}))
+    layers = floor.measured(tmp_path)
+    assert (layers["A"][4].seconds, layers["A"][4].bytes) == pytest.approx((70e-6, 1e9))
+    assert layers["A, MXFP8"][4].bytes == pytest.approx(0.5 * 70e-6 * 4e12)

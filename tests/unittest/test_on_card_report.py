@@ -9,32 +9,31 @@ from typing import Any
 
 import pytest
 
-from benchmarks import moe_decode
-from benchmarks.moe_decode import Measured
-from benchmarks.on_card import compare, plan, report
+from benchmarks import peers
+from benchmarks.on_card import plan, report
 from benchmarks.on_card.steps import Runner, Step
+from benchmarks.peers import Line
 from tests.unittest.test_on_card import FACTS, SUPER, executable
 
 
 def _decode(us: float = 50.0, error: float = 0.0022) -> dict[str, Any]:
-    """As benchmarks.moe_decode writes it."""
-    numbers = (8.0, 21.2, 0.23, 3.7, None, 2, 22.0)
+    """What benchmarks.peers writes."""
+    numbers = (8.0, 21.2, 0.23, 3.7, 1.5, 22.0)
     lines = [
         asdict(
-            Measured(
-                "Qwen3-30B-A3B", "TP1", routing, tokens, us * tokens, *numbers, error if tokens < 64 else float("nan"), "tiles"
-            )
+            Line("Qwen3-30B-A3B", "triton", "TP1", routing, tokens, us * tokens, *numbers, error if tokens < 64 else float("nan"))
         )
         for tokens in (1, 64)
         for routing in ("random", "skewed")
     ]
-    peers = [{"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 98.0, "megabytes": 1.0}]
+    torch_grouped = [{"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 98.0, "error": float("nan")}]
     lacking = ["triton_kernels: it is not on PYTHONPATH"]
     return {
         "gpu": "A",
         "copy": 4e12,
         "lines": lines,
-        "bfloat16": peers,
+        "format": "NVFP4",
+        "torch_grouped": torch_grouped,
         "triton_kernels": [],
         "flashinfer": [],
         "not_measured": lacking,
@@ -45,7 +44,7 @@ def _reported(tmp_path: Path, decode: dict[str, Any]) -> dict[str, Any]:
     clocks = {"clocks.sm": {"least": 800.0, "median": 850.0, "most": 900.0}}
     tune = {"tables": [{"microseconds": {"1": {"b12x": 30.0, "triton": 51.0, "host": 60.0}}}]}
     results = {
-        "kernels-Qwen3-30B-A3B": {"moe_decode": decode, "clocks": clocks},
+        "kernels-Qwen3-30B-A3B": {"peers": decode, "clocks": clocks},
         "paths-Qwen3-30B-A3B": {"tune": tune, "clocks": {}},
     }
     made = [Step(name, name, {}, lambda runner: None, 1) for name in results]
@@ -64,7 +63,7 @@ def test_the_numbers_are_those_of_the_benchmark(tmp_path: Path, monkeypatch: pyt
     wanted = plan.Wanted((), ("Qwen3.6-35B-A3B",), (1, 64), 2, 10, ())
     (step,) = (one for one in plan.steps(wanted) if one.name.startswith("kernels-"))
     record = runner.run(step)
-    assert json.dumps(record["result"]["moe_decode"]) == json.dumps(_decode())
+    assert json.dumps(record["result"]["peers"]) == json.dumps(_decode())
     assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == [f"{step.name}.json", f"{step.name}.log"]
     words = (tmp_path / "steps" / f"{step.name}.log").read_text().splitlines()[0]
     assert words.endswith("--geometry Qwen3.6-35B-A3B --split TP1 --layers 2 --seconds 10 --tokens 1 64")
@@ -74,12 +73,9 @@ def test_the_numbers_are_those_of_the_benchmark(tmp_path: Path, monkeypatch: pyt
 
 def test_the_kernels_of_a_report(tmp_path: Path) -> None:
     found = _reported(tmp_path, _decode())
-    assert found["kernels"]["Qwen3-30B-A3B"]["moe_decode"]["lines"][0]["us"] == 50.0
+    assert found["kernels"]["Qwen3-30B-A3B"]["peers"]["lines"][0]["us"] == 50.0
     page = (tmp_path / "report.md").read_text()
-    assert (
-        "| tokens | Triton us | MB | of copy | B/clock/SM | b12x us (tune) | triton us (tune) | host us (tune) | bfloat16 us |"
-        in page
-    )
+    assert "| B/clock/SM | b12x us (tune) | triton us (tune) | host us (tune) | torch_grouped us |" in page
     assert "| 1 | 50.0 | 21.2 | 0.23 | 3.7 | 30.0 | 51.0 | 60.0 | 98.0 | 0.0022 |" in page
     assert "| 64 | 3200.0 | 21.2 | 0.23 | 3.7 | - | - | - | - | - |" in page
     assert "Never at 90% of 2600 MHz: kernels Qwen3-30B-A3B. Lock the clock (`sudo nvidia-smi -lgc 2600`" in page
@@ -102,29 +98,8 @@ def test_the_page_of_the_benchmark_alone() -> None:
     """With every peer."""
     peer = {"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 47.5, "products_us": 30.0, "error": 0.002}
     found = {**_decode(), "torch": "2.11.0", "triton": "3.6.0", "triton_kernels": [peer], "flashinfer": [{**peer, "tokens": 64}]}
-    page = moe_decode.markdown(found, [Measured(**line) for line in found["lines"]])
-    assert "| Qwen3-30B-A3B | 1 | 47.5 | 30.0 | 50.0 | 0.0020 |" in page
+    page = peers.markdown(found)
+    assert "| Qwen3-30B-A3B | 1 | 47.5 | 50.0 | 0.0020 |" in page
     assert "| Qwen3-30B-A3B | 64 | 47.5 | 3200.0 |" in page
-    assert "| Qwen3-30B-A3B | 1 | 98.0 | 50.0 |" in page
+    assert "| Qwen3-30B-A3B | 1 | 98.0 | 50.0 | nan |" in page
     assert "Not measured: triton_kernels: it is not on PYTHONPATH" in page
-
-
-def test_a_report_compared_with_the_benchmark_alone(tmp_path: Path, capsys: Any) -> None:
-    _reported(tmp_path, _decode())
-    alone = tmp_path / "alone.json"
-
-    def compared(decode: dict[str, Any], *more: str) -> tuple[int, dict[str, Any]]:
-        alone.write_text(json.dumps(decode))
-        status = compare.main([str(tmp_path), str(alone), *more])
-        return status, json.loads(capsys.readouterr().out)
-
-    status, found = compared(_decode())
-    assert (status, found["lines"], found["worst_ratio"]) == (0, 4, 1.0)
-    status, found = compared(_decode(us=48.0))
-    assert (status, found["apart"]) == (0, [])
-    status, found = compared(_decode(us=40.0))
-    assert (status, len(found["apart"])) == (1, 4)
-    assert compared(_decode(us=40.0), "--within", "0.3")[0] == 0
-    status, found = compared(_decode(error=0.0023))
-    assert (status, len(found["differ"])) == (1, 2)
-    assert compared({**_decode(), "lines": []})[0] == 2
