@@ -152,8 +152,9 @@ def test_sound_layers_pass_with_few_tokens(tmp_path: Path) -> None:
 
 def test_bounds_narrow_with_the_sample() -> None:
     bounds = Tolerances()
-    assert bounds.none < bounds.none_of(4096) < bounds.none_of(64) < 2.6 * bounds.none
-    assert bounds.ratio < bounds.ratio_of(4096) < bounds.ratio_of(64) < 1.16
+    many, few = (zip((bounds.none, bounds.ratio), bounds.of(tokens), strict=True) for tokens in (4096, 64))
+    assert all(least < narrow < wide for (least, narrow), (_, wide) in zip(many, few, strict=True))
+    assert bounds.of(64) < (2.6 * bounds.none, 1.16)
 
 
 @pytest.mark.parametrize("other", [math.nan, math.inf, -math.inf])

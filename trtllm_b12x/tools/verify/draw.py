@@ -36,10 +36,9 @@ class Case:
 
 @dataclass
 class Batch:
-    """One call and what became of it."""
+    """One call and its results."""
 
-    case: int
-    """Position of its case."""
+    case: Case
     logits: torch.Tensor
     """Router logits ``(T, E)``."""
     call: MoECall
@@ -76,10 +75,10 @@ def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: i
         first = 0
         for _ in range(calls):
             x = draw_activations(case.tokens, layer.hidden_size, largest, case.outliers, generator)
-            logits = draw_router_logits(case.tokens, layer.num_experts, layer.top_k, pool, first, generator).to(device)
+            logits = _router_logits(case.tokens, layer, pool, first, generator).to(device)
             call = MoECall(dequantizer.move_off_ties(x).to(device), *routing.apply(logits))
-            batches.append(Batch(position, logits, call))
-            first += case.tokens * _experts_in_turn(layer.top_k)
+            batches.append(Batch(case, logits, call))
+            first += case.tokens * _experts_in_turn(layer)
     return routing, batches
 
 
@@ -97,21 +96,19 @@ def draw_activations(tokens: int, hidden_size: int, largest: float, outliers: fl
     return x.to(torch.bfloat16)
 
 
-def draw_router_logits(
-    tokens: int, num_experts: int, top_k: int, pool: torch.Tensor, first: int, generator: torch.Generator
-) -> torch.Tensor:
+def _router_logits(tokens: int, layer: MoELayer, pool: torch.Tensor, first: int, generator: torch.Generator) -> torch.Tensor:
     """Draw router logits ``(tokens, num_experts)`` that choose experts of ``pool`` only.
 
     Half of each token's experts come in turn, from entry ``first`` on, the other half at random.
     """
-    logits = torch.full((tokens, num_experts), -100.0)
+    logits = torch.full((tokens, layer.num_experts), -100.0)
     inside = torch.randn(tokens, len(pool), generator=generator)
-    turns = _experts_in_turn(top_k)
+    turns = _experts_in_turn(layer)
     chosen = (first + torch.arange(tokens * turns)).view(tokens, turns) % len(pool)
     inside.scatter_add_(1, chosen, torch.full(chosen.shape, 8.0))
     logits[:, pool] = inside
     return logits
 
 
-def _experts_in_turn(top_k: int) -> int:
-    return max(1, top_k // 2)
+def _experts_in_turn(layer: MoELayer) -> int:
+    return max(1, layer.top_k // 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +30,7 @@ _SEVERAL = 8
 _RUN = 0.6
 """Approximate share of a layer's time until its calls have run. The rest is the reference's."""
 
-_REFERENCES = (Arithmetic.NONE, Arithmetic.UNQUANTIZED, Arithmetic.KERNEL)
+_ARITHMETICS = (Arithmetic.NONE, Arithmetic.UNQUANTIZED, Arithmetic.KERNEL)
 """Rounding points that every call is computed with."""
 
 
@@ -38,12 +40,11 @@ def verify_layer(
     layer: MoELayer,
     cases: Sequence[Case],
     *,
-    ranks: Ranks | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008 - frozen
     seed: int = 0,
     device: str = "cpu",
     require_b12x: bool = False,
     original: Checkpoint | None = None,
-    tolerances: Tolerances | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> LayerReport:
     """Verify one layer. Peak host memory is the layer's bytes, padded to the kernel's tile, and 200 MB.
@@ -59,7 +60,6 @@ def verify_layer(
     Raises:
         CheckpointError: a tensor is unusable, or the ranks do not divide the layer.
     """
-    ranks = ranks or Ranks()
     for option, parts, what, size in (
         ("tp", ranks.tp, "intermediate size", layer.intermediate_size),
         ("ep", ranks.ep, "the number of experts", layer.num_experts),
@@ -86,12 +86,12 @@ def verify_layer(
         return report
     run = _Run(checkpoint, layer, cases, verdict.families, report, seed, device)
     run.on_ranks(ranks, lambda share: progress(_RUN * share))
-    if not run.batches:
+    if run.batches:
+        run.compare(original, lambda share: progress(_RUN + (1 - _RUN) * share))
+    else:
         named = " or ".join(verdict.families)
         message = f"{named} serves no count of --tokens, so it was not run: add a count from {run.first} to {run.limit - 1}"
         (report.failures if require_b12x else report.notes).append(message)
-    else:
-        run.compare(original, tolerances or Tolerances(), lambda share: progress(_RUN + (1 - _RUN) * share))
     progress(1.0)
     return report
 
@@ -116,6 +116,8 @@ def resolve_on_ranks(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Reso
 class _Run:
     """The calls of one layer: run them on one rank after the other, then compare."""
 
+    bounds = Tolerances()
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -126,7 +128,7 @@ class _Run:
         seed: int,
         device: str,
     ) -> None:
-        self.layer, self.cases, self.families, self.report, self.device = layer, cases, families, report, device
+        self.layer, self.families, self.report, self.device = layer, families, report, device
         self.weights = checkpoint.weights(layer)
         self.routing, self.batches = draw(checkpoint, layer, cases, seed, device)
         features = {name: kernel.features for name, kernel in considered(device, layer.quant_algo).items()}
@@ -141,33 +143,31 @@ class _Run:
     def on_ranks(self, ranks: Ranks, progress: Callable[[float], None]) -> None:
         """Load the layer on each rank, compare its bits, and run the calls that kernels should serve."""
         layer, report = self.layer, self.report
-        zeros = zero_matrices(self.weights, layer)
-        if zeros:
+        if zeros := zero_matrices(self.weights, layer):
             report.failures.append(f"{_listed(zeros)}: all zero, whatever the input")
         total = report.bytes = BytesReport(self.weights.nbytes, -self.weights.nbytes, 0, 0, 0)
         report.bits_exact = True
         kernels: set[str] = set()
         for mapping in ranks.mappings():
             module = self._load(mapping)
-            schedule = module.backend.schedule
+            backend, schedule = module.backend, module.backend.schedule
             kernels |= schedule.families.keys() or {"cutlass"}
             if schedule.kernels:
-                report.scale_ratio = max(report.scale_ratio, module.backend.scale_ratio)
-                count_bytes(module.backend, total)
-                report.bits_exact &= bits_exact(module.backend, self.weights, layer)
-                wrong = wrong_scalars(module.backend, self.weights, layer)
-                if wrong:
+                report.scale_ratio = max(report.scale_ratio, backend.scale_ratio)
+                count_bytes(backend, total)
+                report.bits_exact &= bits_exact(backend, self.weights, layer)
+                if wrong := wrong_scalars(backend, self.weights, layer):
                     report.failures.append(f"rank {mapping.rank}: {', '.join(wrong)} differ from the checkpoint's scales")
             else:
-                report.failures.append(f"rank {mapping.rank} left {self.families[0]}: {module.backend.verdict}")
+                report.failures.append(f"rank {mapping.rank} left {self.families[0]}: {backend.verdict}")
             if schedule.limited and schedule.below < self.limit:
                 self.limit = schedule.below
                 report.notes.append(f"{'+'.join(kernels)} serves fewer than {self.limit} tokens: {schedule.limited}")
-            self.batches = [batch for batch in self.batches if self._is_for_kernels(schedule, self.cases[batch.case].tokens)]
+            self.batches = [batch for batch in self.batches if self._is_for_kernels(schedule, batch.case.tokens)]
             for done, batch in enumerate(self.batches, 1):
-                self._call(module, batch)
+                _call(module, batch)
                 progress((mapping.rank + done / len(self.batches)) / (ranks.tp * ranks.ep))
-            del module, schedule
+            del module, backend, schedule
         report.served_by = "cutlass" if "cutlass" in kernels else "+".join(name for name in self.families if name in kernels)
         if not report.bits_exact:
             report.failures.append("the kernel's codes or block scales differ from the checkpoint's")
@@ -182,10 +182,10 @@ class _Run:
         layer = self.layer
         promote.install()
         quant_config = embedded.QuantConfig(quant_algo=embedded.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
-        shape, names = (layer.num_experts // mapping.moe_ep_size,), ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
-        swiglu = zip(names, layer.activation.swiglu or (), strict=False)
+        swiglu = zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), layer.activation.swiglu or (), strict=False)
         with torch.device(self.device):
-            constants: dict[str, Any] = {name: torch.full(shape, value, dtype=torch.float32) for name, value in swiglu}
+            local = torch.ones(layer.num_experts // mapping.moe_ep_size, dtype=torch.float32)
+            constants: dict[str, Any] = {name: local * value for name, value in swiglu}
             module = embedded.create_moe.create_moe(
                 self.routing,
                 layer.num_experts,
@@ -205,20 +205,11 @@ class _Run:
         """Return whether a kernel should serve the count. A gap below the schedule's end is meant for CUTLASS."""
         return tokens < self.limit and not (schedule.at(tokens) is None and tokens < schedule.below)
 
-    def _call(self, module: Any, batch: Batch) -> None:
-        with kernel_calls(module.backend) as calls:
-            batch.output = batch.output + module(batch.call.x, batch.logits).float()
-        batch.families |= set(calls) or {"cutlass"}
-        tokens = self.cases[batch.case].tokens
-        kernel = module.backend.schedule.at(tokens)
-        if kernel is not None:
-            batch.rounding = max(batch.rounding, kernel.rounding(tokens))
-
-    def compare(self, original: Checkpoint | None, bounds: Tolerances, progress: Callable[[float], None]) -> None:
+    def compare(self, original: Checkpoint | None, progress: Callable[[float], None]) -> None:
         """Report the error of every case, and what is beyond its bound."""
-        report, done = self.report, 0
+        layer, report, bounds, done = self.layer, self.report, self.bounds, 0
         experts = sorted(_experts(self.batches))
-        dequantizer = reference.reference_for(self.weights, self.layer.num_experts, self.layer.gated, self.layer.quant_algo)
+        dequantizer = reference.reference_for(self.weights, layer.num_experts, layer.gated, layer.quant_algo)
         report.experts_run = len(experts)
         report.baked_weight_error = dequantizer.baked_weight_error(experts[:EXPERTS], self.device)
 
@@ -227,45 +218,45 @@ class _Run:
             done += 1
             progress(done / len(experts))
 
-        self._add_references(self.weights, _REFERENCES, on_expert, self.layer.quant_algo)
+        self._add_references(self.weights, _ARITHMETICS, on_expert)
         if original is not None:
-            plain = self._compare_weights(dequantizer, original, bounds)
-            self._add_references(plain, (Arithmetic.UNQUANTIZED,))
-        for position in dict.fromkeys(batch.case for batch in self.batches):
-            report.cases.append(self._compare_case([batch for batch in self.batches if batch.case == position], bounds))
-        calibrated = [batch for batch in self.batches if self.cases[batch.case].outliers <= 1]
+            self._add_references(self._original_weights(dequantizer, original), [Arithmetic.UNQUANTIZED])
+        for case in dict.fromkeys(batch.case for batch in self.batches):
+            report.cases.append(self._compare_case(case, [batch for batch in self.batches if batch.case == case]))
+        calibrated = [batch for batch in self.batches if batch.case.outliers <= 1]
         # The largest activation of a call is the calibrated one, so a single token is a large one and saturates FC2's input.
-        several = [batch for batch in calibrated if self.cases[batch.case].tokens >= _SEVERAL] or calibrated
+        several = [batch for batch in calibrated if batch.case.tokens >= _SEVERAL] or calibrated
         if not several:
             return
-        output, references = _joined(several)
-        report.reference_error = relative_l2(references[0], references[1])
+        output, none, unquantized, *_, last = _joined(several)
+        report.reference_error = relative_l2(none, unquantized)
         if not report.reference_error <= bounds.reference:
             report.failures.append(
                 f"quantizing activations costs {100 * report.reference_error:.0f} % of the output (16 % is usual, "
                 f"{100 * bounds.reference:.0f} % allowed): the input scales are not those of these weights"
             )
-        error = relative_l2(output, references[-1]) if original is not None else 0.0
+        error = relative_l2(output, last) if original is not None else 0.0
         if not error <= bounds.original:
             report.failures.append(
                 f"outputs differ from the original's by {100 * error:.0f} % (bound {100 * bounds.original:.0f} %)"
             )
 
-    def _add_references(self, weights: Mapping[str, torch.Tensor], arithmetics: Sequence[Arithmetic], *options: Any) -> None:
-        layer, calls = self.layer, [batch.call for batch in self.batches]
-        computed = {"activation": layer.activation.name, "swiglu": layer.activation.swiglu}
-        sizes = (layer.num_experts, layer.gated)
-        outputs = reference.outputs(weights, *sizes, calls, arithmetics, self.device, *options, **computed)  # type: ignore[arg-type]
+    def _add_references(
+        self, weights: Mapping[str, torch.Tensor], arithmetics: Sequence[Arithmetic], on_expert: Callable[[], None] = lambda: None
+    ) -> None:
+        layer, calls, where = self.layer, [batch.call for batch in self.batches], (self.device, on_expert)
+        form, activation, swiglu = layer.quant_algo, layer.activation.name, layer.activation.swiglu
+        sizes = layer.num_experts, layer.gated
+        outputs = reference.outputs(weights, *sizes, calls, arithmetics, *where, form, activation, swiglu)
         for batch, references in zip(self.batches, outputs, strict=True):
             batch.references += references
 
-    def _compare_case(self, batches: Sequence[Batch], bounds: Tolerances) -> CaseReport:
-        case = self.cases[batches[0].case]
-        output, references = _joined(batches)
-        none, unquantized = references[:2]
+    def _compare_case(self, case: Case, batches: Sequence[Batch]) -> CaseReport:
+        output, *references = _joined(batches)
+        none, unquantized, *_ = references
         path = "+".join(sorted(set().union(*(batch.families for batch in batches))))
         arithmetic = self.arithmetics.get(path)
-        exact = None if arithmetic is None else references[_REFERENCES.index(arithmetic)]
+        exact = None if arithmetic is None else references[_ARITHMETICS.index(arithmetic)]
         report = CaseReport(
             tokens=case.tokens,
             outliers=case.outliers,
@@ -277,14 +268,13 @@ class _Run:
             reference_error=relative_l2(none, unquantized),
             rel_l2_kernel=None if exact is None else relative_l2(output, exact),
             rounding=max(batch.rounding for batch in batches),
-            original_error=relative_l2(output, references[-1]) if len(references) > len(_REFERENCES) else None,
+            original_error=relative_l2(output, references[-1]) if len(references) > len(_ARITHMETICS) else None,
         )
-        bound = max(bounds.kernel, report.rounding)
+        bound = max(self.bounds.kernel, report.rounding)
         if exact is not None and exceeds(output, exact, bound):
             report.failures.append(f"rel_l2_kernel {report.rel_l2_kernel:.4g} > {bound:g}")
-        none_bound, ratio_bound = bounds.none_of(len(output)), bounds.ratio_of(len(output))
-        if arithmetic is Arithmetic.UNQUANTIZED:  # nothing is quantized, so the reference that quantizes says nothing
-            none_bound, ratio_bound = float("inf"), 1.0
+        quantizes = arithmetic is not Arithmetic.UNQUANTIZED  # else the reference that quantizes says nothing
+        none_bound, ratio_bound = self.bounds.of(len(output)) if quantizes else (math.inf, 1.0)
         for name, value, bound in (("rel_l2_none", report.rel_l2_none, none_bound), ("ratio", report.ratio, ratio_bound)):
             if not value <= bound:
                 report.failures.append(f"{name} {value:.4g} > {bound:.4g}")
@@ -292,9 +282,9 @@ class _Run:
             report.failures.append(f"served by {path}, not by {' or '.join(self.families)}")
         return report
 
-    def _compare_weights(self, dequantizer: ReferenceDequantizer, original: Checkpoint, bounds: Tolerances) -> LayerWeights:
-        """Compare every matrix with the original's, and return the original's weights."""
-        layer, report = self.layer, self.report
+    def _original_weights(self, dequantizer: ReferenceDequantizer, original: Checkpoint) -> LayerWeights:
+        """Return the original's weights. Report every matrix that differs from them."""
+        layer, report, bound = self.layer, self.report, self.bounds.weight
         match = next((other for other in original.layers if _same_layer(other, layer)), None)
         if match is None:
             problem = f"has no unquantized layer {layer.name} of the same sizes"
@@ -302,25 +292,31 @@ class _Run:
         plain = original.weights(match)
         distance = norm = 0.0
         wrong = []
-        for expert in range(layer.num_experts):
-            for projection, name in layer.projections.items():
-                difference, size = reference.weight_error(dequantizer, plain, expert, projection, self.device)
-                if not size < float("inf"):
-                    raise CheckpointError(original.directory, f"{layer.name} holds weights that are not finite", "copy it again")
-                if not difference <= bounds.weight * size:
-                    share = f"by {100 * difference / size:.0f} %" if size else "from zeros"
-                    wrong.append(f"expert {expert} {name} {share}")
-                distance, norm = distance + difference**2, norm + size**2
+        for expert, (projection, name) in itertools.product(range(layer.num_experts), layer.projections.items()):
+            difference, size = reference.weight_error(dequantizer, plain, expert, projection, self.device)
+            if not size < math.inf:
+                raise CheckpointError(original.directory, f"{layer.name} holds weights that are not finite", "copy it again")
+            if not difference <= bound * size:
+                wrong.append(f"expert {expert} {name} {f'by {100 * difference / size:.0f} %' if size else 'from zeros'}")
+            distance, norm = distance + difference**2, norm + size**2
         report.weight_error = (distance / norm) ** 0.5 if norm else 0.0
         if wrong:
-            report.failures.append(f"weights differ from the original's (bound {100 * bounds.weight:.0f} %): {_listed(wrong)}")
+            report.failures.append(f"weights differ from the original's (bound {100 * bound:.0f} %): {_listed(wrong)}")
         return plain
 
 
-def _joined(batches: Sequence[Batch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _call(module: Any, batch: Batch) -> None:
+    with kernel_calls(module.backend) as calls:
+        batch.output = batch.output + module(batch.call.x, batch.logits).float()
+    batch.families |= set(calls) or {"cutlass"}
+    kernel = module.backend.schedule.at(batch.case.tokens)
+    if kernel is not None:
+        batch.rounding = max(batch.rounding, kernel.rounding(batch.case.tokens))
+
+
+def _joined(batches: Sequence[Batch]) -> list[torch.Tensor]:
     """Concatenate the outputs of calls, and each of their references."""
-    references = zip(*(batch.references for batch in batches), strict=True)
-    return torch.cat([batch.output for batch in batches]), [torch.cat(parts) for parts in references]
+    return [torch.cat(parts) for parts in zip(*((batch.output, *batch.references) for batch in batches), strict=True)]
 
 
 def _experts(batches: Iterable[Batch]) -> set[int]:
@@ -333,12 +329,9 @@ def _listed(names: Sequence[str]) -> str:
 
 def _same_layer(other: MoELayer, layer: MoELayer) -> bool:
     """Return whether ``other`` is unquantized and has the same sizes and name, except for the nesting of multimodal models."""
-
-    def identity(one: MoELayer) -> tuple[object, ...]:
-        sizes = (one.num_experts, one.hidden_size, one.intermediate_size, one.gated)
-        return one.name.replace("language_model.", ""), sizes
-
-    return other.quant_algo == "none" and identity(other) == identity(layer)
+    same_name = len({one.name.replace("language_model.", "") for one in (other, layer)}) == 1
+    sizes = {(one.num_experts, one.hidden_size, one.intermediate_size, one.gated) for one in (other, layer)}
+    return other.quant_algo == "none" and same_name and len(sizes) == 1
 
 
 @contextmanager

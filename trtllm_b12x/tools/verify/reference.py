@@ -1,6 +1,6 @@
 """Compute an MoE layer in float32 from the checkpoint's own tensors, as the reference that kernels are compared with.
 
-It shares no code with the package's kernels, host or formats. ``formats.py`` decodes each format from its definition.
+It shares no code with the package's kernels, host or formats. ``reference_formats.py`` decodes each format from its definition.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def outputs(
     ids = torch.cat([call.token_selected_experts for call in calls]).to(device)
     router_weights = torch.cat([call.token_final_scales for call in calls]).to(device).float()
     rounded = [a if dequantizer.quantized else Arithmetic.UNQUANTIZED for a in arithmetics]
-    inputs = [x if a is Arithmetic.UNQUANTIZED else dequantizer.input(x, a) for a in rounded]
+    inputs = [x if a is Arithmetic.UNQUANTIZED else dequantizer.quantize(x, 1, a) for a in rounded]
     sums = [torch.zeros_like(x) for _ in rounded]
     for expert in range(num_experts):
         token, slot = torch.nonzero(ids == expert, as_tuple=True)
@@ -84,7 +84,7 @@ def outputs(
                 hidden = hidden.clamp(min=0).square()
             hidden = _bf16(hidden, arithmetic in _ROUNDS_TO_BF16)
             if arithmetic is not Arithmetic.UNQUANTIZED:
-                hidden = dequantizer.inner(hidden, arithmetic)
+                hidden = dequantizer.quantize(hidden, 2, arithmetic)
             inner.append(hidden)
         fc2 = (torch.cat(inner) @ matrices["w2"].T).chunk(len(rounded))
         for arithmetic, result, total in zip(rounded, fc2, sums, strict=True):

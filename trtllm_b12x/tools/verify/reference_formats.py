@@ -27,8 +27,7 @@ class Arithmetic(Enum):
     * block scales and values by reciprocals for SwiGLU (``cute_dsl/fp4_common.py:2655-2674``), by divisions for ReLU2
       (``:2629-2651``);
     * the activation's result in bf16 before it is quantized (``moe_static_kernel.py:2260``, ``moe_micro_kernel.py:1943``,
-      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``);
-    * the output in bf16.
+      ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``), and the output in bf16.
 
     The kernels round and add FC2's partial sums in different ways. That difference is left to the tolerance."""
 
@@ -61,12 +60,8 @@ class ReferenceDequantizer:
         """Return a float32 matrix ``(rows, K)`` on the device of the tensors."""
         return self.weights[f"{expert}.{name}.weight"].float()
 
-    def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
-        """Quantize and dequantize FC1's input, float32 ``(n, H)``."""
-        return x
-
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
-        """Quantize and dequantize FC2's input, float32 ``(n, I)``."""
+    def quantize(self, values: torch.Tensor, fc: int, arithmetic: Arithmetic) -> torch.Tensor:
+        """Quantize and dequantize float32 ``(n, K)``, the input of FC1 or FC2 (``fc`` 1 or 2)."""
         return values
 
     def scalars(self, local: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -95,15 +90,17 @@ class _NVFP4(ReferenceDequantizer):
 
     quantized = True
 
+    def _tensors(self, expert: int, name: str) -> list[torch.Tensor]:
+        return [self.weights[f"{expert}.{name}.{kind}"] for kind in ("weight", "weight_scale", "weight_scale_2")]
+
     def matrix(self, expert: int, name: str) -> torch.Tensor:
-        tensors = (self.weights[f"{expert}.{name}.{kind}"] for kind in ("weight", "weight_scale", "weight_scale_2"))
-        return dequantize_nvfp4(*tensors)
+        return dequantize_nvfp4(*self._tensors(expert, name))
 
-    def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
-        return fake_quantize_nvfp4(x, self._divisor(0, x, arithmetic), arithmetic, self.gated)
-
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
-        return fake_quantize_nvfp4(values, self._divisor(1, values, arithmetic), arithmetic, self.gated)
+    def quantize(self, values: torch.Tensor, fc: int, arithmetic: Arithmetic) -> torch.Tensor:
+        scale = self._input_scales[fc - 1].to(values.device)
+        if arithmetic is not Arithmetic.NONE:
+            scale = 1 / (1 / scale)
+        return fake_quantize_nvfp4(values, scale, arithmetic, self.gated)
 
     def scalars(self, local: Sequence[int]) -> dict[str, torch.Tensor]:
         fc1, fc2 = (scale.double() for scale in self._input_scales)
@@ -117,9 +114,8 @@ class _NVFP4(ReferenceDequantizer):
         }
 
     def largest_input(self) -> float:
-        experts = range(self.num_experts)
-        halves = [self._numbers(name, "input_scale", experts).float() for name in self.names[:-1]]
-        if not all(torch.allclose(half, halves[0]) for half in halves):
+        halves = [self._numbers(name, "input_scale", range(self.num_experts)).float() for name in self.names[:-1]]
+        if not torch.allclose(halves[0], halves[-1]):
             raise ValueError("has experts whose gate and up differ in input_scale, which TensorRT-LLM refuses to load")
         if not all(float(scale) for scale in self._input_scales):
             raise ValueError("has an input_scale of 0 in every expert")
@@ -132,9 +128,7 @@ class _NVFP4(ReferenceDequantizer):
         """Fold ``weight_scale_2`` into the E4M3 block scales, as peers do (vLLM PR 48536, SGLang PR 32119)."""
         difference = norm = 0.0
         for expert, name in itertools.product(experts, self.names):
-            codes, scales, scale_2 = (
-                self.weights[f"{expert}.{name}.{kind}"].to(device) for kind in ("weight", "weight_scale", "weight_scale_2")
-            )
+            codes, scales, scale_2 = (tensor.to(device) for tensor in self._tensors(expert, name))
             values = decode_fp4(codes).view(-1, 16).square().sum(1).double()
             exact = (scales.float() * scale_2.reshape(())).flatten()
             difference += float((values * (_nearest_e4m3(exact) - exact).double().square()).sum())
@@ -147,13 +141,8 @@ class _NVFP4(ReferenceDequantizer):
     @functools.cached_property
     def _input_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """FC1's and FC2's input scale, float32: the largest of all experts', so that each token is quantized once."""
-        experts = range(self.num_experts)
-        fc1 = torch.stack([self._numbers(name, "input_scale", experts) for name in self.names[:-1]])
-        return fc1.max().float(), self._numbers("w2", "input_scale", experts).max().float()
-
-    def _divisor(self, layer: int, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
-        scale = self._input_scales[layer].to(values.device)
-        return scale if arithmetic is Arithmetic.NONE else 1 / (1 / scale)
+        largest = {name: self._numbers(name, "input_scale", range(self.num_experts)).max().float() for name in self.names}
+        return torch.stack([largest[name] for name in self.names[:-1]]).max(), largest["w2"]
 
 
 class _MXFP8(ReferenceDequantizer):
@@ -164,10 +153,7 @@ class _MXFP8(ReferenceDequantizer):
     def matrix(self, expert: int, name: str) -> torch.Tensor:
         return dequantize_mxfp8(self.weights[f"{expert}.{name}.weight"], self.weights[f"{expert}.{name}.weight_scale"])
 
-    def input(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
-        return fake_quantize_mxfp8(x)
-
-    def inner(self, values: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+    def quantize(self, values: torch.Tensor, fc: int, arithmetic: Arithmetic) -> torch.Tensor:
         return fake_quantize_mxfp8(values)
 
 
@@ -184,15 +170,11 @@ def reference_for(
 
 def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
     """Decode uint8 ``(rows, K/2)`` to float32 ``(rows, K)``: 1 sign, 2 exponent (bias 1), 1 mantissa bit; low nibble first."""
-    byte = torch.arange(256, device=packed.device)
-    nibbles = torch.stack((byte % 16, byte // 16), dim=1).float()
-    sign = torch.where(nibbles >= 8, -1.0, 1.0)
-    exponent = (nibbles % 8 / 2).floor()
-    mantissa = nibbles % 2
-    pairs = sign * torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * torch.exp2(exponent - 1))
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
+    values, byte = torch.cat((magnitudes, -magnitudes)), torch.arange(256, device=packed.device)
     # Gather both values of a byte at once, as eight bytes.
-    both = pairs.contiguous().view(torch.int64).flatten().index_select(0, packed.reshape(-1).int())
-    return both.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
+    pairs = torch.stack((values[byte % 16], values[byte // 16]), dim=1).view(torch.int64).flatten()
+    return pairs.index_select(0, packed.reshape(-1).int()).view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def dequantize_nvfp4(weight: torch.Tensor, weight_scale: torch.Tensor, weight_scale_2: torch.Tensor) -> torch.Tensor:
@@ -215,17 +197,16 @@ def fake_quantize_nvfp4(values: torch.Tensor, global_scale: torch.Tensor, arithm
     """Quantize float32 ``(n, K)`` to NVFP4 and back. ``global_scale`` divides: a block's largest value is at most 2688 of it."""
     blocks = values.view(values.shape[0], -1, 16)
     amax = blocks.abs().max(dim=-1, keepdim=True).values
+    inverse_global = global_scale.reciprocal()
     if arithmetic is Arithmetic.CUTLASS or (arithmetic is Arithmetic.KERNEL and gated):
-        inverse_global = torch.ones_like(global_scale) / global_scale
-        block_scale = _nearest_e4m3(inverse_global * (amax * (torch.ones_like(amax) / 6)))
+        block_scale = _nearest_e4m3(inverse_global * (amax * (1 / 6)))
         if arithmetic is Arithmetic.KERNEL:
-            inverse = (torch.ones_like(amax) / block_scale) * inverse_global
+            scaled = blocks * (block_scale.reciprocal() * inverse_global)
         else:
-            inverse = torch.ones_like(amax) / (block_scale * (torch.ones_like(global_scale) / inverse_global))
-        scaled = blocks * inverse
+            scaled = blocks * (block_scale * inverse_global.reciprocal()).reciprocal()
     elif arithmetic is Arithmetic.KERNEL:
         block_scale = _nearest_e4m3(amax / (6 * global_scale))
-        scaled = blocks * (torch.ones_like(amax) / (block_scale * global_scale))
+        scaled = blocks * (block_scale * global_scale).reciprocal()
     else:
         block_scale = _nearest_e4m3(amax.double() / 6 / global_scale.double())
         scaled = blocks / (block_scale * global_scale)
