@@ -36,7 +36,6 @@ kernels: $(VENV)/.test
 kernels-all: $(VENV)/.test
 	$(BED).kernels --all --jobs $$(nproc) --cache .kernels
 
-# OTHER=DIR: a folder with another FlashInfer (pip install --target DIR --no-deps flashinfer-python==0.6.18), for its own table.
 device: $(VENV)/.test
 	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py tests/integration/test_b12x_memory_device.py tests/integration/test_b12x_ranks_device.py
 	$(BIN)/python -m benchmarks.decode .device/decode
@@ -44,8 +43,7 @@ device: $(VENV)/.test
 	$(BIN)/python -m tests.integration.exports nemotron-h .device/exports/nemotron-h
 	$(BED).run build --processes $$(nproc) --cache .kernels
 	$(BED).run measure --cache .kernels --exports .device/exports --out .device/result.json
-	$(BED).sanitize .kernels .device/fixed .device/sanitize.json $(if $(OTHER),--other $(OTHER))
-	$(BED).report .device/result.json .device/sanitize.json
+	$(BED).report .device/result.json
 
 results: $(VENV)/.test
 	$(BIN)/python -m benchmarks.results

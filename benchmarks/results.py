@@ -47,7 +47,7 @@ SOURCES = (
         "sm12x-on-hopper.json",
         "numbers of FlashInfer's SM120 kernels, translated, and of the ways to prepare weights",
         "make device",
-        lambda found: "sanitizer" in found,
+        lambda found: "GB10" in found,
     ),
     Source(
         "moe-decode.json",

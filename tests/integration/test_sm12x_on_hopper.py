@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 
 from tests.integration.sm12x_on_hopper import UnknownInstructionError, probes
 from tests.integration.sm12x_on_hopper.build import device_functions
-from tests.integration.sm12x_on_hopper.fixes import FIXES, apply
+from tests.integration.sm12x_on_hopper.calls import BOUND
 from tests.integration.sm12x_on_hopper.kernels import LISTED, Job, build_all
-from tests.integration.sm12x_on_hopper.report import DOCS, RESULT, TABLES, bound, render
+from tests.integration.sm12x_on_hopper.report import RESULT, TABLES, render
 from tests.integration.sm12x_on_hopper.translate import RULES, opcodes, translate
 
 
@@ -75,55 +74,21 @@ def test_a_load_through_an_unknown_map_is_refused() -> None:
         translate(module(*twice, LOAD, maps=6), "")
 
 
-def test_the_micro_barrier_goes_where_none_follows() -> None:
-    fence = "fence.proxy.async.shared::cta;"
-    source = module(fence, "bar.sync \t1, 128;", fence, "$L__BB0_9:", "bar.sync \t1, 128;", fence, "@%p1 bra $L__BB0_9;")
-    assert translate(source, "").counts.get("micro barrier") is None
-    mended = translate(source, "", mend_micro=True)
-    assert mended.counts["micro barrier"] == 1
-    assert mended.ptx.count("bar.sync") == 3
-    assert re.search(r"fence[^\n]*\n\tbar.sync 1, 128;\n\t@%p1 bra", mended.ptx)
-
-
 def test_staggering_follows_every_barrier() -> None:
     source = module("bar.sync \t0;", "bar.sync \t1, 128;", "ret;")
     assert translate(source, "", stagger=True).ptx.count("\tcall.uni b12x_stagger;") == 2
 
 
-def test_the_fixes_fit_the_installed_flashinfer(tmp_path: Path) -> None:
-    """And the write-ups name the very line and place."""
-    import flashinfer
-
-    written = " ".join(
-        "".join((DOCS / f"flashinfer-{name}.md").read_text() for name in ("micro-barrier", "dynamic-claim")).split()
-    )
-    for fix in FIXES:
-        (tmp_path / fix.file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(flashinfer.__file__).parent / fix.file, tmp_path / fix.file)
-        lines = (tmp_path / fix.file).read_text().splitlines()
-        (place,) = [number for number, line in enumerate(lines, 1) if fix.behind in line]
-        assert f"after {place} of `{fix.file.name}`" in written
-        assert f"`{fix.inserted}`" in written
-        assert apply(fix, tmp_path).count("\n+ ") == 1
-    with pytest.raises(ValueError, match="0 times"):
-        apply(FIXES[0], _emptied(tmp_path / FIXES[0].file))
-
-
-def _emptied(path: Path) -> Path:
-    path.write_text("")
-    return path.parents[3]
-
-
 def test_the_tables_are_the_results() -> None:
     result = json.loads(RESULT.read_text())
     assert TABLES.read_text() == render(result)
-    rows = [row for section in ("numbers", "variants", "GB10") for row in result[section]]
-    assert {row["kernel"] for row in rows} == {"direct", "micro", "static", "dynamic"}
+    rows = [row for section in ("numbers", "variants", "GB10", "staggered") for row in result[section]]
+    assert {row["kernel"] for row in rows} == {"direct", "static"}
     for row in rows:
-        assert row["kernel_points"] <= bound(row), row
+        assert row["kernel_points"] <= BOUND, row
         assert row["float32"] <= 0.05, row
         assert row["unquantized"] <= 1.03, row
-        assert (row["reruns"] == 0) >= (row["kernel"] in ("direct", "static")), row
+        assert row["reruns"] == 0, row
 
 
 def test_every_rule_has_a_function_and_a_source() -> None:
@@ -172,10 +137,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.all
 def test_the_list_is_what_the_package_can_select(built: list[dict[str, Any]]) -> None:
-    assert sum(job.options.sm == 120 for job in LISTED) <= 24
-    assert [job.options.sm for job in LISTED].count(121) == 1
     kinds = {(kernel["name"].split("_")[0], kernel["shape"]["gated"]) for kernel in built}
-    assert kinds == {(kind, gated) for kind in ("direct", "micro", "static") for gated in (True, False)} | {("dynamic", True)}
+    assert kinds == {(kind, gated) for kind in ("direct", "static") for gated in (True, False)}
     assert len(built) == len(LISTED)
 
 
@@ -191,8 +154,6 @@ def test_a_kernel_translates(built: list[dict[str, Any]], index: int) -> None:
     assert bool(counts["block-scaled FP4 mma"]) is not direct
     assert bool(counts["bulk tensor load of 4-bit elements"]) is not direct
     assert bool(counts["E2M1 to float16"]) is direct
-    # The output loop is unrolled by four, with a remainder.
-    assert bool(counts.get("micro barrier")) is kernel["name"].startswith("micro")
     assert max(kernel["registers"]) <= 255
     assert kernel["spilled_bytes"] < 2048
 

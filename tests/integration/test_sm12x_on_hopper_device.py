@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.integration.sm12x_on_hopper import Bed, probes
+from tests.integration.sm12x_on_hopper.calls import BOUND, Runner, Yardsticks
 from tests.integration.sm12x_on_hopper.kernels import SMALL_RELU2, SMALL_SWIGLU, Job, Shape
 from tests.integration.sm12x_on_hopper.problem import draw, draw_call
-from tests.integration.sm12x_on_hopper.run import Runner, Yardsticks
 
 pytest_plugins = ["tests.integration.sm12x_on_hopper.fixtures"]
 pytestmark = pytest.mark.skipif(
@@ -184,7 +184,7 @@ def test_tensor_load_of_4_bit_elements(swizzle: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [SMALL_SWIGLU, SMALL_RELU2], ids=lambda shape: shape.activation)
-@pytest.mark.parametrize(("tokens", "backend"), [(4, "direct_micro"), (4, "micro"), (32, "static"), (200, "dynamic")])
+@pytest.mark.parametrize(("tokens", "backend"), [(4, "direct_micro"), (32, "static")])
 def test_a_kernel(bed: Bed, shape: Shape, tokens: int, backend: str) -> None:
     layer = draw(shape, "cuda")
     call = draw_call(layer, tokens, seed=1)
@@ -192,8 +192,7 @@ def test_a_kernel(bed: Bed, shape: Shape, tokens: int, backend: str) -> None:
     results = [runner(bed, job, call) for _ in range(3)]
     measured = yardsticks.measure(shape.name, results[0][0], [out for _, out in results])
     assert measured.kernel == backend.split("_")[0]
-    assert measured.kernel_points <= measured.bound
+    assert measured.kernel_points <= BOUND
     assert measured.float32 <= 0.05
     assert measured.unquantized <= 1.03
-    if measured.kernel in ("direct", "static"):
-        assert measured.reruns == 0
+    assert measured.reruns == 0

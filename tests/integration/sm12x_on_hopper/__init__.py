@@ -9,7 +9,7 @@ instructions.cu     the missing instructions as device functions
 loader.c            what is linked with a kernel's host object: other cubin, rewritten tensor maps
 build.py            compile, translate, assemble, link; a cache that may travel
 bed.py              the context manager :func:`sm12x_on_hopper`
-problem.py          a layer's tensors, drawn; the rounding of atomic sums, simulated
+problem.py          a layer's tensors, drawn
 kernels.py          the kernels that are built everywhere: ``python -m tests.integration.sm12x_on_hopper.kernels``
 run.py, report.py   one run on a device to JSON, and JSON to the tables of ``docs/``
 =================== ===============================================================================

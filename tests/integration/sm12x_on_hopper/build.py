@@ -49,13 +49,10 @@ class Options:
 
     sm: int = 120
     """120 or 121: the card they are compiled for."""
-    mend_micro: bool = True
-    """Add the barrier that FlashInfer's own micro kernel lacks (docs/flashinfer-micro-barrier.md).  The package's driver compiles
-    it from a mended source, under another name, which is taken as it is."""
     stagger: bool = False
     """Let every warp sleep at random behind each barrier: what hangs on timing shows."""
     line_info: bool = False
-    """Lines of FlashInfer's Python, for compute-sanitizer and nvdisasm."""
+    """Lines of FlashInfer's Python, for nvdisasm."""
 
     @property
     def target(self) -> str:
@@ -87,8 +84,7 @@ class Builder:
         target = self.options.target
         if f".target {target}" not in ptx:
             raise BuildError(f"compiling {name} left no PTX for {target} in {self.dump}: the CuTe DSL was in use before the bed")
-        mend_micro = self.options.mend_micro and name.startswith("micro")
-        translation = translate(ptx, device_functions(), mend_micro=mend_micro, stagger=self.options.stagger)
+        translation = translate(ptx, device_functions(), stagger=self.options.stagger)
         times["translate"] = time.monotonic()
         with tempfile.TemporaryDirectory() as directory:
             folder = Path(directory)

@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from .bed import sm12x_on_hopper
@@ -41,7 +42,7 @@ class Job:
     shape: Shape
     tokens: int
     forced: str | None = None
-    """``direct_micro``, ``micro``, ``static`` or ``dynamic``."""
+    """``direct_micro`` or ``static``."""
     sm_count: int = 132
     options: Options = field(default_factory=Options)
 
@@ -49,27 +50,45 @@ class Job:
 LISTED = (
     *(Job(shape, tokens, "direct_micro") for shape in (SMALL_SWIGLU, SMALL_RELU2) for tokens in (1, 4)),
     Job(QWEN36_35B, 2),
-    *(Job(shape, tokens, "micro") for shape in (SMALL_SWIGLU, SMALL_RELU2) for tokens in (1, 4)),
-    Job(QWEN3_30B, 4),
-    Job(NEMOTRON_NANO, 4),
     *(Job(shape, 16, "static") for shape in (SMALL_SWIGLU, SMALL_RELU2, QWEN3_30B, NEMOTRON_SUPER)),
-    Job(SMALL_SWIGLU, 64, "dynamic"),
-    Job(SMALL_SWIGLU, 4, "micro", 48, Options(121)),
+    Job(SMALL_SWIGLU, 16, "static", 48, Options(121)),
 )
-"""Every variant and activation that the package can select for ``sm_120a``, one dynamic kernel, and one for ``sm_121a``."""
+"""Every variant and activation that the package can select for ``sm_120a``, and one for ``sm_121a``."""
 
-DYNAMIC = (
-    *(Job(SMALL_SWIGLU, tokens, "dynamic") for tokens in (32, 256, 512)),  # tiles of 16, 64 and 128 rows
-    Job(SMALL_RELU2, 512, "dynamic"),
-    Job(QWEN3_30B, 200),
-    Job(NEMOTRON_SUPER, 64),
-)
-"""What FlashInfer takes beyond that, and the package never selects."""
+
+def main_jobs() -> Iterator[Job]:
+    """Yield each kernel that the package selects, at each token count that it may serve."""
+    for shape in (SMALL_SWIGLU, SMALL_RELU2, *SHAPES):
+        for tokens in (1, 2, 4, 8, 16, 32, 63, 64):
+            if tokens <= 8:
+                yield Job(shape, tokens, "direct_micro")
+            yield Job(shape, tokens, "static")
+
+
+def one_per_kernel(shape: Shape, **options: Any) -> list[Job]:
+    return [Job(shape, tokens, backend, **options) for tokens, backend in ((4, "direct_micro"), (32, "static"))]
+
+
+def other_jobs() -> dict[str, list[Job]]:
+    """Return the jobs of other builds by section: a smaller card's grid, and warps that sleep behind barriers."""
+    small = (SMALL_SWIGLU, SMALL_RELU2)
+    return {
+        "GB10": [job for shape in small for job in one_per_kernel(shape, sm_count=48, options=Options(121))],
+        "staggered": [job for shape in small for job in one_per_kernel(shape, options=Options(stagger=True))],
+    }
+
+
+def halved(shape: Shape) -> Shape:
+    return replace(shape, num_experts=shape.num_experts // 2, name=f"{shape.name}, half its experts")
+
+
+EXPORTS = (Shape("nemotron-h", 8, 4, 256, 320, False), Shape("qwen3-moe", 16, 4, 512, 320, True))
+"""Sizes of what ``tests/integration/exports.py`` exports."""
 
 
 def product() -> Iterator[Job]:
-    """Every model, each way to split it, both cards, each token count that picks another kernel."""
-    tokens = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 512, 2048)
+    """Yield every model, each way to split it, both cards, each token count that picks another kernel."""
+    tokens = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
     for shape, tp, (sm, sm_count), count in itertools.product(SHAPES, (1, 2, 4), ((120, 132), (121, 48)), tokens):
         if shape.intermediate_size % (16 * tp) == 0:
             part = replace(shape, name=f"{shape.name}/tp{tp}", intermediate_size=shape.intermediate_size // tp)
@@ -87,7 +106,7 @@ def build(job: Job, cache: Path | None = None, keep: Path | None = None) -> list
         layer = empty_layer(job.shape)
         x = torch.empty(job.tokens, job.shape.hidden_size, dtype=torch.bfloat16)
         ids = torch.zeros(job.tokens, job.shape.top_k, dtype=torch.int32)
-        capacity = CAPACITY if job.tokens <= CAPACITY and job.forced != "dynamic" else 0
+        capacity = CAPACITY if job.tokens <= CAPACITY else 0
         run = wrapper(job.shape, "cpu", capacity).run
         try:
             run(x, token_selected_experts=ids, token_final_scales=torch.zeros(ids.shape), **arguments(layer.weights))
@@ -123,7 +142,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--keep", type=Path, help="also keep PTX and native cubins here")
     arguments_ = parser.parse_args()
-    jobs = sorted(product(), key=lambda job: job.options.sm) if arguments_.all else [*DYNAMIC, *LISTED]
+    jobs = sorted(product(), key=lambda job: job.options.sm) if arguments_.all else list(LISTED)
     for found in build_all(jobs, arguments_.jobs, arguments_.cache, arguments_.keep):
         print(json.dumps(found), flush=True)
     print(f"{len(jobs)} calls", file=sys.stderr)

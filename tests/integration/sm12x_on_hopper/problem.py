@@ -1,4 +1,4 @@
-"""One MoE layer's tensors, drawn on any device, as the package hands them to FlashInfer; and what rounding alone predicts."""
+"""Draw one MoE layer's tensors on any device, as the package hands them to FlashInfer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from trtllm_b12x.engines.trtllm.embedded.ops import block_scale_interleave
-from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
-from trtllm_b12x.formats.nvfp4 import NVFP4Weights, dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
+from trtllm_b12x.formats.layouts import mma_scale_view
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights, pack_fp4, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.tools.verify import draw_activations
@@ -198,49 +198,11 @@ def arguments(weights: NVFP4Weights) -> dict[str, torch.Tensor]:
     }
 
 
-def reference(layer: Layer, call: MoECall, weights: NVFP4Weights | None = None) -> torch.Tensor:
-    """The package's torch kernel."""
-    kernel = _planned(layer.shape, call.x.shape[0], weights or layer.weights)
-    return kernel.run(call.x, call.token_selected_experts, call.token_final_scales)
-
-
-def _planned(shape: Shape, tokens: int, weights: NVFP4Weights) -> ReferenceKernel:
-    kernel = ReferenceKernel()
+def reference(layer: Layer, call: MoECall) -> torch.Tensor:
+    """Compute the layer by the package's torch kernel."""
+    shape, kernel = layer.shape, ReferenceKernel()
     activation = "Swiglu" if shape.gated else "Relu2"
     geometry = Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
-    kernel.plan(geometry, tokens, weights.fc1_weight.device)
-    kernel.bind(weights)
-    return kernel
-
-
-def with_atomic_sums(layer: Layer, call: MoECall, orders: int) -> torch.Tensor:
-    """The output as micro and dynamic kernels add it up, in ``orders`` random orders: ``(orders, T, H)`` bf16.
-
-    One addition in bf16 per route and 128 columns: each partial sum is rounded, then its product with the route's weight,
-    then every running sum (``moe_micro_kernel.py:2161``, ``_moe_dynamic/generic.py:2571``).
-    """
-    weights = layer.weights
-    kernel = _planned(layer.shape, call.x.shape[0], weights)
-    size = layer.shape.padded
-    scales1, scales2 = plain_scales(weights.fc1_weight_sf), plain_scales(weights.fc2_weight_sf)
-    terms: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for expert in range(layer.shape.num_experts):
-        token, slot = (call.token_selected_experts == expert).nonzero(as_tuple=True)
-        if not token.numel():
-            continue
-        codes = kernel._quantized(call.x[token], weights.fc1_divisor[0])
-        fc1 = (codes @ dequantize(weights.fc1_weight[expert], scales1[expert]).T) * weights.fc1_alpha[expert]
-        inner = fc1[:, size:] * torch.sigmoid(fc1[:, size:]) * fc1[:, :size] if layer.shape.gated else fc1.relu().square()
-        codes = kernel._quantized(inner.to(torch.bfloat16), weights.fc2_divisor[expert])
-        w2 = dequantize(weights.fc2_weight[expert], scales2[expert])
-        route = call.token_final_scales[token, slot].unsqueeze(-1)
-        for first in range(0, layer.shape.intermediate_size, 128):  # padding adds zeros
-            partial = (codes[:, first : first + 128] @ w2[:, first : first + 128].T) * weights.fc2_alpha[expert]
-            terms.append((token, (partial.to(torch.bfloat16) * route).to(torch.bfloat16)))
-    results = torch.zeros(orders, *call.x.shape, dtype=torch.bfloat16, device=call.x.device)
-    generator = torch.Generator().manual_seed(0)
-    for result in results:
-        for index in torch.randperm(len(terms), generator=generator).tolist():
-            token, term = terms[index]
-            result[token] += term  # no token twice: an expert serves it once
-    return results
+    kernel.plan(geometry, call.x.shape[0], layer.weights.device)
+    kernel.bind(layer.weights)
+    return kernel.run(call.x, call.token_selected_experts, call.token_final_scales)

@@ -1,7 +1,7 @@
 """One run on a Hopper GPU: the real kernels' numbers, to JSON; ``report.py`` makes the tables of ``docs/``.
 
 ``python -m tests.integration.sm12x_on_hopper.run build --cache DIR`` builds every kernel of the run, on any machine;
-``... measure --cache DIR --out FILE`` measures on the device; ``... one JOB ...`` runs one call, for compute-sanitizer.
+``... measure --cache DIR --out FILE`` measures on the device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,25 @@ from typing import Any
 import torch
 
 from trtllm_b12x.tools.verify import reference, relative_l2
-from trtllm_b12x.tools.verify import reference_formats as formats
 from trtllm_b12x.tools.verify.reference import MoECall
 
 from .bed import Bed, sm12x_on_hopper
-from .build import Options
 from .calls import DEVICE, REPETITIONS, Measured, Runner, Yardsticks
-from .jobs import bare_jobs, card_jobs, halved, main_jobs, one_per_kernel, other_jobs
-from .kernels import CAPACITY, SHAPES, SMALL_RELU2, SMALL_SWIGLU, Job, Shape, build_all, forced
+from .kernels import (
+    CAPACITY,
+    EXPORTS,
+    SHAPES,
+    SMALL_RELU2,
+    SMALL_SWIGLU,
+    Job,
+    Shape,
+    build_all,
+    forced,
+    halved,
+    main_jobs,
+    one_per_kernel,
+    other_jobs,
+)
 from .problem import Layer, arguments, draw, draw_call, kernel_weights, wrapper
 
 
@@ -132,7 +143,7 @@ def _expert_parallel(bed: Bed) -> Iterator[Measured]:
 
 
 def exports(bed: Bed, folder: Path) -> Iterator[dict[str, Any]]:
-    """Real ModelOpt exports: exact against baked scale preparation, and an FC2 input scale of 1."""
+    """Measure exact against baked scale preparation on real ModelOpt exports."""
     from trtllm_b12x.tools.checkpoint import Checkpoint
 
     for directory in sorted(path.parent for path in folder.glob("*/nvfp4/config.json")):
@@ -145,16 +156,11 @@ def exports(bed: Bed, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _preparations(bed: Bed, layer: Layer, index: int) -> Iterator[dict[str, Any]]:
-    shape, exact = layer.shape, layer.weights
+    shape = layer.shape
+    # Without input_global_scale the alphas are the input scales, one per expert.
     baked = kernel_weights(shape, layer.checkpoint, baked=True)
-    unit = torch.ones_like(exact.fc2_divisor)
-    prepared = {
-        "exact": (exact, ()),
-        "baked": (baked, ("input_global_scale",)),
-        "exact, FC2 scale 1": (replace(exact, fc2_divisor=unit, fc2_alpha=exact.fc2_alpha / exact.fc2_divisor), ()),
-        "exact, reciprocal FC2 scale": (replace(exact, fc2_divisor=exact.fc2_divisor.reciprocal()), ()),
-        "baked, FC2 scale 1": (replace(baked, fc2_divisor=unit, fc2_alpha=unit), ("input_global_scale",)),
-    }
+    baked = replace(baked, fc1_alpha=baked.fc1_alpha * baked.fc1_divisor)
+    prepared = {"exact": (layer.weights, ()), "baked": (baked, ("input_global_scale",))}
     weight_error = reference.reference_for(layer.checkpoint, shape.num_experts, shape.gated).baked_weight_error(
         range(shape.num_experts), DEVICE
     )
@@ -165,8 +171,6 @@ def _preparations(bed: Bed, layer: Layer, index: int) -> Iterator[dict[str, Any]
             torch.cat([getattr(y, name) for y in yardsticks]) for name in ("unquantized", "float32", "kernel_points")
         )
         for name, (weights, drop) in prepared.items():
-            if "baked" in name:  # without input_global_scale the alphas are the input scales, one per expert
-                weights = replace(weights, fc1_alpha=weights.fc1_alpha * weights.fc1_divisor)
             runner = Runner(layer, weights, drop)
             results = [runner(bed, job, call) for call in calls]
             out = torch.cat([out for _, out in results]).float()
@@ -180,35 +184,6 @@ def _preparations(bed: Bed, layer: Layer, index: int) -> Iterator[dict[str, Any]
                 "reference": relative_l2(float32, true),
                 "kernel_points": relative_l2(out, points),
             }
-
-
-def saturation(layer: Layer) -> dict[str, float]:
-    """Of FC2's block scales: how many reach E4M3's largest value, how many are subnormal or zero; calibrated scale and 1."""
-    shape = layer.shape
-    call = draw_call(layer, 256, 5)
-    seen: list[torch.Tensor] = []
-    tensors = layer.checkpoint
-    for expert in range(shape.num_experts):
-        token = (call.token_selected_experts == expert).any(1)
-        matrices = {
-            name: formats.dequantize_nvfp4(
-                *(tensors[f"{expert}.{name}.{k}"] for k in ("weight", "weight_scale", "weight_scale_2"))
-            )
-            for name in (("w1", "w3") if shape.gated else ("w1",))
-        }
-        hidden = call.x[token].float() @ matrices["w1"].T
-        if shape.gated:
-            hidden = torch.nn.functional.silu(hidden) * (call.x[token].float() @ matrices["w3"].T)
-        else:
-            hidden = hidden.relu().square()
-        seen.append(hidden.unflatten(-1, (-1, 16)).abs().amax(-1).flatten())
-    amax = torch.cat(seen)
-    result = {}
-    for name, scale in (("calibrated", layer.weights.fc2_divisor[0]), ("1", torch.ones((), device=DEVICE))):
-        wanted = amax / (6 * scale)
-        result[f"saturated, {name}"] = float((wanted > 448).float().mean())
-        result[f"below the smallest normal, {name}"] = float((wanted < 2**-6).float().mean())
-    return result
 
 
 def versions() -> dict[str, str]:
@@ -245,32 +220,15 @@ def measure(cache: Path, out: Path, folder: Path, budget: float) -> None:
         collect("exports", exports(bed, folder))
         for shape in (SMALL_SWIGLU, SMALL_RELU2, *SHAPES):
             collect("numbers", measure_jobs(bed, [job for job in main_jobs() if job.shape == shape], REPETITIONS))
-        result["saturation"] = {shape.name: saturation(draw(shape, DEVICE)) for shape in (SMALL_SWIGLU, SMALL_RELU2)}
-    others = {
-        "GB10": list(card_jobs()),
-        "micro without the barrier": list(bare_jobs()),
-    }
-    for section, jobs in others.items():
+    for section, jobs in other_jobs().items():
         with sm12x_on_hopper(sm_count=jobs[0].sm_count, options=jobs[0].options, cache=cache) as bed:
             collect(section, measure_jobs(bed, jobs, REPETITIONS))
     out.write_text(json.dumps(result, indent=1))
 
 
-def one(text: str, cache: Path) -> None:
-    """``small SwiGLU,4,micro[,bare][,stagger][,lines][,gb10][,once]``: one call and its distances, for compute-sanitizer."""
-    name, tokens, backend, *flags = text.split(",")
-    shape = next(s for s in (SMALL_SWIGLU, SMALL_RELU2, *SHAPES) if s.name == name)
-    options = Options(121 if "gb10" in flags else 120, "bare" not in flags, "stagger" in flags, "lines" in flags)
-    job = Job(shape, int(tokens), backend, 48 if "gb10" in flags else 132, options)
-    with sm12x_on_hopper(sm_count=job.sm_count, options=options, cache=cache) as bed:
-        for row in measure_jobs(bed, [job], 1 if "once" in flags else REPETITIONS, note=" ".join(flags)):
-            print(json.dumps(asdict(row)), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=("build", "measure", "one"))
-    parser.add_argument("job", nargs="*")
+    parser.add_argument("what", choices=("build", "measure"))
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--exports", type=Path, default=Path("exports"))
@@ -278,15 +236,14 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=400, help="seconds")
     given = parser.parse_args()
     if given.what == "build":
-        wanted = {*main_jobs(), *other_jobs(), *card_jobs(), *bare_jobs()}
+        small = (*EXPORTS, halved(SMALL_SWIGLU), halved(SMALL_RELU2))
+        wanted = {*main_jobs(), *(job for shape in small for job in one_per_kernel(shape))}
+        wanted.update(*other_jobs().values())
         jobs = sorted(wanted, key=lambda job: (job.options.sm, job.shape.name, str(job.forced), job.tokens, str(job.options)))
         count = sum(1 for _ in build_all(jobs, given.processes, given.cache))
         print(f"{len(jobs)} calls, {count} kernels", file=sys.stderr)
-    elif given.what == "measure":
-        measure(given.cache, given.out, given.exports, given.budget)
     else:
-        for text in given.job:
-            one(text, given.cache)
+        measure(given.cache, given.out, given.exports, given.budget)
 
 
 if __name__ == "__main__":

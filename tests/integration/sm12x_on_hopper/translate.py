@@ -187,13 +187,12 @@ scales (``moe_static_kernel.py``, ``moe_micro_kernel.py``, ``_moe_dynamic``).  `
 maps disagree."""
 
 
-def translate(ptx: str, device_functions: str, *, mend_micro: bool = False, stagger: bool = False) -> Translation:
+def translate(ptx: str, device_functions: str, *, stagger: bool = False) -> Translation:
     """Translate a module of the CuTe DSL.
 
     Args:
         ptx: as ``CUTE_DSL_KEEP_PTX`` keeps it.
         device_functions: ``instructions.cu`` in PTX for ``sm_90a``.
-        mend_micro: add the barrier that the micro kernel lacks (docs/flashinfer-micro-barrier.md).
         stagger: let every warp sleep at random behind each barrier.
 
     Raises:
@@ -218,8 +217,6 @@ def translate(ptx: str, device_functions: str, *, mend_micro: bool = False, stag
         parts.append(text)
         entries.append(kernel.entry)
     result = "".join(parts)
-    if mend_micro:
-        result, counts["micro barrier"] = _BARE_FENCE.subn(r"\g<0>\n\tbar.sync 1, 128;", result)
     if stagger:
         result = re.sub(r"^[ \t]*bar\.sync[^;]*;", r"\g<0>\n\tcall.uni b12x_stagger;", result, flags=re.M)
     _refuse_leftovers(result)
@@ -275,10 +272,6 @@ def _check_byte_ids(text: str, registers: set[str]) -> None:
         written = re.findall(rf"^\s*(\S+)\s+{re.escape(register)},\s*([^;]*);", text, re.M)
         if set(written) != {("mov.b16", "0")}:
             raise UnknownInstructionError(f"a scale's byte selector {register} that is not 0")
-
-
-_BARE_FENCE = re.compile(r"^[ \t]*fence\.proxy\.async\.shared::cta;(?!\s*(?:\$\w+:\s*)?bar\.sync)", re.M)
-"""The micro kernel's fence before its scatter; the others are followed by a barrier at once."""
 
 
 def _refuse_leftovers(ptx: str) -> None:
