@@ -23,7 +23,8 @@ from benchmarks.calls import ROOT, checked_out, compared
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.facts import GOOD
-from trtllm_b12x.decision import Deployment, Environment, Problem, decide
+from trtllm_b12x.decision import Deployment, Environment, decide
+from trtllm_b12x.formats.geometry import LayerShape
 
 REPEATS = 15
 PAIRS = 150
@@ -93,10 +94,10 @@ def main() -> None:
     nothing, ours, click = seconds("pass"), seconds("import trtllm_b12x"), seconds("import click")
     print(f"import trtllm_b12x: {1e3 * (ours - nothing):6.1f} ms beyond an empty interpreter")
     print(f"import click:       {1e3 * (click - nothing):6.1f} ms, for comparison")
-    problem = Problem(
+    shape = LayerShape(
         quant_algo="NVFP4",
         group_size=16,
-        activation_dtype="bfloat16",
+        dtype="bfloat16",
         activation="Swiglu",
         activation_constants=False,
         hidden_size=2048,
@@ -110,7 +111,7 @@ def main() -> None:
         ("no, four reasons", Environment(enabled=False, sm=90, dsl="none", flashinfer="none")),
     ):
         number = 20_000
-        best = min(timeit.repeat(lambda: decide(problem, Deployment(1), facts), number=number, repeat=5))  # noqa: B023
+        best = min(timeit.repeat(lambda: decide(shape, Deployment(1), facts), number=number, repeat=5))  # noqa: B023
         print(f"decide ({name}): {1e6 * best / number:6.1f} us")
     backend = layers.load(layers.create(8, 128, 256), random_experts(8, 128, 256)).backend
     x, number = torch.zeros(1, 128, dtype=torch.bfloat16), 20_000

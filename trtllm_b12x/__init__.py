@@ -29,10 +29,10 @@ def explain(model_config: object, override_quant_config: object = None) -> "Reso
     """
     from trtllm_b12x.engines.trtllm import describe, eligibility
 
-    question = describe.of_model(model_config, override_quant_config)
-    if question is None:
+    quantization = describe.quantization_of(model_config, override_quant_config)
+    if quantization is None:
         raise TypeError(f"{type(model_config).__name__} is no ModelConfig of the host: it has no quant_config")
-    return eligibility.resolve(question)
+    return eligibility.resolve(describe.from_config(model_config, quantization))
 
 
 def uninstall() -> None:

@@ -16,73 +16,73 @@ from trtllm_b12x.decision import (
     KernelFeatures,
     Lacking,
     PayloadFault,
-    Problem,
     RejectReason,
     decide,
     refused_by_hosts,
     resolve,
     version_tuple,
 )
+from trtllm_b12x.formats.geometry import LayerShape
 
 KERNEL = Environment()
 FEATURES = KernelFeatures("k", frozenset({"Swiglu", "Relu2"}), 128, 128, negative_ids=True, graph_safe=True)
 FEATURES = replace(FEATURES, bound_by=frozenset(RejectReason))
 POOR = replace(FEATURES, negative_ids=False, graph_safe=False)
 CASES = [
-    (RejectReason.DISABLED, Problem(), Deployment(), Environment(enabled=False)),
-    (RejectReason.HOST, Problem(), Deployment(), Environment(host="unsupported")),
-    (RejectReason.SM, Problem(), Deployment(), Environment(sm=90)),
-    (RejectReason.SM, Problem(), Deployment(), Environment(sm=0)),
-    (RejectReason.TOOLKIT, Problem(), Deployment(), Environment(toolkit_cuda=(12, 9))),
-    (RejectReason.TOOLKIT, Problem(), Deployment(), Environment(toolkit_cuda=(0, 0))),
-    (RejectReason.DSL_MISSING, Problem(), Deployment(), Environment(dsl="none", payload_cuda=None)),
+    (RejectReason.DISABLED, LayerShape(), Deployment(), Environment(enabled=False)),
+    (RejectReason.HOST, LayerShape(), Deployment(), Environment(host="unsupported")),
+    (RejectReason.SM, LayerShape(), Deployment(), Environment(sm=90)),
+    (RejectReason.SM, LayerShape(), Deployment(), Environment(sm=0)),
+    (RejectReason.TOOLKIT, LayerShape(), Deployment(), Environment(toolkit_cuda=(12, 9))),
+    (RejectReason.TOOLKIT, LayerShape(), Deployment(), Environment(toolkit_cuda=(0, 0))),
+    (RejectReason.DSL_MISSING, LayerShape(), Deployment(), Environment(dsl="none", payload_cuda=None)),
     *(
-        (RejectReason.DSL_PAYLOAD, Problem(), Deployment(), Environment(dsl=dsl, payload_cuda=(12, 9), payload_fault=fault))
+        (RejectReason.DSL_PAYLOAD, LayerShape(), Deployment(), Environment(dsl=dsl, payload_cuda=(12, 9), payload_fault=fault))
         for fault in (*PayloadFault, None)
         for dsl in ("4.5.0", "4.8.1")
     ),
-    (RejectReason.FLASHINFER_MISSING, Problem(), Deployment(), Environment(flashinfer="none")),
+    (RejectReason.FLASHINFER_MISSING, LayerShape(), Deployment(), Environment(flashinfer="none")),
     *(
-        (RejectReason.FLASHINFER_TOO_OLD, Problem(), Deployment(), Environment(flashinfer=version, exact_scales=exact))
+        (RejectReason.FLASHINFER_TOO_OLD, LayerShape(), Deployment(), Environment(flashinfer=version, exact_scales=exact))
         for version, exact in (("0.6.0", False), ("0.6.16", False), ("0.6.17", True), ("0.6.17.post9", True))
     ),
-    (RejectReason.FLASHINFER_BROKEN, Problem(), Deployment(), Environment(flashinfer="0.7.2", flashinfer_fault="cut off")),
-    (RejectReason.FLASHINFER_BROKEN, Problem(), Deployment(), Environment(flashinfer="0.7.2", exact_scales=False)),
+    (RejectReason.FLASHINFER_BROKEN, LayerShape(), Deployment(), Environment(flashinfer="0.7.2", flashinfer_fault="cut off")),
+    (RejectReason.FLASHINFER_BROKEN, LayerShape(), Deployment(), Environment(flashinfer="0.7.2", exact_scales=False)),
     (
         RejectReason.FLASHINFER_BROKEN,
-        Problem(),
+        LayerShape(),
         Deployment(),
         Environment(flashinfer="0.6.18", mismatched=("flashinfer-cubin",)),
     ),
-    (RejectReason.REQUIREMENT, Problem(), Deployment(), Environment(unmet=("nvidia-cutlass-dsl>=4.6.2a0 (4.5.0 is installed)",))),
-    (RejectReason.REQUIREMENT, Problem(), Deployment(), Environment(unmet=("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",))),
-    (RejectReason.TRITON, Problem(), Deployment(), Environment(triton_lacks=(Lacking("no gcc", "apt-get install gcc"),))),
-    (RejectReason.QUANTIZATION, Problem(quant_algo="FP8"), Deployment(), KERNEL),
-    (RejectReason.QUANTIZATION, Problem(quant_algo="none"), Deployment(), KERNEL),
-    (RejectReason.GROUP_SIZE, Problem(quant_algo="NVFP4", group_size=32), Deployment(), KERNEL),
-    (RejectReason.PRE_QUANT_SCALE, Problem(pre_quant_scale=True), Deployment(), KERNEL),
-    (RejectReason.UNEQUAL_SCALES, Problem(unequal_scales=True), Deployment(), KERNEL),
-    (RejectReason.DYNAMIC_QUANTIZATION, Problem(dynamic_quantization=True), Deployment(), KERNEL),
-    (RejectReason.ACTIVATION_DTYPE, Problem(activation_dtype="float16"), Deployment(), KERNEL),
-    (RejectReason.ACTIVATION, Problem(activation="Geglu"), Deployment(), KERNEL),
-    (RejectReason.ACTIVATION_CONSTANTS, Problem(activation_constants=True), Deployment(), KERNEL),
-    (RejectReason.HIDDEN_SIZE, Problem(hidden_size=192), Deployment(), KERNEL),
-    (RejectReason.INTERMEDIATE_SIZE, Problem(intermediate_size=24), Deployment(), KERNEL),
-    (RejectReason.BIAS, Problem(bias=True), Deployment(), KERNEL),
-    (RejectReason.ROUTER_WEIGHT_ON_INPUT, Problem(apply_router_weight_on_input=True), Deployment(), KERNEL),
-    (RejectReason.EXPERT_PARALLEL, Problem(), Deployment(ep_size=2), KERNEL),
-    (RejectReason.LOAD_BALANCER, Problem(), Deployment(load_balancer="dynamic"), KERNEL),
-    (RejectReason.LOAD_BALANCER, Problem(), Deployment(load_balancer="static"), KERNEL),
-    (RejectReason.ATTENTION_DP, Problem(), Deployment(attention_dp=True), KERNEL),
-    (RejectReason.ALLTOALL, Problem(), Deployment(alltoall=True), KERNEL),
-    (RejectReason.CUDA_GRAPHS, Problem(), Deployment(cuda_graphs=True), KERNEL),
-    (RejectReason.LORA, Problem(), Deployment(lora=True), KERNEL),
-    (RejectReason.UPCAST, Problem(), Deployment(), Environment(upcast="Triton 3.5.1 multiplies bfloat16")),
+    (RejectReason.REQUIREMENT, LayerShape(), Deployment(), Environment(unmet=("nvidia-cutlass-dsl>=4.6.2a0 (4.5.0 installed)",))),
+    (RejectReason.REQUIREMENT, LayerShape(), Deployment(), Environment(unmet=("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",))),
+    (RejectReason.TRITON, LayerShape(), Deployment(), Environment(triton_lacks=(Lacking("no gcc", "apt-get install gcc"),))),
+    (RejectReason.QUANTIZATION, LayerShape(quant_algo="FP8"), Deployment(), KERNEL),
+    (RejectReason.QUANTIZATION, LayerShape(quant_algo="none"), Deployment(), KERNEL),
+    (RejectReason.GROUP_SIZE, LayerShape(quant_algo="NVFP4", group_size=32), Deployment(), KERNEL),
+    (RejectReason.PRE_QUANT_SCALE, LayerShape(pre_quant_scale=True), Deployment(), KERNEL),
+    (RejectReason.UNEQUAL_SCALES, LayerShape(unequal_scales=True), Deployment(), KERNEL),
+    (RejectReason.DYNAMIC_QUANTIZATION, LayerShape(dynamic_quantization=True), Deployment(), KERNEL),
+    (RejectReason.ACTIVATION_DTYPE, LayerShape(dtype="float16"), Deployment(), KERNEL),
+    (RejectReason.ACTIVATION, LayerShape(activation="Geglu"), Deployment(), KERNEL),
+    (RejectReason.ACTIVATION_CONSTANTS, LayerShape(activation_constants=True), Deployment(), KERNEL),
+    (RejectReason.HIDDEN_SIZE, LayerShape(hidden_size=192), Deployment(), KERNEL),
+    (RejectReason.INTERMEDIATE_SIZE, LayerShape(intermediate_size=24), Deployment(), KERNEL),
+    (RejectReason.BIAS, LayerShape(bias=True), Deployment(), KERNEL),
+    (RejectReason.ROUTER_WEIGHT_ON_INPUT, LayerShape(apply_router_weight_on_input=True), Deployment(), KERNEL),
+    (RejectReason.EXPERT_PARALLEL, LayerShape(), Deployment(ep_size=2), KERNEL),
+    (RejectReason.LOAD_BALANCER, LayerShape(), Deployment(load_balancer="dynamic"), KERNEL),
+    (RejectReason.LOAD_BALANCER, LayerShape(), Deployment(load_balancer="static"), KERNEL),
+    (RejectReason.ATTENTION_DP, LayerShape(), Deployment(attention_dp=True), KERNEL),
+    (RejectReason.ALLTOALL, LayerShape(), Deployment(alltoall=True), KERNEL),
+    (RejectReason.CUDA_GRAPHS, LayerShape(), Deployment(cuda_graphs=True), KERNEL),
+    (RejectReason.LORA, LayerShape(), Deployment(lora=True), KERNEL),
+    (RejectReason.UPCAST, LayerShape(), Deployment(), Environment(upcast="Triton 3.5.1 multiplies bfloat16")),
 ]
 
 
 @pytest.mark.parametrize(("reason", "problem", "deployment", "environment"), CASES, ids=lambda v: getattr(v, "name", ""))
-def test_each_reason_alone(reason: RejectReason, problem: Problem, deployment: Deployment, environment: Environment) -> None:
+def test_each_reason_alone(reason: RejectReason, problem: LayerShape, deployment: Deployment, environment: Environment) -> None:
     features = POOR if reason in POORLY else FEATURES
     verdict = decide(problem, deployment, environment, features)
     assert verdict.reasons == (reason,)
@@ -96,8 +96,8 @@ POORLY = {RejectReason.EXPERT_PARALLEL, RejectReason.CUDA_GRAPHS}
 
 
 def test_every_reason_has_a_case() -> None:
-    (plan,) = decide(Problem(), plan_error="ptxas failed").rejections
-    (none,) = resolve(Problem(), None, None, ()).rejections
+    (plan,) = decide(LayerShape(), plan_error="ptxas failed").rejections
+    (none,) = resolve(LayerShape(), None, None, ()).rejections
     alone = {RejectReason.PREFILL}  # of a format, not of a family: test_mxfp8.py
     assert {case[0] for case in CASES} | {plan.reason, none.reason} | alone == set(RejectReason)
 
@@ -115,8 +115,8 @@ def test_a_family_is_bound_by_its_own_rules_alone() -> None:
         bound_by=frozenset(RejectReason) - own,
     )
     bare = Environment(enabled=True, host="B", sm=120, toolkit_cuda=(12, 9), dsl="none", flashinfer="none")
-    asked = Problem(
-        quant_algo="NVFP4", activation="Geglu", activation_dtype="float16", bias=True, activation_constants=True, hidden_size=80
+    asked = LayerShape(
+        quant_algo="NVFP4", activation="Geglu", dtype="float16", bias=True, activation_constants=True, hidden_size=80
     )
     found = resolve(asked, Deployment(ep_size=2), bare, (("b12x", FEATURES), ("other", other)))
     assert (found.served, found.families, found.reasons) == (True, ("other",), ())
@@ -133,12 +133,12 @@ def test_a_family_is_bound_by_its_own_rules_alone() -> None:
 
 
 def test_unknown_facts_speak_against_nothing() -> None:
-    assert decide(Problem()).served
-    assert decide(Problem(quant_algo="NVFP4", group_size=128), Deployment(ep_size=8), Environment()).served
+    assert decide(LayerShape()).served
+    assert decide(LayerShape(quant_algo="NVFP4", group_size=128), Deployment(ep_size=8), Environment()).served
 
 
 def test_all_reasons_at_once() -> None:
-    problem = Problem(quant_algo="FP8", bias=True, intermediate_size=8, activation_dtype="float16")
+    problem = LayerShape(quant_algo="FP8", bias=True, intermediate_size=8, dtype="float16")
     assert decide(problem, Deployment(lora=True), KERNEL).reasons == (
         RejectReason.QUANTIZATION,
         RejectReason.ACTIVATION_DTYPE,
@@ -150,10 +150,10 @@ def test_all_reasons_at_once() -> None:
 
 def test_what_the_field_runs_is_served() -> None:
     for activation, hidden, inner in (("Swiglu", 2048, 768), ("Relu2", 1024, 2688), ("Relu2", 2688, 1856), ("Swiglu", 2560, 640)):
-        problem = Problem(
+        problem = LayerShape(
             quant_algo="NVFP4",
             group_size=16,
-            activation_dtype="bfloat16",
+            dtype="bfloat16",
             activation=activation,
             activation_constants=False,
             pre_quant_scale=False,
@@ -173,10 +173,10 @@ versions = st.none() | st.sampled_from(
 )
 cuda = st.none() | st.tuples(st.integers(0, 14), st.integers(0, 9))
 problems = st.builds(
-    Problem,
+    LayerShape,
     quant_algo=st.none() | st.sampled_from(["NVFP4", "FP8", "none", "NVFP4_AWQ", ""]),
     group_size=st.none() | st.sampled_from([0, 16, 32, 128]),
-    activation_dtype=st.none() | st.sampled_from(["bfloat16", "float16"]),
+    dtype=st.none() | st.sampled_from(["bfloat16", "float16"]),
     activation=st.none() | st.sampled_from(["Swiglu", "Relu2", "Geglu", ""]),
     activation_constants=maybe_bool,
     pre_quant_scale=maybe_bool,
@@ -225,7 +225,7 @@ kinds = st.builds(
 STRICTER: dict[str, Any] = {
     "quant_algo": "FP8",
     "group_size": 32,
-    "activation_dtype": "float16",
+    "dtype": "float16",
     "activation": "Geglu",
     "activation_constants": True,
     "pre_quant_scale": True,
@@ -258,7 +258,7 @@ STRICTER: dict[str, Any] = {
 @settings(max_examples=500, deadline=None)
 @given(problems, deployments, environments, kinds)
 def test_it_never_raises_and_every_rejection_can_be_read(
-    problem: Problem, deployment: Deployment, environment: Environment, features: KernelFeatures
+    problem: LayerShape, deployment: Deployment, environment: Environment, features: KernelFeatures
 ) -> None:
     verdict = decide(problem, deployment, environment, features)
     assert verdict.served == (verdict.reasons == ())
@@ -281,7 +281,7 @@ def test_it_never_raises_and_every_rejection_can_be_read(
 @settings(max_examples=500, deadline=None)
 @given(problems, deployments, environments, kinds, st.sampled_from(sorted(STRICTER)))
 def test_a_stricter_fact_never_turns_no_into_yes(
-    problem: Problem, deployment: Deployment, environment: Environment, features: KernelFeatures, field: str
+    problem: LayerShape, deployment: Deployment, environment: Environment, features: KernelFeatures, field: str
 ) -> None:
     facts: list[Any] = [problem, deployment, environment, features]
     before = decide(*facts)
@@ -292,19 +292,19 @@ def test_a_stricter_fact_never_turns_no_into_yes(
 
 
 @pytest.mark.parametrize(
-    ("problem", "words"),
+    ("shape", "words"),
     [
-        (Problem(quant_algo="NVFP4", activation="Swiglu", intermediate_size=160), ["160 per rank is no multiple of 64"]),
-        (Problem(quant_algo="NVFP4", activation="Swiglu", intermediate_size=192), []),
-        (Problem(quant_algo="NVFP4", activation="Relu2", intermediate_size=160), []),
-        (Problem(quant_algo="FP8", activation="Swiglu", intermediate_size=160), []),
-        (Problem(quant_algo="NVFP4", group_size=32, intermediate_size=192), ["NVFP4 with group size 32"]),
-        (Problem(quant_algo="NVFP4", group_size=16), []),
-        (Problem(), []),
+        (LayerShape(quant_algo="NVFP4", activation="Swiglu", intermediate_size=320), ["160 per rank is no multiple of 64"]),
+        (LayerShape(quant_algo="NVFP4", activation="Swiglu", intermediate_size=384), []),
+        (LayerShape(quant_algo="NVFP4", activation="Relu2", intermediate_size=320), []),
+        (LayerShape(quant_algo="FP8", activation="Swiglu", intermediate_size=320), []),
+        (LayerShape(quant_algo="NVFP4", group_size=32, intermediate_size=384), ["NVFP4 with group size 32"]),
+        (LayerShape(quant_algo="NVFP4", group_size=16), []),
+        (LayerShape(), []),
     ],
 )
-def test_what_hosts_refuse_before_us(problem: Problem, words: list[str]) -> None:
-    found = refused_by_hosts(problem)
+def test_what_hosts_refuse_before_us(shape: LayerShape, words: list[str]) -> None:
+    found = refused_by_hosts(shape, Deployment(tp_size=2))
     assert len(found) == len(words)
     assert all(line.startswith("TensorRT-LLM from August 2026 on") for line in found)
     assert all(word in line for word, line in zip(words, found, strict=True))
@@ -319,7 +319,7 @@ def test_versions(text: str, release: tuple[int, ...]) -> None:
 
 
 def test_weight_only_experts_are_named() -> None:
-    (rejection,) = decide(Problem(quant_algo="W4A16_NVFP4")).rejections
+    (rejection,) = decide(LayerShape(quant_algo="W4A16_NVFP4")).rejections
     assert rejection.reason is RejectReason.QUANTIZATION
     assert "W4A16_NVFP4" in rejection.detail
     assert "not NVFP4" not in rejection.detail

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from trtllm_b12x.core import process
-from trtllm_b12x.decision import UNKNOWN, Environment, Lacking, Problem, Rejection, RejectReason, Resolution, families, resolve
+from trtllm_b12x.decision import UNKNOWN, Environment, Lacking, Rejection, RejectReason, Resolution, families, resolve
 from trtllm_b12x.decision.announce import announce
+from trtllm_b12x.formats.geometry import LayerShape
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def _fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def b12x(**facts: Any) -> Resolution:
-    return resolve(Problem(), None, Environment(**facts), [("b12x", UNKNOWN)])
+    return resolve(LayerShape(), None, Environment(**facts), [("b12x", UNKNOWN)])
 
 
 MENDABLE, ANOTHER_CARD = b12x(dsl="none"), b12x(sm=90)
@@ -59,17 +60,19 @@ def test_what_stands_against_one_family_alone(caplog: pytest.LogCaptureFixture) 
     facts = Environment(dsl="none", flashinfer="none")
     rows = [(family.name, family.features(facts)) for family in families.FAMILIES]
     for layer in range(3):
-        announce(resolve(Problem(quant_algo="NVFP4"), None, facts, rows), f"MoE layer {layer}")
+        announce(resolve(LayerShape(quant_algo="NVFP4"), None, facts, rows), f"MoE layer {layer}")
     (line,) = caplog.records
     assert line.levelno == logging.INFO
     assert "MoE layer 0 is served by triton, not by b12x: DSL_MISSING: " in line.getMessage()
     assert "; FLASHINFER_MISSING: " in line.getMessage()
     assert line.getMessage().count("pip install") == 1
     caplog.clear()
-    announce(resolve(Problem(quant_algo="FP8"), None, facts, rows), "MoE layer 3")
+    announce(resolve(LayerShape(quant_algo="FP8"), None, facts, rows), "MoE layer 3")
     (line,) = caplog.records
     assert "MoE layer 3 stays on CUTLASS: QUANTIZATION" in line.getMessage()
-    announce(resolve(Problem(quant_algo="NVFP4"), None, replace(facts, triton_lacks=(Lacking("no gcc", "cc"),)), rows), "layer")
+    announce(
+        resolve(LayerShape(quant_algo="NVFP4"), None, replace(facts, triton_lacks=(Lacking("no gcc", "cc"),)), rows), "layer"
+    )
     assert "layer stays on CUTLASS: TRITON: no gcc (cc)" in caplog.text
 
 

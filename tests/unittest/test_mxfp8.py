@@ -10,10 +10,11 @@ import torch
 from tests import mxfp8
 from trtllm_b12x import formats
 from trtllm_b12x.core import process
-from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, Problem, RejectReason, decide
+from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, RejectReason, decide
 from trtllm_b12x.decision.families import grouped, grouped_nvfp4, triton_mxfp8
 from trtllm_b12x.engines.trtllm import eligibility
 from trtllm_b12x.environment import triton
+from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.mxfp8 import decode_e8m0, dequantize, quantize
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
@@ -75,7 +76,7 @@ def test_an_upcast_serves_only_where_the_host_has_no_path(family: Callable[[Envi
     slow = Environment(upcast="Triton 3.5.1 multiplies bfloat16")
     features = family(slow)
     (algorithm,), group = features.quantizations, features.group_size
-    problem = Problem(quant_algo=algorithm, group_size=group, activation="Swiglu", hidden_size=256, intermediate_size=96)
+    problem = LayerShape(quant_algo=algorithm, group_size=group, activation="Swiglu", hidden_size=256, intermediate_size=96)
     refused = [RejectReason.UPCAST] if algorithm == "NVFP4" else []
     assert [rejection.reason for rejection in decide(problem, Deployment(), slow, features).rejections] == refused
     assert features.caveat == (slow.upcast if family is grouped else "")
@@ -98,7 +99,7 @@ def test_a_slow_product_is_said_once(version: str, monkeypatch: pytest.MonkeyPat
 
 def test_decode_alone_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has no path for prefill."""
-    problem = Problem(quant_algo="MXFP8", group_size=32, activation="Swiglu", hidden_size=256, intermediate_size=96)
+    problem = LayerShape(quant_algo="MXFP8", group_size=32, activation="Swiglu", hidden_size=256, intermediate_size=96)
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
     assert eligibility.resolve((problem, Deployment())).reasons == (RejectReason.PREFILL,)
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")
@@ -110,6 +111,6 @@ def test_decode_alone_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_formats_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRTLLM_B12X_KERNELS")
     assert [row.name for row in formats.FORMATS if not row.hosts_path] == ["MXFP8"]
-    found = eligibility.resolve((Problem(quant_algo="NVFP4"), Deployment()))
+    found = eligibility.resolve((LayerShape(quant_algo="NVFP4"), Deployment()))
     assert found.families == ("b12x", "triton", "grouped")
     assert formats.load("trtllm_b12x.kernels.triton.grouped_nvfp4:GroupedNVFP4Kernel").features.quantizations == {"NVFP4"}

@@ -10,11 +10,11 @@ from trtllm_b12x.decision import (
     Deployment,
     Environment,
     PayloadFault,
-    Problem,
     RejectReason,
     decide,
     families,
 )
+from trtllm_b12x.formats.geometry import LayerShape
 
 PINS_1_3: dict[str, Any] = {"flashinfer": "0.6.11", "exact_scales": False, "dsl": "4.5.0"}
 NEW: dict[str, Any] = {"flashinfer": "0.7.2.post1", "exact_scales": True, "dsl": "4.8.1", "payload_cuda": (13, 4)}
@@ -24,7 +24,7 @@ BOTH = 'pip install "flashinfer-python>=0.7.2,<0.8" "nvidia-cutlass-dsl[cu13]==4
 def repair(deployment: Deployment | None = None, **facts: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Commands and moves, which are the same whichever of the packages' reasons one reads."""
     e = Environment(**facts)
-    found = {(r.commands, r.moves) for r in decide(Problem(), deployment, e, families.b12x(e)).rejections}
+    found = {(r.commands, r.moves) for r in decide(LayerShape(), deployment, e, families.b12x(e)).rejections}
     (only,) = found
     return only
 
@@ -32,7 +32,7 @@ def repair(deployment: Deployment | None = None, **facts: Any) -> tuple[tuple[st
 @pytest.mark.parametrize("fault", [PayloadFault.CU13_MISSING, PayloadFault.SHADOWED, PayloadFault.CRASH])
 def test_one_command_mends_everything_that_packages_cause(fault: PayloadFault) -> None:
     facts = {**PINS_1_3, "payload_cuda": (12, 9), "payload_fault": fault}
-    assert decide(Problem(), environment=Environment(**facts)).reasons == (
+    assert decide(LayerShape(), environment=Environment(**facts)).reasons == (
         RejectReason.DSL_PAYLOAD,
         RejectReason.FLASHINFER_TOO_OLD,
     )
@@ -44,7 +44,7 @@ def test_one_command_mends_everything_that_packages_cause(fault: PayloadFault) -
 def test_what_is_good_enough_stays() -> None:
     main = {**NEW, "flashinfer": "0.6.18", "dsl": "4.7.0", "expert_parallel": False}
     newer = ('pip install "flashinfer-python>=0.7.2,<0.8"',)
-    assert decide(Problem(), environment=Environment(**main)).served
+    assert decide(LayerShape(), environment=Environment(**main)).served
     assert repair(Deployment(ep_size=2), **main) == (
         newer,
         ("flashinfer-python 0.6.18",),
@@ -115,5 +115,5 @@ def test_commands(facts: dict[str, Any], commands: tuple[str, ...]) -> None:
 
 
 def test_a_pin_of_the_hosts_is_called_one() -> None:
-    rejections = decide(Problem(), environment=Environment(host="A", **PINS_1_3, payload_cuda=(13, 1))).rejections
+    rejections = decide(LayerShape(), environment=Environment(host="A", **PINS_1_3, payload_cuda=(13, 1))).rejections
     assert "this moves flashinfer-python 0.6.11 (TensorRT-LLM pins and uses it)" in str(rejections[0])

@@ -95,7 +95,7 @@ def test_what_only_the_builder_knows_leaves_the_hosts_class() -> None:
 
 
 def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describe, "of_layer", lambda layer, *facts: layer.gone)
+    monkeypatch.setattr(describe, "from_layer", lambda layer, *facts: layer.gone)
     trtllm_b12x.install()
     module = create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
     assert module.backend.verdict.reasons == (RejectReason.HOST,)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from tests.nvfp4_layer import random_layer
-from trtllm_b12x.decision import Environment, Problem, RejectReason, decide, families
+from trtllm_b12x.decision import Environment, RejectReason, decide, families
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.epilogue import Epilogue
+from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton.decode import TritonKernel, check
 from trtllm_b12x.kernels.triton.decode_tiles import TABLE, Card, blocks, tiles
@@ -197,9 +198,9 @@ def test_a_triton_that_is_not_there_or_too_old(
     (item,) = toolchain.lacking(120)
     assert what in item.what
     facts = Environment(triton_lacks=(item,))
-    refused = decide(Problem(), environment=facts, features=families.triton(facts)).rejections
+    refused = decide(LayerShape(), environment=facts, features=families.triton(facts)).rejections
     assert [(r.reason, r.remedy) for r in refused] == [(RejectReason.TRITON, item.remedy)]
-    assert decide(Problem(), environment=facts, features=families.b12x(facts)).served
+    assert decide(LayerShape(), environment=facts, features=families.b12x(facts)).served
 
 
 SERVES = """

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from tests import layers, warm_start
 from tests.checkpoints import random_experts, write_checkpoint
-from trtllm_b12x.engines.trtllm.build_layer import Shape
+from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.kernels.cards import MODELS, models
 from trtllm_b12x.tools.cli import main
 
@@ -162,10 +162,10 @@ def test_the_geometry_is_the_one_of_the_host_s_layer(
     config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algorithm), group_size=32 if algorithm == "MXFP8" else 16)
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
     backend = layers.create(8, 128, size, quant_config=config, mapping=ranks).backend
-    shapes = {"": Shape(8, 2, 128, size, "Swiglu", tp, ep, algorithm)}
+    shapes = {"": LayerShape(8, 2, 128, size, "Swiglu", algorithm, dtype="bfloat16")}
     for crossover, planned in (("auto", ("triton", "grouped")), ("64", ("triton", "grouped")[: 1 + (algorithm == "MXFP8")])):
         monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", crossover)  # what is to be measured is not compiled where nothing is
-        works, _ = warmup._works(shapes, "sm_120a", "bfloat16")
+        works, _ = warmup._works(shapes, "sm_120a", tp, ep)
         assert {work.geometry for work in works} == {backend._geometry()}
         assert tuple(work.kind.features.name for work in works) == planned
     assert backend.verdict.families == ("triton", "grouped")

@@ -11,7 +11,9 @@ import functools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from .inputs import Deployment, Environment, Lacking, PayloadFault, Problem
+from trtllm_b12x.formats.geometry import LayerShape
+
+from .inputs import Deployment, Environment, Lacking, PayloadFault
 from .remedies import FLASHINFERS, repair
 from .rules import EXPERT_PARALLEL_FLASHINFER, OLDEST_FLASHINFER, RULES, refused_by_hosts, version_tuple
 from .verdicts import UNKNOWN, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
@@ -26,7 +28,6 @@ __all__ = [
     "KernelFeatures",
     "Lacking",
     "PayloadFault",
-    "Problem",
     "RejectReason",
     "Rejection",
     "Resolution",
@@ -42,7 +43,7 @@ NO_GPU = "make the GPU visible: docker run --gpus all, or unset CUDA_VISIBLE_DEV
 
 @functools.lru_cache(maxsize=256)
 def decide(
-    problem: Problem,
+    shape: LayerShape,
     deployment: Deployment | None = None,
     environment: Environment | None = None,
     features: KernelFeatures = UNKNOWN,
@@ -54,7 +55,7 @@ def decide(
         plan_error: first line of the error that planning this family's kernels raised.
     """
     environment = environment or Environment()
-    facts = (problem, deployment or Deployment(), environment, features)
+    facts = (shape, deployment or Deployment(), environment, features)
     findings = {
         reason: finding for reason, rule in RULES.items() if reason in features.bound_by and (finding := rule(*facts)) is not None
     }
@@ -73,14 +74,14 @@ def decide(
 
 
 def resolve(
-    problem: Problem,
+    shape: LayerShape,
     deployment: Deployment | None,
     environment: Environment | None,
     families: Iterable[tuple[str, KernelFeatures]],
     plan_errors: Mapping[str, str] = MappingProxyType({}),
 ) -> Resolution:
     """Call ``decide`` for each family, in order."""
-    facts = (problem, deployment, environment)
+    facts = (shape, deployment, environment)
     found = tuple((name, decide(*facts, features, plan_errors.get(name))) for name, features in families)
     if found:
         return Resolution(found)

@@ -1,4 +1,4 @@
-"""Define the inputs of a decision: layer, ranks and machine. ``None`` in any field means unknown."""
+"""Define the inputs of a decision besides the layer: ranks and machine. ``None`` in any field means unknown."""
 
 from __future__ import annotations
 
@@ -7,35 +7,12 @@ from enum import Enum
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One MoE layer on one rank. Algorithms and activations have TensorRT-LLM's names (``NVFP4``, ``Swiglu``, ``Relu2``)."""
-
-    quant_algo: str | None = None
-    """``"none"`` for an unquantized layer."""
-    group_size: int | None = None
-    activation_dtype: str | None = None
-    activation: str | None = None
-    activation_constants: bool | None = None
-    """True if SwiGLU alpha, beta or limit are set."""
-    pre_quant_scale: bool | None = None
-    unequal_scales: bool | None = None
-    """Gate and up of some expert differ in ``weight_scale_2``; known once weights are loaded."""
-    dynamic_quantization: bool | None = None
-    """True if TensorRT-LLM recomputes the activation scale at every call (``force_dynamic_quantization``)."""
-    hidden_size: int | None = None
-    intermediate_size: float | None = None
-    """Size per rank, before padding. A fraction if the ranks do not divide the layer's size."""
-    num_experts: int | None = None
-    top_k: int | None = None
-    bias: bool | None = None
-    apply_router_weight_on_input: bool | None = None
-
-
-@dataclass(frozen=True)
 class Deployment:
     """Parallelism of the layer and related engine options."""
 
     ep_size: int | None = None
+    tp_size: int | None = None
+    """Number of ranks that each hold a part of every expert."""
     attention_dp: bool | None = None
     """True if each rank has its own tokens, which are gathered before the experts."""
     alltoall: bool | None = None

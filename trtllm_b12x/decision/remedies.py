@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .inputs import Deployment, Environment, PayloadFault, Problem
+from trtllm_b12x.formats.geometry import LayerShape
+
+from .inputs import Deployment, Environment, PayloadFault
 from .rules import COMPLETE_DSL, COMPLETE_FLASHINFER, OLDEST_DSL, RULES, version_tuple
 from .verdicts import UNKNOWN, RejectReason
 
@@ -25,7 +27,7 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
     """Return the commands that fix every FlashInfer and CuTe DSL package, and ``name version`` of each package they replace."""
 
     def wrong(reason: RejectReason) -> str | None:
-        return RULES[reason](Problem(), Deployment(), e, UNKNOWN)
+        return RULES[reason](LayerShape(), Deployment(), e, UNKNOWN)
 
     moves, install, reinstall = [], [], []
     pinned = "" if e.host in (None, "none") else " (TensorRT-LLM pins and uses it)"

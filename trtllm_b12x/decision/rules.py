@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from packaging.version import InvalidVersion, Version
 
-from .inputs import Deployment, Environment, PayloadFault, Problem
+from trtllm_b12x.formats.geometry import LayerShape
+
+from .inputs import Deployment, Environment, PayloadFault
 from .verdicts import SERVED_SM, KernelFeatures, RejectReason
 
-_Rule = Callable[[Problem, Deployment, Environment, KernelFeatures], str | None]
-"""Rule that returns a message about the problem, or None."""
+_Rule = Callable[[LayerShape, Deployment, Environment, KernelFeatures], str | None]
+"""Rule that returns what speaks against the layer, or None."""
 
 OLDEST_FLASHINFER = (0, 6, 18)
 """Oldest supported release; the newest TensorRT-LLM pins it. In 0.6.17 the static kernel drops half of a tile's rows and takes
@@ -35,19 +37,19 @@ def version_tuple(version: str) -> tuple[int, ...]:
     return found.release[:-1] if found.pre else found.release
 
 
-def _host(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _host(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if e.host != "unsupported":
         return None
     return e.host_detail or "this version of trtllm-b12x has no adapter for the installed TensorRT-LLM"
 
 
-def _sm(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _sm(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if e.sm is None or e.sm in SERVED_SM:
         return None
     return f"the GPU is SM{e.sm}" if e.sm else "no GPU is visible"
 
 
-def _toolkit(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _toolkit(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     """Apply the check of FlashInfer: nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py)."""
     if e.toolkit_cuda is None or e.toolkit_cuda >= (13, 0):
         return None
@@ -56,7 +58,7 @@ def _toolkit(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> st
     return f"FlashInfer finds CUDA {e.toolkit_cuda[0]}.{e.toolkit_cuda[1]}, b12x needs 13"
 
 
-def _dsl_payload(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _dsl_payload(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     """Reject a CUDA 12 payload: it compiles invalid PTX and the server dies at model start (TensorRT-LLM issue 15853)."""
     if e.payload_cuda is None or e.payload_cuda >= (13, 0) or e.dsl == "none":
         return None
@@ -68,7 +70,7 @@ def _dsl_payload(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -
     return detail
 
 
-def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _flashinfer_too_old(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if e.flashinfer in (None, "none"):
         return None
     if version_tuple(e.flashinfer or "") < OLDEST_FLASHINFER:
@@ -76,7 +78,7 @@ def _flashinfer_too_old(p: Problem, d: Deployment, e: Environment, f: KernelFeat
     return None
 
 
-def _flashinfer_broken(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _flashinfer_broken(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if e.mismatched:
         return f"import of flashinfer-python {e.flashinfer} raises: {', '.join(e.mismatched)} is of another version"
     if not e.flashinfer_fault and e.exact_scales is False and version_tuple(e.flashinfer or "") >= OLDEST_FLASHINFER:
@@ -84,7 +86,7 @@ def _flashinfer_broken(p: Problem, d: Deployment, e: Environment, f: KernelFeatu
     return e.flashinfer_fault or None
 
 
-def _quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _quantization(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if p.quant_algo is None or p.quant_algo in f.quantizations:
         return None
     if p.quant_algo == "W4A16_NVFP4":
@@ -96,57 +98,63 @@ def _quantization(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) 
     return f"the experts are {what}, not {' or '.join(sorted(f.quantizations))}"
 
 
-def _group_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _group_size(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     # 128 is the QuantConfig default of the host, i.e. unset. NVFP4 methods ignore the field or (2026) reject other values.
     if p.quant_algo not in f.quantizations or p.group_size in (None, f.group_size, 128):
         return None
     return f"{p.quant_algo} with group size {p.group_size}"
 
 
-def _activation_dtype(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if p.activation_dtype is None or p.activation_dtype in f.dtypes:
+def _dtype(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+    if p.dtype is None or p.dtype in f.dtypes:
         return None
-    return f"activations are {p.activation_dtype}, the kernels compute in {' or '.join(sorted(f.dtypes))}"
+    return f"activations are {p.dtype}, the kernels compute in {' or '.join(sorted(f.dtypes))}"
 
 
-def _activation(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _activation(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if p.activation is None or not f.activations or p.activation in f.activations:
         return None
     return f"activation {p.activation}, the kernel has {', '.join(sorted(f.activations))}"
 
 
-def _hidden_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _hidden_size(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if p.hidden_size is None or p.hidden_size % f.hidden_size_multiple == 0:
         return None
     return f"hidden size {p.hidden_size} is no multiple of {f.hidden_size_multiple}"
 
 
-def _intermediate_size(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _size_per_rank(p: LayerShape, d: Deployment) -> float | None:
+    """Return the intermediate size of a rank, before padding. It is a fraction if the ranks do not divide the layer's size."""
+    return None if p.intermediate_size is None else p.intermediate_size / (d.tp_size or 1)
+
+
+def _intermediate_size(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     # A block scale covers group_size columns of w2. A rank that starts inside a block has no scale for its part.
-    if p.intermediate_size is None or p.intermediate_size % f.group_size == 0:
+    size = _size_per_rank(p, d)
+    if size is None or size % f.group_size == 0:
         return None
-    return f"intermediate size {p.intermediate_size:g} per rank is no multiple of {f.group_size}"
+    return f"intermediate size {size:g} per rank is no multiple of {f.group_size}"
 
 
-def _expert_parallel(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _expert_parallel(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if d.ep_size in (None, 1) or f.negative_ids is not False:
         return None
     return f"expert parallelism over {d.ep_size} ranks, and kernel {f.name} does not skip negative ids"
 
 
-def _attention_dp(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _attention_dp(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if not d.attention_dp or f.quantized_input:
         return None
     return "attention-DP ranks gather tokens that the host has quantized, the kernels take bf16"
 
 
-def _load_balancer(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _load_balancer(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if d.load_balancer in (None, "none"):
         return None
     return f"a {d.load_balancer} load balancer moves experts between slots"
 
 
-def _cuda_graphs(p: Problem, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+def _cuda_graphs(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
     if not d.cuda_graphs or f.graph_safe is not False:
         return None
     return f"kernel {f.name} cannot be captured in a CUDA graph"
@@ -176,7 +184,7 @@ RULES: dict[RejectReason, _Rule] = {
     RejectReason.DYNAMIC_QUANTIZATION: lambda p, d, e, f: (
         "the host rewrites alphas and input scales at every call" if p.dynamic_quantization else None
     ),
-    RejectReason.ACTIVATION_DTYPE: _activation_dtype,
+    RejectReason.ACTIVATION_DTYPE: _dtype,
     RejectReason.ACTIVATION: _activation,
     RejectReason.ACTIVATION_CONSTANTS: lambda p, d, e, f: "SwiGLU with alpha, beta or limit" if p.activation_constants else None,
     RejectReason.HIDDEN_SIZE: _hidden_size,
@@ -196,14 +204,15 @@ RULES: dict[RejectReason, _Rule] = {
 }
 
 
-def _fc1_rows(p: Problem) -> str | None:
+def _fc1_rows(p: LayerShape, d: Deployment) -> str | None:
     """Apply nvfp4_fc1_row_alignment_rejection (impl_contract.py): hosts pad [up; gate] to 128 rows together, split at half."""
-    if p.activation != "Swiglu" or p.intermediate_size is None or p.intermediate_size % 64 == 0:
+    size = _size_per_rank(p, d)
+    if p.activation != "Swiglu" or size is None or size % 64 == 0:
         return None
-    return f"intermediate size {p.intermediate_size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size"
+    return f"intermediate size {size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size"
 
 
-def _block_width(p: Problem) -> str | None:
+def _block_width(p: LayerShape, d: Deployment) -> str | None:
     """Reject other block widths: create_weights (quantization.py) raises NotImplementedError. Older hosts ignore the field."""
     if p.group_size in (None, 16):
         return None
@@ -214,8 +223,8 @@ _HOSTS_REFUSE = {("NVFP4", "TensorRT-LLM from August 2026 on"): (_fc1_rows, _blo
 """Map (format, TensorRT-LLM versions) to the layers that these versions refuse to build, before any rule of this package."""
 
 
-def refused_by_hosts(problem: Problem) -> list[str]:
+def refused_by_hosts(shape: LayerShape, deployment: Deployment) -> list[str]:
     """List which TensorRT-LLM versions refuse this layer, and why. For tools that run outside the server that will load it."""
-    rows = ((who, rules) for (algorithm, who), rules in _HOSTS_REFUSE.items() if algorithm == problem.quant_algo)
-    found = ((who, rule(problem)) for who, rules in rows for rule in rules)
+    rows = ((who, rules) for (algorithm, who), rules in _HOSTS_REFUSE.items() if algorithm == shape.quant_algo)
+    found = ((who, rule(shape, deployment)) for who, rules in rows for rule in rules)
     return [f"{who} refuses it: {wrong}" for who, wrong in found if wrong is not None]

@@ -1,14 +1,72 @@
-"""Sizes of a MoE layer on one rank."""
+"""Sizes of a MoE layer: of the model, and of one rank. Imports without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from . import FORMATS
 
+if TYPE_CHECKING:
+    import torch
+
 GATED = frozenset({"Swiglu", "SwigluBias", "Geglu"})
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One MoE layer of a model, before it is split over ranks. None in any field means unknown.
+
+    Algorithms and activations have TensorRT-LLM's names (``NVFP4``, ``Swiglu``, ``Relu2``).
+    """
+
+    num_experts: int | None = None
+    top_k: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    activation: str | None = None
+    quant_algo: str | None = None
+    """``"none"`` for an unquantized layer."""
+    group_size: int | None = None
+    dtype: str | None = None
+    """Dtype of activations, by name."""
+    activation_constants: bool | None = None
+    """True if SwiGLU alpha, beta or limit are set."""
+    pre_quant_scale: bool | None = None
+    """True if the weights carry AWQ scales."""
+    unequal_scales: bool | None = None
+    """Gate and up of some expert differ in ``weight_scale_2``; known once weights are loaded."""
+    dynamic_quantization: bool | None = None
+    """True if TensorRT-LLM recomputes the activation scale at every call (``force_dynamic_quantization``)."""
+    bias: bool | None = None
+    apply_router_weight_on_input: bool | None = None
+
+    @property
+    def kernel_activation(self) -> str | None:
+        """The activation as kernels name it: constants make another one of SwiGLU."""
+        return "SwigluBias" if self.activation_constants else self.activation
+
+    def on_rank(self, tp: int, ep: int, tile: int) -> Geometry:
+        """Return the sizes of one of ``tp * ep`` ranks. Sizes, activation and dtype must be known, and the ranks divide them."""
+        import torch
+
+        sizes: Any = self
+        return Geometry(
+            num_experts=sizes.num_experts // ep,
+            top_k=sizes.top_k,
+            hidden_size=sizes.hidden_size,
+            intermediate_size=-(-(sizes.intermediate_size // tp) // tile) * tile,
+            activation=str(self.kernel_activation),
+            dtype=getattr(torch, str(self.dtype)),
+            ranks=ep,
+            format=str(self.quant_algo),
+        )
+
+
+def _bfloat16() -> torch.dtype:
+    import torch
+
+    return torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -21,7 +79,7 @@ class Geometry:
     intermediate_size: int
     activation: str
     """Name of a member of TensorRT-LLM's ``ActivationType``."""
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = field(default_factory=_bfloat16)
     """Dtype of activations: bfloat16 or float16."""
     ranks: int = 1
     """Number of ranks that share the experts (EP)."""
@@ -52,6 +110,7 @@ class Geometry:
 
     def __str__(self) -> str:
         experts = f"{self.num_experts}{' local' if self.expert_parallel else ''} experts, top {self.top_k}"
-        dtype = "" if self.dtype is torch.bfloat16 else f", {str(self.dtype).removeprefix('torch.')}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = "" if dtype == "bfloat16" else f", {dtype}"
         extra = ", bias" * (self.bias is not None) + f", {self.format}" * (self.format != FORMATS[0].name)
         return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}{extra}"

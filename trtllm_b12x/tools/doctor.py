@@ -17,7 +17,8 @@ import click
 from trtllm_b12x import formats
 from trtllm_b12x.core import settings
 from trtllm_b12x.core.version import __version__
-from trtllm_b12x.decision import Environment, Problem, Rejection, Resolution, families
+from trtllm_b12x.decision import Environment, Rejection, Resolution, families
+from trtllm_b12x.formats.geometry import LayerShape
 
 from .doctor_rows import doctor_rows
 from .target import TARGETS, judged, machine
@@ -50,8 +51,8 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
             _fail(ctx, "--compile needs torch, which is not installed")
         card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
         proofs = {name: prove.prove(card, name) for name in settings.KERNELS.listed()}
-    problems = _usual_layers() if checkpoint is None else _checkpoint_layers(ctx, checkpoint)
-    verdicts = [(_name(problem), judged(problem, environment)) for problem in problems]
+    shapes = _usual_layers() if checkpoint is None else _checkpoint_layers(ctx, checkpoint)
+    verdicts = [(_name(shape), judged(shape, environment)) for shape in shapes]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((family for family in _decoding(*row) if family not in failed), "") for row in verdicts]
     driver = driver_cuda()
@@ -81,10 +82,10 @@ def _fail(ctx: click.Context, message: str) -> NoReturn:
     ctx.exit(2)
 
 
-def _usual_layers() -> tuple[Problem, ...]:
+def _usual_layers() -> tuple[LayerShape, ...]:
     """Return layers of usual checkpoints, in the formats that some listed family has kernels for."""
     return tuple(
-        Problem(quant_algo=row.name, activation_dtype="bfloat16", activation=activation)
+        LayerShape(quant_algo=row.name, dtype="bfloat16", activation=activation)
         for row in formats.FORMATS
         if any(families.rows(settings.KERNELS.listed(), row.name))
         for activation in row.activations
@@ -101,22 +102,22 @@ def _load_host() -> None:
             host.load()
 
 
-def _checkpoint_layers(ctx: click.Context, checkpoint: Path) -> tuple[Problem, ...]:
+def _checkpoint_layers(ctx: click.Context, checkpoint: Path) -> tuple[LayerShape, ...]:
     """Return the distinct layers of a checkpoint, in the model's order."""
     try:
         from .checkpoint import Checkpoint, CheckpointError
     except ImportError as error:
         _fail(ctx, f"--checkpoint needs torch: {error}")
     try:
-        return tuple(dict.fromkeys(layer.problem() for layer in Checkpoint(checkpoint).layers))
+        return tuple(dict.fromkeys(layer.shape for layer in Checkpoint(checkpoint).layers))
     except CheckpointError as error:
         _fail(ctx, str(error))
 
 
-def _name(problem: Problem) -> str:
-    words = [problem.quant_algo or "", problem.activation or ""]
-    if problem.num_experts is not None:
-        words.append(f"{problem.num_experts} experts, top {problem.top_k}, {problem.hidden_size} x {problem.intermediate_size}")
+def _name(shape: LayerShape) -> str:
+    words = [shape.quant_algo or "", shape.activation or ""]
+    if shape.num_experts is not None:
+        words.append(f"{shape.num_experts} experts, top {shape.top_k}, {shape.hidden_size} x {shape.intermediate_size}")
     return " ".join(words)
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from trtllm_b12x import formats
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.decision.families import FAMILIES
+from trtllm_b12x.formats.geometry import LayerShape
 
 from .verify_output import plain
-
-if TYPE_CHECKING:
-    from trtllm_b12x.engines.trtllm.build_layer import Shape
 
 _SIZES = ("experts", "top_k", "hidden", "intermediate")
 
@@ -76,37 +74,37 @@ def check(checkpoint: Path | None, sizes: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def given(checkpoint: Path | None, sizes: dict[str, Any], activation: str, tp: int, ep: int, form: str) -> dict[str, Shape]:
+def given(checkpoint: Path | None, sizes: dict[str, Any], activation: str, tp: int, ep: int, form: str) -> dict[str, LayerShape]:
     """Map a name to each distinct layer: the first with that shape in a checkpoint, or the one of the given sizes.
 
     Raises:
         click.UsageError: see ``check``.
         Unusable: the checkpoint or the sizes cannot be used.
     """
-    from trtllm_b12x.engines.trtllm.build_layer import Shape
-
     values = check(checkpoint, sizes)
     if checkpoint is None:
         experts, top_k, hidden, intermediate = values.values()
         if top_k > experts:
             raise Unusable(f"--top-k {top_k} exceeds --experts {experts}")
-        shape = Shape(experts, top_k, hidden, intermediate, _activation(activation), tp, ep, form.upper())
-        names = {shape: f"{experts} experts, top {top_k}, {hidden} x {intermediate}"}
+        name = _activation(activation)
+        constants = name == "SwigluBias"
+        shape = LayerShape(
+            experts, top_k, hidden, intermediate, "Swiglu" if constants else name, form.upper(), activation_constants=constants
+        )
+        shapes = {f"{experts} experts, top {top_k}, {hidden} x {intermediate}": shape}
     else:
-        names = _in_checkpoint(checkpoint, tp, ep)
-    for shape in names:
+        shapes = _in_checkpoint(checkpoint)
+    for shape in shapes.values():
         for option, parts, what, size in (
             ("tp", tp, "intermediate size", shape.intermediate_size),
             ("ep", ep, "the number of experts", shape.num_experts),
         ):
-            if size % parts:
+            if (size or 0) % parts:
                 raise Unusable(f"--{option} {parts} does not divide {what} {size}")
-    return {name: shape for shape, name in names.items()}
+    return shapes
 
 
-def _in_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[Shape, str]:
-    from trtllm_b12x.engines.trtllm.build_layer import Shape
-
+def _in_checkpoint(checkpoint: Path) -> dict[str, LayerShape]:
     from .checkpoint import Checkpoint, CheckpointError
 
     try:
@@ -116,12 +114,11 @@ def _in_checkpoint(checkpoint: Path, tp: int, ep: int) -> dict[Shape, str]:
         raise Unusable(str(error)) from None
     if not layers:
         raise Unusable(f"{checkpoint}: has no {' or '.join(formats.names())} MoE layer")
-    names: dict[Shape, str] = {}
+    names: dict[LayerShape, str] = {}
     for layer in layers:
-        sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
-        activation = "SwigluBias" if layer.activation.constants else layer.activation.name
-        names.setdefault(Shape(*sizes, _activation(activation), tp, ep, layer.quant_algo), layer.name)
-    return names
+        _activation(layer.shape.kernel_activation or "")
+        names.setdefault(layer.shape, layer.name)
+    return {name: shape for shape, name in names.items()}
 
 
 def _activation(word: str) -> str:

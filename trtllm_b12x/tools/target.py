@@ -6,7 +6,8 @@ import dataclasses
 
 from trtllm_b12x import formats
 from trtllm_b12x.core import settings
-from trtllm_b12x.decision import Deployment, Environment, Problem, Resolution, families, resolve
+from trtllm_b12x.decision import Deployment, Environment, Resolution, families, resolve
+from trtllm_b12x.formats.geometry import LayerShape
 
 TARGETS = {"sm_120a": 120, "sm_121a": 121}
 
@@ -25,8 +26,8 @@ def machine(target: str | None) -> Environment:
     return dataclasses.replace(here, sm=sm, toolkit_cuda=toolkit, triton_lacks=triton.lacking(sm), upcast=triton.upcast(sm))
 
 
-def judged(problem: Problem, facts: Environment, deployment: Deployment | None = None) -> Resolution:
+def judged(shape: LayerShape, facts: Environment, deployment: Deployment | None = None) -> Resolution:
     """Return which families serve the layer."""
-    rows = [(row.name, row.features(facts)) for row in families.rows(settings.KERNELS.listed(), problem.quant_algo)]
-    verdict, row = resolve(problem, deployment, facts, rows), formats.find(problem.quant_algo or "")
+    rows = [(row.name, row.features(facts)) for row in families.rows(settings.KERNELS.listed(), shape.quant_algo)]
+    verdict, row = resolve(shape, deployment, facts, rows), formats.find(shape.quant_algo or "")
     return verdict if row is None or row.hosts_path else families.complete(verdict, dict(rows))

@@ -15,6 +15,7 @@ from trtllm_b12x.core import settings
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy, Timings, counts_to_measure, fastest
+from trtllm_b12x.formats.geometry import LayerShape
 
 from . import options as geometry
 from .options import Unusable
@@ -22,8 +23,6 @@ from .verify_output import plain, progress
 
 if TYPE_CHECKING:
     import torch
-
-    from trtllm_b12x.engines.trtllm.build_layer import Shape
 
 _DONE, _UNUSABLE = 0, 2
 _BUILT = 0.6
@@ -124,7 +123,7 @@ def tune(
                 raise Unusable(f"{file}: its folder does not exist; create it first")
         gpu = _gpu()
         shapes = geometry.given(checkpoint, sizes, activation, tp, ep, form)
-        ctx.exit(_tune(shapes, gpu, skewed, json_file, png))
+        ctx.exit(_tune(shapes, tp, ep, gpu, skewed, json_file, png))
 
 
 def _gpu() -> str:
@@ -149,7 +148,9 @@ def _families() -> list[str]:
     return [family for family, kernel in considered("cuda").items() if kernel.features.name == family]
 
 
-def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | None, png: Path | None) -> int:
+def _tune(
+    shapes: dict[str, LayerShape], tp: int, ep: int, gpu: str, skewed: bool, json_file: Path | None, png: Path | None
+) -> int:
     import torch
 
     from trtllm_b12x.dispatch import timing
@@ -171,7 +172,8 @@ def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | No
     with progress(len(shapes), "measuring") as (set_done, paused):
         for number, (name, shape) in enumerate(shapes.items()):
             try:
-                tables.append(_measure(name, shape, device, copy, skewed, lambda share, number=number: set_done(number + share)))
+                set_share = lambda share, number=number: set_done(number + share)  # noqa: E731
+                tables.append(_measure(name, shape, tp, ep, device, copy, skewed, set_share))
             except Exception as error:  # from the host, torch or the driver: the other geometries may still work
                 failed = True
                 with paused():
@@ -188,7 +190,9 @@ def _tune(shapes: dict[str, Shape], gpu: str, skewed: bool, json_file: Path | No
     return _UNUSABLE if failed else _DONE
 
 
-def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed: bool, set_share: Any) -> _Table:
+def _measure(
+    name: str, shape: LayerShape, tp: int, ep: int, device: torch.device, copy: float, skewed: bool, set_share: Any
+) -> _Table:
     from trtllm_b12x.dispatch import crossover, store, timing
     from trtllm_b12x.engines.trtllm import build_layer as layers
     from trtllm_b12x.engines.trtllm import host_path
@@ -199,7 +203,7 @@ def _measure(name: str, shape: Shape, device: torch.device, copy: float, skewed:
     if not real:
         raise layers.NothingToMeasureError("no kernel family runs on this card")
     with settings.KERNELS.only(real), settings.CROSSOVER.set("auto"):
-        made = layers.build(shape, device, progress=lambda share: set_share(_BUILT * share))
+        made = layers.build(shape, device, tp, ep, progress=lambda share: set_share(_BUILT * share))
         backend, geometry = getattr(made[0], "backend", made[0]), layers.geometry(made[0])
         among = backend.schedule
         if list(among.families) == [among.base]:

@@ -14,14 +14,14 @@ import click
 
 from trtllm_b12x import formats
 from trtllm_b12x.core.version import __version__
-from trtllm_b12x.decision import Deployment, Environment, Problem, families
+from trtllm_b12x.decision import Deployment, Environment, families
+from trtllm_b12x.formats.geometry import LayerShape
 
 from . import options, target
 from .options import Unusable
 from .verify_output import plain, progress
 
 if TYPE_CHECKING:
-    from trtllm_b12x.engines.trtllm.build_layer import Shape
     from trtllm_b12x.kernels.warmup import Made, Work
 
 _DONE, _FAILED = 0, 1
@@ -78,12 +78,15 @@ def warmup(
     with, 130 interrupted.
     """
     with options.reported(ctx, "interrupted: what was compiled is kept"):
-        shapes = options.given(checkpoint, sizes, activation, tp, ep, form)
-        ctx.exit(_warm_up(shapes, dtype, targets, cards, jobs, as_json))
+        shapes = {
+            name: dataclasses.replace(shape, dtype=dtype)
+            for name, shape in options.given(checkpoint, sizes, activation, tp, ep, form).items()
+        }
+        ctx.exit(_warm_up(shapes, tp, ep, targets, cards, jobs, as_json))
 
 
 def _warm_up(
-    shapes: dict[str, Shape], dtype: str, targets: list[str], cards: tuple[str, ...], jobs: int | None, as_json: bool
+    shapes: dict[str, LayerShape], tp: int, ep: int, targets: list[str], cards: tuple[str, ...], jobs: int | None, as_json: bool
 ) -> int:
     from trtllm_b12x.kernels import PlanError, warmup
     from trtllm_b12x.kernels.cards import models
@@ -95,7 +98,7 @@ def _warm_up(
             asked = models(name, cards)
         except ValueError as error:
             raise Unusable(f"--card: {error}") from None
-        works, against = _works(shapes, name, dtype)
+        works, against = _works(shapes, name, tp, ep)
         for line in against:
             click.echo(plain(line), err=True)
         if not works:
@@ -128,43 +131,22 @@ def _warm_up(
     return _FAILED if failed else _DONE
 
 
-def _works(shapes: dict[str, Shape], name: str, dtype: str) -> tuple[list[Work], list[str]]:
+def _works(shapes: dict[str, LayerShape], name: str, tp: int, ep: int) -> tuple[list[Work], list[str]]:
     """List what to compile for a target, and a line for each family that is left out."""
     import torch
 
     from trtllm_b12x.dispatch import crossover
-    from trtllm_b12x.kernels import Geometry
     from trtllm_b12x.kernels.warmup import Work
 
     facts, works, against = _facts(name), [], []
     for shape in dict.fromkeys(shapes.values()):
-        constants = shape.activation == "SwigluBias"
-        problem = Problem(
-            quant_algo=shape.format,
-            activation_dtype=dtype,
-            activation="Swiglu" if constants else shape.activation,
-            activation_constants=constants,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size // shape.tp,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-        )
-        verdict = target.judged(problem, facts, Deployment(ep_size=shape.ep))
+        verdict = target.judged(shape, facts, Deployment(tp_size=tp, ep_size=ep))
         against += [f"{name}: not {family}: {rejection}" for family, rejection in verdict.refused]
-        rows = [row for row in families.rows(verdict.families, shape.format) if row.name in verdict.families]
+        rows = [row for row in families.rows(verdict.families, shape.quant_algo) if row.name in verdict.families]
         tile = math.lcm(*(row.features(facts).tile for row in rows))
         for row in rows:
             kind = formats.load(row.kernel)
-            on_rank = Geometry(
-                num_experts=shape.num_experts // shape.ep,
-                top_k=shape.top_k,
-                hidden_size=shape.hidden_size,
-                intermediate_size=-(-(shape.intermediate_size // shape.tp) // tile) * tile,
-                activation=shape.activation,
-                dtype=getattr(torch, dtype),
-                ranks=shape.ep,
-                format=shape.format,
-            )
+            on_rank = shape.on_rank(tp, ep, tile)
             most = crossover.max_tokens(kind.features, on_rank, torch.device("cuda"))
             if most:
                 works.append(Work(kind, on_rank, most))
@@ -217,7 +199,7 @@ def _caches() -> dict[str, str]:
     return found
 
 
-def _screen(content: dict[str, Any], shapes: dict[str, Shape]) -> str:
+def _screen(content: dict[str, Any], shapes: dict[str, LayerShape]) -> str:
     lines = [f"{len(shapes)} {'geometry' if len(shapes) == 1 else 'geometries'}: {'; '.join(shapes)}"]
     for found in content["targets"]:
         lines.append("")

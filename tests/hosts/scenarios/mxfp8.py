@@ -14,7 +14,8 @@ from tests import layers
 from tests import mxfp8 as experts
 from tests.clock import Clock, capturing, standing_in
 from trtllm_b12x.dispatch.policy import HOST
-from trtllm_b12x.engines.trtllm import building, describe
+from trtllm_b12x.engines.trtllm import build_layer, describe
+from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
 
@@ -66,7 +67,7 @@ def without_a_host_path(backend: str) -> dict[str, Any]:
     minimax = layers.load(create(**given), tensors)
     found["constants"] = [error(tokens, minimax, swiglu) for tokens in (1, 30, 100)]
     if backend == "CUTLASS":  # what trtllm-b12x tune builds
-        made = building.create(4, 256, 128, 2, "SwigluBias", quant_algo="MXFP8", group_size=32)
+        made = build_layer.create(LayerShape(4, 2, 256, 128, "Swiglu", "MXFP8", activation_constants=True))
         found["built"] = [type(made.backend).__name__, sorted(describe.activation_tensors(made.backend))]
     with mock.patch.object(ReferenceKernel, "bind", side_effect=ValueError("taken away")):
         try:

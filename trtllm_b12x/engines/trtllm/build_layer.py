@@ -1,19 +1,30 @@
-"""Build layers of a geometry with random weights, to measure without a server."""
+"""Build layers of a shape with random weights on this process's host, to measure without a server."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trtllm_b12x import formats
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.formats.geometry import Geometry, LayerShape
 
-from . import building, host, promote, status
+from . import embedded, host, promote, status
 from .patches import promotion
+
+_SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
+"""SwigluBias constants of gpt-oss and MiniMax-M3. The time of a layer does not depend on them."""
+_SOURCES = {
+    "ModelConfig": "tensorrt_llm._torch.model_config",
+    "Mapping": "tensorrt_llm.mapping",
+    "QuantAlgo": "tensorrt_llm.models.modeling_utils",
+    "QuantConfig": "tensorrt_llm.models.modeling_utils",
+}
+"""Modules of the host's classes that describe a layer."""
 
 _MEMORY = 0.5
 """Maximum share of the free GPU memory that the layers take."""
@@ -26,23 +37,11 @@ class NothingToMeasureError(RuntimeError):
     """Error: none of our kernels serves such a layer here. The message says why."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a layer in the model, and the parallelism."""
-
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-    activation: str
-    tp: int = 1
-    ep: int = 1
-    format: str = formats.FORMATS[0].name
-
-
 def build(
-    shape: Shape,
+    shape: LayerShape,
     device: torch.device,
+    tp: int = 1,
+    ep: int = 1,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Any]:
     """Build promoted layers of the first rank with random weights: so many that none is in the L2 cache when it runs again.
@@ -59,7 +58,7 @@ def build(
     made: list[Any] = []
     wanted = 1
     while len(made) < wanted:
-        module = _promoted(shape, device)
+        module = _promoted(shape, device, tp, ep)
         backend = getattr(module, "backend", module)
         if not getattr(getattr(backend, "verdict", None), "served", False):
             raise NothingToMeasureError(_why(backend))
@@ -74,17 +73,57 @@ def build(
     return made
 
 
-def _promoted(shape: Shape, device: torch.device) -> Any:
-    sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k, shape.activation)
-    group_size = formats.group_size(shape.format)
+def _promoted(shape: LayerShape, device: torch.device, tp: int, ep: int) -> Any:
     was = promotion.active
     promote.install()
     try:
         with torch.device(device), torch.inference_mode(False):
-            return building.create(*sizes, tp=shape.tp, ep=shape.ep, quant_algo=shape.format, group_size=group_size)
+            return create(shape, tp, ep)
     finally:
         if not was:
             promote.uninstall()
+
+
+def create(shape: LayerShape, tp: int = 1, ep: int = 1) -> Any:
+    """Call ``create_moe`` for the first of ``tp * ep`` ranks, in bf16. The weights are uninitialized.
+
+    Raises:
+        ValueError: the host does not know the algorithm.
+        Exception: any error of the host.
+    """
+    trtllm, quant_algo = host.load(), str(shape.quant_algo)
+    in_torch = trtllm.generation == "embedded"
+
+    def named(name: str, module: str = "") -> Any:
+        return getattr(embedded if in_torch else importlib.import_module(module or _SOURCES[name]), name)
+
+    quant_config = named("QuantConfig")(quant_algo=named("QuantAlgo")(quant_algo), group_size=formats.group_size(quant_algo))
+    config = named("ModelConfig")(
+        quant_config=quant_config,
+        mapping=named("Mapping")(world_size=tp * ep, tp_size=tp * ep, moe_tp_size=tp, moe_ep_size=ep),
+        moe_backend="CUTLASS",
+        max_num_tokens=8192,
+    )
+    package = trtllm.create_moe.__package__
+    routing = named("RenormalizeMoeRoutingMethod", f"{package}.routing")(shape.top_k)
+    create_moe, kind = trtllm.create_moe.create_moe, trtllm.ActivationType[str(shape.kernel_activation)]
+    experts, values = shape.num_experts, _SWIGLU if shape.activation_constants else {}
+    constants = {name: torch.full((int(experts or 0) // ep,), value, dtype=torch.float32) for name, value in values.items()}
+    activation: dict[str, Any]
+    if in_torch or "activation_type" in inspect.signature(create_moe).parameters:
+        activation = {"activation_type": kind, **{f"swiglu_{name}": tensor for name, tensor in constants.items()}}
+    else:
+        records = importlib.import_module(f"{package}.activation")
+        if constants:
+            activation = {"activation": records.SwigluBiasActivation(*constants.values())}
+        else:
+            swiglu = kind == trtllm.ActivationType.Swiglu
+            activation = {"activation": records.SwigluActivation() if swiglu else records.SimpleActivation(kind)}
+    sizes = experts, shape.hidden_size, shape.intermediate_size
+    module = create_moe(routing, *sizes, dtype=torch.bfloat16, reduce_results=False, model_config=config, **activation)
+    if not getattr(module, "backend", module)._weights_created:
+        module.create_weights()
+    return module
 
 
 def _why(backend: Any) -> str:
@@ -127,7 +166,7 @@ def run(module: Any, tokens: int) -> torch.Tensor:
 def tuned(module: Any, most: int) -> None:
     """Autotune the host path for up to ``most`` tokens, as at warm-up. The embedded host has nothing to tune."""
     if not is_embedded():
-        with building.autotune():
+        with importlib.import_module("tensorrt_llm._torch.autotuner").autotune():
             run(module, most)
 
 

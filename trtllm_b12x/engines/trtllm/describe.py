@@ -1,23 +1,25 @@
-"""Describe a layer of the host as ``Problem`` and ``Deployment``. Only this module reads these facts.
+"""Describe a layer of the host as ``LayerShape`` and ``Deployment``: before it is built, and once it is.
 
-Facts become known in steps. Each function returns what is known at its step. Other fields are None, and their rules abstain.
+Only this module reads these facts. Fields that are not known yet are None, and their rules abstain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trtllm_b12x.decision import Deployment, Problem
+from trtllm_b12x.decision import Deployment
+from trtllm_b12x.formats.geometry import LayerShape
 
 from .host import UnsupportedHostError, load
 
 if TYPE_CHECKING:
     import torch
 
-Question = tuple[Problem, Deployment]
+Question = tuple[LayerShape, Deployment]
 
 _MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
 """``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``). LoRA on attention does not change them."""
@@ -31,20 +33,17 @@ _ACTIVATION_TENSORS = {
 _CONSTANTS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar")
 
 
-def of_model(model_config: Any, override: Any = None) -> Question | None:
-    """Describe the layers of a ``ModelConfig``; None for an unknown type.
+def quantization_of(model_config: Any, override: Any = None) -> dict[str, Any] | None:
+    """Return ``quant_algo`` and ``group_size`` of the layers of a ``ModelConfig``: empty if layers differ, None for other types.
 
-    Per-layer quantization is not known here.
+    Args:
+        override: quantization of one layer, if it differs from the model.
     """
     try:
-        quant_config = override if override is not None else model_config.quant_config
-        quantization = _quantization(quant_config)
+        quantization = _quantization(override if override is not None else model_config.quant_config)
     except AttributeError:
         return None
-    if quantization["quant_algo"] == "MIXED_PRECISION":
-        quantization = {}
-    problem, deployment = of_config(model_config)
-    return replace(problem, **quantization), deployment
+    return {} if quantization["quant_algo"] == "MIXED_PRECISION" else quantization
 
 
 def most_tokens(model_config: Any) -> int | None:
@@ -54,58 +53,76 @@ def most_tokens(model_config: Any) -> int | None:
     return None
 
 
-def of_call(arguments: dict[str, Any], *, quantization: bool) -> Question:
-    """Describe the layer that ``create_moe_backend`` is to build.
+def from_config(
+    model_config: Any, quantization: Mapping[str, Any] = MappingProxyType({}), arguments: Mapping[str, Any] | None = None
+) -> Question:
+    """Describe a layer that is not built yet. Missing fields of a ``ModelConfig`` count as their defaults.
 
     Args:
-        arguments: by name.
-        quantization: use the model's quantization. It may still change per layer, so use it only if nothing better is known.
+        quantization: ``quant_algo`` and ``group_size`` of the layer, as far as known.
+        arguments: by name, of the ``create_moe_backend`` that is to build it.
     """
-    model_config = arguments.get("model_config")
-    problem, deployment = (of_model(model_config) if quantization else None) or of_config(model_config)
-    known = replace(
-        problem,
-        activation=activation_name(arguments.get),
-        activation_constants=activation_constants(arguments.get),
-        activation_dtype=_dtype_name(arguments.get("dtype")),
-        bias=bool(arguments.get("bias")),
-        apply_router_weight_on_input=bool(arguments.get("apply_router_weight_on_input")),
-        hidden_size=arguments.get("hidden_size"),
+    mapping = getattr(model_config, "mapping", None)
+    # The host function for this has moved between generations and is missing in early ones.
+    lora = getattr(getattr(model_config, "lora_config", None), "lora_target_modules", None) or ()
+    deployment = Deployment(
+        ep_size=getattr(mapping, "moe_ep_size", None),
+        attention_dp=bool(getattr(mapping, "enable_attention_dp", False)) and getattr(mapping, "tp_size", 1) > 1,
+        load_balancer=_load_balancer(model_config),
+        lora=any(str(name).lower() in _MOE_LORA_MODULES for name in lora),
+        cuda_graphs=bool(getattr(model_config, "use_cuda_graph", False)),
     )
-    return known, deployment
+    dynamic = bool(getattr(model_config, "force_dynamic_quantization", False))
+    shape = LayerShape(dynamic_quantization=dynamic, **quantization)
+    if arguments is not None:
+        shape = replace(
+            shape,
+            **_activation(arguments.get),
+            dtype=_dtype_name(arguments.get("dtype")),
+            bias=bool(arguments.get("bias")),
+            apply_router_weight_on_input=bool(arguments.get("apply_router_weight_on_input")),
+            hidden_size=arguments.get("hidden_size"),
+        )
+    return shape, deployment
 
 
-def of_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: bool = False) -> Question:
+def from_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: bool = False) -> Question:
     """Describe a layer that the host has built, completely and with its final quantization.
 
     Args:
         layer: see ``trtllm_b12x.engines.trtllm.contract.LAYER``.
-        config: result of ``of_config`` when the layer was built.
+        config: result of ``from_config`` when the layer was built.
         alltoall: True if its tokens come from an all-to-all.
         unequal_scales: True if gate and up of some expert have a ``weight_scale_2`` each.
     """
-    problem, deployment = config
-    divided = layer.intermediate_size % layer.tp_size == 0  # else the shards differ in size
-    size = layer.intermediate_size_per_partition if divided else layer.intermediate_size / layer.tp_size
-    known = replace(
-        problem,
+    shape, deployment = config
+    shape = replace(
+        shape,
         **_quantization(layer.quant_config),
-        activation_dtype=_dtype_name(layer.dtype),
-        activation=activation_name(lambda name: getattr(layer, name, None)),
-        activation_constants=activation_constants(lambda name: getattr(layer, name, None)),
+        **_activation(lambda name: getattr(layer, name, None)),
+        dtype=_dtype_name(layer.dtype),
         pre_quant_scale=getattr(layer, "fc31_act_scale", None) is not None,
         unequal_scales=unequal_scales,
         hidden_size=layer.hidden_size,
-        intermediate_size=size,
+        intermediate_size=layer.intermediate_size,
         num_experts=layer.num_experts,
         top_k=layer.routing_method.experts_per_token,
         bias=bool(layer.bias),
         apply_router_weight_on_input=layer.apply_router_weight_on_input,
     )
     balanced = layer.layer_load_balancer is not None
-    balancer = "none" if not balanced else "dynamic" if layer._using_dynamic_load_balancer() else "static"
-    attention_dp = layer.use_dp and layer.parallel_size > 1
-    return known, replace(deployment, ep_size=layer.ep_size, attention_dp=attention_dp, alltoall=alltoall, load_balancer=balancer)
+    return shape, replace(
+        deployment,
+        ep_size=layer.ep_size,
+        tp_size=layer.tp_size,
+        attention_dp=layer.use_dp and layer.parallel_size > 1,
+        alltoall=alltoall,
+        load_balancer="none" if not balanced else "dynamic" if layer._using_dynamic_load_balancer() else "static",
+    )
+
+
+def _activation(get: Callable[[str], Any]) -> dict[str, Any]:
+    return {"activation": activation_name(get), "activation_constants": activation_constants(get)}
 
 
 def activation_name(get: Callable[[str], Any]) -> str:
@@ -145,20 +162,6 @@ def activation_tensor_names(layer: Any) -> tuple[str, ...]:
     names = dict.fromkeys(name for name in _ACTIVATION_TENSORS if getattr(layer, name, None) is not None)
     newer = {_ACTIVATION_TENSORS[name] for name in names if name.startswith("act_")}
     return tuple(name for name in names if name not in newer)
-
-
-def of_config(model_config: Any) -> Question:
-    """Describe everything in a ``ModelConfig`` except the quantization. Missing fields count as their defaults."""
-    mapping = getattr(model_config, "mapping", None)
-    # The host function for this has moved between generations and is missing in early ones.
-    lora = getattr(getattr(model_config, "lora_config", None), "lora_target_modules", None) or ()
-    return Problem(dynamic_quantization=bool(getattr(model_config, "force_dynamic_quantization", False))), Deployment(
-        ep_size=getattr(mapping, "moe_ep_size", None),
-        attention_dp=bool(getattr(mapping, "enable_attention_dp", False)) and getattr(mapping, "tp_size", 1) > 1,
-        load_balancer=_load_balancer(model_config),
-        lora=any(str(name).lower() in _MOE_LORA_MODULES for name in lora),
-        cuda_graphs=bool(getattr(model_config, "use_cuda_graph", False)),
-    )
 
 
 def _load_balancer(model_config: Any) -> str | None:

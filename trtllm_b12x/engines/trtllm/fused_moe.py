@@ -64,7 +64,7 @@ class Promoted(Carried):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
-        self._config = describe.of_config(kwargs.get("model_config"))
+        self._config = describe.from_config(kwargs.get("model_config"))
         self._alltoall = False
         self._max_num_tokens: int | None = None
         with suppress(Exception):
@@ -176,7 +176,7 @@ class Promoted(Carried):
         lacking = contract.lacking(self)
         if lacking:
             raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
-        question = describe.of_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
+        question = describe.from_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
         return eligibility.resolve(question, self.dispatch.kernels, self._plan_errors)
 
     def _activation_name(self) -> str:

@@ -27,11 +27,11 @@ def class_for(trtllm: Host, resolve: Callable[[describe.Question], Resolution], 
     """
     if str(getattr(model_config, "moe_backend", "")).upper() not in BACKENDS:
         return None
-    question = describe.of_model(model_config, override)
-    row = formats.find(question[0].quant_algo or "") if question is not None else None
-    if question is None or row is None or row.hosts_path:
+    quantization = describe.quantization_of(model_config, override) or {}
+    row = formats.find(quantization.get("quant_algo", ""))
+    if row is None or row.hosts_path:
         return None
-    verdict = resolve(question)
+    verdict = resolve(describe.from_config(model_config, quantization))
     if verdict.served:
         return trtllm.CutlassFusedMoE
     announce(verdict, f"MoE layer in {row.name}", alone=True)

@@ -16,8 +16,9 @@ from typing import Any
 
 from trtllm_b12x import environment
 from trtllm_b12x.core import errors, hook, log, process, settings
-from trtllm_b12x.decision import Problem, RejectReason, Resolution, Verdict, decide
+from trtllm_b12x.decision import RejectReason, Resolution, Verdict, decide
 from trtllm_b12x.decision.announce import announce
+from trtllm_b12x.formats.geometry import LayerShape
 
 from . import autotuner, describe, host, no_host_path, patches, status
 from .host import Host
@@ -205,10 +206,11 @@ def _resolving(resolve_moe_cls: Any) -> Any:
 def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     moe_cls = _without_broken_b12x(moe_cls, trtllm)
     model_config = args[0] if args else kwargs.get("model_config")
-    question = describe.of_model(model_config, args[1] if len(args) > 1 else kwargs.get("override_quant_config"))
-    if question is None or (moe_cls is not trtllm.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
+    override = args[1] if len(args) > 1 else kwargs.get("override_quant_config")
+    quantization = describe.quantization_of(model_config, override)
+    if quantization is None or (moe_cls is not trtllm.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
         return moe_cls
-    verdict = _resolve(question)
+    verdict = _resolve(describe.from_config(model_config, quantization))
     if moe_cls.__name__ == _NAMED_BY_MODELS:
         if verdict.served:
             _warn_of_trtllm(model_config)
@@ -261,12 +263,15 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
 
 def _backend_for(trtllm: Host, call: inspect.BoundArguments) -> tuple[Any, Resolution | None]:
     """Return the class to build, and the verdict on the layer if it uses the CUTLASS backend."""
-    asked, model_config = call.arguments["moe_cls"], call.arguments.get("model_config")
+    asked, arguments = call.arguments["moe_cls"], _flat(call)
+    model_config = arguments.get("model_config")
     moe_cls = _without_broken_b12x(asked, trtllm)
     promoted_before = _is_ours(asked)
     if not promoted_before and moe_cls is not trtllm.CutlassFusedMoE:
         return moe_cls, None
-    verdict = _resolve(describe.of_call(_flat(call), quantization=not promoted_before))
+    # get_moe_cls may have decided by the quantization of one layer, which the model's is not.
+    quantization = {} if promoted_before else describe.quantization_of(model_config) or {}
+    verdict = _resolve(describe.from_config(model_config, quantization, arguments))
     ours = verdict.served
     # If get_moe_cls exists, it has already decided. Otherwise the host always asks for CutlassFusedMoE.
     if ours and (promoted_before or not trtllm.has_get_moe_cls):
@@ -314,7 +319,7 @@ def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:
     if getattr(moe_cls, "__name__", "") != _HOSTS_B12X:
         return moe_cls
     payload = environment.probe(host.state(), always_look=True)  # even if our b12x is unavailable for another reason
-    rejections = tuple(r for r in decide(Problem(), environment=payload).rejections if r.reason in _PAYLOAD)
+    rejections = tuple(r for r in decide(LayerShape(), environment=payload).rejections if r.reason in _PAYLOAD)
     if not rejections:
         return moe_cls
     announce(Resolution((("b12x", Verdict(rejections)),)), f"moe_backend CUTEDSL ({moe_cls.__name__})")

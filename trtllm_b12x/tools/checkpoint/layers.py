@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x import formats
-from trtllm_b12x.decision import Problem
+from trtllm_b12x.formats.geometry import LayerShape
 
 from .activation import Activation
 from .files import CheckpointError, TensorFiles, expect_directory, read_json, typed
@@ -77,19 +77,20 @@ class MoELayer:
             return f"{prefix}{expert}.{self.projections[projection]}.{kind}"
         return prefix + self.projections[projection] + ("" if kind == "weight" else f"_{kind}")
 
-    def problem(self, tp: int = 1) -> Problem:
-        """Describe the layer on one of ``tp`` tensor-parallel ranks, as far as the checkpoint tells."""
-        return Problem(
-            quant_algo=self.quant_algo,
-            group_size=self.group_size,
-            activation_dtype="bfloat16",
-            activation=self.activation.name,
-            activation_constants=self.activation.constants,
-            pre_quant_scale=self.pre_quant_scale,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size // tp,
+    @property
+    def shape(self) -> LayerShape:
+        """The layer as far as the checkpoint tells."""
+        return LayerShape(
             num_experts=self.num_experts,
             top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            activation=self.activation.name,
+            quant_algo=self.quant_algo,
+            group_size=self.group_size,
+            dtype="bfloat16",
+            activation_constants=self.activation.constants,
+            pre_quant_scale=self.pre_quant_scale,
             bias=self.bias,
             apply_router_weight_on_input=self.apply_router_weight_on_input,
         )

@@ -78,7 +78,7 @@ def verify_layer(
         intermediate_size=layer.intermediate_size,
         served_by=next(iter(verdict.families), "cutlass"),
         reasons=[f"not {name}: {r}" if verdict.served else str(r) for name, r in verdict.refused],
-        warnings=refused_by_hosts(layer.problem(ranks.tp)),
+        warnings=refused_by_hosts(layer.shape, Deployment(tp_size=ranks.tp)),
     )
     if not verdict.served:
         if require_b12x:
@@ -101,7 +101,7 @@ def resolve_on_ranks(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Reso
 
     A layer that the reference cannot compute is not served here.
     """
-    verdict = resolve((layer.problem(ranks.tp), Deployment(ep_size=ranks.ep)), considered(device, layer.quant_algo))
+    verdict = resolve((layer.shape, Deployment(tp_size=ranks.tp, ep_size=ranks.ep)), considered(device, layer.quant_algo))
     without_reference = {
         RejectReason.ACTIVATION_CONSTANTS: layer.activation.constants and layer.activation.swiglu is None,
         RejectReason.ROUTER_WEIGHT_ON_INPUT: layer.apply_router_weight_on_input,
