@@ -1,8 +1,8 @@
-"""What the driver of FlashInfer's kernels costs beside the kernels: launches, memory, host time, weight preparation.
+"""What the driver of FlashInfer's kernels costs beside the kernels: host time and scratch memory.
 
 ``python -m benchmarks.decode OUT`` on a Hopper GPU, where the SM120 kernels run translated (docs/sm12x-on-hopper.md), writes
-OUT.json and OUT.md.  Every figure stands beside that of plain FlashInfer, or of the way its users prepare weights, in the same
-run.  No kernel's speed is measured: it would say nothing about a card.
+OUT.json and OUT.md. Every figure stands beside that of plain FlashInfer in the same run. No kernel's speed is measured: it would
+say nothing about a card.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,15 @@ from typing import Any
 import torch
 
 from benchmarks import require_gpu
+from benchmarks.markdown import table
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.kernels import NEMOTRON_SUPER, QWEN3_30B, SMALL_RELU2, SMALL_SWIGLU, Shape
 from tests.integration.sm12x_on_hopper.problem import arguments, wrapper
 from trtllm_b12x.dispatch.schedule import default_crossover
-from trtllm_b12x.engines.trtllm.embedded.ops import block_scale_interleave
-from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
-from trtllm_b12x.formats.nvfp4 import NVFP4Weights, round_to_e4m3
+from trtllm_b12x.formats.layouts import mma_scale_view
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 
@@ -77,46 +76,6 @@ def planned(shape: Shape, tensors: NVFP4Weights) -> B12xKernel:
     return kernel
 
 
-# ---- launches ------------------------------------------------------------------------------------------------------------
-
-
-def launches(run: Callable[[], Any]) -> dict[str, int]:
-    """Kinds of nodes of the graph that a call captures."""
-    from cuda.bindings import runtime
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        run()
-    handle = runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
-    _, _, count = runtime.cudaGraphGetNodes(handle, 0)
-    _, nodes, _ = runtime.cudaGraphGetNodes(handle, count)
-    kinds = (runtime.cudaGraphNodeGetType(node)[1].name.removeprefix("cudaGraphNodeType") for node in nodes)
-    return dict(Counter(kinds))
-
-
-def count_launches(shape: Shape, tokens: int) -> dict[str, Any]:
-    """Ours, and FlashInfer's wrapper given one input scale (its example) or one per expert."""
-    tensors = weights(shape)
-    kernel = planned(shape, tensors)
-    x, ids, router_weights = call(shape, tokens)
-    long = ids.long()
-    plain = wrapper(shape, "cuda", default_crossover(shape.top_k, [B12xKernel.features]) - 1)
-    given = arguments(tensors)
-    one = {**given, "input_global_scale": given["input_global_scale"][:1], "fc2_input_scale": given["fc2_input_scale"][:1]}
-    named = {"x": x, "token_selected_experts": ids, "token_final_scales": router_weights}
-    return {
-        "layer": shape.name,
-        "tokens": tokens,
-        "served by": kernel._plan.candidates[tokens][0].kind.name,
-        "ours": launches(lambda: kernel.run(x, ids, router_weights)),
-        "ours, int64 ids": launches(lambda: kernel.run(x, long, router_weights)),
-        "B12xMoEWrapper.run, one scale per expert": launches(lambda: plain.run(**named, **given)),
-        "B12xMoEWrapper.run, one scale": launches(lambda: plain.run(**named, **one)),
-    }
-
-
 # ---- memory --------------------------------------------------------------------------------------------------------------
 
 
@@ -162,49 +121,6 @@ def memory(shape: Shape) -> dict[str, Any]:
     except (ValueError, RuntimeError) as error:
         found["B12xMoEWrapper per layer, sized by moe_max_num_tokens"] = str(error).splitlines()[0]
     torch.cuda.empty_cache()
-    return found
-
-
-# ---- weight preparation --------------------------------------------------------------------------------------------------
-
-
-def preparation(shape: Shape) -> dict[str, Any]:
-    """From the host's tensors to what a kernel binds: ours, and the peers' (vLLM PR 48536: block scales times
-    ``weight_scale_2``, rounded to E4M3 again, interleaved anew)."""
-    tensors = weights(shape)
-    halves = {"w1": tensors.fc1_weight_sf, "w2": tensors.fc2_weight_sf}
-    rows = {"w1": tensors.fc1_weight.shape[1], "w2": shape.hidden_size}
-    columns = {"w1": shape.hidden_size, "w2": shape.padded}
-
-    def ours() -> Any:
-        return [mma_scale_view(sf.permute(5, 2, 4, 0, 1, 3), rows[name], columns[name]) for name, sf in halves.items()], [
-            tensors.fc1_divisor.reciprocal(),
-            tensors.fc2_divisor.reciprocal(),
-        ]
-
-    def peers() -> Any:
-        made = []
-        for name, sf in halves.items():
-            baked = round_to_e4m3(plain_scales(sf).float() * (tensors.fc1_alpha / tensors.fc1_divisor).view(-1, 1, 1)).view(
-                torch.uint8
-            )
-            made.append(mma_scale_view(block_scale_interleave(baked), rows[name], columns[name]))
-        return made, [tensors.fc1_divisor.clone(), tensors.fc2_divisor.clone()]
-
-    found: dict[str, Any] = {"layer": shape.name}
-    for name, prepare in (("ours", ours), ("peers", peers)):
-        prepare()
-        times = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before, started = torch.cuda.memory_allocated(), time.perf_counter()
-            made = prepare()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-            extra, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-            del made
-        found[name] = {"milliseconds": 1e3 * statistics.median(times), "extra bytes": extra, "temporary bytes": peak - extra}
     return found
 
 
@@ -267,26 +183,14 @@ def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
 def markdown(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [f"{results['gpu']}, {versions}.", ""]
-    lines += ["## Launches of one call in a captured graph", ""]
-    wrapped = [name for name in results["launches"][0] if name.startswith("B12x")]
-    rows = [
-        [
-            row["layer"],
-            row["tokens"],
-            row["served by"],
-            *(sum(row[n].values()) for n in ("ours", "ours, int64 ids", *wrapped)),
-        ]
-        for row in results["launches"]
-    ]
-    lines += _table(["layer", "tokens", "kernel", "ours", "ours, int64 ids", *wrapped], rows)
-    lines += ["", "## Host time of one call, microseconds", ""]
+    lines += ["## Host time of one call, microseconds", ""]
     kinds = ["the launch alone", "run_moe", "added", "run_moe, output allocated", "B12xMoEWrapper.run"]
     rows = [
         [row["layer"], row["tokens"], row["kernel"], "stubbed" if row["stubbed"] else "real"]
         + [f"{row[kind]:.1f}" if kind in row else "-" for kind in kinds]
         for row in results["host microseconds"]
     ]
-    lines += _table(["layer", "tokens", "kernel", "GPU work", *kinds], rows)
+    lines += table(["layer", "tokens", "kernel", "GPU work", *kinds], rows)
     lines += ["", "## Scratch memory of 48 layers, MB", ""]
     rows = []
     for row in results["memory"]:
@@ -300,23 +204,12 @@ def markdown(results: dict[str, Any]) -> str:
             ]
         )
     titles = ["ours, one layer", "ours, all", "all over one", f"wrapper for {MOE_MAX_NUM_TOKENS} tokens, one layer", "all"]
-    lines += _table(["layer", "tokens", *titles, "padding of a layer's weights"], rows)
-    lines += ["", "## Preparing the weights of one layer", ""]
-    rows = [
-        [row["layer"], who, f"{row[who]['milliseconds']:.2f}", _mega(row[who]["extra bytes"]), _mega(row[who]["temporary bytes"])]
-        for row in results["preparation"]
-        for who in ("ours", "peers")
-    ]
-    lines += _table(["layer", "", "ms", "extra MB", "temporary MB"], rows)
+    lines += table(["layer", "tokens", *titles, "padding of a layer's weights"], rows)
     return "\n".join(lines) + "\n"
 
 
 def _mega(size: Any) -> str:
     return f"{size / 1e6:,.1f}" if isinstance(size, int) else str(size)
-
-
-def _table(titles: list[str], rows: list[list[Any]]) -> list[str]:
-    return [f"| {' | '.join(map(str, row))} |" for row in (titles, ["---"] * len(titles), *rows)]
 
 
 def main() -> None:
@@ -326,18 +219,12 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
     }
     with sm12x_on_hopper():
-        results["launches"] = [
-            count_launches(shape, tokens)
-            for shape in (SMALL_SWIGLU, SMALL_RELU2, QWEN3_30B, NEMOTRON_SUPER)
-            for tokens in (1, 4, 16)
-        ]
         results["host microseconds"] = [
             overhead(shape, tokens, stubbed)
             for shape in (SMALL_SWIGLU, SMALL_RELU2)
             for tokens in (1, 8, 16)
             for stubbed in (True, False)
         ]
-        results["preparation"] = [preparation(shape) for shape in (QWEN3_30B, NEMOTRON_SUPER)]
         results["memory"] = [memory(shape) for shape in (QWEN3_30B, NEMOTRON_SUPER)]
     text = markdown(results)
     print(text)

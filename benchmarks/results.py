@@ -39,7 +39,7 @@ class Source:
 SOURCES = (
     Source(
         "decode.json",
-        "launches, host time, scratch memory and weight preparation of the driver of FlashInfer's kernels",
+        "host time and scratch memory of the driver of FlashInfer's kernels",
         "python -m benchmarks.decode",
         lambda found: "host microseconds" in found,
     ),
@@ -188,10 +188,6 @@ def _of_the_driver(found: dict[str, Any]) -> list[Gain]:
         what = f"scratch memory, {row['layers']} layers of {row['layer']} on b12x"
         other = f"{_size(total)}: a B12xMoEWrapper per layer for 8,192 tokens ({many})"
         lines.append(Gain(what, _size(row["ours, all layers"]), other, found["gpu"], "decode.json"))
-    for row in found["preparation"]:
-        what = f"weight memory beside the host's, a layer of {row['layer']}"
-        other = f"{_size(row['peers']['extra bytes'])}: block scales of its own, as vLLM and TensorRT-LLM prepare them"
-        lines.append(Gain(what, _size(row["ours"]["extra bytes"]), other, found["gpu"], "decode.json"))
     row = next((r for r in found["host microseconds"] if not r["stubbed"] and r["tokens"] == 1), None)
     if row:
         other = f"{row['B12xMoEWrapper.run']:.0f} us: B12xMoEWrapper.run"
