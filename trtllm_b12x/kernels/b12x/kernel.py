@@ -1,11 +1,8 @@
 """FlashInfer's SM12x kernels: planned once per geometry and device, launched without FlashInfer's own launcher.
 
-``B12xMoEWrapper`` and ``launch_sm120_moe`` compile, fold, expand and validate at every call, cache weights by address, pick the
-kernel by rules of their own and add up to four small launches to a call of one token.  Here all of that is done at load:
-``compiler.py`` makes the kernels, ``scratch.py`` their memory, ``launch.py`` a call.
-
-The dynamic kernel is not used: its warps may miss a claim (docs/flashinfer-dynamic-claim.md), and
-the family's ``most_routes`` end before it.
+``B12xMoEWrapper`` and ``launch_sm120_moe`` compile, fold, expand and validate at every call, cache weights by address, and add up
+to four small launches to a call of one token. Here all of that is done at load. The dynamic kernel is not used: its warps may
+miss a claim (docs/flashinfer-dynamic-claim.md), and the family's ``most_routes`` end before it.
 """
 
 from __future__ import annotations
@@ -48,14 +45,14 @@ from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO, Signature
 from .precompile import assembled
 from .scratch import Scratch, fitting
-from .streams import Turn
+from .streams import StreamSerializer
 
 _NO_CACHE = "FLASHINFER_CUTE_DSL_DISABLE_CACHE"
 
 _RECIPROCALS = 0.02
-"""Relative L2.  Direct micro multiplies by reciprocals of scales also for ReLU2, where the others and the reference divide
-(``moe_direct_micro_kernel.py:714``).  Block scales on a rounding tie fall apart, which is frequent where a calibrated amax is a
-power of two; seen: 0.014 over many tokens."""
+"""Relative L2. Direct micro multiplies by reciprocals of scales also for ReLU2, where the others and the reference divide
+(``moe_direct_micro_kernel.py:714``). Block scales on a rounding tie differ, which is frequent if a calibrated amax is a power of
+two; seen: 0.014 over many tokens."""
 
 
 @dataclass
@@ -65,23 +62,23 @@ class _Plan:
     geometry: Geometry
     device: torch.device
     scratch: Scratch
-    """Memory of calls that are launched; captured calls have memory from :meth:`of_capture`."""
+    """Memory of eager calls; captured calls have memory from ``of_capture``."""
     pristine: torch.Tensor
     signatures: dict[str, Signature]
     candidates: dict[int, list[Candidate]]
-    """Token count to what could serve it, best first; after the self-test what may."""
-    turn: Turn
+    """Candidates by token count, best first; after the self-test those that passed."""
+    serializer: StreamSerializer
     outcomes: list[Outcome] = field(default_factory=list)
     tested: bool = False
-    """Until then nothing serves."""
+    """Nothing is served before."""
     lock: Any = field(default_factory=locks.new)
     captured: tuple[int, Scratch] | None = None
 
     def of_capture(self, capture: int) -> Scratch:
-        """Scratch memory of the graph that is being captured, from its own memory, which lives as long as it does.
+        """Return scratch memory of the graph that is being captured, from its own memory, which lives as long as it does.
 
-        So replays may overlap with each other and with calls.  Layers of one graph share it; captures that share a pool, of which
-        no two replay at a time, get the same memory again, once this one lets go.
+        So replays may overlap with each other and with calls. Layers of one graph share it. Captures that share a pool, of which
+        no two replay at a time, get the same memory again, once this one is released.
         """
         if self.captured is None or self.captured[0] != capture:
             self.captured = None
@@ -146,7 +143,7 @@ class B12xKernel(Kernel):
     def self_test(self) -> None:
         """Run every kernel of the plan on the card, once per plan, and drop those that miss their bound.
 
-        Weights that say nothing (all zero, not finite) leave it to the next layer's or the next load's; nothing serves till then.
+        Weights that are all zero or not finite leave the test to the next layer or load. Nothing is served before.
 
         Raises:
             PlanError: no kernel is left for some token count; the message has the numbers.
@@ -182,16 +179,16 @@ class B12xKernel(Kernel):
                 log("self-test, %s: %s", self.geometry, outcome)
 
     def _tests(self) -> Iterator[Examinee]:
-        """Each compiled kernel at the most and at the fewest tokens that it could serve."""
-        served: dict[tuple[str, int], list[tuple[int, Candidate]]] = {}
-        for tokens, candidates in sorted(self._plan.candidates.items()):
+        """Test each compiled kernel at the largest and the smallest token count that it could serve."""
+        served: dict[tuple[str, int], dict[int, Candidate]] = {}
+        for tokens, candidates in self._plan.candidates.items():
             for candidate in candidates:
-                served.setdefault((candidate.kind.name, candidate.variant), []).append((tokens, candidate))
-        for (name, variant), found in served.items():
-            for tokens, candidate in dict((found[-1], found[0])).items():
+                served.setdefault((candidate.kind.name, candidate.variant), {})[tokens] = candidate
+        for (name, variant), by_count in served.items():
+            for tokens in dict.fromkeys((max(by_count), min(by_count))):
                 # Before 0.7.0 static adds up in atomics.
                 atomic = not self.features.deterministic
-                yield Examinee(name, variant, tokens, atomic, functools.partial(self._launch, candidate))
+                yield Examinee(name, variant, tokens, atomic, functools.partial(self._launch, by_count[tokens]))
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -251,7 +248,7 @@ class B12xKernel(Kernel):
         x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
         result = output(out, x, x.dtype, x.shape[1])
         table = self._tables[candidate.kind.skips_negative_ids and bool(self.features.negative_ids)]
-        with self._plan.turn as capture:
+        with self._plan.serializer as capture:
             scratch, bound = self._plan.scratch, self._bound
             if capture:
                 scratch = self._plan.of_capture(capture)
@@ -276,7 +273,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _cached_or_not(make: Callable[[], _Plan]) -> _Plan:
-    """``make()``; once more without FlashInfer's kernel cache where that is what failed, as in a home that cannot be written."""
+    """Call ``make``; once more without FlashInfer's kernel cache if that failed, as in a home that cannot be written."""
     before = os.environ.get(_NO_CACHE, "0")
     try:
         return make()
@@ -303,4 +300,4 @@ def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan
     routes.warm_up(device, remedy)
     logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
     pristine = constants.kept(("b12x", geometry, capacity, device), scratch.pristine)
-    return _Plan(geometry, device, scratch, pristine, compiler.signatures, candidates, Turn.of(device))
+    return _Plan(geometry, device, scratch, pristine, compiler.signatures, candidates, StreamSerializer.of(device))

@@ -1,9 +1,9 @@
-"""One call of one compiled kernel: its arguments, and the one launch that makes a host's routes the kernel's."""
+"""One call of one compiled kernel: its arguments by FlashInfer's names, and the launch that prepares the host's routes."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,64 +14,46 @@ from trtllm_b12x.kernels import routes
 
 from .scratch import Scratch
 
-
-@dataclass(frozen=True)
-class Kind:
-    """One of FlashInfer's kernels, as data."""
-
-    name: str
-    skips_negative_ids: bool
-    """Direct micro computes expert 0 for a negative id and multiplies by 0, which is NaN if expert 0 overflows."""
+_OF_THE_CALL = ("x", "ids", "router_weights", "out")
+_COMPILED_IN = ("self", "max_active_clusters", "stream")
+Source = str | Callable[[Any, NVFP4Weights], Any]
+"""Name of what comes with a call (``constant``: with a token count), or a function of the workspace and the weights."""
 
 
-DIRECT_MICRO = Kind("direct_micro", skips_negative_ids=False)
-STATIC = Kind("static", skips_negative_ids=True)
-
-_Value = Callable[[Scratch, NVFP4Weights], Any]
+def _fp4(plane: torch.Tensor) -> torch.Tensor:
+    return plane.permute(1, 2, 0).view(torch.float4_e2m1fn_x2)
 
 
-def _address(get: Callable[[Any], torch.Tensor]) -> Callable[[Any], int]:
-    return lambda of: get(of).data_ptr()
-
-
-def _of_workspace(get: Callable[[Any], Any]) -> _Value:
-    return lambda scratch, weights: get(scratch.workspace)
-
-
-def _of_weights(get: Callable[[NVFP4Weights], Any]) -> _Value:
-    return lambda scratch, weights: get(weights)
-
-
-_TENSORS: dict[str, str | _Value] = {
-    # Arguments of static (moe_dispatch.py:1774 of 0.7.2.post1) to where they come from; pointers go as integers.
+_TENSORS: dict[str, Source] = {
+    # Arguments of static (moe_dispatch.py:1774 of 0.7.2.post1); pointers are integers.
     "a_input": "x",
     "topk_ids": "ids",
     "topk_weights": "router_weights",
     "scatter_output": "out",
-    "packed_a": _of_workspace(lambda ws: ws.packed_input.permute(1, 2, 0).view(torch.float4_e2m1fn_x2)),
-    "sfa_ptr": _of_workspace(_address(lambda ws: ws.packed_input_scale)),
-    "packed_a_storage": _of_workspace(lambda ws: ws.packed_input.view(-1)),
-    "route_output_scratch": _of_workspace(lambda ws: ws.route_output_scratch.view(-1)),
-    "scale_storage": _of_workspace(lambda ws: ws.packed_input_scale.view(-1)),
-    "barrier_count": _of_workspace(lambda ws: ws.barrier_count),
-    "barrier_epoch": _of_workspace(lambda ws: ws.barrier_epoch),
-    "b_w13": _of_weights(lambda w: w.fc1_weight.permute(1, 2, 0).view(torch.float4_e2m1fn_x2)),
-    "sfb_w13_ptr": _of_weights(_address(lambda w: w.fc1_weight_sf)),
-    "b_down": _of_weights(lambda w: w.fc2_weight.permute(1, 2, 0).view(torch.float4_e2m1fn_x2)),
-    "sfb_down_ptr": _of_weights(_address(lambda w: w.fc2_weight_sf)),
-    "row_counts": _of_workspace(lambda ws: ws.row_counts),
-    "active_expert_count": _of_workspace(lambda ws: ws.active_expert_count),
-    "weight_expert_ids": _of_workspace(lambda ws: ws.weight_expert_ids),
-    "global_to_local_expert": _of_workspace(lambda ws: ws.global_to_local_expert),
-    "virt_route_scratch": _of_workspace(lambda ws: ws.virt_route_scratch),
-    "input_global_scale": _of_weights(lambda w: w.fc1_divisor),
-    "alpha": _of_weights(lambda w: w.fc1_alpha),
-    "down_alpha": _of_weights(lambda w: w.fc2_alpha),
-    "global_scale": _of_weights(lambda w: w.fc2_divisor),
-    "token_map": _of_workspace(lambda ws: ws.token_map),
-    "token_weights": _of_workspace(lambda ws: ws.token_weights),
+    "packed_a": lambda ws, w: _fp4(ws.packed_input),
+    "sfa_ptr": lambda ws, w: ws.packed_input_scale.data_ptr(),
+    "packed_a_storage": lambda ws, w: ws.packed_input.view(-1),
+    "route_output_scratch": lambda ws, w: ws.route_output_scratch.view(-1),
+    "scale_storage": lambda ws, w: ws.packed_input_scale.view(-1),
+    "barrier_count": lambda ws, w: ws.barrier_count,
+    "barrier_epoch": lambda ws, w: ws.barrier_epoch,
+    "b_w13": lambda ws, w: _fp4(w.fc1_weight),
+    "sfb_w13_ptr": lambda ws, w: w.fc1_weight_sf.data_ptr(),
+    "b_down": lambda ws, w: _fp4(w.fc2_weight),
+    "sfb_down_ptr": lambda ws, w: w.fc2_weight_sf.data_ptr(),
+    "row_counts": lambda ws, w: ws.row_counts,
+    "active_expert_count": lambda ws, w: ws.active_expert_count,
+    "weight_expert_ids": lambda ws, w: ws.weight_expert_ids,
+    "global_to_local_expert": lambda ws, w: ws.global_to_local_expert,
+    "virt_route_scratch": lambda ws, w: ws.virt_route_scratch,
+    "input_global_scale": lambda ws, w: w.fc1_divisor,
+    "alpha": lambda ws, w: w.fc1_alpha,
+    "down_alpha": lambda ws, w: w.fc2_alpha,
+    "global_scale": lambda ws, w: w.fc2_divisor,
+    "token_map": lambda ws, w: ws.token_map,
+    "token_weights": lambda ws, w: ws.token_weights,
 }
-_POINTERS: dict[str, str | _Value] = {
+_ADDRESSES: dict[str, Source] = {
     # Arguments of direct micro (moe_direct_micro_kernel.py:4858 of 0.7.2.post1): addresses, two barriers, two numbers.
     "x_ptr": "x",
     "tid_ptr": "ids",
@@ -79,68 +61,76 @@ _POINTERS: dict[str, str | _Value] = {
     "out_ptr": "out",
     "m_val": "constant",
     "grid_x": "constant",
-    "w1_ptr": _of_weights(_address(lambda w: w.fc1_weight)),
-    "w1s_ptr": _of_weights(_address(lambda w: w.fc1_weight_sf)),
-    "w1a_ptr": _of_weights(_address(lambda w: w.fc1_alpha)),
-    "a1_ptr": _of_weights(_address(lambda w: w.fc1_divisor)),
-    "a2_ptr": _of_weights(_address(lambda w: w.fc2_divisor)),
-    "inter_ptr": _of_workspace(_address(lambda ws: ws.dm_intermediate)),
-    "w2_ptr": _of_weights(_address(lambda w: w.fc2_weight)),
-    "w2s_ptr": _of_weights(_address(lambda w: w.fc2_weight_sf)),
-    "w2a_ptr": _of_weights(_address(lambda w: w.fc2_alpha)),
-    "barrier_count": _of_workspace(lambda ws: ws.dm_barrier_count[:1]),  # compiled for one element, used as an array
-    "barrier_epoch": _of_workspace(lambda ws: ws.dm_barrier_epoch[:1]),
+    "w1_ptr": lambda ws, w: w.fc1_weight.data_ptr(),
+    "w1s_ptr": lambda ws, w: w.fc1_weight_sf.data_ptr(),
+    "w1a_ptr": lambda ws, w: w.fc1_alpha.data_ptr(),
+    "a1_ptr": lambda ws, w: w.fc1_divisor.data_ptr(),
+    "a2_ptr": lambda ws, w: w.fc2_divisor.data_ptr(),
+    "inter_ptr": lambda ws, w: ws.dm_intermediate.data_ptr(),
+    "w2_ptr": lambda ws, w: w.fc2_weight.data_ptr(),
+    "w2s_ptr": lambda ws, w: w.fc2_weight_sf.data_ptr(),
+    "w2a_ptr": lambda ws, w: w.fc2_alpha.data_ptr(),
+    "barrier_count": lambda ws, w: ws.dm_barrier_count[:1],  # compiled for one element, used as an array
+    "barrier_epoch": lambda ws, w: ws.dm_barrier_epoch[:1],
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class B12xKernelKind:
+    """One of FlashInfer's kernels, as data."""
+
+    name: str
+    kernel_class: str
+    arguments: Mapping[str, Source]
+    """Every argument of its releases by name."""
+    skips_negative_ids: bool = True
+    takes_addresses: bool = False
+
+
+DIRECT_MICRO = B12xKernelKind("direct_micro", "MoEDirectMicroKernel", _ADDRESSES, False, True)
+"""Computes expert 0 for a negative id and multiplies by 0, which is NaN if expert 0 overflows."""
+STATIC = B12xKernelKind("static", "MoEStaticKernel", _TENSORS)
+
+
 class Signature:
-    """A kind's arguments, by the names in FlashInfer's own kernel.
+    """The run-time arguments of a kind, in the order of the installed FlashInfer's kernel."""
 
-    Raises:
-        ValueError: it takes one that is not known here.
-    """
-
-    kind: Kind
-    names: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.names if name not in self.table]
+    def __init__(self, kind: B12xKernelKind, dispatch: Any) -> None:
+        """
+        Raises:
+            ValueError: the kernel takes an argument that is not known here.
+        """
+        kernel = getattr(dispatch, kind.kernel_class)
+        self.kind = kind
+        self.names = [name for name in inspect.signature(kernel.__call__).parameters if name not in _COMPILED_IN]
+        unknown = ", ".join(name for name in self.names if name not in kind.arguments)
         if unknown:
-            raise ValueError(
-                f"FlashInfer's {self.kind.name} kernel takes {', '.join(unknown)}, which this trtllm-b12x does not know"
-            )
-
-    @property
-    def table(self) -> dict[str, str | _Value]:
-        return _POINTERS if self.kind is DIRECT_MICRO else _TENSORS
+            raise ValueError(f"FlashInfer's {kind.name} kernel takes {unknown}, which this trtllm-b12x does not know")
+        sources = [kind.arguments[name] for name in self.names]
+        self.places = [sources.index(name) for name in _OF_THE_CALL]
 
     def bind(self, scratch: Scratch, weights: NVFP4Weights) -> list[Any]:
-        """Everything but what comes with a call and what a launch has as a constant."""
-        sources = (self.table[name] for name in self.names)
-        return [None if isinstance(source, str) else source(scratch, weights) for source in sources]
+        """Return the arguments, with None in place of what comes with a call or a token count."""
+        sources = (self.kind.arguments[name] for name in self.names)
+        return [None if isinstance(source, str) else source(scratch.workspace, weights) for source in sources]
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A compiled kernel, and what its arguments are for one number of tokens."""
+class Candidate:
+    """A compiled kernel for one token count."""
 
     function: Any
     signature: Signature
-    constants: dict[str, Any] = field(default_factory=dict)
-    """By name of the argument."""
+    variant: int
+    """Kernels of one variant are the same code."""
+    constants: dict[int, Any] = field(default_factory=dict)
+    """Values for this token count, by place among the arguments."""
 
-    @functools.cached_property
-    def _of_the_call(self) -> tuple[int, ...]:
-        """Places of x, ids, router_weights and out among the arguments."""
-        sources = [self.signature.table[name] for name in self.signature.names]
-        return tuple(sources.index(name) for name in ("x", "ids", "router_weights", "out"))
+    @property
+    def kind(self) -> B12xKernelKind:
+        return self.signature.kind
 
-    @functools.cached_property
-    def _constants(self) -> list[tuple[int, Any]]:
-        return [(self.signature.names.index(name), value) for name, value in self.constants.items()]
-
-    def __call__(
+    def launch(
         self,
         bound: list[Any],
         scratch: Scratch,
@@ -151,16 +141,14 @@ class Launch:
         router_weights: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """``bound`` by :meth:`Signature.bind`; ids of any integer and router weights of any float type, both contiguous."""
+        """``bound`` by ``Signature.bind``; ids of any integer and router weights of any float type, both contiguous."""
         rows = ids.numel()
-        routes.prepare(table, ids, router_weights, (scratch.ids[:rows], scratch.router_weights[:rows]), input_scales)
-        ids, router_weights = scratch.ids[:rows], scratch.router_weights[:rows]
-        given = bound.copy()
-        for place, value in self._constants:
-            given[place] = value
-        call: tuple[Any, ...] = (x, ids, router_weights, out)
-        if self.signature.kind is DIRECT_MICRO:
-            call = tuple(tensor.data_ptr() for tensor in call)
-        for place, value in zip(self._of_the_call, call, strict=True):
-            given[place] = value
-        self.function(*given)
+        prepared = scratch.ids[:rows], scratch.router_weights[:rows]
+        routes.prepare(table, ids, router_weights, prepared, input_scales)
+        arguments = bound.copy()
+        for place, value in self.constants.items():
+            arguments[place] = value
+        as_address = self.signature.kind.takes_addresses
+        for place, tensor in zip(self.signature.places, (x, *prepared, out), strict=True):
+            arguments[place] = tensor.data_ptr() if as_address else tensor
+        self.function(*arguments)

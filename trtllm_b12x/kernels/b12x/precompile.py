@@ -1,7 +1,7 @@
-"""FlashInfer's kernels of one geometry, compiled into its cache for cards that are not here: a process of its own.
+"""Compile FlashInfer's kernels of one geometry into its cache for cards that are not here, in a process of its own.
 
-It answers FlashInfer's questions for the card and collects what :class:`Compiler` asks FlashInfer to build. A pool of forked
-processes then builds it. The request comes on standard input; JSON lines go to standard output.
+It describes the card to FlashInfer and collects what ``Compiler`` asks FlashInfer to build. A pool of forked processes then
+builds it. The request comes on standard input; JSON lines go to standard output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Job:
 
 
 _jobs: dict[str, _Job] = {}
-"""By the kernel's name. The forked processes read it: its functions cannot be sent."""
+"""Jobs by kernel name. The forked processes read them: functions cannot be sent."""
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def main() -> None:
 
         try:
             _collect(request, target)
-        except Exception as problem:
-            say(name="b12x", cached=False, error=f"{type(problem).__name__}: {problem}".splitlines()[0][:300], seconds=0.0)
+        except Exception as error:
+            say(name="b12x", cached=False, error=payload_child.error_of(error)[:300], seconds=0.0)
             return
         say(total=len(_jobs))
         with ProcessPoolExecutor(request["processes"], get_context("fork"), stream.close) as pool:
@@ -102,7 +102,7 @@ def _answer(multiprocessors: int, target: str) -> None:
 def _store(name: str, target: str) -> dict[str, Any]:
     from flashinfer.jit import cute_dsl_core as core
 
-    job, started, cached, error = _jobs[name], time.monotonic(), False, ""
+    job, started, cached, problem = _jobs[name], time.monotonic(), False, ""
     try:
         _answer(job.multiprocessors, target)
         if core.cute_dsl_cache_disabled():
@@ -114,32 +114,36 @@ def _store(name: str, target: str) -> dict[str, Any]:
             getattr(spec, "compile_and_persist", spec.build_and_load)()
         if not spec.is_compiled:
             raise RuntimeError(f"FlashInfer could not store it as {spec.object_path}")
-    except Exception as problem:
-        error = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
-    return {"name": name, "cached": cached, "error": error, "seconds": round(time.monotonic() - started, 3)}
+    except Exception as error:
+        problem = payload_child.error_of(error)[:300]
+    return {"name": name, "cached": cached, "error": problem, "seconds": round(time.monotonic() - started, 3)}
 
 
 def assembled(geometry: Any, card: Any, directory: Path) -> list[str]:
-    """PTX of FlashInfer's static kernel for two tokens, by its own compile function, 0.6.18 to 0.7.2."""
+    """Return the PTX of FlashInfer's static kernel for two tokens, by its own compile function, 0.6.18 to 0.7.2."""
+    target = f"sm_{card.capability}a"
     os.environ.update(
-        CUTE_DSL_ARCH=f"sm_{card.capability}a",
+        CUTE_DSL_ARCH=target,
         CUTE_DSL_KEEP_PTX="1",
         CUTE_DSL_DUMP_DIR=str(directory),
         FLASHINFER_CUTE_DSL_DISABLE_CACHE="1",
         CUTE_DSL_DISABLE_FILE_CACHING="1",
     )
-    captured = directory / "output"
+    output = directory / "output"
     # The assembler writes to the process's own streams, past Python's.
-    with captured.open("wb") as stream:
+    with output.open("wb") as stream:
         saved = os.dup(1), os.dup(2)
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
         try:
-            _compile_static(geometry, card)
+            _answer(card.multiprocessors, target)
+            dispatch = importlib.import_module(payload_child.DISPATCH)
+            sizes = {"k": geometry.hidden_size, "n": geometry.intermediate_size, "num_topk": geometry.top_k}
+            dispatch._get_static_kernel(geometry.num_experts, geometry.num_experts, m=2, max_rows=2 * geometry.top_k, **sizes)
         except Exception as error:
             from trtllm_b12x.kernels import PlanError
 
-            raise PlanError(f"{type(error).__name__}: {error}\n{captured.read_text(errors='replace')}") from error
+            raise PlanError(f"{type(error).__name__}: {error}\n{output.read_text(errors='replace')}") from error
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -148,15 +152,8 @@ def assembled(geometry: Any, card: Any, directory: Path) -> list[str]:
     return [path.read_text(errors="replace") for path in directory.glob("*.ptx")]
 
 
-def _compile_static(geometry: Any, card: Any) -> None:
-    _answer(card.multiprocessors, f"sm_{card.capability}a")
-    dispatch = importlib.import_module(payload_child.DISPATCH)
-    sizes = {"k": geometry.hidden_size, "n": geometry.intermediate_size, "num_topk": geometry.top_k}
-    dispatch._get_static_kernel(geometry.num_experts, geometry.num_experts, m=2, max_rows=2 * geometry.top_k, **sizes)
-
-
 def fields(geometry: Any) -> dict[str, Any]:
-    """For the request."""
+    """Return the geometry's part of the request."""
     return {**dataclasses.asdict(geometry), "dtype": str(geometry.dtype).removeprefix("torch."), "bias": None}
 
 

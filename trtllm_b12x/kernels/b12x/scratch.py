@@ -11,7 +11,7 @@ import torch
 from trtllm_b12x.kernels import Geometry
 
 _SMALL = 1 << 16
-"""Bytes.  What has to start from known values (barriers, counters) is smaller; larger planes are written before they are read."""
+"""Bytes. Planes that start from known values (barriers, counters) are smaller; larger ones are written before they are read."""
 _ALIGNMENT = 256
 
 
@@ -23,15 +23,15 @@ class Scratch:
     """
 
     workspace: Any
-    """``Sm120StaticMoEWorkspace`` (moe_dispatch.py).  Of several tensors on one storage only the first is used."""
+    """``Sm120StaticMoEWorkspace`` (moe_dispatch.py). Of several tensors on one storage only the first is used."""
     ids: torch.Tensor
-    """``(capacity * top_k,)`` int32; :mod:`trtllm_b12x.kernels.routes` writes it."""
+    """``(capacity * top_k,)`` int32, written by ``kernels.routes``."""
     router_weights: torch.Tensor
     """``(capacity * top_k,)`` float32."""
 
     @staticmethod
     def allocate(dispatch: Any, geometry: Geometry, capacity: int, device: torch.device) -> Scratch:
-        """By FlashInfer's own constructor."""
+        """Allocate by FlashInfer's own constructor."""
         rows = capacity * geometry.top_k
         workspace = dispatch.allocate_sm120_static_workspace(
             state_E=geometry.num_experts,
@@ -42,11 +42,10 @@ class Scratch:
             num_topk=geometry.top_k,
             device=device,
         )
-        routes = torch.empty(2, rows, dtype=torch.int32, device=device)
-        return Scratch(workspace, routes[0], routes[1].view(torch.float32))
+        return _with_routes(workspace, rows, device)
 
     def planes(self) -> dict[str, torch.Tensor]:
-        """The tensors of the workspace that are no views of others, small ones first."""
+        """Return the tensors of the workspace that are no views of others, small ones first."""
         planes: dict[int, tuple[str, torch.Tensor]] = {}
         for name in (field.name for field in dataclasses.fields(self.workspace)):
             plane = getattr(self.workspace, name)
@@ -55,24 +54,27 @@ class Scratch:
         return dict(sorted(planes.values(), key=lambda named: named[1].nbytes > _SMALL))
 
     def pristine(self) -> torch.Tensor:
-        """Return the small planes as :meth:`another` starts from them, uint8, some kilobytes. Call it before the first launch."""
+        """Return the small planes as ``another`` starts from them, uint8, some kilobytes. Call it before the first launch."""
         return torch.cat([_padded(plane) for plane in self.planes().values() if plane.nbytes <= _SMALL])
 
     def another(self, pristine: torch.Tensor) -> Scratch:
-        """As large, by two allocations and one copy; under capture all three are the graph's own."""
+        """Return one as large, by two allocations and one copy; under capture all three are the graph's own."""
         planes = self.planes()
         arena = torch.empty(sum(_rounded(plane.nbytes) for plane in planes.values()), dtype=torch.uint8, device=pristine.device)
         arena[: pristine.numel()].copy_(pristine)
-        made, at = {}, 0
+        copies, offset = {}, 0
         for name, plane in planes.items():
-            made[name] = arena[at : at + plane.nbytes].view(plane.dtype).view(plane.shape)
-            at += _rounded(plane.nbytes)
-        routes = torch.empty(2, self.ids.numel(), dtype=torch.int32, device=pristine.device)
-        workspace = dataclasses.replace(self.workspace, **made)
-        return Scratch(workspace, routes[0], routes[1].view(torch.float32))
+            copies[name] = arena[offset : offset + plane.nbytes].view(plane.dtype).view(plane.shape)
+            offset += _rounded(plane.nbytes)
+        return _with_routes(dataclasses.replace(self.workspace, **copies), self.ids.numel(), pristine.device)
 
     def nbytes(self) -> int:
         return sum(plane.nbytes for plane in (*self.planes().values(), self.ids, self.router_weights))
+
+
+def _with_routes(workspace: Any, rows: int, device: torch.device) -> Scratch:
+    routes = torch.empty(2, rows, dtype=torch.int32, device=device)
+    return Scratch(workspace, routes[0], routes[1].view(torch.float32))
 
 
 def _rounded(nbytes: int) -> int:
@@ -85,13 +87,13 @@ def _padded(plane: torch.Tensor) -> torch.Tensor:
 
 
 def fitting(geometry: Geometry, capacity: int) -> int:
-    """As many tokens up to ``capacity`` as FlashInfer has 32-bit offsets for in its largest plane, the packed activations.
+    """Return as many tokens, up to ``capacity``, as 32-bit offsets reach in FlashInfer's largest plane, the packed activations.
 
-    ``(experts + rows / 32) x rows x hidden_size / 2`` bytes (``_check_memref_limit``, moe_dispatch.py:148 of 0.7.2.post1).
+    It has ``(experts + rows / 32) x rows x hidden_size / 2`` bytes (``_check_memref_limit``, moe_dispatch.py:148 of 0.7.2.post1).
     """
 
-    def plane(tokens: int) -> int:
+    def nbytes(tokens: int) -> int:
         rows = tokens * geometry.top_k
         return (geometry.num_experts + -(-rows // 32)) * rows * geometry.hidden_size // 2
 
-    return next((tokens for tokens in range(capacity, 1, -1) if plane(tokens) < 2**31), 1)
+    return next((tokens for tokens in range(capacity, 1, -1) if nbytes(tokens) < 2**31), 1)

@@ -1,78 +1,73 @@
-"""At most one launch of b12x in flight per device, and within each captured graph.
+"""Serialize b12x launches: one in flight per device, and one per captured graph.
 
-The CTAs of static, micro and direct micro wait for each other on a barrier in memory, and layers of a geometry share scratch
-memory.  Launches are cooperative from 0.6.17 on, so that a grid is resident as a whole or not at all; two of them could still
-share scratch.  So a launch on another stream than the last one waits for it.  One stream, the usual case, costs nothing.
-A graph that is captured has scratch memory of its own, so only its own launches are ordered, by edges of the graph.
+b12x kernels use a grid-wide barrier in memory and layers of a geometry share scratch memory, so two launches must not overlap.
+A launch on another stream waits for the previous one. With a single stream, the usual case, this costs nothing.
+A captured graph has scratch memory of its own, so only launches inside the same graph are ordered, by edges of the graph.
 """
 
 from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Any
 
 import torch
 
-_turns: dict[str, Turn] = {}
+_serializers: dict[str, StreamSerializer] = {}
 _lock = threading.Lock()
 
 
-class Turn:
-    """The right to launch on one device; a context manager around the launch, on its stream, that gives the capture under way."""
+class StreamSerializer:
+    """Context manager around one b12x launch, on its stream. Entering returns the id of the active capture, or 0."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
-        self.last: dict[bool, Any] = {}
-        """Stream of the last launch, of those that were captured and of the others."""
-        self.capture = 0
-        """Id of the graph capture that the last captured launch belongs to."""
-        self.stream = -1
-        """Stream of the last launch that was not captured."""
+        # Captured and eager launches are ordered separately.
+        self.last_captured_stream: torch.cuda.Stream | None = None
+        self.last_eager_stream: torch.cuda.Stream | None = None
+        self.last_capture_id = 0
+        self.last_raw_stream = -1
+        # Recorded after a launch on a stream that torch does not own: that stream may be destroyed before the next launch.
         self.done: torch.cuda.Event | None = None
-        """Behind the last launch, where its stream is not torch's own: it may be gone when the next one asks."""
 
     @staticmethod
-    def of(device: torch.device) -> Turn:
-        """The one of ``device``; all geometries share it."""
+    def of(device: torch.device) -> StreamSerializer:
+        """Return the serializer of ``device``, which all geometries share."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         with _lock:
-            return _turns.setdefault(str(device), Turn(device))
+            return _serializers.setdefault(str(device), StreamSerializer(device))
 
     def __enter__(self) -> int:
-        """Identity of the capture that the current stream takes part in, 0 for none."""
         self.lock.acquire()
         try:
             if self.device.type != "cuda":
                 return 0
             if torch.cuda.is_current_stream_capturing():
-                return self._enter_capture()
-            if torch._C._cuda_getCurrentRawStream(self.device.index) != self.stream:
-                self._wait_for_the_last(torch.cuda.current_stream(self.device))
+                return self._order_captured()
+            if torch._C._cuda_getCurrentRawStream(self.device.index) != self.last_raw_stream:
+                self._order_eager(torch.cuda.current_stream(self.device))
             return 0
         except BaseException:
             self.lock.release()
             raise
 
-    def _wait_for_the_last(self, stream: torch.cuda.Stream) -> None:
-        last = self.last.get(False)
+    def _order_eager(self, stream: torch.cuda.Stream) -> None:
+        last = self.last_eager_stream
         if self.done is not None:
             stream.wait_event(self.done)
         elif last is not None and not _is_capturing(last):
             stream.wait_stream(last)
-        self.last[False], self.stream = stream, stream.cuda_stream
-        # A stream of torch's own lives as long as the process.  One from elsewhere carries its handle as its id.
+        self.last_eager_stream, self.last_raw_stream = stream, stream.cuda_stream
+        # torch's streams live as long as the process. A stream from elsewhere has its handle as its id.
         self.done = torch.cuda.Event() if stream.stream_id == stream.cuda_stream != 0 else None
 
-    def _enter_capture(self) -> int:
+    def _order_captured(self) -> int:
         stream = torch.cuda.current_stream(self.device)
-        capture = _capture_id(stream)
-        last = self.last.get(True) if capture == self.capture else None
-        if last is not None and last != stream:
+        capture, last = _capture_id(stream), self.last_captured_stream
+        if capture == self.last_capture_id and last is not None and last != stream:
             stream.wait_stream(last)
-        self.last[True], self.capture = stream, capture
+        self.last_captured_stream, self.last_capture_id = stream, capture
         return capture
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -91,7 +86,7 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
 def _capture_id(stream: torch.cuda.Stream) -> int:
     from cuda.bindings import runtime  # a requirement of the CuTe DSL
 
-    status, *found = runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)
+    status, *info = runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)
     if int(status):
         raise RuntimeError(f"cudaStreamGetCaptureInfo: {status}")
-    return int(found[1])
+    return int(info[1])
