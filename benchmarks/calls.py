@@ -43,7 +43,7 @@ def serve() -> None:
     ids, router_weights = module.routing_method.apply(logits)
     out = torch.zeros_like(x)
     kernel: Any = type(backend.kernel)
-    kernel.run = lambda self, x, ids, router_weights, out=None: x if out is None else out
+    kernel.run = lambda self, *arguments, out=None: arguments[0].out if out is None else out  # older checkouts pass tensors
     runs = {
         "quantize_input": lambda: backend.quantize_input(x, post_quant_comm=False),
         "run_moe": lambda: layers.run_moe(backend, x, ids, router_weights, moe_output=out, output_dtype=x.dtype),

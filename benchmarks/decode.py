@@ -29,7 +29,7 @@ from tests.integration.sm12x_on_hopper.problem import arguments, wrapper
 from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.formats.layouts import mma_scale_view
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 
 MOE_MAX_NUM_TOKENS = 8192
@@ -152,6 +152,7 @@ def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
     assert isinstance(kernel, B12xKernel), backend.verdict
     x, ids, router_weights = call(shape, tokens)
     out = torch.empty_like(x)
+    direct = MoECall(x, ids, router_weights, out=out)
     candidate = real = kernel._plan.candidates[tokens][0]
     if stubbed:
         candidate = kernel._plan.candidates[tokens][0] = dataclasses.replace(real, function=lambda *arguments: None)
@@ -159,7 +160,7 @@ def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
     scratch, table = kernel._plan.scratch, kernel._tables[False]
     bound = kernel._bound[candidate.kind.name]
     runs: dict[str, Callable[[], Any]] = {
-        "the launch alone": lambda: launch(bound, scratch, table, kernel.weights.input_scales, x, ids, router_weights, out),
+        "the launch alone": lambda: launch(bound, scratch, table, kernel.weights.input_scales, direct),
         "run_moe": lambda: layers.run_moe(backend, x, ids, router_weights, moe_output=out),
         "run_moe, output allocated": lambda: layers.run_moe(backend, x, ids, router_weights),
     }

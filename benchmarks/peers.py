@@ -32,7 +32,7 @@ from tests import mxfp8
 from tests.nvfp4_layer import distance, random_call, random_layer
 from trtllm_b12x.dispatch.timing import copy_bandwidth, expert_bytes, graph_seconds
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel
@@ -119,8 +119,9 @@ class Layers:
     def error(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> float:
         if len(x) > MOST_CHECKED:
             return math.nan
-        expected = self.reference.run(x, ids, router_weights, out=torch.zeros(x.shape, device=x.device))
-        return distance(self.kernels[0].run(x, ids, router_weights), expected)
+        call = MoECall(x, ids, router_weights)
+        expected = self.reference.run(call._replace(out=torch.zeros(x.shape, device=x.device)))
+        return distance(self.kernels[0].run(call), expected)
 
 
 def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidth: float) -> dict[str, float]:
@@ -134,7 +135,7 @@ def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidt
     routed = statistics.mean(int((ids < g.num_experts).sum()) for _, ids in calls)
 
     def run() -> list[torch.Tensor]:
-        return [kernels[i].run(x, ids, router_weights) for i, ids in calls]
+        return [kernels[i].run(MoECall(x, ids, router_weights)) for i, ids in calls]
 
     seconds = graph_seconds(run) / len(calls)
     size, products = hit * expert_bytes(g), (3 if g.gated else 2) * g.hidden_size * g.intermediate_size
@@ -147,7 +148,7 @@ def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidt
         "fraction": size / seconds / bandwidth,
         "bytes_per_clock_sm": size / seconds / clock / properties.multi_processor_count,
         "tflops": 2 * routed * products / seconds / 1e12,
-        "host_us": host_microseconds(functools.partial(kernels[0].run, x, calls[0][1], router_weights)),
+        "host_us": host_microseconds(functools.partial(kernels[0].run, MoECall(x, calls[0][1], router_weights))),
         "error": error,
     }
 

@@ -11,6 +11,7 @@ import torch
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import HOST, Timings
 from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
+from trtllm_b12x.kernels import MoECall
 
 Paths = dict[str, TimedPath]
 
@@ -63,7 +64,7 @@ class _Timer:
         x = torch.randn(tokens, g.hidden_size, generator=torch.Generator().manual_seed(tokens)).to(g.dtype)
         ids, router_weights = self._sample_routes(tokens, 0, tokens == 8)
         for layer in range(self._clock.layers):
-            results = {name: path.runs[layer](x, ids, router_weights).float() for name, path in serving.items()}
+            results = {name: path.runs[layer](MoECall(x, ids, router_weights)).float() for name, path in serving.items()}
             gaps = [float((result - results[HOST]).norm() / results[HOST].norm()) for result in results.values()]
             self._clock.largest_gap = max(self._clock.largest_gap, *gaps)
 

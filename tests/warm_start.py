@@ -160,7 +160,7 @@ def late() -> None:
     import trtllm_b12x
     from tests import mxfp8, nvfp4_layer
     from trtllm_b12x.core import settings
-    from trtllm_b12x.kernels import Geometry, PlanError
+    from trtllm_b12x.kernels import Geometry, MoECall, PlanError
     from trtllm_b12x.kernels.triton import grouped_kernels, jit_monitor, launcher
     from trtllm_b12x.kernels.triton.grouped import GroupedKernel
     from trtllm_b12x.kernels.triton.grouped_nvfp4 import TABLE, GroupedNVFP4Kernel
@@ -182,10 +182,10 @@ def late() -> None:
             kernel.bind(bound)
             for tokens in (1, 15, 16):
                 call = nvfp4_layer.random_call(geometry, tokens)
-                kernel.run(*call)
+                kernel.run(MoECall(*call))
                 fp4 = torch.zeros(tokens * 64 + 1, dtype=torch.uint8)[1:].view(tokens, 64)
-                kernel.run_quantized(fp4, torch.zeros(tokens * 8 + 1, dtype=torch.uint8)[1:], False, *call[1:])
-                kernel.run_quantized(fp4, torch.zeros(1024, dtype=torch.uint8), True, *call[1:])
+                kernel.run(MoECall(fp4, *call[1:], x_sf=torch.zeros(tokens * 8 + 1, dtype=torch.uint8)[1:], swizzled=False))
+                kernel.run(MoECall(fp4, *call[1:], x_sf=torch.zeros(1024, dtype=torch.uint8), swizzled=True))
         kernel = GroupedKernel()
         kernel.plan(geometry, 4096, torch.device("cuda"))
         kernel.bind(mxfp8.random_weights(geometry))
@@ -198,7 +198,8 @@ def late() -> None:
                 x, out = (given(tokens * 128, torch.bfloat16).view(tokens, 128) for _ in range(2))
                 for ids in (torch.int32, torch.int64):
                     for router_weights in (torch.float32, torch.bfloat16):
-                        kernel.run(x, given(2 * tokens, ids).view(-1, 2), given(2 * tokens, router_weights).view(-1, 2), out)
+                        routes = given(2 * tokens, ids).view(-1, 2), given(2 * tokens, router_weights).view(-1, 2)
+                        kernel.run(MoECall(x, *routes, out=out))
         found: dict[str, Any] = {"by calls": jit_monitor.compiles(), "frozen": {}}
         for name, dtype in (("NVFP4", torch.float16), ("MXFP8", torch.float32)):
             with settings.FREEZE.set("1"):
@@ -270,10 +271,11 @@ def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> No
 def _call(kernel: Any, geometry: Any) -> None:
     """Through Triton's JIT, which takes tensors of the CPU."""
     from tests import mxfp8, nvfp4_layer
+    from trtllm_b12x.kernels import MoECall
     from trtllm_b12x.kernels.triton import launcher
 
     with mock.patch.object(launcher, "watched", return_value=True):
         kernel.bind(
             mxfp8.random_weights(geometry) if geometry.format == "MXFP8" else nvfp4_layer.random_layer(geometry).kernel_weights()
         )
-        kernel.run(*nvfp4_layer.random_call(geometry, 1))
+        kernel.run(MoECall(*nvfp4_layer.random_call(geometry, 1)))

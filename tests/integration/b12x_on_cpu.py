@@ -22,7 +22,7 @@ import torch
 
 from tests.integration.sm12x_on_hopper import problem
 from trtllm_b12x.core import process
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.b12x import compiler
 from trtllm_b12x.kernels.b12x import kernel as b12x
 from trtllm_b12x.kernels.b12x.compiler import DISPATCH
@@ -105,7 +105,7 @@ def shared() -> dict[str, Any]:
     spaces = [kernel.workspace for kernel in kernels]
     unplanned = ""
     try:
-        kernels[0].run(torch.zeros(5, 256, dtype=torch.bfloat16), torch.zeros(5, 2), torch.zeros(5, 2))
+        kernels[0].run(MoECall(torch.zeros(5, 256, dtype=torch.bfloat16), torch.zeros(5, 2), torch.zeros(5, 2)))
     except ValueError as error:
         unplanned = str(error)
     variants = [kernels[0]._plan.candidates[tokens][-1].variant for tokens in (1, 2)]

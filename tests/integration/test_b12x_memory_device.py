@@ -13,6 +13,7 @@ from tests import layers
 from tests.checkpoints import random_experts
 from tests.integration import test_b12x_device
 from tests.integration.test_b12x_device import SIZE, SIZES, TOP_K, E, H, built, captured, drawn
+from trtllm_b12x.kernels import MoECall
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.b12x.scratch import Scratch
 from trtllm_b12x.kernels.reference import ReferenceKernel
@@ -195,7 +196,7 @@ def soak(ep: int, calls: int) -> int:
             if kind == "remote" and ep == 2:
                 assert not result.any()
             elif tokens:
-                expected = reference.run(x, ids, router_weights)
+                expected = reference.run(MoECall(x, ids, router_weights))
                 error = (result - expected).float()[good].norm() / expected.float()[good].norm().clamp(min=1e-30)
                 assert not good.any() or float(error) <= 0.02, (call, kind, tokens, float(error))
         outputs.fill_(torch.nan)

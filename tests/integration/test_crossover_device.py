@@ -51,7 +51,7 @@ def built(shape: LayerShape, ep: int = 1) -> tuple[list[Any], Geometry, RouteSam
 def delay(microseconds: float) -> timing.Runner:
     cycles = 1_000_000
     cycles_per_us = cycles / (1e6 * timing.graph_seconds(lambda: torch.cuda._sleep(cycles)))
-    return lambda x, ids, router_weights: torch.cuda._sleep(round(microseconds * cycles_per_us))
+    return lambda call: torch.cuda._sleep(round(microseconds * cycles_per_us))
 
 
 @pytest.mark.parametrize(("shape", "ep"), [(SMALL, 1), (LARGE, 4)], ids=["64 experts", "128 experts, a quarter of them"])
@@ -82,7 +82,7 @@ def test_the_choice_is_near_the_best_of_every_count(shape: LayerShape, ep: int) 
 def test_two_measurements_agree_and_a_host_that_is_made_fast_serves_everything() -> None:
     backends, geometry, sampler = built(SMALL)
     kernels = [backend.schedule.families["triton"] for backend in backends]
-    host: timing.Runner = lambda x, ids, router_weights: x.clone()  # noqa: E731
+    host: timing.Runner = lambda call: call.x.clone()  # noqa: E731
     paths = {"triton": TimedPath([kernel.run for kernel in kernels], kernels[0].serves), HOST: TimedPath([host] * len(kernels))}
     found = [PathTimer(paths, geometry, sampler, CUDA, seed=seed)((1, 8, 64)) for seed in (0, 1, 2)]
     for tokens in (1, 8, 64):

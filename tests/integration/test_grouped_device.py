@@ -17,7 +17,7 @@ from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel
 from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.tools.verify import reference
@@ -69,8 +69,8 @@ def test_numbers(geometry: Geometry) -> None:
     kernel, yardstick = planned(layer)
     for tokens in TOKENS:
         call = drawn(geometry, tokens)
-        wanted = yardstick.run(*call, out=torch.zeros(call[0].shape, device=CUDA))
-        assert distance(kernel.run(*call), wanted) < BOUND, tokens
+        wanted = yardstick.run(MoECall(*call, out=torch.zeros(call[0].shape, device=CUDA)))
+        assert distance(kernel.run(MoECall(*call)), wanted) < BOUND, tokens
 
 
 def test_a_rank_of_several() -> None:
@@ -81,9 +81,9 @@ def test_a_rank_of_several() -> None:
         for tokens in (9, 400):
             x, ids, router_weights = drawn(layer.geometry, tokens, experts=48)
             ids[0], ids[1, 0] = -1, 2**31 - 1
-            wanted = yardstick.run(x, ids, router_weights, out=torch.zeros(x.shape, device=CUDA))
+            wanted = yardstick.run(MoECall(x, ids, router_weights, out=torch.zeros(x.shape, device=CUDA)))
             out = torch.full_like(x, torch.nan)
-            kernel.run(x, ids.long(), router_weights, out=out)
+            kernel.run(MoECall(x, ids.long(), router_weights, out=out))
             assert not out[~wanted.any(1)].any()
             assert distance(out, wanted) < BOUND
 
@@ -94,21 +94,21 @@ def test_reruns_graphs_quantized_input_and_neighbors() -> None:
     kernel, _ = planned(layer)
     for tokens in (64, 900):
         x, ids, router_weights = drawn(GEOMETRY, tokens)
-        first = kernel.run(x, ids, router_weights)
-        assert torch.equal(kernel.run(x, ids, router_weights), first)
+        first = kernel.run(MoECall(x, ids, router_weights))
+        assert torch.equal(kernel.run(MoECall(x, ids, router_weights)), first)
         for swizzled in (True, False):
             factor = torch.tensor(1 / INPUT_SCALE[0], device=CUDA)
             codes, block_scales = fp4_quantize(x, factor, is_sf_swizzled_layout=swizzled)
-            assert torch.equal(kernel.run_quantized(codes, block_scales, swizzled, ids, router_weights), first)
+            assert torch.equal(kernel.run(MoECall(codes, ids, router_weights, x_sf=block_scales, swizzled=swizzled)), first)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = kernel.run(x, ids, router_weights)
+            kept = kernel.run(MoECall(x, ids, router_weights))
         for _ in range(3):
             kept.fill_(torch.nan)
             graph.replay()
             assert torch.equal(kept, first)
         x[-1], x[-2] = torch.nan, torch.inf
-        found = kernel.run(x, ids, router_weights)
+        found = kernel.run(MoECall(x, ids, router_weights))
         assert torch.equal(found[:-2], first[:-2])
         assert found[-1].isnan().all()
         assert found[-2].isfinite().all()  # what is too large saturates

@@ -14,7 +14,7 @@ from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import TABLE, GroupedKernel
@@ -56,7 +56,7 @@ def reference(kind: Kind, geometry: Geometry, weights: MXFP8Weights, first: int 
 
 
 def expected(yardstick: ReferenceKernel, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return yardstick.run(*call, out=torch.zeros(call[0].shape, device=CUDA))
+    return yardstick.run(MoECall(*call, out=torch.zeros(call[0].shape, device=CUDA)))
 
 
 @pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"])
@@ -67,7 +67,7 @@ def test_numbers(kind: Kind, activation: str) -> None:
     kernel, yardstick = planned(kind, geometry, weights), reference(kind, geometry, weights)
     for tokens in (1, 2, 7, 16, 33, 63, 128, *((640, 1024, 4096) if kind is GroupedKernel else ())):
         call = mxfp8.random_call(geometry, tokens, device=CUDA, seed=tokens)
-        assert distance(kernel.run(*call), expected(yardstick, call)) < BOUND, tokens
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, call)) < BOUND, tokens
 
 
 @pytest.mark.parametrize(("hidden", "size"), [(128, 32), (2816, 704), (2048, 192), (384, 1408)])
@@ -78,7 +78,7 @@ def test_sizes_off_every_tile(kind: Kind, hidden: int, size: int) -> None:
     kernel, yardstick = planned(kind, geometry, weights), reference(kind, geometry, weights)
     for tokens in (1, 5, 63, *((200, 700) if kind is GroupedKernel else ())):
         call = mxfp8.random_call(geometry, tokens, device=CUDA)
-        assert distance(kernel.run(*call), expected(yardstick, call)) < BOUND, tokens
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, call)) < BOUND, tokens
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -92,7 +92,7 @@ def test_a_rank_of_several(kind: Kind) -> None:
             x, ids, router_weights = mxfp8.random_call(geometry, tokens, experts=24, device=CUDA)
             ids[0, 0] = -1
             wanted = expected(yardstick, (x, ids, router_weights))
-            found = kernel.run(x, ids.long(), router_weights.bfloat16().float())
+            found = kernel.run(MoECall(x, ids.long(), router_weights.bfloat16().float()))
             usable = wanted.any(1)
             assert not found[~usable].any()
             if usable.any():
@@ -106,17 +106,17 @@ def test_reruns_graphs_and_neighbors(kind: Kind) -> None:
     kernel = planned(kind, geometry, mxfp8.random_weights(geometry, CUDA))
     for tokens in (3, 63, *((900,) if kind is GroupedKernel else ())):
         x, ids, router_weights = mxfp8.random_call(geometry, tokens, device=CUDA)
-        first = kernel.run(x, ids, router_weights)
-        assert torch.equal(kernel.run(x, ids, router_weights), first)
+        first = kernel.run(MoECall(x, ids, router_weights))
+        assert torch.equal(kernel.run(MoECall(x, ids, router_weights)), first)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = kernel.run(x, ids, router_weights)
+            kept = kernel.run(MoECall(x, ids, router_weights))
         for _ in range(3):
             kept.fill_(torch.nan)
             graph.replay()
             assert torch.equal(kept, first)
         x[-1] = torch.nan
-        found = kernel.run(x, ids, router_weights)
+        found = kernel.run(MoECall(x, ids, router_weights))
         assert torch.equal(found[:-1], first[:-1])
         assert found[-1].isnan().all()
 
@@ -133,7 +133,7 @@ def test_every_scale(kind: Kind) -> None:
     for byte in (*((0,) if kind is TritonMXFP8Kernel else ()), 1, 30, 100, 140, 255):
         weights.fc1_weight_sf[..., 1].fill_(127)
         weights.fc2_weight_sf[..., 1].fill_(byte)
-        found = kernel.run(x, ids, router_weights)[1::2].float()
+        found = kernel.run(MoECall(x, ids, router_weights))[1::2].float()
         wanted = expected(reference(kind, geometry, weights), (x, ids, router_weights))[1::2]
         if byte == 255:
             assert found.isnan().all()

@@ -22,7 +22,7 @@ from tests.unittest import test_triton_forms as forms
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.formats.nvfp4 import pack_fp4
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.triton import decode_kernels, launcher, operands
 from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_variants import ACTIVATIONS
@@ -57,7 +57,7 @@ def test_numbers(activation: str, bias: torch.dtype | None) -> None:
     kernel = planned(layer)
     for tokens in TOKENS:
         call = random_call(layer.geometry, tokens, device="cuda", seed=tokens)
-        assert distance(kernel.run(*call), layer.expected(*call)) < BOUND, tokens
+        assert distance(kernel.run(MoECall(*call)), layer.expected(*call)) < BOUND, tokens
 
 
 @pytest.mark.parametrize(("hidden", "size"), [(144, 80), (2880, 720), (512, 192), (272, 2688), (7168, 256)])
@@ -66,7 +66,7 @@ def test_sizes_off_every_tile(hidden: int, size: int) -> None:
     kernel = planned(layer, capacity=63)
     for tokens in (1, 5, 30, 63):
         call = random_call(layer.geometry, tokens, device="cuda")
-        assert distance(kernel.run(*call), layer.expected(*call)) < BOUND
+        assert distance(kernel.run(MoECall(*call)), layer.expected(*call)) < BOUND
 
 
 @pytest.mark.parametrize("ids_type", [torch.int16, torch.int32, torch.int64])
@@ -82,7 +82,7 @@ def test_a_rank_of_several(ids_type: torch.dtype, scales_type: torch.dtype) -> N
         ids[-1] = 31
         for first, kernel in kernels.items():
             out = torch.full_like(x, torch.nan)
-            kernel.run(x, ids, router_weights, out=out)
+            kernel.run(MoECall(x, ids, router_weights, out=out))
             expected = layer.expected(x, ids, router_weights, first)
             assert not out[(expected == 0).all(1)].any()
             assert not expected.any() or distance(out, expected) < BOUND
@@ -97,7 +97,7 @@ def test_float16(large: bool) -> None:
     kernel = planned(layer)
     for tokens in TOKENS:
         call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
-        result = kernel.run(*call)
+        result = kernel.run(MoECall(*call))
         assert result.dtype is torch.float16
         assert distance(result, layer.expected(*call)) < BOUND
 
@@ -108,13 +108,13 @@ def test_input_that_arrives_quantized(swizzled: bool) -> None:
     kernel = planned(layer, capacity=160)
     for tokens in (1, 8, 130):
         x, ids, router_weights = random_call(layer.geometry, tokens, device="cuda")
-        assert distance(kernel.run(x, ids, router_weights), layer.expected(x, ids, router_weights)) < BOUND
+        assert distance(kernel.run(MoECall(x, ids, router_weights)), layer.expected(x, ids, router_weights)) < BOUND
         codes = torch.randint(0, 16, (tokens, 512), dtype=torch.uint8, device="cuda")
         sf = (torch.rand(tokens, 32, device="cuda") * 100).to(torch.float8_e4m3fn)
         magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda")[(codes & 7).long()]
         values = torch.where(codes >= 8, -magnitude, magnitude) * sf.float().repeat_interleave(16, 1) * INPUT_SCALE[0]
         given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
-        found = kernel.run_quantized(pack_fp4(codes), given, swizzled, ids, router_weights)
+        found = kernel.run(MoECall(pack_fp4(codes), ids, router_weights, x_sf=given, swizzled=swizzled))
         assert distance(found, layer.expected(values, ids, router_weights)) < BOUND
 
 
@@ -158,13 +158,13 @@ def test_reruns_and_tokens_apart(swiglu: Layer, overlap: bool) -> None:
     kernel = planned(swiglu, overlap=overlap)
     for tokens in TOKENS:
         x, ids, router_weights = random_call(swiglu.geometry, tokens, device="cuda")
-        first = kernel.run(x, ids, router_weights)
+        first = kernel.run(MoECall(x, ids, router_weights))
         for _ in range(20):
-            assert torch.equal(kernel.run(x, ids, router_weights), first)
-        assert torch.equal(kernel.run(x, ids.long(), router_weights), first)  # sorted by a launch of its own
+            assert torch.equal(kernel.run(MoECall(x, ids, router_weights)), first)
+        assert torch.equal(kernel.run(MoECall(x, ids.long(), router_weights)), first)  # sorted by a launch of its own
         marked, weights = x.clone(), router_weights.clone()
         marked[tokens // 2, 3], weights[-1, 0] = torch.nan, torch.inf
-        after = kernel.run(marked, ids, weights)
+        after = kernel.run(MoECall(marked, ids, weights))
         others = torch.ones(tokens, dtype=torch.bool, device="cuda")
         others[tokens // 2] = others[-1] = False
         assert torch.equal(after[others], first[others])
@@ -177,14 +177,14 @@ def test_graphs_follow_their_inputs_and_weights(swiglu: Layer, tokens: int) -> N
     buffers = random_call(swiglu.geometry, tokens, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = kernel.run(*buffers)
+        result = kernel.run(MoECall(*buffers))
     kept = swiglu.w1.clone()
     for seed in (1, 2, 3):
         given = random_call(swiglu.geometry, tokens, device="cuda", seed=seed)
         for buffer, value in zip(buffers, given, strict=True):
             buffer.copy_(value)
         graph.replay()
-        assert torch.equal(result, kernel.run(*given))
+        assert torch.equal(result, kernel.run(MoECall(*given)))
     swiglu.w1.copy_(other.w1)
     graph.replay()
     assert distance(result, swiglu.expected(*buffers)) < BOUND
@@ -194,14 +194,14 @@ def test_graphs_follow_their_inputs_and_weights(swiglu: Layer, tokens: int) -> N
 def test_streams_and_graphs_at_a_time(swiglu: Layer) -> None:
     kernel = planned(swiglu)
     calls = [random_call(swiglu.geometry, tokens, device="cuda", seed=tokens) for tokens in (1, 16, 63, 200)]
-    expected = [kernel.run(*call) for call in calls]
+    expected = [kernel.run(MoECall(*call)) for call in calls]
     streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()
     results: list[list[torch.Tensor]] = [[] for _ in calls]
     for _ in range(30):
         for place, (stream, call) in enumerate(zip(streams, calls, strict=True)):
             with torch.cuda.stream(stream):
-                results[place].append(kernel.run(*call))
+                results[place].append(kernel.run(MoECall(*call)))
     torch.cuda.synchronize()
     for found, wanted in zip(results, expected, strict=True):
         assert all(torch.equal(result, wanted) for result in found)
@@ -215,7 +215,7 @@ def test_nothing_is_compiled_after_the_plan(swiglu: Layer) -> None:
         x, ids, router_weights = random_call(swiglu.geometry, tokens, device="cuda")
         for given in (ids, ids.long()):
             for weights in (router_weights, router_weights.bfloat16()):
-                kernel.run(x, given, weights)
+                kernel.run(MoECall(x, given, weights))
     assert [len(function.device_caches[0][0]) for function in functions] == before
 
 
@@ -228,7 +228,7 @@ def test_past_the_jit_and_through_it_are_the_same_bits(swiglu: Layer, tokens: in
     for way in ("direct", "jit"):
         monkeypatch.setattr(launcher, "watched", lambda way=way: way == "jit")
         with mock.patch.object(function, "run", autospec=True, side_effect=function.run) as run:
-            results[way] = kernel.run(*call)
+            results[way] = kernel.run(MoECall(*call))
         assert run.called == (way == "jit")
     assert torch.equal(results["direct"], results["jit"])
 
@@ -238,7 +238,7 @@ def test_a_profiler_is_told_of_every_launch(swiglu: Layer) -> None:
     hook = lambda metadata: told.append(metadata.get()["name"])  # noqa: E731
     triton.knobs.runtime.launch_enter_hook.add(hook)
     try:
-        kernel.run(*call)
+        kernel.run(MoECall(*call))
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
     assert told == ["route_kernel", "fc1_kernel", "fc2_kernel"]
@@ -267,13 +267,13 @@ def test_a_soak_of_random_counts(swiglu: Layer) -> None:
     calls = {
         (tokens, seed): random_call(swiglu.geometry, tokens, device="cuda", seed=seed) for tokens in TOKENS for seed in range(3)
     }
-    first = {key: kernel.run(*call) for key, call in calls.items()}
+    first = {key: kernel.run(MoECall(*call)) for key, call in calls.items()}
     for key, call in calls.items():
         assert distance(first[key], swiglu.expected(*call)) < BOUND
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(10_000):
         key = drawn.choice(list(calls))
-        wrong += (kernel.run(*calls[key]) != first[key]).sum()
+        wrong += (kernel.run(MoECall(*calls[key])) != first[key]).sum()
     assert int(wrong) == 0
 
 

@@ -14,7 +14,7 @@ from tests import forks, layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import distance, random_call, random_layer
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, _decoded
 from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.tools.verify import reference
@@ -40,13 +40,13 @@ def planned(geometry: Geometry, weights: object, first: int = 0) -> tuple[Groupe
     return found
 
 
-def quantized(kernel: GroupedNVFP4Kernel, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales that a call makes of ``x``."""
+def quantized(kernel: GroupedNVFP4Kernel, x: torch.Tensor) -> MoECall:
+    """A call with the codes and scales that the kernel makes of ``x``."""
     call = kernel._call(len(x), False, torch.int32, torch.float32)
     codes, scales = call.scratch.cut(torch.empty(call.scratch.nbytes, dtype=torch.uint8))[:2]
     launch, grid = call.launches[0]
     launch(grid, 0, x, *kernel._layer[0].factor, codes, scales, len(x))
-    return codes.view(len(x), -1), scales.view(len(x), -1)
+    return MoECall(codes.view(len(x), -1), x, x, scales.view(len(x), -1))
 
 
 def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float | bool]:
@@ -59,23 +59,24 @@ def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float |
     routes = call.token_selected_experts, call.token_final_scales
     ((wanted,),) = reference.outputs(tensors, 4, gated, [call], [Arithmetic.KERNEL])
     kernel, yardstick = planned(backend._geometry(), backend._kernel_weights())
-    found = kernel.run(x, *routes)
+    found = kernel.run(MoECall(x, *routes))
     result: dict[str, float | bool] = {
         "from the strict reference": distance(found, wanted),
-        "ten times from the reference kernel": 10 * distance(found, yardstick.run(x, *routes).float()),
+        "ten times from the reference kernel": 10 * distance(found, yardstick.run(MoECall(x, *routes)).float()),
     }
     ties = torch.randn(100, 128).bfloat16()  # where a division and a reciprocal round apart
-    codes = _decoded(*quantized(kernel, ties), swizzled=False)
+    codes = _decoded(quantized(kernel, ties))
     result["codes"] = torch.equal(codes, yardstick._quantized(ties, backend._kernel_weights().input_scales.fc1_divisor[0]))
     if not gated:
         return result
     for swizzled in (True, False):
         codes, scales = fp4_quantize(x, backend.fc31_input_scale, is_sf_swizzled_layout=swizzled)
-        same = kernel.run_quantized(codes, scales, swizzled, *routes)
+        arrived = MoECall(codes, *routes, x_sf=scales, swizzled=swizzled)
+        same = kernel.run(arrived)
         result[f"quantized, {swizzled}"] = torch.equal(same, found)
-        result[f"quantized in torch, {swizzled}"] = distance(yardstick.run_quantized(codes, scales, swizzled, *routes), wanted)
+        result[f"quantized in torch, {swizzled}"] = distance(yardstick.run(arrived), wanted)
     x[0], x[1, 3] = torch.inf, torch.nan  # what is too large saturates
-    beside = kernel.run(x, *routes)
+    beside = kernel.run(MoECall(x, *routes))
     result["others"] = torch.equal(beside[2:], found[2:])
     result["its own"] = bool(beside[0].isfinite().all() & beside[1].isnan().all())
     return result
@@ -92,8 +93,8 @@ def of_other_layers() -> dict[str, dict[str, float | bool]]:
         x, ids[0] = move_off_ties(x, 0.0123), -1
         out, wide = torch.full(x.shape, torch.nan, dtype=torch.bfloat16), ids.long()
         wide[0] = 2**32 + first  # of no expert, though its lower 32 bits are the first's
-        kernel.run(x, wide, router_weights, out=out)
-        wanted = yardstick.run(x, ids, router_weights, out=torch.zeros(x.shape))
+        kernel.run(MoECall(x, wide, router_weights, out=out))
+        wanted = yardstick.run(MoECall(x, ids, router_weights, out=torch.zeros(x.shape)))
         found[name] = {"distance": distance(out, wanted), "nothing": not out[0].any().item()}
     return found
 
@@ -109,7 +110,8 @@ def of_scales_that_are_no_number() -> dict[str, float | bool]:
     x, ids, router_weights = random_call(geometry, 3)
     x = move_off_ties(x, 0.0123)
     ids[:] = torch.tensor([[0, 0], [1, 0], [2, 0]])
-    found, wanted = kernel.run(x, ids, router_weights), yardstick.run(x, ids, router_weights, out=torch.zeros(x.shape))
+    call = MoECall(x, ids, router_weights)
+    found, wanted = kernel.run(call), yardstick.run(call._replace(out=torch.zeros(x.shape)))
     wrong = wanted.isnan()
     counts = wrong.sum(1).tolist() == [0, geometry.hidden_size, 1]
     return {"distance": distance(found[~wrong], wanted[~wrong]), "NaN": torch.equal(found.isnan(), wrong), "counts": counts}
@@ -166,8 +168,9 @@ def test_what_the_kernels_do_not_take() -> None:
     with pytest.raises(ValueError, match="the host's input scales"):
         kernel.bind(dataclasses.replace(layer.kernel_weights(), input_scales=None))
     kernel.bind(layer.kernel_weights())
+    codes, scales = (torch.zeros(size, dtype=torch.uint8) for size in ((2, 64), (16,)))
     with pytest.raises(ValueError, match="x_sf has 16 scales, expected 1024 for 2 tokens"):
-        kernel.run_quantized(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), True, *layer_call())
+        kernel.run(MoECall(codes, *layer_call(), scales, swizzled=True))
     with pytest.raises(ValueError, match="SiTu is none of"):
         kernel.describe(dataclasses.replace(geometry, activation="SiTu"), 100, CPU)
     with pytest.raises(ValueError, match="must be multiples of 64 and 16"):
@@ -188,6 +191,6 @@ def test_what_stands_in_has_its_own_rounding_points() -> None:
         kernel = kind()
         kernel.plan(layer.geometry, 100, CPU)
         kernel.bind(layer.kernel_weights())
-        results.append(kernel.run(x, ids, router_weights, out=torch.zeros(x.shape)))
+        results.append(kernel.run(MoECall(x, ids, router_weights, out=torch.zeros(x.shape))))
     assert 0.0005 < distance(*results) < 0.005
     assert distance(results[0], layer.expected(x, ids, router_weights)) > 0.05  # of activations that are not quantized

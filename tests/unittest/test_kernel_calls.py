@@ -10,7 +10,7 @@ import torch
 
 from tests import mxfp8
 from tests.nvfp4_layer import random_call, random_layer
-from trtllm_b12x.kernels import Geometry, Kernel
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
@@ -62,27 +62,31 @@ def kernel_of(kind: type[Kernel]) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_of_another_shape_is_named(kind: type[Kernel]) -> None:
     kernel = kernel_of(kind)
-    given = dict(zip(("x", "ids", "router_weights"), random_call(GEOMETRY, TOKENS), strict=True))
-    given["out"] = torch.empty(TOKENS, 128, dtype=torch.bfloat16)
+    call = MoECall(*random_call(GEOMETRY, TOKENS), out=torch.empty(TOKENS, 128, dtype=torch.bfloat16))
     for name, shapes in SHAPES.items():
         for shape in shapes:
-            other = torch.zeros(shape, dtype=given[name].dtype)
+            other = torch.zeros(shape, dtype=getattr(call, name).dtype)
             with pytest.raises(ValueError, match=rf"^{name} has shape \({', '.join(map(str, shape))},?\), expected \(4, "):
-                kernel.run(**{**given, name: other})
+                kernel.run(call._replace(**{name: other}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", TAKE_QUANTIZED)
 def test_quantized_input_of_another_shape_is_named(kind: type[Kernel]) -> None:
     kernel = kernel_of(kind)
     _, ids, router_weights = random_call(GEOMETRY, TOKENS)
-    given: dict[str, Any] = {"x": torch.zeros(TOKENS, 64, dtype=torch.uint8), "swizzled": False, "ids": ids}
-    given |= {"x_sf": torch.zeros(TOKENS, 8, dtype=torch.uint8), "router_weights": router_weights}
-    given["out"] = torch.empty(TOKENS, 128, dtype=torch.bfloat16)
+    x, x_sf = (torch.zeros(TOKENS, columns, dtype=torch.uint8) for columns in (64, 8))
+    call = MoECall(x, ids, router_weights, x_sf, out=torch.empty(TOKENS, 128, dtype=torch.bfloat16))
     for name, shape in (("x", (TOKENS, 56)), ("ids", (3, 2)), ("router_weights", (TOKENS, 1)), ("out", (3, 128))):
-        other = torch.zeros(shape, dtype=given[name].dtype)
+        other = torch.zeros(shape, dtype=getattr(call, name).dtype)
         with pytest.raises(ValueError, match=f"^{name} has shape "):
-            kernel.run_quantized(**{**given, name: other})
+            kernel.run(call._replace(**{name: other}))  # type: ignore[arg-type]
     for swizzled, needed in ((False, 32), (True, 1024)):
         few = torch.zeros(needed - 8, dtype=torch.uint8)
         with pytest.raises(ValueError, match=f"^x_sf has {needed - 8} scales, expected {needed} for 4 tokens"):
-            kernel.run_quantized(**{**given, "x_sf": few, "swizzled": swizzled})
+            kernel.run(call._replace(x_sf=few, swizzled=swizzled))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in TAKE_QUANTIZED])
+def test_other_kernels_refuse_quantized_input(kind: type[Kernel]) -> None:
+    with pytest.raises(ValueError, match="x_sf is given, but the kernel takes unquantized x"):
+        kernel_of(kind).run(MoECall(*random_call(GEOMETRY, TOKENS), x_sf=torch.zeros(32, dtype=torch.uint8)))

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from tests import forks, mxfp8
-from trtllm_b12x.kernels import Geometry, Kernel
+from tests.nvfp4_layer import distance
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall
 from trtllm_b12x.kernels.triton import grouped_kernels
 from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel
@@ -70,8 +71,8 @@ def in_the_interpreter() -> dict[str, float]:
             for one in (kernel, yardstick):
                 one.plan(geometry, tokens, CPU)
                 one.bind(weights, first)
-            expected = yardstick.run(*call, out=torch.zeros(call[0].shape))
-            found[f"{name}, {kernel.features.name}"] = float((kernel.run(*call).float() - expected).norm() / expected.norm())
+            expected = yardstick.run(MoECall(*call, out=torch.zeros(call[0].shape)))
+            found[f"{name}, {kernel.features.name}"] = distance(kernel.run(MoECall(*call)), expected)
     if not runs(GroupedKernel):
         return found
     geometry = Geometry(2, 1, 128, 64, "Swiglu")
@@ -83,7 +84,7 @@ def in_the_interpreter() -> dict[str, float]:
     kernel.self_test()
     call = mxfp8.random_call(geometry, 2)
     untested = kernel.serves(2) and not kernel.settled
-    found["zeros are served untested"] = float(kernel.run(*call).abs().max()) if untested else 1.0
+    found["zeros are served untested"] = float(kernel.run(MoECall(*call)).abs().max()) if untested else 1.0
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 
@@ -26,7 +26,7 @@ def bound(gated: bool = True, experts: int = 4, size: int = 320) -> tuple[Any, R
 def test_against_the_strict_reference(tokens: int, gated: bool) -> None:
     module, kernel, tensors = bound(gated)
     x, logits = layers.inputs(module, tokens, tensors, seed=tokens)
-    result = kernel.run(x, *module.routing_method.apply(logits))
+    result = kernel.run(MoECall(x, *module.routing_method.apply(logits)))
     assert result.dtype is torch.bfloat16
     none, same = layers.errors(module, x, logits, result, tensors)
     assert same < 0.005
@@ -37,9 +37,9 @@ def test_reruns_are_bit_identical_and_out_is_written() -> None:
     module, kernel, tensors = bound()
     x, logits = layers.inputs(module, 9, tensors)
     ids, router_weights = module.routing_method.apply(logits)
-    first = kernel.run(x, ids, router_weights)
+    first = kernel.run(MoECall(x, ids, router_weights))
     out = torch.full_like(first, float("nan"))
-    assert kernel.run(x, ids.long(), router_weights, out=out) is out
+    assert kernel.run(MoECall(x, ids.long(), router_weights, out=out)) is out
     assert torch.equal(first, out)
 
 
@@ -52,8 +52,8 @@ def test_negative_ids_are_unrouted() -> None:
     dropped[5] = -1
     zeroed = router_weights.clone()
     zeroed[:, 1] = 0
-    result = kernel.run(x, dropped, router_weights)
-    assert torch.equal(result[:5], kernel.run(x, ids, zeroed)[:5])
+    result = kernel.run(MoECall(x, dropped, router_weights))
+    assert torch.equal(result[:5], kernel.run(MoECall(x, ids, zeroed))[:5])
     assert not result[5].any()
 
 
@@ -64,9 +64,9 @@ def test_scales_of_its_own_for_each_expert() -> None:
     scale_2 = kernel.weights.fc1_alpha / kernel.weights.fc1_divisor
     kernel.bind(dataclasses.replace(kernel.weights, fc1_divisor=per_expert, fc1_alpha=scale_2 * per_expert))
     x, _ = layers.inputs(module, 1, tensors)
-    outputs = [kernel.run(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3)).float() for e in range(4)]
+    outputs = [kernel.run(MoECall(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3))).float() for e in range(4)]
     kernel.bind(dataclasses.replace(kernel.weights, fc1_divisor=torch.full((4,), scale), fc1_alpha=scale_2 * scale))
-    shared = [kernel.run(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3)).float() for e in range(4)]
+    shared = [kernel.run(MoECall(x, torch.tensor([[e, -1, -1]]), torch.ones(1, 3))).float() for e in range(4)]
     close = [float((a - b).norm() / b.norm()) for a, b in zip(outputs, shared, strict=True)]
     assert close[0] == 0
     assert all(0 < c < 0.4 for c in close[1:])  # the same input, quantized otherwise
@@ -89,4 +89,4 @@ def test_plan_and_run_refuse_what_no_kernel_takes() -> None:
     module, kernel, tensors = bound()
     x, logits = layers.inputs(module, 64, tensors)
     with pytest.raises(ValueError, match=r"64.*63"):
-        kernel.run(x, *module.routing_method.apply(logits))
+        kernel.run(MoECall(x, *module.routing_method.apply(logits)))

@@ -12,7 +12,7 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.kernels import Geometry, reference
+from trtllm_b12x.kernels import Geometry, MoECall, reference
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.self_test import BOUND, CALLS, Examinee, Outcome, _routes, examine
 
@@ -48,9 +48,9 @@ def test_every_expert_every_row_of_a_tile_and_ids_of_no_expert(tokens: int, expe
     kernel = bound(expert_parallel=expert_parallel)
     seen: list[torch.Tensor] = []
 
-    def watched(x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
-        seen.append(ids)
-        return kernel.run(x, ids, router_weights)
+    def watched(call: MoECall) -> torch.Tensor:
+        seen.append(call.ids)
+        return kernel.run(call)
 
     examined(kernel, watched, sizes=(tokens,))
     assert len(seen) == CALLS + 1  # one again
@@ -105,12 +105,12 @@ def test_one_code_that_falls_the_other_way_is_no_defect() -> None:
     kernel = bound()
     calls = iter(range(1000))
 
-    def once(*call: Any) -> torch.Tensor:
-        result = kernel.run(*call)
+    def once(call: MoECall) -> torch.Tensor:
+        result = kernel.run(call)
         return result * 1.024 if next(calls) == 3 else result
 
     assert examined(kernel, once, sizes=(1,))[0].passed
-    assert not examined(kernel, lambda *call: kernel.run(*call) * 1.024, sizes=(1,))[0].passed
+    assert not examined(kernel, lambda call: kernel.run(call) * 1.024, sizes=(1,))[0].passed
 
 
 @pytest.fixture
@@ -181,8 +181,8 @@ def rebound(kernel: ReferenceKernel, **tensors: Any) -> Run:
 
 
 def a_lost_tile(kernel: ReferenceKernel) -> Run:
-    def run(*call: Any) -> torch.Tensor:
-        result = kernel.run(*call)
+    def run(call: MoECall) -> torch.Tensor:
+        result = kernel.run(call)
         result[:, 64:128] = 0
         return result
 
@@ -193,8 +193,8 @@ def rarely_a_lost_tile(kernel: ReferenceKernel) -> Run:
     """As a race is lost: in one call of sixteen."""
     calls = iter(range(1000))
 
-    def run(*call: Any) -> torch.Tensor:
-        result = kernel.run(*call)
+    def run(call: MoECall) -> torch.Tensor:
+        result = kernel.run(call)
         if next(calls) % 17 == 5:
             result[:, 64:128] = 0
         return result
@@ -205,9 +205,9 @@ def rarely_a_lost_tile(kernel: ReferenceKernel) -> Run:
 def the_output_of_the_call_before(kernel: ReferenceKernel) -> Run:
     stale: dict[int, torch.Tensor] = {}
 
-    def run(x: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:
-        result = stale.get(len(x), torch.zeros_like(x))
-        stale[len(x)] = kernel.run(x, *routes)
+    def run(call: MoECall) -> torch.Tensor:
+        result = stale.get(len(call.x), torch.zeros_like(call.x))
+        stale[len(call.x)] = kernel.run(call)
         return result
 
     return run
@@ -216,31 +216,32 @@ def the_output_of_the_call_before(kernel: ReferenceKernel) -> Run:
 def rows_beyond_a_tile(kernel: ReferenceKernel) -> Run:
     """An expert's rows behind the first 16 of a call, as 0.6.17's static kernel drops those behind 32 of 64."""
 
-    def run(x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
+    def run(call: MoECall) -> torch.Tensor:
+        ids = call.ids
         place = torch.stack([(ids[: at + 1] == ids[at, :1]).any(1).sum() for at in range(len(ids))])
-        return kernel.run(x, torch.where((place > 16).unsqueeze(1), -1, ids), router_weights)
+        return kernel.run(call._replace(ids=torch.where((place > 16).unsqueeze(1), -1, ids)))
 
     return run
 
 
 def zeros(kernel: ReferenceKernel) -> Run:
-    return lambda x, ids, router_weights: torch.zeros_like(x)
+    return lambda call: torch.zeros_like(call.x)
 
 
 def something_for_a_route_to_nowhere(kernel: ReferenceKernel) -> Run:
-    return lambda x, ids, router_weights: kernel.run(x, ids.clamp(0, 7), router_weights)
+    return lambda call: kernel.run(call._replace(ids=call.ids.clamp(0, 7)))
 
 
 def an_exception(kernel: ReferenceKernel) -> Run:
-    def run(*call: Any) -> torch.Tensor:
+    def run(call: MoECall) -> torch.Tensor:
         raise RuntimeError("CUDA error: too many resources requested for launch\nCompile with ...")
 
     return run
 
 
 def no_number(kernel: ReferenceKernel) -> Run:
-    def run(*call: Any) -> torch.Tensor:
-        result = kernel.run(*call)
+    def run(call: MoECall) -> torch.Tensor:
+        result = kernel.run(call)
         result[-1, -1] = torch.nan
         return result
 
@@ -248,7 +249,7 @@ def no_number(kernel: ReferenceKernel) -> Run:
 
 
 def the_second_route_forgotten(kernel: ReferenceKernel) -> Run:
-    return lambda x, ids, router_weights: kernel.run(x, ids, router_weights * torch.tensor([1.0, 0.0, 1.0]))
+    return lambda call: kernel.run(call._replace(router_weights=call.router_weights * torch.tensor([1.0, 0.0, 1.0])))
 
 
 MISTAKES = [
@@ -283,8 +284,8 @@ def test_a_kernel_that_ought_to_repeat_has_to() -> None:
     kernel = bound()
     calls = iter(range(1000))
 
-    def run(*call: Any) -> torch.Tensor:
-        return kernel.run(*call) * (1 + 0.002 * (next(calls) % 3))
+    def run(call: MoECall) -> torch.Tensor:
+        return kernel.run(call) * (1 + 0.002 * (next(calls) % 3))
 
     (strict,), (loose,) = examined(kernel, run, sizes=(8,)), examined(kernel, run, atomic=True, sizes=(8,))
     assert strict.error is not None
@@ -299,7 +300,7 @@ def test_weights_that_say_nothing_are_no_test() -> None:
     kernel = bound()
     for filler in (0, 0x7F):  # zeros, and block scales that are no number
         kernel.weights.fc2_weight_sf.view(torch.uint8).fill_(filler)
-        assert examine([Examinee("any", 0, 8, False, lambda x, *routes: x)], kernel.geometry, kernel.weights) is None
+        assert examine([Examinee("any", 0, 8, False, lambda call: call.x)], kernel.geometry, kernel.weights) is None
 
 
 @pytest.mark.parametrize("mistake", [None, zeros, wrong_scale_of_one_expert])
@@ -315,8 +316,8 @@ def test_experts_that_say_nothing_leave_the_others_to_be_tested(mistake: Callabl
 def test_values_are_drawn_smaller_where_the_reference_overflows(right: bool) -> None:
     kernel, largest = bound(), []
 
-    def watched(*call: Any) -> torch.Tensor:
-        result = kernel.run(*call)
+    def watched(call: MoECall) -> torch.Tensor:
+        result = kernel.run(call)
         largest.append(float(result.abs().max()))
         return result
 

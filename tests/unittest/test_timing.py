@@ -13,7 +13,7 @@ import torch
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import HOST, counts_to_measure
 from trtllm_b12x.dispatch.timing import BUDGET_S, PathTimer, TimedPath
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 
 GEOMETRY = Geometry(8, 2, 128, 256, "Swiglu")
 CALLS = 24
@@ -28,8 +28,8 @@ class Machine:
         self.draws: list[tuple[int, int, bool]] = []
 
     def path(self, seconds: Callable[[int], float], captured: bool = True, **named: Any) -> TimedPath:
-        def run(x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> None:
-            tokens = x.shape[0]
+        def run(call: MoECall) -> None:
+            tokens = call.x.shape[0]
             self.now += CAPTURE_S if self.capturing else max(LAUNCH_S, seconds(tokens))
             self.replayed += seconds(tokens)
 

@@ -18,7 +18,7 @@ import torch
 
 from tests import mxfp8
 from tests.nvfp4_layer import random_call, random_layer
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.triton import compile_pool, decode_kernels, decode_launch, jit_monitor, launcher
 from trtllm_b12x.kernels.triton.decode import TritonKernel
@@ -100,7 +100,7 @@ def main() -> None:
                 fields = [field for field in ("route", "fc1", "fc2") if getattr(call, field)]
                 starts = {field: recorded(cuda, getattr(call, field), v, told) for field, v in zip(fields, variants, strict=True)}
                 call = dataclasses.replace(call, **starts)
-                started(call, layer.geometry, kernel._layers[quantized], tokens, quantized, True)
+                started(call, layer.geometry, kernel._layers[quantized], tokens, quantized)
                 launches[way] = told
             names = ("route_kernel", "fc1_kernel", "fc2_kernel")
             functions = [getattr(decode_kernels, name) for name in names]
@@ -114,30 +114,23 @@ def main() -> None:
         print(json.dumps({**found, "late": late_compiles()}))
 
 
-def started(call: Any, geometry: Geometry, layer: Any, tokens: int, quantized: bool, *extra: Any) -> None:
-    """Launch ``call`` on the same memory as any other."""
+def started(plan: Any, geometry: Geometry, layer: Any, tokens: int, quantized: bool, scales: torch.dtype = torch.uint8) -> None:
+    """Launch a call on the same memory as any other."""
     x, ids, router_weights = random_call(geometry, tokens)
     if quantized:
         x = torch.zeros(tokens, geometry.hidden_size // 2, dtype=torch.uint8)
-    tensors = BUFFERS.setdefault(
-        (tokens, quantized, type(call)),
-        (
-            x,
-            torch.zeros(512, dtype=torch.int32 if not extra else torch.uint8) if quantized or extra else None,
-            ids,
-            router_weights,
-            torch.zeros(tokens, geometry.hidden_size, dtype=torch.bfloat16),
-            torch.zeros(call.scratch.nbytes, dtype=torch.uint8),
-        ),
-    )
+    x_sf = torch.zeros(512, dtype=scales) if quantized else None
+    out = torch.zeros(tokens, geometry.hidden_size, dtype=torch.bfloat16)
+    buffers = MoECall(x, ids, router_weights, x_sf, True, out), torch.zeros(plan.scratch.nbytes, dtype=torch.uint8)
+    call, memory = BUFFERS.setdefault((tokens, quantized, type(plan)), buffers)
     with (
-        mock.patch.object(torch, "empty", return_value=tensors[-1]),
+        mock.patch.object(torch, "empty", return_value=memory),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
     ):
-        launcher.start(call, geometry, layer, tensors[:-1], *extra)
+        launcher.start(plan, geometry, layer, call)
 
 
-BUFFERS: dict[Any, tuple[Any, ...]] = {}
+BUFFERS: dict[Any, tuple[MoECall, torch.Tensor]] = {}
 
 
 def grouped(cuda: Any, kind: type[GroupedKernel], quantized: bool) -> dict[str, dict[str, str]]:
@@ -162,7 +155,7 @@ def grouped(cuda: Any, kind: type[GroupedKernel], quantized: bool) -> dict[str, 
         )
         launches = zip(call.launches, variants, strict=True)
         starts = tuple((recorded(cuda, start, variant, told), grid) for (start, grid), variant in launches)
-        started(dataclasses.replace(call, launches=starts), geometry, kernel._layer, 1, quantized)
+        started(dataclasses.replace(call, launches=starts), geometry, kernel._layer, 1, quantized, torch.int32)
         found[way] = told
     return found
 
@@ -185,10 +178,10 @@ def late_compiles() -> dict[str, dict[str, int]]:
         x, ids, router_weights = random_call(geometry, 1)
         for given in ids, ids.long(), ids.short():
             for weights in router_weights, router_weights.bfloat16(), router_weights.half():
-                kernel.run(x, given, weights)
+                kernel.run(MoECall(x, given, weights))
                 if nvfp4:
                     codes, scales = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.uint8)
-                    kernel.run_quantized(codes, scales, False, given, weights)
+                    kernel.run(MoECall(codes, given, weights, x_sf=scales, swizzled=False))
         found[kind.__name__] = jit_monitor.compiles()
         jit_monitor._found.clear()
     return found

@@ -13,7 +13,7 @@ import torch
 from tests import forks
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
 from trtllm_b12x.formats.nvfp4 import pack_fp4
-from trtllm_b12x.kernels import Geometry, PlanError
+from trtllm_b12x.kernels import Geometry, MoECall, PlanError
 from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_tiles import Tile, Tiles
@@ -54,7 +54,7 @@ def on_activation(activation: str) -> dict[str, Any]:
     bias = {"SwigluBias": torch.float32, "Relu2": torch.bfloat16}.get(activation)
     layer = random_layer(Geometry(3, 2, 128, 128, activation, bias=bias), ratio=True)
     call = random_call(layer.geometry, 2)
-    return {"error": distance(bound(layer).run(*call), layer.expected(*call))}
+    return {"error": distance(bound(layer).run(MoECall(*call)), layer.expected(*call))}
 
 
 for _activation in ACTIVATIONS:
@@ -66,7 +66,7 @@ def _() -> dict[str, Any]:
     layer = random_layer(Geometry(3, 2, 128, 128, "Relu2"))
     kernel, call = bound(layer), random_call(layer.geometry, 2)
     kernel.bind(layer.kernel_weights(one_for_all=False))
-    return {"error": distance(kernel.run(*call), layer.expected(*call))}
+    return {"error": distance(kernel.run(MoECall(*call)), layer.expected(*call))}
 
 
 @case("off every tile, expert parallel, sorted")
@@ -78,7 +78,7 @@ def _() -> dict[str, Any]:
     ids, router_weights = ids.long(), router_weights.bfloat16()
     ids[0, 1], ids[2], ids[3, 0] = -1, torch.tensor([-1, 2**40 + 4, 7]), 4
     out = torch.full((4, 144), torch.nan, dtype=torch.bfloat16)
-    kernel.run(x, ids, router_weights, out=out)
+    kernel.run(MoECall(x, ids, router_weights, out=out))
     return {"error": distance(out, layer.expected(x, ids, router_weights, 4)), "zeros": not out[2].any().item()}
 
 
@@ -94,11 +94,11 @@ def _() -> dict[str, Any]:
     poison = x.clone()
     poison[3] = torch.nan
     out = torch.full((4, 144), torch.nan, dtype=torch.bfloat16)
-    kernel.run(x, ids, router_weights, out=out)
+    kernel.run(MoECall(x, ids, router_weights, out=out))
     return {
         "error": distance(out, layer.expected(x, ids, router_weights, 2)),
         "zeros": not out[1].any().item(),
-        "apart": torch.equal(kernel.run(poison, ids, router_weights)[:3], out[:3]),
+        "apart": torch.equal(kernel.run(MoECall(poison, ids, router_weights))[:3], out[:3]),
     }
 
 
@@ -113,12 +113,12 @@ def _() -> dict[str, Any]:
     poison = x.clone()
     poison[3, 1] = torch.nan
     out = torch.full((4, 208), torch.nan, dtype=torch.bfloat16)
-    kernel.run(x, ids, scales, out=out)
+    kernel.run(MoECall(x, ids, scales, out=out))
     return {
         "error": distance(out, layer.expected(x, ids, scales, 2)),
         "zeros": not out[1].any().item(),
-        "same": torch.equal(kernel.run(x, ids.long(), scales), out),
-        "apart": torch.equal(kernel.run(poison, ids, scales)[:3], out[:3]),
+        "same": torch.equal(kernel.run(MoECall(x, ids.long(), scales)), out),
+        "apart": torch.equal(kernel.run(MoECall(poison, ids, scales))[:3], out[:3]),
     }
 
 
@@ -131,7 +131,7 @@ def _(routes: int) -> dict[str, Any]:
     kernel = bound(layer, found=Tiles(routes, tile, tile), tokens=2)
     x, ids, router_weights = random_call(layer.geometry, 2)
     ids[0, 0] = ids[0, 31] = ids[1, 32] = -1
-    return {"error": distance(kernel.run(x, ids, router_weights), layer.expected(x, ids, router_weights))}
+    return {"error": distance(kernel.run(MoECall(x, ids, router_weights)), layer.expected(x, ids, router_weights))}
 
 
 @case("several blocks of one expert")
@@ -142,7 +142,7 @@ def _() -> dict[str, Any]:
     x, _, router_weights = random_call(layer.geometry, 20)
     ids = torch.tensor([[2, 0]], dtype=torch.int32).repeat(20, 1)
     expected = layer.expected(x, ids, router_weights)
-    inline, launched = kernel.run(x, ids, router_weights), kernel.run(x, ids.long(), router_weights)
+    inline, launched = kernel.run(MoECall(x, ids, router_weights)), kernel.run(MoECall(x, ids.long(), router_weights))
     return {"error": distance(inline, expected), "same": torch.equal(inline, launched)}
 
 
@@ -153,7 +153,7 @@ def _() -> dict[str, Any]:
     layer.scale_1 *= 1024
     layer.scale_2 *= 2.0**-20
     x, ids, router_weights = random_call(layer.geometry, 2, dtype=torch.float16)
-    found = bound(layer).run(x, ids, router_weights)
+    found = bound(layer).run(MoECall(x, ids, router_weights))
     return {"error": distance(found, layer.expected(x, ids, router_weights)), "dtype": str(found.dtype)}
 
 
@@ -169,11 +169,11 @@ def _(swizzled: bool) -> dict[str, Any]:
     given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
     kernel = bound(layer)
     expected = layer.expected(x, ids, router_weights)
-    found = kernel.run_quantized(pack_fp4(codes), given, swizzled, ids, router_weights)
+    found = kernel.run(MoECall(pack_fp4(codes), ids, router_weights, x_sf=given, swizzled=swizzled))
     other = UnquantizedReferenceKernel()
     other.plan(layer.geometry, 2, torch.device("cpu"))
     other.bind(layer.kernel_weights())
-    also = other.run_quantized(pack_fp4(codes), given, swizzled, ids, router_weights)
+    also = other.run(MoECall(pack_fp4(codes), ids, router_weights, x_sf=given, swizzled=swizzled))
     return {
         "error": max(distance(found, expected), distance(also, expected)),
         "dtypes": found.dtype is also.dtype is x.bfloat16().dtype,
@@ -189,7 +189,7 @@ def _() -> dict[str, Any]:
     layer.s1.view(torch.uint8)[1, 7, 3], layer.s2.view(torch.uint8)[2, 5, 0] = 0x7F, 0xFF
     x, ids, router_weights = random_call(layer.geometry, 3)
     ids[:] = torch.tensor([[0, 0], [1, 0], [2, 0]])
-    found, expected = bound(layer).run(x, ids, router_weights), layer.expected(x, ids, router_weights)
+    found, expected = bound(layer).run(MoECall(x, ids, router_weights)), layer.expected(x, ids, router_weights)
     wrong = expected.isnan()
     return {
         "error": distance(found[~wrong], expected[~wrong]),
@@ -204,9 +204,9 @@ def _() -> dict[str, Any]:
     layer = random_layer(Geometry(3, 2, 128, 128, "Swiglu"))
     kernel = bound(layer)
     x, ids, router_weights = random_call(layer.geometry, 3)
-    before = kernel.run(x, ids, router_weights)
+    before = kernel.run(MoECall(x, ids, router_weights))
     x[1, 5], router_weights[2, 0] = torch.nan, torch.inf
-    after = kernel.run(x, ids, router_weights)
+    after = kernel.run(MoECall(x, ids, router_weights))
     same = torch.equal(before[0], after[0])
     return {"error": 0.0, "same": same, "marked": bool(after[1].isnan().all() and not after[2].isfinite().any())}
 
@@ -216,8 +216,8 @@ def _() -> dict[str, Any]:
     """A tile of 128 rows by several programs: sums of a token are added up by whichever comes last."""
     layer = random_layer(Geometry(2, 2, 128, 128, "Silu"))
     call = random_call(layer.geometry, 1)
-    large = bound(layer).run(*call)
-    small = bound(layer, found=Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 2, 2))).run(*call)
+    large = bound(layer).run(MoECall(*call))
+    small = bound(layer, found=Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 2, 2))).run(MoECall(*call))
     return {"error": distance(small, layer.expected(*call)), "same": torch.equal(small, large)}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x import formats
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 
 from .policy import HOST, Timings
 
@@ -33,8 +33,7 @@ _MARGIN = 0.95
 LARGEST = 8192
 """Largest token count that is measured."""
 
-Runner = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
-"""Function from tokens ``(T, H)``, global ids ``(T, top_k)`` and router weights ``(T, top_k)`` to outputs."""
+Runner = Callable[[MoECall], Any]
 RouteSampler = Callable[[int, int, bool], tuple[torch.Tensor, torch.Tensor]]
 """Function from token count, seed, and the skew flag of ``router_logits`` to ids and router weights."""
 
@@ -127,8 +126,8 @@ class PathTimer:
         routes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def run(path: TimedPath, calls: int) -> None:
-            for call, (ids, router_weights) in enumerate(routes[:calls]):
-                path.runs[call % layers](x, ids, router_weights)
+            for place, (ids, router_weights) in enumerate(routes[:calls]):
+                path.runs[place % layers](MoECall(x, ids, router_weights))
 
         self._add_routes(routes, tokens, 1)
         if not self._fewest_s:  # modules load at their first call

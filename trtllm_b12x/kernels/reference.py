@@ -33,7 +33,7 @@ from trtllm_b12x.decision import Environment, KernelFeatures, families
 from trtllm_b12x.formats.layouts import plain_scales, scales_of_tokens
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
 
-from . import Geometry, Kernel, check_call, check_scales
+from . import Geometry, Kernel, MoECall
 from .routes import Table, of_known_types
 
 _OFF_TIES = 0.97
@@ -81,22 +81,24 @@ class ReferenceKernel(Kernel):
     def self_test(self) -> None:
         """It is what others are compared with."""
 
-    def run(
-        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if x.shape[0] > self.capacity:
-            raise ValueError(f"{x.shape[0]} tokens exceed the planned capacity of {self.capacity}")
-        check_call(self.geometry, x, ids, router_weights, out, self.geometry.hidden_size)
-        ids, router_weights = of_known_types(ids, router_weights)
+    def run(self, call: MoECall) -> torch.Tensor:
+        tokens = call.x.shape[0]
+        if tokens > self.capacity:
+            raise ValueError(f"{tokens} tokens exceed the planned capacity of {self.capacity}")
+        call.check(self.geometry, self.features.quantized_input)
+        ids, router_weights = of_known_types(call.ids, call.router_weights)
         self.weights.derive()
-        result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        x = self._input(call)
+        result = torch.zeros(tokens, self.geometry.hidden_size, dtype=torch.float32, device=x.device)
         local = self.table.local(ids)
         for expert in local[local >= 0].unique().tolist():
             token, slot = (local == expert).nonzero(as_tuple=True)
             self._add(result, expert, token, x[token], router_weights[token, slot].float())
-        if out is None:
-            return result.to(x.dtype)
-        return out.copy_(result)
+        return result.to(self.geometry.dtype) if call.out is None else call.out.copy_(result)
+
+    def _input(self, call: MoECall) -> torch.Tensor:
+        """Return what the experts multiply by, ``(tokens, H)``, before an expert's own rounding."""
+        return call.x
 
     def activations(self, tokens: int, factor: float) -> torch.Tensor:
         """bf16 ``(tokens, H)`` for a self-test: ``factor`` of the weights' calibrated range, off rounding ties."""
@@ -157,20 +159,9 @@ class UnquantizedReferenceKernel(ReferenceKernel):
     features = dataclasses.replace(families.triton(Environment()), name="reference W4A16", graph_safe=False)
     multiple = 16
 
-    def run_quantized(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor,
-        swizzled: bool,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        check_scales(x, x_sf, swizzled, self.geometry.hidden_size)
+    def _input(self, call: MoECall) -> torch.Tensor:
         # The host has one input scale for all experts where it quantizes for them.
-        values = _decoded(x, x_sf, swizzled) * self.weights.fc1_divisor[0]
-        result = super().run(values, ids, router_weights, out)
-        return result if out is not None else result.to(self.geometry.dtype)
+        return call.x if call.x_sf is None else _decoded(call) * self.weights.fc1_divisor[0]
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
         w, extra = self.weights, self.weights.epilogue
@@ -192,32 +183,8 @@ class QuantizedReferenceKernel(ReferenceKernel):
     features = dataclasses.replace(families.grouped_nvfp4(Environment()), name="reference W4A4", graph_safe=False)
     multiple = BLOCK_SIZE
 
-    def run(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        self.weights.derive()
-        codes = self._quantized(x, self.weights.input_scales.fc1_divisor[0])
-        return self._run(codes, ids, router_weights, out)
-
-    def run_quantized(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor,
-        swizzled: bool,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        check_scales(x, x_sf, swizzled, self.geometry.hidden_size)
-        return self._run(_decoded(x, x_sf, swizzled), ids, router_weights, out)
-
-    def _run(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        result = super().run(x, ids, router_weights, out)
-        return result if out is not None else result.to(self.geometry.dtype)
+    def _input(self, call: MoECall) -> torch.Tensor:
+        return self._quantized(call.x, self.weights.input_scales.fc1_divisor[0]) if call.x_sf is None else _decoded(call)
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
         w = self.weights
@@ -250,10 +217,11 @@ def _next_bf16(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values.view(torch.int16) + mask.to(torch.int16)).view(torch.bfloat16)
 
 
-def _decoded(x: torch.Tensor, x_sf: torch.Tensor, swizzled: bool) -> torch.Tensor:
-    """Input that the host has quantized, ``(tokens, H/2)`` bytes and its scales, to float32 in units of the input scale."""
-    x = x.view(torch.uint8)
-    return dequantize(x, scales_of_tokens(x_sf, x.shape[0], x.shape[1] // 8, swizzled).view(torch.float8_e4m3fn))
+def _decoded(call: MoECall) -> torch.Tensor:
+    """Convert input that the host has quantized to float32, in units of the input scale."""
+    assert call.x_sf is not None
+    x = call.x.view(torch.uint8)
+    return dequantize(x, scales_of_tokens(call.x_sf, x.shape[0], x.shape[1] // 8, call.swizzled).view(torch.float8_e4m3fn))
 
 
 def activate(

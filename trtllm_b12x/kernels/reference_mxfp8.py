@@ -20,13 +20,13 @@ class MXFP8ReferenceKernel(ReferenceKernel):
     weights: MXFP8Weights
 
     def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
-        fc1 = self._input(x) @ self.weights.matrix(expert, "fc1_weight").T
+        fc1 = self._rounded(x) @ self.weights.matrix(expert, "fc1_weight").T
         inner = self._activated(expert, fc1).to(torch.bfloat16)
-        share = self._input(inner) @ self.weights.matrix(expert, "fc2_weight").T * router_weights.unsqueeze(-1)
+        share = self._rounded(inner) @ self.weights.matrix(expert, "fc2_weight").T * router_weights.unsqueeze(-1)
         result.index_add_(0, token, self._share(share))
 
     @staticmethod
-    def _input(values: torch.Tensor) -> torch.Tensor:
+    def _rounded(values: torch.Tensor) -> torch.Tensor:
         return dequantize(*quantize(values))
 
     @staticmethod
@@ -40,7 +40,7 @@ class MXFP8UnquantizedReferenceKernel(MXFP8ReferenceKernel):
     features = dataclasses.replace(families.triton_mxfp8(Environment()), name="reference W8A16", graph_safe=False)
 
     @staticmethod
-    def _input(values: torch.Tensor) -> torch.Tensor:
+    def _rounded(values: torch.Tensor) -> torch.Tensor:
         return values.float()
 
     @staticmethod

@@ -14,7 +14,7 @@ import torch
 from trtllm_b12x.environment import inspect_flashinfer
 from trtllm_b12x.formats.weights import Weights
 
-from . import Geometry, first_line
+from . import Geometry, MoECall, first_line
 from .reference import ReferenceKernel
 
 BOUND = 0.02
@@ -41,8 +41,7 @@ class Examinee:
     tokens: int
     atomic: bool
     """It adds up in bf16 atomics; else reruns must agree to the bit."""
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    """(x, global ids, router weights) to the output."""
+    run: Callable[[MoECall], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _outcome(test: Examinee, geometry: Geometry, calls: _Calls) -> Outcome:
     bound = max(BOUND, geometry.atomic_rounding + _SLACK) if test.atomic else BOUND
     try:
         parts = (*calls.parts(), calls.parts()[0])
-        results = [test.run(calls.x[part], calls.ids[part], calls.router_weights[part]) for part in parts]
+        results = [test.run(MoECall(calls.x[part], calls.ids[part], calls.router_weights[part])) for part in parts]
         found = torch.cat(results[:-1]).float()
     except Exception as error:
         return Outcome(test.kernel, test.variant, test.tokens, float("inf"), float("inf"), bound, fault=first_line(error))
@@ -153,7 +152,7 @@ def _draw(geometry: Geometry, weights: Weights, sizes: list[int], first_expert: 
     x = reference.activations(most, factor)
     local = torch.cat(list(routes.values())).to(device)
     router_weights = _router_weights(reference, x, local)
-    expected = reference.run(x[:total], local, router_weights).float()
+    expected = reference.run(MoECall(x[:total], local, router_weights)).float()
     ids = _global(local, geometry.num_experts, first_expert)
     drawn, first = {}, 0
     for tokens, part in routes.items():
@@ -192,7 +191,7 @@ def _router_weights(reference: ReferenceKernel, x: torch.Tensor, local: torch.Te
     experts, top_k = reference.geometry.num_experts, reference.geometry.top_k
     every = torch.full((experts, top_k), -1, dtype=torch.int32, device=x.device)
     every[:, 0] = torch.arange(experts, device=x.device)
-    size = reference.run(x[:experts], every, torch.ones(experts, top_k, device=x.device)).double().norm(dim=1)
+    size = reference.run(MoECall(x[:experts], every, torch.ones(experts, top_k, device=x.device))).double().norm(dim=1)
     usable = size.isfinite() & (size > 0)
     smallest = size[usable].min() if bool(usable.any()) else 1.0
     weight = torch.where(usable, smallest / size, 1.0).float()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trtllm_b12x.kernels import MoECall
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 BOUND = 0.01
@@ -45,11 +46,11 @@ def faults(kernel: Any, yardstick: type[ReferenceKernel], first_expert: int, siz
     reference.plan(g, total, device)
     reference.bind(kernel.weights)
     # All sizes in one call: each expert is dequantized once, and those of a large layer do not fit beside the model.
-    expected = reference.run(x, local, router_weights, out=torch.zeros(x.shape, device=device))
+    expected = reference.run(MoECall(x, local, router_weights, out=torch.zeros(x.shape, device=device)))
     ids = torch.where(local >= 0, local + first_expert, -1).to(torch.int32)
     said = []
     for part in torch.arange(total, device=device).split(list(sizes)):
-        runs = [kernel.run(x[part], ids[part], router_weights[part]) for _ in range(2)]
+        runs = [kernel.run(MoECall(x[part], ids[part], router_weights[part])) for _ in range(2)]
         said.append(_compared(f"{len(part)} tokens", runs, expected[part]))
     if (
         kernel.features.quantized_input and kernel.weights.input_scales.fc31_input_scale.numel() == 1
@@ -75,8 +76,8 @@ def _of_quantized_input(
         codes = torch.randint(256, (count, g.hidden_size // 2), generator=generator, dtype=torch.uint8).to(device)
         blocks = torch.randint(0x28, 0x68, (count, g.hidden_size // 16), generator=generator, dtype=torch.uint8).to(device)
     wanted = torch.zeros(count, g.hidden_size, device=device)
-    reference.run_quantized(codes, blocks, False, local, router_weights, out=wanted)
-    runs = [kernel.run_quantized(codes, blocks, False, ids, router_weights) for _ in range(2)]
+    reference.run(MoECall(codes, local, router_weights, blocks, out=wanted))
+    runs = [kernel.run(MoECall(codes, ids, router_weights, blocks)) for _ in range(2)]
     return _compared(f"{count} tokens that arrive quantized", runs, wanted)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trtllm_b12x import kernels
 from trtllm_b12x.engines.trtllm.embedded.ops import block_scale_interleave
 from trtllm_b12x.formats.layouts import mma_scale_view
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights, pack_fp4, round_to_e2m1, round_to_e4m3
@@ -205,4 +206,4 @@ def reference(layer: Layer, call: MoECall) -> torch.Tensor:
     geometry = Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
     kernel.plan(geometry, call.x.shape[0], layer.weights.device)
     kernel.bind(layer.weights)
-    return kernel.run(call.x, call.token_selected_experts, call.token_final_scales)
+    return kernel.run(kernels.MoECall(call.x, call.token_selected_experts, call.token_final_scales))

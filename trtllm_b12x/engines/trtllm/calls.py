@@ -13,6 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from trtllm_b12x.dispatch.layer import LayerDispatch
+    from trtllm_b12x.kernels import MoECall
 
     class _Backend:
         """Methods and attributes that the mixins expect in the other classes."""
@@ -90,12 +91,11 @@ class KeywordCalls(_Calls):
     A host that compares classes exactly passes them only to ``CutlassFusedMoE`` (``ConfigurableMoE._get_backend_kwargs``).
     """
 
-    def run_as_the_host(
-        self, like: dict[str, Any], x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Run the host path on unquantized tokens ``(T, H)``, with the other arguments of the call ``like``."""
-        quantized, x_sf = super().quantize_input(x, post_quant_comm=False)
-        return super().run_moe(quantized, ids, router_weights, x_sf=x_sf, is_sf_swizzled=True, output_dtype=x.dtype, **like)
+    def run_as_the_host(self, like: dict[str, Any], call: MoECall) -> torch.Tensor:
+        """Run the host path on unquantized tokens, with the other arguments of the host's call ``like``."""
+        x, x_sf = super().quantize_input(call.x, post_quant_comm=False)
+        others = {"x_sf": x_sf, "is_sf_swizzled": True, "output_dtype": call.x.dtype, **like}
+        return super().run_moe(x, call.ids, call.router_weights, **others)
 
     def run_moe(
         self,
@@ -151,12 +151,12 @@ class KeywordCalls(_Calls):
 class ContextCalls(_Calls):
     """Calling convention of generations C1 and C2: a frozen ``MoERunContext`` whose ``comm_plan`` describes the communication."""
 
-    def run_as_the_host(self, like: Any, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
-        """Run the host path on unquantized tokens ``(T, H)``, with the other arguments of the call ``like``."""
-        quantized, x_sf = super().quantize_input(x, post_quant_comm=False)
+    def run_as_the_host(self, like: Any, call: MoECall) -> torch.Tensor:
+        """Run the host path on unquantized tokens, with the other arguments of the host's call ``like``."""
+        x, x_sf = super().quantize_input(call.x, post_quant_comm=False)
         plan = dataclasses.replace(like.comm_plan, input_sf_swizzled=True, moe_output=None)
-        routes = {"token_selected_experts": ids, "token_final_scales": router_weights}
-        ctx = dataclasses.replace(like, x=quantized, x_sf=x_sf, output_dtype=x.dtype, comm_plan=plan, **routes)
+        routes = {"token_selected_experts": call.ids, "token_final_scales": call.router_weights}
+        ctx = dataclasses.replace(like, x=x, x_sf=x_sf, output_dtype=call.x.dtype, comm_plan=plan, **routes)
         return super().run_moe(ctx, workspace=None)
 
     def run_moe(self, ctx: Any, *, workspace: dict[str, Any] | None = None) -> torch.Tensor:

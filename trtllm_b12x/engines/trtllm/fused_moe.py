@@ -290,10 +290,7 @@ class Promoted(Carried):
         # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
         # reduces.
         direct = moe_output if moe_output is not None and moe_output.dtype is self._dtype else None
-        if x_sf is None:
-            result = kernel.run(x, token_selected_experts, token_final_scales, out=direct)
-        else:
-            result = kernel.run_quantized(x, x_sf, swizzled, token_selected_experts, token_final_scales, out=direct)
+        result = kernel.run(kernels.MoECall(x, token_selected_experts, token_final_scales, x_sf, swizzled, direct))
         if moe_output is None:
             return result if output_dtype in (None, self._dtype) else result.to(output_dtype)
         return moe_output if direct is not None else moe_output.copy_(result)

@@ -25,18 +25,7 @@ from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import families
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import (
-    Geometry,
-    Kernel,
-    PlanError,
-    Workspace,
-    aligned,
-    check_call,
-    first_line,
-    handed_back,
-    output,
-    routes,
-)
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall, PlanError, Workspace, first_line, routes
 from trtllm_b12x.kernels.cards import card_of
 from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
 from trtllm_b12x.kernels.triton import jit_monitor
@@ -188,7 +177,7 @@ class B12xKernel(Kernel):
             for tokens in dict.fromkeys((max(by_count), min(by_count))):
                 # Before 0.7.0 static adds up in atomics.
                 atomic = not self.features.deterministic
-                yield Examinee(name, variant, tokens, atomic, functools.partial(self._launch, by_count[tokens]))
+                yield Examinee(name, variant, tokens, atomic, functools.partial(self._run_candidate, by_count[tokens]))
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -225,28 +214,17 @@ class B12xKernel(Kernel):
     def workspace(self) -> Workspace | None:
         return Workspace(id(self._plan), self._plan.scratch.nbytes())
 
-    def run(
-        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        candidates = self._plan.candidates.get(x.shape[0])
+    def _launch(self, call: MoECall) -> None:
+        tokens = call.x.shape[0]
+        candidates = self._plan.candidates.get(tokens)
         if candidates is None:
             planned = _ranges(sorted(self._plan.candidates))
             raise ValueError(
-                f"no kernel is planned for {x.shape[0]} tokens, only for {planned}: plan() with a capacity that covers it"
+                f"no kernel is planned for {tokens} tokens, only for {planned}: plan() with a capacity that covers it"
             )
-        check_call(self.geometry, x, ids, router_weights, out, self.geometry.hidden_size)
-        return self._launch(candidates[0], x, ids, router_weights, out)
+        self._launch_candidate(candidates[0], call)
 
-    def _launch(
-        self,
-        candidate: Candidate,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
-        result = output(out, x, x.dtype, x.shape[1])
+    def _launch_candidate(self, candidate: Candidate, call: MoECall) -> None:
         table = self._tables[candidate.kind.skips_negative_ids and bool(self.features.negative_ids)]
         with self._plan.serializer as capture:
             scratch, bound = self._plan.scratch, self._bound
@@ -254,8 +232,13 @@ class B12xKernel(Kernel):
                 scratch = self._plan.of_capture(capture)
                 bound = self._bind_to(scratch)
             arguments, inputs = bound[candidate.kind.name], self.weights.input_scales
-            candidate.launch(arguments, scratch, table, inputs, x, ids, router_weights, result)
-        return handed_back(out, result)
+            candidate.launch(arguments, scratch, table, inputs, call)
+
+    def _run_candidate(self, candidate: Candidate, call: MoECall) -> torch.Tensor:
+        prepared = call.prepared(self.geometry, False)
+        self._launch_candidate(candidate, prepared)
+        assert prepared.out is not None
+        return prepared.out
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
-from trtllm_b12x.kernels import routes
+from trtllm_b12x.kernels import MoECall, routes
 
 from .scratch import Scratch
 
@@ -136,19 +136,16 @@ class Candidate:
         scratch: Scratch,
         table: routes.Table,
         input_scales: InputScales | None,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        out: torch.Tensor,
+        call: MoECall,
     ) -> None:
-        """``bound`` by ``Signature.bind``; ids of any integer and router weights of any float type, both contiguous."""
-        rows = ids.numel()
-        prepared = scratch.ids[:rows], scratch.router_weights[:rows]
-        routes.prepare(table, ids, router_weights, prepared, input_scales)
-        arguments = bound.copy()
+        """Launch a prepared call, with ``bound`` of ``Signature.bind``."""
+        rows = call.ids.numel()
+        routed = scratch.ids[:rows], scratch.router_weights[:rows]
+        routes.prepare(table, call.ids, call.router_weights, routed, input_scales)
+        arguments: list[Any] = bound.copy()
         for place, value in self.constants.items():
             arguments[place] = value
         as_address = self.signature.kind.takes_addresses
-        for place, tensor in zip(self.signature.places, (x, *prepared, out), strict=True):
-            arguments[place] = tensor.data_ptr() if as_address else tensor
+        for place, tensor in zip(self.signature.places, (call.x, *routed, call.out), strict=True):
+            arguments[place] = tensor.data_ptr() if as_address and tensor is not None else tensor
         self.function(*arguments)

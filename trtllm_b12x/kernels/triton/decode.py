@@ -22,7 +22,7 @@ from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, aligned, check_call, check_scales, handed_back, output, routes
+from trtllm_b12x.kernels import Geometry, MoECall, routes
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 
@@ -145,45 +145,10 @@ class TritonKernel(JitKernel):
 
     # ---- run ---------------------------------------------------------------------------------------------------------
 
-    def run(
-        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        g = self.geometry
-        if x.dtype != g.dtype:
-            raise ValueError(f"x is {x.dtype}, expected {g.dtype}")
-        check_call(g, x, ids, router_weights, out, g.hidden_size)
-        return self._run(x, None, False, ids, router_weights, out)
-
-    def run_quantized(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor,
-        swizzled: bool,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x, x_sf, g = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8), self.geometry
-        check_call(g, x, ids, router_weights, out, g.hidden_size // 2)
-        check_scales(x, x_sf, swizzled, g.hidden_size)
-        return self._run(x, x_sf, swizzled, ids, router_weights, out)
-
-    def _run(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor | None,
-        swizzled: bool,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        tokens, g, quantized = x.shape[0], self.geometry, x_sf is not None
-        x, (ids, router_weights) = aligned(x), routes.of_known_types(ids, router_weights)
-        result = output(out, x, g.dtype, g.hidden_size)
-        call = self._call(tokens, quantized, ids.dtype, router_weights.dtype)
-        tensors = (x, x_sf, ids, router_weights, result)
-        launcher.start(call, g, self._layers[quantized], tensors, swizzled)
-        return handed_back(out, result)
+    def _launch(self, call: MoECall) -> None:
+        quantized = call.x_sf is not None
+        launch = self._call(call.x.shape[0], quantized, call.ids.dtype, call.router_weights.dtype)
+        launcher.start(launch, self.geometry, self._layers[quantized], call)
 
     def _call(self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype) -> decode_launch.Call:
         """

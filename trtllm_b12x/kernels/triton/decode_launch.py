@@ -43,16 +43,12 @@ class Call:
     direct: bool
     """Launches take addresses and a stream."""
 
-    def launch(self, stream: int, layer: Layer, tensors: Any, parts: Any, swizzled: bool) -> None:
-        """
-        Args:
-            tensors: the call's x, x_sf, ids, router weights and output.
-        """
-        (x, x_sf, ids, router_weights, out), (staged, h, partial, numbers) = tensors, parts
+    def launch(self, stream: int, layer: Layer, call: Any, parts: Any) -> None:
+        (x, ids, router_weights, x_sf, swizzled, out), (staged, h, partial, numbers) = call, parts
         tokens, blocks, first, step = self.step.tokens, self.step.blocks, layer.first_expert, layer.steps
         route, fc1, fc2 = self.grids
         if self.route is not None:
-            places = self.tiles, self.step.tiles.routes, int(swizzled)
+            places = self.tiles, self.step.tiles.routes, swizzled
             self.route(route, stream, x, x_sf, ids, router_weights, staged, out, numbers, tokens, blocks, first, *places)
             ids, router_weights, first = numbers, partial, 0
             if self.quantized:

@@ -18,10 +18,10 @@ from trtllm_b12x.decision import Environment, families, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, aligned, check_call, handed_back, output
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.reference_mxfp8 import MXFP8ReferenceKernel
-from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES, of_known_types
+from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
 from . import launcher
 from .decode import addresses, check, matrices, swiglu
@@ -126,8 +126,8 @@ class Call:
     direct: bool
     """Launches take addresses and a stream."""
 
-    def launch(self, stream: int, layer: Layer, tensors: Any, parts: Any) -> None:
-        x, x_sf, ids, router_weights, out = tensors
+    def launch(self, stream: int, layer: Layer, call: Any, parts: Any) -> None:
+        x, ids, router_weights, x_sf, _, out = call
         codes, scales, words, order, starts, weights, h, h_scales, h_words, shares = parts
         (quantize, by_tokens), (sort, by_expert), (fc1, grid1), (fc2, grid2), (add, by_columns) = self.launches
         if self.quantized:
@@ -259,32 +259,12 @@ class GroupedKernel(JitKernel):
         g = self.geometry
         return next(row for row in self.table if tokens * g.top_k <= row.most * g.num_experts * g.ranks)
 
-    def run(
-        self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        g = self.geometry
-        if x.dtype != g.dtype:
-            raise ValueError(f"x is {x.dtype}, expected {g.dtype}")
-        check_call(g, x, ids, router_weights, out, g.hidden_size)
-        return self._run(aligned(x), None, ids, router_weights, out)
-
-    def _run(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor | None,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """``x`` as it is, or its codes with their scales in rows of whole words of four."""
-        tokens, g = x.shape[0], self.geometry
+    def _launch(self, call: MoECall) -> None:
+        tokens = call.x.shape[0]
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-        ids, router_weights = of_known_types(ids, router_weights)
-        result = output(out, x, g.dtype, g.hidden_size)
-        call = self._call(tokens, x_sf is not None, ids.dtype, router_weights.dtype)
-        launcher.start(call, g, self._layer, (x, x_sf, ids, router_weights, result))
-        return handed_back(out, result)
+        launch = self._call(tokens, call.x_sf is not None, call.ids.dtype, call.router_weights.dtype)
+        launcher.start(launch, self.geometry, self._layer, call)
 
     def _call(self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype) -> Call:
         plan = self._plan

@@ -13,7 +13,8 @@ import torch
 
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats.layouts import scales_of_tokens
-from trtllm_b12x.kernels import aligned, check_call, check_scales
+from trtllm_b12x.kernels import MoECall
+from trtllm_b12x.kernels.call import aligned16
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel
 
 from .decode import half_alphas
@@ -63,19 +64,9 @@ class GroupedNVFP4Kernel(GroupedKernel):
     def serves(self, tokens: int) -> bool:
         return self._plan.tested and super().serves(tokens)
 
-    def run_quantized(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor,
-        swizzled: bool,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x, x_sf, g = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8), self.geometry
-        check_call(g, x, ids, router_weights, out, g.hidden_size // 2)
-        check_scales(x, x_sf, swizzled, g.hidden_size)
-        rows = scales_of_tokens(x_sf, x.shape[0], g.hidden_size // 16, swizzled)
-        if rows.shape[1] % 4:
+    def _launch(self, call: MoECall) -> None:
+        if call.x_sf is not None:
+            rows = scales_of_tokens(call.x_sf, call.x.shape[0], self.geometry.hidden_size // 16, call.swizzled)
             rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
-        return self._run(aligned(x), aligned(rows).view(torch.int32), ids, router_weights, out)
+            call = call._replace(x_sf=aligned16(rows).view(torch.int32))
+        super()._launch(call)

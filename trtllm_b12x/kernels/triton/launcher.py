@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x.decision import version_tuple
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 
 from . import jit_monitor
 from .variant import Variant
@@ -33,22 +33,23 @@ def launcher(variant: Variant, kernel: Any) -> Launch:
     return lambda grid, stream, *arguments: run(*grid, 1, stream, *head, *arguments, *constants)
 
 
-def start(call: Any, geometry: Geometry, layer: tuple[Any, Any], tensors: tuple[torch.Tensor | None, ...], *extra: Any) -> None:
-    """Launch a call's kernels by ``call.launch(stream, layer, tensors, parts, *extra)``, with ``call.scratch`` for the parts.
+def start(plan: Any, geometry: Geometry, layer: tuple[Any, Any], call: MoECall) -> None:
+    """Launch the kernels of ``call`` by ``plan.launch(stream, layer, call, parts)``, with ``plan.scratch`` for the parts.
 
     Args:
-        layer: the layer's tensors, and the same as addresses, which a ``call.direct`` takes.
-        tensors: of the call; None is an address that no kernel reads.
+        layer: the layer's tensors, and their addresses, which a ``plan.direct`` takes.
     """
-    memory = torch.empty(call.scratch.nbytes, dtype=torch.uint8, device=tensors[0].device)  # type: ignore[union-attr]
-    given = [memory if tensor is None else tensor for tensor in tensors]
-    if call.direct:
+    x, ids, router_weights, x_sf, swizzled, out = call
+    memory = torch.empty(plan.scratch.nbytes, dtype=torch.uint8, device=x.device)
+    x_sf = memory if x_sf is None else x_sf  # an address that no kernel reads
+    if plan.direct:
         stream, base = torch._C._cuda_getCurrentRawStream(memory.get_device()), memory.data_ptr()
-        parts = [base + begin for begin in call.scratch.begins]
-        call.launch(stream, layer[1], [tensor.data_ptr() for tensor in given], parts, *extra)
+        x_ids_weights = x.data_ptr(), ids.data_ptr(), router_weights.data_ptr()
+        addresses = (*x_ids_weights, x_sf.data_ptr(), int(swizzled), out.data_ptr())  # type: ignore[union-attr]
+        plan.launch(stream, layer[1], addresses, [base + begin for begin in plan.scratch.begins])
         return
     with jit_monitor.through_jit(geometry):
-        call.launch(0, layer[0], given, call.scratch.cut(memory), *extra)
+        plan.launch(0, layer[0], (x, ids, router_weights, x_sf, int(swizzled), out), plan.scratch.cut(memory))
 
 
 @cache

@@ -1,0 +1,168 @@
+"""The interface of a kernel: ``plan`` may allocate and compile, ``bind`` takes views, ``run`` does neither."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from trtllm_b12x.core import errors
+from trtllm_b12x.decision import KernelFeatures
+from trtllm_b12x.formats.geometry import Geometry
+
+from .call import MoECall
+
+if TYPE_CHECKING:
+    from .cards import Card
+
+
+class PlanError(RuntimeError):
+    """A kernel cannot serve its geometry here; the message is the first line of the cause."""
+
+    @property
+    def lasting(self) -> bool:
+        """True if other layers of the geometry need not try. Memory may be free for the next one, or at the next load."""
+        return not isinstance(self.__cause__, torch.OutOfMemoryError)
+
+
+def first_line(error: BaseException) -> str:
+    """Return ``Type: message``, one line; the message alone of a PlanError."""
+    line = errors.first_line(error)
+    return line.removeprefix("PlanError: ") if isinstance(error, PlanError) else line
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Identity and size of scratch memory."""
+
+    key: int
+    nbytes: int
+
+
+class Kernel(ABC):
+    """Kernels of one family on one layer: ``plan`` once, ``bind`` and ``self_test`` after every load, ``run`` per call."""
+
+    features: ClassVar[KernelFeatures]
+    geometry: Geometry
+    capacity: int
+    """Maximum number of tokens this kernel was planned for."""
+    instruction: ClassVar[str] = ""
+    """Tensor core instruction in the PTX of its products."""
+    limited = ""
+    """Why the capacity is less than :meth:`plan` was asked for."""
+    weights: Any
+    """The bound :class:`trtllm_b12x.formats.weights.Weights`."""
+
+    @abstractmethod
+    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """Prepare for up to ``capacity`` tokens. May allocate, compile and synchronize.
+
+        Raises:
+            ValueError: the kernel does not support the activation or a size.
+            PlanError: compiling or allocating failed; nothing is kept.
+        """
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Device that :meth:`plan` was given."""
+
+    @abstractmethod
+    def bind(self, weights: Any, first_expert: int = 0) -> None:
+        """Take views of the weights of the layer's experts, the first of which has the global id ``first_expert``.
+
+        Raises:
+            ValueError: a tensor has the wrong shape or dtype; the message names it.
+        """
+
+    @abstractmethod
+    def self_test(self) -> None:
+        """Compare with the reference on the bound weights, and leave out what misses its bound.
+
+        Call it after every :meth:`bind`. Weights that are all zero or not finite leave the test to later ones; what was not
+        tested does not serve.
+
+        Raises:
+            PlanError: nothing is left.
+        """
+
+    @classmethod
+    def available(cls) -> bool:
+        """Return True if the packages that make these kernels are installed."""
+        return True
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        """Return True if :meth:`plan` may be asked for this device."""
+        return True
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterable[str]:
+        """Compile some of the kernels of a layer for a card that need not be here, and return their PTX.
+
+        Args:
+            directory: for files of the compiler.
+
+        Raises:
+            Exception: they do not compile; the first line, or the line from ptxas, says why.
+        """
+        raise PlanError(f"{cls.features.name} has no kernel to compile")
+
+    @property
+    def settled(self) -> bool:
+        """True once the answers of :meth:`serves` are final."""
+        return True
+
+    def check(self, geometry: Geometry, multiples: tuple[int, int]) -> None:
+        """Raise ValueError if the family does not support the activation or a size.
+
+        Args:
+            multiples: of the hidden and of the intermediate size.
+        """
+        activations, sizes = self.features.activations, (geometry.hidden_size, geometry.intermediate_size)
+        if geometry.activation not in activations:
+            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(activations))}")
+        if any(size % multiple for size, multiple in zip(sizes, multiples, strict=True)):
+            named = f"hidden size {sizes[0]} and intermediate size {sizes[1]}"
+            raise ValueError(f"{named} must be multiples of {' and '.join(map(str, dict.fromkeys(multiples)))}")
+
+    def serves(self, tokens: int) -> bool:
+        """Return True if :meth:`run` takes this many tokens."""
+        return max(1, self.features.measured_from) <= tokens <= self.capacity
+
+    def rounding(self, tokens: int) -> float:
+        """Return the relative L2 from the reference that rounding explains: the order of bf16 sums, reciprocals."""
+        return 0.0
+
+    def summary(self) -> tuple[str, ...]:
+        """Describe which kernel serves which token counts, and what was left out and why, for the log and for ``status()``."""
+        first, name = self.features.measured_from, self.features.name
+        line = f"{name}: {max(first, 1)} to {self.capacity} tokens"
+        return (f"{line}, where the card has measured that it is faster" if first else line,)
+
+    @property
+    def workspace(self) -> Workspace | None:
+        """Scratch memory that layers of one geometry share, if any."""
+        return None
+
+    def run(self, call: MoECall) -> torch.Tensor:
+        """Run the layer's experts.
+
+        Returns:
+            ``(tokens, H)``: ``call.out`` if given, else a new tensor in the layer's dtype.
+
+        Raises:
+            ValueError: a tensor has the wrong shape or dtype, or no kernel is planned for so many tokens.
+        """
+        prepared = call.prepared(self.geometry, self.features.quantized_input)
+        self._launch(prepared)
+        assert prepared.out is not None
+        return call.copy_to_caller(prepared.out)
+
+    def _launch(self, call: MoECall) -> None:
+        """Write ``call.out``, for a call as :meth:`MoECall.prepared` returns it."""
+        raise NotImplementedError

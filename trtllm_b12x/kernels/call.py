@@ -1,0 +1,80 @@
+"""One call of a layer's experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from trtllm_b12x.formats.geometry import Geometry
+
+from .routes import of_known_types
+
+
+class MoECall(NamedTuple):
+    """The tensors of one call of a layer's experts."""
+
+    x: torch.Tensor
+    """``(tokens, H)`` in the layer's dtype; with ``x_sf`` ``(tokens, H/2)`` bytes of two FP4 codes each."""
+    ids: torch.Tensor
+    """``(tokens, top_k)`` integers of any type, global ids. A route to an expert of another rank is left out."""
+    router_weights: torch.Tensor
+    """``(tokens, top_k)``, any float type."""
+    x_sf: torch.Tensor | None = None
+    """E4M3 bytes for blocks of 16 columns, if the host has quantized ``x`` by ``fc31_input_scale``."""
+    swizzled: bool = False
+    """``x_sf`` is 128x4-interleaved, not in rows of ``H/16``."""
+    out: torch.Tensor | None = None
+    """``(tokens, H)``, written if given."""
+
+    def check(self, geometry: Geometry, quantized_input: bool) -> None:
+        """Raise ValueError, naming the tensor, if a shape is not what kernels read or write.
+
+        Args:
+            quantized_input: the kernel takes ``x_sf``.
+        """
+        x, ids, router_weights, x_sf, swizzled, out = self
+        tokens, hidden = x.shape[0], geometry.hidden_size
+        if x_sf is not None and not quantized_input:
+            raise ValueError("x_sf is given, but the kernel takes unquantized x")
+        columns, routes = (hidden if x_sf is None else hidden // 2), (tokens, geometry.top_k)
+        if not (
+            x.shape == (tokens, columns)
+            and ids.shape == routes == router_weights.shape
+            and (out is None or out.shape == (tokens, hidden))
+        ):
+            expected = {"x": (tokens, columns), "ids": routes, "router_weights": routes, "out": (tokens, hidden)}
+            for name, shape in expected.items():
+                tensor = getattr(self, name)
+                if tensor is not None and tensor.shape != shape:
+                    raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if x_sf is not None:
+            needed = -(-tokens // 128) * -(-hidden // 64) * 512 if swizzled else tokens * (hidden // 16)
+            if x_sf.nbytes < needed:
+                raise ValueError(f"x_sf has {x_sf.nbytes} scales, expected {needed} for {tokens} tokens")
+
+    def prepared(self, geometry: Geometry, quantized_input: bool) -> MoECall:
+        """Return the checked call as kernels take it: contiguous tensors of types they know, and an output they can write.
+
+        Raises:
+            ValueError: see :meth:`check`; or ``x`` has another dtype than the layer.
+        """
+        self.check(geometry, quantized_input)
+        x, ids, router_weights, x_sf, swizzled, out = self
+        if x_sf is not None:
+            x, x_sf = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8)
+        elif x.dtype != geometry.dtype:
+            raise ValueError(f"x is {x.dtype}, expected {geometry.dtype}")
+        if out is None or out.dtype is not geometry.dtype or not out.is_contiguous() or out.data_ptr() % 16:
+            out = torch.empty(x.shape[0], geometry.hidden_size, dtype=geometry.dtype, device=x.device)
+        return MoECall(aligned16(x), *of_known_types(ids, router_weights), x_sf, swizzled, out)
+
+    def copy_to_caller(self, output: torch.Tensor) -> torch.Tensor:
+        """Return ``output``, or ``out`` with its values if the caller gave one that the kernel could not write."""
+        return output if self.out is None or self.out is output else self.out.copy_(output)
+
+
+def aligned16(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor at a multiple of 16 bytes. A chunk of a longer call may begin anywhere."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
