@@ -1,6 +1,6 @@
 """The grouped NVFP4 kernels' numbers in Triton's interpreter, against the strict reference and the same layer in torch.
 
-``test_grouped_device.py`` has a GPU's; MXFP8's are in ``test_mxfp8_kernels.py``.
+``test_kernels_device.py`` has a GPU's; MXFP8's are in ``test_mxfp8_kernels.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The MXFP8 kernels' numbers in Triton's interpreter, against the same layer in torch; ``test_mxfp8_device.py`` has a GPU's."""
+"""The MXFP8 kernels' numbers in Triton's interpreter, against the same layer in torch; ``test_kernels_device.py`` has a GPU's."""
 
 from __future__ import annotations
 

@@ -1,0 +1,306 @@
+"""Our kernels on a GPU, each family in each format: numbers, sizes, ranks, graphs, reruns, layers.
+
+``grouped`` multiplies natively where the card has block-scaled products, in bfloat16 elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layers, mxfp8
+from tests.checkpoints import random_experts
+from tests.nvfp4_layer import INPUT_SCALE, distance, random_call, random_layer
+from trtllm_b12x.core import process
+from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.dispatch import crossover, timing
+from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
+from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
+from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels.triton.decode import TritonKernel
+from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.decode_variants import ACTIVATIONS
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.tools.verify import reference
+from trtllm_b12x.tools.verify.reference import Arithmetic
+from trtllm_b12x.tools.verify.reference_formats import move_off_ties
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU of capability 8.9 or newer"
+)
+CUDA = torch.device("cuda", 0)
+KINDS: dict[tuple[str, str], type[Any]] = {
+    ("triton", "NVFP4"): TritonKernel,
+    ("triton", "MXFP8"): TritonMXFP8Kernel,
+    ("grouped", "NVFP4"): GroupedNVFP4Kernel,
+    ("grouped", "MXFP8"): GroupedKernel,
+}
+BOUNDS = {"triton": 0.004, "grouped": 0.005}
+TOKENS = {"triton": (1, 2, 7, 8, 16, 33, 63, 128, 256), "grouped": (1, 33, 64, 128, 300, 1024, 4096)}
+SIZES = {
+    ("triton", "NVFP4"): [(144, 80), (2880, 720), (512, 192), (272, 2688), (7168, 256)],
+    ("grouped", "NVFP4"): [(2816, 704), (192, 64)],
+    ("triton", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
+    ("grouped", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
+}
+Kind = tuple[str, str]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+
+
+@pytest.fixture(autouse=True)
+def families(every_family: None) -> Iterator[None]:
+    yield
+    process.forget()
+
+
+def weights_of(geometry: Geometry) -> Any:
+    if geometry.format == "MXFP8":
+        return mxfp8.random_weights(geometry, CUDA)
+    return random_layer(geometry, "cuda", ratio=True).kernel_weights()
+
+
+def planned(kind: Kind, geometry: Geometry, first: int = 0) -> tuple[Any, Any]:
+    """Plan a kernel and its reference in torch on the same weights."""
+    kernel = KINDS[kind]()
+    pair = kernel, kernel.reference()
+    weights = weights_of(geometry)
+    for each in pair:
+        each.plan(geometry, max(TOKENS[kind[0]]), CUDA)
+        each.bind(weights, first)
+    kernel.self_test()
+    return pair
+
+
+def drawn(kind: Kind, geometry: Geometry, tokens: int, experts: int | None = None) -> Tensors:
+    """Draw x, ids and router weights; x off rounding ties if it is quantized to FP4."""
+    x, ids, router_weights = random_call(geometry, tokens, experts, "cuda", seed=tokens)
+    return (move_off_ties(x, INPUT_SCALE[0]) if kind == ("grouped", "NVFP4") else x), ids, router_weights
+
+
+def expected(yardstick: Any, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
+    """Return float32, which the reference gives where ``out`` is."""
+    result: torch.Tensor = yardstick.run(MoECall(x, ids, router_weights, out=torch.zeros(x.shape, device=CUDA)))
+    return result
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@every_kind
+def test_numbers(kind: Kind, activation: str) -> None:
+    geometry = Geometry(16, 4, 512, 256, activation, format=kind[1])
+    kernel, yardstick = planned(kind, geometry)
+    for tokens in TOKENS[kind[0]]:
+        call = drawn(kind, geometry, tokens)
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], tokens
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(kind, size) for kind, sizes in SIZES.items() for size in sizes], ids=str)
+def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
+    geometry = Geometry(8, 3, *sizes, "Swiglu", format=kind[1])
+    kernel, yardstick = planned(kind, geometry)
+    for tokens in (1, 5, 63, *((200, 700) if kind[0] == "grouped" else ())):
+        call = drawn(kind, geometry, tokens)
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], tokens
+
+
+@pytest.mark.parametrize(
+    ("ids_type", "scales_type"), [(torch.int16, torch.float32), (torch.int32, torch.bfloat16), (torch.int64, torch.float16)]
+)
+@every_kind
+def test_a_rank_of_several(kind: Kind, ids_type: torch.dtype, scales_type: torch.dtype) -> None:
+    """Ids outside, -1, and tokens without a route."""
+    geometry = Geometry(8, 4, 512, 256, "Swiglu", ranks=4, format=kind[1])
+    for first in (0, 24):
+        kernel, yardstick = planned(kind, geometry, first)
+        for tokens in (1, 9, 63, *((400,) if kind[0] == "grouped" else ())):
+            x, ids, router_weights = drawn(kind, geometry, tokens, experts=32)
+            ids, router_weights = ids.to(ids_type), router_weights.to(scales_type)
+            ids[0, 0] = -1
+            ids[-1] = 31
+            wanted = expected(yardstick, x, ids, router_weights)
+            out = torch.full_like(x, torch.nan)
+            kernel.run(MoECall(x, ids, router_weights, out=out))
+            assert not out[~wanted.any(1)].any()
+            assert not wanted.any() or distance(out, wanted) < BOUNDS[kind[0]]
+
+
+@every_kind
+def test_reruns_graphs_quantized_input_and_neighbors(kind: Kind) -> None:
+    """The same bits again, in a graph, of input that arrives quantized, and beside a token that is not a number."""
+    geometry = Geometry(32, 4, 512, 256, "Swiglu", format=kind[1])
+    kernel, _ = planned(kind, geometry)
+    for tokens in (3, 63, *((900,) if kind[0] == "grouped" else (256,))):
+        x, ids, router_weights = drawn(kind, geometry, tokens)
+        first = kernel.run(MoECall(x, ids, router_weights))
+        for _ in range(20):
+            assert torch.equal(kernel.run(MoECall(x, ids, router_weights)), first)
+        assert torch.equal(kernel.run(MoECall(x, ids.long(), router_weights)), first)
+        if kind == ("grouped", "NVFP4"):
+            for swizzled in (True, False):
+                factor = torch.tensor(1 / INPUT_SCALE[0], device=CUDA)
+                codes, block_scales = fp4_quantize(x, factor, is_sf_swizzled_layout=swizzled)
+                quantized = MoECall(codes, ids, router_weights, x_sf=block_scales, swizzled=swizzled)
+                assert torch.equal(kernel.run(quantized), first)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = kernel.run(MoECall(x, ids, router_weights))
+        for _ in range(3):
+            kept.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(kept, first)
+        x[-1] = torch.nan
+        after = kernel.run(MoECall(x, ids, router_weights))
+        assert torch.equal(after[:-1], first[:-1])
+        assert after[-1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] == "MXFP8"], ids=" ".join)
+def test_every_scale(kind: Kind) -> None:
+    """E8M0 from 2**-127 on; 255 is NaN."""
+    geometry = Geometry(2, 1, 128, 128, "Relu2", format="MXFP8")
+    kernel, yardstick = planned(kind, geometry)
+    weights = yardstick.weights
+    x, _, router_weights = random_call(geometry, 4, device="cuda")
+    ids = torch.tensor([[0], [1], [0], [1]], dtype=torch.int32, device=CUDA)
+    kernel.bind(weights)
+    # What Triton multiplies as bfloat16 takes 2**-127 for zero.
+    for byte in (*((0,) if kind[0] == "triton" else ()), 1, 30, 100, 140, 255):
+        weights.fc1_weight_sf[..., 1].fill_(127)
+        weights.fc2_weight_sf[..., 1].fill_(byte)
+        result = kernel.run(MoECall(x, ids, router_weights))[1::2].float()
+        wanted = expected(yardstick, x, ids, router_weights)[1::2]
+        if byte == 255:
+            assert result.isnan().all()
+        else:
+            assert torch.allclose(result, wanted, rtol=0.02, atol=float(wanted.abs().max()) * 0.01 + 1e-38), byte
+
+
+def test_the_products_are_the_cards_own() -> None:
+    kernel = GroupedNVFP4Kernel()
+    kernel.describe(Geometry(16, 4, 512, 256, "Swiglu"), 64, CUDA)
+    major, minor = torch.cuda.get_device_capability()
+    assert kernel._native == (major == 12 and not toolchain.upcast(10 * major + minor))
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------------
+
+
+def built(form: str, gated: bool = True, size: int = 192, seed: int = 0) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Load a layer of 16 experts, top 4, 512 wide."""
+    arguments: dict[str, Any] = {}
+    tensors = (mxfp8.random_experts if form == "MXFP8" else random_experts)(16, 512, size, gated, seed)
+    if form == "MXFP8":
+        arguments["quant_config"] = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo.MXFP8, group_size=32)
+    with torch.device("cuda"):
+        module = layers.create(16, 512, size, top_k=4, gated=gated, **arguments)
+    return layers.load(module, tensors), tensors
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["Swiglu", "Relu2"])
+@pytest.mark.parametrize(
+    ("form", "families", "native"),
+    [("NVFP4", "triton", 64), ("NVFP4", "grouped", 64), ("MXFP8", "triton,grouped", 64)],
+)
+def test_a_layer_at_every_count(monkeypatch: pytest.MonkeyPatch, form: str, families: str, native: int, gated: bool) -> None:
+    """Against the strict reference: decode takes activations as they are, all others quantize them."""
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", families)
+    with crossover.unmeasured():
+        module, tensors = built(form, gated, 256 if families == "grouped" else 192)
+        assert [kernel.features.name for kernel in module.backend.schedule.kernels] == families.split(",")
+        for tokens in (1, 2, 8, 40, 63, 64, 300, 4096):
+            x, logits = layers.inputs(module, tokens, tensors) if form == "NVFP4" else _inputs(tokens)
+            kernel = module.backend.schedule.at(tokens)
+            assert (kernel is None) == (form == "NVFP4" and (families == "triton") == (tokens >= 64))
+            call = reference.MoECall(x, *module.routing_method.apply(logits))
+            arithmetic = Arithmetic.UNQUANTIZED if type(kernel) in (TritonKernel, TritonMXFP8Kernel) else Arithmetic.KERNEL
+            ((wanted,),) = reference.outputs(tensors, 16, gated, [call], [arithmetic], quant_algo=form)
+            bound = 0.05 if kernel is None else 0.005
+            assert distance(module(x.cuda(), logits.cuda()).cpu(), wanted) < bound, tokens
+
+
+def _inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw activations and logits of which no two are alike."""
+    x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+    return x, torch.randn(tokens, 16, generator=torch.Generator().manual_seed(tokens + 1))
+
+
+def test_grouped_waits_for_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")
+    assert not built("NVFP4")[0].backend.schedule.kernels
+
+
+@pytest.mark.parametrize("form", ["NVFP4", "MXFP8"])
+def test_the_card_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
+    """Measured on this card, in graphs; NVFP4 against the embedded host's operator, which is slow."""
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton,grouped")
+    monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", "auto")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(timing, "PathTimer", functools.partial(timing.PathTimer, budget_s=4.0))
+    process.forget()
+    module, _ = built(form)
+    x, logits = (given.cuda() for given in _inputs(1024))
+    before = module(x[:8], logits[:8])
+    schedule = module.backend.schedule
+    assert isinstance(schedule.policy, MeasuredPolicy)
+    rows = schedule.policy.timings.rows
+    print(f"\n{schedule.summary}: {rows}")
+    assert distance(module(x[:8], logits[:8]), before.float()) < 0.1
+    assert list(tmp_path.rglob("crossover-*.json"))
+    if form == "MXFP8":
+        for tokens, times in rows.items():
+            quick = "triton" in times and times["triton"] <= GAIN * times[HOST]
+            assert (schedule.at(tokens) is schedule.families["triton"]) == quick
+    else:
+        assert {"triton", "grouped", HOST} == set(rows[128])  # 32 rows of each expert are triton's most
+        assert {"grouped", HOST} == set(rows[256])
+        assert type(schedule.at(1024)) is GroupedNVFP4Kernel
+
+
+@pytest.mark.parametrize("form", ["NVFP4", "MXFP8"])
+def test_a_refit_while_a_graph_holds_the_layer(form: str) -> None:
+    """Other weights by the load hooks, then the first ones written by name without a hook, input scales too."""
+    (module, _), (other, second) = built(form), built(form, seed=7)
+    x, logits = (given.cuda() for given in _inputs(16))
+    ids, router_weights = module.routing_method.apply(logits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = layers.run_moe(module.backend, x, ids, router_weights)
+    graph.replay()
+    original = {name: parameter.data.clone() for name, parameter in module.backend.named_parameters()}
+    first, wanted = kept.clone(), layers.run_moe(other.backend, x, ids, router_weights)
+    assert not torch.equal(first, wanted)
+    layers.load(module, second)
+    graph.replay()
+    assert torch.equal(kept, wanted)
+    for name, parameter in module.backend.named_parameters():
+        parameter.data.copy_(original[name])
+    graph.replay()
+    assert torch.equal(kept, first)
+
+
+@pytest.mark.parametrize("form", ["NVFP4", "MXFP8"])
+def test_a_wrong_kernel_does_not_serve(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """The self-test runs on the card and finds one column three times too large."""
+    kind = KINDS["triton", form]
+    run = kind.run
+
+    def wrong(self: Any, call: MoECall) -> torch.Tensor:
+        result: torch.Tensor = run(self, call)
+        result[:, 0] *= 3
+        return result
+
+    monkeypatch.setattr(kind, "run", wrong)
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton" if form == "NVFP4" else "triton,grouped")
+    module, _ = built(form, size=160)
+    assert [type(kernel) for kernel in module.backend.schedule.kernels] == ([] if form == "NVFP4" else [GroupedKernel])
+    refused = dict(module.backend.verdict.verdicts)["triton"].rejections
+    assert [rejection.reason for rejection in refused] == [RejectReason.KERNEL_PLAN_FAILED]
+    x, logits = (given.cuda() for given in _inputs(8))
+    assert module(x, logits).isfinite().all()
