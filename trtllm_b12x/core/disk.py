@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 LIMIT = 16
 """Maximum number of cached results; the newest stay."""
+_LARGEST = 1 << 20
+"""Maximum size in bytes of a file that is read."""
 _FILE = "payload.json"
 TABLES = "crossover-*.json"
 """Crossover tables of ``trtllm_b12x.dispatch.store``, in the same folder."""
@@ -70,6 +73,24 @@ def read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_owned(file: Path) -> Any:
+    """Read and parse the file. Refuse it if another user could have written it.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: another user could have written it, or it is no file of this package.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        for place, name in ((os.stat(file.parent), str(file.parent)), (status, file.name)):
+            if place.st_uid not in (os.geteuid(), 0) or place.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ValueError(f"{name} can be written by other users: chmod go-w, or remove it if it is not yours")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+            raise ValueError("no file of ours")
+        return json.loads(stream.read().decode("utf-8"))
 
 
 def write(file: Path, content: dict[str, Any]) -> None:

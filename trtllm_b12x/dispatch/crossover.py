@@ -42,7 +42,6 @@ class _Process:
     policies: dict[tuple[Any, ...], DispatchPolicy] = field(default_factory=dict)
     """By geometry, families, device and stage."""
     unmeasured: bool = False
-    """See :func:`unmeasured`."""
 
 
 _lock = locks.new()
@@ -89,7 +88,7 @@ def default_policy() -> DispatchPolicy:
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Layers that are loaded in here have their first family serve every count that it can, to see what it computes."""
+    """Let the first family of layers that are loaded in here serve every count that it can, to see what it computes."""
     before, _process.unmeasured = _process.unmeasured, True
     try:
         yield
@@ -122,24 +121,22 @@ def ensure_measured(
     """
     geometry = schedule.kernels[0].geometry
     if not timing.possible(device):
-        _log(geometry, schedule)
+        _log(schedule)
         return schedule, True
     if not schedule.settled:
         return schedule, False
     with _lock:
         at = TUNED if schedule.base else _process.stage  # the host tunes nothing for kernels of ours
-        question = (geometry, tuple(schedule.families), str(device))
-        now, before = (*question, at), (*question, UNTUNED)
+        now, before = ((geometry, tuple(schedule.families), str(device), stage) for stage in (at, UNTUNED))
         policy = _process.policies.get(now)
-        if policy is None and not torch.cuda.is_current_stream_capturing():
+        final = policy is not None or not torch.cuda.is_current_stream_capturing()
+        if policy is None and final:
             key = functools.partial(key_of, geometry, device, schedule, host)
-            policy = _policy(geometry, device, key, at, paths, sample_routes)
-            _process.policies[now] = policy
-            _log(geometry, Schedule(schedule.families, policy))
-        final = policy is not None
+            policy = _process.policies[now] = _policy(geometry, device, key, at == TUNED, paths, sample_routes)
+            _log(Schedule(schedule.families, policy))
         policy = policy or _process.policies.get(before)
-        if policy is not None:
-            return Schedule(schedule.families, policy), final
+    if policy is not None:
+        return Schedule(schedule.families, policy), final
     log.once(f"{geometry}: a CUDA graph is captured before any eager call: it keeps {schedule.summary}; nothing is measured yet")
     return schedule, False
 
@@ -148,23 +145,21 @@ def _policy(
     geometry: Geometry,
     device: torch.device,
     key: Callable[[bool], store.Key],
-    at: int,
+    tuned: bool,
     paths: Callable[[], Mapping[str, TimedPath]],
     sample_routes: RouteSampler,
 ) -> DispatchPolicy:
     """Decide in this order: a fixed setting, a file that the setting names, stored times, a measurement, the default."""
     if _fixed_count() is not None:
         return default_policy()
-    own = key(at == TUNED)
     word = settings.CROSSOVER()
     if settings.CROSSOVER.is_file(word):
         try:
-            return MeasuredPolicy(store.given(word, own), f"{settings.CROSSOVER.name}={word}")
+            return MeasuredPolicy(store.given(word, key(tuned)), f"{settings.CROSSOVER.name}={word}")
         except ValueError as error:
             log.once(f"{settings.CROSSOVER.name} has no table for {geometry}: {error}; the card is asked")
-    for tuned in (True, False) if at == UNTUNED else (True,):
-        timings = store.load(key(tuned))
-        if timings is not None:
+    for stored_key in (key(True),) if tuned else (key(True), key(False)):
+        if (timings := store.load(stored_key)) is not None:
             return MeasuredPolicy(timings, "stored")
     try:
         timed = paths()
@@ -174,34 +169,27 @@ def _policy(
         logger.debug("measuring %s", geometry, exc_info=error)
         log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
         return default_policy()
-    store.keep(own, timings)
+    store.keep(key(tuned), timings)
     return MeasuredPolicy(timings, f"measured in {timer.spent_s:.1f} s")
 
 
-def _log(geometry: Geometry, schedule: Schedule) -> None:
+def _log(schedule: Schedule) -> None:
     with suppress(Exception):  # a log that fails costs no kernel
-        log.once(f"{geometry}: {schedule.summary}", logging.INFO)
+        log.once(f"{schedule.kernels[0].geometry}: {schedule.summary}", logging.INFO)
 
 
 def key_of(geometry: Geometry, device: torch.device, schedule: Schedule, host: str, tuned: bool) -> store.Key:
     """Return what a measurement on ``device`` is valid for."""
     families = [name for name in schedule.families if name != schedule.base]
-    words = {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in asdict(geometry).items()}
-    return store.Key(
-        card=_card(device),
-        geometry=words,
-        paths={"kernels": families, "host": schedule.base or host, "tuned": tuned},
-        conditions=store.versions(),
-    )
-
-
-def _card(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {"name": device.type}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "l2_bytes": int(getattr(properties, "L2_cache_size", 0)),
-    }
+    sizes = {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in asdict(geometry).items()}
+    card: dict[str, Any] = {"name": device.type}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        card = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": int(getattr(properties, "L2_cache_size", 0)),
+        }
+    paths = {"kernels": families, "host": schedule.base or host, "tuned": tuned}
+    return store.Key(card, sizes, paths, store.versions())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.core import locks, process
+from trtllm_b12x.core import process
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
 
 from . import crossover
@@ -16,24 +16,16 @@ from .schedule import HOSTS, Schedule
 from .timing import RouteSampler, TimedPath
 
 
-class _Failures:
+class _Failures(dict[tuple[str, Geometry, str], str]):
     """Plans that failed for good on this rank since the last model began to load: no further layer tries them."""
 
-    def __init__(self) -> None:
-        self.lock = locks.new()
-        self.known: dict[tuple[str, Geometry, str], str] = {}
-        self.loaded = False
+    loaded = False
 
     def new_layer(self) -> None:
-        """Forget what an earlier model failed with."""
-        with self.lock:
-            if self.loaded:
-                self.known.clear()
-                self.loaded = False
-
-    def clear(self) -> None:
-        with self.lock:
-            self.known.clear()
+        """Forget the failures of an earlier model."""
+        if self.loaded:
+            self.clear()
+            self.loaded = False
 
 
 _failures = _Failures()
@@ -50,8 +42,7 @@ class LayerDispatch:
             max_num_tokens: largest batch that the host announced.
         """
         self.kernels, self.max_num_tokens = kernels, max_num_tokens
-        self.schedule = HOSTS
-        self.detached = HOSTS
+        self.schedule = self.detached = HOSTS
         self.decided = False
         """There is nothing more to measure."""
         self._stage = -1
@@ -69,40 +60,31 @@ class LayerDispatch:
         bound: dict[str, Kernel] = {}
         errors: dict[str, str] = {}
         for name in (name for name in self.kernels if name in eligible):
+            plan, features = (name, geometry, str(device)), self.kernels[name].features
             try:
-                kernel = self._bound(name, geometry, weights, device, first_expert, Schedule(bound, crossover.default_policy()))
+                limit = crossover.max_tokens(features, geometry, device)
+                if features.measured_from and self.max_num_tokens is not None:
+                    limit = min(limit, self.max_num_tokens)
+                if limit < features.measured_from or Schedule(bound, crossover.default_policy()).serves_all(limit):
+                    continue
+                if plan in _failures:
+                    raise PlanError(_failures[plan])
+                kernel = self.schedule.families.get(name) or self.detached.families.get(name)
+                if kernel is None or kernel.device != device:
+                    kernel = self.kernels[name]()
+                    kernel.plan(geometry, limit, device)
+                kernel.bind(weights, first_expert)
+                kernel.self_test()
+                bound[name] = kernel
             except Exception as error:
                 errors[name] = first_line(error)
                 if isinstance(error, PlanError) and error.lasting:
-                    _failures.known[name, geometry, str(device)] = errors[name]
-            else:
-                if kernel is not None:
-                    bound[name] = kernel
+                    _failures[plan] = errors[name]
         self.schedule, self.detached, self._stage = Schedule(bound, crossover.default_policy()), HOSTS, -1
         self.decided = False
         if errors and device.type == "cuda":
             torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
         return errors
-
-    def _bound(
-        self, name: str, geometry: Geometry, weights: Any, device: torch.device, first_expert: int, preferred: Schedule
-    ) -> Kernel | None:
-        kind = self.kernels[name]
-        limit = crossover.max_tokens(kind.features, geometry, device)
-        if kind.features.measured_from and self.max_num_tokens is not None:
-            limit = min(limit, self.max_num_tokens)
-        if limit < kind.features.measured_from or preferred.serves_all(limit):
-            return None
-        failed = _failures.known.get((name, geometry, str(device)))
-        if failed:
-            raise PlanError(failed)
-        kernel = self.schedule.families.get(name) or self.detached.families.get(name)
-        if kernel is None or kernel.device != device:
-            kernel = kind()
-            kernel.plan(geometry, limit, device)
-        kernel.bind(weights, first_expert)
-        kernel.self_test()
-        return kernel
 
     def bind(self, weights: Any, first_expert: int) -> None:
         """Take weights that have other addresses."""
@@ -110,13 +92,13 @@ class LayerDispatch:
             kernel.bind(weights, first_expert)
 
     def should_measure(self) -> bool:
-        """Return whether :meth:`measure` has something to decide at this stage of the process."""
+        """Return whether ``measure`` has something to decide at this stage of the process."""
         return not self.decided and self._stage != crossover.stage() and bool(self.schedule.kernels)
 
     def measure(
         self, device: torch.device, paths: Callable[[], Mapping[str, TimedPath]], sample_routes: RouteSampler, host: str
     ) -> None:
-        """Take the policy of the layer's geometry, which is measured if need be; see :func:`crossover.ensure_measured`."""
+        """Take the policy of the layer's geometry, which is measured if need be; see ``crossover.ensure_measured``."""
         stage = crossover.stage()
         self.schedule, final = crossover.ensure_measured(self.schedule, device, paths, sample_routes, host)
         if final:

@@ -60,8 +60,10 @@ class Timings:
     def __init__(self, rows: Rows) -> None:
         """
         Raises:
-            ValueError: a count or a time is not positive, or the host's time is missing.
+            ValueError: there is no row, a count or a time is not positive, or the host's time is missing.
         """
+        if not rows:
+            raise ValueError("no counts")
         for tokens, paths in rows.items():
             positive = all(isinstance(t, (int, float)) and 0 < t < math.inf for t in paths.values())
             if tokens < 1 or not positive or HOST not in paths:

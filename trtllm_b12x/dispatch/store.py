@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +23,6 @@ from .policy import Timings
 
 FORM = 3
 """Version of the file format."""
-_LARGEST = 1 << 20
-"""Maximum file size in bytes; larger files are not read."""
 _PACKAGES = ("torch", "triton", "flashinfer-python", "nvidia-cutlass-dsl", "tensorrt_llm")
 
 
@@ -70,15 +66,12 @@ def load(key: Key) -> Timings | None:
         return None
     file = folder / key.file
     try:
-        content = _read(file)
-        doubt = _foreign(content, key, conditions=True)
-        if not doubt:
-            return _times(content)
+        return _timings(disk.read_owned(file), key, exactly=True)
     except FileNotFoundError:
         return None
     except Exception as error:
-        doubt = first_line(error)
-    logger.info("the stored crossover is not used, %s: %s", file, doubt)
+        problem = str(error) if isinstance(error, _ForeignError) else first_line(error)
+        logger.info("the stored crossover is not used, %s: %s", file, problem)
     return None
 
 
@@ -90,14 +83,15 @@ def given(path: str, key: Key) -> Timings:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        tables = content.get("tables", [content])
-        doubts = [_foreign(table, key, conditions=False) for table in tables]
-        fitting = [table for table, doubt in zip(tables, doubts, strict=True) if not doubt]
-        if fitting:
-            return _times(fitting[0])
+        problem = "no table"
+        for number, table in enumerate(content.get("tables", [content])):
+            try:
+                return _timings(table, key, exactly=False)
+            except _ForeignError as error:
+                problem = problem if number else str(error)
     except Exception as error:
         raise ValueError(f"{path}: {first_line(error)}") from error
-    raise ValueError(f"{path}: {doubts[0] if doubts else 'no table'}")
+    raise ValueError(f"{path}: {problem}")
 
 
 def keep(key: Key, timings: Timings) -> None:
@@ -113,46 +107,26 @@ def keep(key: Key, timings: Timings) -> None:
         logger.info("the crossover is measured at every start, %s cannot be written: %s", folder, first_line(error))
 
 
-def _read(file: Path) -> Any:
-    """Read and parse the file. Refuse it if another user could have written it.
+class _ForeignError(ValueError):
+    """A table of another card, geometry, set of kernels or versions."""
+
+    def __str__(self) -> str:
+        return f"of {self.args[0]}"
+
+
+def _timings(table: Any, key: Key, exactly: bool) -> Timings:
+    """Return the times of a table. Unless ``exactly``, kernels and versions need not match.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: another user could have written it, or it is not a table of this package.
+        Exception: it is another one's, or damaged.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as stream:
-        found = os.fstat(descriptor)
-        for status, name in ((os.stat(file.parent), str(file.parent)), (found, file.name)):
-            others = stat.S_IWGRP | stat.S_IWOTH
-            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & others:
-                raise ValueError(f"{name} can be written by other users: chmod go-w, or remove it if it is not yours")
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
-            raise ValueError("no file of ours")
-        return json.loads(stream.read().decode("utf-8"))
-
-
-_OTHERS = {"card": "another card", "geometry": "another geometry", "paths": "other kernels", "conditions": "other versions"}
-
-
-def _foreign(content: Any, key: Key, conditions: bool) -> str:
-    """Describe how ``content`` differs from ``key``; "" if it matches."""
-    if not isinstance(content, dict) or content.get("form") != FORM:
-        return "of another form"
-    wanted = json.loads(json.dumps(key.record()))
-    for part in _OTHERS:
-        if part in ("paths", "conditions") and not conditions:
-            continue
-        found = content.get(part)
-        if found != wanted[part]:
-            found = found if isinstance(found, dict) else {}
-            differing = [name for name in {**wanted[part], **found} if wanted[part].get(name) != found.get(name)]
-            return f"of {_OTHERS[part]} ({', '.join(differing[:3])})"
-    return ""
-
-
-def _times(content: dict[str, Any]) -> Timings:
-    points = {int(tokens): dict(paths) for tokens, paths in content["microseconds"].items()}
-    if not points:
-        raise ValueError("no counts")
-    return Timings(points)
+    if not isinstance(table, dict) or table.get("form") != FORM:
+        raise _ForeignError("another form")
+    expected = json.loads(json.dumps(key.record()))
+    parts = {"card": "another card", "geometry": "another geometry", "paths": "other kernels", "conditions": "other versions"}
+    for part in parts if exactly else ("card", "geometry"):
+        if table.get(part) != expected[part]:
+            actual = table[part] if isinstance(table.get(part), dict) else {}
+            differing = [name for name in {**expected[part], **actual} if expected[part].get(name) != actual.get(name)]
+            raise _ForeignError(f"{parts[part]} ({', '.join(differing[:3])})")
+    return Timings({int(tokens): dict(paths) for tokens, paths in table["microseconds"].items()})

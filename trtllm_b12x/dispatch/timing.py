@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import statistics
@@ -20,16 +21,16 @@ from .policy import HOST, Timings
 
 BUDGET_S = 2.0
 """Time budget in seconds for all token counts of a geometry."""
+_MARGIN = 0.95
+"""Share of the budget used for planning. A prediction may be wrong, and freeing graphs takes time."""
 _CALLS = (12, 48)
 """Minimum and maximum number of calls in a graph, for fast calls."""
 _FEWEST_CALLS = 2
 """Minimum number of calls for slow ones: one with each kind of routes."""
-_COLD = 2.5
-"""Bytes that other calls of a graph read before a layer is read again, in multiples of the L2 cache size."""
 _REPLAYS = (3, 25)
 """Minimum and maximum number of replays of a graph. Fewer if they take more than twice the time planned for a count."""
-_MARGIN = 0.95
-"""Share of the budget used for planning. A prediction may be wrong, and freeing graphs takes time."""
+_COLD = 2.5
+"""Bytes that other calls of a graph read before a layer is read again, in multiples of the L2 cache size."""
 LARGEST = 8192
 """Largest token count that is measured."""
 
@@ -63,8 +64,8 @@ class PathTimer:
     """Timer for the paths of one geometry. It spends at most ``budget_s`` seconds in total.
 
     A captured graph of each path cycles through the layers. Every call has its own routes: half of them from a router without
-    preferences, half from one that prefers some experts. The time of a call depends on how many experts are hit, and real
-    routers are in between. Paths alternate, so that clock drift affects all of them.
+    preferences, half from one that prefers some experts, as real routers are in between. Paths alternate, so that clock drift
+    affects all of them.
     """
 
     def __init__(
@@ -78,8 +79,7 @@ class PathTimer:
         skewed: bool | None = None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """Store the paths. ``__call__`` measures them.
-
+        """
         Args:
             paths: families by name, and ``HOST``.
             skewed: True: every call's routes prefer some experts. False: none do. None: half of them do.
@@ -123,32 +123,34 @@ class PathTimer:
         generator = torch.Generator(self._device).manual_seed(self._seed)  # the global generator stays unchanged
         x = torch.randn(tokens, g.hidden_size, dtype=g.dtype, device=self._device, generator=generator)
         layers = min(len(path.runs) for path in paths.values())
-        routes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        routes = [self._routes(tokens, 0)]
 
         def run(path: TimedPath, calls: int) -> None:
             for place, (ids, router_weights) in enumerate(routes[:calls]):
                 path.runs[place % layers](MoECall(x, ids, router_weights))
 
-        self._add_routes(routes, tokens, 1)
-        if not self._fewest_s:  # modules load at their first call
+        def run_once() -> float:
+            begun = time.monotonic()
             for path in paths.values():
                 run(path, 1)
+            torch.cuda.synchronize(self._device)
+            return time.monotonic() - begun
+
+        if not self._fewest_s:
+            run_once()  # modules load at their first call
         torch.cuda.synchronize(self._device)
         begun = time.monotonic()
-        for path in paths.values():
-            run(path, 1)
-        torch.cuda.synchronize(self._device)
-        once_s = time.monotonic() - begun
-        fit = int(share_s / 2 / once_s / _REPLAYS[0])
+        fit = int(share_s / 2 / run_once() / _REPLAYS[0])
         calls = max(min(_calls(g, tokens, layers, self._device), fit // 2 * 2), _FEWEST_CALLS)
-        self._add_routes(routes, tokens, calls)
+        routes += [self._routes(tokens, call) for call in range(1, calls)]
         replays: dict[str, tuple[Callable[[], Any], int]] = {}
         for name, path in paths.items():
             count = calls if path.captured else _FEWEST_CALLS
-            replays[name] = (lambda path=path, count=count: run(path, count)), count  # type: ignore[misc]
+            replay: Callable[[], Any] = functools.partial(run, path, count)
             if path.captured:
-                replays[name] = graphs.captured(replays[name][0]), count
-                replays[name][0]()  # the first replay uploads the graph
+                replay = graphs.captured(replay)
+                replay()  # the first replay uploads the graph
+            replays[name] = replay, count
         torch.cuda.synchronize(self._device)
         times: dict[str, list[float]] = {name: [] for name in paths}
         for turn in range(1, _REPLAYS[1] + 1):
@@ -163,18 +165,17 @@ class PathTimer:
         graphs.drop()
         return {name: 1e6 * statistics.median(seconds) for name, seconds in times.items()}
 
-    def _add_routes(self, routes: list[tuple[torch.Tensor, torch.Tensor]], tokens: int, calls: int) -> None:
-        for call in range(len(routes), calls):
-            skewed = call % 2 == 1 if self._skewed is None else self._skewed
-            routes.append(self._sample_routes(tokens, 1_000_003 * self._seed + 1009 * tokens + call, skewed))
+    def _routes(self, tokens: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+        skewed = call % 2 == 1 if self._skewed is None else self._skewed
+        return self._sample_routes(tokens, 1_000_003 * self._seed + 1009 * tokens + call, skewed)
 
 
 def _calls(geometry: Geometry, tokens: int, layers: int, device: torch.device) -> int:
     """Return the even number of calls after which a layer's weights have left the L2 cache when the layer runs again."""
     cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
     read = expert_bytes(geometry) * expected_hits(geometry, tokens)
-    found = max(min(math.ceil(_COLD * cache / max(read, 1)) + 1, _CALLS[1]), _CALLS[0], min(layers, _CALLS[1] // 2))
-    return found + found % 2
+    calls = max(min(math.ceil(_COLD * cache / max(read, 1)) + 1, _CALLS[1]), _CALLS[0], min(layers, _CALLS[1] // 2))
+    return calls + calls % 2
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -203,8 +204,7 @@ class _Graphs:
             finally:
                 graph.capture_end()
         self._kept.append(graph)
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return graph.replay
 
     def drop(self) -> None:
         torch.cuda.synchronize()
