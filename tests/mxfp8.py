@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.formats.layouts import interleave, mma_scale_view
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
+from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
 
 

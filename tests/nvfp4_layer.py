@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.tools.verify.reference_formats import decode_fp4
 

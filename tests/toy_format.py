@@ -5,6 +5,7 @@ The host's path has the matrices in bf16; scales are powers of two, so both hold
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -72,12 +73,12 @@ class ToyKernel(ReferenceKernel):
     features = FEATURES
     multiple = 32
 
-    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
+    def _shares(self, expert: int, x: torch.Tensor, router_weights: torch.Tensor, arrived: bool) -> Iterator[torch.Tensor]:
         w: ToyWeights = self.weights
         halves = (x.float() @ values(w.fc1[expert]).T).chunk(2, dim=1)
         up, gate = (half * scale for half, scale in zip(halves, w.fc1_scale[expert], strict=True))
         inner = activate(self.geometry.activation, up, gate)
-        result.index_add_(0, token, inner @ values(w.fc2[expert]).T * w.fc2_scale[expert] * router_weights.unsqueeze(1))
+        yield inner @ values(w.fc2[expert]).T * w.fc2_scale[expert] * router_weights
 
 
 class ToyMethod(Method, UnquantizedFusedMoEMethod):

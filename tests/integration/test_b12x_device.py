@@ -219,9 +219,9 @@ def test_verify_judges_the_kernels_themselves(tmp_path: Path, gated: bool, ranks
 
 def test_the_self_test_passes_right_kernels() -> None:
     module, _ = built()
-    outcomes = module.backend.kernel._plan.outcomes
-    assert {outcome.kernel for outcome in outcomes} == {"direct_micro", "static"}
-    assert all(outcome.error <= 0.01 and outcome.worst <= 0.05 for outcome in outcomes), list(map(str, outcomes))
+    results = module.backend.kernel._plan.results
+    assert {result.case.kernel for result in results} == {"direct_micro", "static"}
+    assert all(result.error <= 0.01 and result.worst <= 0.05 for result in results), list(map(str, results))
 
 
 def test_a_plan_without_a_right_kernel_leaves_the_layer_to_cutlass() -> None:

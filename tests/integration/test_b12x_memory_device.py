@@ -75,9 +75,9 @@ def test_a_layer_that_is_moved_ends_where_it_began() -> None:
     module.cuda()
     assert backend.kernel is kernel
     assert backend.kernel._plan is plan
-    before = len(plan.outcomes)
+    before = len(plan.results)
     assert torch.equal(layers.run_moe(backend, *given), expected)
-    assert len(plan.outcomes) == before
+    assert len(plan.results) == before
 
 
 def test_memory_that_ran_out_once_is_asked_for_again() -> None:

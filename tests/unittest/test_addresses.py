@@ -14,7 +14,7 @@ from tests import layers, mxfp8
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import random_layer
 from trtllm_b12x.core import process
-from trtllm_b12x.formats.epilogue import Epilogue
+from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.triton.decode import TritonKernel

@@ -412,7 +412,7 @@ def test_nothing_of_a_server_stands_in_the_table(tmp_path: Path) -> None:
 def test_numbers_that_are_not_the_familys_fail(tmp_path: Path, triton_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """b12x's own, as far off as quantizing activations makes them."""
     write_checkpoint(tmp_path, [random_experts(8, 128, 256)], top_k=2)
-    monkeypatch.setattr(UnquantizedReferenceKernel, "_add", ReferenceKernel._add)
+    monkeypatch.setattr(UnquantizedReferenceKernel, "quantizes", True)
     result = run("verify", tmp_path, "--tokens", "8")
     assert result.exit_code == 1
     assert "on triton: rel_l2_kernel" in result.output

@@ -14,8 +14,9 @@ from tests import forks, layers
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import distance, random_call, random_layer
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
+from trtllm_b12x.formats import nvfp4
 from trtllm_b12x.kernels import Geometry, MoECall
-from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, _decoded
+from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel
 from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
@@ -40,13 +41,13 @@ def planned(geometry: Geometry, weights: object, first: int = 0) -> tuple[Groupe
     return found
 
 
-def quantized(kernel: GroupedNVFP4Kernel, x: torch.Tensor) -> MoECall:
-    """A call with the codes and scales that the kernel makes of ``x``."""
+def quantized(kernel: GroupedNVFP4Kernel, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales that a call makes of ``x``."""
     call = kernel._call(len(x), False, torch.int32, torch.float32)
     codes, scales = call.scratch.cut(torch.empty(call.scratch.nbytes, dtype=torch.uint8))[:2]
     launch, grid = call.launches[0]
     launch(grid, 0, x, *kernel._layer[0].factor, codes, scales, len(x))
-    return MoECall(codes.view(len(x), -1), x, x, scales.view(len(x), -1))
+    return codes.view(len(x), -1), scales.view(len(x), -1).view(torch.float8_e4m3fn)
 
 
 def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float | bool]:
@@ -65,7 +66,7 @@ def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float |
         "ten times from the reference kernel": 10 * distance(found, yardstick.run(MoECall(x, *routes)).float()),
     }
     ties = torch.randn(100, 128).bfloat16()  # where a division and a reciprocal round apart
-    codes = _decoded(quantized(kernel, ties))
+    codes = nvfp4.dequantize(*quantized(kernel, ties))
     result["codes"] = torch.equal(codes, yardstick._quantized(ties, backend._kernel_weights().input_scales.fc1_divisor[0]))
     if not gated:
         return result

@@ -13,8 +13,13 @@ from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.cards import Card
-from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.kernels.reference_mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
+from trtllm_b12x.kernels.reference import (
+    MXFP8ReferenceKernel,
+    MXFP8UnquantizedReferenceKernel,
+    QuantizedReferenceKernel,
+    ReferenceKernel,
+    UnquantizedReferenceKernel,
+)
 from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel

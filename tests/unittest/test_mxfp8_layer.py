@@ -19,7 +19,7 @@ from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.trtllm import status
 from trtllm_b12x.engines.trtllm.quantization_mxfp8 import _scales
-from trtllm_b12x.kernels.reference_mxfp8 import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
+from trtllm_b12x.kernels.reference import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
 
 EXPERTS, HIDDEN, SIZE, TOP_K = 6, 256, 160, 2

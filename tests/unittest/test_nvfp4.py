@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_b12x.formats import nvfp4
-from trtllm_b12x.kernels.reference import _off_ties
+from trtllm_b12x.kernels.self_test import _off_ties
 from trtllm_b12x.tools.verify import reference as strict_reference
 from trtllm_b12x.tools.verify import reference_formats as reference
 

@@ -12,9 +12,10 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.kernels import Geometry, MoECall, reference
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.kernels.self_test import BOUND, CALLS, Examinee, Outcome, _routes, examine
+from trtllm_b12x.kernels.self_test import BOUND, CALLS, SelfTestCase, SelfTestResult, _routes, run_self_test
 
 CAPACITY = 31
 Run = Callable[..., torch.Tensor]
@@ -27,8 +28,11 @@ def bound(gated: bool = True, expert_parallel: bool = False) -> ReferenceKernel:
     return kernel
 
 
-def examined(kernel: ReferenceKernel, run: Run, atomic: bool = False, sizes: tuple[int, ...] = (1, 8, 31)) -> list[Outcome]:
-    outcomes = examine([Examinee(f"of {size}", size, size, atomic, run) for size in sizes], kernel.geometry, kernel.weights)
+def examined(
+    kernel: ReferenceKernel, run: Run, atomic: bool = False, sizes: tuple[int, ...] = (1, 8, 31)
+) -> list[SelfTestResult]:
+    cases = {SelfTestCase(f"of {size}", size, size, atomic, "(flashinfer)"): run for size in sizes}
+    outcomes = run_self_test(cases, kernel.geometry, kernel.weights)
     assert outcomes is not None
     return outcomes
 
@@ -38,7 +42,7 @@ def examined(kernel: ReferenceKernel, run: Run, atomic: bool = False, sizes: tup
 def test_a_right_kernel_passes(gated: bool, expert_parallel: bool) -> None:
     kernel = bound(gated, expert_parallel)
     outcomes = examined(kernel, kernel.run)
-    assert [outcome.tokens for outcome in outcomes] == [1, 8, 31]
+    assert [outcome.case.tokens for outcome in outcomes] == [1, 8, 31]
     assert all(outcome.passed and outcome.error == 0 for outcome in outcomes)
 
 
@@ -95,7 +99,7 @@ def test_a_token_of_which_no_expert_is_here_is_always_drawn() -> None:
 def test_a_later_ranks_ids_are_global() -> None:
     kernel = bound(expert_parallel=True)
     kernel.bind(kernel.weights, first_expert=24)
-    outcomes = examine([Examinee("of 8", 0, 8, False, kernel.run)], kernel.geometry, kernel.weights, 24)
+    outcomes = run_self_test({SelfTestCase("of 8", 8): kernel.run}, kernel.geometry, kernel.weights, 24)
     assert outcomes is not None
     assert outcomes[0].error == 0
 
@@ -116,16 +120,17 @@ def test_one_code_that_falls_the_other_way_is_no_defect() -> None:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> ReferenceKernel:
     """More experts than one call reaches, some of them nearly silent beside the others; each dequantized once."""
-    real = functools.cache(lambda address, expert: dequantized(tensors[address], scales[address], expert))
-    tensors: dict[int, torch.Tensor] = {}
-    scales: dict[int, torch.Tensor] = {}
+    dequantized = functools.cache(lambda address, expert: matrix(weights[address], expert, names[address]))
+    weights: dict[int, NVFP4Weights] = {}
+    names: dict[int, str] = {}
+    matrix = NVFP4Weights.matrix
 
-    def remembered(weight: torch.Tensor, block_scales: torch.Tensor, expert: int) -> torch.Tensor:
-        tensors[weight.data_ptr()], scales[weight.data_ptr()] = weight, block_scales
-        return real(weight.data_ptr(), expert)
+    def remembered(self: NVFP4Weights, expert: int, name: str) -> torch.Tensor:
+        address = getattr(self, name).data_ptr()
+        weights[address], names[address] = self, name
+        return dequantized(address, expert)
 
-    dequantized = reference.dequantized
-    monkeypatch.setattr(reference, "dequantized", remembered)
+    monkeypatch.setattr(NVFP4Weights, "matrix", remembered)
     module = layers.load(layers.create(16, 128, 128, top_k=4), random_experts(16, 128, 128))
     kernel: ReferenceKernel = module.backend.kernel
     kernel.weights.fc2_alpha[::3] *= 1e-3
@@ -300,7 +305,7 @@ def test_weights_that_say_nothing_are_no_test() -> None:
     kernel = bound()
     for filler in (0, 0x7F):  # zeros, and block scales that are no number
         kernel.weights.fc2_weight_sf.view(torch.uint8).fill_(filler)
-        assert examine([Examinee("any", 0, 8, False, lambda call: call.x)], kernel.geometry, kernel.weights) is None
+        assert run_self_test({SelfTestCase("any", 8): lambda call: call.x}, kernel.geometry, kernel.weights) is None
 
 
 @pytest.mark.parametrize("mistake", [None, zeros, wrong_scale_of_one_expert])

@@ -241,8 +241,8 @@ def _() -> dict[str, Any]:
     kernel._plan.tested = False
     kernel.self_test()
     for quantized, said in (
-        (False, r"^1 tokens: error 0\.02.*2 tokens: error"),
-        (True, r"^2 tokens that arrive quantized: error 0\.01"),
+        (False, r"^triton, 1 tokens: error 0\.02.*2 tokens: error"),
+        (True, r"^triton on quantized input, 2 tokens: error 0\.01"),
     ):
         kept = kernel._layers[quantized]
         tensors, addresses = kept

@@ -16,8 +16,8 @@ from tests.nvfp4_layer import random_layer
 from trtllm_b12x.decision import Environment, RejectReason, decide, families
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.formats.epilogue import Epilogue
 from trtllm_b12x.formats.geometry import LayerShape
+from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton.decode import TritonKernel, check
 from trtllm_b12x.kernels.triton.decode_tiles import TABLE, Card, blocks, tiles

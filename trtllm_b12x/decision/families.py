@@ -125,7 +125,7 @@ FAMILIES: tuple[Family, ...] = (
         "triton",
         triton_mxfp8,
         "trtllm_b12x.kernels.triton.decode_mxfp8:TritonMXFP8Kernel",
-        "trtllm_b12x.kernels.reference_mxfp8:MXFP8UnquantizedReferenceKernel",
+        "trtllm_b12x.kernels.reference:MXFP8UnquantizedReferenceKernel",
     ),
     Family(
         "grouped",
@@ -137,7 +137,7 @@ FAMILIES: tuple[Family, ...] = (
         "grouped",
         grouped,
         "trtllm_b12x.kernels.triton.grouped:GroupedKernel",
-        "trtllm_b12x.kernels.reference_mxfp8:MXFP8ReferenceKernel",
+        "trtllm_b12x.kernels.reference:MXFP8ReferenceKernel",
     ),
 )
 """Families in order of preference. A card uses the first suitable one that ``TRTLLM_B12X_KERNELS`` lists."""

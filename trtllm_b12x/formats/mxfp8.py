@@ -6,12 +6,10 @@ The torch implementations that stand in for device code use it. The strict refer
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from .geometry import Geometry
-from .layouts import plain_scales
 from .weights import Weights
 
 BLOCK_SIZE = 32
@@ -59,8 +57,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 class MXFP8Weights(Weights):
     """E local experts, H hidden size, T intermediate size on the tile, r = 2 if gated (rows [up; gate]) else 1."""
 
-    payload: ClassVar[tuple[str, ...]] = ("fc1_weight", "fc2_weight")
-    block_scales: ClassVar[tuple[str, ...]] = ("fc1_weight_sf", "fc2_weight_sf")
+    block_bytes = BLOCK_SIZE
 
     fc1_weight: torch.Tensor
     """``(E, r*T, H)`` float8_e4m3fn."""
@@ -83,22 +80,12 @@ class MXFP8Weights(Weights):
         self.compare(expected)
         self.epilogue.check(experts, rows, hidden, geometry.bias, self.fc1_weight.device)
 
-    def scales(self, slot: int) -> dict[str, torch.Tensor]:
-        """A local expert's E8M0 bytes in rows, ``(rows, K / 32)``, by the field of the weight (copies)."""
-        found = {}
-        for name in self.payload:
-            rows, columns = getattr(self, name).shape[1:]
-            plain = plain_scales(getattr(self, f"{name}_sf")[..., slot : slot + 1])[0]
-            found[name] = plain[:rows, : columns // BLOCK_SIZE]
-        return found
-
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        scales = self.scales(slot)
         return {
             "weight": (self.fc1_weight[slot].view(torch.uint8), self.fc2_weight[slot].view(torch.uint8)),
-            "weight_scale": (scales["fc1_weight"], scales["fc2_weight"]),
+            "weight_scale": (self.row_scales(slot, "fc1_weight"), self.row_scales(slot, "fc2_weight")),
         }
 
     def matrix(self, slot: int, name: str) -> torch.Tensor:
-        """A local expert's ``fc1_weight`` or ``fc2_weight`` in float32."""
-        return dequantize(getattr(self, name)[slot], self.scales(slot)[name])
+        """Return a local expert's ``fc1_weight`` or ``fc2_weight`` in float32."""
+        return dequantize(getattr(self, name)[slot], self.row_scales(slot, name))

@@ -141,14 +141,9 @@ class NVFP4Weights(Weights):
     fc1_half_alphas: torch.Tensor | None = None
     """``(2, E)`` float32: the alphas of FC1's halves, up and gate, if a load has recorded them (:meth:`half_alphas`)."""
 
-    payload = ("fc1_weight", "fc2_weight")
-    block_scales = ("fc1_weight_sf", "fc2_weight_sf")
+    block_bytes = 8
 
     def check(self, geometry: Geometry) -> None:
-        """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take.
-
-        Block scales fill tiles of 128 rows by 64 columns, the last ones padded.
-        """
         experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
         rows = (2 if geometry.gated else 1) * size
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -187,3 +182,7 @@ class NVFP4Weights(Weights):
             "weight": (self.fc1_weight[slot], self.fc2_weight[slot]),
             "weight_scale": (fc1.view(torch.uint8), fc2.view(torch.uint8)),
         }
+
+    def matrix(self, slot: int, name: str) -> torch.Tensor:
+        """Return a local expert's ``fc1_weight`` or ``fc2_weight`` in float32, without ``weight_scale_2``."""
+        return dequantize(getattr(self, name)[slot], self.row_scales(slot, name))

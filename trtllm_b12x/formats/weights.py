@@ -5,36 +5,77 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from .epilogue import Epilogue
+from . import constants
 from .geometry import Geometry
+from .layouts import plain_scales
+
+
+def tensors_of(record: Any) -> dict[str, torch.Tensor]:
+    """Return the fields of a dataclass that hold tensors."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Biases of a layer and the constants of SwiGLU. E local experts, I intermediate size, H hidden size, r = 2 if gated."""
+
+    fc1_bias: torch.Tensor | None = None
+    """``(E, r*I)``, rows [up; gate], any float type."""
+    fc2_bias: torch.Tensor | None = None
+    """``(E, H)``, of the same type."""
+    swiglu_alpha: torch.Tensor | None = None
+    """``(E,)`` float32, 1 if not given."""
+    swiglu_beta: torch.Tensor | None = None
+    """0 if not given."""
+    swiglu_limit: torch.Tensor | None = None
+    """Infinity if not given."""
+
+    def swiglu(self, experts: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return alpha, beta and limit, ``(E,)`` float32 each, given or not."""
+        values = ((self.swiglu_alpha, 1.0), (self.swiglu_beta, 0.0), (self.swiglu_limit, float("inf")))
+        return tuple(constants.filled(value, (experts,), device) if tensor is None else tensor for tensor, value in values)
+
+    def check(self, experts: int, rows: int, hidden: int, bias: torch.dtype | None, device: torch.device) -> None:
+        """Raise ValueError, naming the tensor, if one is not what kernels of these sizes and type of bias take."""
+        shapes = {"fc1_bias": ((experts, rows), bias), "fc2_bias": ((experts, hidden), bias)}
+        tensors = tensors_of(self)
+        for name, tensor in tensors.items():
+            shape, dtype = shapes.get(name, ((experts,), torch.float32))
+            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes contiguous {shape} {dtype}")
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, the weights are on {device}")
+        if bias is not None and not tensors.keys() >= shapes.keys():
+            raise ValueError(f"a bias of {bias} is planned for, and there are {', '.join(tensors) or 'none'}")
 
 
 @dataclass(frozen=True)
 class Weights(ABC):
-    """Views of one layer's parameters on one rank, as its kernels read them; a format has its own fields."""
+    """Views of one layer's parameters on one rank, as its kernels read them. Each format has its own fields."""
 
-    payload: ClassVar[tuple[str, ...]]
+    payload: ClassVar[tuple[str, ...]] = ("fc1_weight", "fc2_weight")
     """Fields that hold codes."""
-    block_scales: ClassVar[tuple[str, ...]]
-    """Fields that hold what scales blocks of them."""
+    block_scales: ClassVar[tuple[str, ...]] = ("fc1_weight_sf", "fc2_weight_sf")
+    """Fields that hold block scales."""
+    block_bytes: ClassVar[int]
+    """Bytes of codes that share a block scale."""
     epilogue: Epilogue = field(default_factory=Epilogue, kw_only=True)
-    """Biases, and the constants of the activation."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that kernels read, by field."""
-        named = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in named if isinstance(value, torch.Tensor)}
+        return tensors_of(self)
 
     @abstractmethod
     def check(self, geometry: Geometry) -> None:
-        """Raise ValueError, naming the tensor, where a shape or dtype is not what kernels of ``geometry`` take."""
+        """Raise ValueError, naming the tensor, if a shape or dtype is not what kernels of ``geometry`` take."""
 
     def compare(self, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], others: tuple[int, ...] = ()) -> None:
-        """:meth:`check` with shape and dtype by field; those that are not there are float32 of shape ``others``."""
+        """Check shape and dtype by field. Fields that are not in ``expected`` are float32 of shape ``others``."""
         for name, tensor in self.tensors().items():
             shape, dtype = expected.get(name, (others, torch.float32))
             if tensor.dtype != dtype or tensor.shape != shape:
@@ -42,14 +83,20 @@ class Weights(ABC):
 
     @abstractmethod
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """A local expert's FC1 (rows [up; gate]) and FC2, uint8 ``(rows, bytes)``, by the checkpoint's kind of tensor."""
+        """Return a local expert's FC1 (rows [up; gate]) and FC2, uint8 ``(rows, bytes)``, by the checkpoint's kind of tensor."""
+
+    def row_scales(self, slot: int, name: str) -> torch.Tensor:
+        """Return the block scales of a local expert's ``fc1_weight`` or ``fc2_weight`` in rows, ``(rows, blocks)`` (a copy)."""
+        rows, columns = getattr(self, name).shape[1:]
+        plain = plain_scales(getattr(self, f"{name}_sf")[..., slot : slot + 1])[0]
+        return plain[:rows, : columns // self.block_bytes]
 
     def typical_input(self) -> float:
-        """The size of activations to test kernels with.  Synchronizes."""
+        """Return the size of activations to test kernels with. Synchronizes."""
         return 1.0
 
     def derive(self) -> None:  # noqa: B027
-        """In place and without synchronizing, what a call reads and parameters imply: in most formats nothing."""
+        """Write what a call reads and other parameters imply, in place and without synchronizing: in most formats nothing."""
 
     @property
     def device(self) -> torch.device:

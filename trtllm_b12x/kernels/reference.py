@@ -1,8 +1,8 @@
-"""The kernels in torch, on the CPU and any GPU: Triton's, whose arithmetic needs no table, and b12x.
+"""The kernels in torch, on the CPU and any GPU: what machines without a card run, and what the self-test compares with.
 
-b12x has FlashInfer's argument contract and the rounding points of its kernels.  It takes the very tensors FlashInfer would get
-and reads them the way the kernels do, so that a wrong layout shows as a wrong number.  Rounding follows the static kernel (the
-deterministic one), FlashInfer 0.7.2.post1, files below ``flashinfer/fused_moe/cute_dsl/blackwell_sm12x`` unless named:
+They read the very tensors that the real kernels get, the way those do, so that a wrong layout shows as a wrong number, and round
+where the family does (the class attributes). ``ReferenceKernel`` is b12x: the static kernel of FlashInfer 0.7.2.post1, files
+below ``flashinfer/fused_moe/cute_dsl/blackwell_sm12x`` unless named:
 
 ==========================================================  =========================================================
 point                                                       source
@@ -24,28 +24,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 
 from trtllm_b12x.decision import Environment, KernelFeatures, families
-from trtllm_b12x.formats.layouts import plain_scales, scales_of_tokens
-from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, decode_e2m1, dequantize, round_to_e2m1, round_to_e4m3
+from trtllm_b12x.formats import mxfp8, nvfp4
+from trtllm_b12x.formats.layouts import scales_of_tokens
+from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX
 
 from . import Geometry, Kernel, MoECall
 from .routes import Table, of_known_types
 
-_OFF_TIES = 0.97
-_TIE = 5e-4
-"""Relative distance from a rounding tie that counts as one. A bf16 step is 8 times as far."""
-
-_PARTIAL_COLUMNS = 256
-"""Columns of FC2's inner dimension that the static kernel accumulates before it rounds."""
-
 
 class ReferenceKernel(Kernel):
-    """The kernel of machines without an SM12x GPU, and the yardstick of those with one."""
+    """b12x: NVFP4 activations (W4A4), FC2 rounded per 256 columns."""
 
     features = KernelFeatures(
         name="reference",
@@ -57,18 +51,16 @@ class ReferenceKernel(Kernel):
         deterministic=True,
         most_routes=families.STATIC_ROUTED_ROWS,
     )
-    multiple = 128
+    multiple: ClassVar[int] = 128
     """The intermediate size must be a multiple of this."""
+    quantizes: ClassVar[bool] = True
+    """Activations are rounded to the format of the weights before each product."""
+    partial_columns: ClassVar[int] = 256
+    """FC2's product is rounded to bf16 per so many columns, before alpha and router weight; 0: it is not."""
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """Remember the sizes.
-
-        Raises:
-            ValueError: an activation or a size that no kernel of the family takes.
-        """
         self.check(geometry, (self.features.hidden_size_multiple, self.multiple))
         self.geometry, self.capacity, self._device = geometry, capacity, device
-        self.gated = geometry.gated
 
     @property
     def device(self) -> torch.device:
@@ -79,149 +71,115 @@ class ReferenceKernel(Kernel):
         self.weights, self.table = weights, Table(first_expert, self.geometry.num_experts)
 
     def self_test(self) -> None:
-        """It is what others are compared with."""
+        """Do nothing: others are compared with this kernel."""
 
     def run(self, call: MoECall) -> torch.Tensor:
-        tokens = call.x.shape[0]
+        g, tokens = self.geometry, call.x.shape[0]
         if tokens > self.capacity:
             raise ValueError(f"{tokens} tokens exceed the planned capacity of {self.capacity}")
-        call.check(self.geometry, self.features.quantized_input)
+        call.check(g, self.features.quantized_input)
         ids, router_weights = of_known_types(call.ids, call.router_weights)
         self.weights.derive()
-        x = self._input(call)
-        result = torch.zeros(tokens, self.geometry.hidden_size, dtype=torch.float32, device=x.device)
+        x, arrived = call.x, call.x_sf is not None
+        if call.x_sf is not None:
+            scales = scales_of_tokens(call.x_sf, tokens, g.hidden_size // BLOCK_SIZE, call.swizzled)
+            x = nvfp4.dequantize(x.view(torch.uint8), scales.view(torch.float8_e4m3fn))
+        result = torch.zeros(tokens, g.hidden_size, dtype=torch.float32, device=x.device)
         local = self.table.local(ids)
         for expert in local[local >= 0].unique().tolist():
             token, slot = (local == expert).nonzero(as_tuple=True)
-            self._add(result, expert, token, x[token], router_weights[token, slot].float())
-        return result.to(self.geometry.dtype) if call.out is None else call.out.copy_(result)
+            for share in self._shares(expert, x[token], router_weights[token, slot].float().unsqueeze(-1), arrived):
+                result.index_add_(0, token, share)
+        return result.to(g.dtype) if call.out is None else call.out.copy_(result)
 
-    def _input(self, call: MoECall) -> torch.Tensor:
-        """Return what the experts multiply by, ``(tokens, H)``, before an expert's own rounding."""
-        return call.x
+    def _shares(self, expert: int, x: torch.Tensor, router_weights: torch.Tensor, arrived: bool) -> Iterator[torch.Tensor]:
+        """Yield a local expert's contributions to its tokens, float32 ``(n, H)``.
 
-    def activations(self, tokens: int, factor: float) -> torch.Tensor:
-        """bf16 ``(tokens, H)`` for a self-test: ``factor`` of the weights' calibrated range, off rounding ties."""
-        device, scale = self.weights.device, float(self.weights.fc1_divisor[0])
-        scale = scale if 0 < scale < float("inf") else 1.0
-        x = torch.randn(tokens, self.geometry.hidden_size, device=device, generator=torch.Generator(device).manual_seed(0))
-        return _off_ties((x * (_OFF_TIES * factor * scale * 6 * 448 / x.abs().max())).to(torch.bfloat16), scale)
+        Args:
+            arrived: ``x`` was quantized by the host and is in units of the input scale.
+        """
+        g, w, extra = self.geometry, self.weights, self.weights.epilogue
+        scale_1, scale_2, divisor_1, divisor_2 = self._scales(expert)
+        if self.quantizes:
+            x = x if arrived else self._quantized(x, divisor_1)
+        elif arrived:
+            x = x * w.fc1_divisor[0]  # the host has one input scale for all experts where it quantizes for them
+        fc1 = x.float() @ w.matrix(expert, "fc1_weight").T * scale_1
+        if extra.fc1_bias is not None:
+            fc1 = fc1 + extra.fc1_bias[expert].float()
+        constants = (float(tensor[expert]) for tensor in extra.swiglu(g.num_experts, fc1.device)) if g.gated else ()
+        inner = activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants).to(torch.bfloat16)
+        inner = self._quantized(inner, divisor_2) if self.quantizes else inner.float()
+        fc2 = w.matrix(expert, "fc2_weight")
+        if self.quantizes and self.partial_columns:
+            factor = (router_weights * scale_2).to(torch.bfloat16)
+            for columns, rows in zip(inner.split(self.partial_columns, 1), fc2.split(self.partial_columns, 1), strict=True):
+                yield ((columns @ rows.T).to(torch.bfloat16) * factor).float()
+            return
+        share = inner @ fc2.T * scale_2
+        if extra.fc2_bias is not None:
+            share = share + extra.fc2_bias[expert].float()
+        share = share * router_weights
+        yield share.to(torch.bfloat16).float() if self.quantizes else share
 
-    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
-        """Add one local expert's output to the tokens that are routed to it; ``x`` and ``router_weights`` are theirs."""
-        w, size = self.weights, self.geometry.intermediate_size
-        x_codes = self._quantized(x, w.fc1_divisor[expert])
-        fc1 = (x_codes @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T) * w.fc1_alpha[expert]
-        inner = self._activated(expert, fc1).to(torch.bfloat16)
-        inner_codes = self._quantized(inner, w.fc2_divisor[expert])
-        fc2 = dequantized(w.fc2_weight, w.fc2_weight_sf, expert)
-        factor = (router_weights * w.fc2_alpha[expert]).to(torch.bfloat16).unsqueeze(-1)
-        for first in range(0, size, _PARTIAL_COLUMNS):
-            columns = slice(first, first + _PARTIAL_COLUMNS)
-            partial = (inner_codes[:, columns] @ fc2[:, columns].T).to(torch.bfloat16) * factor
-            result.index_add_(0, token, partial.float())
+    def _scales(self, expert: int) -> tuple[Any, Any, Any, Any]:
+        """Return what a local expert's sums are multiplied by (FC1: per row), and what quantizes its activations."""
+        w, g = self.weights, self.geometry
+        if isinstance(w, mxfp8.MXFP8Weights):
+            return 1.0, 1.0, None, None
+        alpha_1 = w.half_alphas(expert).repeat_interleave(g.intermediate_size) if g.gated else w.fc1_alpha[expert]
+        alpha_2, divisor_1, divisor_2 = w.fc2_alpha[expert], w.fc1_divisor[expert], w.fc2_divisor[expert]
+        if self.quantizes:
+            return alpha_1, alpha_2, divisor_1, divisor_2
+        return alpha_1 / divisor_1, alpha_2 / divisor_2, None, None
 
-    def _alphas(self, expert: int) -> torch.Tensor:
-        """Return the alpha of each row of FC1 of a local expert, or one for all rows if there is no gate."""
-        g, w = self.geometry, self.weights
-        return w.half_alphas(expert).repeat_interleave(g.intermediate_size) if g.gated else w.fc1_alpha[expert]
-
-    def _activated(self, expert: int, fc1: torch.Tensor) -> torch.Tensor:
-        """A local expert's ``fc1 (n, r * I)``, [up; gate], to FC2's input, float32."""
-        g = self.geometry
-        if not g.gated:
-            return activate(g.activation, fc1)
-        constants = (float(tensor[expert]) for tensor in self.weights.epilogue.swiglu(g.num_experts, fc1.device))
-        return activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants)
-
-    def _quantized(self, values: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-        """bf16 ``(n, K)`` to what its NVFP4 form stands for, in float32 and without ``divisor``."""
+    def _quantized(self, values: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
+        """Round 16-bit values ``(n, K)`` to the weights' format; float32, without ``divisor``."""
+        if divisor is None:
+            return mxfp8.dequantize(*mxfp8.quantize(values))
         blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
         amax = blocks.abs().amax(-1, keepdim=True)
-        if self.gated:
+        if self.geometry.gated:
             reciprocal = divisor.reciprocal()
-            block_scale = round_to_e4m3(reciprocal * (amax * (1.0 / torch.tensor(E2M1_MAX)))).float()
+            block_scale = nvfp4.round_to_e4m3(reciprocal * (amax * (1.0 / torch.tensor(E2M1_MAX)))).float()
             inverse = block_scale.reciprocal() * reciprocal
         else:
-            block_scale = round_to_e4m3(amax / (E2M1_MAX * divisor)).float()
+            block_scale = nvfp4.round_to_e4m3(amax / (E2M1_MAX * divisor)).float()
             inverse = (block_scale * divisor).reciprocal()
         usable = (block_scale > 0) & (divisor != 0)
-        codes = round_to_e2m1(torch.where(usable, blocks * inverse, torch.zeros_like(blocks)))
-        return (decode_e2m1(codes) * block_scale).flatten(-2)
+        codes = nvfp4.round_to_e2m1(torch.where(usable, blocks * inverse, torch.zeros_like(blocks)))
+        return (nvfp4.decode_e2m1(codes) * block_scale).flatten(-2)
 
 
 class UnquantizedReferenceKernel(ReferenceKernel):
-    """The Triton kernels in torch: activations as they are, or as the host has quantized them, bf16 between the products.
-
-    What they are compared with on a card, too.
-    """
+    """The Triton decode kernels for NVFP4 (W4A16): activations as they are, or as the host has quantized them."""
 
     features = dataclasses.replace(families.triton(Environment()), name="reference W4A16", graph_safe=False)
     multiple = 16
-
-    def _input(self, call: MoECall) -> torch.Tensor:
-        # The host has one input scale for all experts where it quantizes for them.
-        return call.x if call.x_sf is None else _decoded(call) * self.weights.fc1_divisor[0]
-
-    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
-        w, extra = self.weights, self.weights.epilogue
-        scale_1 = self._alphas(expert) / w.fc1_divisor[expert]  # the divisors are fresh
-        scale_2 = w.fc2_alpha[expert] / w.fc2_divisor[expert]
-        fc1 = x.float() @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T * scale_1
-        if extra.fc1_bias is not None:
-            fc1 = fc1 + extra.fc1_bias[expert].float()
-        inner = self._activated(expert, fc1).to(torch.bfloat16).float()
-        fc2 = inner @ dequantized(w.fc2_weight, w.fc2_weight_sf, expert).T * scale_2
-        if extra.fc2_bias is not None:
-            fc2 = fc2 + extra.fc2_bias[expert].float()
-        result.index_add_(0, token, fc2 * router_weights.unsqueeze(-1))
+    quantizes = False
 
 
 class QuantizedReferenceKernel(ReferenceKernel):
-    """The grouped NVFP4 kernels in torch: b12x's quantization, each route's share in bf16, the sum in float32."""
+    """The grouped NVFP4 kernels (W4A4): each route's share in bf16, the sum in float32."""
 
     features = dataclasses.replace(families.grouped_nvfp4(Environment()), name="reference W4A4", graph_safe=False)
-    multiple = BLOCK_SIZE
-
-    def _input(self, call: MoECall) -> torch.Tensor:
-        return self._quantized(call.x, self.weights.input_scales.fc1_divisor[0]) if call.x_sf is None else _decoded(call)
-
-    def _add(self, result: torch.Tensor, expert: int, token: torch.Tensor, x: torch.Tensor, router_weights: torch.Tensor) -> None:
-        w = self.weights
-        fc1 = x @ dequantized(w.fc1_weight, w.fc1_weight_sf, expert).T * self._alphas(expert)
-        inner = self._activated(expert, fc1).to(torch.bfloat16)
-        codes = self._quantized(inner, self.weights.input_scales.fc2_divisor[expert])
-        share = codes @ dequantized(w.fc2_weight, w.fc2_weight_sf, expert).T * w.fc2_alpha[expert] * router_weights.unsqueeze(-1)
-        result.index_add_(0, token, share.to(torch.bfloat16).float())
+    multiple = 16
+    partial_columns = 0
 
 
-def _off_ties(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Move bf16 values ``(tokens, H)`` whose block scale or code sits on a rounding tie by one bf16 step.
+class MXFP8ReferenceKernel(ReferenceKernel):
+    """The grouped MXFP8 kernels (W8A8)."""
 
-    Kernels that divide and kernels that multiply by a reciprocal round a tie to different codes.
-    """
-    values = x.unflatten(-1, (-1, BLOCK_SIZE))
-    amax = values.abs().amax(-1, keepdim=True)
-    values = _next_bf16(values, _tied(amax.float() / (E2M1_MAX * divisor), round_to_e4m3) & (values.abs() == amax))
-    block_scale = round_to_e4m3(values.abs().amax(-1, keepdim=True).float() / (E2M1_MAX * divisor)).float()
-    return _next_bf16(values, _tied(values.float() / (block_scale * divisor).clamp(min=1e-30), round_to_e2m1)).flatten(-2)
+    features = dataclasses.replace(families.grouped(Environment()), name="reference W8A8", graph_safe=False)
+    multiple = 32
+    partial_columns = 0
 
 
-def _tied(values: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    below, above = (rounded(values * factor).view(torch.uint8) for factor in (1 - _TIE, 1 + _TIE))
-    return below != above
+class MXFP8UnquantizedReferenceKernel(MXFP8ReferenceKernel):
+    """The Triton decode kernels for MXFP8 (W8A16)."""
 
-
-def _next_bf16(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the bf16 values next farther from zero where ``mask`` is set."""
-    return (values.view(torch.int16) + mask.to(torch.int16)).view(torch.bfloat16)
-
-
-def _decoded(call: MoECall) -> torch.Tensor:
-    """Convert input that the host has quantized to float32, in units of the input scale."""
-    assert call.x_sf is not None
-    x = call.x.view(torch.uint8)
-    return dequantize(x, scales_of_tokens(call.x_sf, x.shape[0], x.shape[1] // 8, call.swizzled).view(torch.float8_e4m3fn))
+    features = dataclasses.replace(families.triton_mxfp8(Environment()), name="reference W8A16", graph_safe=False)
+    quantizes = False
 
 
 def activate(
@@ -232,7 +190,7 @@ def activate(
     beta: torch.Tensor | float = 0.0,
     limit: float = math.inf,
 ) -> torch.Tensor:
-    """FC1's product to FC2's input, float32, as CUTLASS has it; ``fc1`` is up's half where there is a ``gate``."""
+    """Convert FC1's product to FC2's input, float32, as CUTLASS does; ``fc1`` is up's half if there is a ``gate``."""
     if gate is None:
         if activation == "Relu2":
             return torch.relu(fc1) ** 2
@@ -241,14 +199,3 @@ def activate(
         return torch.nn.functional.gelu(gate) * fc1
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(alpha * gate) * (fc1.clamp(-limit, limit) + beta)
-
-
-def dequantized(weight: torch.Tensor, block_scales: torch.Tensor, expert: int) -> torch.Tensor:
-    """A local expert's matrix, float32, without ``weight_scale_2``.
-
-    Args:
-        weight: ``(E, rows, columns/2)`` uint8.
-        block_scales: the kernels' view of its scales.
-    """
-    rows, halves = weight.shape[1:]
-    return dequantize(weight[expert], plain_scales(block_scales[..., expert : expert + 1])[0, :rows, : halves // 8])

@@ -20,7 +20,7 @@ from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.schedule import HOSTS, Schedule
 from trtllm_b12x.formats import constants
-from trtllm_b12x.formats.epilogue import Epilogue
+from trtllm_b12x.formats.weights import Epilogue
 
 from . import contract, describe, eligibility, host, host_path, no_host_path, status
 from .carried import Carried

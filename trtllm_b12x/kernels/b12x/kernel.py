@@ -12,7 +12,7 @@ import importlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall, PlanError, Workspace, first_line, routes
 from trtllm_b12x.kernels.cards import card_of
-from trtllm_b12x.kernels.self_test import Examinee, Outcome, examine
+from trtllm_b12x.kernels.self_test import Run, SelfTestCase, SelfTestResult, run_self_test
 from trtllm_b12x.kernels.triton import jit_monitor
 
 from .compiler import DISPATCH, Candidate, Compiler, sizes
@@ -57,7 +57,7 @@ class _Plan:
     candidates: dict[int, list[Candidate]]
     """Candidates by token count, best first; after the self-test those that passed."""
     serializer: StreamSerializer
-    outcomes: list[Outcome] = field(default_factory=list)
+    results: list[SelfTestResult] = field(default_factory=list)
     tested: bool = False
     """Nothing is served before."""
     lock: Any = field(default_factory=locks.new)
@@ -144,16 +144,16 @@ class B12xKernel(Kernel):
             started = time.monotonic()
             try:
                 with jit_monitor.expected():
-                    outcomes = examine(self._tests(), self.geometry, self.weights, self.first_expert)
-                if outcomes is None:
+                    results = run_self_test(self._cases(), self.geometry, self.weights, self.first_expert)
+                if results is None:
                     logger.info("b12x kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
                     return
-                plan.outcomes = outcomes
-                bad = {(o.kernel, o.variant) for o in outcomes if not o.passed}
+                plan.results = results
+                bad = {(result.case.kernel, result.case.variant) for result in results if not result.passed}
                 for tokens, candidates in plan.candidates.items():
                     plan.candidates[tokens] = [c for c in candidates if (c.kind.name, c.variant) not in bad]
                     if not plan.candidates[tokens]:
-                        raise PlanError("; ".join(str(o) for o in outcomes if not o.passed))
+                        raise PlanError("; ".join(str(result) for result in results if not result.passed))
             except Exception as error:
                 with _lock:
                     _plans.pop(self._key, None)
@@ -163,21 +163,22 @@ class B12xKernel(Kernel):
                     torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
             plan.tested = True
             logger.info("b12x kernels for %s: tested in %.2f s", self.geometry, time.monotonic() - started)
-            for outcome in plan.outcomes:
-                log = logger.debug if outcome.passed else logger.warning
-                log("self-test, %s: %s", self.geometry, outcome)
+            for result in plan.results:
+                log = logger.debug if result.passed else logger.warning
+                log("self-test, %s: %s", self.geometry, result)
 
-    def _tests(self) -> Iterator[Examinee]:
-        """Test each compiled kernel at the largest and the smallest token count that it could serve."""
+    def _cases(self) -> dict[SelfTestCase, Run]:
+        """Return each compiled kernel at the largest and the smallest token count that it could serve."""
+        origin, cases = f"(flashinfer-python {self._flashinfer.version})", dict[SelfTestCase, Run]()
         served: dict[tuple[str, int], dict[int, Candidate]] = {}
         for tokens, candidates in self._plan.candidates.items():
             for candidate in candidates:
                 served.setdefault((candidate.kind.name, candidate.variant), {})[tokens] = candidate
         for (name, variant), by_count in served.items():
             for tokens in dict.fromkeys((max(by_count), min(by_count))):
-                # Before 0.7.0 static adds up in atomics.
-                atomic = not self.features.deterministic
-                yield Examinee(name, variant, tokens, atomic, functools.partial(self._run_candidate, by_count[tokens]))
+                case = SelfTestCase(name, tokens, variant, not self.features.deterministic, origin)
+                cases[case] = functools.partial(self._run_candidate, by_count[tokens])
+        return cases
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -204,7 +205,7 @@ class B12xKernel(Kernel):
         lines = [f"{name}: {_ranges(sizes)} tokens" for name, sizes in served.items()]
         if not self._plan.tested:
             return (*lines, "not before the self-test, which waits for weights that are neither all zero nor not finite")
-        return (*lines, *(f"left out: {outcome}" for outcome in self._plan.outcomes if not outcome.passed))
+        return (*lines, *(f"left out: {result}" for result in self._plan.results if not result.passed))
 
     @property
     def device(self) -> torch.device:

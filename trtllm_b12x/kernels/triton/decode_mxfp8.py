@@ -6,7 +6,7 @@ from typing import Any
 
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats import constants
-from trtllm_b12x.kernels.reference_mxfp8 import MXFP8UnquantizedReferenceKernel
+from trtllm_b12x.kernels.reference import MXFP8UnquantizedReferenceKernel
 
 from . import decode_launch
 from .decode import TritonKernel, matrices, swiglu

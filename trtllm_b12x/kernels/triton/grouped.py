@@ -19,8 +19,7 @@ from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall
-from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.kernels.reference_mxfp8 import MXFP8ReferenceKernel
+from trtllm_b12x.kernels.reference import MXFP8ReferenceKernel, ReferenceKernel
 from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
 from . import launcher

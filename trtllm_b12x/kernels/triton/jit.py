@@ -22,7 +22,7 @@ from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
 from trtllm_b12x.kernels.cards import Card, card_of
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.kernels.self_test_unquantized import faults
+from trtllm_b12x.kernels.self_test import run_quick_self_test
 
 from . import cache, jit_monitor, launcher
 from .variant import Variant
@@ -160,9 +160,10 @@ class JitKernel(Kernel):
             return
         try:
             with jit_monitor.expected():
-                found = faults(self, self.reference, self.first_expert, self._tested_sizes())
-            if found:
-                raise PlanError("; ".join(found))
+                results = run_quick_self_test(self, self.reference, self.first_expert, self._tested_sizes())
+            failed = [str(result) for result in results or () if not result.passed]
+            if failed:
+                raise PlanError("; ".join(failed))
         except Exception as error:
             with _lock:
                 _plans.pop(self._key, None)
@@ -170,10 +171,10 @@ class JitKernel(Kernel):
         finally:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
-        if found is None:
+        if results is None:
             what = f"{self.features.name} kernels for {self.geometry}"
             logger.info("%s: not tested yet, the weights are all zero or not finite", what)
-        self._plan.tested, self._plan.untold = found is not None, found is None
+        self._plan.tested, self._plan.untold = results is not None, results is None
 
     @property
     def settled(self) -> bool:
