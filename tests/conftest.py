@@ -21,10 +21,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have a worker run whole files: their fixtures are made once."""
+    """Have a worker run whole files, whose fixtures are made once, unless ``--dist`` names another way."""
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log)
+    return LoadFileScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 class _Failures:
