@@ -10,7 +10,8 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x.decision import RejectReason
-from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
+from trtllm_b12x.tools.checkpoint import Checkpoint
+from trtllm_b12x.tools.progress import UnusableError
 from trtllm_b12x.tools.verify import Case, Ranks, resolve_on_ranks, verify_layer
 
 TOKENS = [Case(1), Case(8), Case(63)]
@@ -47,9 +48,9 @@ def test_ranks_add_up(checkpoint: Checkpoint, tp: int, ep: int, caplog: pytest.L
 
 def test_ranks_that_do_not_divide(checkpoint: Checkpoint) -> None:
     (layer,) = checkpoint.layers
-    with pytest.raises(CheckpointError, match="--tp 7"):
+    with pytest.raises(UnusableError, match="--tp 7"):
         verify_layer(checkpoint, layer, TOKENS, ranks=Ranks(tp=7))
-    with pytest.raises(CheckpointError, match="--ep 3"):
+    with pytest.raises(UnusableError, match="--ep 3"):
         verify_layer(checkpoint, layer, TOKENS, ranks=Ranks(ep=3))
     assert resolve_on_ranks(layer, Ranks(tp=32 if layer.gated else 96)).reasons == (RejectReason.INTERMEDIATE_SIZE,)
 

@@ -18,6 +18,7 @@ from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.kernels.cards import MODELS, models
 from trtllm_b12x.tools.cli import main
+from trtllm_b12x.tools.options import Ranks
 
 warmup: Any = importlib.import_module("trtllm_b12x.tools.warmup")  # its package has the command by that name
 ROOT = Path(__file__).parents[2]
@@ -165,9 +166,9 @@ def test_the_geometry_is_the_one_of_the_host_s_layer(
     shapes = {"": LayerShape(8, 2, 128, size, "Swiglu", algorithm, dtype="bfloat16")}
     for crossover, planned in (("auto", ("triton", "grouped")), ("64", ("triton", "grouped")[: 1 + (algorithm == "MXFP8")])):
         monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", crossover)  # what is to be measured is not compiled where nothing is
-        works, _ = warmup._works(shapes, "sm_120a", tp, ep)
-        assert {work.geometry for work in works} == {backend._geometry()}
-        assert tuple(work.kind.features.name for work in works) == planned
+        tasks, _ = warmup._tasks(shapes, "sm_120a", Ranks(tp, ep))
+        assert {task.geometry for task in tasks} == {backend._geometry()}
+        assert tuple(task.kind.features.name for task in tasks) == planned
     assert backend.verdict.families == ("triton", "grouped")
 
 

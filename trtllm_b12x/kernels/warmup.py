@@ -22,7 +22,7 @@ _MOST_PROCESSES = 16
 
 
 @dataclass(frozen=True)
-class Work:
+class CompileTask:
     """A layer on one family."""
 
     kind: type[Kernel]
@@ -32,7 +32,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Made:
+class CompileResult:
     """Result of compiling one kernel."""
 
     family: str
@@ -43,11 +43,11 @@ class Made:
     error: str = ""
 
 
-Report = Callable[[Made | None, int], None]
+Report = Callable[[CompileResult | None, int], None]
 """Is told of a kernel, and how many there will be as far as that is known."""
 
 
-def run(works: Sequence[Work], cards: Sequence[Card], report: Report, workers: int | None = None) -> None:
+def run(works: Sequence[CompileTask], cards: Sequence[Card], report: Report, workers: int | None = None) -> None:
     """Compile everything that ``works`` take on ``cards``, which are of one capability.
 
     Raises:
@@ -77,7 +77,7 @@ def run(works: Sequence[Work], cards: Sequence[Card], report: Report, workers: i
     names = [(family, variant.name) for family, variant in variants.values()]
 
     def compiled(answer: dict[str, Any]) -> None:
-        report(Made(*names[answer.pop("index")], **answer), total)
+        report(CompileResult(*names[answer.pop("index")], **answer), total)
 
     if variants:
         try:
@@ -86,7 +86,7 @@ def run(works: Sequence[Work], cards: Sequence[Card], report: Report, workers: i
             raise PlanError(f"Triton's cache cannot be filled: {first_line(error)}") from error
 
 
-def _fill_flashinfer(work: Work, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
+def _fill_flashinfer(work: CompileTask, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
     """Compile FlashInfer's kernels for one geometry; return how many there are."""
     from .b12x import precompile
 
@@ -101,7 +101,7 @@ def _fill_flashinfer(work: Work, cards: Sequence[Card], report: Report, before: 
             total = answer["total"]
             report(None, before + total)
         else:
-            report(Made(work.kind.features.name, **answer), before + total)
+            report(CompileResult(work.kind.features.name, **answer), before + total)
 
     if payload_child.answers(payload_child.command(precompile.__name__), request, payload_child.variables(), compiled):
         raise PlanError("FlashInfer's cache cannot be filled: a process that compiles has died")

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from trtllm_b12x import formats
-from trtllm_b12x.decision import Environment
+from trtllm_b12x.decision import Deployment, Environment
 from trtllm_b12x.decision.families import FAMILIES
 from trtllm_b12x.formats.geometry import LayerShape
 
-from .verify_output import plain
+from .progress import UnusableError
 
 _SIZES = ("experts", "top_k", "hidden", "intermediate")
 
 
-class Unusable(Exception):  # noqa: N818 - one line for the user, not a fault
-    pass
+@dataclass(frozen=True)
+class Ranks:
+    """Tensor- and expert-parallel ranks."""
 
+    tp: int = 1
+    ep: int = 1
 
-@contextmanager
-def reported(ctx: click.Context, interrupted: str = "interrupted") -> Iterator[None]:
-    """Exit with 2 and one line if the arguments are unusable, with 130 on Ctrl-C."""
-    try:
-        yield
-    except Unusable as error:
-        click.echo(f"error: {plain(error)}", err=True)
-        ctx.exit(2)
-    except KeyboardInterrupt:
-        click.echo(interrupted, err=True)
-        ctx.exit(130)
+    @property
+    def deployment(self) -> Deployment:
+        return Deployment(tp_size=self.tp, ep_size=self.ep)
+
+    def expect_to_divide(self, shape: LayerShape, layer: str = "") -> None:
+        """
+        Raises:
+            UnusableError: the ranks do not divide the layer.
+        """
+        for option, parts, what, size in (
+            ("tp", self.tp, "intermediate size", shape.intermediate_size),
+            ("ep", self.ep, "the number of experts", shape.num_experts),
+        ):
+            if (size or 0) % parts:
+                raise UnusableError(f"--{option} {parts} does not divide {what} {size}{f' of {layer}' if layer else ''}")
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add CHECKPOINT and the sizes: the arguments of ``given``."""
+    """Add CHECKPOINT, the sizes and the ranks: the arguments of ``layer_shapes``."""
     ranks, formats_ = click.IntRange(1, 1024), [name.lower() for name in formats.names()]
     for option in (
         click.option("--ep", type=ranks, default=1, show_default=True, help="Expert-parallel ranks."),
@@ -61,31 +68,29 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def check(checkpoint: Path | None, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes by their options.
-
-    Raises:
-        click.UsageError: neither they nor a checkpoint are given, or both are.
+def check(checkpoint: Path | None, **given: Any) -> None:
     """
-    values = {f"--{name.replace('_', '-')}": sizes[name] for name in _SIZES}
-    missing = [name for name, value in values.items() if value is None]
-    if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(values)):
-        raise click.UsageError(f"give a CHECKPOINT, or all of {', '.join(values)}")
-    return values
+    Raises:
+        click.UsageError: neither a checkpoint nor all sizes are given, or both are.
+    """
+    missing = [name for name in _SIZES if given[name] is None]
+    if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(_SIZES)):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in _SIZES)
+        raise click.UsageError(f"give a CHECKPOINT, or all of {names}")
 
 
-def given(checkpoint: Path | None, sizes: dict[str, Any], activation: str, tp: int, ep: int, form: str) -> dict[str, LayerShape]:
+def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, ep: int, **sizes: Any) -> dict[str, LayerShape]:
     """Map a name to each distinct layer: the first with that shape in a checkpoint, or the one of the given sizes.
 
     Raises:
         click.UsageError: see ``check``.
-        Unusable: the checkpoint or the sizes cannot be used.
+        UnusableError: the checkpoint, the sizes or the ranks cannot be used.
     """
-    values = check(checkpoint, sizes)
+    check(checkpoint, **sizes)
     if checkpoint is None:
-        experts, top_k, hidden, intermediate = values.values()
+        experts, top_k, hidden, intermediate = (sizes[name] for name in _SIZES)
         if top_k > experts:
-            raise Unusable(f"--top-k {top_k} exceeds --experts {experts}")
+            raise UnusableError(f"--top-k {top_k} exceeds --experts {experts}")
         name = _activation(activation)
         constants = name == "SwigluBias"
         shape = LayerShape(
@@ -95,25 +100,17 @@ def given(checkpoint: Path | None, sizes: dict[str, Any], activation: str, tp: i
     else:
         shapes = _in_checkpoint(checkpoint)
     for shape in shapes.values():
-        for option, parts, what, size in (
-            ("tp", tp, "intermediate size", shape.intermediate_size),
-            ("ep", ep, "the number of experts", shape.num_experts),
-        ):
-            if (size or 0) % parts:
-                raise Unusable(f"--{option} {parts} does not divide {what} {size}")
+        Ranks(tp, ep).expect_to_divide(shape)
     return shapes
 
 
 def _in_checkpoint(checkpoint: Path) -> dict[str, LayerShape]:
-    from .checkpoint import Checkpoint, CheckpointError
+    from .checkpoint import Checkpoint
 
-    try:
-        with Checkpoint(checkpoint) as source:
-            layers = [layer for layer in source.layers if layer.quant_algo in formats.names()]
-    except CheckpointError as error:
-        raise Unusable(str(error)) from None
+    with Checkpoint(checkpoint) as source:
+        layers = [layer for layer in source.layers if layer.quant_algo in formats.names()]
     if not layers:
-        raise Unusable(f"{checkpoint}: has no {' or '.join(formats.names())} MoE layer")
+        raise UnusableError(f"{checkpoint}: has no {' or '.join(formats.names())} MoE layer")
     names: dict[LayerShape, str] = {}
     for layer in layers:
         _activation(layer.shape.kernel_activation or "")
@@ -126,5 +123,5 @@ def _activation(word: str) -> str:
     names = sorted({name for family in FAMILIES for name in family.features(Environment()).activations})
     name = next((name for name in names if name.lower() == word.lower()), None)
     if name is None:
-        raise Unusable(f"activation {word!r}: there are kernels for {', '.join(names)}")
+        raise UnusableError(f"activation {word!r}: there are kernels for {', '.join(names)}")
     return name

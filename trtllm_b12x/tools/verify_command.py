@@ -16,11 +16,13 @@ from trtllm_b12x.decision import Environment
 from trtllm_b12x.decision.families import FAMILIES
 from trtllm_b12x.dispatch.schedule import default_crossover
 
-from .verify_output import Json, Table, header, percent, plain, progress
+from .options import Ranks
+from .progress import Progress, UnusableError, expect_folder
+from .verify_output import JsonReport, Table, header, percent
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, MoELayer
-    from .verify import LayerReport, Tolerances
+    from .verify import Case, LayerReport
 
 PASSED, FAILED, UNUSABLE, NOTHING_COMPARED, INTERRUPTED = 0, 1, 2, 3, 130
 _STATUS = {PASSED: "passed", FAILED: "failed", UNUSABLE: "unusable", NOTHING_COMPARED: "nothing compared"}
@@ -120,9 +122,6 @@ def verify(ctx: click.Context, kernels: tuple[str, ...], **options: Any) -> None
     try:
         with settings.KERNELS.only(kernels), settings.CROSSOVER.set(str(default_crossover())):
             status = _verify(**options)
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        status = INTERRUPTED
     finally:
         logging.disable(logging.NOTSET)
     ctx.exit(status)
@@ -143,108 +142,92 @@ def _verify(
 ) -> int:
     from trtllm_b12x.engines.trtllm.host import use_embedded
 
-    from .checkpoint import Checkpoint, CheckpointError
+    from .checkpoint import Checkpoint
 
     use_embedded()  # also if TensorRT-LLM is installed: our code is the same there
-    from .verify import Tolerances
-
-    try:
-        if json_file is not None and str(json_file) != "-" and not json_file.absolute().parent.is_dir():
-            raise CheckpointError(json_file, "its folder does not exist", "create it first")
-        source = Checkpoint(checkpoint)
-        count, plain_model = len(source.layers), None if original is None else Checkpoint(original)
-        if plain_model is not None:
-            _ = plain_model.layers
-        chosen = _chosen(source, layers, sample)
-        report = Json(json_file, header(checkpoint, device, tp, ep, seed, sorted({layer.quant_algo for layer in chosen})))
-    except (CheckpointError, OSError) as error:
-        message = _unwritable(json_file, error) if isinstance(error, OSError) else str(error)
-        click.echo(f"error: {plain(message)}", err=True)
-        return UNUSABLE
-    table = Table([layer.name for layer in chosen], Tolerances(), to_stderr=str(json_file) == "-")
-    run = _Run(report, table, {"require_b12x": require_b12x, "seed": seed, "device": device, "original": plain_model})
-    try:
-        with source:
-            run.verify(source, chosen, tokens or _DEFAULT_TOKENS, tp, ep)
-        status = run.status()
-    except KeyboardInterrupt:
-        table.line(f"interrupted: {len(run.reports)} of {len(chosen)} layers were verified")
-        run.write("interrupted")
-        return INTERRUPTED
+    expect_folder(json_file)
+    source = Checkpoint(checkpoint)
+    count, plain_model = len(source.layers), None if original is None else Checkpoint(original)
+    if plain_model is not None:
+        _ = plain_model.layers
+    chosen = _chosen(source, layers, sample)
+    report = JsonReport(json_file, header(checkpoint, device, tp, ep, seed, sorted({layer.quant_algo for layer in chosen})))
+    options = {"require_b12x": require_b12x, "seed": seed, "device": device, "original": plain_model, "ranks": Ranks(tp, ep)}
+    with source, Progress(f"verifying {len(chosen)} layer{'' if len(chosen) == 1 else 's'}", len(chosen)) as bar:
+        table = Table([layer.name for layer in chosen], str(json_file) == "-", bar.line)
+        run = _Run(report, table, bar, options)
+        try:
+            run.verify(source, chosen, tokens or _DEFAULT_TOKENS)
+        except KeyboardInterrupt:
+            table.line(f"interrupted: {len(run.reports)} of {len(chosen)} layers were verified")
+            run.write("interrupted")
+            return INTERRUPTED
+    status = run.status()
     run.write(_STATUS[status])
     if run.reports:
         if original is None and any(layer.compared for layer in run.reports):
             table.line(UNSEEN)
-        table.line(_summary(run, Tolerances(), status, count))
+        table.line(_summary(run, status, count))
     return UNUSABLE if run.unwritable else status
 
 
 class _Run:
     """Verify the layers one after the other. Finished reports are kept if a later layer fails."""
 
-    def __init__(self, report: Json, table: Table, options: dict[str, Any]) -> None:
+    def __init__(self, report: JsonReport, table: Table, bar: Progress, options: dict[str, Any]) -> None:
         self.reports: list[LayerReport] = []
         self.errors: dict[str, str] = {}
         self.unwritable = False
-        self._report, self._table, self._options = report, table, options
+        self._report, self._table, self._bar, self._options = report, table, bar, options
 
-    def verify(self, source: Checkpoint, chosen: list[MoELayer], counts: list[int], tp: int, ep: int) -> None:
-        from .checkpoint import CheckpointError
-        from .verify import Case, Ranks, resolve_on_ranks, verify_layer
+    def verify(self, source: Checkpoint, chosen: list[MoELayer], counts: list[int]) -> None:
+        from .verify import Case
 
         limit = min(default_crossover(layer.top_k, [family.features(Environment())]) for layer in chosen for family in FAMILIES)
         cases = [Case(count) for count in counts] + [Case(max(c for c in counts if c < limit or c == counts[0]), 4.0)]
-        with progress(len(chosen)) as (set_done, paused):
-            for done, layer in enumerate(chosen):
-                verdict = resolve_on_ranks(layer, Ranks(tp, ep), self._options["device"])
-                families: list[tuple[str, ...]] = [(family,) for family in verdict.families]
-                row = formats.find(layer.quant_algo)
-                if families and row is not None and not row.hosts_path:  # the families only serve every count together
-                    families = [verdict.families]
-                for number, family in enumerate(families or [settings.KERNELS.listed()]):
-                    part = 1 / max(len(families), 1)
-                    start = done + number * part
-                    try:
-                        with settings.KERNELS.only(family):
-                            report = verify_layer(
-                                source,
-                                layer,
-                                cases,
-                                ranks=Ranks(tp, ep),
-                                progress=lambda share, start=start, part=part: set_done(start + part * share),  # type: ignore[misc]
-                                **self._options,
-                            )
-                    except (CheckpointError, MemoryError, RuntimeError) as error:
-                        with paused():
-                            self._failed(layer, error)
-                        break
-                    if verdict.served and not number:
-                        report.reasons += [f"not {name}: {rejection}" for name, rejection in verdict.refused]
-                    self.reports.append(report)
-                    with paused():
-                        self._table.add(report)
-                        self.write("running")
+        for done, layer in enumerate(chosen):
+            try:
+                self._verify_layer(source, layer, cases, done)
+            except (UnusableError, MemoryError, RuntimeError) as error:
+                message = str(error)
+                if not isinstance(error, UnusableError):
+                    if not isinstance(error, MemoryError) and "out of memory" not in message:
+                        raise
+                    message = f"{self._options['device']}: out of memory; choose --device cpu or smaller --tokens"
+                self._bar.line(f"error: {message}", err=True)
+                self.errors[layer.name] = message
+                self.write("running")
 
-    def _failed(self, layer: MoELayer, error: Exception) -> None:
-        from .checkpoint import CheckpointError
+    def _verify_layer(self, source: Checkpoint, layer: MoELayer, cases: list[Case], done: int) -> None:
+        """Verify a layer once for each family that serves it."""
+        from .verify import resolve_on_ranks, verify_layer
 
-        message = str(error)
-        if not isinstance(error, CheckpointError):
-            if not isinstance(error, MemoryError) and "out of memory" not in message:
-                raise error
-            message = f"{self._options['device']}: out of memory; choose --device cpu or smaller --tokens"
-        click.echo(f"error: {plain(message)}", err=True)
-        self.errors[layer.name] = message
-        self.write("running")
+        verdict = resolve_on_ranks(layer, self._options["ranks"], self._options["device"])
+        families: list[tuple[str, ...]] = [(family,) for family in verdict.families]
+        row = formats.find(layer.quant_algo)
+        if families and row is not None and not row.hosts_path:  # the families only serve every count together
+            families = [verdict.families]
+        for number, family in enumerate(families or [settings.KERNELS.listed()]):
+
+            def progress(share: float, number: int = number) -> None:
+                self._bar.set(done + (number + share) / max(len(families), 1))
+
+            with settings.KERNELS.only(family):
+                report = verify_layer(source, layer, cases, progress=progress, **self._options)
+            if verdict.served and not number:
+                report.reasons += [f"not {name}: {rejection}" for name, rejection in verdict.refused]
+            self.reports.append(report)
+            self._table.add(report)
+            self.write("running")
 
     def write(self, status: str) -> None:
         if self.unwritable:
             return
         try:
             self._report.write(self.reports, self.errors, status)
-        except OSError as error:
+        except UnusableError as error:
             self.unwritable = True
-            click.echo(f"error: {_unwritable(self._report.path, error)}", err=True)
+            error.show()
 
     def status(self) -> int:
         if self.errors:
@@ -254,22 +237,17 @@ class _Run:
         return PASSED if any(layer.compared for layer in self.reports) else NOTHING_COMPARED
 
 
-def _unwritable(path: Path | None, error: OSError) -> str:
-    return f"{path}: cannot be written ({error.strerror}); free space or choose another file"
-
-
 def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -> list[MoELayer]:
     from .checkpoint import CheckpointError
     from .checkpoint.quantization import OTHER_ALGORITHMS
 
-    chosen = source.layers
+    chosen, names = source.layers, formats.names()
     if indices is not None:
         known = sorted({layer.index for layer in chosen})
         unknown = sorted(set(indices) - set(known))
         if unknown:
             raise CheckpointError(f"--layers {unknown[0]}", "no MoE layer", f"choose of {', '.join(map(str, known))}")
         chosen = [layer for layer in chosen if layer.index in indices]
-    names = formats.names()
     if not any(layer.quant_algo in names for layer in chosen):
         algorithms = ", ".join(sorted({OTHER_ALGORITHMS.get(layer.quant_algo, layer.quant_algo) for layer in chosen}))
         raise CheckpointError(
@@ -284,24 +262,26 @@ def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -
     return chosen
 
 
-def _summary(run: _Run, bounds: Tolerances, status: int, in_all: int) -> str:
+def _summary(run: _Run, status: int, in_all: int) -> str:
+    from .verify import Tolerances
+
     served = [report for report in run.reports if report.served_by != "cutlass"]
     on = "+".join(dict.fromkeys(report.served_by for report in served)) or "+".join(settings.KERNELS.listed())
+    names = {report.name for report in run.reports}
     if status == NOTHING_COMPARED:
-        layers = len({report.name for report in run.reports})
-        return f"NOTHING COMPARED: 0 of {layers} MoE layers on {on}, CUTLASS serves every one for the reasons above"
+        return f"NOTHING COMPARED: 0 of {len(names)} MoE layers on {on}, CUTLASS serves every one for the reasons above"
     cases = [case for report in served for case in report.cases if case.rel_l2_kernel is not None]
-    errors = [(case.rel_l2_kernel, max(bounds.kernel, case.rounding)) for case in cases]
+    errors = [(case.rel_l2_kernel, max(Tolerances().kernel, case.rounding)) for case in cases]
     sizes = {report.name: report.bytes for report in served[::-1] if report.bytes}  # the first family's
-    extra = sum(report.bytes.extra_payload + report.bytes.extra_scales for report in served if report.bytes)
     baked = [report.baked_weight_error for report in run.reports if report.baked_weight_error is not None]
-    looked_at = len({*(report.name for report in run.reports), *run.errors})
+    looked_at = len(names | run.errors.keys())
     parts = [f"{len({report.name for report in served})} of {looked_at} MoE layers on {on}"]
     if in_all != looked_at:
         parts[0] += f" ({in_all} in all)"
     if errors:
         worst, bound = max(errors)
         parts.append(f"worst relative L2 {worst:.4f} (bound {bound:.3g})")
+    extra = sum(report.bytes.extra for report in served if report.bytes)
     parts.append(f"extra bytes {extra} (padding {sum(size.padding for size in sizes.values())})")
     if baked:
         parts.append(f"baked scales would have moved the weights by {percent(max(baked))}")

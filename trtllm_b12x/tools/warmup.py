@@ -1,4 +1,4 @@
-"""``trtllm-b12x warmup``: every kernel that a server will take, compiled into its caches where there is no GPU."""
+"""``trtllm-b12x warmup``: compile every kernel that a server will take into its caches, without a GPU."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ import dataclasses
 import json
 import math
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trtllm_b12x import formats
 from trtllm_b12x.core.version import __version__
-from trtllm_b12x.decision import Deployment, Environment, families
+from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats.geometry import LayerShape
 
 from . import options, target
-from .options import Unusable
-from .verify_output import plain, progress
+from .progress import Progress, UnusableError, plain
 
 if TYPE_CHECKING:
-    from trtllm_b12x.kernels.warmup import Made, Work
-
-_DONE, _FAILED = 0, 1
+    from trtllm_b12x.kernels.warmup import CompileResult, CompileTask
 
 
 class _Targets(click.ParamType):
@@ -56,18 +52,7 @@ class _Targets(click.ParamType):
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.pass_context
 def warmup(
-    ctx: click.Context,
-    checkpoint: Path | None,
-    form: str,
-    dtype: str,
-    targets: list[str],
-    cards: tuple[str, ...],
-    jobs: int | None,
-    as_json: bool,
-    activation: str,
-    tp: int,
-    ep: int,
-    **sizes: int | None,
+    ctx: click.Context, dtype: str, targets: list[str], cards: tuple[str, ...], jobs: int | None, as_json: bool, **layer: Any
 ) -> None:
     """Compile every kernel that serving will take into the caches that a server reads: Triton's and FlashInfer's.
 
@@ -77,80 +62,86 @@ def warmup(
     Exit status: 0 all is in the caches, 1 a kernel could not be compiled, 2 there is nothing to compile, or nothing to compile
     with, 130 interrupted.
     """
-    with options.reported(ctx, "interrupted: what was compiled is kept"):
-        shapes = {
-            name: dataclasses.replace(shape, dtype=dtype)
-            for name, shape in options.given(checkpoint, sizes, activation, tp, ep, form).items()
-        }
-        ctx.exit(_warm_up(shapes, tp, ep, targets, cards, jobs, as_json))
+    shapes = {name: dataclasses.replace(shape, dtype=dtype) for name, shape in options.layer_shapes(**layer).items()}
+    try:
+        reports = [_fill(shapes, options.Ranks(layer["tp"], layer["ep"]), name, cards, jobs) for name in targets]
+    except KeyboardInterrupt:
+        click.echo("interrupted: what was compiled is kept", err=True)
+        ctx.exit(130)
+    content = {"trtllm_b12x": __version__, "caches": _caches(), "targets": [report for report, _ in reports]}
+    click.echo(json.dumps(content, indent=1) if as_json else _screen(content, shapes))
+    ctx.exit(any(failed for _, failed in reports))
 
 
-def _warm_up(
-    shapes: dict[str, LayerShape], tp: int, ep: int, targets: list[str], cards: tuple[str, ...], jobs: int | None, as_json: bool
-) -> int:
+def _fill(
+    shapes: dict[str, LayerShape], ranks: options.Ranks, name: str, cards: tuple[str, ...], jobs: int | None
+) -> tuple[dict[str, Any], bool]:
+    """Compile every kernel for one target. Return the target's report, and whether a kernel is missing."""
     from trtllm_b12x.kernels import PlanError, warmup
     from trtllm_b12x.kernels.cards import models
 
-    found: list[dict[str, Any]] = []
-    failed = False
-    for name in targets:
+    try:
+        models_ = models(name, cards)
+    except ValueError as error:
+        raise UnusableError(f"--card: {error}") from None
+    tasks, refused = _tasks(shapes, name, ranks)
+    for line in refused:
+        click.echo(plain(line), err=True)
+    if not tasks:
+        raise UnusableError(
+            f"{name}: no family of kernels can serve this here; trtllm-b12x doctor --target {name} says what to do"
+        )
+    results: list[CompileResult] = []
+    failed, started = False, time.monotonic()
+    with Progress(f"kernels for {name}") as bar:
+
+        def report(result: CompileResult | None, total: int) -> None:
+            if result is not None:
+                results.append(result)
+                if result.error:
+                    bar.line(f"error: {result.name}: {result.error}", err=True)
+            bar.set(len(results), total)
+
         try:
-            asked = models(name, cards)
-        except ValueError as error:
-            raise Unusable(f"--card: {error}") from None
-        works, against = _works(shapes, name, tp, ep)
-        for line in against:
-            click.echo(plain(line), err=True)
-        if not works:
-            raise Unusable(
-                f"{name}: no family of kernels can serve this here; trtllm-b12x doctor --target {name} says what to do"
-            )
-        made: list[Made] = []
-        started = time.monotonic()
-        with progress(1, f"kernels for {name}", "") as (advance, paused):
-
-            def report(
-                one: Made | None, total: int, made: list[Made] = made, advance: Any = advance, paused: Any = paused
-            ) -> None:
-                if one is not None:
-                    made.append(one)
-                    if one.error:
-                        with paused():
-                            click.echo(f"error: {plain(one.name)}: {plain(one.error)}", err=True)
-                advance(len(made), total)
-
-            try:
-                warmup.run(works, asked, report, jobs)
-            except PlanError as error:
-                click.echo(f"error: {plain(error)}", err=True)
-                failed = True
-        failed = failed or any(one.error for one in made)
-        found.append(_record(name, [card.multiprocessors for card in asked], made, time.monotonic() - started))
-    content = {"trtllm_b12x": __version__, "caches": _caches(), "targets": found}
-    click.echo(json.dumps(content, indent=1) if as_json else _screen(content, shapes))
-    return _FAILED if failed else _DONE
+            warmup.run(tasks, models_, report, jobs)
+        except PlanError as error:
+            bar.line(f"error: {error}", err=True)
+            failed = True
+    rows = []
+    for family in dict.fromkeys(result.family for result in results):
+        mine = [result for result in results if result.family == family]
+        errors = [result for result in mine if result.error]
+        cached = sum(result.cached and not result.error for result in mine)
+        counts = {"kernels": len(mine), "compiled": len(mine) - len(errors) - cached, "cached": cached, "failed": len(errors)}
+        rows.append({"family": family, **counts, "seconds": round(sum(result.seconds for result in mine), 1)})
+    content = {
+        "target": name,
+        "multiprocessors": [card.multiprocessors for card in models_],
+        "seconds": round(time.monotonic() - started, 1),
+        "rows": rows,
+        "kernels": [dataclasses.asdict(result) for result in results],
+    }
+    return content, failed or any(result.error for result in results)
 
 
-def _works(shapes: dict[str, LayerShape], name: str, tp: int, ep: int) -> tuple[list[Work], list[str]]:
+def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tuple[list[CompileTask], list[str]]:
     """List what to compile for a target, and a line for each family that is left out."""
     import torch
 
     from trtllm_b12x.dispatch import crossover
-    from trtllm_b12x.kernels.warmup import Work
+    from trtllm_b12x.kernels.warmup import CompileTask
 
-    facts, works, against = _facts(name), [], []
+    facts, tasks, refused = _facts(name), [], []
     for shape in dict.fromkeys(shapes.values()):
-        verdict = target.judged(shape, facts, Deployment(tp_size=tp, ep_size=ep))
-        against += [f"{name}: not {family}: {rejection}" for family, rejection in verdict.refused]
+        verdict = target.judged(shape, facts, ranks.deployment)
+        refused += [f"{name}: not {family}: {rejection}" for family, rejection in verdict.refused]
         rows = [row for row in families.rows(verdict.families, shape.quant_algo) if row.name in verdict.families]
-        tile = math.lcm(*(row.features(facts).tile for row in rows))
+        geometry = shape.on_rank(ranks.tp, ranks.ep, math.lcm(*(row.features(facts).tile for row in rows)))
         for row in rows:
-            kind = formats.load(row.kernel)
-            on_rank = shape.on_rank(tp, ep, tile)
-            most = crossover.max_tokens(kind.features, on_rank, torch.device("cuda"))
-            if most:
-                works.append(Work(kind, on_rank, most))
-    return list(dict.fromkeys(works)), list(dict.fromkeys(against))
+            kernel = formats.load(row.kernel)
+            if capacity := crossover.max_tokens(kernel.features, geometry, torch.device("cuda")):
+                tasks.append(CompileTask(kernel, geometry, capacity))
+    return list(dict.fromkeys(tasks)), list(dict.fromkeys(refused))
 
 
 def _facts(name: str) -> Environment:
@@ -162,52 +153,25 @@ def _facts(name: str) -> Environment:
     return dataclasses.replace(facts, triton_lacks=tuple(faults))
 
 
-# ---- output --------------------------------------------------------------------------------------------------------------
-
-
-def _record(name: str, cards: list[int], made: list[Made], seconds: float) -> dict[str, Any]:
-    rows = []
-    for family in dict.fromkeys(one.family for one in made):
-        mine = [one for one in made if one.family == family]
-        rows.append(
-            {
-                "family": family,
-                "kernels": len(mine),
-                "compiled": sum(not one.cached and not one.error for one in mine),
-                "cached": sum(one.cached and not one.error for one in mine),
-                "failed": sum(bool(one.error) for one in mine),
-                "seconds": round(sum(one.seconds for one in mine), 1),
-            }
-        )
-    return {
-        "target": name,
-        "multiprocessors": cards,
-        "seconds": round(seconds, 1),
-        "rows": rows,
-        "kernels": [dataclasses.asdict(one) for one in made],
-    }
-
-
 def _caches() -> dict[str, str]:
     from trtllm_b12x.environment import triton
 
-    found = {"triton": str(triton.cache_folder())}
+    caches = {"triton": str(triton.cache_folder())}
     with contextlib.suppress(Exception):  # not installed, or damaged
         from trtllm_b12x.kernels.b12x.precompile import cache_folder
 
-        found["flashinfer"] = str(cache_folder())
-    return found
+        caches["flashinfer"] = str(cache_folder())
+    return caches
 
 
 def _screen(content: dict[str, Any], shapes: dict[str, LayerShape]) -> str:
     lines = [f"{len(shapes)} {'geometry' if len(shapes) == 1 else 'geometries'}: {'; '.join(shapes)}"]
-    for found in content["targets"]:
-        lines.append("")
-        lines.append(f"{found['target']}, cards of {', '.join(map(str, found['multiprocessors']))} SMs: {found['seconds']} s")
+    for report in content["targets"]:
+        sms = ", ".join(map(str, report["multiprocessors"]))
+        lines += ["", f"{report['target']}, cards of {sms} SMs: {report['seconds']} s"]
         lines.append("  ".join(("family".ljust(8), "kernels", "compiled", "in cache", "failed", "seconds of a core")))
-        for row in found["rows"]:
-            cells = [str(row[name]).rjust(size) for name, size in (("kernels", 7), ("compiled", 8), ("cached", 8), ("failed", 6))]
-            lines.append("  ".join((row["family"].ljust(8), *cells, str(row["seconds"]).rjust(17))))
-    lines.append("")
-    lines += [f"{name}'s cache: {folder}" for name, folder in content["caches"].items()]
+        for row in report["rows"]:
+            widths = {"kernels": 7, "compiled": 8, "cached": 8, "failed": 6, "seconds": 17}
+            lines.append("  ".join((row["family"].ljust(8), *(str(row[name]).rjust(size) for name, size in widths.items()))))
+    lines += ["", *(f"{name}'s cache: {folder}" for name, folder in content["caches"].items())]
     return "\n".join(map(plain, lines))

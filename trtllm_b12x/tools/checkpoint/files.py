@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trtllm_b12x.tools.progress import UnusableError
+
 INDEX = "model.safetensors.index.json"
 
 _MAX_JSON_BYTES = 1 << 28
@@ -25,7 +27,7 @@ _TYPES = {int: "a whole number", float: "a number", str: "a string", list: "a li
 _GIVE_EXPORT = "give the folder that export_hf_checkpoint wrote"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UnusableError):
     """The checkpoint cannot be used. The message is one line: where, what is wrong, what to do."""
 
     def __init__(self, place: object, problem: str, remedy: str = "copy or export the checkpoint again") -> None:

@@ -1,9 +1,11 @@
 """Load one MoE layer as the host does, run it on our kernels, and compare it with a float32 reference."""
 
+from trtllm_b12x.tools.options import Ranks
+
 from .bounds import Tolerances, relative_l2
 from .draw import Case, draw_activations
 from .layer import kernel_calls, resolve_on_ranks, verify_layer
-from .report import BytesReport, CaseReport, LayerReport, Ranks
+from .report import BytesReport, CaseReport, LayerReport
 
 __all__ = [
     "BytesReport",

@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.decision import Deployment, RejectReason, Resolution, refused_by_hosts
+from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, Schedule, default_crossover
 from trtllm_b12x.engines.trtllm import embedded, promote
 from trtllm_b12x.engines.trtllm.eligibility import considered, resolve
 from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
+from trtllm_b12x.tools.options import Ranks
 
 from . import reference
 from .bits import bits_exact, count_bytes, wrong_scalars, zero_matrices
 from .bounds import Tolerances, exceeds, relative_l2
 from .draw import EXPERTS, Batch, Case, draw
 from .reference import Arithmetic, ReferenceDequantizer
-from .report import BytesReport, CaseReport, LayerReport, Ranks
+from .report import BytesReport, CaseReport, LayerReport
 
 _SEVERAL = 8
 """Tokens of a call from which the cost of quantization is measured: 0.13 to 0.2. For a single token 0.6 was seen."""
@@ -40,7 +41,7 @@ def verify_layer(
     layer: MoELayer,
     cases: Sequence[Case],
     *,
-    ranks: Ranks = Ranks(),  # noqa: B008 - frozen
+    ranks: Ranks = Ranks(),  # noqa: B008 - frozen; simulated one after the other, their outputs summed in float32
     seed: int = 0,
     device: str = "cpu",
     require_b12x: bool = False,
@@ -58,14 +59,9 @@ def verify_layer(
         progress: called with the share of the work that is done, from 0 to 1.
 
     Raises:
-        CheckpointError: a tensor is unusable, or the ranks do not divide the layer.
+        UnusableError: a tensor is unusable, or the ranks do not divide the layer.
     """
-    for option, parts, what, size in (
-        ("tp", ranks.tp, "intermediate size", layer.intermediate_size),
-        ("ep", ranks.ep, "the number of experts", layer.num_experts),
-    ):
-        if size % parts:
-            raise CheckpointError(f"--{option} {parts}", f"does not divide {what} {size} of {layer.name}", "choose a divisor")
+    ranks.expect_to_divide(layer.shape, layer.name)
     verdict = resolve_on_ranks(layer, ranks, device)
     report = LayerReport(
         name=layer.name,
@@ -78,7 +74,7 @@ def verify_layer(
         intermediate_size=layer.intermediate_size,
         served_by=next(iter(verdict.families), "cutlass"),
         reasons=[f"not {name}: {r}" if verdict.served else str(r) for name, r in verdict.refused],
-        warnings=refused_by_hosts(layer.shape, Deployment(tp_size=ranks.tp)),
+        warnings=refused_by_hosts(layer.shape, ranks.deployment),
     )
     if not verdict.served:
         if require_b12x:
@@ -101,7 +97,7 @@ def resolve_on_ranks(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Reso
 
     A layer that the reference cannot compute is not served here.
     """
-    verdict = resolve((layer.shape, Deployment(tp_size=ranks.tp, ep_size=ranks.ep)), considered(device, layer.quant_algo))
+    verdict = resolve((layer.shape, ranks.deployment), considered(device, layer.quant_algo))
     without_reference = {
         RejectReason.ACTIVATION_CONSTANTS: layer.activation.constants and layer.activation.swiglu is None,
         RejectReason.ROUTER_WEIGHT_ON_INPUT: layer.apply_router_weight_on_input,
@@ -148,7 +144,9 @@ class _Run:
         total = report.bytes = BytesReport(self.weights.nbytes, -self.weights.nbytes, 0, 0, 0)
         report.bits_exact = True
         kernels: set[str] = set()
-        for mapping in ranks.mappings():
+        count = ranks.tp * ranks.ep
+        for rank in range(count):
+            mapping = embedded.Mapping(count, rank, tp_size=count, moe_tp_size=ranks.tp, moe_ep_size=ranks.ep)
             module = self._load(mapping)
             backend, schedule = module.backend, module.backend.schedule
             kernels |= schedule.families.keys() or {"cutlass"}
@@ -157,21 +155,21 @@ class _Run:
                 count_bytes(backend, total)
                 report.bits_exact &= bits_exact(backend, self.weights, layer)
                 if wrong := wrong_scalars(backend, self.weights, layer):
-                    report.failures.append(f"rank {mapping.rank}: {', '.join(wrong)} differ from the checkpoint's scales")
+                    report.failures.append(f"rank {rank}: {', '.join(wrong)} differ from the checkpoint's scales")
             else:
-                report.failures.append(f"rank {mapping.rank} left {self.families[0]}: {backend.verdict}")
+                report.failures.append(f"rank {rank} left {self.families[0]}: {backend.verdict}")
             if schedule.limited and schedule.below < self.limit:
                 self.limit = schedule.below
                 report.notes.append(f"{'+'.join(kernels)} serves fewer than {self.limit} tokens: {schedule.limited}")
             self.batches = [batch for batch in self.batches if self._is_for_kernels(schedule, batch.case.tokens)]
             for done, batch in enumerate(self.batches, 1):
                 _call(module, batch)
-                progress((mapping.rank + done / len(self.batches)) / (ranks.tp * ranks.ep))
+                progress((rank + done / len(self.batches)) / count)
             del module, backend, schedule
         report.served_by = "cutlass" if "cutlass" in kernels else "+".join(name for name in self.families if name in kernels)
         if not report.bits_exact:
             report.failures.append("the kernel's codes or block scales differ from the checkpoint's")
-        if total.extra_payload or total.extra_scales:
+        if total.extra:
             report.failures.append("payload or block scales exist twice")
         if report.scale_ratio > 1:
             ratio = f"gate and up have different weight_scale_2 (up to {report.scale_ratio:.3g} times)"

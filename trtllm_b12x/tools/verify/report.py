@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
-
-from trtllm_b12x.engines.trtllm import embedded
 
 
 @dataclass
@@ -51,6 +47,10 @@ class BytesReport:
     scalars: int
     """Per-expert values that the host does not have."""
 
+    @property
+    def extra(self) -> int:
+        return self.extra_payload + self.extra_scales
+
 
 @dataclass
 class LayerReport:
@@ -90,16 +90,3 @@ class LayerReport:
     def compared(self) -> bool:
         """A kernel ran, and its numbers were compared."""
         return bool(self.cases)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Tensor- and expert-parallel ranks, simulated one after the other. Their outputs are summed in float32."""
-
-    tp: int = 1
-    ep: int = 1
-
-    def mappings(self) -> Iterator[Any]:
-        size = self.tp * self.ep
-        for rank in range(size):
-            yield embedded.Mapping(world_size=size, rank=rank, tp_size=size, moe_tp_size=self.tp, moe_ep_size=self.ep)
