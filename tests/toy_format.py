@@ -38,12 +38,11 @@ FEATURES = KernelFeatures(
 FORMAT = Format(
     "FP8",
     "FP8_DEFAULT_CFG",
-    method=f"{__name__}:ToyMethod",
     code_bits=8,
     group_size=16,
     activations=("Swiglu",),
 )
-FAMILY = Family("triton", lambda facts: FEATURES, f"{__name__}:ToyKernel", f"{__name__}:ToyKernel")
+FAMILY = Family("triton", "FP8", lambda facts: FEATURES)
 """The second row of a family that there is: kernels for another format."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -117,13 +118,12 @@ def plans() -> None:
     asked, begun = _asked(), time.monotonic()
     from triton import knobs
 
-    from trtllm_b12x import formats
     from trtllm_b12x.kernels import Geometry
     from trtllm_b12x.kernels.b12x.compiler import DISPATCH
     from trtllm_b12x.kernels.triton import compile_pool
 
     if any(given["family"] == "b12x" for given in asked["geometries"]):
-        formats.load(f"{DISPATCH}:__name__")
+        importlib.import_module(DISPATCH)
     imported = time.monotonic() - begun
     processes: list[int] = []
     fill = compile_pool.fill
@@ -246,15 +246,13 @@ def _on(card: dict[str, int]) -> Iterator[None]:
 def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> None:
     import torch
 
-    from trtllm_b12x import formats
-    from trtllm_b12x.decision import families
     from trtllm_b12x.kernels import routes
+    from trtllm_b12x.kernels.catalog import KERNELS
 
     if family == "routes":  # a few small kernels
         routes.warm_up(torch.device("cuda"), "")
         return
-    [row] = families.rows([family], geometry.format)
-    kernel = formats.load(row.kernel)()
+    kernel = KERNELS[family, geometry.format][0]()
     if family != "b12x":
         kernel.plan(geometry, capacity, torch.device("cuda"))
         if geometry.hidden_size <= 256:  # weights of a larger one would take longer than all else
@@ -262,8 +260,8 @@ def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> No
         return
     from trtllm_b12x.kernels.b12x.compiler import DISPATCH
 
-    dispatch = formats.load(f"{DISPATCH}:__dict__")
-    dispatch.update(dict.fromkeys(("get_num_sm", "get_max_active_clusters"), lambda *arguments: card["multiprocessors"]))
+    dispatch = importlib.import_module(DISPATCH)
+    vars(dispatch).update(dict.fromkeys(("get_num_sm", "get_max_active_clusters"), lambda *arguments: card["multiprocessors"]))
     kernel.plan(geometry, capacity, torch.device("cpu"))  # a GPU's memory is not there; kernels are loaded all the same
     routes.warm_up(torch.device("cuda"), "")
 

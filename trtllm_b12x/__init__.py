@@ -27,12 +27,12 @@ def explain(model_config: object, override_quant_config: object = None) -> "Reso
     Returns:
         A ``trtllm_b12x.decision.Resolution``. Printing it shows every reason with its remedy.
     """
-    from trtllm_b12x.engines.trtllm import describe, eligibility
+    from trtllm_b12x.engines.trtllm import describe, machine
 
     quantization = describe.quantization_of(model_config, override_quant_config)
     if quantization is None:
         raise TypeError(f"{type(model_config).__name__} is no ModelConfig of the host: it has no quant_config")
-    return eligibility.resolve(describe.from_config(model_config, quantization))
+    return machine.resolve(describe.from_config(model_config, quantization))
 
 
 def uninstall() -> None:

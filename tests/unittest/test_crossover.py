@@ -173,7 +173,7 @@ def test_nothing_is_measured_under_capture_or_while_a_compiler_traces(clock: Clo
 @pytest.mark.embedded
 def test_once_more_after_the_host_has_tuned(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tuning = [False]
-    monkeypatch.setattr(fused_moe.layer_class(), "_is_tuning", staticmethod(lambda: tuning[0]))
+    monkeypatch.setattr(fused_moe.FlashInferNvfp4Sm12xFusedMoE, "_is_tuning", staticmethod(lambda: tuning[0]))
     module = measured()  # as hosts warm attention up
     tuning[0] = True
     called(module, 100)

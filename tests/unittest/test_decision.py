@@ -97,7 +97,7 @@ POORLY = {RejectReason.EXPERT_PARALLEL, RejectReason.CUDA_GRAPHS}
 
 def test_every_reason_has_a_case() -> None:
     (plan,) = decide(LayerShape(), plan_error="ptxas failed").rejections
-    (none,) = resolve(LayerShape(), None, None, ()).rejections
+    (none,) = resolve(LayerShape(), None, None, {}).rejections
     alone = {RejectReason.PREFILL}  # of a format, not of a family: test_mxfp8.py
     assert {case[0] for case in CASES} | {plan.reason, none.reason} | alone == set(RejectReason)
 
@@ -118,7 +118,7 @@ def test_a_family_is_bound_by_its_own_rules_alone() -> None:
     asked = LayerShape(
         quant_algo="NVFP4", activation="Geglu", dtype="float16", bias=True, activation_constants=True, hidden_size=80
     )
-    found = resolve(asked, Deployment(ep_size=2), bare, (("b12x", FEATURES), ("other", other)))
+    found = resolve(asked, Deployment(ep_size=2), bare, {"b12x": FEATURES, "other": other})
     assert (found.served, found.families, found.reasons) == (True, ("other",), ())
     refused = {rejection.reason for name, rejection in found.refused if name == "b12x"}
     assert refused >= own - {RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_TOO_OLD} - {
@@ -126,10 +126,10 @@ def test_a_family_is_bound_by_its_own_rules_alone() -> None:
         RejectReason.REQUIREMENT,
     }
     assert str(found).startswith("other; not b12x: TOOLKIT: ")
-    neither = resolve(replace(asked, quant_algo="FP8"), None, bare, (("b12x", FEATURES), ("other", other)))
+    neither = resolve(replace(asked, quant_algo="FP8"), None, bare, {"b12x": FEATURES, "other": other})
     assert not neither.served
     assert [name for name, rejection in neither.refused if rejection.reason is RejectReason.QUANTIZATION] == ["b12x"]  # once
-    assert not resolve(asked, None, replace(bare, sm=90), (("other", other),)).served
+    assert not resolve(asked, None, replace(bare, sm=90), {"other": other}).served
 
 
 def test_unknown_facts_speak_against_nothing() -> None:
@@ -163,7 +163,7 @@ def test_what_the_field_runs_is_served() -> None:
             apply_router_weight_on_input=False,
         )
         deployment = Deployment(2, attention_dp=False, alltoall=False, load_balancer="none", lora=False, cuda_graphs=True)
-        assert str(resolve(problem, deployment, KERNEL, [("b12x", FEATURES)])) == "b12x"
+        assert str(resolve(problem, deployment, KERNEL, {"b12x": FEATURES})) == "b12x"
 
 
 maybe_bool = st.none() | st.booleans()

@@ -18,12 +18,13 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
-from trtllm_b12x import environment, formats
+from trtllm_b12x import environment
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.decision import KernelFeatures, RejectReason, families
 from trtllm_b12x.kernels import Geometry, PlanError, prove_child
 from trtllm_b12x.kernels.b12x.compiler import ACTIVATIONS
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
+from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_variants import ACTIVATIONS as TRITON_ACTIVATIONS
@@ -47,7 +48,8 @@ class Toy(ReferenceKernel):
 @pytest.fixture(autouse=True)
 def _catalog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """What a row adds."""
-    row = families.Family("toy", lambda facts: TOY, f"{__name__}:Toy", f"{__name__}:Toy")
+    row = families.Family("toy", "NVFP4", lambda facts: TOY)
+    monkeypatch.setitem(KERNELS, row.key, (Toy, Toy))
     monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, row))
     monkeypatch.setitem(settings.KERNELS.values, "toy", "toy")
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x,toy")
@@ -66,7 +68,7 @@ def fails(self: Any, geometry: Geometry, capacity: int, device: torch.device) ->
 def test_what_the_catalog_says_is_what_the_kernels_say() -> None:
     machine = environment.of_flashinfer(environment.inspect_flashinfer())
     for family in families.FAMILIES:
-        assert family.features(machine) == formats.load(family.kernel).features
+        assert family.features(machine) == KERNELS[family.key][0].features
         assert family.features(machine).name == family.name
     assert B12xKernel.features.activations == set(ACTIVATIONS) == ReferenceKernel.features.activations
     assert TritonKernel.features.activations == set(TRITON_ACTIVATIONS) == UnquantizedReferenceKernel.features.activations

@@ -31,22 +31,26 @@ HOSTS = (
     "formats.nvfp4.dequantize",
     "formats.nvfp4.pack",
     "formats.nvfp4.unpack",
-    "engines.trtllm.adapters._equality",
+    "engines.trtllm.host._equality",
 )
 """What the embedded host computes with, and what a host asks when it compares classes."""
 SEAMS = (
     "bootstrap.patch",
     "core.hook._Loader",
     "core.hook.hand_over",
+    "engines.trtllm.promote._or_host",
     "engines.trtllm.promote._promoting.<locals>.wrapper",
     "engines.trtllm.promote._building.<locals>.wrapper",
     "engines.trtllm.promote._resolving.<locals>.wrapper",
     "engines.trtllm.patches.known_as_cutlass",
-    "engines.trtllm.quantization_nvfp4.NVFP4.record_weight_scale_2",
-    "engines.trtllm.fused_moe.Promoted.retire_kernels",
+    "engines.trtllm.guard.",
+    "engines.trtllm.calls._Calls._try_kernels",
+    "engines.trtllm.quantization_nvfp4.NVFP4Sm12xFusedMoEMethod.record_weight_scale_2",
+    "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._announce_and_record",
+    "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE.drop_schedule",
     "dispatch.layer.LayerDispatch.drop",
-    "engines.trtllm.fused_moe.Promoted._weights_are_ready",
-    "engines.trtllm.fused_moe.Promoted._quantize_late",
+    "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._weights_are_ready",
+    "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._quantize_late",
 )
 """The guards themselves, and what stands in the host's place."""
 PLACING = (
@@ -95,7 +99,7 @@ def flow(ratio: float = 1.0) -> tuple[Any, list[torch.Tensor]]:
 def overrides(name: str) -> bool:
     """It stands in the place of a method that the host has, and calls."""
     parents = (layers.host.CutlassFusedMoE, layers.host.NVFP4CutlassFusedMoEMethod)
-    modules = tuple(f"engines.trtllm.{name}" for name in ("fused_moe.", "carried.", "quantization", "calls.", "load_hooks."))
+    modules = tuple(f"engines.trtllm.{name}" for name in ("fused_moe.", "quantization", "calls.", "load_hooks."))
     return name.startswith(modules) and any(hasattr(parent, name.rpartition(".")[2]) for parent in parents)
 
 

@@ -20,6 +20,8 @@ from trtllm_b12x import environment, formats
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason, families
 from trtllm_b12x.dispatch import crossover
+from trtllm_b12x.engines.trtllm.fused_moe import METHODS
+from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.tools.checkpoint import storage
 from trtllm_b12x.tools.cli import main
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
@@ -35,6 +37,8 @@ def _rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     monkeypatch.setitem(storage.STORAGE, "FP8", toy_format.STORAGE)
     monkeypatch.setitem(DEQUANTIZERS, "FP8", toy_format.ToyDequantizer)
     monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, toy_format.FAMILY))
+    monkeypatch.setitem(KERNELS, toy_format.FAMILY.key, (toy_format.ToyKernel, toy_format.ToyKernel))
+    monkeypatch.setitem(METHODS, "FP8", toy_format.ToyMethod)
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x,triton")
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
     process.forget()
@@ -109,7 +113,9 @@ def test_explain() -> None:
 def test_where_the_format_is_not_known_yet_any_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = layers.host.ModelConfig(quant_config=quant_config("MIXED_PRECISION"))
     assert trtllm_b12x.explain(mixed).families == ("b12x", "triton")
-    monkeypatch.setattr(families, "FAMILIES", (dataclasses.replace(toy_format.FAMILY, name="b12x"), *families.FAMILIES[1:]))
+    row = dataclasses.replace(toy_format.FAMILY, name="b12x")
+    monkeypatch.setattr(families, "FAMILIES", (row, *families.FAMILIES[1:]))
+    monkeypatch.setitem(KERNELS, row.key, (toy_format.ToyKernel, toy_format.ToyKernel))
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
     assert trtllm_b12x.explain(mixed).families == ("b12x",)
 

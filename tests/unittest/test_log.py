@@ -27,7 +27,7 @@ def _fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def b12x(**facts: Any) -> Resolution:
-    return resolve(LayerShape(), None, Environment(**facts), [("b12x", UNKNOWN)])
+    return resolve(LayerShape(), None, Environment(**facts), {"b12x": UNKNOWN})
 
 
 MENDABLE, ANOTHER_CARD = b12x(dsl="none"), b12x(sm=90)
@@ -58,7 +58,7 @@ def test_what_would_not_help_is_no_warning(caplog: pytest.LogCaptureFixture) -> 
 def test_what_stands_against_one_family_alone(caplog: pytest.LogCaptureFixture) -> None:
     """The layer is served: a line of information for each family, with all that is wrong.  It is not: what keeps the nearest."""
     facts = Environment(dsl="none", flashinfer="none")
-    rows = [(family.name, family.features(facts)) for family in families.FAMILIES]
+    rows = {row.name: row.features(facts) for row in families.rows(("b12x", "triton", "grouped"), "NVFP4")}
     for layer in range(3):
         announce(resolve(LayerShape(quant_algo="NVFP4"), None, facts, rows), f"MoE layer {layer}")
     (line,) = caplog.records

@@ -12,12 +12,13 @@ from trtllm_b12x import formats
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, RejectReason, decide
 from trtllm_b12x.decision.families import grouped, grouped_nvfp4, triton_mxfp8
-from trtllm_b12x.engines.trtllm import eligibility
+from trtllm_b12x.engines.trtllm import machine
 from trtllm_b12x.environment import triton
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.mxfp8 import decode_e8m0, dequantize, quantize
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
+from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel
 from trtllm_b12x.tools.verify.reference_formats import dequantize_mxfp8, fake_quantize_mxfp8
 
@@ -101,16 +102,16 @@ def test_decode_alone_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has no path for prefill."""
     problem = LayerShape(quant_algo="MXFP8", group_size=32, activation="Swiglu", hidden_size=256, intermediate_size=96)
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
-    assert eligibility.resolve((problem, Deployment())).reasons == (RejectReason.PREFILL,)
+    assert machine.resolve((problem, Deployment())).reasons == (RejectReason.PREFILL,)
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")
-    assert eligibility.resolve((problem, Deployment())).families == ("grouped",)
+    assert machine.resolve((problem, Deployment())).families == ("grouped",)
     monkeypatch.delenv("TRTLLM_B12X_KERNELS")
-    assert eligibility.resolve((problem, Deployment())).families == ("triton", "grouped")
+    assert machine.resolve((problem, Deployment())).families == ("triton", "grouped")
 
 
 def test_other_formats_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRTLLM_B12X_KERNELS")
     assert [row.name for row in formats.FORMATS if not row.hosts_path] == ["MXFP8"]
-    found = eligibility.resolve((LayerShape(quant_algo="NVFP4"), Deployment()))
+    found = machine.resolve((LayerShape(quant_algo="NVFP4"), Deployment()))
     assert found.families == ("b12x", "triton", "grouped")
-    assert formats.load("trtllm_b12x.kernels.triton.grouped_nvfp4:GroupedNVFP4Kernel").features.quantizations == {"NVFP4"}
+    assert KERNELS["grouped", "NVFP4"][0].features.quantizations == {"NVFP4"}

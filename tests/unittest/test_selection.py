@@ -13,9 +13,8 @@ import trtllm_b12x
 from tests import layers
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason, Resolution
-from trtllm_b12x.engines.trtllm import describe, no_host_path, promote
+from trtllm_b12x.engines.trtllm import describe, promote
 from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
-from trtllm_b12x.engines.trtllm.host import load
 
 host = layers.host
 create_moe = host.create_moe
@@ -48,12 +47,14 @@ def test_nvfp4_is_promoted_and_nothing_else(backend: str) -> None:
 
 
 @pytest.mark.embedded
-def test_a_format_that_neither_side_serves(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_format_that_neither_side_serves(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not stay on CUTLASS, which has nothing for it on this card."""
     process.forget()
+    trtllm_b12x.install()
     verdict = Resolution.left_to_the_host(RejectReason.TRITON, "no gcc")
     mxfp8 = config(host.QuantAlgo.MXFP8, moe_backend="AUTO")
-    assert no_host_path.class_for(load(), lambda question: verdict, mxfp8, None) is None
+    monkeypatch.setattr(promote, "_resolve", lambda question: verdict)
+    assert promote._class_without_host_path(mxfp8, None) is None
     assert "MoE layer in MXFP8 has no implementation: TRITON: no gcc" in caplog.text
 
 

@@ -110,7 +110,7 @@ def test_constants_that_no_kernel_reads_leave_the_layer_to_the_host() -> None:
     name = "act_clamp" if hasattr(backend, "act_clamp") else "swiglu_limit"
     delattr(backend, name)
     setattr(backend, name, torch.ones(EXPERTS, dtype=torch.float64))
-    backend.retire_kernels()
+    backend.drop_schedule()
     backend._weights_are_ready()
     assert backend.kernel is None
     assert "swiglu_limit" in str(backend.verdict)

@@ -220,11 +220,11 @@ def test_reloads(first: float, second: float, hooks: bool) -> None:
 
 
 def test_a_fault_leaves_the_layer_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.engines.trtllm.quantization_nvfp4 import NVFP4
+    from trtllm_b12x.engines.trtllm.quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod
 
     module = loaded(3.0)
     with monkeypatch.context() as patch:
-        patch.setattr(NVFP4, "_write_half_alphas", lambda *_: 1 / 0)
+        patch.setattr(NVFP4Sm12xFusedMoEMethod, "_write_half_alphas", lambda *_: 1 / 0)
         layers.load(module, random_experts(E, H, SIZE, up_to_gate=0.4))
     assert module.backend.kernel is None
     assert "division by zero" in str(module.backend.verdict)

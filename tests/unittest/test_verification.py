@@ -122,7 +122,7 @@ def test_the_bits_of_experts_without_tokens(tmp_path: Path, monkeypatch: pytest.
     original = quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight
     loaded = 0
 
-    def damaged(self: object, module: object, weight: torch.Tensor, destination: torch.Tensor) -> None:
+    def damaged(self: Any, module: object, weight: torch.Tensor, destination: torch.Tensor) -> None:
         nonlocal loaded
         loaded += 1
         original(self, module, weight, destination)

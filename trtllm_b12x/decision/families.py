@@ -1,15 +1,16 @@
-"""Define the kernel families in order of preference: capabilities and kernel classes. No kernel is imported here.
+"""Define the kernel families in order of preference, with their capabilities. Kernel classes are in ``kernels/catalog.py``.
 
-A family is a row. Its capabilities are data for the decision. Its machine requirements are the rules that bind it. A family
-with kernels for several number formats has one row per format, all with the same name.
+A family has one row per number format. Its machine requirements are the rules that bind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from . import FLASHINFERS, Environment, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
+from .inputs import Environment
+from .remedies import FLASHINFERS
+from .verdicts import KernelFeatures, RejectReason
 
 STATIC_ROUTED_ROWS = 1024
 """Maximum number of (token, expert) pairs for b12x. Up to it FlashInfer uses its static kernel or a smaller one, beyond it the
@@ -23,15 +24,17 @@ ATOMIC_SUMS = (
 
 @dataclass(frozen=True)
 class Family:
-    """Kernels that share one weight layout."""
+    """Kernels of one family for one number format."""
 
     name: str
+    format: str
     features: Callable[[Environment], KernelFeatures]
     """Function that returns the capabilities for a given machine."""
-    kernel: str
-    """``module:class`` of its ``trtllm_b12x.kernels.Kernel``."""
-    stand_in: str = ""
-    """``module:class`` of the torch implementation, used if torch sees no suitable card. Empty: the family is then skipped."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Key of ``trtllm_b12x.kernels.catalog.KERNELS``."""
+        return self.name, self.format
 
 
 def b12x(e: Environment) -> KernelFeatures:
@@ -114,54 +117,17 @@ def grouped_nvfp4(e: Environment) -> KernelFeatures:
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("b12x", b12x, "trtllm_b12x.kernels.b12x.kernel:B12xKernel", "trtllm_b12x.kernels.reference:ReferenceKernel"),
-    Family(
-        "triton",
-        triton,
-        "trtllm_b12x.kernels.triton.decode:TritonKernel",
-        "trtllm_b12x.kernels.reference:UnquantizedReferenceKernel",
-    ),
-    Family(
-        "triton",
-        triton_mxfp8,
-        "trtllm_b12x.kernels.triton.decode_mxfp8:TritonMXFP8Kernel",
-        "trtllm_b12x.kernels.reference:MXFP8UnquantizedReferenceKernel",
-    ),
-    Family(
-        "grouped",
-        grouped_nvfp4,
-        "trtllm_b12x.kernels.triton.grouped_nvfp4:GroupedNVFP4Kernel",
-        "trtllm_b12x.kernels.reference:QuantizedReferenceKernel",
-    ),
-    Family(
-        "grouped",
-        grouped,
-        "trtllm_b12x.kernels.triton.grouped:GroupedKernel",
-        "trtllm_b12x.kernels.reference:MXFP8ReferenceKernel",
-    ),
+    Family("b12x", "NVFP4", b12x),
+    Family("triton", "NVFP4", triton),
+    Family("triton", "MXFP8", triton_mxfp8),
+    Family("grouped", "NVFP4", grouped_nvfp4),
+    Family("grouped", "MXFP8", grouped),
 )
-"""Families in order of preference. A card uses the first suitable one that ``TRTLLM_B12X_KERNELS`` lists."""
+"""Rows in order of preference. A card uses the first suitable family that ``TRTLLM_B12X_KERNELS`` lists."""
 
 
 def rows(names: Iterable[str], quant_algo: str | None = None) -> Iterator[Family]:
     """Yield one row per family: the row for ``quant_algo`` if it has one. If no family serves the format, the first row."""
-    served = {algorithm for family in FAMILIES for algorithm in family.features(Environment()).quantizations}
+    served = any(family.format == quant_algo for family in FAMILIES)
     for name in names:
-        own = [family for family in FAMILIES if family.name == name]
-        found = [family for family in own if quant_algo in family.features(Environment()).quantizations]
-        if quant_algo not in served:
-            found = own
-        yield from found[:1]
-
-
-def complete(resolution: Resolution, eligible: Mapping[str, KernelFeatures]) -> Resolution:
-    """Require a family that serves calls of any size. Otherwise reject the layer: TensorRT-LLM has no path for its format.
-
-    Args:
-        eligible: capabilities by name, for at least the families of the resolution.
-    """
-    if not resolution.served or any(eligible[name].every_count for name in resolution.families):
-        return resolution
-    detail = "the host has no path for prefill, and no family that has one is eligible"
-    rejection = Rejection(RejectReason.PREFILL, detail)
-    return Resolution(tuple((name, Verdict((*verdict.rejections, rejection))) for name, verdict in resolution.verdicts))
+        yield from [family for family in FAMILIES if family.name == name and (not served or family.format == quant_algo)][:1]

@@ -1,25 +1,18 @@
-"""The number formats of expert weights, a row for each: its names, and where its parts are.
-
-Nothing of theirs is imported here.  Which kernels serve a format the rows of :mod:`trtllm_b12x.decision.families` say.
-"""
+"""List the number formats of expert weights, one row each. ``trtllm_b12x.decision.families`` says which kernels serve one."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
 class Format:
-    """Codes, and what scales them.  Places are ``module:name``."""
+    """Number format: codes and block scales."""
 
     name: str
     """The host's ``QuantAlgo`` member."""
     recipe: str
     """nvidia-modelopt's configuration that exports it."""
-    method: str
-    """Class that holds the host's parameters and the kernels' view of them, as ``module:class``."""
     code_bits: int
     group_size: int
     """Elements that share a block scale of one byte."""
@@ -33,14 +26,12 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "NVFP4",
         "NVFP4_DEFAULT_CFG",
-        method="trtllm_b12x.engines.trtllm.quantization_nvfp4:NVFP4Sm12xFusedMoEMethod",
         code_bits=4,
         group_size=16,
     ),
     Format(
         "MXFP8",
         "MXFP8_DEFAULT_CFG",
-        method="trtllm_b12x.engines.trtllm.quantization_mxfp8:MXFP8Sm12xFusedMoEMethod",
         code_bits=8,
         group_size=32,
         activations=("Swiglu", "Geglu"),
@@ -68,9 +59,3 @@ def stored_bytes(name: str, elements: int) -> int:
     """Return the bytes of codes and block scales of so many weights; of 16-bit weights if the format is none of ours."""
     row = find(name)
     return 2 * elements if row is None else elements * row.code_bits // 8 + elements // row.group_size
-
-
-def load(place: str) -> Any:
-    """Import and return the object at ``module:name``."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Kernel families: plan, bind and run for plain tensors. The catalog is in ``trtllm_b12x.decision.families``."""
+"""Kernel families: plan, bind and run for plain tensors. ``catalog.py`` lists the classes."""
 
 from trtllm_b12x.formats.geometry import GATED, Geometry
 

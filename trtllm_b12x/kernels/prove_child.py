@@ -15,12 +15,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from trtllm_b12x import formats
-from trtllm_b12x.decision import families
 from trtllm_b12x.environment.prove import Proof
 
-from . import Geometry, Kernel, first_line
+from . import Geometry, first_line
 from .cards import models
+from .catalog import KERNELS
 
 LAYER = Geometry(16, 4, 512, 256, "Swiglu")
 
@@ -31,9 +30,8 @@ def proof(target: str, family: str) -> Proof:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TRITON_CACHE_DIR"] = directory
         try:
-            for row in families.FAMILIES:
-                if row.name == family:
-                    kernel: type[Kernel] = formats.load(row.kernel)
+            for (name, _), (kernel, _) in KERNELS.items():
+                if name == family:
                     made = kernel.assembled(LAYER, models(target)[0], Path(directory))
                     count = sum(ptx.count(kernel.instruction) for ptx in made)
                     error = error if count else f"the PTX holds no {kernel.instruction} instruction"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from trtllm_b12x import formats
 from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Deployment, Environment, Resolution, families, resolve
 from trtllm_b12x.formats.geometry import LayerShape
@@ -28,6 +27,5 @@ def machine(target: str | None) -> Environment:
 
 def judged(shape: LayerShape, facts: Environment, deployment: Deployment | None = None) -> Resolution:
     """Return which families serve the layer."""
-    rows = [(row.name, row.features(facts)) for row in families.rows(settings.KERNELS.listed(), shape.quant_algo)]
-    verdict, row = resolve(shape, deployment, facts, rows), formats.find(shape.quant_algo or "")
-    return verdict if row is None or row.hosts_path else families.complete(verdict, dict(rows))
+    rows = families.rows(settings.KERNELS.listed(), shape.quant_algo)
+    return resolve(shape, deployment, facts, {row.name: row.features(facts) for row in rows})

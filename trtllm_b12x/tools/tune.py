@@ -138,9 +138,9 @@ def _device() -> str:
 
 def _families() -> list[str]:
     """Return the families whose real kernels run on this card."""
-    from trtllm_b12x.engines.trtllm.eligibility import considered
+    from trtllm_b12x.engines.trtllm.machine import candidate_kernels
 
-    return [family for family, kernel in considered("cuda").items() if kernel.features.name == family]
+    return [family for family, kernel in candidate_kernels("cuda").items() if kernel.features.name == family]
 
 
 def _tune(

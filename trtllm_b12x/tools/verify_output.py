@@ -145,11 +145,11 @@ class JsonReport:
 
 def header(checkpoint: Path, device: str, tp: int, ep: int, seed: int, algorithms: Iterable[str]) -> dict[str, Any]:
     """Return the head of the report: what the numbers are computed with."""
-    from trtllm_b12x.engines.trtllm.eligibility import considered
+    from trtllm_b12x.engines.trtllm.machine import candidate_kernels
 
     from .verify import Tolerances
 
-    kernels = (kernel.features.name for name in algorithms for kernel in considered(device, name).values())
+    kernels = (kernel.features.name for name in algorithms for kernel in candidate_kernels(device, name).values())
     return {
         "checkpoint": checkpoint,
         "device": device,

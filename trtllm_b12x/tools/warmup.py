@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_b12x import formats
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats.geometry import LayerShape
@@ -129,6 +128,7 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
     import torch
 
     from trtllm_b12x.dispatch import crossover
+    from trtllm_b12x.kernels.catalog import KERNELS
     from trtllm_b12x.kernels.warmup import CompileTask
 
     facts, tasks, refused = _facts(name), [], []
@@ -138,7 +138,7 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
         rows = [row for row in families.rows(verdict.families, shape.quant_algo) if row.name in verdict.families]
         geometry = shape.on_rank(ranks.tp, ranks.ep, math.lcm(*(row.features(facts).tile for row in rows)))
         for row in rows:
-            kernel = formats.load(row.kernel)
+            kernel, _ = KERNELS[row.key]
             if capacity := crossover.max_tokens(kernel.features, geometry, torch.device("cuda")):
                 tasks.append(CompileTask(kernel, geometry, capacity))
     return list(dict.fromkeys(tasks)), list(dict.fromkeys(refused))

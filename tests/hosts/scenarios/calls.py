@@ -144,7 +144,7 @@ def tuned_calls() -> dict[str, Any]:
             module(x, logits)
         counts.append(len(reached))
     tuner, missed = autotuner.AutoTuner.get(), []
-    module.backend.retire_kernels()
+    module.backend.drop_schedule()
     for tokens in (3, 5, 40):
         module(*layers.inputs(module, tokens, tensors))
         missed.append(len(tuner.missed))

@@ -44,7 +44,7 @@ def renamed_names(generation: str, folder: str) -> dict[str, Any]:
     from trtllm_b12x.engines.trtllm import contract
 
     # Before the processes part; nothing of it looks at the host.
-    for slow in ("torch.fx.experimental.symbolic_shapes", "trtllm_b12x.engines.trtllm.adapters", "trtllm_b12x.kernels.reference"):
+    for slow in ("torch.fx.experimental.symbolic_shapes", "trtllm_b12x.engines.trtllm.host", "trtllm_b12x.kernels.reference"):
         importlib.import_module(slow)
     tensors = random_experts(4, 128, 192)
 

@@ -9,42 +9,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import torch
+from . import guard
 
 if TYPE_CHECKING:
-    from trtllm_b12x.dispatch.layer import LayerDispatch
+    import torch
+
     from trtllm_b12x.kernels import MoECall
 
-    class _Backend:
-        """Methods and attributes that the mixins expect in the other classes."""
-
-        def run_moe(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
-
-        def post_load_weights(self) -> None: ...
-
-        def cache_derived_state(self) -> None: ...
-
-        def _weights_are_ready(self) -> None: ...
-
-        def validate_configurable_moe(self, moe: Any) -> None: ...
-
-        def _moe_lora_active(self, lora_params: Any) -> bool: ...
-
-        def _behind_alltoall(self) -> None: ...
-
-        def quantize_input(self, x: Any, post_quant_comm: bool = True) -> tuple[Any, torch.Tensor | None]: ...
-
-        _alone: bool
-        dispatch: LayerDispatch
-
-        def _ask(self, like: Any) -> None: ...
-
-        def _serve(self, *args: Any) -> torch.Tensor | None: ...
-
-        def _leave_to_the_host(self, error: Exception) -> None: ...
-
-        def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]: ...
-
+    _Backend: Any
+    """Our layer class and the host's, as the mixins see them."""
 else:
     _Backend = object
 
@@ -69,11 +42,9 @@ class _Calls(_Backend):
     def validate_configurable_moe(self, moe: Any) -> None:
         """Read the communication that the wrapper chose (late 1.3 and later). Earlier hosts pass it with each call."""
         super().validate_configurable_moe(moe)
-        try:
+        with guard.host_takes_over(self):
             if getattr(moe, "enable_alltoall", False):
                 self._behind_alltoall()
-        except Exception as error:
-            self._leave_to_the_host(error)
 
     def _only_cutlass(self, do_finalize: bool, lora_params: Any, enable_alltoall: bool | None) -> bool:
         """Return True for calls that only CUTLASS serves: no finalize, LoRA on these experts, all-to-all (ids may be padding)."""
@@ -83,6 +54,28 @@ class _Calls(_Backend):
             return True
         # Hosts pass the LoRA parameters of all layers, including attention.
         return lora_params is not None and (not hasattr(self, "_moe_lora_active") or self._moe_lora_active(lora_params))
+
+    def _try_kernels(self, like: Any, conditions: tuple[Any, Any, Any], call: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+        """Return a kernel's output, or None if CUTLASS serves the call, and the error of ours that made it so.
+
+        Args:
+            like: the call in the host's form.
+            conditions: arguments of ``_only_cutlass``.
+            call: arguments of ``_serve``.
+
+        Raises:
+            Exception: any error of ours, if the host has no path for the format.
+        """
+        try:
+            if self._only_cutlass(*conditions):
+                return None, None
+            if not self.dispatch.decided:
+                self._ask(like)
+            return self._serve(*call), None
+        except Exception as error:
+            if self._alone:
+                raise
+            return None, error
 
 
 class KeywordCalls(_Calls):
@@ -111,33 +104,22 @@ class KeywordCalls(_Calls):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run the experts on ``x (T, H)``, ids ``(T, k)``, scales ``(T, k)`` float32. Return ``(T, H)`` in ``output_dtype``."""
-        fault = None
-        try:
-            enable_alltoall = kwargs.get("enable_alltoall")
-            if enable_alltoall is None:  # the forward path of late 1.3 omits it; see run_moe in its fused_moe_cutlass.py
-                enable_alltoall = getattr(self, "enable_alltoall", False)
-            if not self._only_cutlass(kwargs.get("do_finalize", True), kwargs.get("lora_params"), enable_alltoall):
-                if not self.dispatch.decided:
-                    self._ask(kwargs)
-                result = self._serve(
-                    x, x_sf, is_sf_swizzled, token_selected_experts, token_final_scales, output_dtype, moe_output
-                )
-                if result is not None:
-                    return result
-        except Exception as error:
-            if self._alone:  # the host cannot serve the call
-                raise
-            fault = error
+        enable_alltoall = kwargs.get("enable_alltoall")
+        if enable_alltoall is None:  # the forward path of late 1.3 omits it; see run_moe in its fused_moe_cutlass.py
+            enable_alltoall = getattr(self, "enable_alltoall", False)
+        conditions = kwargs.get("do_finalize", True), kwargs.get("lora_params"), enable_alltoall
+        call = x, x_sf, is_sf_swizzled, token_selected_experts, token_final_scales, output_dtype, moe_output
+        result, fault = self._try_kernels(kwargs, conditions, call)
+        if result is not None:
+            return result
         quantized, x_sf = self._quantize_late(x, x_sf, is_sf_swizzled)
-        if quantized is not x:
-            output_dtype = output_dtype or x.dtype
         result = super().run_moe(
             quantized,
             token_selected_experts,
             token_final_scales,
             x_sf=x_sf,
             is_sf_swizzled=is_sf_swizzled,
-            output_dtype=output_dtype,
+            output_dtype=output_dtype if quantized is x else output_dtype or x.dtype,
             tuner_num_tokens=tuner_num_tokens,
             tuner_top_k=tuner_top_k,
             moe_output=moe_output,
@@ -163,23 +145,17 @@ class ContextCalls(_Calls):
         """Run the experts on ``ctx.x (T, H)`` with ids and scales of ``ctx``, ``(T, k)`` each. Return ``(T, H)``."""
         plan, fault = ctx.comm_plan, None
         if plan is not None:  # without one the host raises an error
-            try:
-                if not self._only_cutlass(ctx.do_finalize, ctx.lora_params, plan.enable_alltoall):
-                    if not self.dispatch.decided:
-                        self._ask(ctx)
-                    routes = ctx.token_selected_experts, ctx.token_final_scales
-                    result = self._serve(ctx.x, ctx.x_sf, plan.input_sf_swizzled, *routes, ctx.output_dtype, plan.moe_output)
-                    if result is not None:
-                        return result
-            except Exception as error:
-                if self._alone:
-                    raise
-                fault = error
+            conditions = ctx.do_finalize, ctx.lora_params, plan.enable_alltoall
+            routes = ctx.token_selected_experts, ctx.token_final_scales
+            call = ctx.x, ctx.x_sf, plan.input_sf_swizzled, *routes, ctx.output_dtype, plan.moe_output
+            result, fault = self._try_kernels(ctx, conditions, call)
+            if result is not None:
+                return result
             quantized, x_sf = self._quantize_late(ctx.x, ctx.x_sf, plan.input_sf_swizzled)
             if quantized is not ctx.x:
                 dtype = ctx.output_dtype or ctx.x.dtype
                 ctx = dataclasses.replace(ctx, x=quantized, x_sf=x_sf, output_dtype=dtype)
         result = super().run_moe(ctx, workspace=workspace)
-        if fault is not None:  # our error: the host has just served the same call
+        if fault is not None:
             self._leave_to_the_host(fault)
         return result

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from .host import UnsupportedHostError
-
 GENERATIONS = ("A", "B", "C1", "C2")
 """Generations, oldest first: 1.2, 1.3, 1.3 with ``run_moe(ctx)``, and the new package path."""
 CUTLASS = "fused_moe_cutlass.CutlassFusedMoE"
@@ -93,6 +91,10 @@ RECORDS = {
     "MoECommPlan": ("enable_alltoall", "input_sf_swizzled", "moe_output"),
 }
 """Fields read from the records of a call, from C1 on."""
+
+
+class UnsupportedHostError(RuntimeError):
+    """Error: TensorRT-LLM is installed but lacks something that this package relies on."""
 
 
 def relied_on(generation: str) -> tuple[str, ...]:
@@ -173,7 +175,8 @@ def lacking(layer: Any) -> list[str]:
     return [name for name in LAYER if not hasattr(layer, name)]
 
 
-def _cutlass(package: str) -> Any:
+def cutlass(package: str) -> Any:
+    """Return the class that our layer inherits."""
     module, _, name = CUTLASS.partition(".")
     return getattr(importlib.import_module(f"{package}.{module}"), name)
 
@@ -181,9 +184,9 @@ def _cutlass(package: str) -> Any:
 def _tables(package: str) -> Iterator[str]:
     """Report tables that do not lead from CUTLASS to its class. Promoting a class that nothing builds would have no effect."""
     try:
-        cutlass, resolution = _cutlass(package), importlib.import_module(f"{package}.moe_resolution")
-        if cutlass not in resolution.BACKEND_FAMILY["CUTLASS"] or cutlass not in resolution.IMPL_PRIORITY:
-            yield f"moe_backend CUTLASS does not lead to {cutlass.__name__}"
+        parent, resolution = cutlass(package), importlib.import_module(f"{package}.moe_resolution")
+        if parent not in resolution.BACKEND_FAMILY["CUTLASS"] or parent not in resolution.IMPL_PRIORITY:
+            yield f"moe_backend CUTLASS does not lead to {parent.__name__}"
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         yield f"moe_resolution is another: {type(error).__name__}: {error}"
 
@@ -202,14 +205,14 @@ def _names(package: str) -> Iterator[str]:
     """Report missing layer attributes that exist only after loading: names that the host's code does not mention."""
     try:
         quantization = importlib.import_module(f"{package}.quantization")
-        cutlass = _cutlass(package)
+        parent = cutlass(package)
     except (ImportError, AttributeError):
         return  # reported by name
     named = set().union(*map(_named, _code(quantization)))
     yield from (f"quantization names no {name}" for name in WEIGHTS if name not in named)
-    builders = [vars(base)["create_weights"] for base in cutlass.__mro__ if "create_weights" in vars(base)]
+    builders = [vars(base)["create_weights"] for base in parent.__mro__ if "create_weights" in vars(base)]
     if not any("quant_method" in _named(function.__code__) for function in builders if isinstance(function, FunctionType)):
-        yield f"{cutlass.__name__}.create_weights sets no quant_method"
+        yield f"{parent.__name__}.create_weights sets no quant_method"
 
 
 def _code(module: ModuleType) -> Iterator[CodeType]:

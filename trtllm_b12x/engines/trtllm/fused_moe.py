@@ -1,4 +1,7 @@
-"""``FlashInferNvfp4Sm12xFusedMoE``: the host's CUTLASS layer, with decode on kernels of ours."""
+"""``FlashInferNvfp4Sm12xFusedMoE``: TensorRT-LLM's CUTLASS layer, with decode on our kernels.
+
+Importing this module loads the host, because the class inherits the host's. Import it below ``patches.building``.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -22,12 +24,20 @@ from trtllm_b12x.dispatch.schedule import HOSTS, Schedule
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.weights import Epilogue
 
-from . import contract, describe, eligibility, host, host_path, no_host_path, status
-from .carried import Carried
+from . import contract, describe, guard, host_path, machine, status
+from .host import load
 from .quantization import Method
+from .quantization_mxfp8 import MXFP8Sm12xFusedMoEMethod
+from .quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod
+
+METHODS: dict[str, type[Method]] = {method.format: method for method in (NVFP4Sm12xFusedMoEMethod, MXFP8Sm12xFusedMoEMethod)}
+
+_HOST = load()
+Layer: Any = _HOST.Layer
+CutlassFusedMoE: Any = _HOST.CutlassFusedMoE
 
 
-class Promoted(Carried):
+class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     """MoE layer for SM120/SM121. Small batches run on our kernels, all other calls on the parent class.
 
     Whether any kernel serves the layer is decided in ``create_weights``, when its final quantization is known. If none does, the
@@ -35,40 +45,37 @@ class Promoted(Carried):
     ranks may use different kernels. What a rank sends to others depends on the host's settings alone.
     """
 
-    hosts_class: ClassVar[type]
+    host_class = CutlassFusedMoE
     """Class that TensorRT-LLM would have built."""
-    _quantized: ClassVar[Any]
-    """The host's ``Fp4QuantizedTensor``."""
-    _is_tuning: ClassVar[staticmethod[[], bool]]
-    """Return True while the host's autotuner is running."""
+    _is_tuning = staticmethod(_HOST.is_tuning)
     verdict: Resolution
     """The latest, from ``create_weights`` on."""
     dispatch = LayerDispatch()
     """Has kernels once weights are loaded, if any serve the layer."""
     _fault = ""
-    """First line of what went wrong in a call; the layer is then served by the host."""
+    """First line of an error of ours in a load or call; the host then serves the layer."""
     _addresses: tuple[int, ...] = ()
     """Addresses of the host's tensors that the kernels were bound to."""
     _swiglu_tensors: tuple[str, ...] = ()
     """Attributes that hold SwiGLU's alpha, beta and limit."""
     _plan_errors: Mapping[str, str] = MappingProxyType({})
-    _ours: Method | None = None
+    _our_method: Method | None = None
     """``quant_method``, if it is one of ours."""
     scale_ratio = 1.0
     """Largest ratio of gate's and up's ``weight_scale_2`` of an expert, as of the last load."""
     _dtype = torch.bfloat16
     _ones: torch.Tensor | None = None
-    """Router weights for a host that applies them to the input and hands on none."""
+    """Router weights for a host that applies them to the input and passes none on."""
     _alone = False
     """True if CUTLASS cannot run this format (MXFP8)."""
+    _memory: Mapping[tuple[str, torch.device, torch.dtype], torch.Tensor] = MappingProxyType({})
+    """Our buffers on each device where they have been."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Before the parent, which may create the weights, hence ask for the verdict, in its own __init__.
+        # Before the parent, which may create the weights, hence need the verdict, in its own __init__.
         self._config = describe.from_config(kwargs.get("model_config"))
         self._alltoall = False
-        self._max_num_tokens: int | None = None
-        with suppress(Exception):
-            self._max_num_tokens = describe.most_tokens(kwargs.get("model_config"))
+        self._max_num_tokens = describe.most_tokens(kwargs.get("model_config"))
         super().__init__(*args, **kwargs)
 
     @property
@@ -83,20 +90,18 @@ class Promoted(Carried):
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def _get_quant_method(self) -> Any:
-        self._ours, self._alone, self.scale_ratio = None, False, 1.0
-        try:
-            self.retire_kernels()  # the host may create weights anew, for another quantization
+        self._our_method, self._alone, self.scale_ratio = None, False, 1.0
+        with guard.host_takes_over(self):
+            self.drop_schedule()  # the host may create weights anew, for another quantization
             algorithm = describe.quant_algo(self.quant_config)
             self._dtype = self.dtype or torch.bfloat16
-            self.dispatch = LayerDispatch(eligibility.considered(quant_algo=algorithm), self._max_num_tokens)
+            self.dispatch = LayerDispatch(machine.candidate_kernels(quant_algo=algorithm), self._max_num_tokens)
             self._judge_and_record()
             row = formats.find(algorithm)
             if self.verdict.served and row is not None:
                 tiles = (self.dispatch.kernels[name].features.tile for name in self.verdict.families)
-                self._ours, self._alone = formats.load(row.method)(math.lcm(*tiles)), not row.hosts_path
-                return self._ours
-        except Exception as error:
-            self._leave_to_the_host(error)
+                self._our_method, self._alone = METHODS[row.name](math.lcm(*tiles)), not row.hosts_path
+                return self._our_method
         return super()._get_quant_method()
 
     def _weights_are_ready(self) -> None:
@@ -106,17 +111,15 @@ class Promoted(Carried):
             RuntimeError: no kernel serves every call of a format that the host has no path for. Its first call would raise
                 while other ranks wait in the reduction.
         """
-        try:
+        with guard.host_takes_over(self):
             self._load_kernels()
-        except Exception as error:
-            self._leave_to_the_host(error)
         if self._alone and not self.w2_weight.is_meta and not self.schedule.base:
             raise RuntimeError(
                 f"no kernel serves the MoE layer of {self._about()}, and TensorRT-LLM has no path for it on this card: "
                 f"{self.verdict}"
             )
 
-    def retire_kernels(self) -> None:
+    def drop_schedule(self) -> None:
         """Send all further calls to the host. Graphs captured earlier stay valid: they own their workspace."""
         self.dispatch.drop()
 
@@ -126,18 +129,17 @@ class Promoted(Carried):
         log.logger.debug("MoE layer %s", getattr(self, "layer_idx", "?"), exc_info=error)
         self._fault = self._fault or kernels.first_line(error)
         self.verdict = Resolution.left_to_the_host(RejectReason.KERNEL_PLAN_FAILED, self._fault)
-        with suppress(Exception):
-            self._announce_and_record(ready=True)
+        self._announce_and_record(ready=True)
 
     def _load_kernels(self) -> None:
         errors: dict[str, str] = {}
-        if self._ours is not None:
+        if self._our_method is not None:
             if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
                 return
-            self.scale_ratio = self._ours.scale_ratio(self)
+            self.scale_ratio = self._our_method.scale_ratio(self)
             # AWQ scales show only now.
             self._judge_and_record(dict.fromkeys(self.dispatch.kernels, self._fault) if self._fault else {})
-        if self._ours is not None and self.verdict.served:
+        if self._our_method is not None and self.verdict.served:
             geometry, device = self._geometry(), self.w2_weight.device
             weights = self._kernel_weights()
             self._addresses = self._addresses_now()
@@ -146,10 +148,10 @@ class Promoted(Carried):
                 capacity = max(kernel.capacity for kernel in self.schedule.kernels)
                 self._ones = constants.filled(1.0, (capacity, geometry.top_k), device)
         else:
-            self.retire_kernels()
+            self.drop_schedule()
         if errors:  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
             self._judge_and_record(errors)
-        with suppress(Exception):
+        with guard.bookkeeping():
             status.record(self, self.verdict, ready=True)
 
     def _about(self) -> str:
@@ -165,19 +167,19 @@ class Promoted(Carried):
         except Exception as error:  # an attribute that this host's layers do not have: the host's own class would not care
             detail = kernels.first_line(error)
             self.verdict = Resolution.left_to_the_host(RejectReason.HOST, detail)
-        with suppress(Exception):
-            self._announce_and_record(ready=False)
+        self._announce_and_record(ready=False)
 
     def _announce_and_record(self, ready: bool) -> None:
-        announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0), self._alone)
-        status.record(self, self.verdict, ready=ready)
+        with guard.bookkeeping():
+            announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0), self._alone)
+            status.record(self, self.verdict, ready=ready)
 
     def _judge(self) -> Resolution:
         lacking = contract.lacking(self)
         if lacking:
             raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
         question = describe.from_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
-        return eligibility.resolve(question, self.dispatch.kernels, self._plan_errors)
+        return machine.resolve(question, self.dispatch.kernels, self._plan_errors)
 
     def _activation_name(self) -> str:
         return describe.activation_name(lambda name: getattr(self, name, None))
@@ -220,20 +222,19 @@ class Promoted(Carried):
                 device = self.w2_weight.device
                 paths = functools.partial(host_path.timed_paths, self, like)
                 sampler = host_path.route_sampler(self, self.schedule.kernels[0].geometry, device)
-                self.dispatch.measure(device, paths, sampler, host.load().generation)
+                self.dispatch.measure(device, paths, sampler, _HOST.generation)
         except Exception as error:  # costs the measurement
             self.dispatch.decided = True
-            with suppress(Exception):
-                log.once(f"the crossover stays as it is: {kernels.first_line(error)}")
+            log.once(f"the crossover stays as it is: {kernels.first_line(error)}")
 
     def _kernel_for(self, x: Any, x_sf: torch.Tensor | None = None) -> kernels.Kernel | None:
-        """None where the call is the host's."""
+        """Return the kernel for this call, or None if CUTLASS serves it."""
         if not isinstance(x, torch.Tensor) or x.dtype is not (self._dtype if x_sf is None else torch.uint8):
             return None
         kernel = self.schedule.at(x.shape[0])
         if kernel is None or (x_sf is not None and not kernel.features.quantized_input):
             return None
-        # CUTLASS's tactics for few tokens are found as without us.
+        # The autotuner must see the host's kernels for few tokens, as without us.
         return kernel if self._alone or not self._is_tuning() else None
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
@@ -256,7 +257,7 @@ class Promoted(Carried):
         if not self._alltoall:
             self._alltoall = True
             self._judge_and_record()
-            self.retire_kernels()
+            self.drop_schedule()
 
     def _serve(
         self,
@@ -268,61 +269,89 @@ class Promoted(Carried):
         output_dtype: torch.dtype | None,
         moe_output: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """The kernel's answer, or None where the call is CUTLASS's.
+        """Return a kernel's output, or None if CUTLASS serves the call. ``moe_output`` is written and returned if given.
 
-        What is within a kernel's range is the kernel's, quantized input where it takes that.  What only CUTLASS does, the forms
-        of a call (:mod:`.calls`) sort out before: LoRA, unfinalized output, and ids from an all-to-all, which may hold a
-        padding id.  ``moe_output`` is written and returned if given.
+        ``calls.py`` has sorted out what only CUTLASS serves: LoRA, unfinalized output, and ids from an all-to-all, which may
+        hold a padding id.
         """
-        if isinstance(x, self._quantized):
+        if isinstance(x, _HOST.Fp4QuantizedTensor):
             x, x_sf, swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
         kernel = self._kernel_for(x, x_sf)
         if token_final_scales is None and self._ones is not None and kernel is not None:
             token_final_scales = self._ones[: x.shape[0]]
         if kernel is None or token_selected_experts is None or token_final_scales is None:
             if self._alone and isinstance(x, torch.Tensor):
-                return no_host_path.answer(x, moe_output, self._about(), self.verdict)
+                return self._empty_or_raise(x, moe_output)
             return None
         addresses = self._addresses_now()
         if addresses != self._addresses:  # the kernel reads the parameters as they are now, also where no hook was called
             self.dispatch.bind(self._kernel_weights(), self.slot_start)
             self._addresses = self._addresses_now()
-        # Ids are global: what is not this rank's is unrouted.  The rank returns the partial sum of its own experts, the host
-        # reduces.
+        # Ids are global. The rank returns the partial sum of its own experts, the host reduces.
         direct = moe_output if moe_output is not None and moe_output.dtype is self._dtype else None
         result = kernel.run(kernels.MoECall(x, token_selected_experts, token_final_scales, x_sf, swizzled, direct))
         if moe_output is None:
             return result if output_dtype in (None, self._dtype) else result.to(output_dtype)
         return moe_output if direct is not None else moe_output.copy_(result)
 
+    def _empty_or_raise(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Return ``out`` or ``x`` for an empty batch. Raise RuntimeError for others: nothing serves the layer."""
+        if x.shape[0]:
+            raise RuntimeError(
+                f"no kernel serves {x.shape[0]} tokens of the MoE layer of {self._about()}, and TensorRT-LLM has no path for it "
+                f"on this card: {self.verdict}"
+            )
+        return x if out is None else out
+
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
-        """bf16 that :meth:`quantize_input` passed through and the kernel does not serve, with the scale layout of this call."""
-        if self._ours is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
+        """Quantize what ``quantize_input`` passed on in bf16 and no kernel serves, with the scale layout of this call."""
+        if self._our_method is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
             quantized: tuple[Any, torch.Tensor | None] = super().quantize_input(x, post_quant_comm=not swizzled)
             return quantized
         return x, x_sf
 
+    # ---- between loads and calls: copied, moved, converted ------------------------------------------------------------
 
-@functools.cache
-def layer_class() -> type[Promoted]:
-    """``FlashInferNvfp4Sm12xFusedMoE``: :class:`Promoted` on this process's host.
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the kernels, whose views and workspace are this layer's. A copy runs on CUTLASS until it loads weights."""
+        return {**self.__dict__, "dispatch": self.dispatch.without_kernels(), "_memory": {}}
 
-    Raises:
-        UnsupportedHostError: see :func:`trtllm_b12x.engines.trtllm.host.load`.
-    """
-    trtllm = host.load()
-    return host.derive(
-        f"{__name__}:FlashInferNvfp4Sm12xFusedMoE",
-        Promoted,
-        trtllm.Layer,
-        trtllm.CutlassFusedMoE,
-        hosts_class=trtllm.CutlassFusedMoE,
-        _quantized=trtllm.Fp4QuantizedTensor,
-        _is_tuning=staticmethod(trtllm.is_tuning),
-    )
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or convert the layer. The kernels follow, or wait until it is back where they can run."""
+        meta = [name for name, tensor in self._buffers.items() if name.startswith("b12x_") and tensor.is_meta]
+        with guard.bookkeeping():
+            # Captured graphs read and write our buffers where they are: keep that memory alive.
+            self._memory = {(name, old.device, old.dtype): old for name, old in self._own_buffers().items()} | dict(self._memory)
+        module = super()._apply(*args, **kwargs)
+        for name in meta:
+            if not self._buffers[name].is_meta:
+                self._buffers[name].zero_()  # to_empty and others leave any bits
+        with guard.host_takes_over(self):
+            self._take_old_memory()
+            if self.dispatch.moved_to(self.w2_weight.device):
+                self._weights_are_ready()
+        return module
 
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.data for name, tensor in self._buffers.items() if name.startswith("b12x_") and not tensor.is_meta}
 
-def __getattr__(name: str) -> Any:
-    if name == "FlashInferNvfp4Sm12xFusedMoE":
-        return layer_class()
-    raise AttributeError(name)
+    @torch.inference_mode()
+    def _take_old_memory(self) -> None:
+        """Give our buffers the memory that they had when the layer was on this device before."""
+        for name, tensor in self._own_buffers().items():
+            before = self._memory.get((name, tensor.device, tensor.dtype), tensor)
+            if before.data_ptr() != tensor.data_ptr() and before.shape == tensor.shape:
+                before.copy_(tensor)
+                self._buffers[name].data = before
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Explain differing sizes if there are any."""
+        error_msgs = args[-1]
+        errors = len(error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self._our_method is not None and len(error_msgs) > errors:
+            where = prefix.rstrip(".") or type(self).__name__
+            error_msgs.append(
+                f"{where} pads its intermediate size to a multiple of {self._our_method.tile}, which its kernels need: load the "
+                "checkpoint, or the state_dict of a layer with the same padding (TRTLLM_B12X=0 pads as TensorRT-LLM does)"
+            )

@@ -1,22 +1,29 @@
-"""Access TensorRT-LLM. Only this package imports it; the others use a ``Host``."""
+"""Find the TensorRT-LLM of this process. Only this package imports it; the other packages use a ``Host``.
+
+``trtllm_b12x.engines.trtllm.contract`` compares the installed host with the facts of each generation. Differences between
+generations are then detected by existing names, never by version.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from trtllm_b12x.core import locks
 from trtllm_b12x.core.errors import first_line
 
-_Ours = TypeVar("_Ours")
+from . import contract
+from .calls import ContextCalls, EndsWithCachedState, EndsWithPostLoad, KeywordCalls
+from .contract import UnsupportedHostError
+from .load_hooks import CachedWeights, DirectWeights, StagedWeights
+
 _embedded = False
+_loaded: Host | None = None
 _failure = ""
 """Error of the last ``load``."""
 _loading = locks.new()
@@ -32,26 +39,29 @@ class Host:
     CutlassFusedMoE: Any
     """Base class of our layer."""
     NVFP4CutlassFusedMoEMethod: Any
+    MXFP8CutlassFusedMoEMethod: Any
+    """``NoMXFP8`` on hosts before August 2026."""
     TensorParallelMode: Any
     load_weight_shard: Callable[..., Any]
     ActivationType: Any
     Fp4QuantizedTensor: Any
     """Type of call inputs that are already quantized."""
     is_tuning: Callable[[], bool]
-    """Function that returns True while the autotuner of TensorRT-LLM runs."""
+    """Return True while the autotuner of TensorRT-LLM runs."""
     has_get_moe_cls: bool
     """True for A and B: ``get_moe_cls`` names classes, tests compare them exactly, and calls pass keywords. From C1 on, tables
     resolve the class and ``run_moe`` takes a context."""
     Layer: Any
-    """Mixin for our layer: calling convention of this generation."""
+    """Mixin for our layer: metaclass, calling convention and end of a load of this generation."""
     Weights: Any
     """Mixin for our quantization method: order in which weights are loaded."""
-    MXFP8CutlassFusedMoEMethod: Any = None
-    """None on hosts before August 2026, which do not know the format."""
 
 
-class UnsupportedHostError(RuntimeError):
-    """Error: TensorRT-LLM is installed but lacks something that this package relies on."""
+class NoMXFP8:
+    """Stand-in for the MXFP8 method of hosts that do not know the format."""
+
+    def __init__(self) -> None:
+        raise UnsupportedHostError("this TensorRT-LLM has no MXFP8 experts: they came in August 2026")
 
 
 def installed() -> bool:
@@ -74,31 +84,18 @@ def load() -> Host:
     Raises:
         UnsupportedHostError: no adapter fits. The message lists the differences from the nearest generation.
     """
-    global _failure
+    global _loaded, _failure
     with _loading:
         try:
-            return _load()
+            if _loaded is None:
+                _loaded = _tensorrt_llm() if installed() else _in_torch()
+            return _loaded
         except UnsupportedHostError as error:
             failure = error
         except Exception as error:  # a name that the contract does not check
             failure = UnsupportedHostError(f"TensorRT-LLM cannot be adapted: {first_line(error)}")
         _failure = str(failure)
         raise failure
-
-
-@cache
-def _load() -> Host:
-    from . import adapters
-
-    return adapters.tensorrt_llm() if installed() else adapters.embedded()
-
-
-def derive(place: str, ours: type[_Ours], *hosts: type, **attributes: Any) -> type[_Ours]:
-    """Create a subclass of ``ours`` and the host classes, named ``module:name`` so that pickle can find it."""
-    module, _, name = place.partition(":")
-    members = {"__module__": module, "__doc__": ours.__doc__, **attributes}
-    made: type[_Ours] = types.new_class(name, (ours, *hosts), exec_body=lambda body: body.update(members))
-    return made
 
 
 def state() -> tuple[str, str]:
@@ -124,3 +121,70 @@ def register_carrier(cls: type) -> None:
     if installed():
         models = importlib.import_module("tensorrt_llm._torch.models.modeling_utils")
         models.register_auto_model(cls.__name__)(cls)
+
+
+def _in_torch() -> Host:
+    """Return the host for machines without TensorRT-LLM: generation A, implemented in torch."""
+    from . import embedded as names
+
+    return _host("embedded", names.create_moe, names.CutlassFusedMoE, names.quantization, names, lambda: False)
+
+
+def _tensorrt_llm() -> Host:
+    try:
+        importlib.import_module("tensorrt_llm")
+    except Exception as error:
+        raise UnsupportedHostError(f"importing tensorrt_llm fails: {first_line(error)}") from error
+    generation = contract.recognize()
+    package = contract.facts()[generation]["package"]
+    # Use import_module: as a package attribute, create_moe is the function.
+    create_moe, quantization = (importlib.import_module(f"{package}.{module}") for module in ("create_moe", "quantization"))
+    utils = importlib.import_module("tensorrt_llm._torch.utils")
+    tuner = importlib.import_module("tensorrt_llm._torch.autotuner").AutoTuner
+
+    def is_tuning() -> bool:
+        return bool(getattr(tuner.get(), "is_tuning_mode", False))
+
+    return _host(generation, create_moe, contract.cutlass(package), quantization, utils, is_tuning)
+
+
+def _host(
+    generation: str,
+    create_moe: ModuleType,
+    cutlass: Any,
+    quantization: ModuleType,
+    utils: Any,
+    is_tuning: Callable[[], bool],
+) -> Host:
+    named = hasattr(create_moe, "get_moe_cls")
+    calls = KeywordCalls if named else ContextCalls
+    end = EndsWithCachedState if hasattr(cutlass, "cache_derived_state") else EndsWithPostLoad
+    # ABC caches use equality: every plain layer would count as an instance of an equal subclass. On ABC hosts our
+    # class therefore compares by identity. Those hosts compare backend classes only in create_moe_backend.
+    metaclass = type(cutlass) if type(cutlass) is not type else type("CountsAsCutlass", (type,), _equality(cutlass))
+    weights = {"embedded": DirectWeights, "A": DirectWeights, "B": StagedWeights}
+    return Host(
+        generation=generation,
+        create_moe=create_moe,
+        CutlassFusedMoE=cutlass,
+        NVFP4CutlassFusedMoEMethod=quantization.NVFP4CutlassFusedMoEMethod,
+        MXFP8CutlassFusedMoEMethod=getattr(quantization, "MXFP8CutlassFusedMoEMethod", NoMXFP8),
+        TensorParallelMode=quantization.TensorParallelMode,
+        load_weight_shard=quantization.load_weight_shard,
+        ActivationType=utils.ActivationType,
+        Fp4QuantizedTensor=utils.Fp4QuantizedTensor,
+        is_tuning=is_tuning,
+        has_get_moe_cls=named,
+        Layer=metaclass("Layer", (calls, end), {}),
+        Weights=weights.get(generation, CachedWeights),
+    )
+
+
+def _equality(cutlass: type) -> dict[str, Any]:
+    """Return the methods that make our class equal to the CUTLASS class in exact comparisons.
+
+    A and B test ``moe_cls == CutlassFusedMoE``, ``moe_cls in (...)`` and ``backend.__class__ == CutlassFusedMoE`` to wrap and
+    feed a backend. A plain subclass fails all three (``create_moe.py``, ``configurable_moe.py``, ``moe_scheduler.py``).
+    Equality and hash agree, identity does not. Never use this class as a key of a dict, set or cache.
+    """
+    return {"__eq__": lambda cls, other: other is cutlass or other is cls, "__hash__": lambda cls: hash(cutlass)}

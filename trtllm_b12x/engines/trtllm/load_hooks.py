@@ -1,31 +1,19 @@
-"""When hosts load what, for :class:`trtllm_b12x.engines.trtllm.quantization_nvfp4.NVFP4Sm12xFusedMoEMethod`.
+"""Adapt ``NVFP4Sm12xFusedMoEMethod`` to when each generation of TensorRT-LLM loads what.
 
-Early hosts (1.2, early 1.3) let every hook write its parameter and have their alphas at the end of ``load_quant_scales``.  Later
-ones stage: alphas are made in ``process_weights_after_loading``, at the end of a load, of partial ones, or of streamed experts.
-Here nothing is staged, each hook writes what it is given, so that any order, any part and any repetition is right.
+Early hosts (1.2, early 1.3) let every hook write its parameter and compute their alphas at the end of ``load_quant_scales``.
+Later ones stage: they compute alphas in ``process_weights_after_loading``, after a load, a partial load, or streamed experts. We
+stage nothing. Each hook writes what it gets, so any order, part and repetition is right.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
 
-    class _Method:
-        """Methods of the host's class that the mixin calls."""
-
-        def load_quant_scales(self, module: Any, weights: Any) -> None: ...
-
-        def process_weights_after_loading(self, module: Any) -> None: ...
-
-        def transform_weights(self, module: Any) -> None: ...
-
-        def _reconcile_and_compute_alphas(self, module: Any, tmp_weight_scale_2: Any, *args: Any, **kwargs: Any) -> None: ...
-
-        def record_weight_scale_2(self, module: Any, pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None: ...
-
+    _Method: Any
+    """Our method and the host's, as the mixins see them."""
 else:
     _Method = object
 

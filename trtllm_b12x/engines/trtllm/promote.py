@@ -10,17 +10,16 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from trtllm_b12x import environment
+from trtllm_b12x import environment, formats
 from trtllm_b12x.core import errors, hook, log, process, settings
 from trtllm_b12x.decision import RejectReason, Resolution, Verdict, decide
 from trtllm_b12x.decision.announce import announce
 from trtllm_b12x.formats.geometry import LayerShape
 
-from . import autotuner, describe, host, no_host_path, patches, status
+from . import autotuner, describe, guard, host, patches, status
 from .host import Host
 from .patches import promotion
 
@@ -82,7 +81,7 @@ def patch(module: ModuleType) -> None:
     known. It refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``). How:
     as above; during the call, its name for the CUTLASS class refers to our class. It can go with the other.
 
-    ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves a layer (``no_host_path.py``).
+    ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves the format on this card.
     How: catch the error and return our base class. It can go when its tables accept classes from other packages.
 
     ``AutoTuner._find_nearest_profile``: see ``trtllm_b12x.engines.trtllm.autotuner``.
@@ -137,9 +136,9 @@ def _adapter() -> Host | None:
 
 
 def _resolve(question: describe.Question) -> Resolution:
-    from . import eligibility  # torch is imported by now
+    from . import machine  # torch is imported by now
 
-    return eligibility.resolve(question)
+    return machine.resolve(question)
 
 
 def _is_ours(moe_cls: Any) -> bool:
@@ -149,9 +148,9 @@ def _is_ours(moe_cls: Any) -> bool:
 def _our_class() -> Any:
     # Import at the first promotion: the host package is half-initialized when the import hook runs.
     with patches.building:
-        from .fused_moe import layer_class
+        from .fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
-        return layer_class()
+        return FlashInferNvfp4Sm12xFusedMoE
 
 
 # ---- which class ---------------------------------------------------------------------------------------------------------
@@ -168,19 +167,26 @@ _NAMED_BY_MODELS = "TRTLLMGenFusedMoE"
 _HOSTS_B12X = "CuteDslB12xFusedMoE"
 """b12x class of TensorRT-LLM (PR 13773). It compiles with any CuTe DSL payload and dies with a wrong one (issue 15853)."""
 
+ANY_IMPLEMENTATION = ("CUTLASS", "AUTO", "TRTLLM")
+"""Values of ``moe_backend`` that accept any class. Other names select one."""
+
 _PAYLOAD = (RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.TOOLKIT)
+
+
+def _or_host(choice: Any, choose: Callable[[], Any]) -> Any:
+    """Return ``choose()``. After an error of ours promotion is off, and ``choice``, that of the host, stays."""
+    try:
+        return choose()
+    except Exception as error:
+        refuse(error)
+        return choice
 
 
 def _promoting(get_moe_cls: Any) -> Any:
     @functools.wraps(get_moe_cls)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         moe_cls = get_moe_cls(*args, **kwargs)
-        try:
-            trtllm = _adapter()
-            return moe_cls if trtllm is None else _class_for(trtllm, moe_cls, args, kwargs)
-        except Exception as error:
-            refuse(error)
-            return moe_cls
+        return _or_host(moe_cls, lambda: _class_for(moe_cls, *_config_of(args, kwargs)))
 
     return wrapper
 
@@ -191,22 +197,26 @@ def _resolving(resolve_moe_cls: Any) -> Any:
         try:
             return resolve_moe_cls(*args, **kwargs)
         except ValueError:
-            found = None
-            with suppress(Exception):
-                trtllm = _adapter()
-                model_config = args[0] if args else kwargs.get("model_config")
-                found = trtllm and no_host_path.class_for(trtllm, _resolve, model_config, kwargs.get("override_quant_config"))
-            if found is None:
+            moe_cls = _or_host(None, lambda: _class_without_host_path(*_config_of(args, kwargs)))
+            if moe_cls is None:
                 raise
-            return found
+            return moe_cls
 
     return wrapper
 
 
-def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    moe_cls = _without_broken_b12x(moe_cls, trtllm)
+def _config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the ``ModelConfig`` of a call, and the layer's own quantization, if any."""
     model_config = args[0] if args else kwargs.get("model_config")
-    override = args[1] if len(args) > 1 else kwargs.get("override_quant_config")
+    return model_config, args[1] if len(args) > 1 else kwargs.get("override_quant_config")
+
+
+def _class_for(moe_cls: Any, model_config: Any, override: Any) -> Any:
+    """Return the class for a layer for which ``get_moe_cls`` has returned ``moe_cls``."""
+    trtllm = _adapter()
+    if trtllm is None:
+        return moe_cls
+    moe_cls = _without_broken_b12x(moe_cls, trtllm)
     quantization = describe.quantization_of(model_config, override)
     if quantization is None or (moe_cls is not trtllm.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
         return moe_cls
@@ -219,6 +229,22 @@ def _class_for(trtllm: Host, moe_cls: Any, args: tuple[Any, ...], kwargs: dict[s
         return _our_class()
     announce(verdict, f"moe_backend {getattr(model_config, 'moe_backend', '?')}", _rank(model_config))
     return moe_cls
+
+
+def _class_without_host_path(model_config: Any, override: Any) -> Any:
+    """Return the CUTLASS class if the host refuses such a layer and our kernels serve all its calls. Else log why."""
+    trtllm = _adapter()
+    if trtllm is None or str(getattr(model_config, "moe_backend", "")).upper() not in ANY_IMPLEMENTATION:
+        return None
+    quantization = describe.quantization_of(model_config, override) or {}
+    row = formats.find(quantization.get("quant_algo", ""))
+    if row is None or row.hosts_path:
+        return None
+    verdict = _resolve(describe.from_config(model_config, quantization))
+    if verdict.served:
+        return trtllm.CutlassFusedMoE
+    announce(verdict, f"MoE layer in {row.name}", alone=True)
+    return None
 
 
 def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
@@ -234,14 +260,8 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         if call is None:
             return create_moe_backend(*args, **kwargs)
         asked = call.arguments["moe_cls"]
-        otherwise = getattr(asked, "hosts_class", asked)
-        try:
-            trtllm = _adapter()
-            moe_cls, verdict = (otherwise, None) if trtllm is None else _backend_for(trtllm, call)
-            ours = moe_cls if _is_ours(moe_cls) else None
-        except Exception as error:
-            refuse(error)
-            moe_cls, verdict, ours = otherwise, None, None
+        host_class = getattr(asked, "host_class", asked)
+        moe_cls, ours, verdict = _or_host((host_class, None, None), lambda: _backend_for(call, host_class))
         call.arguments["moe_cls"] = moe_cls
         try:
             with patches.known_as_cutlass(names, ours):
@@ -249,40 +269,42 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         except Exception as error:
             if ours is None:
                 raise
-            call.arguments["moe_cls"], verdict, ours = ours.hosts_class, None, None
+            call.arguments["moe_cls"], ours, verdict = ours.host_class, None, None
             module = create_moe_backend(*call.args, **call.kwargs)  # or raise the host error
             refuse(error)
-        if ours is None:
-            with suppress(Exception):
-                if verdict is not None:
-                    status.record(module, verdict, ready=True)
+        if ours is None and verdict is not None:
+            with guard.bookkeeping():
+                status.record(module, verdict, ready=True)
         return module
 
     return wrapper
 
 
-def _backend_for(trtllm: Host, call: inspect.BoundArguments) -> tuple[Any, Resolution | None]:
-    """Return the class to build, and the verdict on the layer if it uses the CUTLASS backend."""
+def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, Any, Resolution | None]:
+    """Return the class to build, the same if it is ours, and the verdict on the layer if it uses the CUTLASS backend."""
+    trtllm = _adapter()
+    if trtllm is None:
+        return host_class, None, None
     asked, arguments = call.arguments["moe_cls"], _flat(call)
     model_config = arguments.get("model_config")
     moe_cls = _without_broken_b12x(asked, trtllm)
     promoted_before = _is_ours(asked)
     if not promoted_before and moe_cls is not trtllm.CutlassFusedMoE:
-        return moe_cls, None
+        return moe_cls, None, None
     # get_moe_cls may have decided by the quantization of one layer, which the model's is not.
     quantization = {} if promoted_before else describe.quantization_of(model_config) or {}
     verdict = _resolve(describe.from_config(model_config, quantization, arguments))
-    ours = verdict.served
     # If get_moe_cls exists, it has already decided. Otherwise the host always asks for CutlassFusedMoE.
-    if ours and (promoted_before or not trtllm.has_get_moe_cls):
-        if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
-            _warn_of_trtllm(model_config)
-        return _our_class(), verdict
-    if ours:
-        return moe_cls, None  # the caller named the host class explicitly
-    if promoted_before or not trtllm.has_get_moe_cls:
-        announce(verdict, "MoE layer", _rank(model_config))
-    return (trtllm.CutlassFusedMoE if promoted_before else moe_cls), verdict
+    undecided = promoted_before or not trtllm.has_get_moe_cls
+    if not verdict.served:
+        if undecided:
+            announce(verdict, "MoE layer", _rank(model_config))
+        return trtllm.CutlassFusedMoE, None, verdict
+    if not undecided:
+        return moe_cls, None, None  # the caller named the host class explicitly
+    if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
+        _warn_of_trtllm(model_config)
+    return _our_class(), _our_class(), verdict
 
 
 def _flat(call: inspect.BoundArguments) -> dict[str, Any]:
@@ -301,9 +323,8 @@ def _warn_of_trtllm(model_config: Any) -> None:
 def refuse(error: Exception) -> None:
     """Turn promotion off for the rest of this process, with one warning. TensorRT-LLM then runs its own classes."""
     promotion.refused = errors.first_line(error)
-    with suppress(Exception):
-        why = promotion.refused
-        log.logger.warning("promotion is off in this process, the host's own classes run: %s", why, exc_info=error)
+    why = promotion.refused
+    log.logger.warning("promotion is off in this process, the host's own classes run: %s", why, exc_info=error)
 
 
 def _rank(model_config: Any) -> int:

@@ -1,4 +1,4 @@
-"""Define the base of our quantization methods: what a layer asks of one, for any number format."""
+"""Define the base of our quantization methods, for any number format. Importing this module loads the host."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ import torch
 
 from trtllm_b12x.formats.weights import Weights
 
-from . import host
+from .host import load
 
 if TYPE_CHECKING:
     _Method: Any
-    """The host's class for the format and the classes before it, as the mixin sees them."""
+    """The host's class for the format, as the mixin sees it."""
 else:
     _Method = object
 
+_HOST = load()
+
 
 class Method(_Method):
-    """One set of tensors for the host's path and the kernels.
+    """Base of a quantization method whose tensors serve both the host's path and our kernels.
 
     Args:
-        tile: that the intermediate size is padded to, a multiple of every eligible kernel's.
+        tile: the intermediate size is padded to a multiple of this, which suits every eligible kernel.
     """
 
     format: ClassVar[str]
-    """Name of the format in :data:`trtllm_b12x.formats.FORMATS`."""
+    """Name of the format in ``trtllm_b12x.formats.FORMATS``."""
     stored: ClassVar[tuple[str, ...]]
     """Parameters that hold the checkpoint's payload and block scales."""
     read_by_kernels: ClassVar[itemgetter[Any]]
-    """Get the parameters whose memory kernels read, or that a call derives a value from."""
+    """Get the parameters that kernels read, or that a call derives a value from."""
 
     def __init__(self, tile: int) -> None:
         super().__init__()
@@ -49,10 +51,10 @@ class Method(_Method):
         allow_partial_loading: bool = False,
         expert_idx: int = -1,
     ) -> None:
-        """Rows of this rank, each half at the start of its own half of ``dst (r*T, ...)``, as bytes.
+        """Copy this rank's rows, as bytes. Each half goes to the start of its own half of ``dst (r*T, ...)``.
 
-        Without a gate there is w1 alone, whatever comes as w3: hosts pass None or a tensor without rows.  A half that is None
-        stays what it was (partial loading).
+        Without a gate only w1 is used; hosts pass None or a tensor without rows as w3. A half that is None is left unchanged
+        (partial loading).
         """
         halves = (w3_weight, w1_weight) if module.is_gated_activation else (w1_weight,)
         for half, destination in zip(halves, dst_w3_w1_weight.view(torch.uint8).chunk(len(halves)), strict=True):
@@ -65,35 +67,34 @@ class Method(_Method):
         dst_w2_weight: torch.Tensor,
         allow_partial_loading: bool = False,
     ) -> None:
-        """Columns of this rank at the start of ``dst (H, ...)``, as bytes."""
+        """Copy this rank's columns, as bytes, to the start of ``dst (H, ...)``."""
         self._place(module, w2_weight, "ROW", dst_w2_weight.view(torch.uint8))
 
     @staticmethod
     def _place(module: Any, tensor: torch.Tensor | None, mode: str, destination: torch.Tensor) -> None:
-        """This rank's slice into the upper left corner, zeros elsewhere.
+        """Copy this rank's slice into the upper left corner and zero the rest.
 
         On integrated GPUs the host leaves the slice on the CPU, whatever device it is asked for.
         """
         if tensor is None:
             return
-        trtllm = host.load()
-        ranks = module.tp_size, module.tp_rank, trtllm.TensorParallelMode[mode]
-        shard = trtllm.load_weight_shard(tensor, *ranks, destination.device).contiguous().view(torch.uint8)
+        ranks = module.tp_size, module.tp_rank, _HOST.TensorParallelMode[mode]
+        shard = _HOST.load_weight_shard(tensor, *ranks, destination.device).contiguous().view(torch.uint8)
         if shard.shape != destination.shape:
             destination.zero_()
         destination[: shard.shape[0], : shard.shape[1]].copy_(shard)
 
     @abstractmethod
     def kernel_weights(self, module: Any) -> Weights:
-        """The kernels' arguments as views of the module's storage; keep the returned object alive with the module.
+        """Return the kernels' arguments as views of the module's storage. Keep the object alive with the module.
 
         Raises:
-            ValueError: a parameter does not lie as kernels read it; the message names it.
+            ValueError: a parameter is not contiguous or not aligned. The message names it.
         """
 
     @staticmethod
     def readable(module: Any, names: Iterable[str]) -> None:
-        """Raise ValueError, naming the parameter, where one does not lie as kernels read it."""
+        """Raise ValueError if a parameter is not contiguous or not aligned, as kernels need it."""
         for name in names:
             tensor = getattr(module, name)
             if not tensor.is_contiguous() or tensor.data_ptr() % 16:
@@ -107,25 +108,21 @@ class Method(_Method):
 
     @abstractmethod
     def fill(self, module: Any, generator: torch.Generator) -> None:
-        """Random weights, finite and such that outputs are about one: the host's dummy load, with sense.
-
-        Args:
-            generator: of the parameters' device.
-        """
+        """Fill in random weights that give outputs of about one. ``generator`` is on the parameters' device."""
 
     def scale_ratio(self, module: Any) -> float:
-        """Return the largest ratio of gate's and up's scales of an expert, 1 if CUTLASS has them both.  Synchronizes."""
+        """Return the largest ratio of gate's and up's scales of an expert, 1 if CUTLASS applies both. Synchronizes."""
         return 1.0
 
     def addresses(self, module: Any) -> tuple[int, ...]:
         return tuple(map(torch.Tensor.data_ptr, self.read_by_kernels(module._parameters)))
 
     def padding_bytes(self, module: Any) -> int:
-        """Zeros in payload and block scales that fill the tile, on this rank; those that the host has too."""
+        """Return the bytes of zero padding in codes and block scales on this rank, including the host's own padding."""
         logical, padded = module.intermediate_size_per_partition, self.intermediate_size(module)
         total = sum(getattr(module, name).data.nbytes for name in self.stored)
         return int(total * (padded - logical) // padded)
 
     def scalar_bytes(self, module: Any) -> int:
-        """Bytes of this method's buffers."""
+        """Return the bytes of this method's buffers."""
         return sum(int(tensor.nbytes) for name, tensor in module.named_buffers(recurse=False) if name.startswith("b12x_"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from operator import itemgetter
@@ -13,8 +12,10 @@ import torch
 from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
 
-from . import host
+from .host import load
 from .quantization import Method
+
+MXFP8CutlassFusedMoEMethod: Any = load().MXFP8CutlassFusedMoEMethod
 
 STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 _TILE = 128
@@ -25,8 +26,8 @@ _ONE = 127
 """As E8M0."""
 
 
-class MXFP8(Method):
-    """The host's MXFP8 method is for SM100; its parameters (names, dtypes, layout) are kept, and its operator is never called.
+class MXFP8Sm12xFusedMoEMethod(Method, MXFP8CutlassFusedMoEMethod):
+    """MXFP8 method for our kernels. The host's is for SM100: its parameters are kept, and its operator is never called.
 
     With E local experts, T the intermediate size of this rank on the tile, and r = 2 if gated: ``w3_w1_weight (E, r*T, H)`` and
     ``w2_weight (E, H, T)`` float8_e4m3fn; ``w3_w1_weight_scale (E, round_up(r*T, 128), H/128)`` and ``w2_weight_scale (E, H,
@@ -50,7 +51,7 @@ class MXFP8(Method):
         rows = size * (2 if module.is_gated_activation else 1)
         module.scaling_vector_size = BLOCK_SIZE
         # The base of the host's own method, which asserts sizes that its operator needs.
-        super(host.load().MXFP8CutlassFusedMoEMethod, self).create_weights(
+        super(MXFP8CutlassFusedMoEMethod, self).create_weights(
             module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, size)
         )
         shapes = {"w3_w1_weight_scale": (_tiles(rows) * _TILE, _tiles(hidden)), "w2_weight_scale": (hidden, _tiles(size))}
@@ -84,7 +85,7 @@ class MXFP8(Method):
 
     def process_weights_after_loading(self, module: Any) -> None:
         """Nothing is staged: hosts that stage scales interleave here what they wrote themselves."""
-        super(host.load().MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
+        super(MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
 
     # ---- the kernels' view -------------------------------------------------------------------------------------------
 
@@ -133,22 +134,3 @@ def _scales(module: Any, weights: Mapping[str, torch.Tensor], expert: int) -> tu
 
 def _scale(weights: Mapping[str, torch.Tensor], matrix: str) -> torch.Tensor | None:
     return next((weights[matrix + name] for name in ("weight_scale_inv", "weight_scale") if matrix + name in weights), None)
-
-
-@functools.cache
-def method_class() -> type[MXFP8]:
-    """``MXFP8Sm12xFusedMoEMethod``: :class:`MXFP8` on this process's host.
-
-    Raises:
-        UnsupportedHostError: the host does not know the format; and see :func:`trtllm_b12x.engines.trtllm.host.load`.
-    """
-    base = host.load().MXFP8CutlassFusedMoEMethod
-    if base is None:
-        raise host.UnsupportedHostError("this TensorRT-LLM has no MXFP8 experts: they came in August 2026")
-    return host.derive(f"{__name__}:MXFP8Sm12xFusedMoEMethod", MXFP8, base)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "MXFP8Sm12xFusedMoEMethod":
-        return method_class()
-    raise AttributeError(name)

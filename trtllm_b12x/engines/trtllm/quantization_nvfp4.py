@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -15,8 +14,13 @@ from trtllm_b12x.core import log
 from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 
-from . import host
+from . import guard
+from .host import load
 from .quantization import Method
+
+_HOST = load()
+Weights: Any = _HOST.Weights
+NVFP4CutlassFusedMoEMethod: Any = _HOST.NVFP4CutlassFusedMoEMethod
 
 STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 READ_BY_KERNELS = (*STORED, "fc31_alpha", "fc2_alpha")
@@ -30,8 +34,8 @@ _INPUT_SCALES = (0.01, 0.0005)
 """Input scales of FC1 and FC2 for random weights: amax / 2688 of typical activations."""
 
 
-class NVFP4(Method):
-    """One set of tensors for CUTLASS and the kernels.
+class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
+    """NVFP4 method with one set of tensors for CUTLASS and our kernels.
 
     The parameters are the host's own (names, dtypes, meaning, 128x4-interleaved scales).  Only their intermediate
     dimension differs: w3, w1 and w2's columns are each padded with zeros to ``tile``, so that half of the rows is
@@ -93,15 +97,13 @@ class NVFP4(Method):
 
     def record_weight_scale_2(self, module: Any, pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take ``weight_scale_2`` of gate and up, by local expert, once the host has made ``fc31_alpha`` of them."""
-        try:
+        with guard.host_takes_over(module):
             if not pairs or module.fc31_alpha.is_meta:
                 return
             self._write_half_alphas(module, pairs)
             unequal = self.scale_ratio(module) > 1
             if module.schedule.kernels and unequal != (module.scale_ratio > 1):
                 module._weights_are_ready()  # not every reload of a host ends with its post-load hooks
-        except Exception as error:
-            module._leave_to_the_host(error)
 
     @staticmethod
     @torch.inference_mode()  # a buffer may come from a load inside it, and then be written nowhere else
@@ -180,20 +182,3 @@ class NVFP4(Method):
         )
         weights.derive()
         return weights
-
-
-@functools.cache
-def method_class() -> type[NVFP4]:
-    """``NVFP4Sm12xFusedMoEMethod``: :class:`NVFP4` on this process's host.
-
-    Raises:
-        UnsupportedHostError: see :func:`trtllm_b12x.engines.trtllm.host.load`.
-    """
-    trtllm = host.load()
-    return host.derive(f"{__name__}:NVFP4Sm12xFusedMoEMethod", NVFP4, trtllm.Weights, trtllm.NVFP4CutlassFusedMoEMethod)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "NVFP4Sm12xFusedMoEMethod":
-        return method_class()
-    raise AttributeError(name)

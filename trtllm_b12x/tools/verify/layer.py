@@ -14,7 +14,7 @@ from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, Schedule, default_crossover
 from trtllm_b12x.engines.trtllm import embedded, promote
-from trtllm_b12x.engines.trtllm.eligibility import considered, resolve
+from trtllm_b12x.engines.trtllm.machine import candidate_kernels, resolve
 from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
 from trtllm_b12x.tools.options import Ranks
 
@@ -97,7 +97,7 @@ def resolve_on_ranks(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Reso
 
     A layer that the reference cannot compute is not served here.
     """
-    verdict = resolve((layer.shape, ranks.deployment), considered(device, layer.quant_algo))
+    verdict = resolve((layer.shape, ranks.deployment), candidate_kernels(device, layer.quant_algo))
     without_reference = {
         RejectReason.ACTIVATION_CONSTANTS: layer.activation.constants and layer.activation.swiglu is None,
         RejectReason.ROUTER_WEIGHT_ON_INPUT: layer.apply_router_weight_on_input,
@@ -127,7 +127,7 @@ class _Run:
         self.layer, self.families, self.report, self.device = layer, families, report, device
         self.weights = checkpoint.weights(layer)
         self.routing, self.batches = draw(checkpoint, layer, cases, seed, device)
-        features = {name: kernel.features for name, kernel in considered(device, layer.quant_algo).items()}
+        features = {name: kernel.features for name, kernel in candidate_kernels(device, layer.quant_algo).items()}
         self.arithmetics = {name: Arithmetic[feature.arithmetic] for name, feature in features.items()}
         eligible = [features[name] for name in families]
         # The token counts that kernels should serve.

@@ -1,0 +1,81 @@
+"""Apply the rules: ``decide`` for one family, ``resolve`` for a layer.
+
+Facts become known in steps: selection knows the quantization, construction the shapes, weight creation the final quantization
+of the layer. The same functions run at each step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from trtllm_b12x import formats
+from trtllm_b12x.formats.geometry import LayerShape
+
+from .inputs import Deployment, Environment
+from .remedies import FLASHINFERS, repair
+from .rules import RULES
+from .verdicts import UNKNOWN, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
+
+NO_GPU = "make the GPU visible: docker run --gpus all, or unset CUDA_VISIBLE_DEVICES"
+
+
+@functools.lru_cache(maxsize=256)
+def decide(
+    shape: LayerShape,
+    deployment: Deployment | None = None,
+    environment: Environment | None = None,
+    features: KernelFeatures = UNKNOWN,
+    plan_error: str | None = None,
+) -> Verdict:
+    """Apply every rule that binds the family. A rule abstains if its facts are unknown. Cached: most layers of a model are equal.
+
+    Args:
+        plan_error: first line of the error that planning this family's kernels raised.
+    """
+    environment = environment or Environment()
+    facts = (shape, deployment or Deployment(), environment, features)
+    findings = {
+        reason: finding for reason, rule in RULES.items() if reason in features.bound_by and (finding := rule(*facts)) is not None
+    }
+    if plan_error is not None:
+        findings[RejectReason.KERNEL_PLAN_FAILED] = plan_error
+    newer = RejectReason.FLASHINFER_TOO_OLD in features.bound_by and environment.flashinfer is not None
+    newer = newer and RejectReason.EXPERT_PARALLEL in findings
+    mend = repair(environment, newer) if newer or not FLASHINFERS.isdisjoint(findings) else ((), ())
+    mended = FLASHINFERS | {RejectReason.EXPERT_PARALLEL} if newer else FLASHINFERS
+    advice = {RejectReason.TRITON: "; ".join(item.remedy for item in environment.triton_lacks or ())}
+    if environment.sm == 0:
+        advice[RejectReason.SM] = NO_GPU
+    return Verdict(
+        tuple(Rejection(r, text, *(mend if r in mended else ((), ())), advice=advice.get(r, "")) for r, text in findings.items())
+    )
+
+
+def resolve(
+    shape: LayerShape,
+    deployment: Deployment | None,
+    environment: Environment | None,
+    families: Mapping[str, KernelFeatures],
+    plan_errors: Mapping[str, str] = MappingProxyType({}),
+) -> Resolution:
+    """Decide for each family, in order of preference.
+
+    If TensorRT-LLM has no path for the format, one of the families must serve calls of any size.
+
+    Args:
+        plan_errors: first line of the error that planning the kernels of a family raised.
+    """
+    facts = (shape, deployment, environment)
+    verdicts = tuple((name, decide(*facts, features, plan_errors.get(name))) for name, features in families.items())
+    if not verdicts:
+        return Resolution.left_to_the_host(RejectReason.KERNELS, "no kernels that are considered run on this device")
+    resolution, form = Resolution(verdicts), formats.find(shape.quant_algo or "")
+    if form is None or form.hosts_path or any(families[name].every_count for name in resolution.families):
+        return resolution
+    if not resolution.served:
+        return resolution
+    detail = "the host has no path for prefill, and no family that has one is eligible"
+    prefill = Rejection(RejectReason.PREFILL, detail)
+    return Resolution(tuple((name, Verdict((*verdict.rejections, prefill))) for name, verdict in verdicts))

@@ -1,0 +1,72 @@
+"""Facts of this process for a decision, the kernel classes that it may use, and which of them serve a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from trtllm_b12x import decision, environment, formats
+from trtllm_b12x.core import settings
+from trtllm_b12x.decision import Environment, KernelFeatures, Resolution, families
+from trtllm_b12x.kernels import Kernel
+from trtllm_b12x.kernels.catalog import KERNELS
+
+from . import host
+from .describe import Question
+
+
+def facts() -> Environment:
+    """Return the machine facts for a decision in this process.
+
+    The embedded host runs on any machine, so with it all facts except the switch are unknown.
+    """
+    known = environment.probe(host.state()) if host.installed() else Environment()
+    return replace(known, enabled=settings.ENABLED())
+
+
+def candidate_kernels(device: str | None = None, quant_algo: str | None = None) -> dict[str, type[Kernel]]:
+    """Map each family to its kernel class, in order, for layers of a format on ``device`` (default: torch's default device).
+
+    Layers of TensorRT-LLM are on the GPU. If torch sees no suitable card, the family's torch class stands in. Kernels that run
+    on the CPU (Triton in its interpreter) are used themselves.
+    """
+    on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
+    kernels: dict[str, type[Kernel]] = {}
+    for row in families.rows(settings.KERNELS.listed(), quant_algo):
+        kernel, in_torch = KERNELS[row.key]
+        runs = _card_suits(kernel.features) if on_gpu else kernel.runs_on(torch.device("cpu"))
+        kernels[row.name] = kernel if runs and kernel.available() else in_torch
+    return kernels
+
+
+def resolve(
+    question: Question, kernels: Mapping[str, type[Kernel]] | None = None, plan_errors: Mapping[str, str] = MappingProxyType({})
+) -> Resolution:
+    """Return which families serve the layer in this process, and why the others do not.
+
+    Args:
+        question: from ``trtllm_b12x.engines.trtllm.describe``. If its format is unknown, every format is tried.
+        kernels: result of ``candidate_kernels`` for the layer's format.
+        plan_errors: first line of the error that planning the kernels of a family raised.
+    """
+    shape, deployment = question
+    resolutions = []
+    for quant_algo in formats.names() if shape.quant_algo is None and kernels is None else (shape.quant_algo,):
+        candidates = candidate_kernels(quant_algo=quant_algo) if kernels is None else kernels
+        features = {name: kernel.features for name, kernel in candidates.items()}
+        one_format = replace(shape, quant_algo=quant_algo)
+        resolutions.append(decision.resolve(one_format, deployment, facts(), features, plan_errors))
+    return next((resolution for resolution in resolutions if resolution.served), resolutions[0])
+
+
+def _card_suits(features: KernelFeatures) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    sm = environment.probe(host.state()).sm if host.installed() else None  # asking torch would create a CUDA context
+    if not sm:
+        major, minor = torch.cuda.get_device_capability()
+        sm = 10 * major + minor
+    return features.oldest_sm <= sm <= features.newest_sm

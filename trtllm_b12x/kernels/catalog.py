@@ -1,0 +1,26 @@
+"""Map each row of ``trtllm_b12x.decision.families`` to its kernel class, and to a torch class for where no card suits it."""
+
+from __future__ import annotations
+
+from .b12x.kernel import B12xKernel
+from .base import Kernel
+from .reference import (
+    MXFP8ReferenceKernel,
+    MXFP8UnquantizedReferenceKernel,
+    QuantizedReferenceKernel,
+    ReferenceKernel,
+    UnquantizedReferenceKernel,
+)
+from .triton.decode import TritonKernel
+from .triton.decode_mxfp8 import TritonMXFP8Kernel
+from .triton.grouped import GroupedKernel
+from .triton.grouped_nvfp4 import GroupedNVFP4Kernel
+
+KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel]]] = {
+    ("b12x", "NVFP4"): (B12xKernel, ReferenceKernel),
+    ("triton", "NVFP4"): (TritonKernel, UnquantizedReferenceKernel),
+    ("triton", "MXFP8"): (TritonMXFP8Kernel, MXFP8UnquantizedReferenceKernel),
+    ("grouped", "NVFP4"): (GroupedNVFP4Kernel, QuantizedReferenceKernel),
+    ("grouped", "MXFP8"): (GroupedKernel, MXFP8ReferenceKernel),
+}
+"""By family and number format."""
