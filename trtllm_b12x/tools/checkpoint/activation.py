@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from .files import CheckpointError, typed
+from .files import CheckpointError, Section
 
 _NAMES = {(True, "silu"): "Swiglu", (True, "gelu_pytorch_tanh"): "Geglu", (False, "relu2"): "Relu2"}
 """(gated, ``hidden_act``) to the name in the host's ``ActivationType``."""
@@ -26,18 +23,17 @@ class Activation:
     """alpha, beta and limit of all experts, if it is known how the host reads them."""
 
     @classmethod
-    def of(cls, path: Path, config: Mapping[str, Any], gated: bool) -> Activation:
+    def of(cls, config: Section, gated: bool) -> Activation:
         """
         Raises:
             CheckpointError: the activation is missing, or a constant is not a number.
         """
-        words = (typed(path, config, key, str) for key in ("mlp_hidden_act", "hidden_act", "hidden_activation"))
-        word = next((word for word in words if word is not None), None)
+        word = config.typed(str, "mlp_hidden_act", "hidden_act", "hidden_activation")
         if word is None:
-            raise CheckpointError(path, "hidden_act is missing, so the experts' activation is unknown", "restore it")
+            raise CheckpointError(config.path, "hidden_act is missing, so the experts' activation is unknown", "restore it")
         if gated and (word == "swigluoai" or str(config.get("model_type", "")).startswith("minimax_m3")):
             # MiniMax-M3: TensorRT-LLM, modeling_minimaxm3.py, MiniMaxM3MoE. transformers writes "silu" when it saves the model.
-            alpha, limit = (typed(path, config, key, float) for key in ("swiglu_alpha", "swiglu_limit"))
+            alpha, limit = (config.typed(float, key) for key in ("swiglu_alpha", "swiglu_limit"))
             return cls("SwigluBias", True, (1.702 if alpha is None else alpha, 1.0, 7.0 if limit is None else limit))
         constants = any(config.get(key) is not None for key in _CONSTANTS)
         return cls(_NAMES.get((gated, word), word), constants)

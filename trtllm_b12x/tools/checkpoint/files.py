@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,55 +35,64 @@ class CheckpointError(UnusableError):
         super().__init__(f"{place}: {problem}; {remedy}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+class Section(dict[str, Any]):
+    """A JSON object, and the file that holds it."""
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self.path = path
+
+    def typed(self, kind: type, *keys: str) -> Any:
+        """Return the value of the first key that is there, or None.
+
+        Raises:
+            CheckpointError: a value has another type.
+        """
+        for key in keys:
+            value = self.get(key)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+                raise CheckpointError(self.path, f"{key} is {json.dumps(value)[:80]}, not {_TYPES[kind]}")
+            return value
+        return None
+
+    def section(self, key: str) -> Section:
+        """Return the object under ``key``, empty if it is not there."""
+        return Section(self.path, self.typed(dict, key) or {})
+
+
+def read_json(path: Path) -> Section:
     """Parse a JSON file that holds an object.
 
     Raises:
         CheckpointError: the file is missing, no regular file, too large, or not valid JSON.
     """
+    with _opening(path):
+        _expect_regular(path)
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise CheckpointError(path, f"has {size} bytes, too many for a configuration", "copy it again")
+        raw = path.read_bytes()
+    _refuse_pointer(path, raw)
     try:
-        with _opening(path):
-            _expect_regular(path)
-            size = path.stat().st_size
-            if size > _MAX_JSON_BYTES:
-                raise CheckpointError(path, f"has {size} bytes, too many for a configuration", "copy it again")
-            raw = path.read_bytes()
-        _refuse_pointer(path, raw)
         content = json.loads(raw.decode("utf-8"))
         if re.search(rb"\\u[dD][89a-fA-F]", raw):
             json.dumps(content, ensure_ascii=False).encode()
-    except RecursionError:
-        raise CheckpointError(path, "cannot be read (nested too deeply)") from None
-    except UnicodeEncodeError:
-        raise CheckpointError(path, "cannot be read (half a surrogate pair)") from None
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:  # JSONDecodeError, UnicodeDecodeError, integers beyond sys.get_int_max_str_digits()
-        raise CheckpointError(path, f"cannot be read ({error})") from error
+    except (RecursionError, ValueError) as error:  # also UnicodeDecodeError, integers beyond sys.get_int_max_str_digits()
+        problem = {RecursionError: "nested too deeply", UnicodeEncodeError: "half a surrogate pair"}.get(type(error), error)
+        raise CheckpointError(path, f"cannot be read ({problem})") from None
     if not isinstance(content, dict):
         raise CheckpointError(path, "holds no JSON object")
-    return content
-
-
-def typed(path: Path, section: Mapping[str, Any], key: str, kind: type) -> Any:
-    """Return ``section[key]``, or None if it is not there.
-
-    Raises:
-        CheckpointError: the value has another type.
-    """
-    value = section.get(key)
-    allowed = (int, float) if kind is float else kind
-    if value is not None and (not isinstance(value, allowed) or isinstance(value, bool)):
-        raise CheckpointError(path, f"{key} is {json.dumps(value)[:80]}, not {_TYPES[kind]}")
-    return value
+    return Section(path, content)
 
 
 class TensorFiles:
     """The tensors of every ``*.safetensors`` in a directory, as TensorRT-LLM finds them.
 
-    ``HfWeightLoader.load_weights`` loads every file, listed in the index or not, except those with "consolidated" in their names
-    if there are others, and merges them in no fixed order (``tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py``, commit
-    02086d89). It reads neither the index nor folders below. So the same name in two files is an error, and so is an index that
+    ``HfWeightLoader.load_weights`` (``tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py``, commit 02086d89) loads every
+    file, listed in the index or not, except those with "consolidated" in their names if there are others, and merges them in no
+    fixed order. It reads neither the index nor folders below. So the same name in two files is an error, and so is an index that
     lists a tensor that is not loaded.
 
     Raises:
@@ -180,10 +190,8 @@ class TensorFiles:
         if below is not None:
             problem = f"*.safetensors are in {below.parent.name}/, but TensorRT-LLM loads only the folder of config.json"
             return CheckpointError(self.directory, problem, "move them there")
-        others = sorted(p.name for p in self.directory.iterdir() if p.suffix in (".bin", ".pth", ".gguf"))
-        return CheckpointError(
-            self.directory, "holds no *.safetensors" + (f" (it holds {others[0]})" if others else ""), _GIVE_EXPORT
-        )
+        others = sorted(f" (it holds {p.name})" for p in self.directory.iterdir() if p.suffix in (".bin", ".pth", ".gguf"))
+        return CheckpointError(self.directory, f"holds no *.safetensors{others[0] if others else ''}", _GIVE_EXPORT)
 
 
 def expect_directory(directory: Path) -> None:
@@ -191,12 +199,12 @@ def expect_directory(directory: Path) -> None:
     Raises:
         CheckpointError: the directory is missing, or a Hugging Face cache folder instead of a snapshot.
     """
-    if not _safely(directory.is_dir):
+    if not os.path.isdir(directory):  # also if the path is too long or holds a NUL
         remedy = "give the folder that holds config.json"
         if re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", str(directory)):
             remedy = f"for a Hugging Face name, give the folder that this prints: hf download {directory}"
         raise CheckpointError(str(directory)[:300], "no such directory", remedy)
-    if _safely((directory / "config.json").exists):
+    if os.path.exists(directory / "config.json"):
         return
     roots = [directory] if (directory / "snapshots").is_dir() else sorted(directory.glob("models--*"))
     if roots:
@@ -205,21 +213,11 @@ def expect_directory(directory: Path) -> None:
         raise CheckpointError(directory, "is a folder of the Hugging Face cache, not a checkpoint", remedy)
 
 
-def _safely(check: Callable[[], bool]) -> bool:
-    """Call ``check``; a path that is too long or holds a NUL counts as missing."""
-    try:
-        return check()
-    except (OSError, ValueError):
-        return False
-
-
 @contextmanager
 def _opening(path: Path) -> Iterator[None]:
     """Turn errors of opening a file into CheckpointErrors."""
     try:
         yield
-    except CheckpointError:
-        raise
     except FileNotFoundError:
         raise CheckpointError(path, "missing", _GIVE_EXPORT) from None
     except PermissionError:

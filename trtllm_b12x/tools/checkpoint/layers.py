@@ -15,7 +15,7 @@ from trtllm_b12x import formats
 from trtllm_b12x.formats.geometry import LayerShape
 
 from .activation import Activation
-from .files import CheckpointError, TensorFiles, expect_directory, read_json, typed
+from .files import CheckpointError, Section, TensorFiles, expect_directory, read_json
 from .moe_layers import moe_layers
 from .quantization import Quantization
 from .storage import STORAGE, UNQUANTIZED, storage_of
@@ -113,13 +113,9 @@ class LayerWeights(Mapping[str, torch.Tensor]):
             return self._scalars[key]
         name, tensor = self._read(key)
         kind = key.rpartition(".")[2]
-        fault = self._storage.fault(kind, tensor)
-        if fault:
-            raise CheckpointError(
-                self._checkpoint.file_of(name),
-                f"{name} {fault}, a scale must be finite and not negative",
-                "calibrate and export the model again",
-            )
+        if fault := self._storage.fault(kind, tensor):
+            problem = f"{name} {fault}, a scale must be finite and not negative"
+            raise CheckpointError(self._checkpoint.file_of(name), problem, "calibrate and export the model again")
         if kind in self._storage.scalars:
             tensor = self._scalars[key] = tensor.clone()
         return tensor
@@ -166,13 +162,12 @@ class Checkpoint:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         expect_directory(self.directory)
-        self._config_file = self.directory / "config.json"
-        config = read_json(self._config_file)
+        config = read_json(self.directory / "config.json")
         # Multimodal configurations nest the language model's.
         nested: dict[str, Any] = next(
             (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), {}
         )
-        self._config: dict[str, Any] = {**config, **nested}
+        self._config = Section(config.path, {**config, **nested})
         self._quantization = Quantization.from_files(self.directory, self._config)
         self._files = TensorFiles(self.directory)
         self.file_of, self.tensor = self._files.file_of, self._files.tensor
@@ -203,11 +198,8 @@ class Checkpoint:
                 layer.stacked |= "expert" not in groups
                 layer.experts.setdefault(int(groups.get("expert", 0)), set()).add(groups["projection"])
         if not names:
-            raise CheckpointError(
-                self.directory,
-                "no MoE layers (no tensors named *.experts.N.*_proj.weight or *.experts.gate_up_proj)",
-                "give a mixture-of-experts checkpoint",
-            )
+            problem = "no MoE layers (no tensors named *.experts.N.*_proj.weight or *.experts.gate_up_proj)"
+            raise CheckpointError(self.directory, problem, "give a mixture-of-experts checkpoint")
         if not self._quantization.present:
             self._expect_unquantized(names)
         self._expect_every_layer(names)
@@ -219,15 +211,12 @@ class Checkpoint:
         kinds = {kind for tensors in names.values() for kind in tensors.kinds}
         algo = next((algo for algo, storage in STORAGE.items() if storage.marker in kinds), None)
         if algo is not None:
-            raise CheckpointError(
-                self.directory / "hf_quant_config.json",
-                f"missing, but the tensor names show that the experts are {algo}",
-                "copy it from the export",
-            )
+            problem = f"missing, but the tensor names show that the experts are {algo}"
+            raise CheckpointError(self.directory / "hf_quant_config.json", problem, "copy it from the export")
 
     def _expect_every_layer(self, names: Mapping[str, _TensorNames]) -> None:
         """Expect experts in each layer that the configuration makes an MoE layer."""
-        expected = moe_layers(self._config_file, self._config)
+        expected = moe_layers(self._config)
         if expected is None:
             return
         by_module: dict[str, set[int]] = {}  # a multi-token-prediction module counts its layers from 0 again
@@ -236,21 +225,20 @@ class Checkpoint:
         indices = max(by_module.values(), key=len)
         missing = next((index for index in expected if index not in indices), None)
         if missing is not None:
-            raise CheckpointError(self._config_file, f"layer {missing} should have experts, but the files hold no tensor of them")
+            raise CheckpointError(self._config.path, f"layer {missing} should have experts, but the files hold no tensor of them")
 
     def _layer(self, name: str, names: _TensorNames, algo: str, group_size: int | None) -> MoELayer:
-        top_k = self._setting("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+        top_k = self._config.typed(int, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
         if top_k is None:
-            raise CheckpointError(self._config_file, "num_experts_per_tok is missing", "restore it")
+            raise CheckpointError(self._config.path, "num_experts_per_tok is missing", "restore it")
         storage = storage_of(algo)
         packed = storage.elements["weight"]
         spelled = names.experts.get(0, set())
         projections = next((known for known in _PROJECTIONS if set(known.values()) == spelled), None)
         if projections is None:
+            problem = f"expert 0 of {name} has the projections {', '.join(sorted(spelled)) or 'none'}"
             raise CheckpointError(
-                self.directory,
-                f"expert 0 of {name} has the projections {', '.join(sorted(spelled)) or 'none'}, expected gate_proj, up_proj and "
-                "down_proj, or up_proj and down_proj",
+                self.directory, f"{problem}, expected gate_proj, up_proj and down_proj, or up_proj and down_proj"
             )
         prefix = f"{name}.experts."
         if names.stacked:
@@ -265,16 +253,13 @@ class Checkpoint:
             weight = f"{prefix}0.{projections['w1']}.weight"
             rows, inner = self._shape(weight, 2)
             inner_first = False
+        file = self.file_of(weight)
         if not (num_experts > 0 and rows and inner and 0 < top_k <= num_experts):
-            raise CheckpointError(
-                self.file_of(weight), f"{weight} gives {num_experts} experts of {rows} x {inner * packed} with top_k {top_k}"
-            )
+            sizes = f"{num_experts} experts of {rows} x {inner * packed} with top_k {top_k}"
+            raise CheckpointError(file, f"{weight} gives {sizes}")
         if algo == "none" and self._files.header(weight)[0] == "U8":
-            raise CheckpointError(
-                self.file_of(weight),
-                f"{weight} is packed, but {self._quantization.path.name} says that it is not quantized",
-                "restore its list of excluded modules",
-            )
+            problem = f"{weight} is packed, but {self._quantization.path.name} says that it is not quantized"
+            raise CheckpointError(file, problem, "restore its list of excluded modules")
         gated = "w3" in projections
         layer = MoELayer(
             name=name,
@@ -284,7 +269,7 @@ class Checkpoint:
             hidden_size=inner * packed,
             intermediate_size=rows,
             gated=gated,
-            activation=Activation.of(self._config_file, self._config, gated),
+            activation=Activation.of(self._config, gated),
             quant_algo=algo,
             group_size=group_size,
             projections=projections,
@@ -300,7 +285,7 @@ class Checkpoint:
 
     def _num_experts(self, name: str, names: _TensorNames) -> int:
         actual = len(names.experts)
-        expected = self._setting("num_experts", "num_local_experts", "n_routed_experts")
+        expected = self._config.typed(int, "num_experts", "num_local_experts", "n_routed_experts")
         expected = actual if expected is None else expected
         if expected != actual or max(names.experts) != expected - 1:
             missing = next((e for e in range(min(expected, actual + 1)) if e not in names.experts), None)
@@ -352,10 +337,6 @@ class Checkpoint:
         if len(shape) != dimensions:
             raise CheckpointError(self.file_of(name), f"{name} has shape {shape}, expected {dimensions} dimensions")
         return shape
-
-    def _setting(self, *names: str) -> int | None:
-        values = (typed(self._config_file, self._config, name, int) for name in names)
-        return next((value for value in values if value is not None), None)
 
 
 @dataclass

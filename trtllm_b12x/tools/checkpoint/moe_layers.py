@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from .files import CheckpointError, typed
+from .files import CheckpointError, Section
 
 _MAX_LAYERS = 10_000
 
@@ -14,7 +12,7 @@ _EVERY_LAYER = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "minimax", 
 """``model_type`` of families without dense layers, unless a key below lists some."""
 
 
-def moe_layers(path: Path, config: Mapping[str, Any]) -> list[int] | None:
+def moe_layers(config: Section) -> list[int] | None:
     """Return the indices of the MoE layers, ascending, or None if the model family is unknown.
 
     Sources: transformers 5.23, ``models/*/configuration_*.py`` and the decoder layers next to them.
@@ -22,25 +20,25 @@ def moe_layers(path: Path, config: Mapping[str, Any]) -> list[int] | None:
     Raises:
         CheckpointError: a key has the wrong type, or there are more than 10,000 layers.
     """
-    words = _word_per_layer(path, config)
-    layers = typed(path, config, "num_hidden_layers", int)
+    words = _word_per_layer(config)
+    layers = config.typed(int, "num_hidden_layers")
     if layers is None:
         if words is None:
             return None
         layers = len(words)  # Nemotron-H
     if not 0 < layers <= _MAX_LAYERS:
-        raise CheckpointError(path, f"num_hidden_layers is {str(layers)[:20]}, expected 1 to {_MAX_LAYERS}", "restore it")
+        problem = f"num_hidden_layers is {str(layers)[:20]}, expected 1 to {_MAX_LAYERS}"
+        raise CheckpointError(config.path, problem, "restore it")
     if words is not None:
         return [index for index, word in enumerate(words[:layers]) if word in ("moe", "sparse", "E")]
-    listed = typed(path, config, "moe_layers", list)  # Llama 4
+    listed = config.typed(list, "moe_layers")  # Llama 4
     if listed is not None:
         return sorted(index for index in listed if isinstance(index, int) and 0 <= index < layers)
-    steps = (typed(path, config, key, int) for key in ("decoder_sparse_step", "interleave_moe_layer_step"))
-    step = next((value for value in list(steps) if value), None)
-    first = typed(path, config, "first_k_dense_replace", int)
-    frequency = config.get("moe_layer_freq")
+    steps = [config.typed(int, key) for key in ("decoder_sparse_step", "interleave_moe_layer_step")]
+    step = next(filter(None, steps), None)
+    first, frequency = config.typed(int, "first_k_dense_replace"), config.get("moe_layer_freq")
     if step is not None:
-        dense = typed(path, config, "mlp_only_layers", list) or ()
+        dense = config.typed(list, "mlp_only_layers") or ()
         return [index for index in range(layers) if (index + 1) % step == 0 and index not in dense]
     if isinstance(frequency, list):  # MiniMax-M3
         return [index for index, value in enumerate(frequency[:layers]) if value]
@@ -50,11 +48,11 @@ def moe_layers(path: Path, config: Mapping[str, Any]) -> list[int] | None:
     return list(range(layers)) if config.get("model_type") in _EVERY_LAYER else None
 
 
-def _word_per_layer(path: Path, config: Mapping[str, Any]) -> list[Any] | None:
+def _word_per_layer(config: Section) -> list[Any] | None:
     """Return one word or letter per layer: Nemotron-H; GLM and others since transformers 5."""
     for key in ("mlp_layer_types", "layers_block_type"):
-        words = typed(path, config, key, list)
+        words = config.typed(list, key)
         if words is not None and any(word in ("moe", "sparse") for word in words):
             return list(words)
-    letters = typed(path, config, "hybrid_override_pattern", str)
+    letters = config.typed(str, "hybrid_override_pattern")
     return None if letters is None else list(letters)

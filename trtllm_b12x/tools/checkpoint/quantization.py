@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from trtllm_b12x import formats
 
-from .files import CheckpointError, read_json, typed
+from .files import CheckpointError, Section, read_json
 from .storage import STORAGE
 
 OTHER_ALGORITHMS = {
@@ -39,36 +38,34 @@ class Quantization:
     algo: str | None
     group_size: int | None
     exclude: tuple[str, ...]
-    per_layer: Mapping[str, Mapping[str, Any]]
+    per_layer: Mapping[str, tuple[str | None, int | None]]
+    """Module to its algorithm and group size."""
 
     @classmethod
-    def from_files(cls, directory: Path, config: Mapping[str, Any]) -> Quantization:
+    def from_files(cls, directory: Path, config: Section) -> Quantization:
         """
         Raises:
             CheckpointError: a key has the wrong type, or another tool quantized the model; the message names it.
         """
-        path = directory / "hf_quant_config.json"
+        path, present = directory / "hf_quant_config.json", True
         if path.exists():
-            section = typed(path, read_json(path), "quantization", dict)
-            if section is None:
+            content = read_json(path)
+            section = content.section("quantization")
+            if content.get("quantization") is None:
                 raise CheckpointError(path, "has no quantization section")
-            excluded, group_size = typed(path, section, "exclude_modules", list), typed(path, section, "group_size", int)
-            present = True
+            excluded, group_size = section.typed(list, "exclude_modules"), section.typed(int, "group_size")
         else:
-            path = directory / "config.json"
-            section = typed(path, config, "quantization_config", dict)
-            present, section = section is not None, _with_method(path, section or {})
+            present = config.get("quantization_config") is not None
+            section = _with_method(config.section("quantization_config"))
             keys = ("ignore", "modules_to_not_convert", "ignored_layers")
-            excluded = [name for key in keys for name in typed(path, section, key, list) or ()]
-            group_size = next((typed(path, weights, "group_size", int) for weights in _weight_groups(path, section)), None)
+            excluded = [name for key in keys for name in section.typed(list, key) or ()]
+            group_size = next((weights.typed(int, "group_size") for weights in _weight_groups(section)), None)
         # nvidia-modelopt 0.47 with transformers 5.23 appends "\0" and a sentinel to names it renames back.
         patterns = tuple(str(pattern).split("\0")[0].rstrip(".") for pattern in excluded or ())
-        layers = typed(path, section, "quantized_layers", dict) or {}
-        per_layer = {}
-        for name in layers:
-            entry = typed(path, layers, name, dict) or {}
-            per_layer[name] = {key: typed(path, entry, key, kind) for key, kind in (("quant_algo", str), ("group_size", int))}
-        return cls(path, present, typed(path, section, "quant_algo", str), group_size, patterns, per_layer)
+        layers = section.section("quantized_layers")
+        entries = {name: layers.section(name) for name in layers}
+        per_layer = {name: (entry.typed(str, "quant_algo"), entry.typed(int, "group_size")) for name, entry in entries.items()}
+        return cls(section.path, present, section.typed(str, "quant_algo"), group_size, patterns, per_layer)
 
     def of_experts(self, layers: Iterable[str]) -> dict[str, tuple[str, int | None]]:
         """Map each layer to its experts' algorithm (``none`` if not quantized) and group size."""
@@ -79,11 +76,7 @@ class Quantization:
             return "none", None
         if self.algo != "MIXED_PRECISION":
             return self.algo, self.group_size or formats.group_size(self.algo)
-        entries = {
-            (entry.get("quant_algo"), entry.get("group_size"))
-            for module, entry in self.per_layer.items()
-            if module.startswith(f"{layer}.experts")
-        }
+        entries = {entry for module, entry in self.per_layer.items() if module.startswith(f"{layer}.experts")}
         if len(entries) != 1:
             return ("MIXED_PRECISION" if entries else "none"), None
         algo, group_size = entries.pop()
@@ -105,37 +98,34 @@ def _matches(pattern: str, module: str) -> bool:
         return False
 
 
-def _with_method(path: Path, section: dict[str, Any]) -> dict[str, Any]:
+def _with_method(section: Section) -> Section:
     """Add the settings that ``quant_method`` stands for, as TensorRT-LLM does (model_config.py, load_hf_quant_config)."""
-    method = typed(path, section, "quant_method", str)
+    path, method = section.path, section.typed(str, "quant_method")
     for algo, storage in STORAGE.items():
         if method in storage.quant_methods:
-            section = {**storage.quant_methods[method], **section}
+            section = Section(path, {**storage.quant_methods[method], **section})
             expected = [1, formats.group_size(algo)]
             blocks = section.get("weight_block_size", expected)
             if blocks != expected:
-                raise CheckpointError(
-                    path,
-                    f"weight_block_size is {str(blocks)[:40]}; TensorRT-LLM expects {expected} for {method}",
-                    "quantize the model again",
-                )
+                problem = f"weight_block_size is {str(blocks)[:40]}; TensorRT-LLM expects {expected} for {method}"
+                raise CheckpointError(path, problem, "quantize the model again")
             return section
     if method is not None and "quant_algo" not in section:
         export = "export the unquantized model with nvidia-modelopt's NVFP4_DEFAULT_CFG for b12x"
-        raise CheckpointError(path, _foreign_format(path, method, section), export)
+        raise CheckpointError(path, _foreign_format(method, section), export)
     return section
 
 
-def _weight_groups(path: Path, section: Mapping[str, Any]) -> list[dict[str, Any]]:
-    groups = (typed(path, section, "config_groups", dict) or {}).values()
-    return [typed(path, group, "weights", dict) or {} for group in groups if isinstance(group, dict)]
+def _weight_groups(section: Section) -> list[Section]:
+    groups = section.section("config_groups").values()
+    return [Section(section.path, group).section("weights") for group in groups if isinstance(group, dict)]
 
 
-def _foreign_format(path: Path, method: str, section: Mapping[str, Any]) -> str:
+def _foreign_format(method: str, section: Section) -> str:
     """Describe a ``quant_method`` that is not ModelOpt's, and what serves it."""
     if method == "compressed-tensors":
-        weights = _weight_groups(path, section)
-        groups = [group for group in (section.get("config_groups") or {}).values() if isinstance(group, dict)]
+        weights = _weight_groups(section)
+        groups = [group for group in section.section("config_groups").values() if isinstance(group, dict)]
         names = " ".join(str(part.get("format")) for part in (section, *groups))
         if "nvfp4" in names or any(w.get("strategy") == "tensor_group" and w.get("num_bits") == 4 for w in weights):
             # model_config.py reads its configuration, but only two models' mappers know its tensor names (pull request 17726).
