@@ -154,7 +154,7 @@ def restarted(dispatch: Any, cute: Any) -> dict[str, Any]:
 
 def warmed_up() -> list[bool]:
     """What ``trtllm-b12x warmup`` asks the same cache for: whether each kernel is there already, that is under the same key."""
-    from trtllm_b12x.environment import payload_child
+    from trtllm_b12x.core import child
     from trtllm_b12x.kernels.b12x import precompile
 
     request = {
@@ -165,7 +165,7 @@ def warmed_up() -> list[bool]:
         "geometry": precompile.fields(GEOMETRY),
     }
     answers: list[dict[str, Any]] = []
-    assert payload_child.answers(payload_child.command(precompile.__name__), request, dict(os.environ), answers.append) == 0
+    assert child.answers(child.command(precompile.__name__), request, dict(os.environ), answers.append) == 0
     return [bool(answer["cached"]) for answer in answers if "cached" in answer]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_b12x.environment import payload_child
+from trtllm_b12x.core import child
 
 PROGRAM = """
 import json, os, subprocess, sys, time
@@ -28,7 +28,7 @@ os._exit(3)
 def test_a_program_that_dies_or_takes_too_long(seconds: int, timeout: float | None, status: int) -> None:
     answers: list[dict[str, Any]] = []
     command = [sys.executable, "-c", PROGRAM]
-    assert payload_child.answers(command, {"seconds": seconds}, dict(os.environ), answers.append, timeout) == status
+    assert child.answers(command, {"seconds": seconds}, dict(os.environ), answers.append, timeout) == status
     assert answers[0] == {"asked": {"seconds": seconds}}
     process = Path("/proc") / str(answers[1]["other"])
     for _ in range(100):
@@ -39,4 +39,4 @@ def test_a_program_that_dies_or_takes_too_long(seconds: int, timeout: float | No
 
 
 def test_a_program_that_does_not_read_its_request() -> None:
-    assert payload_child.answers([sys.executable, "-c", "raise SystemExit(1)"], ["x" * 10**6], dict(os.environ), print) == 1
+    assert child.answers([sys.executable, "-c", "raise SystemExit(1)"], ["x" * 10**6], dict(os.environ), print) == 1

@@ -16,6 +16,7 @@ import pytest
 from tests.installations import distribution, program
 from trtllm_b12x import environment
 from trtllm_b12x.core import disk
+from trtllm_b12x.decision import Environment
 from trtllm_b12x.environment import cute_dsl, gpu, packages
 
 SMI = "0, GPU-aaaa, 12.0\n1, GPU-bbbb, 12.1\n2, GPU-cccc, 9.0"
@@ -112,17 +113,17 @@ class B12xMoEWrapper:
 @pytest.mark.parametrize(
     ("version", "wrapper", "dispatch", "expected"),
     [
-        ("0.6.0", "", "", (False, False, False, 128)),
+        ("0.6.0", "", "", (False, False, 128)),
         (
             "0.6.16",
             WRAPPER.replace(", input_global_scale=None", ""),
             "",
-            (True, False, False, 128),
+            (False, False, 128),
         ),
-        ("0.6.18.post1", WRAPPER, "", (True, True, False, 128)),
-        ("0.7.0", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, True, False, 256)),
-        ("0.7.2.post1", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, True, True, 256)),
-        ("0.7.2", "class B12xMoEWrapper: (", "", (False, False, False, 128)),
+        ("0.6.18.post1", WRAPPER, "", (True, False, 128)),
+        ("0.7.0", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, False, 256)),
+        ("0.7.2.post1", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, True, 256)),
+        ("0.7.2", "class B12xMoEWrapper: (", "", (False, False, 128)),
     ],
 )
 def test_flashinfer_is_read_not_imported(
@@ -137,8 +138,8 @@ def test_flashinfer_is_read_not_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # another test may have imported the real one
     found = environment.inspect_flashinfer()
-    assert found.version == version
-    assert (found.b12x, found.exact_scales, found.negative_ids, found.tile) == expected
+    assert found.flashinfer == version
+    assert (found.exact_scales, found.expert_parallel, found.tile) == expected
 
 
 @pytest.mark.parametrize(
@@ -265,14 +266,14 @@ def test_the_copy_that_loads_and_what_is_cut_off(tmp_path: Path, monkeypatch: py
     distribution(tmp_path / "second", "flashinfer-python", "0.7.2", [kernels / "moe_static_kernel.py"])
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path / "second"))
-    assert environment.inspect_flashinfer().version == "0.7.2"
+    assert environment.inspect_flashinfer().flashinfer == "0.7.2"
     monkeypatch.syspath_prepend(str(tmp_path / "first"))
-    assert environment.inspect_flashinfer().version == "0.7.1"
+    assert environment.inspect_flashinfer().flashinfer == "0.7.1"
     monkeypatch.setattr(sys, "path", sys.path[1:])
     for damage in (lambda: (kernels / "moe_static_kernel.py").write_text("a = 1\n"), (kernels / "moe_static_kernel.py").unlink):
-        assert environment.inspect_flashinfer().fault == ""
+        assert environment.inspect_flashinfer().flashinfer_fault == ""
         damage()
-        assert environment.inspect_flashinfer().fault == f"missing or cut off: moe_static_kernel.py, in {kernels}"
+        assert environment.inspect_flashinfer().flashinfer_fault == f"missing or cut off: moe_static_kernel.py, in {kernels}"
         (kernels / "moe_static_kernel.py").write_text("a = 1\n" * 10)
 
 
@@ -310,8 +311,8 @@ def test_what_the_dsl_requires_and_does_not_say(
 def test_no_dsl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # of another test of this process
-    assert environment.inspect_payload() == environment.Payload()
-    assert environment.inspect_flashinfer() == environment.FlashInfer()
+    assert environment.inspect_payload() == Environment(dsl="none")
+    assert environment.inspect_flashinfer() == Environment(flashinfer="none")
 
 
 POLICY = ("FLASHINFER_TOO_OLD", "REQUIREMENT", "DSL_PAYLOAD")

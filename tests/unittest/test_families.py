@@ -66,7 +66,7 @@ def fails(self: Any, geometry: Geometry, capacity: int, device: torch.device) ->
 
 
 def test_what_the_catalog_says_is_what_the_kernels_say() -> None:
-    machine = environment.of_flashinfer(environment.inspect_flashinfer())
+    machine = environment.inspect_flashinfer()
     for family in families.FAMILIES:
         assert family.features(machine) == KERNELS[family.key][0].features
         assert family.features(machine).name == family.name

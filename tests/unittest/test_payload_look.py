@@ -42,8 +42,8 @@ REPORT = """
 import json
 from trtllm_b12x import environment
 found = environment.inspect_payload()
-fault = found.fault and found.fault.name
-print(json.dumps([found.version, found.cuda, fault, found.detail, found.in_the_way, found.flashinfer_fault]))
+fault = found.payload_fault and found.payload_fault.name
+print(json.dumps([found.dsl, found.payload_cuda, fault, found.payload_detail, found.dsl_in_the_way, found.flashinfer_fault]))
 """
 
 

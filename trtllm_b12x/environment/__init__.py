@@ -15,19 +15,16 @@ from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Environment
 
 from . import packages, triton
-from .cute_dsl import WHEELS, Payload, inspect_payload
-from .flashinfer import FlashInfer, distribution_of, inspect_flashinfer
+from .cute_dsl import WHEELS, inspect_payload
+from .flashinfer import distribution_of, inspect_flashinfer
 from .gpu import cards, driver_cuda, gpu_sm, toolkit_cuda
 
 __all__ = [
-    "FlashInfer",
-    "Payload",
     "cards",
     "driver_cuda",
     "gpu_sm",
     "inspect_flashinfer",
     "inspect_payload",
-    "of_flashinfer",
     "probe",
     "toolkit_cuda",
     "triton",
@@ -35,19 +32,6 @@ __all__ = [
 
 _COMPILED_WITH = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
 """Requirements of FlashInfer whose version affects its kernels. The others only have to be installed."""
-
-
-def of_flashinfer(found: FlashInfer) -> Environment:
-    """Return the facts that follow from FlashInfer's files alone."""
-    installed = found.version != "none"
-    return Environment(
-        flashinfer=found.version,
-        flashinfer_fault=found.fault,
-        mismatched=found.mismatched,
-        exact_scales=found.exact_scales if installed else None,
-        expert_parallel=found.negative_ids if installed else None,
-        tile=found.tile if installed else None,
-    )
 
 
 def probe(host: tuple[str, str] = ("none", ""), always_look: bool = False) -> Environment:
@@ -71,7 +55,7 @@ def _probe(hosted: bool, always_look: bool) -> Environment:
     wheels = packages.installed(WHEELS)
     dsl = wheels.get("nvidia-cutlass-dsl")
     facts = replace(
-        of_flashinfer(inspect_flashinfer()),
+        inspect_flashinfer(),
         enabled=settings.ENABLED(),
         sm=gpu_sm(),
         toolkit_cuda=toolkit_cuda(),
@@ -83,41 +67,26 @@ def _probe(hosted: bool, always_look: bool) -> Environment:
     facts = replace(facts, triton_lacks=triton.lacking(facts.sm), upcast=triton.upcast(facts.sm))
     if not always_look and "b12x" not in settings.KERNELS.listed():
         return facts
-    payload = inspect_payload()
+    facts = inspect_payload(facts)
     origin = packages.origin("flashinfer")
     ours = distribution_of(origin) if origin is not None else None
-    stated = [*wheels.values(), *([ours] if ours is not None else [])]
-    unmet, missing = packages.requirements(stated)
+    named = wheels if ours is None else {**wheels, "flashinfer-python": ours}
+    unmet, missing = packages.requirements(named.values())
     if importlib.util.find_spec("triton") is None:  # FlashInfer's b12x module imports it but does not declare it
         missing.append("triton")
     return replace(
         facts,
-        dsl=payload.version if dsl is not None else "none",
-        payload_cuda=payload.cuda,
-        payload_fault=payload.fault,
-        payload_detail=payload.detail,
-        payload_file=payload.file,
-        payload_kept=payload.kept,
-        dsl_in_the_way=payload.in_the_way,
-        flashinfer_fault=facts.flashinfer_fault or ("" if facts.mismatched else payload.flashinfer_fault),
         unmet=tuple(text for text in unmet if text.startswith(_COMPILED_WITH)),
-        missing=tuple(missing) if _lacks_a_module(payload) else (),
-        unrecorded=tuple(name for name, d in _named(wheels, ours).items() if not d.read_text("RECORD")),
+        missing=tuple(missing) if _lacks_a_module(facts) else (),
+        unrecorded=tuple(name for name, d in named.items() if not d.read_text("RECORD")),
     )
 
 
-def _lacks_a_module(payload: Payload) -> bool:
+def _lacks_a_module(facts: Environment) -> bool:
     """Return True if an import failed for a module that belongs neither to FlashInfer nor to the CuTe DSL."""
-    module = re.search(r"No module named '(\w+)", f"{payload.detail} {payload.flashinfer_fault}")
+    module = re.search(r"No module named '(\w+)", f"{facts.payload_detail} {facts.flashinfer_fault}")
     return module is not None and module[1] not in ("cutlass", "nvidia_cutlass_dsl", "flashinfer")
 
 
-def _named(
-    wheels: dict[str, packages.Distribution], flashinfer: packages.Distribution | None
-) -> dict[str, packages.Distribution]:
-    return {**wheels, **({"flashinfer-python": flashinfer} if flashinfer is not None else {})}
-
-
-def forget() -> None:
-    """Clear the cached probe."""
-    _probe.cache_clear()
+forget = _probe.cache_clear
+"""Clear the cached probe."""

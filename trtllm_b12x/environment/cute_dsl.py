@@ -14,14 +14,14 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_b12x.core import disk
+from trtllm_b12x.core import child, disk
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.version import __version__
-from trtllm_b12x.decision import PayloadFault
+from trtllm_b12x.decision import Environment, PayloadFault
 
 from . import flashinfer, gpu, packages, payload_child
 
@@ -37,52 +37,35 @@ _IMPORTED = ("apache-tvm-ffi", "triton", "torch", "cuda-python", "cuda-bindings"
 _MPI_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "MPI_", "MPICH_", "MV2_", "HYDRA_", "SLURM_", "I_MPI_")
 
 
-@dataclass(frozen=True)
-class Payload:
-    """CuTe DSL that loads, and the result of importing FlashInfer's kernels on it."""
-
-    version: str = "none"
-    """Version of the copy that loads, or of the metadata if none loads."""
-    cuda: tuple[int, int] | None = None
-    """CUDA version of the payload; (0, 0) if none loads."""
-    fault: PayloadFault | None = None
-    detail: str = ""
-    file: str = ""
-    """Path of ``__init__.py`` of the ``cutlass`` package that loads."""
-    in_the_way: tuple[str, ...] = ()
-    """Distributions that own that file, if it does not belong to the CuTe DSL."""
-    flashinfer_fault: str = ""
-    kept: bool = False
-    """True if an earlier process obtained this result."""
-
-
-def inspect_payload() -> Payload:
-    """Return the payload that loads, and the reason if it is not a CUDA 13 one."""
+def inspect_payload(known: Environment = Environment()) -> Environment:  # noqa: B008 - immutable
+    """Add to the known facts which payload loads, and why it is not a CUDA 13 one, if so."""
     wheels = packages.installed(WHEELS)
     if "nvidia-cutlass-dsl" not in wheels:
-        return Payload()
+        return replace(known, dsl="none")
     look, kept = _look(wheels)
-    payload = Payload(
-        version=look.get("version") or wheels["nvidia-cutlass-dsl"].version,
-        cuda=(0, 0),
-        file=look.get("file", ""),
-        flashinfer_fault=look.get("flashinfer", ""),
-        kept=kept,
+    file = look.get("file", "")
+    facts = replace(
+        known,
+        dsl=look.get("version") or wheels["nvidia-cutlass-dsl"].version,
+        payload_cuda=(0, 0),
+        payload_file=file,
+        payload_kept=kept,
+        flashinfer_fault=known.flashinfer_fault or ("" if known.mismatched else look.get("flashinfer", "")),
     )
     if "error" in look:
         fault = PayloadFault[look["fault"]]
-        if fault is not PayloadFault.IMPORT or not _foreign(payload.file, wheels):
-            return replace(payload, fault=fault, detail=f"{look['error']}, in {payload.file}" if payload.file else look["error"])
-        owners = _owners(payload.file)
+        if fault is not PayloadFault.IMPORT or not _foreign(file, wheels):
+            return replace(facts, payload_fault=fault, payload_detail=f"{look['error']}, in {file}" if file else look["error"])
+        owners = _owners(file)
         advice = "" if owners else "; rename it, or take its folder off PYTHONPATH"
-        return replace(payload, fault=PayloadFault.FOREIGN, detail=payload.file + advice, in_the_way=owners)
-    cuda = (int(look["cuda"][0]), int(look["cuda"][1]))
+        return replace(facts, payload_fault=PayloadFault.FOREIGN, payload_detail=file + advice, dsl_in_the_way=owners)
     if look.get("damaged"):
-        return replace(payload, cuda=(0, 0), fault=PayloadFault.DAMAGED, detail=look["damaged"])
-    if cuda >= (13, 0):
-        return replace(payload, cuda=cuda)
-    fault, detail = _why_not_13(wheels)
-    return replace(payload, cuda=cuda, fault=fault, detail=detail)
+        return replace(facts, payload_fault=PayloadFault.DAMAGED, payload_detail=look["damaged"])
+    facts = replace(facts, payload_cuda=(int(look["cuda"][0]), int(look["cuda"][1])))
+    if look["cuda"][0] >= 13:
+        return facts
+    why, detail = _why_not_13(wheels)
+    return replace(facts, payload_fault=why, payload_detail=detail)
 
 
 def _look(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], bool]:
@@ -122,7 +105,7 @@ def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, A
     env = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
     env |= {"TRTLLM_B12X": "0", "PYTHONSAFEPATH": "1"}
     try:
-        result = payload_child.run([sys.executable, payload_child.__file__], env, PROBE_TIMEOUT_S)
+        result = child.run([sys.executable, payload_child.__file__], env, PROBE_TIMEOUT_S)
         output, how = result.stdout, _ending(result)
     except subprocess.TimeoutExpired as late:
         output = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""

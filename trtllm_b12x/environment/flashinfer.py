@@ -7,10 +7,9 @@ import functools
 import importlib.metadata
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-from trtllm_b12x.decision import EXPERT_PARALLEL_FLASHINFER, version_tuple
+from trtllm_b12x.decision import EXPERT_PARALLEL_FLASHINFER, Environment, version_tuple
 
 from . import packages
 
@@ -19,44 +18,28 @@ _KERNELS = ("flashinfer/fused_moe/cute_dsl/blackwell_sm12x/", "flashinfer/cute_d
 _WRAPPER = "fused_moe/cute_dsl/b12x_moe.py"
 
 
-@dataclass(frozen=True)
-class FlashInfer:
-    """FlashInfer copy that an import would load, described from its metadata and source."""
-
-    version: str = "none"
-    b12x: bool = False
-    exact_scales: bool = False
-    """True if ``B12xMoEWrapper.run`` takes ``input_global_scale``."""
-    negative_ids: bool = False
-    """True if every kernel skips negative ids. No signature shows it. From 0.7.2 on; source: comparison of the wheels."""
-    tile: int = 128
-    """Multiple to which the intermediate size is padded: 256 if the static kernel keeps groups of 256 columns."""
-    fault: str = ""
-    """Kernel files that are missing or truncated."""
-    mismatched: tuple[str, ...] = ()
-    """``name version`` of each wheel whose version makes the import raise."""
-
-
-def inspect_flashinfer() -> FlashInfer:
+def inspect_flashinfer() -> Environment:
+    """Return the facts about the copy that an import would load, from its metadata and source."""
     init = packages.origin("flashinfer")
     if init is None:
-        return FlashInfer()
+        return Environment(flashinfer="none")
     distribution = distribution_of(init)
     # The copy that loads states its version. The metadata may belong to another copy, later on the path.
-    told = re.search(r"""^__version__\s*=\s*["']([^"']+)""", packages.source(init, "_build_meta.py"), re.MULTILINE)
-    version = told[1] if told else distribution.version if distribution is not None else ""
+    stated = re.search(r"""^__version__\s*=\s*["']([^"']+)""", packages.source(init, "_build_meta.py"), re.MULTILINE)
+    version = stated[1] if stated else distribution.version if distribution is not None else ""
     if not version:
-        return FlashInfer()
+        return Environment(flashinfer="none")
     arguments = _method_arguments(packages.source(init, _WRAPPER), "B12xMoEWrapper")
     dispatch = packages.source(init, "fused_moe/cute_dsl/blackwell_sm12x/moe_dispatch.py")
-    return FlashInfer(
-        version=version,
-        b12x=bool(arguments),
-        exact_scales="input_global_scale" in arguments.get("run", ()),
-        negative_ids=bool(arguments) and version_tuple(version) >= EXPERT_PARALLEL_FLASHINFER,
-        tile=256 if "_STATIC_RETAINED_GROUP_N" in dispatch else 128,
-        fault=_damage(distribution),
+    return Environment(
+        flashinfer=version,
+        flashinfer_fault=_damage(distribution),
         mismatched=_mismatched(version, packages.source(init, "jit/env.py")),
+        exact_scales="input_global_scale" in arguments.get("run", ()),
+        # No signature shows it. From 0.7.2 on; source: comparison of the wheels.
+        expert_parallel=bool(arguments) and version_tuple(version) >= EXPERT_PARALLEL_FLASHINFER,
+        # The static kernel of newer releases keeps groups of 256 columns.
+        tile=256 if "_STATIC_RETAINED_GROUP_N" in dispatch else 128,
     )
 
 

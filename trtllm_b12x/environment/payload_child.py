@@ -1,7 +1,7 @@
 """Import the CuTe DSL and FlashInfer's kernels in a process that may crash. Run as a file; print one JSON line per result.
 
 ``{"cutlass": {...}}``: version, CUDA payload and file of the CuTe DSL, or the error. ``{"flashinfer": {...}}``: the error of
-importing FlashInfer's kernels, if it is installed. The file needs only the standard library and nothing of this package.
+importing FlashInfer's kernels, if it is installed. The file needs only the standard library.
 """
 
 from __future__ import annotations
@@ -9,12 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 DISPATCH = "flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch"
@@ -37,68 +32,6 @@ def file_of(package: str) -> str:
     if spec is None:
         return ""
     return spec.origin or next(iter(spec.submodule_search_locations or ()), "")
-
-
-def variables() -> dict[str, str]:
-    """Return the environment of a child process that sees no GPU, ignores the working directory and promotes nothing."""
-    return {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
-
-
-def command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs ``main()`` of a module of this package."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; from {module} import main; main()"
-    return [sys.executable, "-c", code, *arguments]
-
-
-def run(command: list[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run a command in ``/`` without standard input. Undecodable output bytes are replaced."""
-    nothing = subprocess.DEVNULL
-    return subprocess.run(
-        command, stdin=nothing, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, cwd="/"
-    )
-
-
-def answers(
-    command: list[str], request: Any, env: dict[str, str], report: Callable[[dict[str, Any]], None], timeout: float | None = None
-) -> int:
-    """Run a program that reads ``request`` as JSON and prints JSON lines; pass each line to ``report``; return its exit status.
-
-    The program ends with this call, with everything that it forks, after ``timeout`` seconds at the latest.
-    """
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=env,
-        cwd="/",
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a process group of its own
-    )
-
-    def end() -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(timeout or threading.TIMEOUT_MAX, end)
-    timer.daemon = True
-    timer.start()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        with suppress(BrokenPipeError), process.stdin as stream:
-            stream.write(json.dumps(request))
-        with process.stdout as lines:
-            for line in lines:
-                if line.startswith("{"):
-                    report(json.loads(line))
-        return process.wait()
-    finally:
-        timer.cancel()
-        end()
-        process.wait()
 
 
 def answer_for_the_gpu(torch: Any, sm_count: int, major: int, minor: int) -> None:

@@ -9,9 +9,8 @@ import json
 import subprocess
 from dataclasses import dataclass
 
-from trtllm_b12x.core import disk
+from trtllm_b12x.core import child, disk
 
-from . import payload_child
 from .cute_dsl import installation_key
 
 TIMEOUT_S = 300
@@ -37,9 +36,7 @@ def prove(target: str, family: str = "b12x") -> Proof:
         target: ``sm_120a`` or ``sm_121a``.
     """
     try:
-        result = payload_child.run(
-            payload_child.command("trtllm_b12x.kernels.prove_child", target, family), payload_child.variables(), TIMEOUT_S
-        )
+        result = child.run(child.command("trtllm_b12x.kernels.prove_child", target, family), child.variables(), TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Proof(target, False, f"no result within {TIMEOUT_S} s")
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]

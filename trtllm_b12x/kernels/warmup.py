@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.environment import payload_child
+from trtllm_b12x.core import child
 
 from . import Geometry, Kernel, PlanError, first_line, routes
 from .cards import Card
@@ -103,6 +103,6 @@ def _fill_flashinfer(work: CompileTask, cards: Sequence[Card], report: Report, b
         else:
             report(CompileResult(work.kind.features.name, **answer), before + total)
 
-    if payload_child.answers(payload_child.command(precompile.__name__), request, payload_child.variables(), compiled):
+    if child.answers(child.command(precompile.__name__), request, child.variables(), compiled):
         raise PlanError("FlashInfer's cache cannot be filled: a process that compiles has died")
     return total

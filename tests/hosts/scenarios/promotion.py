@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import os
 import sys
@@ -136,7 +138,7 @@ def every_backend_quantization_and_card() -> dict[str, Any]:
             os.environ["DOUBLE_SM"] = str(sm)
             environment.forget()
             if payload == "12":  # found for real in tests/integration/test_payload.py
-                environment.inspect_payload = lambda: environment.Payload("4.8.1", (12, 9))
+                environment.inspect_payload = functools.partial(dataclasses.replace, dsl="4.8.1", payload_cuda=(12, 9))
             for backend in ("CUTLASS", "TRTLLM", "CUTEDSL", "VANILLA", "DEEPGEMM"):
                 for algo in ("NVFP4", "FP8", None):
                     trtllm_b12x.uninstall()

@@ -84,12 +84,12 @@ class B12xKernel(Kernel):
     """FlashInfer's static and direct micro kernel on one layer: views of its tensors, and the plan of its geometry."""
 
     _flashinfer = environment.inspect_flashinfer()
-    features = families.b12x(environment.of_flashinfer(_flashinfer))
+    features = families.b12x(_flashinfer)
     instruction = "kind::mxf4nvf4"
 
     @classmethod
     def available(cls) -> bool:
-        return cls._flashinfer.b12x
+        return bool(cls._flashinfer.exact_scales)
 
     @classmethod
     def assembled(cls, geometry: Geometry, card: Any, directory: Path) -> list[str]:
@@ -169,7 +169,7 @@ class B12xKernel(Kernel):
 
     def _cases(self) -> dict[SelfTestCase, Run]:
         """Return each compiled kernel at the largest and the smallest token count that it could serve."""
-        origin, cases = f"(flashinfer-python {self._flashinfer.version})", dict[SelfTestCase, Run]()
+        origin, cases = f"(flashinfer-python {self._flashinfer.flashinfer})", dict[SelfTestCase, Run]()
         served: dict[tuple[str, int], dict[int, Candidate]] = {}
         for tokens, candidates in self._plan.candidates.items():
             for candidate in candidates:

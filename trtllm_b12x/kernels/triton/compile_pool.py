@@ -57,7 +57,7 @@ def fill(
     """
     import triton
 
-    from trtllm_b12x.environment import payload_child
+    from trtllm_b12x.core import child
     from trtllm_b12x.environment.triton import cache_folder
 
     workers = min(workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES, len(variants))
@@ -71,14 +71,14 @@ def fill(
     jobs.sort(key=lambda job: (job["name"] == "route_kernel", job["name"]))
     # Triton from where this process has it, whatever a subprocess would find.
     request = {"jobs": jobs, "processes": workers, "site": str(Path(triton.__file__).parents[1]), "capability": capability}
-    env = {**payload_child.variables(), "TRITON_CACHE_DIR": str(cache_folder())}
+    env = {**child.variables(), "TRITON_CACHE_DIR": str(cache_folder())}
     with ExitStack() as stack:
         if ahead:
             folder = stack.enter_context(_libcuda())
             request |= {"libcuda": folder, "drivers": _driver_folders()}
             env["LIBRARY_PATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("LIBRARY_PATH"))))
         command = [sys.executable, str(Path(__file__))]
-        status = payload_child.answers(command, request, env, report or (lambda answer: None), None if ahead else _TIMEOUT_S)
+        status = child.answers(command, request, env, report or (lambda answer: None), None if ahead else _TIMEOUT_S)
     if ahead and status:
         raise RuntimeError("a process that compiles for Triton has died")
     return workers
