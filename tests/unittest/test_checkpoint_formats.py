@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import mxfp8
 from tests.checkpoints import random_experts, write_checkpoint
-from tests.unittest.test_checkpoint import edit_json, edit_tensors
+from tests.unittest.test_checkpoint import E0, edit_json, edit_tensors, quantize
 from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError, quantization
 from trtllm_b12x.tools.checkpoint.activation import Activation
 from trtllm_b12x.tools.cli import main
@@ -28,11 +28,13 @@ def directory(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "model", [random_experts(2, 128, 16, seed=i) for i in range(3)], top_k=1)
 
 
-def message(directory: Path) -> str:
-    with pytest.raises(CheckpointError) as error:
-        _ = Checkpoint(directory).layers
-    assert str(directory) in str(error.value)
-    return str(error.value)
+def refusal(directory: Path) -> str:
+    """The one line of an unusable checkpoint."""
+    result = CliRunner().invoke(main, ["verify", str(directory)])
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit), result.output
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"error: {directory}")
+    return line
 
 
 # ---- other formats ---------------------------------------------------------------------------------------------------
@@ -60,18 +62,21 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def quantize_in_config(directory: Path, **section: Any) -> None:
+    """Write the section of config.json, as Hugging Face's libraries do."""
+    (directory / "hf_quant_config.json").unlink(missing_ok=True)
+    edit_json(directory / "config.json", quantization_config=section)
+
+
 @pytest.mark.parametrize(("section", "words"), FOREIGN.values(), ids=FOREIGN)
 def test_other_formats_are_named(directory: Path, section: dict[str, Any], words: str) -> None:
-    (directory / "hf_quant_config.json").unlink()
-    edit_json(directory / "config.json", quantization_config=section)
+    quantize_in_config(directory, **section)
     with pytest.raises(CheckpointError, match=rf"config\.json: {words}.*nvidia-modelopt"):
         Checkpoint(directory)
 
 
 def test_huggingface_nvfp4_is_read_as_by_the_host(directory: Path) -> None:
-    (directory / "hf_quant_config.json").unlink()
-    section = {"quant_method": "nvfp4", "modules_to_not_convert": ["model.layers.2.*"]}
-    edit_json(directory / "config.json", quantization_config=section)
+    quantize_in_config(directory, quant_method="nvfp4", modules_to_not_convert=["model.layers.2.*"])
     plain = {n: torch.ones(1, 1) for n in load_file(directory / "model.safetensors") if "layers.2" in n and n.endswith(".weight")}
     edit_tensors(directory, **plain)
     assert [(layer.quant_algo, layer.group_size) for layer in Checkpoint(directory).layers[:2]] == [("NVFP4", 16)] * 2
@@ -85,9 +90,8 @@ def published(tmp_path: Path) -> Path:
     shapes = {"w1": (64, 128), "w3": (64, 128), "w2": (128, 64)}
     plain = {f"{e}.{name}.weight": torch.zeros(shape) for e in range(2) for name, shape in shapes.items()}
     directory = write_checkpoint(tmp_path / "model", [quantized, plain], top_k=1)
-    (directory / "hf_quant_config.json").unlink()
-    section = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["model.layers.1.mlp.experts"]}
-    edit_json(directory / "config.json", quantization_config=section)
+    ignored = ["model.layers.1.mlp.experts"]
+    quantize_in_config(directory, quant_method="mxfp8", weight_block_size=[1, 32], ignored_layers=ignored)
     return directory
 
 
@@ -102,7 +106,7 @@ def test_mxfp8_of_other_producers(published: Path) -> None:
 
 
 def test_mxfp8_of_other_blocks(published: Path) -> None:
-    edit_json(published / "config.json", quantization_config={"quant_method": "mxfp8", "weight_block_size": [128, 128]})
+    quantize_in_config(published, quant_method="mxfp8", weight_block_size=[128, 128])
     with pytest.raises(CheckpointError, match=r"config\.json: weight_block_size is \[128, 128\]; .* \[1, 32\] for mxfp8"):
         Checkpoint(published)
 
@@ -111,56 +115,49 @@ def test_mxfp8_of_other_blocks(published: Path) -> None:
 def test_mxfp8_with_a_tensor_missing(published: Path, missing: str) -> None:
     file = published / "model.safetensors"
     save_file({n: t for n, t in load_file(file).items() if not n.endswith(f"layers.0.mlp.experts.1.up_proj.{missing}")}, file)
-    assert f"model.layers.0.mlp.experts.1.up_proj.{missing}" in message(published)
+    assert f"model.layers.0.mlp.experts.1.up_proj.{missing}" in refusal(published)
 
 
 @pytest.mark.parametrize("algo", sorted(set(quantization.OTHER_ALGORITHMS) - {"none"}))
 def test_other_algorithms_of_modelopt_are_named(directory: Path, algo: str) -> None:
-    edit_json(directory / "hf_quant_config.json", quantization={"quant_algo": algo})
-    result = CliRunner().invoke(main, ["verify", str(directory)])
-    assert result.exit_code == 2
-    assert (
-        f"not an NVFP4 or MXFP8 checkpoint, its experts are {quantization.OTHER_ALGORITHMS[algo]}; quantize it with"
-        in result.output
-    )
+    quantize(directory, quant_algo=algo)
+    algorithm = quantization.OTHER_ALGORITHMS[algo]
+    assert f"not an NVFP4 or MXFP8 checkpoint, its experts are {algorithm}; quantize it with" in refusal(directory)
 
 
 # ---- folders and files -----------------------------------------------------------------------------------------------
-
-
-def test_no_word_of_quantization(directory: Path) -> None:
-    (directory / "hf_quant_config.json").unlink()
-    assert "hf_quant_config.json: missing, but the tensor names show that the experts are NVFP4" in message(directory)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "hf_quant_config.json"])
-def test_git_lfs_pointer(directory: Path, name: str) -> None:
-    (directory / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123\n")
-    assert f"{name}: is a Git LFS pointer, not the file itself; run git lfs pull" in message(directory)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_root_of_the_hub_cache(directory: Path, tmp_path: Path, depth: int) -> None:
     snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "0123"
     shutil.copytree(directory, snapshot)
-    root = snapshot.parents[depth]
-    assert message(root).endswith(f"is a folder of the Hugging Face cache, not a checkpoint; give {snapshot}")
+    words = f"is a folder of the Hugging Face cache, not a checkpoint; give {snapshot}"
+    assert refusal(snapshot.parents[depth]).endswith(words)
     assert len(Checkpoint(snapshot).layers) == 3
 
 
-def test_shards_in_a_folder_below(directory: Path) -> None:
-    (directory / "sub").mkdir()
-    (directory / "model.safetensors").rename(directory / "sub" / "model.safetensors")
-    assert "*.safetensors are in sub/, but TensorRT-LLM loads only" in message(directory)
-
-
-def test_an_index_that_names_a_folder_below(tmp_path: Path) -> None:
-    """A file of that name in the folder itself is another file."""
+def test_an_index_that_names_what_is_not_there(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, [random_experts(2, 128, 16)], top_k=1, shards=2)
     index = tmp_path / "model.safetensors.index.json"
     mapping = json.loads(index.read_text())["weight_map"]
-    edit_json(index, weight_map={name: f"sub/{file}" for name, file in mapping.items()})
-    assert "lists sub/model-00001-of-00002.safetensors, but TensorRT-LLM loads files only from" in message(tmp_path)
+    files, name = sorted(set(mapping.values())), E0 + "up_proj.weight"
+    (other,) = set(files) - {mapping[name]}
+    for weight_map, words in (
+        ({**mapping, name: other}, f"{other}: tensor {name} is in {mapping[name]}, but"),
+        # A file of that name in the folder itself is another file.
+        (
+            {name: f"sub/{file}" for name, file in mapping.items()},
+            f"lists sub/{files[0]}, but TensorRT-LLM loads files only",
+        ),
+        *(({name: wrong}, "has no weight_map") for wrong in (5, None, ["x"])),
+        ({}, "has no weight_map"),
+    ):
+        edit_json(index, weight_map=weight_map)
+        assert words in refusal(tmp_path)
+    edit_json(index, weight_map=mapping)
+    (tmp_path / files[1]).unlink()
+    assert "listed in model.safetensors.index.json but missing" in refusal(tmp_path)
 
 
 def test_a_second_file_beside_the_index(tmp_path: Path) -> None:
@@ -170,7 +167,7 @@ def test_a_second_file_beside_the_index(tmp_path: Path) -> None:
     (tmp_path / ".model.safetensors").write_bytes(b"hidden files too")
     assert len(Checkpoint(tmp_path).layers) == 1
     save_file(stale, tmp_path / "model.safetensors")
-    assert "and so does model-00001-of-00002.safetensors. TensorRT-LLM loads both files" in message(tmp_path)
+    assert "and so does model-00001-of-00002.safetensors. TensorRT-LLM loads both files" in refusal(tmp_path)
 
 
 def test_files_are_closed(tmp_path: Path) -> None:
@@ -201,7 +198,7 @@ def test_without_permission() -> None:
             (directory / name).chmod(0o600)
             os.seteuid(65534)
             try:
-                assert f"{name}: this user may not read it" in message(directory)
+                assert f"{name}: this user may not read it" in refusal(directory)
             finally:
                 os.seteuid(0)
             (directory / name).chmod(0o644)
@@ -235,14 +232,14 @@ def test_a_layer_that_is_promised_and_gone(directory: Path, config: dict[str, An
     if missing is None:
         assert len(Checkpoint(directory).layers) == 3
     else:
-        assert f"layer {missing} should have experts, but the files hold no tensor" in message(directory)
+        assert f"layer {missing} should have experts, but the files hold no tensor" in refusal(directory)
 
 
 def test_layers_of_another_module_do_not_count(directory: Path) -> None:
     """Multi-token prediction counts its own from 0."""
     edit_json(directory / "config.json", model_type="qwen3_moe", num_hidden_layers=3)
     renamed("model.layers.0", "mtp.layers.0")(directory)
-    assert "layer 0 should have experts" in message(directory)
+    assert "layer 0 should have experts" in refusal(directory)
 
 
 def test_the_constants_of_minimax_m3(directory: Path) -> None:
@@ -255,31 +252,11 @@ def test_the_constants_of_minimax_m3(directory: Path) -> None:
     assert Checkpoint(directory).layers[0].activation == Activation("Swiglu", True)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        *(({"hidden_act": value}, "hidden_act is") for value in (None, 5, ["silu"])),
-        *(({"hidden_act": "swigluoai", "swiglu_limit": value}, "swiglu_limit is") for value in ("7", [7.0], True)),
-    ],
-    ids=str,
-)
-def test_an_activation_of_the_wrong_type(directory: Path, config: dict[str, Any], words: str) -> None:
-    edit_json(directory / "config.json", **config)
-    assert f"config.json: {words}" in message(directory)
-
-
-def test_packed_experts_that_are_said_to_be_plain(directory: Path) -> None:
-    section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.1.*"]}
-    edit_json(directory / "hf_quant_config.json", quantization=section)
-    assert "is packed, but hf_quant_config.json says that it is not quantized" in message(directory)
-
-
 # ---- nothing hangs, nothing crashes ----------------------------------------------------------------------------------
 
 
 def test_a_pattern_that_is_no_regular_expression_excludes_nothing(directory: Path) -> None:
-    section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["re:(", "re:" + "(" * 5000 + ")" * 5000]}
-    edit_json(directory / "hf_quant_config.json", quantization=section)
+    quantize(directory, exclude_modules=["re:(", "re:" + "(" * 5000 + ")" * 5000])
     assert {layer.quant_algo for layer in Checkpoint(directory).layers} == {"NVFP4"}
 
 
@@ -303,7 +280,64 @@ def renamed(old: str, new: str) -> Callable[[Path], None]:
     return rename
 
 
-HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+def tensors(**changes: torch.Tensor | None) -> Callable[[Path], None]:
+    """Change tensors of expert 0; ``__`` stands for a dot."""
+    return lambda d: edit_tensors(d, **{E0 + name.replace("__", "."): tensor for name, tensor in changes.items()})
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda d: edit_json(d / "config.json", **changes)
+
+
+def in_a_folder_below(directory: Path) -> None:
+    (directory / "sub").mkdir()
+    (directory / "model.safetensors").rename(directory / "sub" / "model.safetensors")
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123\n"
+KINDS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+ODD_ENTRY = {"model.layers.0.mlp.experts.0.w": {"quant_algo": ["x"]}}
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json: missing"),
+    "config no json": (raw("config.json", "{"), "config.json: cannot be read"),
+    "config no object": (raw("config.json", "[]"), "config.json: holds no JSON object"),
+    "no top_k": (raw("config.json", "{}"), "num_experts_per_tok is missing"),
+    "wrong expert count": (config(num_experts=4), "expected 4 (expert 2 is missing)"),
+    "no quantization section": (raw("hf_quant_config.json", "{}"), "no quantization section"),
+    "no quantization file": (
+        lambda d: (d / "hf_quant_config.json").unlink(),
+        "hf_quant_config.json: missing, but the tensor names show that the experts are NVFP4",
+    ),
+    "odd layer entry": (
+        lambda d: quantize(d, quant_algo="MIXED_PRECISION", quantized_layers=ODD_ENTRY),
+        'quant_algo is ["x"], not a string',
+    ),
+    **{
+        f"LFS pointer, {name}": (raw(name, POINTER), f"{name}: is a Git LFS pointer, not the file itself; run git lfs pull")
+        for name in ("model.safetensors", "config.json", "hf_quant_config.json")
+    },
+    "no safetensors": (lambda d: (d / "model.safetensors").unlink(), "holds no *.safetensors"),
+    "shards in a folder below": (in_a_folder_below, "*.safetensors are in sub/, but TensorRT-LLM loads only"),
+    "truncated": (lambda d: os.truncate(d / "model.safetensors", 5_000), "model.safetensors: cannot be opened"),
+    "no header": (raw("model.safetensors", "x" * 100), "model.safetensors: cannot be opened"),
+    "no experts": (lambda d: save_file({"a": torch.zeros(1)}, d / "model.safetensors"), "no MoE layers"),
+    "missing scale": (tensors(up_proj__weight_scale=None), "up_proj.weight_scale is missing"),
+    "missing projection": (tensors(**{f"up_proj__{kind}": None for kind in KINDS}), "has the projections"),
+    "wrong dtype": (tensors(up_proj__weight_scale=torch.ones(16, 8)), "is F32 [16, 8], expected F8_E4M3"),
+    "wrong shape": (
+        tensors(down_proj__weight=torch.zeros(128, 6, dtype=torch.uint8)),
+        "down_proj.weight is U8 [128, 6], expected U8 [128, 8]",
+    ),
+    "unquantized where NVFP4 is said": (tensors(up_proj__weight=torch.zeros(16, 128)), "exclude the layer"),
+    "packed experts that are said to be plain": (
+        lambda d: quantize(d, exclude_modules=["model.layers.1.*"]),
+        "is packed, but hf_quant_config.json says that it is not quantized",
+    ),
+    **{f"activation {value}": (config(hidden_act=value), "config.json: hidden_act is") for value in (None, 5, ["silu"])},
+    **{
+        f"limit {value!r}": (config(hidden_act="swigluoai", swiglu_limit=value), "config.json: swiglu_limit is")
+        for value in ("7", [7.0], True)
+    },
     "deep": (raw("config.json", "[" * 100_000), "nested too deeply"),
     "deep, complete": (raw("config.json", '{"a":' * 50_000 + "1" + "}" * 50_000), "nested too deeply"),
     "integer of 5,000 digits": (raw("config.json", '{"num_experts_per_tok": ' + "9" * 5000 + "}"), "cannot be read"),
@@ -313,11 +347,11 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pipe": (replaced("config.json", os.mkfifo), "a pipe, socket or device"),
     "pipe of tensors": (replaced("model.safetensors", os.mkfifo), "a pipe, socket or device"),
     "huge": (lambda d: os.truncate(d / "config.json", 1 << 30), "too many for a configuration"),
-    "1e10 experts": (lambda d: edit_json(d / "config.json", num_experts=1e10), "not a whole number"),
-    "10**10 experts": (lambda d: edit_json(d / "config.json", num_experts=10**10), "expert 2 is missing"),
-    "no experts": (lambda d: edit_json(d / "config.json", num_experts=-1), "expected -1 (expert 0 is unexpected)"),
-    "10**12 layers": (lambda d: edit_json(d / "config.json", num_hidden_layers=10**12), "expected 1 to 10000"),
-    "10**30 experts per token": (lambda d: edit_json(d / "config.json", num_experts_per_tok=10**30), "top_k"),
+    "1e10 experts": (config(num_experts=1e10), "not a whole number"),
+    "10**10 experts": (config(num_experts=10**10), "expert 2 is missing"),
+    "minus one expert": (config(num_experts=-1), "expected -1 (expert 0 is unexpected)"),
+    "10**12 layers": (config(num_hidden_layers=10**12), "expected 1 to 10000"),
+    "10**30 experts per token": (config(num_experts_per_tok=10**30), "top_k"),
     "shard's name too long": (index("x" * 5000), "listed in model.safetensors.index.json but missing"),
     "shard's name with a NUL": (index("x\0y"), "listed in model.safetensors.index.json but missing"),
     "shard of an absolute path": (index("/etc/passwd"), "loads files only from"),
@@ -325,18 +359,18 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         renamed("experts.0.", f"experts.{'9' * 5000}."),
         "expert 0 of model.layers.0.mlp has the projections none",
     ),
-    "layer's number too long": (renamed("layers.0.", f"layers.{'9' * 5000}."), ""),
 }
 
 
-@pytest.mark.parametrize(("damage", "words"), HOSTILE.values(), ids=HOSTILE)
-def test_hostile_input_is_an_error(directory: Path, damage: Callable[[Path], Any], words: str) -> None:
+@pytest.mark.parametrize(("damage", "words"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_one_line(directory: Path, damage: Callable[[Path], Any], words: str) -> None:
     damage(directory)
+    line = refusal(directory)
+    assert words in line
+    assert len(line) < 1000
+
+
+def test_a_layer_number_of_any_length(directory: Path) -> None:
+    renamed("layers.0.", f"layers.{'9' * 5000}.")(directory)
     result = CliRunner().invoke(main, ["verify", str(directory), "--tokens", "8", "--sample", "1"])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    if words:
-        assert result.exit_code == 2
-        (line,) = result.output.splitlines()
-        assert line.startswith(f"error: {directory}")
-        assert words in line
-        assert len(line) < 1000
