@@ -52,8 +52,7 @@ class ConfigurableMoE(MoE):
         attention_dp = self.use_dp and self.parallel_size > 1
         self.comm = AllGatherReduceScatter(self.parallel_rank) if attention_dp else None
 
-        # Look both functions up as module attributes, as the host does, so that a rebound name takes effect.
-
+        # Both functions are looked up as module attributes, as in the host, so that a rebound name takes effect.
         moe_cls = get_moe_cls(model_config, override_quant_config=override_quant_config)
         skip = model_config.skip_create_weights_in_init
         model_config.skip_create_weights_in_init = True
@@ -69,20 +68,7 @@ class ConfigurableMoE(MoE):
             )
         finally:
             model_config.skip_create_weights_in_init = skip
-        for name in (
-            "layer_idx",
-            "layer_idx_str",
-            "num_slots",
-            "layer_load_balancer",
-            "repeat_count",
-            "repeat_idx",
-            "initial_local_expert_ids",
-            "initial_global_assignments",
-            "slot_start",
-            "slot_end",
-            "expert_size_per_partition",
-        ):
-            setattr(self.backend, name, getattr(self, name))
+        self.backend.layer_idx = layer_idx
         if override_quant_config is not None:
             self.quant_config = self.backend.quant_config = override_quant_config
         if not skip:

@@ -11,6 +11,12 @@ from .config import ActivationType, Fp4QuantizedTensor, ModelConfig, QuantAlgo
 from .interface import MoE
 from .quantization import FusedMoEMethodBase, MXFP8CutlassFusedMoEMethod, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
 
+METHODS: dict[QuantAlgo | None, type[FusedMoEMethodBase]] = {
+    None: UnquantizedFusedMoEMethod,
+    QuantAlgo.NVFP4: NVFP4CutlassFusedMoEMethod,
+    QuantAlgo.MXFP8: MXFP8CutlassFusedMoEMethod,
+}
+
 
 class CutlassFusedMoE(MoE):
     """Layer of NVFP4 or unquantized experts. ``__init__`` ends with ``create_weights`` unless the model config defers it."""
@@ -40,15 +46,10 @@ class CutlassFusedMoE(MoE):
         return True
 
     def _get_quant_method(self) -> FusedMoEMethodBase:
-        mode = self.quant_config.layer_quant_mode if self.quant_config is not None else None
-        if mode is None or not mode.has_any_quant(exclude_kv_cache=True):
-            return UnquantizedFusedMoEMethod()
-        if mode.has_nvfp4():
-            return NVFP4CutlassFusedMoEMethod()
-        if mode.has_mxfp8():
-            return MXFP8CutlassFusedMoEMethod()
-        algo = self.quant_config.quant_algo
-        raise ValueError(f"Unsupported quantization mode: {algo.value if isinstance(algo, QuantAlgo) else algo}")
+        algo = self.quant_algo
+        if algo not in METHODS:
+            raise ValueError(f"Unsupported quantization mode: {algo.value if isinstance(algo, QuantAlgo) else algo}")
+        return METHODS[algo]()
 
     def create_weights(self) -> None:
         if self._weights_created:
@@ -61,7 +62,7 @@ class CutlassFusedMoE(MoE):
         """Load weights from a list with one mapping, with keys ``"{expert}.w1.weight"`` and so on."""
         assert self._weights_created
         assert len(weights) == 1
-        if allow_partial_loading and self.has_any_quant:
+        if allow_partial_loading and self.quant_algo is not None:
             raise ValueError("partial loading of quantized experts is not supported")
         self.quant_method.load_weights(self, weights[0], self.weight_loading_mode)
 
@@ -75,7 +76,7 @@ class CutlassFusedMoE(MoE):
 
         An ``Fp4QuantizedTensor`` is split into both before communication, and returned unchanged otherwise.
         """
-        if not self.has_nvfp4:
+        if self.quant_algo is not QuantAlgo.NVFP4:
             return x, None
         if isinstance(x, Fp4QuantizedTensor):
             if not post_quant_comm:

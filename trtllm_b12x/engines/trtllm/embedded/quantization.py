@@ -1,7 +1,7 @@
 """Create and load weights as ``fused_moe/quantization.py`` of TensorRT-LLM does for CUTLASS.
 
-Hook names, their order, shapes and dtypes follow 1.2 and 1.3 (``FusedMoEMethodBase`` -> ``NVFP4FusedMoEMethod`` ->
-``NVFP4CutlassFusedMoEMethod``), with the row padding of 1.3 and, for ReLU2, the w1-only form of later versions.
+Hook names, their order, shapes and dtypes follow 1.2 and 1.3, with the row padding of 1.3 and, for ReLU2, the w1-only form of
+later versions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch import nn
 from .config import MoEWeightLoadingMode
 from .ops import block_scale_interleave
 
-FUSED_MOE_NVFP4_WEIGHT_DTYPE = torch.int64
-FUSED_MOE_NVFP4_WEIGHT_BLOCK_SCALE_DTYPE = torch.int32
 NVFP4_ROW_ALIGNMENT = 128
 
 
@@ -65,7 +63,6 @@ class FusedMoEMethodBase:
         if module.bias:
             raise NotImplementedError("the embedded host has no expert bias")
         module.w3_w1_bias = module.w2_bias = None
-        module.rebuild_tensor_metadata = {}
 
     def load_weights(self, module: Any, weights: Mapping[str, torch.Tensor], weight_loading_mode: MoEWeightLoadingMode) -> None:
         if weight_loading_mode is not MoEWeightLoadingMode.VANILLA:
@@ -92,10 +89,8 @@ class FusedMoEMethodBase:
     def load_expert_w3_w1_weight(
         self, module: Any, w1_weight: torch.Tensor, w3_weight: torch.Tensor, dst_w3_w1_weight: torch.Tensor
     ) -> None:
-        halves = [
-            load_weight_shard(w, module.tp_size, module.tp_rank, TensorParallelMode.COLUMN, dst_w3_w1_weight.device)
-            for w in (w3_weight, w1_weight)
-        ]
+        rank = module.tp_size, module.tp_rank, TensorParallelMode.COLUMN, dst_w3_w1_weight.device
+        halves = [load_weight_shard(half, *rank) for half in (w3_weight, w1_weight)]
         _copy_padded(torch.cat(halves), dst_w3_w1_weight)
 
     def load_expert_w2_weight(self, module: Any, w2_weight: torch.Tensor, dst_w2_weight: torch.Tensor) -> None:
@@ -122,13 +117,8 @@ def _copy_padded(source: torch.Tensor, destination: torch.Tensor) -> None:
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     def create_weights(self, module: Any) -> None:  # type: ignore[override]
         size = module.intermediate_size_per_partition
-        experts, hidden = module.expert_size_per_partition, module.hidden_size
-        super().create_weights(
-            module,
-            module.dtype,
-            (experts, size * module.intermediate_size_expand_ratio, hidden),
-            (experts, hidden, size),
-        )
+        experts, hidden, rows = module.expert_size_per_partition, module.hidden_size, size * (1 + module.is_gated_activation)
+        super().create_weights(module, module.dtype, (experts, rows, hidden), (experts, hidden, size))
         self.setup_quant_scales(module)
 
 
@@ -147,7 +137,7 @@ class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
     def create_weights(self, module: Any) -> None:  # type: ignore[override]
         module.scaling_vector_size = self.BLOCK_SIZE
         experts, hidden, size = module.expert_size_per_partition, module.hidden_size, module.intermediate_size_per_partition
-        rows = size * module.intermediate_size_expand_ratio
+        rows = size * (1 + module.is_gated_activation)
         super().create_weights(module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, size))
         assert hidden % 128 == size % 128 == 0, "MXFP8 MoE packs the scales of 128 columns"
         for name, shape in (("w3_w1_weight_scale", (rows, hidden // 128)), ("w2_weight_scale", (hidden, size // 128))):
@@ -161,7 +151,7 @@ class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
         )
 
 
-class NVFP4FusedMoEMethod(FusedMoEMethodBase):
+class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
     """Method for FP4 codes, 128x4-interleaved block scales, reciprocal input scales and alphas.
 
     With E local experts, I this rank's intermediate size, r = 2 if gated else 1 and R = round_up(r * I, 128):
@@ -176,24 +166,15 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
     ==========================  =========================  =======================================================
     """
 
-    def create_weights(  # type: ignore[override]
-        self,
-        module: Any,
-        weight_dtype: torch.dtype,
-        weight_vec_size: int,
-        block_scales_dtype: torch.dtype,
-        block_scales_vec_size: int,
-        scaling_vector_size: int = 16,
-    ) -> None:
-        module.scaling_vector_size = scaling_vector_size
+    def create_weights(self, module: Any) -> None:  # type: ignore[override]
+        module.scaling_vector_size = 16
         experts, hidden = module.expert_size_per_partition, module.hidden_size
-        ratio = module.intermediate_size_expand_ratio
+        ratio = 1 + module.is_gated_activation
         rows = -(-module.intermediate_size_per_partition * ratio // NVFP4_ROW_ALIGNMENT) * NVFP4_ROW_ALIGNMENT
         inner = rows // ratio
-        scales = scaling_vector_size * block_scales_vec_size
         parameters = {
-            "w3_w1_weight_scale": torch.ones(experts, rows, hidden // scales, dtype=block_scales_dtype),
-            "w2_weight_scale": torch.ones(experts, hidden, inner // scales, dtype=block_scales_dtype),
+            "w3_w1_weight_scale": torch.ones(experts, rows, hidden // 64, dtype=torch.int32),
+            "w2_weight_scale": torch.ones(experts, hidden, inner // 64, dtype=torch.int32),
             "fc31_input_scale": torch.tensor(1.0, dtype=torch.float32),
             "fc2_input_scale": torch.tensor(1.0, dtype=torch.float32),
             "fc31_alpha": torch.ones(experts, dtype=torch.float32),
@@ -201,9 +182,7 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         }
         for name, tensor in parameters.items():
             module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        super().create_weights(
-            module, weight_dtype, (experts, rows, hidden // weight_vec_size), (experts, hidden, inner // weight_vec_size)
-        )
+        super().create_weights(module, torch.int64, (experts, rows, hidden // 16), (experts, hidden, inner // 16))
         self.setup_quant_scales(module)
 
     def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
@@ -216,40 +195,17 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         fc2 = torch.stack([weights[f"{e}.w2.input_scale"].reshape(()) for e in every])
         module.fc31_input_scale.data.copy_(fc31.float().max().reciprocal())
         module.fc2_input_scale.data.copy_(fc2.float().max().reciprocal())
-        self.load_all_fp4_weight_scales_and_alphas(
-            module,
-            weights,
-            module.initial_local_expert_ids,
-            module.w3_w1_weight_scale.data,
-            module.w2_weight_scale.data,
-            module.fc31_alpha.data,
-            module.fc2_alpha.data,
-        )
-
-    def load_all_fp4_weight_scales_and_alphas(
-        self,
-        module: Any,
-        weights: Mapping[str, torch.Tensor],
-        load_expert_ids: list[int],
-        dst_w3_w1_weight_scale: torch.Tensor,
-        dst_w2_weight_scale: torch.Tensor,
-        dst_fc31_alpha: torch.Tensor,
-        dst_fc2_alpha: torch.Tensor,
-    ) -> None:
-        for slot, expert in enumerate(load_expert_ids):
-            gated = module.is_gated_activation
-            w3_weight_scale = _up(module, weights, expert, "weight_scale")
-            self.load_expert_w3_w1_weight_scale_nvfp4(
-                module, weights[f"{expert}.w1.weight_scale"], w3_weight_scale, dst_w3_w1_weight_scale[slot]
-            )
-            self.load_expert_w2_weight_scale_nvfp4(module, weights[f"{expert}.w2.weight_scale"], dst_w2_weight_scale[slot])
+        alpha1, alpha2 = module.fc31_alpha.data, module.fc2_alpha.data
+        for slot, expert in enumerate(module.initial_local_expert_ids):
+            up = _up(module, weights, expert, "weight_scale")
+            gate, down = (weights[f"{expert}.{w}.weight_scale"] for w in ("w1", "w2"))
+            self.load_expert_w3_w1_weight_scale_nvfp4(module, gate, up, module.w3_w1_weight_scale.data[slot])
+            self.load_expert_w2_weight_scale_nvfp4(module, down, module.w2_weight_scale.data[slot])
             # As in TensorRT-LLM: use the larger of the two and keep the block scales.
-            scale_2 = weights[f"{expert}.w1.weight_scale_2"].reshape(()).float()
-            if gated:
-                scale_2 = torch.maximum(scale_2, weights[f"{expert}.w3.weight_scale_2"].reshape(()).float())
-            dst_fc31_alpha[slot].copy_(1.0 / (module.fc31_input_scale.data * (1.0 / scale_2.to(dst_fc31_alpha.device))))
-            fc2_scale_2 = weights[f"{expert}.w2.weight_scale_2"].reshape(()).float().to(dst_fc2_alpha.device)
-            dst_fc2_alpha[slot].copy_(1.0 / (module.fc2_input_scale.data * (1.0 / fc2_scale_2)))
+            scale_2 = torch.stack([weights[f"{expert}.{w}.weight_scale_2"].reshape(()).float() for w in halves]).max()
+            alpha1[slot].copy_(1.0 / (module.fc31_input_scale.data * (1.0 / scale_2.to(alpha1.device))))
+            scale_2 = weights[f"{expert}.w2.weight_scale_2"].reshape(()).float().to(alpha2.device)
+            alpha2[slot].copy_(1.0 / (module.fc2_input_scale.data * (1.0 / scale_2)))
 
     def setup_quant_scales(self, module: Any) -> None:
         module.quant_scales = FusedMoEQuantScalesNVFP4(
@@ -277,14 +233,6 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
     ) -> None:
         self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
         _interleave(dst_w2_weight_scale)
-
-
-class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
-    weight_dtype = FUSED_MOE_NVFP4_WEIGHT_DTYPE
-    block_scales_dtype = FUSED_MOE_NVFP4_WEIGHT_BLOCK_SCALE_DTYPE
-
-    def create_weights(self, module: Any) -> None:  # type: ignore[override]
-        super().create_weights(module, self.weight_dtype, 16, self.block_scales_dtype, 4)
 
 
 def _interleave(block_scales: torch.Tensor) -> None:
