@@ -15,7 +15,7 @@ from trtllm_b12x.formats.geometry import LayerShape
 
 from .inputs import Deployment, Environment
 from .remedies import FLASHINFERS, repair
-from .rules import RULES
+from .rules import deployment_findings, layer_findings, machine_findings
 from .verdicts import UNKNOWN, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
 
 NO_GPU = "make the GPU visible: docker run --gpus all, or unset CUDA_VISIBLE_DEVICES"
@@ -34,11 +34,13 @@ def decide(
     Args:
         plan_error: first line of the error that planning this family's kernels raised.
     """
-    environment = environment or Environment()
-    facts = (shape, deployment or Deployment(), environment, features)
-    findings = {
-        reason: finding for reason, rule in RULES.items() if reason in features.bound_by and (finding := rule(*facts)) is not None
-    }
+    deployment, environment = deployment or Deployment(), environment or Environment()
+    rules = (
+        machine_findings(environment),
+        layer_findings(shape, deployment, features),
+        deployment_findings(deployment, features),
+    )
+    findings = {reason: text for rule in rules for reason, text in rule if reason in features.bound_by}
     if plan_error is not None:
         findings[RejectReason.KERNEL_PLAN_FAILED] = plan_error
     newer = RejectReason.FLASHINFER_TOO_OLD in features.bound_by and environment.flashinfer is not None

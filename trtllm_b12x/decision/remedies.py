@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from trtllm_b12x.formats.geometry import LayerShape
-
-from .inputs import Deployment, Environment, PayloadFault
-from .rules import COMPLETE_DSL, COMPLETE_FLASHINFER, OLDEST_DSL, RULES, version_tuple
-from .verdicts import UNKNOWN, RejectReason
+from .inputs import Environment, PayloadFault
+from .rules import COMPLETE_DSL, COMPLETE_FLASHINFER, OLDEST_DSL, machine_findings, version_tuple
+from .verdicts import RejectReason
 
 FLASHINFERS = frozenset(
     {
@@ -25,19 +23,16 @@ _NOT_PIPS = (PayloadFault.DRIVER, PayloadFault.NO_ANSWER, PayloadFault.FOREIGN)
 
 def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the commands that fix every FlashInfer and CuTe DSL package, and ``name version`` of each package they replace."""
-
-    def wrong(reason: RejectReason) -> str | None:
-        return RULES[reason](LayerShape(), Deployment(), e, UNKNOWN)
-
+    wrong = dict(machine_findings(e))
     moves, install, reinstall = [], [], []
     pinned = "" if e.host in (None, "none") else " (TensorRT-LLM pins and uses it)"
     unmet = {_name(requirement) for requirement in e.unmet}
 
-    flashinfer_moves = newer_flashinfer or e.flashinfer == "none" or wrong(RejectReason.FLASHINFER_TOO_OLD) is not None
+    flashinfer_moves = newer_flashinfer or e.flashinfer == "none" or RejectReason.FLASHINFER_TOO_OLD in wrong
     if flashinfer_moves:
         install.append(COMPLETE_FLASHINFER)
         moves += [f"flashinfer-python {e.flashinfer}{pinned}"] if e.flashinfer != "none" else []
-    elif wrong(RejectReason.FLASHINFER_BROKEN) and not e.mismatched and not e.missing:
+    elif RejectReason.FLASHINFER_BROKEN in wrong and not e.mismatched and not e.missing:
         reinstall.append(f"flashinfer-python=={e.flashinfer}")
 
     too_old = version_tuple(e.dsl or "") < OLDEST_DSL
@@ -49,7 +44,7 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
         moves += [f"nvidia-cutlass-dsl {e.dsl}{pinned}"] if e.dsl not in ("none", version) else []
     elif fault is PayloadFault.CU13_MISSING:
         install.append(f"nvidia-cutlass-dsl-libs-cu13=={e.dsl}")
-    elif wrong(RejectReason.DSL_PAYLOAD) and not e.missing and not e.dsl_in_the_way and fault not in _NOT_PIPS:
+    elif RejectReason.DSL_PAYLOAD in wrong and not e.missing and not e.dsl_in_the_way and fault not in _NOT_PIPS:
         # Wheels before DSL 4.6 share paths: install cu13 last, or alone if only its files were overwritten.
         wheels = e.dsl_wheels or ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13")
         shadowed = fault is PayloadFault.SHADOWED

@@ -1,8 +1,8 @@
-"""Define the rules of a decision: one function per reason. A rule abstains if its facts are unknown."""
+"""Apply the rules of a decision, one per reason. A rule abstains if its facts are unknown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from packaging.version import InvalidVersion, Version
 
@@ -11,8 +11,7 @@ from trtllm_b12x.formats.geometry import LayerShape
 from .inputs import Deployment, Environment, PayloadFault
 from .verdicts import SERVED_SM, KernelFeatures, RejectReason
 
-_Rule = Callable[[LayerShape, Deployment, Environment, KernelFeatures], str | None]
-"""Rule that returns what speaks against the layer, or None."""
+Finding = tuple[RejectReason, str]
 
 OLDEST_FLASHINFER = (0, 6, 18)
 """Oldest supported release; the newest TensorRT-LLM pins it. In 0.6.17 the static kernel drops half of a tile's rows and takes
@@ -23,6 +22,7 @@ COMPLETE_FLASHINFER = "flashinfer-python>=0.7.2,<0.8"
 OLDEST_DSL = (4, 6, 2)
 """Version required by flashinfer-python 0.6.18 and newer (its metadata)."""
 COMPLETE_DSL = "4.8.1"
+_NVFP4 = "NVFP4"
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -31,96 +31,114 @@ def version_tuple(version: str) -> tuple[int, ...]:
     A pre-release loses its last number, so that it compares as older than the release.
     """
     try:
-        found = Version(version)
+        parsed = Version(version)
     except InvalidVersion:
         return ()
-    return found.release[:-1] if found.pre else found.release
+    return parsed.release[:-1] if parsed.pre else parsed.release
 
 
-def _host(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if e.host != "unsupported":
-        return None
-    return e.host_detail or "this version of trtllm-b12x has no adapter for the installed TensorRT-LLM"
-
-
-def _sm(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if e.sm is None or e.sm in SERVED_SM:
-        return None
-    return f"the GPU is SM{e.sm}" if e.sm else "no GPU is visible"
-
-
-def _toolkit(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    """Apply the check of FlashInfer: nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py)."""
-    if e.toolkit_cuda is None or e.toolkit_cuda >= (13, 0):
-        return None
+def machine_findings(e: Environment) -> Iterator[Finding]:
+    """Yield what speaks against this machine."""
+    if e.enabled is False:
+        yield RejectReason.DISABLED, "TRTLLM_B12X=0"
+    if e.host == "unsupported":
+        unknown = "this version of trtllm-b12x has no adapter for the installed TensorRT-LLM"
+        yield RejectReason.HOST, e.host_detail or unknown
+    if e.sm is not None and e.sm not in SERVED_SM:
+        yield RejectReason.SM, f"the GPU is SM{e.sm}" if e.sm else "no GPU is visible"
+    # The check of FlashInfer: nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py).
     if e.toolkit_cuda == (0, 0):
-        return "FlashInfer finds no CUDA toolkit: no nvcc, and torch is built without CUDA"
-    return f"FlashInfer finds CUDA {e.toolkit_cuda[0]}.{e.toolkit_cuda[1]}, b12x needs 13"
-
-
-def _dsl_payload(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    """Reject a CUDA 12 payload: it compiles invalid PTX and the server dies at model start (TensorRT-LLM issue 15853)."""
-    if e.payload_cuda is None or e.payload_cuda >= (13, 0) or e.dsl == "none":
-        return None
-    found = f"the CuTe DSL {e.dsl} loads its CUDA {e.payload_cuda[0]}.{e.payload_cuda[1]} payload" if e.payload_cuda[0] else ""
-    fault = e.payload_fault or PayloadFault.UNKNOWN
-    detail = "; ".join(part for part in (found, fault.value, e.payload_detail) if part)
-    if fault is PayloadFault.DRIVER:
-        return detail + "; update the driver to one of CUDA 13 (580 or newer)"
-    return detail
-
-
-def _flashinfer_too_old(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if e.flashinfer in (None, "none"):
-        return None
-    if version_tuple(e.flashinfer or "") < OLDEST_FLASHINFER:
-        return f"flashinfer-python {e.flashinfer} is older than {'.'.join(map(str, OLDEST_FLASHINFER))}"
-    return None
-
-
-def _flashinfer_broken(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
+        yield RejectReason.TOOLKIT, "FlashInfer finds no CUDA toolkit: no nvcc, and torch is built without CUDA"
+    elif e.toolkit_cuda is not None and e.toolkit_cuda < (13, 0):
+        yield RejectReason.TOOLKIT, f"FlashInfer finds CUDA {e.toolkit_cuda[0]}.{e.toolkit_cuda[1]}, b12x needs 13"
+    if e.dsl == "none":
+        yield RejectReason.DSL_MISSING, "nvidia-cutlass-dsl is not installed"
+    elif e.payload_cuda is not None and e.payload_cuda < (13, 0):
+        # It compiles invalid PTX and the server dies at model start (TensorRT-LLM issue 15853).
+        loads = (
+            f"the CuTe DSL {e.dsl} loads its CUDA {e.payload_cuda[0]}.{e.payload_cuda[1]} payload" if e.payload_cuda[0] else ""
+        )
+        fault = e.payload_fault or PayloadFault.UNKNOWN
+        driver = "; update the driver to one of CUDA 13 (580 or newer)" if fault is PayloadFault.DRIVER else ""
+        yield RejectReason.DSL_PAYLOAD, "; ".join(filter(None, (loads, fault.value, e.payload_detail))) + driver
+    release = version_tuple(e.flashinfer or "")
+    if e.flashinfer == "none":
+        yield RejectReason.FLASHINFER_MISSING, "flashinfer-python is not installed"
+    elif e.flashinfer is not None and release < OLDEST_FLASHINFER:
+        oldest = ".".join(map(str, OLDEST_FLASHINFER))
+        yield RejectReason.FLASHINFER_TOO_OLD, f"flashinfer-python {e.flashinfer} is older than {oldest}"
     if e.mismatched:
-        return f"import of flashinfer-python {e.flashinfer} raises: {', '.join(e.mismatched)} is of another version"
-    if not e.flashinfer_fault and e.exact_scales is False and version_tuple(e.flashinfer or "") >= OLDEST_FLASHINFER:
-        return f"flashinfer-python {e.flashinfer} has no B12xMoEWrapper that takes input_global_scale"
-    return e.flashinfer_fault or None
+        wheels = ", ".join(e.mismatched)
+        yield RejectReason.FLASHINFER_BROKEN, f"import of flashinfer-python {e.flashinfer} raises: {wheels} is of another version"
+    elif e.flashinfer_fault:
+        yield RejectReason.FLASHINFER_BROKEN, e.flashinfer_fault
+    elif e.exact_scales is False and release >= OLDEST_FLASHINFER:
+        wrapper = "has no B12xMoEWrapper that takes input_global_scale"
+        yield RejectReason.FLASHINFER_BROKEN, f"flashinfer-python {e.flashinfer} {wrapper}"
+    if e.unmet:
+        yield RejectReason.REQUIREMENT, f"not met: {', '.join(e.unmet)}"
+    if e.triton_lacks:
+        yield RejectReason.TRITON, "; ".join(item.what for item in e.triton_lacks)
+    if e.upcast:
+        yield RejectReason.UPCAST, e.upcast
 
 
-def _quantization(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if p.quant_algo is None or p.quant_algo in f.quantizations:
-        return None
-    if p.quant_algo == "W4A16_NVFP4":
-        what = "the experts are W4A16_NVFP4: NVFP4 weights for bf16 activations"
+def layer_findings(p: LayerShape, d: Deployment, f: KernelFeatures) -> Iterator[Finding]:
+    """Yield what speaks against the layer for kernels with these capabilities."""
+    if p.quant_algo not in (None, *f.quantizations):
+        yield RejectReason.QUANTIZATION, f"the experts are {_other_format(str(p.quant_algo), f)}"
+    # 128 is the QuantConfig default of the host, i.e. unset. NVFP4 methods ignore the field or (2026) reject other values.
+    if p.quant_algo in f.quantizations and p.group_size not in (None, f.group_size, 128):
+        yield RejectReason.GROUP_SIZE, f"{p.quant_algo} with group size {p.group_size}"
+    if p.pre_quant_scale:
+        yield RejectReason.PRE_QUANT_SCALE, "the experts carry AWQ pre-quantization scales"
+    if p.unequal_scales:
+        yield RejectReason.UNEQUAL_SCALES, "gate and up have different weight_scale_2, the kernels take one for both"
+    if p.dynamic_quantization:
+        yield RejectReason.DYNAMIC_QUANTIZATION, "the host rewrites alphas and input scales at every call"
+    if p.dtype not in (None, *f.dtypes):
+        dtypes = " or ".join(sorted(f.dtypes))
+        yield RejectReason.ACTIVATION_DTYPE, f"activations are {p.dtype}, the kernels compute in {dtypes}"
+    if f.activations and p.activation not in (None, *f.activations):
+        yield RejectReason.ACTIVATION, f"activation {p.activation}, the kernel has {', '.join(sorted(f.activations))}"
+    if p.activation_constants:
+        yield RejectReason.ACTIVATION_CONSTANTS, "SwiGLU with alpha, beta or limit"
+    if p.hidden_size is not None and p.hidden_size % f.hidden_size_multiple:
+        yield RejectReason.HIDDEN_SIZE, f"hidden size {p.hidden_size} is no multiple of {f.hidden_size_multiple}"
+    # A block scale covers group_size columns of w2. A rank that starts inside a block has no scale for its part.
+    size = _size_per_rank(p, d)
+    if size is not None and size % f.group_size:
+        yield RejectReason.INTERMEDIATE_SIZE, f"intermediate size {size:g} per rank is no multiple of {f.group_size}"
+    if p.bias:
+        yield RejectReason.BIAS, "the experts have a bias"
+    if p.apply_router_weight_on_input:
+        yield RejectReason.ROUTER_WEIGHT_ON_INPUT, "the router weight is applied to the input"
+
+
+def deployment_findings(d: Deployment, f: KernelFeatures) -> Iterator[Finding]:
+    """Yield what speaks against the ranks and engine options for kernels with these capabilities."""
+    if d.ep_size not in (None, 1) and f.negative_ids is False:
+        skips = f"kernel {f.name} does not skip negative ids"
+        yield RejectReason.EXPERT_PARALLEL, f"expert parallelism over {d.ep_size} ranks, and {skips}"
+    if d.attention_dp and not f.quantized_input:
+        yield RejectReason.ATTENTION_DP, "attention-DP ranks gather tokens that the host has quantized, the kernels take bf16"
+    if d.alltoall:
+        yield RejectReason.ALLTOALL, "ids from an all-to-all hold padding, and tokens come quantized"
+    if d.load_balancer not in (None, "none"):
+        yield RejectReason.LOAD_BALANCER, f"a {d.load_balancer} load balancer moves experts between slots"
+    if d.lora:
+        yield RejectReason.LORA, "LoRA on the experts"
+    if d.cuda_graphs and f.graph_safe is False:
+        yield RejectReason.CUDA_GRAPHS, f"kernel {f.name} cannot be captured in a CUDA graph"
+
+
+def _other_format(quant_algo: str, f: KernelFeatures) -> str:
+    if quant_algo == "W4A16_NVFP4":
+        what = "W4A16_NVFP4: NVFP4 weights for bf16 activations"
         if f.arithmetic == "UNQUANTIZED":
             return f"{what}, whose block scales the host keeps in another layout"
         return f"{what}, the kernels quantize activations to FP4"
-    what = "not quantized" if p.quant_algo == "none" else p.quant_algo
-    return f"the experts are {what}, not {' or '.join(sorted(f.quantizations))}"
-
-
-def _group_size(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    # 128 is the QuantConfig default of the host, i.e. unset. NVFP4 methods ignore the field or (2026) reject other values.
-    if p.quant_algo not in f.quantizations or p.group_size in (None, f.group_size, 128):
-        return None
-    return f"{p.quant_algo} with group size {p.group_size}"
-
-
-def _dtype(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if p.dtype is None or p.dtype in f.dtypes:
-        return None
-    return f"activations are {p.dtype}, the kernels compute in {' or '.join(sorted(f.dtypes))}"
-
-
-def _activation(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if p.activation is None or not f.activations or p.activation in f.activations:
-        return None
-    return f"activation {p.activation}, the kernel has {', '.join(sorted(f.activations))}"
-
-
-def _hidden_size(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if p.hidden_size is None or p.hidden_size % f.hidden_size_multiple == 0:
-        return None
-    return f"hidden size {p.hidden_size} is no multiple of {f.hidden_size_multiple}"
+    return f"{'not quantized' if quant_algo == 'none' else quant_algo}, not {' or '.join(sorted(f.quantizations))}"
 
 
 def _size_per_rank(p: LayerShape, d: Deployment) -> float | None:
@@ -128,103 +146,18 @@ def _size_per_rank(p: LayerShape, d: Deployment) -> float | None:
     return None if p.intermediate_size is None else p.intermediate_size / (d.tp_size or 1)
 
 
-def _intermediate_size(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    # A block scale covers group_size columns of w2. A rank that starts inside a block has no scale for its part.
-    size = _size_per_rank(p, d)
-    if size is None or size % f.group_size == 0:
-        return None
-    return f"intermediate size {size:g} per rank is no multiple of {f.group_size}"
-
-
-def _expert_parallel(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if d.ep_size in (None, 1) or f.negative_ids is not False:
-        return None
-    return f"expert parallelism over {d.ep_size} ranks, and kernel {f.name} does not skip negative ids"
-
-
-def _attention_dp(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if not d.attention_dp or f.quantized_input:
-        return None
-    return "attention-DP ranks gather tokens that the host has quantized, the kernels take bf16"
-
-
-def _load_balancer(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if d.load_balancer in (None, "none"):
-        return None
-    return f"a {d.load_balancer} load balancer moves experts between slots"
-
-
-def _cuda_graphs(p: LayerShape, d: Deployment, e: Environment, f: KernelFeatures) -> str | None:
-    if not d.cuda_graphs or f.graph_safe is not False:
-        return None
-    return f"kernel {f.name} cannot be captured in a CUDA graph"
-
-
-RULES: dict[RejectReason, _Rule] = {
-    RejectReason.DISABLED: lambda p, d, e, f: "TRTLLM_B12X=0" if e.enabled is False else None,
-    RejectReason.HOST: _host,
-    RejectReason.SM: _sm,
-    RejectReason.TOOLKIT: _toolkit,
-    RejectReason.DSL_MISSING: lambda p, d, e, f: "nvidia-cutlass-dsl is not installed" if e.dsl == "none" else None,
-    RejectReason.DSL_PAYLOAD: _dsl_payload,
-    RejectReason.FLASHINFER_MISSING: lambda p, d, e, f: "flashinfer-python is not installed" if e.flashinfer == "none" else None,
-    RejectReason.FLASHINFER_TOO_OLD: _flashinfer_too_old,
-    RejectReason.FLASHINFER_BROKEN: _flashinfer_broken,
-    RejectReason.REQUIREMENT: lambda p, d, e, f: f"not met: {', '.join(e.unmet)}" if e.unmet else None,
-    RejectReason.TRITON: lambda p, d, e, f: "; ".join(item.what for item in e.triton_lacks or ()) or None,
-    RejectReason.UPCAST: lambda p, d, e, f: e.upcast or None,
-    RejectReason.QUANTIZATION: _quantization,
-    RejectReason.GROUP_SIZE: _group_size,
-    RejectReason.PRE_QUANT_SCALE: lambda p, d, e, f: (
-        "the experts carry AWQ pre-quantization scales" if p.pre_quant_scale else None
-    ),
-    RejectReason.UNEQUAL_SCALES: lambda p, d, e, f: (
-        "gate and up have different weight_scale_2, the kernels take one for both" if p.unequal_scales else None
-    ),
-    RejectReason.DYNAMIC_QUANTIZATION: lambda p, d, e, f: (
-        "the host rewrites alphas and input scales at every call" if p.dynamic_quantization else None
-    ),
-    RejectReason.ACTIVATION_DTYPE: _dtype,
-    RejectReason.ACTIVATION: _activation,
-    RejectReason.ACTIVATION_CONSTANTS: lambda p, d, e, f: "SwiGLU with alpha, beta or limit" if p.activation_constants else None,
-    RejectReason.HIDDEN_SIZE: _hidden_size,
-    RejectReason.INTERMEDIATE_SIZE: _intermediate_size,
-    RejectReason.BIAS: lambda p, d, e, f: "the experts have a bias" if p.bias else None,
-    RejectReason.ROUTER_WEIGHT_ON_INPUT: lambda p, d, e, f: (
-        "the router weight is applied to the input" if p.apply_router_weight_on_input else None
-    ),
-    RejectReason.EXPERT_PARALLEL: _expert_parallel,
-    RejectReason.ATTENTION_DP: _attention_dp,
-    RejectReason.ALLTOALL: lambda p, d, e, f: (
-        "ids from an all-to-all hold padding, and tokens come quantized" if d.alltoall else None
-    ),
-    RejectReason.LOAD_BALANCER: _load_balancer,
-    RejectReason.LORA: lambda p, d, e, f: "LoRA on the experts" if d.lora else None,
-    RejectReason.CUDA_GRAPHS: _cuda_graphs,
-}
-
-
-def _fc1_rows(p: LayerShape, d: Deployment) -> str | None:
-    """Apply nvfp4_fc1_row_alignment_rejection (impl_contract.py): hosts pad [up; gate] to 128 rows together, split at half."""
-    size = _size_per_rank(p, d)
-    if p.activation != "Swiglu" or size is None or size % 64 == 0:
-        return None
-    return f"intermediate size {size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size"
-
-
-def _block_width(p: LayerShape, d: Deployment) -> str | None:
-    """Reject other block widths: create_weights (quantization.py) raises NotImplementedError. Older hosts ignore the field."""
-    if p.group_size in (None, 16):
-        return None
-    return f"NVFP4 with group size {p.group_size}; {RejectReason.GROUP_SIZE.value}"
-
-
-_HOSTS_REFUSE = {("NVFP4", "TensorRT-LLM from August 2026 on"): (_fc1_rows, _block_width)}
-"""Map (format, TensorRT-LLM versions) to the layers that these versions refuse to build, before any rule of this package."""
-
-
 def refused_by_hosts(shape: LayerShape, deployment: Deployment) -> list[str]:
-    """List which TensorRT-LLM versions refuse this layer, and why. For tools that run outside the server that will load it."""
-    rows = ((who, rules) for (algorithm, who), rules in _HOSTS_REFUSE.items() if algorithm == shape.quant_algo)
-    found = ((who, rule(shape, deployment)) for who, rules in rows for rule in rules)
-    return [f"{who} refuses it: {wrong}" for who, wrong in found if wrong is not None]
+    """List which TensorRT-LLM versions refuse this layer before any rule of this package, and why.
+
+    For tools that run outside the server that will load it.
+    """
+    if shape.quant_algo != _NVFP4:
+        return []
+    faults, size = [], _size_per_rank(shape, deployment)
+    # nvfp4_fc1_row_alignment_rejection (impl_contract.py): hosts pad [up; gate] to 128 rows together, split at half.
+    if shape.activation == "Swiglu" and size is not None and size % 64:
+        faults.append(f"intermediate size {size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size")
+    # create_weights (quantization.py) raises NotImplementedError for other block widths. Older hosts ignore the field.
+    if shape.group_size not in (None, 16):
+        faults.append(f"NVFP4 with group size {shape.group_size}; {RejectReason.GROUP_SIZE.value}")
+    return [f"TensorRT-LLM from August 2026 on refuses it: {fault}" for fault in faults]
