@@ -291,7 +291,9 @@ class _Run:
         distance = norm = 0.0
         wrong = []
         for expert, (projection, name) in itertools.product(range(layer.num_experts), layer.projections.items()):
-            difference, size = reference.weight_error(dequantizer, plain, expert, projection, self.device)
+            exact = plain[f"{expert}.{projection}.weight"].to(self.device).float()
+            difference = float((dequantizer.matrix(expert, projection).to(self.device) - exact).norm())
+            size = float(exact.norm())
             if not size < math.inf:
                 raise CheckpointError(original.directory, f"{layer.name} holds weights that are not finite", "copy it again")
             if not difference <= bound * size:

@@ -13,7 +13,7 @@ import torch
 
 from .reference_formats import Arithmetic, ReferenceDequantizer, reference_for
 
-__all__ = ["Arithmetic", "MoECall", "ReferenceDequantizer", "outputs", "reference_for", "weight_error"]
+__all__ = ["Arithmetic", "MoECall", "ReferenceDequantizer", "outputs", "reference_for"]
 
 _ROUNDS_TO_BF16 = (Arithmetic.KERNEL, Arithmetic.CUTLASS)
 
@@ -108,15 +108,3 @@ def _swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, lim
 
 def _bf16(values: torch.Tensor, rounds: bool) -> torch.Tensor:
     return values.to(torch.bfloat16).float() if rounds else values
-
-
-def weight_error(
-    weights: ReferenceDequantizer,
-    original: Mapping[str, torch.Tensor],
-    expert: int,
-    name: str,
-    device: torch.device | str = "cpu",
-) -> tuple[float, float]:
-    """Return the L2 distance of one matrix from the ``original`` one (keys ``"{expert}.w1.weight"``), and the original's norm."""
-    plain = original[f"{expert}.{name}.weight"].to(device).float()
-    return float((weights.matrix(expert, name).to(device) - plain).norm()), float(plain.norm())

@@ -6,12 +6,22 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
 _MX_BLOCK = 32
-_E4M3_MAX = 448.0
-_E2M1_MAX = 6.0
+
+
+class _Number(NamedTuple):
+    """A floating-point format: significant bits, exponent of the smallest step, largest value."""
+
+    bits: int
+    least: int
+    largest: float
+
+
+_E4M3, _E2M1 = _Number(4, -9, 448.0), _Number(2, -1, 6.0)
 
 
 class Arithmetic(Enum):
@@ -119,7 +129,7 @@ class _NVFP4(ReferenceDequantizer):
             raise ValueError("has experts whose gate and up differ in input_scale, which TensorRT-LLM refuses to load")
         if not all(float(scale) for scale in self._input_scales):
             raise ValueError("has an input_scale of 0 in every expert")
-        return float(self._input_scales[0]) * _E2M1_MAX * _E4M3_MAX
+        return float(self._input_scales[0]) * _E2M1.largest * _E4M3.largest
 
     def move_off_ties(self, x: torch.Tensor) -> torch.Tensor:
         return move_off_ties(x, float(self._input_scales[0]))
@@ -131,7 +141,7 @@ class _NVFP4(ReferenceDequantizer):
             codes, scales, scale_2 = (tensor.to(device) for tensor in self._tensors(expert, name))
             values = decode_fp4(codes).view(-1, 16).square().sum(1).double()
             exact = (scales.float() * scale_2.reshape(())).flatten()
-            difference += float((values * (_nearest_e4m3(exact) - exact).double().square()).sum())
+            difference += float((values * (_nearest(exact, _E4M3) - exact).square()).sum())
             norm += float((values * exact.double().square()).sum())
         return (difference / norm) ** 0.5 if norm else 0.0
 
@@ -199,60 +209,46 @@ def fake_quantize_nvfp4(values: torch.Tensor, global_scale: torch.Tensor, arithm
     amax = blocks.abs().max(dim=-1, keepdim=True).values
     inverse_global = global_scale.reciprocal()
     if arithmetic is Arithmetic.CUTLASS or (arithmetic is Arithmetic.KERNEL and gated):
-        block_scale = _nearest_e4m3(inverse_global * (amax * (1 / 6)))
+        block_scale = _nearest(inverse_global * (amax * (1 / 6)), _E4M3).float()
         if arithmetic is Arithmetic.KERNEL:
             scaled = blocks * (block_scale.reciprocal() * inverse_global)
         else:
             scaled = blocks * (block_scale * inverse_global.reciprocal()).reciprocal()
     elif arithmetic is Arithmetic.KERNEL:
-        block_scale = _nearest_e4m3(amax / (6 * global_scale))
+        block_scale = _nearest(amax / (6 * global_scale), _E4M3).float()
         scaled = blocks * (block_scale * global_scale).reciprocal()
     else:
-        block_scale = _nearest_e4m3(amax.double() / 6 / global_scale.double())
+        block_scale = _nearest(amax.double() / 6 / global_scale.double(), _E4M3).float()
         scaled = blocks / (block_scale * global_scale)
     scaled = torch.where(block_scale == 0, torch.zeros_like(scaled), scaled)
-    return (_nearest_e2m1(scaled) * (block_scale * global_scale)).view(values.shape)
+    return (_nearest(scaled, _E2M1).float() * (block_scale * global_scale)).view(values.shape)
 
 
 def fake_quantize_mxfp8(values: torch.Tensor) -> torch.Tensor:
     """Quantize float32 ``(n, K)`` to MXFP8 and back.
 
     The block's power of two is that of its largest magnitude (6.3 of the specification): values up to 512 times it occur, and
-    saturate at 448. Elements round to nearest, ties to even.
+    saturate at 448.
     """
     blocks = values.double().unflatten(-1, (-1, _MX_BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     exponent = (torch.frexp(largest).exponent - 9).clamp(min=-127)
     scale = torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponent, -127))
-    scaled = (blocks / scale).clamp(-_E4M3_MAX, _E4M3_MAX)
-    step = _e4m3_step(scaled)
-    rounded = torch.round(scaled / step) * step * scale
+    rounded = _nearest(blocks / scale, _E4M3) * scale
     return torch.where(blocks.isfinite().all(-1, keepdim=True), rounded, torch.nan).flatten(-2).float()
 
 
-def _nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Round to E4M3 (4 significant bits, smallest step 2**-9, largest value 448), ties to even, as float32."""
-    step = _e4m3_step(values)
-    return (torch.round(values.double() / step) * step).clamp(max=_E4M3_MAX).float()
-
-
-def _e4m3_step(values: torch.Tensor) -> torch.Tensor:
-    """Return the distance of neighboring E4M3 values around ``values``, float64."""
+def _step(values: torch.Tensor, number: _Number) -> torch.Tensor:
+    """Return the distance of neighboring numbers around ``values``, float64."""
     _, exponent = torch.frexp(values.double())
-    return torch.exp2((exponent - 4).clamp(min=-9).double())
+    return torch.exp2((exponent - number.bits).clamp(min=number.least).double())
 
 
-def _nearest_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Round to 0, 0.5, 1, 1.5, 2, 3, 4 or 6, ties to the even code, saturating; keep the sign."""
-    magnitude = values.abs().clamp(max=_E2M1_MAX)
-    step = _e2m1_step(magnitude)
-    return torch.copysign(torch.round(magnitude / step) * step, values)
-
-
-def _e2m1_step(magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the distance of neighboring E2M1 values around ``magnitude`` (0 to 6)."""
-    _, exponent = torch.frexp(magnitude)
-    return torch.exp2((exponent - 2).clamp(min=-1).to(magnitude.dtype))
+def _nearest(values: torch.Tensor, number: _Number) -> torch.Tensor:
+    """Round to nearest, ties to even, saturating; keep the sign. float64."""
+    values = values.double().clamp(-number.largest, number.largest)
+    step = _step(values, number)
+    return torch.round(values / step) * step
 
 
 def move_off_ties(x: torch.Tensor, global_scale: float) -> torch.Tensor:
@@ -264,11 +260,11 @@ def move_off_ties(x: torch.Tensor, global_scale: float) -> torch.Tensor:
     blocks = x.view(x.shape[0], -1, 16)
     amax = blocks.abs().amax(-1, keepdim=True)
     exact = amax.double() / (6 * global_scale)
-    blocks = _next_bf16(blocks, _near_half(exact / _e4m3_step(exact)) & (blocks.abs() == amax))
+    blocks = _next_bf16(blocks, _near_half(exact / _step(exact, _E4M3)) & (blocks.abs() == amax))
     exact = blocks.abs().amax(-1, keepdim=True).double() / (6 * global_scale)
-    codes = blocks.abs().double() / (_nearest_e4m3(exact).double().clamp(min=2**-9) * global_scale)
+    codes = blocks.abs().double() / (_nearest(exact, _E4M3).clamp(min=2**-9) * global_scale)
     codes = codes.clamp(max=6)
-    return _next_bf16(blocks, _near_half(codes / _e2m1_step(codes))).view(x.shape)
+    return _next_bf16(blocks, _near_half(codes / _step(codes, _E2M1))).view(x.shape)
 
 
 def _near_half(steps: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ class CaseReport:
     rounding: float = 0.0
     """Error that the kernel itself expects (``Kernel.rounding``); the bound if it is larger."""
     original_error: float | None = None
-    """Against the unquantized model."""
     failures: list[str] = field(default_factory=list)
 
     @property
