@@ -16,11 +16,8 @@ from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.environment import packages
 
-_HOSTS = {
-    "none": "not installed (the embedded host stands in)",
-    "unsupported": "an unknown version",
-    "installed": "not looked at",
-}
+_NO_HOST = "not installed (the embedded host stands in)"
+_HOSTS = {"none": _NO_HOST, "unsupported": "an unknown version", "installed": "not looked at"}
 _DEVICES = """
 import json, torch
 devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -102,11 +99,8 @@ def device(sm_count: int, memory_khz: int, bus_bits: int) -> str:
 
 def _caches() -> list[str]:
     """Return our cache folder and FlashInfer's (``jit/env.py``), with their sizes."""
-    lines = []
-    ours = disk.directory()
-    if ours is None:
-        lines.append("none: neither XDG_CACHE_HOME nor HOME is an absolute path")
-    folders = [ours]
+    folders = [disk.directory()]
+    lines = [] if folders[0] else ["none: neither XDG_CACHE_HOME nor HOME is an absolute path"]
     with contextlib.suppress(RuntimeError):  # no home
         folders.append(Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer")
     for folder in folders:

@@ -93,9 +93,8 @@ def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, e
             raise UnusableError(f"--top-k {top_k} exceeds --experts {experts}")
         name = _activation(activation)
         constants = name == "SwigluBias"
-        shape = LayerShape(
-            experts, top_k, hidden, intermediate, "Swiglu" if constants else name, form.upper(), activation_constants=constants
-        )
+        name, size = "Swiglu" if constants else name, (experts, top_k, hidden, intermediate)
+        shape = LayerShape(*size, name, form.upper(), activation_constants=constants)
         shapes = {f"{experts} experts, top {top_k}, {hidden} x {intermediate}": shape}
     else:
         shapes = _in_checkpoint(checkpoint)

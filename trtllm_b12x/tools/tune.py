@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,9 +21,8 @@ from trtllm_b12x.formats.geometry import LayerShape
 from . import options
 from .progress import Progress, UnusableError, expect_folder, write, writing
 
-if TYPE_CHECKING:
-    import torch
-
+_Advance = Callable[[float], None]
+"""Function of the share of the work that is done."""
 _BUILT = 0.6
 """Share of a geometry's time that building its layers takes, including compiling and testing the kernels."""
 _SEED = 1
@@ -125,7 +124,7 @@ def _gpu() -> str:
     try:
         import torch
     except Exception as error:
-        raise UnusableError(f"torch does not import: {str(error).splitlines()[0]}") from None
+        raise UnusableError(f"torch does not import: {first_line(error)}") from None
     if not torch.cuda.is_available():
         raise UnusableError("no GPU: torch sees none, and times of another machine say nothing; run it on the one with the card")
     major, minor = torch.cuda.get_device_capability()
@@ -147,8 +146,6 @@ def _tune(
     shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, skewed: bool, json_file: Path | None, png: Path | None
 ) -> int:
     """Measure every layer, print and write the tables, and return the exit status."""
-    import torch
-
     from trtllm_b12x.dispatch import timing
     from trtllm_b12x.engines.trtllm import build_layer
 
@@ -167,7 +164,7 @@ def _tune(
                 bar.set(number + share)
 
             try:
-                table = _measure(name, shape, ranks, torch.device(_device()), copy, skewed, advance)
+                table = _measure(name, shape, ranks, copy, skewed, advance)
             except Exception as error:  # from the host, torch or the driver: the other geometries may still work
                 reason = error if isinstance(error, build_layer.NothingToMeasureError) else first_line(error)
                 bar.line(f"error: {name}: {reason}", err=True)
@@ -190,21 +187,15 @@ def _tune(
     return 0 if len(tables) == len(shapes) else 2
 
 
-def _measure(
-    name: str,
-    shape: LayerShape,
-    ranks: options.Ranks,
-    device: torch.device,
-    copy: float,
-    skewed: bool,
-    advance: Callable[[float], None],
-) -> _Table:
+def _measure(name: str, shape: LayerShape, ranks: options.Ranks, copy: float, skewed: bool, advance: _Advance) -> _Table:
+    import torch
+
     from trtllm_b12x.dispatch import crossover, store, timing
     from trtllm_b12x.engines.trtllm import build_layer, host_path
     from trtllm_b12x.engines.trtllm.host import load
 
     logging.getLogger("trtllm_b12x").setLevel(logging.WARNING)
-    families = _families()
+    families, device = _families(), torch.device(_device())
     if not families:
         raise build_layer.NothingToMeasureError("no kernel family runs on this card")
     with settings.KERNELS.only(families), settings.CROSSOVER.set("auto"):

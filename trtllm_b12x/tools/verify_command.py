@@ -127,19 +127,7 @@ def verify(ctx: click.Context, kernels: tuple[str, ...], **options: Any) -> None
     ctx.exit(status)
 
 
-def _verify(
-    checkpoint: Path,
-    layers: list[int] | None,
-    sample: int | None,
-    tokens: list[int] | None,
-    tp: int,
-    ep: int,
-    seed: int,
-    original: Path | None,
-    require_b12x: bool,
-    device: str,
-    json_file: Path | None,
-) -> int:
+def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp: int, ep: int, **options: Any) -> int:
     from trtllm_b12x.engines.trtllm.host import use_embedded
 
     from .checkpoint import Checkpoint
@@ -147,12 +135,13 @@ def _verify(
     use_embedded()  # also if TensorRT-LLM is installed: our code is the same there
     expect_folder(json_file)
     source = Checkpoint(checkpoint)
-    count, plain_model = len(source.layers), None if original is None else Checkpoint(original)
+    count, plain_model = len(source.layers), Checkpoint(original) if original else None
     if plain_model is not None:
         _ = plain_model.layers
-    chosen = _chosen(source, layers, sample)
-    report = JsonReport(json_file, header(checkpoint, device, tp, ep, seed, sorted({layer.quant_algo for layer in chosen})))
-    options = {"require_b12x": require_b12x, "seed": seed, "device": device, "original": plain_model, "ranks": Ranks(tp, ep)}
+    chosen, tokens = _chosen(source, options.pop("layers"), options.pop("sample")), options.pop("tokens")
+    algorithms = sorted({layer.quant_algo for layer in chosen})
+    report = JsonReport(json_file, header(checkpoint, options["device"], tp, ep, options["seed"], algorithms))
+    options |= {"original": plain_model, "ranks": Ranks(tp, ep)}
     with source, Progress(f"verifying {len(chosen)} layer{'' if len(chosen) == 1 else 's'}", len(chosen)) as bar:
         table = Table([layer.name for layer in chosen], str(json_file) == "-", bar.line)
         run = _Run(report, table, bar, options)
@@ -165,7 +154,7 @@ def _verify(
     status = run.status()
     run.write(_STATUS[status])
     if run.reports:
-        if original is None and any(layer.compared for layer in run.reports):
+        if plain_model is None and any(layer.compared for layer in run.reports):
             table.line(UNSEEN)
         table.line(_summary(run, status, count))
     return UNUSABLE if run.unwritable else status
