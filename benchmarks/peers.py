@@ -33,10 +33,8 @@ from tests.nvfp4_layer import distance, random_call, random_layer
 from trtllm_b12x.dispatch.timing import copy_bandwidth, expert_bytes, graph_seconds
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall
-from trtllm_b12x.kernels.triton.decode import TritonKernel
-from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel
-from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 from trtllm_b12x.kernels.triton.jit import JitKernel
 
 KERNELS: dict[str, dict[str, type[JitKernel]]] = {

@@ -45,8 +45,8 @@ def compile_for(
     """
     kernel = kind(card)
     kernel.describe(geometry, tokens, torch.device("cuda"))
-    step = kernel.build.step(tokens)
-    for variant in kernel.build.variants(step, step.inline if inline is None else inline, quantized):
+    config = kernel.spec.config(tokens)
+    for variant in kernel.spec.variants(config, config.inline if inline is None else inline, quantized):
         if only and variant.name not in only:
             continue
         made = variant.assemble(card.capability)

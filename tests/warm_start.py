@@ -162,8 +162,7 @@ def late() -> None:
     from trtllm_b12x.core import settings
     from trtllm_b12x.kernels import Geometry, MoECall, PlanError
     from trtllm_b12x.kernels.triton import grouped_kernels, jit_monitor, launcher
-    from trtllm_b12x.kernels.triton.grouped import GroupedKernel
-    from trtllm_b12x.kernels.triton.grouped_nvfp4 import TABLE, GroupedNVFP4Kernel
+    from trtllm_b12x.kernels.triton.grouped import NVFP4_TABLE, GroupedKernel, GroupedNVFP4Kernel
 
     said: list[str] = []
     handler = logging.Handler()
@@ -173,7 +172,7 @@ def late() -> None:
     # Through Triton's JIT, which takes tensors of the CPU, and compiles what it does not know.
     with _on(asked["card"]), mock.patch.object(launcher, "watched", return_value=True):
         kernel: GroupedKernel = GroupedNVFP4Kernel()
-        kernel.table = (dataclasses.replace(TABLE[0], most=float("inf")),)  # type: ignore[misc]
+        kernel.table = (dataclasses.replace(NVFP4_TABLE[0], most=float("inf")),)  # type: ignore[misc]
         kernel.plan(geometry, 4096, torch.device("cuda"))
         weights = nvfp4_layer.random_layer(geometry).kernel_weights()
         alphas = (torch.cat((alpha.new_zeros(1), alpha))[1:] for alpha in (weights.fc1_alpha, weights.fc2_alpha))
@@ -204,10 +203,11 @@ def late() -> None:
         for name, dtype in (("NVFP4", torch.float16), ("MXFP8", torch.float32)):
             with settings.FREEZE.set("1"):
                 try:
-                    with jit_monitor.through_jit(Geometry(**{**asked["geometry"], "format": name})):
+                    quantize, *_ = kernel.variants_of_call(kernel.rule(1), torch.int32, torch.float32)
+                    with jit_monitor.may_compile(Geometry(**{**asked["geometry"], "format": name})):
                         codes = torch.zeros(128, dtype=torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint8)
                         values, factor = torch.zeros(128, dtype=dtype), torch.ones(1)
-                        grouped_kernels.quantize_kernel[(1, 1)](values, factor, *codes, 1, **kernel._of_tokens())
+                        grouped_kernels.quantize_kernel[(1, 1)](values, factor, *codes, 1, **quantize.constants)
                     found["frozen"][name] = False
                 except PlanError:
                     found["frozen"][name] = True

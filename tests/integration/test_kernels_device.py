@@ -23,11 +23,9 @@ from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, MoECall
-from trtllm_b12x.kernels.triton.decode import TritonKernel
-from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.decode_variants import ACTIVATIONS
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel
-from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.jit import ACTIVATIONS
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties

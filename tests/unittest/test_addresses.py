@@ -17,10 +17,8 @@ from trtllm_b12x.core import process
 from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
-from trtllm_b12x.kernels.triton.decode import TritonKernel
-from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel
-from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 
 KERNELS = {"MXFP8": (TritonMXFP8Kernel, GroupedKernel), "NVFP4": (TritonKernel, GroupedNVFP4Kernel)}
 CPU = torch.device("cpu")

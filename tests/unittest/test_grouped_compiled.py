@@ -13,8 +13,7 @@ from trtllm_b12x.environment import prove
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel
-from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 
 INSTRUCTION = {GroupedKernel: "kind::mxf8f6f4.block_scale", GroupedNVFP4Kernel: "kind::mxf4nvf4.block_scale.scale_vec::4X"}
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
@@ -43,8 +42,8 @@ def test_products_are_native(kind: type[GroupedKernel], capability: int, tmp_pat
         assert bool(products) is (name in ("fc1_kernel", "fc2_kernel"))
         native = {product for product in products if INSTRUCTION[kind] in product}
         assert products == native if not toolchain.upcast(capability) else not native
-    assert names.count("fc1_kernel") == len({row.fc1 for row in kernel.table})
-    assert names.count("fc2_kernel") == len({row.fc2 for row in kernel.table})
+    assert names.count("fc1_kernel") == len({rule.fc1 for rule in kernel.table})
+    assert names.count("fc2_kernel") == len({rule.fc2 for rule in kernel.table})
 
 
 def test_proof() -> None:

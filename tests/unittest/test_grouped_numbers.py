@@ -17,7 +17,7 @@ from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.formats import nvfp4
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel
-from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedNVFP4Kernel
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
@@ -43,10 +43,10 @@ def planned(geometry: Geometry, weights: object, first: int = 0) -> tuple[Groupe
 
 def quantized(kernel: GroupedNVFP4Kernel, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales that a call makes of ``x``."""
-    call = kernel._call(len(x), False, torch.int32, torch.float32)
-    codes, scales = call.scratch.cut(torch.empty(call.scratch.nbytes, dtype=torch.uint8))[:2]
-    launch, grid = call.launches[0]
-    launch(grid, 0, x, *kernel._layer[0].factor, codes, scales, len(x))
+    plan = kernel._launch_plan(len(x), False, torch.int32, torch.float32, False)
+    codes, scales = plan.workspace.cut(torch.empty(plan.workspace.nbytes, dtype=torch.uint8))[:2]
+    launch, grid = plan.launches[0]
+    launch(grid, 0, x, *kernel._layers[False][0].quantize, codes, scales, len(x))
     return codes.view(len(x), -1), scales.view(len(x), -1).view(torch.float8_e4m3fn)
 
 
@@ -120,7 +120,7 @@ def of_scales_that_are_no_number() -> dict[str, float | bool]:
 
 def of_sorting() -> dict[str, float | bool]:
     """More routes than a program looks at at a time, against torch: places, router weights, and what is of no expert here."""
-    from trtllm_b12x.kernels.triton.grouped_sorting import sort_kernel
+    from trtllm_b12x.kernels.triton.routing import sort_kernel
 
     experts, first, generator = 5, 3, torch.Generator().manual_seed(0)
     found: dict[str, float | bool] = {}

@@ -20,10 +20,8 @@ from trtllm_b12x.kernels.reference import (
     ReferenceKernel,
     UnquantizedReferenceKernel,
 )
-from trtllm_b12x.kernels.triton.decode import TritonKernel
-from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel
-from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 from trtllm_b12x.kernels.triton.jit import JitKernel
 
 GEOMETRY = Geometry(3, 2, 128, 128, "Swiglu")

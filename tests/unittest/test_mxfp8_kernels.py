@@ -12,8 +12,8 @@ import triton.language as tl
 from tests import forks, mxfp8
 from tests.nvfp4_layer import distance
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall
-from trtllm_b12x.kernels.triton import grouped_kernels
-from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton import scales as scale_addresses
+from trtllm_b12x.kernels.triton.decode import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel
 
 CASES = {
@@ -40,7 +40,7 @@ def read_scales(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     r = tl.arange(0, ROWS)[:, None]
     b = tl.arange(0, BLOCKS)[None, :]
-    tl.store(out + r * BLOCKS + b, grouped_kernels._scales(words + r * GROUPS, k, 1, K, ROWS, BK, FORMAT, WARPS))
+    tl.store(out + r * BLOCKS + b, scale_addresses.scales_of(words + r * GROUPS, k, 1, K, ROWS, BK, FORMAT, WARPS))
 
 
 def wrong_scales() -> float:

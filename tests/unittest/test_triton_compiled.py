@@ -12,8 +12,7 @@ from tests import sass
 from tests.compiled import Compiled, compile_for
 from trtllm_b12x.environment import prove
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton.decode import TritonKernel
-from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.decode_tiles import Card
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")

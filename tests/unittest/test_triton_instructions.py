@@ -9,7 +9,7 @@ import torch
 
 from trtllm_b12x.formats.mxfp8 import decode_e8m0
 from trtllm_b12x.formats.nvfp4 import decode_e2m1
-from trtllm_b12x.kernels.triton import mxfp8_operands, operands
+from trtllm_b12x.kernels.triton import operands
 
 Registers = dict[str, torch.Tensor]
 """32 bits each, as int64."""
@@ -78,7 +78,7 @@ def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_code_times_every_scale(dtype: torch.dtype) -> None:
-    assembly = str((operands.BFLOAT16 if dtype is torch.bfloat16 else operands.FLOAT16).value)
+    assembly = str((operands.E2M1_BFLOAT16 if dtype is torch.bfloat16 else operands.E2M1_FLOAT16).value)
     generator = torch.Generator().manual_seed(0)
     bytes_of_scales = torch.arange(256).repeat_interleave(64)  # negative ones too, and NaN
     codes = torch.stack([torch.randperm(16, generator=generator) for _ in bytes_of_scales])  # of two words, lowest nibble first
@@ -109,7 +109,7 @@ def test_every_e4m3_times_every_scale() -> None:
     codes, scales = codes[same], scales[same, 0]
     words = (codes.view(-1, 2, 4) << 8 * torch.arange(4)).sum(2)
     inputs = {"$4": words[:, 0], "$5": words[:, 1], "$6": scales, "$7": scales}
-    state = execute(str(mxfp8_operands.BFLOAT16.value), inputs, torch.bfloat16)
+    state = execute(str(operands.E4M3_BFLOAT16.value), inputs, torch.bfloat16)
     for product in range(4):
         found = floats(state[f"${product}"], torch.bfloat16)
         for parity in range(2):

@@ -20,11 +20,10 @@ from tests import mxfp8
 from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cards import Card
-from trtllm_b12x.kernels.triton import compile_pool, decode_kernels, decode_launch, jit_monitor, launcher
-from trtllm_b12x.kernels.triton.decode import TritonKernel
-from trtllm_b12x.kernels.triton.decode_mxfp8 import TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel
-from trtllm_b12x.kernels.triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton import compile_pool, decode_kernels, jit_monitor, launcher
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.jit import Plan
 from trtllm_b12x.kernels.triton.variant import Variant
 
 ROOT = Path(__file__).parents[2]
@@ -84,24 +83,16 @@ def main() -> None:
         kernel.bind(layer.kernel_weights(), 3)
         found: dict[str, Any] = {"known": launcher.known()}
         forms = (("inline", 2, True, False), ("sorted", 40, False, False), ("quantized", 2, False, True))
-        steps = {tokens: kernel.build.step(tokens) for _, tokens, _, _ in forms}
+        configs = {tokens: kernel.spec.config(tokens) for _, tokens, _, _ in forms}
         every = {
-            v.key: v for _, tokens, inline, quantized in forms for v in kernel.build.variants(steps[tokens], inline, quantized)
+            v.key: v for _, tokens, inline, quantized in forms for v in kernel.spec.variants(configs[tokens], inline, quantized)
         }
         found["processes"] = compile_pool.fill(list(every.values()), 90, workers=2)
         for name, tokens, inline, quantized in forms:
-            step = steps[tokens]
-            assert step.inline is (tokens == 2)
-            variants = kernel.build.variants(step, inline, quantized)
-            launches = {}
-            for way, compiled in (("jit", None), ("direct", {v.key: v.warm_up() for v in variants})):
-                call = decode_launch.call(kernel.build, step, variants, compiled)
-                told: dict[str, str] = {}
-                fields = [field for field in ("route", "fc1", "fc2") if getattr(call, field)]
-                starts = {field: recorded(cuda, getattr(call, field), v, told) for field, v in zip(fields, variants, strict=True)}
-                call = dataclasses.replace(call, **starts)
-                started(call, layer.geometry, kernel._layers[quantized], tokens, quantized)
-                launches[way] = told
+            assert configs[tokens].inline is (tokens == 2)
+            variants = kernel.spec.variants(configs[tokens], inline, quantized)
+            kernel._plan = Plan({v.key: v.warm_up() for v in variants})
+            launches = {way: told(cuda, kernel, tokens, variants, quantized, way) for way in ("jit", "direct")}
             names = ("route_kernel", "fc1_kernel", "fc2_kernel")
             functions = [getattr(decode_kernels, name) for name in names]
             caches = [len(next(iter(function.device_caches.values()))[0]) for function in functions if function.device_caches]
@@ -114,20 +105,27 @@ def main() -> None:
         print(json.dumps({**found, "late": late_compiles()}))
 
 
-def started(plan: Any, geometry: Geometry, layer: Any, tokens: int, quantized: bool, scales: torch.dtype = torch.uint8) -> None:
-    """Launch a call on the same memory as any other."""
+def told(cuda: Any, kernel: Any, tokens: int, variants: tuple[Variant, ...], quantized: bool, way: str) -> dict[str, str]:
+    """What the driver gets of a call; all calls of a form are on the same memory."""
+    geometry = kernel.geometry
+    plan = kernel._launch_plan(tokens, quantized, torch.int32, torch.float32, way == "direct")
+    launches: dict[str, str] = {}
+    starts = [recorded(cuda, start, variant, launches) for (start, _), variant in zip(plan.launches, variants, strict=True)]
+    grids = [grid for _, grid in plan.launches]
+    plan = dataclasses.replace(plan, launches=tuple(zip(starts, grids, strict=True)))
     x, ids, router_weights = random_call(geometry, tokens)
     if quantized:
         x = torch.zeros(tokens, geometry.hidden_size // 2, dtype=torch.uint8)
-    x_sf = torch.zeros(512, dtype=scales) if quantized else None
+    x_sf = torch.zeros(512, dtype=torch.int32 if isinstance(kernel, GroupedKernel) else torch.uint8) if quantized else None
     out = torch.zeros(tokens, geometry.hidden_size, dtype=torch.bfloat16)
-    buffers = MoECall(x, ids, router_weights, x_sf, True, out), torch.zeros(plan.scratch.nbytes, dtype=torch.uint8)
+    buffers = MoECall(x, ids, router_weights, x_sf, True, out), torch.zeros(plan.workspace.nbytes, dtype=torch.uint8)
     call, memory = BUFFERS.setdefault((tokens, quantized, type(plan)), buffers)
     with (
         mock.patch.object(torch, "empty", return_value=memory),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
     ):
-        launcher.start(plan, geometry, layer, call)
+        plan.start(geometry, kernel._layers[quantized], call)
+    return launches
 
 
 BUFFERS: dict[Any, tuple[MoECall, torch.Tensor]] = {}
@@ -140,24 +138,9 @@ def grouped(cuda: Any, kind: type[GroupedKernel], quantized: bool) -> dict[str, 
     kernel.table = kernel.table[:1]
     kernel.describe(geometry, 1, torch.device("cuda"))
     kernel.bind(random_layer(geometry).kernel_weights() if quantized else mxfp8.random_weights(geometry), 3)
-    kernel._plan = kernel._planned({variant.key: variant.warm_up() for variant in kernel.variants()})
-    found = {}
-    for way in ("jit", "direct"):
-        call = kernel._prepared(1, quantized, torch.int32, torch.float32, way == "direct")
-        told: dict[str, str] = {}
-        row = kernel.row(1)
-        variants = (
-            kernel._quantize(),
-            kernel._sort(torch.int32, torch.float32),
-            kernel._fc1(row.fc1),
-            kernel._fc2(row.fc2),
-            kernel._sum(torch.int32),
-        )
-        launches = zip(call.launches, variants, strict=True)
-        starts = tuple((recorded(cuda, start, variant, told), grid) for (start, grid), variant in launches)
-        started(dataclasses.replace(call, launches=starts), geometry, kernel._layer, 1, quantized, torch.int32)
-        found[way] = told
-    return found
+    kernel._plan = Plan({variant.key: variant.warm_up() for variant in kernel.variants()})
+    variants = kernel.variants_of_call(kernel.rule(1), torch.int32, torch.float32)
+    return {way: told(cuda, kernel, 1, variants, quantized, way) for way in ("jit", "direct")}
 
 
 def late_compiles() -> dict[str, dict[str, int]]:
@@ -172,7 +155,7 @@ def late_compiles() -> dict[str, dict[str, int]]:
         with jit_monitor.expected():
             for variant in kernel.variants():
                 variant.warm_up()
-        kernel._plan = kernel._planned(None)
+        kernel._plan = Plan(None)
         nvfp4 = kind in (TritonKernel, GroupedNVFP4Kernel)
         kernel.bind(random_layer(geometry).kernel_weights() if nvfp4 else mxfp8.random_weights(geometry), 3)
         x, ids, router_weights = random_call(geometry, 1)

@@ -17,7 +17,7 @@ from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.kernels.triton.decode import check
+from trtllm_b12x.kernels.triton.jit import check
 from trtllm_b12x.tools.verify import kernel_calls, reference
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from trtllm_b12x.kernels import Geometry, MoECall, PlanError
 from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_tiles import Tile, Tiles
-from trtllm_b12x.kernels.triton.decode_variants import ACTIVATIONS
+from trtllm_b12x.kernels.triton.jit import ACTIVATIONS, Plan
 
 BOUND = 0.004
 """Relative L2 of bfloat16's rounding of the activation's result and of the output; seen: 0.0026."""
@@ -38,8 +39,7 @@ def case(name: str, *arguments: Any) -> Callable[[Callable[..., dict[str, Any]]]
 def bound(layer: Layer, first: int = 0, found: Tiles = LARGE, tokens: int = 24) -> TritonKernel:
     kernel = TritonKernel()
     kernel.plan(layer.geometry, tokens, torch.device("cpu"))
-    for count in range(1, tokens + 1):
-        kernel.set_tiles(count, found)
+    kernel.spec, kernel._plan = dataclasses.replace(kernel.spec, tiles=found), Plan(None)
     kernel.bind(layer.kernel_weights(), first)
     return kernel
 
@@ -257,7 +257,7 @@ def _() -> dict[str, Any]:
 
 def run_all() -> dict[str, dict[str, Any]]:
     found = {}
-    with mock.patch("trtllm_b12x.kernels.triton.decode.torch.empty", poisoned):
+    with mock.patch("torch.empty", poisoned):
         for name, function in CASES.items():
             torch.manual_seed(0)
             found[name] = function()

@@ -19,8 +19,9 @@ from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton.decode import TritonKernel, check
+from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_tiles import TABLE, Card, blocks, tiles
+from trtllm_b12x.kernels.triton.jit import check
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 NEMOTRON_SUPER = Geometry(512, 22, 1024, 2688, "Relu2")
@@ -64,15 +65,15 @@ def test_every_call_has_tiles_that_fit(geometry: Geometry, word: int, card: Card
 def test_few_variants_and_the_fewest_launches(card: Card, products: int) -> None:
     kernel = TritonKernel(card)
     kernel.describe(QWEN3_30B, 63, torch.device("cuda"))
-    build = kernel.build
-    every = {variant.key: variant for variant in build.every(63)}
+    spec = kernel.spec
+    every = {variant.key: variant for variant in spec.every(63)}
     routes = [variant for variant in every.values() if variant.name == "route_kernel"]
     assert len(routes) == 8  # ids and router weights of two types each, for both kinds of input
     assert len(every) - len(routes) <= products
     for tokens in range(1, 64):
-        step = build.step(tokens)
-        for inline, quantized in {(step.inline, False), (False, False), (False, True)}:
-            made = build.variants(step, inline, quantized)
+        config = spec.config(tokens)
+        for inline, quantized in {(config.inline, False), (False, False), (False, True)}:
+            made = spec.variants(config, inline, quantized)
             assert len(made) == 3 - inline
             assert all(variant.key in every for variant in made)
 

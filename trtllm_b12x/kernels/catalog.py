@@ -11,10 +11,8 @@ from .reference import (
     ReferenceKernel,
     UnquantizedReferenceKernel,
 )
-from .triton.decode import TritonKernel
-from .triton.decode_mxfp8 import TritonMXFP8Kernel
-from .triton.grouped import GroupedKernel
-from .triton.grouped_nvfp4 import GroupedNVFP4Kernel
+from .triton.decode import TritonKernel, TritonMXFP8Kernel
+from .triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 
 KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel]]] = {
     ("b12x", "NVFP4"): (B12xKernel, ReferenceKernel),

@@ -13,22 +13,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from .epilogues import SWIGLU_BIAS, activate, along, half_alphas, rounded, share_of_one, shares_of_block
-from .operands import (
-    FP4,
-    SCALE,
-    added,
-    dot,
-    first_scale,
-    loaded,
-    matrix,
-    own_columns,
-    places,
-    rows_of,
-    scale_offsets,
-    split_inputs,
-)
+from .epilogues import SWIGLU_BIAS, activate, along, half_alphas, share_of_one, shares_of_block
+from .numerics import rounded
+from .operands import FP4, SCALE, added, dot, loaded, matrix, own_columns, places, split_inputs
 from .routing import listed_block, localized, own_block, route_kernel, start_token
+from .scales import first_scale, rows_of, scale_offsets
 
 
 @triton.jit(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .operands import INTERPRETED
+from .numerics import rounded
 
 SWIGLU = tl.constexpr(0)
 SWIGLU_BIAS = tl.constexpr(1)
@@ -46,16 +46,6 @@ def half_alphas(recorded, alpha, e, experts):
     up, gate = tl.load(recorded + e), tl.load(recorded + experts + e)
     fresh = tl.maximum(up, gate) == alpha
     return tl.where(fresh, up, alpha), tl.where(fresh, gate, alpha)
-
-
-@triton.jit
-def rounded(values, dtype: tl.constexpr):
-    """float32 to a 16-bit float, to the nearest; Triton's interpreter cuts bfloat16 off."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        values = tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
-    return values.to(dtype)
 
 
 @triton.jit

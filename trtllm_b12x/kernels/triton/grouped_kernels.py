@@ -1,6 +1,6 @@
 """Block-scaled products of whole calls, of operands of one format: what serves where there are many tokens for an expert.
 
-Five launches: the tokens quantized, the routes sorted (``sorting.py``), FC1 with its activation and the quantization of its
+Five launches: the tokens quantized, the routes sorted (``routing.py``), FC1 with its activation and the quantization of its
 result, FC2 with the router's weight, the sum over a token's routes.  ``tl.dot_scaled`` is one instruction on SM120 from Triton
 3.6 on and on SM121 from 3.8 on.  FC1's result is rounded to bfloat16 before it is quantized; each route's share of a token is
 rounded to bfloat16.
@@ -22,9 +22,7 @@ Without NATIVE the products are of bfloat16, in which every code times its scale
 checkpoints that hold one are refused).  A block scale that is NaN makes NaN; a negative one is a number, but with NATIVE, whose
 instruction has unsigned scales: checkpoints that hold one are refused too.
 
-Weights are the host's bytes: row-major codes, and scales in the 128x4 layout (row ``r`` and block ``b`` of a matrix of ``B``
-blocks at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4``); activations' scales are
-row-major, in whole words of four.
+Weights are the host's bytes: row-major codes, and scales in the 128x4 layout (``scales.py``).
 
 Sums are float32 in a fixed order, and a route's results depend on nothing but its own token.
 """
@@ -37,12 +35,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trtllm_b12x.kernels.triton.epilogues import half_alphas
-from trtllm_b12x.kernels.triton.operands import INTERPRETED, e4m3
-
-from .decode_kernels import SWIGLU_BIAS, activate, rounded  # whose kernels are hashed first, see there
-from .grouped_quantization import E2M1, NAN, quantized
-from .grouped_sorting import sort_kernel
+from .decode_kernels import SWIGLU_BIAS, activate, half_alphas  # whose kernels are hashed first, see there
+from .numerics import E2M1, INTERPRETED, NAN, e2m1, e4m3_scales, quantized, rounded
+from .routing import sort_kernel
+from .scales import first_words, scales_of
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
@@ -87,61 +83,12 @@ def _block_of(starts, slot, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
 
 
 @triton.jit
-def _sf_words(rows, groups: tl.constexpr):
-    """Return the offset of the weight scales of ``rows``, in words of four."""
-    return rows // 128 * (groups * 128) + rows % 32 * 4 + rows % 128 // 32
-
-
-@triton.jit
-def _scales(
-    words, k, STRIDE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """The scales of columns ``k`` to ``k + BK``, uint8 ``(ROWS, blocks)``; 0 beyond ``K``, where anything may lie.
-
-    Four blocks are a word, STRIDE words from the next.  What is less than four bytes a thread is not copied asynchronously, so
-    words are read, and bytes where they are enough: Triton 3.9 makes twice the loop of NVFP4's words.
-    """
-    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
-    blocks: tl.constexpr = BK // size
-    block = (k // size + tl.arange(0, blocks))[None, :]
-    if FORMAT == E2M1 and ROWS * blocks >= 128 * WARPS:
-        place = words.to(tl.pointer_type(tl.uint8), bitcast=True) + (block // 4 * (4 * STRIDE) + block % 4)
-        if K % BK != 0:
-            there = tl.max_constancy(tl.broadcast_to(block // 4 * (4 * size) < K, (ROWS, blocks)), (1, 4))
-            scales = tl.load(place, mask=there, other=0)
-        else:
-            scales = tl.load(place)
-    else:
-        count: tl.constexpr = (blocks + 3) // 4
-        word = (k // (4 * size) + tl.arange(0, count))[None, :]
-        if K % BK != 0:
-            found = tl.load(words + word * STRIDE, mask=tl.broadcast_to(word * (4 * size) < K, (ROWS, count)), other=0)
-        else:
-            found = tl.load(words + word * STRIDE)
-        shift = 8 * (k // size % 4 + tl.arange(0, blocks // count))
-        scales = tl.reshape((found[:, :, None] >> shift[None, None, :]) & 255, (ROWS, blocks)).to(tl.uint8)
-    if K // size % 4 != 0:
-        scales = tl.where(block < K // size, scales, 0)
-    return scales
-
-
-@triton.jit
-def _value(code):
-    """The lowest four bits of int32 to float32: moved to the exponent and mantissa's top they are the value times 2**-126."""
-    return (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
 def _decoded(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """NVFP4 ``(ROWS, BYTES)`` to its even and its odd columns: bfloat16, which Triton's interpreter does not multiply."""
-    if INTERPRETED:
-        factor = e4m3(scales.to(tl.int32))
-    else:
-        factor = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    factor = e4m3_scales(scales, not INTERPRETED)
     factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
     wide = codes.to(tl.int32)
-    even, odd = _value(wide) * factor, _value(wide >> 4) * factor
+    even, odd = e2m1(wide) * factor, e2m1(wide >> 4) * factor
     if INTERPRETED:
         return even, odd
     return even.to(tl.bfloat16), odd.to(tl.bfloat16)
@@ -218,8 +165,8 @@ def _product(
     else:
         x = tl.load(a + column[None, :])
         codes = tl.load(w + rows[None, :] * width + column[:, None])
-    x_sf = _scales(a_sf, k, 1, K, BM, BK, FORMAT, WARPS)
-    factors = _scales(w_sf, k, 128, K, BN, BK, FORMAT, WARPS)
+    x_sf = scales_of(a_sf, k, 1, K, BM, BK, FORMAT, WARPS)
+    factors = scales_of(w_sf, k, 128, K, BN, BK, FORMAT, WARPS)
     return _multiplied(x, x_sf, codes, factors, sums, BM, BN, BK // packed, FORMAT, NATIVE)
 
 
@@ -264,8 +211,8 @@ def fc1_kernel(
     if SIZE % BN != 0:
         rows = tl.minimum(rows, SIZE - 1)
     a, a_sf = x + token[:, None] * (H // packed), x_sf + token[:, None] * groups
-    up_sf = weight_sf + _sf_words(rows, groups)[:, None]
-    gate_sf = weight_sf + _sf_words(rows + SIZE, groups)[:, None]
+    up_sf = weight_sf + first_words(rows, groups)[:, None]
+    gate_sf = weight_sf + first_words(rows + SIZE, groups)[:, None]
     up = tl.zeros((BM, BN), tl.float32)
     gate = tl.zeros((BM, BN), tl.float32)
     for k in range(0, H, BK):
@@ -331,7 +278,7 @@ def fc2_kernel(
         rows = tl.minimum(rows, H - 1)
     place = (first + tl.minimum(m, n - 1)).to(tl.int64)[:, None]
     a, a_sf = h + place * (SIZE // packed), h_sf + place * groups
-    weight_sf += _sf_words(rows, groups)[:, None]
+    weight_sf += first_words(rows, groups)[:, None]
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, SIZE, BK):
         sums = _product(sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BM, BN, BK, FORMAT, NATIVE, WARPS)

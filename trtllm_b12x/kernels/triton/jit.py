@@ -1,7 +1,7 @@
-"""Kernels that Triton compiles: what its families have in common.
+"""What the kernel families that Triton compiles have in common.
 
 A plan comes from Triton's cache (``cache.py``), into which processes compile what it lacks (``compile_pool.py``). The layers of a
-geometry on a device share it. The first of them whose weights say anything tests it on the card (``examination.py``).
+geometry on a device share it. The first of them whose weights are neither all zero nor not finite tests it on the card.
 """
 
 from __future__ import annotations
@@ -9,47 +9,55 @@ from __future__ import annotations
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from trtllm_b12x.core import locks, process
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
+from trtllm_b12x.formats import constants
+from trtllm_b12x.formats.mxfp8 import MXFP8Weights
+from trtllm_b12x.formats.weights import Weights
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall, PlanError, first_line
 from trtllm_b12x.kernels.cards import Card, card_of
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.self_test import run_quick_self_test
 
 from . import cache, jit_monitor, launcher
+from .launcher import LaunchPlan, LayerTensors
 from .variant import Variant
+
+ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
+"""By the host's ``ActivationType``, in the order of ``epilogues.py``'s constants. GELU is the exact one, alone and in Geglu, as
+in CUTLASS (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
+_PROOF_TOKENS = 63
+"""Tokens of the call that ``assembled`` compiles."""
 
 
 @dataclass
 class Plan:
-    """State that layers of one geometry share on one device."""
+    """What layers of one geometry share on one device."""
 
-    compiled: dict[tuple[Any, ...], Any] | None
-    """By variant; None where Triton's JIT or its interpreter launches."""
-    calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    compiled: Mapping[tuple[Any, ...], Any] | None
+    """Kernels by variant key; None if Triton's JIT or its interpreter launches."""
+    calls: dict[tuple[Any, ...], LaunchPlan] = field(default_factory=dict)
     """By tokens, form and types of a call, and whether past the JIT."""
     tested: bool = False
-    untold: bool = False
-    """Not tested, since the weights say nothing."""
+    untestable: bool = False
+    """The weights were all zero or not finite."""
 
 
-_plans: dict[tuple[Any, ...], Any] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
 _lock = locks.new()
-_PROVED = 63
-"""Tokens of a call that :meth:`JitKernel.assembled` is about."""
 process.kept(_plans.clear)
 
 
 def interpreted() -> bool:
-    """Triton's kernels run on the CPU, in Python."""
+    """Return True if Triton's kernels run on the CPU, in Python."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -60,8 +68,9 @@ class JitKernel(Kernel):
     """Torch kernel that the self-test compares with."""
     first_expert: int
     instruction = "mma.sync"
-    _plan: Any
-    """A :class:`Plan`."""
+    _plan: Plan
+    _layers: dict[bool, tuple[LayerTensors, LayerTensors]]
+    """Tensors of the layer and their addresses, by whether the input arrives quantized."""
 
     def __init__(self, card: Card | None = None) -> None:
         """
@@ -86,12 +95,12 @@ class JitKernel(Kernel):
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Compile every kernel for 1 to ``capacity`` tokens, or share what another layer compiled."""
         self.describe(geometry, capacity, device)
-        self._key = (*self._identity(), str(device))
+        self._key = (type(self), *self._identity(), str(device))
         with _lock:
             if self._key not in _plans:
                 try:
                     compiled = self._compile()
-                    _plans[self._key] = self._planned(compiled if compiled and launcher.known() else None)
+                    _plans[self._key] = Plan(compiled if compiled and launcher.known() else None)
                 except Exception as error:
                     raise PlanError(first_line(error)) from error
             self._plan = _plans[self._key]
@@ -107,30 +116,27 @@ class JitKernel(Kernel):
 
     @abstractmethod
     def variants(self) -> Iterator[Variant]:
-        """Every kernel that a call may launch; :meth:`describe` was called."""
+        """Yield every kernel that a call may launch. Call :meth:`describe` first."""
 
     @classmethod
     def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
         kernel = cls(card)
-        kernel.describe(geometry, _PROVED, torch.device("cuda"))
+        kernel.describe(geometry, _PROOF_TOKENS, torch.device("cuda"))
         return (variant.assemble(card.capability).asm["ptx"] for variant in kernel.samples())
 
     def samples(self) -> Iterator[Variant]:
-        """Yield the :meth:`variants` that a compile on another machine shows."""
+        """Yield those of :meth:`variants` that ``assembled`` compiles."""
         return self.variants()
 
     @abstractmethod
     def _identity(self) -> tuple[Any, ...]:
-        """Return the key that tells plans apart, beside the device."""
-
-    def _planned(self, compiled: dict[tuple[Any, ...], Any] | None) -> Plan:
-        return Plan(compiled)
+        """Return the key that tells plans of a family apart, besides the device."""
 
     @property
     def card(self) -> Card:
         return self._card or card_of(self._device)
 
-    def _compile(self) -> dict[tuple[Any, ...], Any] | None:
+    def _compile(self) -> Mapping[tuple[Any, ...], Any] | None:
         if self._device.type != "cuda":
             if not interpreted():
                 raise PlanError(f"Triton's kernels do not run on {self._device}")
@@ -144,14 +150,26 @@ class JitKernel(Kernel):
         logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
         return compiled
 
+    # ---- bind --------------------------------------------------------------------------------------------------------
+
+    def bind(self, weights: Any, first_expert: int = 0) -> None:
+        check(self.geometry, weights)
+        layers = self._layer_tensors(weights, first_expert)
+        self._layers = {quantized: (layer, layer.addresses()) for quantized, layer in layers.items()}
+        self.weights, self.first_expert = weights, first_expert
+
+    @abstractmethod
+    def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
+        """Return the tensors that calls read, by whether the input arrives quantized."""
+
     # ---- test --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _tested_sizes(self) -> Sequence[int]:
-        """Token counts that reach every kernel."""
+        """Return token counts that reach every kernel."""
 
     def self_test(self) -> None:
-        """Once per plan; weights that say nothing (a dummy load) leave it to those that do.
+        """Test the plan once. Weights that are all zero or not finite (a dummy load) leave it to a later layer.
 
         Raises:
             PlanError: a kernel is wrong; the message has the numbers.
@@ -174,12 +192,93 @@ class JitKernel(Kernel):
         if results is None:
             what = f"{self.features.name} kernels for {self.geometry}"
             logger.info("%s: not tested yet, the weights are all zero or not finite", what)
-        self._plan.tested, self._plan.untold = results is not None, results is None
+        self._plan.tested, self._plan.untestable = results is not None, results is None
 
     @property
     def settled(self) -> bool:
-        return bool(self._plan.tested)
+        return self._plan.tested
+
+    def serves(self, tokens: int) -> bool:
+        return self._plan.tested and super().serves(tokens)
 
     @property
     def device(self) -> torch.device:
         return self._device
+
+    # ---- run ---------------------------------------------------------------------------------------------------------
+
+    def _launch(self, call: MoECall) -> None:
+        plan, quantized = self._plan, call.x_sf is not None
+        direct = plan.compiled is not None and not launcher.watched()
+        key = (call.x.shape[0], quantized, call.ids.dtype, call.router_weights.dtype, direct)
+        launch_plan = plan.calls.get(key)
+        if launch_plan is None:
+            if not 0 < key[0] <= self.capacity:
+                raise ValueError(f"no kernel is planned for {key[0]} tokens, only for 1 to {self.capacity}")
+            launch_plan = plan.calls[key] = self._launch_plan(*key)
+        launch_plan.start(self.geometry, self._layers[quantized], call)
+
+    @abstractmethod
+    def _launch_plan(
+        self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype, direct: bool
+    ) -> LaunchPlan:
+        """Prepare the launches of calls of this form, past Triton's JIT if ``direct``."""
+
+    def _launchers(self, variants: Sequence[Variant], direct: bool) -> list[launcher.Launch]:
+        compiled = self._plan.compiled if direct else None
+        return [launcher.launcher(variant, compiled and compiled[variant.key]) for variant in variants]
+
+
+# ---- a layer's tensors ---------------------------------------------------------------------------------------------------
+
+
+def check(geometry: Geometry, weights: Weights) -> None:
+    """Raise ValueError, naming the tensor, if one is not laid out as the kernels read it."""
+    weights.check(geometry)
+    for name, tensor in weights.tensors().items():
+        plain = tensor.permute(5, 2, 4, 0, 1, 3) if name.endswith("_sf") else tensor
+        if not plain.is_contiguous() or ("weight" in name and tensor.data_ptr() % 16):
+            raise ValueError(f"{name} is not contiguous, or not at a multiple of 16 bytes")
+
+
+class Scalars(NamedTuple):
+    """Scales of a layer besides its block scales, float32. A format without them gets an address that no kernel reads."""
+
+    fc1_alpha: torch.Tensor
+    fc1_half_alphas: torch.Tensor
+    """Zeros if no load has recorded them: no alpha but zero equals those."""
+    fc1_input: torch.Tensor
+    """What the host multiplies FC1's input by."""
+    fc2_alpha: torch.Tensor
+    fc2_input: torch.Tensor
+    steps: tuple[int, int]
+    """From one expert's input scale to the next."""
+
+
+def scalars_of(weights: Any) -> Scalars:
+    """
+    Raises:
+        ValueError: the input scales are given as divisors alone.
+    """
+    if isinstance(weights, MXFP8Weights):
+        none = constants.filled(1.0, (1,), weights.device)
+        return Scalars(none, none, none, none, none, (0, 0))
+    inputs, halves = weights.input_scales, weights.fc1_half_alphas
+    if inputs is None:
+        raise ValueError("the kernels take the host's input scales, not their reciprocals")
+    if halves is None:
+        halves = constants.filled(0.0, (2, weights.fc1_alpha.numel()), weights.device)
+    fc1, fc2 = inputs.fc31_input_scale, inputs.fc2_input_scale
+    return Scalars(weights.fc1_alpha, halves, fc1, weights.fc2_alpha, fc2, (int(fc1.numel() > 1), int(fc2.numel() > 1)))
+
+
+def swiglu(geometry: Geometry, weights: Weights, none: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return alpha, beta and limit as kernels take them; ``none``, an address of float32, if they read none."""
+    if geometry.activation != "SwigluBias":
+        return (none,) * 3
+    return weights.epilogue.swiglu(geometry.num_experts, weights.device)
+
+
+def scales_in_memory(block_scales: torch.Tensor) -> torch.Tensor:
+    """Return the 6-D view of block scales as they lie in memory, uint8."""
+    return block_scales.permute(5, 2, 4, 0, 1, 3).view(torch.uint8)

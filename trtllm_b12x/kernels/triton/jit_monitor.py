@@ -46,7 +46,7 @@ def expected() -> Iterator[None]:
 
 
 @contextmanager
-def through_jit(geometry: Geometry) -> Iterator[None]:
+def may_compile(geometry: Geometry) -> Iterator[None]:
     """A call that Triton's JIT launches, which may compile.
 
     Raises:

@@ -1,16 +1,16 @@
-"""Weights and 16-bit inputs as the operands of tensor cores, in an order of columns that moves no code from its lane: NVFP4.
+"""Weights and 16-bit inputs as the operands of tensor cores, in an order of columns that moves no code from its lane.
 
-MXFP8 (:mod:`.mxfp8_operands`) differs in what a word holds and what a scale covers: ``WORD`` codes, ``128 / WORD`` columns.
+Weights are the host's bytes: row-major codes, ``WORD`` in an int32, and scales of ``128 / WORD`` columns in the 128x4 layout
+(``scales.py``). NVFP4 has 8 E2M1 codes in a word, the even column in the low nibble, and E4M3 scales; MXFP8 4 E4M3 codes and E8M0
+scales.  A program multiplies ``BN`` rows of one expert by up to ``BM`` routes, ``BK`` columns at a time; E2M1 times E4M3 has
+at most 6 significant bits, so a weight is exact in bfloat16 and, 2**-8 times as large, in float16. E4M3 times a power of two is
+exact in bfloat16, as far as it has an exponent for it.
 
-Weights are the host's bytes: row-major FP4, the even column in the low nibble, and E4M3 scales of 16 columns in the 128x4 layout
-(row ``r`` and block ``b`` of a K-column matrix at ``(r // 128 * ceil(K / 64) + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4
-+ b % 4``).  A program multiplies ``BN`` rows of one expert by up to ``BM`` routes, ``BK`` columns at a time; E2M1 times E4M3 has
-at most 6 significant bits, so a weight is exact in bfloat16 and, 2**-8 times as large, in float16.
-
-A row is read in words of eight codes.  Two neighboring words are one scale block, and become eight pairs of 16-bit floats, one
-for each of eight products of ``BK / 8`` columns: column ``2 b + p`` of product ``j`` is the row's ``16 b + 8 (j // 4) + 4 p +
-j % 4``, so that a pair is the same nibble of a word's two halves and no code changes its lane.  :func:`split_inputs` permutes
-the other side alike.  The sum over columns does not mind the order.
+A row is read in words.  Two neighboring words of NVFP4 are one scale block, and become eight pairs of 16-bit floats, one for each
+of eight products of ``BK / 8`` columns: column ``2 b + p`` of product ``j`` is the row's ``16 b + 8 (j // 4) + 4 p +
+j % 4``, so that a pair is the same nibble of a word's two halves and no code changes its lane.  In MXFP8 two words become four
+pairs: column ``2 b + p`` of product ``j`` is the row's ``8 b + 2 j + p``.  ``split_inputs`` permutes the other side the same way;
+the sum over columns does not depend on the order.
 
 Rows of a program: where rows come in whole tiles of 128, a quarter of each quarter of a tile, because the 128x4 layout puts rows
 32 apart beside each other: its scales are then contiguous.
@@ -24,17 +24,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import mxfp8_operands as mxfp8
+from .numerics import INTERPRETED, e2m1, e4m3, e4m3_scales, e8m0
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Triton's interpreter multiplies the bits of bfloat16 as integers."""
 FP4 = tl.constexpr(8)
-"""``WORD`` of NVFP4: codes in 32 bits; MXFP8 has 4."""
+"""``WORD`` of NVFP4; MXFP8 has 4."""
+SCALE = tl.constexpr(256.0)
+"""NVFP4 weights are multiplied 2**-8 times as large as they are."""
 
 # Two words and their scale to eight pairs, each the value times 2**-8.  The three bits of a magnitude, moved to the bottom of the
 # exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too; the scale is
 # given as float32, 2**118 (2**6) times as large.
-BFLOAT16 = tl.constexpr(
+E2M1_BFLOAT16 = tl.constexpr(
     """{
     .reg .b32 s, m, z, h;
     mov.b32 z, 0x80008000;
@@ -51,7 +51,7 @@ BFLOAT16 = tl.constexpr(
     and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $7, m, s, z;
     }"""
 )
-FLOAT16 = tl.constexpr(
+E2M1_FLOAT16 = tl.constexpr(
     """{
     .reg .b32 s, m, t;
     cvt.rn.f16x2.f32 s, $10, $10;
@@ -65,67 +65,90 @@ FLOAT16 = tl.constexpr(
     shr.u32 m, $9, 3; and.b32 m, m, 0x0e000e00; lop3.b32 t, $9, 0x80008000, m, 0xea; mul.rn.f16x2 $7, t, s;
     }"""
 )
-_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,f,f")
-SCALE = tl.constexpr(256.0)
-"""Factor of the weights as they are multiplied."""
+_E2M1_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,f,f")
+# Two words and their scale to four pairs.  A code's exponent and mantissa at the bottom of bfloat16's exponent are the value
+# times 2**-120, subnormals too, and 0x7b80 is 2**120.  A scale's byte at bit 7 is its power of two; 0 is 2**-127, subnormal
+# there, and 255 infinity, which times zero is the NaN that is added.  (E4M3's own NaN is no weight: checkpoints that hold one
+# are refused.)
+E4M3_BFLOAT16 = tl.constexpr(
+    """{
+    .reg .b32 s, m, t, z, n, c;
+    mov.b32 z, 0x80008000;
+    mov.b32 c, 0x7b807b80;
+    mul.lo.u32 s, $6, 0x00800080;
+    max.u32 s, s, 0x00400040;
+    fma.rn.bf16x2 n, s, z, z;
+    shl.b32 t, $4, 8; shl.b32 m, $4, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
+    fma.rn.bf16x2 $0, t, s, n;
+    shr.u32 m, $4, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, $4, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
+    fma.rn.bf16x2 $1, t, s, n;
+    shl.b32 t, $5, 8; shl.b32 m, $5, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
+    fma.rn.bf16x2 $2, t, s, n;
+    shr.u32 m, $5, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, $5, z, m, 0xea; fma.rn.bf16x2 t, t, c, z;
+    fma.rn.bf16x2 $3, t, s, n;
+    }"""
+)
+_E4M3_REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r,r,r")
 
 
 @triton.jit
-def e2m1(code):
-    """Integer code of any width, its lowest four bits, to float32."""
-    magnitude = (code & 7).to(tl.float32)
-    value = tl.where(magnitude < 4, magnitude * 0.5, tl.where(magnitude < 6, magnitude - 2, magnitude * 2 - 8))
-    return tl.where((code & 8) != 0, -value, value)
+def _pairs(words, scales, LOW: tl.constexpr, HIGH: tl.constexpr, WORD: tl.constexpr, dtype: tl.constexpr):
+    """The codes of each word at bits LOW and HIGH, beside each other, times their scale: ``(rows, 2 * words)``."""
+    if WORD == FP4:
+        low, high = e2m1(words >> LOW), e2m1(words >> HIGH)
+    else:
+        low, high = e4m3(words >> LOW), e4m3(words >> HIGH)
+    return tl.reshape(tl.join(low * scales, high * scales), (words.shape[0], 2 * words.shape[1])).to(dtype)
 
 
 @triton.jit
-def e4m3(byte):
-    """Convert int32 E4M3 bytes to float32, on any card and in Triton's interpreter."""
-    # Sign, and exponent and mantissa at the bottom of float32's: the value times 2**-120, subnormals too.
-    value = (((byte & 128) << 24) | ((byte & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where((byte & 127) == 127, float("nan"), value)
-
-
-@triton.jit
-def _pairs(
-    words, block_scales, first: tl.constexpr, second: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, dtype: tl.constexpr
-):
-    """Two nibbles of each word, beside each other, times their scale and 2**-8: ``(rows, 2 * blocks)``."""
-    low = e2m1(words >> (4 * first)) * block_scales
-    high = e2m1(words >> (4 * second)) * block_scales
-    return tl.reshape(tl.join(low, high), (rows, 2 * blocks)).to(dtype)
-
-
-@triton.jit
-def decoded(words, block_scales, rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """int32 words ``(rows, columns / 8)`` and E4M3 bytes ``(rows, columns / 16)`` to eight ``(rows, columns / 8)`` of ``dtype``.
-
-    PTX is the card's capability, or 0 to do without; the bits are the same.  A scale of NaN makes NaN.
-    """
+def _decoded_e2m1(words, block_scales, rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
     blocks: tl.constexpr = columns // 16
     if PTX:
-        if PTX >= 89:
-            wide = block_scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            wide = e4m3(block_scales.to(tl.int32))
+        wide = e4m3_scales(block_scales, PTX >= 89)
         wide *= 64.0 if dtype == tl.float16 else 3.32306998946229e35
         wide = tl.reshape(tl.broadcast_to(wide[:, :, None], (rows, blocks, 2)), (rows, 2 * blocks))
         if dtype == tl.float16:
-            w = tl.inline_asm_elementwise(FLOAT16, _REGISTERS, [words, wide], (tl.float16,) * 8, is_pure=True, pack=2)
+            w = tl.inline_asm_elementwise(E2M1_FLOAT16, _E2M1_REGISTERS, [words, wide], (tl.float16,) * 8, is_pure=True, pack=2)
         else:
-            w = tl.inline_asm_elementwise(BFLOAT16, _REGISTERS, [words, wide], (tl.bfloat16,) * 8, is_pure=True, pack=2)
+            w = tl.inline_asm_elementwise(E2M1_BFLOAT16, _E2M1_REGISTERS, [words, wide], (tl.bfloat16,) * 8, is_pure=True, pack=2)
         return w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
-    s = e4m3(block_scales.to(tl.int32)) * 0.00390625
+    s = e4m3_scales(block_scales, False) * 0.00390625
     even, odd = tl.split(tl.reshape(words, (rows, blocks, 2)))
-    p0 = _pairs(even, s, 0, 4, rows, blocks, dtype)
-    p1 = _pairs(even, s, 1, 5, rows, blocks, dtype)
-    p2 = _pairs(even, s, 2, 6, rows, blocks, dtype)
-    p3 = _pairs(even, s, 3, 7, rows, blocks, dtype)
-    p4 = _pairs(odd, s, 0, 4, rows, blocks, dtype)
-    p5 = _pairs(odd, s, 1, 5, rows, blocks, dtype)
-    p6 = _pairs(odd, s, 2, 6, rows, blocks, dtype)
-    p7 = _pairs(odd, s, 3, 7, rows, blocks, dtype)
+    p0, p1 = _pairs(even, s, 0, 16, FP4, dtype), _pairs(even, s, 4, 20, FP4, dtype)
+    p2, p3 = _pairs(even, s, 8, 24, FP4, dtype), _pairs(even, s, 12, 28, FP4, dtype)
+    p4, p5 = _pairs(odd, s, 0, 16, FP4, dtype), _pairs(odd, s, 4, 20, FP4, dtype)
+    p6, p7 = _pairs(odd, s, 8, 24, FP4, dtype), _pairs(odd, s, 12, 28, FP4, dtype)
     return p0, p1, p2, p3, p4, p5, p6, p7
+
+
+@triton.jit
+def _decoded_e4m3(words, block_scales, rows: tl.constexpr, columns: tl.constexpr, PTX: tl.constexpr):
+    blocks: tl.constexpr = columns // 32
+    if PTX:
+        wide = tl.reshape(tl.broadcast_to(block_scales.to(tl.int32)[:, :, None], (rows, blocks, 8)), (rows, 8 * blocks))
+        w = tl.inline_asm_elementwise(E4M3_BFLOAT16, _E4M3_REGISTERS, [words, wide], (tl.bfloat16,) * 4, is_pure=True, pack=2)
+        return w[0], w[1], w[2], w[3]
+    s = tl.reshape(tl.broadcast_to(e8m0(block_scales.to(tl.int32))[:, :, None], (rows, blocks, 4)), (rows, 4 * blocks))
+    even, odd = tl.split(tl.reshape(words, (rows, 4 * blocks, 2)))
+    p0, p1 = _pairs(even, s, 0, 16, 4, tl.bfloat16), _pairs(even, s, 8, 24, 4, tl.bfloat16)
+    p2, p3 = _pairs(odd, s, 0, 16, 4, tl.bfloat16), _pairs(odd, s, 8, 24, 4, tl.bfloat16)
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def decoded(
+    words, block_scales, rows: tl.constexpr, columns: tl.constexpr, WORD: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """int32 words ``(rows, columns / WORD)`` and bytes of scales to WORD tensors ``(rows, columns / WORD)`` of ``dtype``.
+
+    PTX is the card's capability, or 0 in Triton's interpreter; the bits are the same.  A scale of NaN makes NaN.
+    """
+    if WORD == FP4:
+        parts = _decoded_e2m1(words, block_scales, rows, columns, dtype, PTX)
+    else:
+        parts = _decoded_e4m3(words, block_scales, rows, columns, PTX)
+    return parts
 
 
 @triton.jit
@@ -168,7 +191,7 @@ def loaded(x, offsets, there, column, k, K: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _split_fp4(x, rows: tl.constexpr, columns: tl.constexpr):
+def _split_by_8(x, rows: tl.constexpr, columns: tl.constexpr):
     if rows <= 8:
         x = tl.reshape(x, (rows // 2, columns // 128, 4, 2, 4, 8))
         x = tl.reshape(tl.permute(x, (0, 3, 1, 4, 2, 5)), (rows, columns))
@@ -185,12 +208,24 @@ def _split_fp4(x, rows: tl.constexpr, columns: tl.constexpr):
 
 
 @triton.jit
+def _split_by_4(x, rows: tl.constexpr, columns: tl.constexpr):
+    if rows <= 8:
+        x = tl.reshape(tl.permute(tl.reshape(x, (rows // 2, columns // 32, 2, 32)), (0, 2, 1, 3)), (rows, columns))
+    # word of the two, bits of the column in it: the higher one is the pair's, the others the product's number
+    x = tl.permute(tl.reshape(x, (rows, columns // 8, 2, 2, 2)), (0, 1, 3, 4, 2))
+    low, high = tl.split(tl.reshape(x, (rows, columns // 4, 2, 2)))
+    x0, x1 = tl.split(low)
+    x2, x3 = tl.split(high)
+    return tl.trans(x0), tl.trans(x1), tl.trans(x2), tl.trans(x3)
+
+
+@triton.jit
 def split_inputs(x, rows: tl.constexpr, columns: tl.constexpr, WORD: tl.constexpr):
-    """A tile of :func:`places` to ``WORD`` tensors ``(columns / WORD, rows)`` in the order of :func:`decoded`."""
+    """A tile of ``places`` to ``WORD`` tensors ``(columns / WORD, rows)`` in the order of ``decoded``."""
     if WORD == FP4:
-        parts = _split_fp4(x, rows, columns)
+        parts = _split_by_8(x, rows, columns)
     else:
-        parts = mxfp8.split_inputs(x, rows, columns)
+        parts = _split_by_4(x, rows, columns)
     return parts
 
 
@@ -216,60 +251,12 @@ def dot(w, x, sums, WORD: tl.constexpr):
 
 
 @triton.jit
-def rows_of(tile, BN: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):
-    """Rows of program ``tile`` of a matrix (or half) of ``N`` rows, COPIES times."""
-    tl.static_assert(BN <= 128, "128 rows have their scales beside each other")
-    p = tl.arange(0, COPIES * BN) % BN
-    if N % 128 == 0:
-        first = tile * BN
-        return first // 128 * 128 + first % 128 // 4 + p // 4 + p % 4 * 32
-    return tile * BN + p
-
-
-@triton.jit
-def first_scale(tile, half: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORD: tl.constexpr):
-    """Bytes from the expert's first scale to where :func:`scale_offsets` begin."""
-    groups: tl.constexpr = (K * WORD + 511) // 512
-    if N % 128 != 0 and N % BN == 0:
-        first = half * N + tile * BN
-        start = first // 128 * (groups * 512) + first % 32 * 16 + first % 128 // 32 * 4
-    else:
-        start = 0
-    return start
-
-
-@triton.jit
-def scale_offsets(
-    tile, half: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, COPIES: tl.constexpr,
-    WORD: tl.constexpr,
-):  # fmt: skip
-    """From there to the scales of rows ``half * N + rows_of(tile)``, ``(COPIES * BN, BK / block)``.
-
-    Where rows come in whole programs but not in 128 they are those of every program and half, which keeps them once: a third
-    fewer registers.
-    """
-    groups: tl.constexpr = (K * WORD + 511) // 512
-    b = tl.arange(0, BK * WORD // 128)
-    columns = (b // 4 * 512 + b % 4)[None, :]
-    p = tl.arange(0, COPIES * BN) % BN
-    if N % 128 == 0:
-        first = tile * BN
-        rows = (half * N + first // 128 * 128) * (groups * 4) + first % 128 * 4 + p * 4
-    elif N % BN == 0:
-        rows = p % 32 * 16 + p // 32 * 4
-    else:
-        r = half * N + rows_of(tile, BN, N, COPIES)
-        rows = r // 128 * (groups * 512) + r % 32 * 16 + r % 128 // 32 * 4
-    return rows[:, None] + columns
-
-
-@triton.jit
 def matrix(
     weight, weight_sf, words, sf_offsets, k, part, there, SPLIT: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr,
     BK: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr, WHOLE: tl.constexpr, WORD: tl.constexpr, dtype: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``k`` to ``k + BK`` of a program's ROWS, as :func:`decoded` gives them; zeros where no row or column is ``there``.
+    """Columns ``k`` to ``k + BK`` of a program's ROWS, as ``decoded`` returns them; zeros where no row or column is ``there``.
 
     Args:
         part: ``(ROWS,)``, which of the SPLIT stretches of ``LENGTH`` columns a row is in.
@@ -296,11 +283,7 @@ def matrix(
         factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None] & group, other=0)
         if K // size % 4 != 0:
             factors = tl.where(block < K // size, factors, 0)
-    if WORD == FP4:
-        parts = decoded(codes, factors, ROWS, BK, dtype, PTX)
-    else:
-        parts = mxfp8.decoded(codes, factors, ROWS, BK, PTX)
-    return parts
+    return decoded(codes, factors, ROWS, BK, WORD, dtype, PTX)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Values to the operands of block-scaled products; see :mod:`.source`."""
+"""Number formats in device code: E2M1, E4M3 and E8M0 to float32 and back, and the quantization of activations."""
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
 # mypy: disable-error-code="no-untyped-def"
@@ -8,27 +8,64 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trtllm_b12x.kernels.triton.operands import INTERPRETED
-
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Triton's interpreter multiplies the bits of bfloat16 as integers."""
 E2M1 = tl.constexpr("e2m1")
 _LARGEST_EXPONENT = tl.constexpr(8)
 NAN = tl.constexpr(255)
-E4M3_NAN = tl.constexpr(127)
+_E4M3_NAN = tl.constexpr(127)
 _SIXTH = tl.constexpr(1 / 6)
-_PACK = tl.constexpr(
-    """{
-    .reg .b8 a, b, c, d;
-    cvt.rn.satfinite.e2m1x2.f32 a, $5, $1;
-    cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;
-    cvt.rn.satfinite.e2m1x2.f32 c, $7, $3;
-    cvt.rn.satfinite.e2m1x2.f32 d, $8, $4;
-    mov.b32 $0, {a, b, c, d};
-    }"""
-)
+
+
+# ---- to float32 ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _e4m3(values):
+def e2m1(code):
+    """Convert the lowest four bits of integer codes."""
+    # Moved to the exponent and the mantissa's top they are the value times 2**-126.
+    wide = code.to(tl.int32)
+    return (((wide & 7) << 22) | ((wide & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def e4m3(byte):
+    """Convert the lowest eight bits of int32, on any card and in Triton's interpreter."""
+    # Sign, and exponent and mantissa at the bottom of float32's: the value times 2**-120, subnormals too.
+    value = (((byte & 128) << 24) | ((byte & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((byte & 127) == 127, float("nan"), value)
+
+
+@triton.jit
+def e4m3_scales(scales, CONVERTS: tl.constexpr):
+    """Convert uint8; CONVERTS: the card has an instruction for it (8.9 and newer)."""
+    if CONVERTS:
+        return scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return e4m3(scales.to(tl.int32))
+
+
+@triton.jit
+def e8m0(byte):
+    """Convert int32 bytes."""
+    bits = tl.where(byte == 0, 0x400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+# ---- from float32 --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rounded(values, dtype: tl.constexpr):
+    """float32 to a 16-bit float, to the nearest; Triton's interpreter cuts bfloat16 off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        values = tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+    return values.to(dtype)
+
+
+@triton.jit
+def to_e4m3(values):
     """float32 up to 448 to E4M3, to nearest even; Triton's interpreter cuts off what does not fit."""
     if INTERPRETED:
         bits = values.to(tl.int32, bitcast=True)
@@ -39,12 +76,24 @@ def _e4m3(values):
 
 
 @triton.jit
-def _e2m1(values):
+def to_e2m1(values):
     """float32 to codes 0 to 15, int32, to nearest even and at most 6."""
     size = tl.abs(values)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
     code += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
     return code | ((values.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+_PACK = tl.constexpr(
+    """{
+    .reg .b8 a, b, c, d;
+    cvt.rn.satfinite.e2m1x2.f32 a, $5, $1;
+    cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;
+    cvt.rn.satfinite.e2m1x2.f32 c, $7, $3;
+    cvt.rn.satfinite.e2m1x2.f32 d, $8, $4;
+    mov.b32 $0, {a, b, c, d};
+    }"""
+)
 
 
 @triton.jit
@@ -62,7 +111,7 @@ def _to_mxfp8(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     scale = tl.where(unusable, NAN, tl.maximum(exponent - _LARGEST_EXPONENT, 0))
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     scaled = tl.minimum(tl.maximum(blocks * inverse[:, :, None], -448.0), 448.0)
-    return _e4m3(tl.reshape(scaled, (ROWS, COLUMNS))), scale.to(tl.uint8)
+    return to_e4m3(tl.reshape(scaled, (ROWS, COLUMNS))), scale.to(tl.uint8)
 
 
 @triton.jit
@@ -71,7 +120,7 @@ def _to_nvfp4(values, divisor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED:
     amax = tl.max(tl.abs(blocks), axis=2)
     reciprocal = tl.div_rn(1.0, divisor)
     wanted = reciprocal * (amax * _SIXTH) if GATED else tl.div_rn(amax, 6.0 * divisor)
-    scale = _e4m3(tl.minimum(wanted, 448.0))
+    scale = to_e4m3(tl.minimum(wanted, 448.0))
     stored = scale.to(tl.float32)
     inverse = tl.div_rn(1.0, stored) * reciprocal if GATED else tl.div_rn(1.0, stored * divisor)
     inverse = tl.where(stored > 0, inverse, 0.0)
@@ -79,8 +128,8 @@ def _to_nvfp4(values, divisor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED:
     if NATIVE:
         code = tl.inline_asm_elementwise(_PACK, "=r,f,f,f,f,f,f,f,f", [even, odd], tl.uint8, is_pure=True, pack=4)
     else:
-        code = (_e2m1(even) | (_e2m1(odd) << 4)).to(tl.uint8)
-    return code, tl.where(_not_numbers(blocks), E4M3_NAN, scale.to(tl.uint8, bitcast=True)).to(tl.uint8)
+        code = (to_e2m1(even) | (to_e2m1(odd) << 4)).to(tl.uint8)
+    return code, tl.where(_not_numbers(blocks), _E4M3_NAN, scale.to(tl.uint8, bitcast=True)).to(tl.uint8)
 
 
 @triton.jit
