@@ -187,4 +187,4 @@ def random_call(
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative L2."""
-    return float((found.float() - expected).norm() / expected.norm())
+    return float((found.float().to(expected.device) - expected).norm() / expected.norm())

@@ -22,7 +22,7 @@ def on(device: str) -> dict[str, list[list[float]]]:
     found: dict[str, list[list[float]]] = {}
     router_weights = torch.arange(1, len(IDS) + 1, device=device) / 8
     for unrouted in (-1, 0):
-        table = routes.Table(FIRST, EXPERTS, unrouted)
+        table = routes.ExpertRange(FIRST, EXPERTS, unrouted)
         for ids_type in (torch.int32, torch.int64):
             for scales_type in (torch.float32, torch.bfloat16, torch.float16):
                 ids = torch.tensor(IDS, device=device, dtype=ids_type)
@@ -43,7 +43,7 @@ def divisors_on(device: str) -> dict[str, list[list[float]]]:
     for fc2 in (torch.tensor(3.7, device=device), torch.rand(experts, device=device) + 0.1):
         derived = InputScales(torch.tensor(0.037, device=device), fc2, *torch.zeros(2, experts, device=device))
         given = (derived.fc1_divisor, derived.fc2_divisor)
-        table, out = routes.Table(0, experts), torch.empty(3, 8, dtype=torch.int32, device=device)
+        table, out = routes.ExpertRange(0, experts), torch.empty(3, 8, dtype=torch.int32, device=device)
         floats = torch.empty(8, device=device)
         results = []
         for launch in (
@@ -83,7 +83,7 @@ def test_routes_outside_the_table_become_unrouted_ones() -> None:
 
 @pytest.mark.parametrize("ids", [[[0, 5, 9], [4, -1, 3]], [[2**31 - 1, 4, 7], [8, 0, -5]]])
 def test_in_torch_for_machines_without_a_gpu(ids: list[list[int]]) -> None:
-    table = routes.Table(4, 4)
+    table = routes.ExpertRange(4, 4)
     for dtype in (torch.int32, torch.int64):
         local = table.local(torch.tensor(ids, dtype=dtype))
         assert local.dtype is torch.int32
@@ -104,4 +104,4 @@ def test_ids_of_every_integer_type_keep_their_value(dtype: torch.dtype) -> None:
     known, router_weights = routes.of_known_types(ids, torch.ones(2, 2, dtype=torch.float16))
     assert known.dtype in routes.ID_TYPES
     assert router_weights.dtype is torch.float32
-    assert routes.Table(4, 4).local(known).tolist() == expected
+    assert routes.ExpertRange(4, 4).local(known).tolist() == expected

@@ -32,18 +32,18 @@ def examined(
     kernel: ReferenceKernel, run: Run, atomic: bool = False, sizes: tuple[int, ...] = (1, 8, 31)
 ) -> list[SelfTestResult]:
     cases = {SelfTestCase(f"of {size}", size, size, atomic, "(flashinfer)"): run for size in sizes}
-    outcomes = run_self_test(cases, kernel.geometry, kernel.weights)
-    assert outcomes is not None
-    return outcomes
+    results = run_self_test(cases, kernel.geometry, kernel.weights)
+    assert results is not None
+    return results
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_right_kernel_passes(gated: bool, expert_parallel: bool) -> None:
     kernel = bound(gated, expert_parallel)
-    outcomes = examined(kernel, kernel.run)
-    assert [outcome.case.tokens for outcome in outcomes] == [1, 8, 31]
-    assert all(outcome.passed and outcome.error == 0 for outcome in outcomes)
+    results = examined(kernel, kernel.run)
+    assert [result.case.tokens for result in results] == [1, 8, 31]
+    assert all(result.passed and result.error == 0 for result in results)
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
@@ -99,9 +99,9 @@ def test_a_token_of_which_no_expert_is_here_is_always_drawn() -> None:
 def test_a_later_ranks_ids_are_global() -> None:
     kernel = bound(expert_parallel=True)
     kernel.bind(kernel.weights, first_expert=24)
-    outcomes = run_self_test({SelfTestCase("of 8", 8): kernel.run}, kernel.geometry, kernel.weights, 24)
-    assert outcomes is not None
-    assert outcomes[0].error == 0
+    results = run_self_test({SelfTestCase("of 8", 8): kernel.run}, kernel.geometry, kernel.weights, 24)
+    assert results is not None
+    assert results[0].error == 0
 
 
 def test_one_code_that_falls_the_other_way_is_no_defect() -> None:
@@ -143,8 +143,8 @@ def test_each_single_expert_is_looked_at(large: ReferenceKernel, tokens: int) ->
     for expert in range(16):
         alpha = large.weights.fc2_alpha.clone()
         alpha[expert] *= 3
-        (outcome,) = examined(large, rebound(large, fc2_alpha=alpha), sizes=(tokens,))
-        assert not outcome.passed, (expert, str(outcome))
+        (result,) = examined(large, rebound(large, fc2_alpha=alpha), sizes=(tokens,))
+        assert not result.passed, (expert, str(result))
 
 
 @pytest.mark.parametrize("name", ["fc2_alpha", "fc1_alpha", "fc2_divisor"])
@@ -155,8 +155,15 @@ def test_each_swapped_scale_is_seen(large: ReferenceKernel, name: str) -> None:
         pair = [expert, (expert + 5) % 16]
         swapped = scales.clone()
         swapped[pair] = scales[pair[::-1]]
-        (outcome,) = examined(large, rebound(large, **{name: swapped}), sizes=(8,))
-        assert not outcome.passed, (expert, str(outcome))
+        (result,) = examined(large, rebound(large, **{name: swapped}), sizes=(8,))
+        assert not result.passed, (expert, str(result))
+
+
+def rebound(kernel: ReferenceKernel, **tensors: Any) -> Run:
+    other = ReferenceKernel()
+    other.plan(kernel.geometry, CAPACITY, torch.device("cpu"))
+    other.bind(dataclasses.replace(kernel.weights, **tensors))
+    return other.run
 
 
 def wrong_scale_of_one_expert(kernel: ReferenceKernel) -> Run:
@@ -178,33 +185,27 @@ def next_experts_weights(kernel: ReferenceKernel) -> Run:
     return rebound(kernel, fc2_weight=kernel.weights.fc2_weight.roll(1, 0).contiguous())
 
 
-def rebound(kernel: ReferenceKernel, **tensors: Any) -> Run:
-    other = ReferenceKernel()
-    other.plan(kernel.geometry, CAPACITY, torch.device("cpu"))
-    other.bind(dataclasses.replace(kernel.weights, **tensors))
-    return other.run
+def overwritten(rows: Any, columns: Any, value: float, nth: int = 0) -> Callable[[ReferenceKernel], Run]:
+    """A part of the output is ``value``: of every call, or of one of seventeen."""
+
+    def mistake(kernel: ReferenceKernel) -> Run:
+        calls = iter(range(1000))
+
+        def run(call: MoECall) -> torch.Tensor:
+            result = kernel.run(call)
+            if not nth or next(calls) % 17 == nth:
+                result[rows, columns] = value
+            return result
+
+        return run
+
+    return mistake
 
 
-def a_lost_tile(kernel: ReferenceKernel) -> Run:
-    def run(call: MoECall) -> torch.Tensor:
-        result = kernel.run(call)
-        result[:, 64:128] = 0
-        return result
-
-    return run
-
-
-def rarely_a_lost_tile(kernel: ReferenceKernel) -> Run:
-    """As a race is lost: in one call of sixteen."""
-    calls = iter(range(1000))
-
-    def run(call: MoECall) -> torch.Tensor:
-        result = kernel.run(call)
-        if next(calls) % 17 == 5:
-            result[:, 64:128] = 0
-        return result
-
-    return run
+a_lost_tile = overwritten(slice(None), slice(64, 128), 0)
+rarely_a_lost_tile = overwritten(slice(None), slice(64, 128), 0, nth=5)
+"""As a race is lost."""
+no_number = overwritten(-1, -1, torch.nan)
 
 
 def the_output_of_the_call_before(kernel: ReferenceKernel) -> Run:
@@ -244,44 +245,35 @@ def an_exception(kernel: ReferenceKernel) -> Run:
     return run
 
 
-def no_number(kernel: ReferenceKernel) -> Run:
-    def run(call: MoECall) -> torch.Tensor:
-        result = kernel.run(call)
-        result[-1, -1] = torch.nan
-        return result
-
-    return run
-
-
 def the_second_route_forgotten(kernel: ReferenceKernel) -> Run:
     return lambda call: kernel.run(call._replace(router_weights=call.router_weights * torch.tensor([1.0, 0.0, 1.0])))
 
 
-MISTAKES = [
-    wrong_scale_of_one_expert,
-    gate_and_up_swapped,
-    input_scale_for_its_reciprocal,
-    next_experts_weights,
-    a_lost_tile,
-    rarely_a_lost_tile,
-    rows_beyond_a_tile,
-    zeros,
-    something_for_a_route_to_nowhere,
-    an_exception,
-    the_output_of_the_call_before,
-    no_number,
-    the_second_route_forgotten,
-]
+MISTAKES = {
+    "wrong scale of one expert": wrong_scale_of_one_expert,
+    "gate and up swapped": gate_and_up_swapped,
+    "input scale for its reciprocal": input_scale_for_its_reciprocal,
+    "next expert's weights": next_experts_weights,
+    "a lost tile": a_lost_tile,
+    "rarely a lost tile": rarely_a_lost_tile,
+    "rows beyond a tile": rows_beyond_a_tile,
+    "zeros": zeros,
+    "something for a route to nowhere": something_for_a_route_to_nowhere,
+    "an exception": an_exception,
+    "the output of the call before": the_output_of_the_call_before,
+    "no number": no_number,
+    "the second route forgotten": the_second_route_forgotten,
+}
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_caught(mistake: Callable[[ReferenceKernel], Run], atomic: bool) -> None:
     kernel = bound()
     sizes = (CAPACITY,) if mistake in (rows_beyond_a_tile, something_for_a_route_to_nowhere) else (1, 8, CAPACITY)
-    outcomes = examined(kernel, mistake(kernel), atomic, sizes)
-    assert not any(outcome.passed for outcome in outcomes), list(map(str, outcomes))
-    text = str(outcomes[0])
+    results = examined(kernel, mistake(kernel), atomic, sizes)
+    assert not any(result.passed for result in results), list(map(str, results))
+    text = str(results[0])
     assert "beyond" in text or "two runs differ" in text or "too many resources requested for launch (flash" in text
 
 
@@ -313,8 +305,8 @@ def test_experts_that_say_nothing_leave_the_others_to_be_tested(mistake: Callabl
     kernel = bound()
     kernel.weights.fc2_alpha[2] = torch.nan
     kernel.weights.fc2_alpha[5] = 0
-    (outcome,) = examined(kernel, mistake(kernel) if mistake else kernel.run, sizes=(1,))
-    assert outcome.passed == (mistake is None), str(outcome)
+    (result,) = examined(kernel, mistake(kernel) if mistake else kernel.run, sizes=(1,))
+    assert result.passed == (mistake is None), str(result)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -329,8 +321,8 @@ def test_values_are_drawn_smaller_where_the_reference_overflows(right: bool) -> 
     kernel.weights.fc2_alpha[:] = 1
     examined(kernel, watched, sizes=(8,))
     kernel.weights.fc2_alpha[:] = 20 * 3e38 / max(largest)
-    (outcome,) = examined(kernel, kernel.run if right else zeros(kernel), sizes=(8,))
-    assert outcome.passed == right
+    (result,) = examined(kernel, kernel.run if right else zeros(kernel), sizes=(8,))
+    assert result.passed == right
 
 
 def test_larger_sums_of_atomics_are_allowed_what_they_cost() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tests import forks, layers
 from tests.checkpoints import dequantized, random_experts
+from tests.nvfp4_layer import distance
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
@@ -50,10 +51,6 @@ def in_float32(
         inner = gate * torch.sigmoid(gate if alpha is None else alpha[e] * gate) * (up if beta is None else up + beta[e])
         result.index_add_(0, token, inner @ dequantized(tensors, e, "w2").T * router_weights[token, slot].unsqueeze(1))
     return result
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float().cpu() - expected).norm() / expected.norm())
 
 
 def constants(*names: str) -> dict[str, torch.Tensor]:

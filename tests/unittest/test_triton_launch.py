@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests import mxfp8
+from tests import mxfp8, warm_start
 from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cards import Card
@@ -33,15 +33,8 @@ _HEAD = 7 * 4 + 8 + 8
 
 def stand_in(folder: Path) -> Any:
     """The driver, compiled and loaded as ``libcuda.so.1`` before Triton looks for one."""
-    import triton
-
-    library = folder / "libcuda.so.1"
-    headers = Path(triton.__file__).parent / "backends/nvidia/include"
-    command = ["gcc", "-shared", "-fPIC", "-w", f"-I{headers}", "-Wl,-soname,libcuda.so.1", str(ROOT / "tests/driver.c")]
-    subprocess.run([*command, "-o", str(library)], check=True)
-    (folder / "libcuda.so").symlink_to(library)  # what Triton 3.5 links with
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(warm_start.driver(folder)), mode=ctypes.RTLD_GLOBAL)
 
 
 def activate() -> None:
@@ -166,7 +159,7 @@ def late_compiles() -> dict[str, dict[str, int]]:
                     codes, scales = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.uint8)
                     kernel.run(MoECall(codes, given, weights, x_sf=scales, swizzled=False))
         found[kind.__name__] = jit_monitor.compiles()
-        jit_monitor._found.clear()
+        jit_monitor._compiled.clear()
     return found
 
 

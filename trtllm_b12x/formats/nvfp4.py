@@ -105,7 +105,7 @@ class InputScales:
 
     @torch.inference_mode()  # what is written may come from a load inside it, and then be written nowhere else
     def derive(self) -> None:
-        """In place, without synchronizing, in torch; :func:`trtllm_b12x.kernels.routes.prepare` does the same on a GPU."""
+        """In place, without synchronizing, in torch; ``trtllm_b12x.kernels.routes.prepare`` does the same on a GPU."""
         torch.reciprocal(self.fc31_input_scale.expand_as(self.fc1_divisor), out=self.fc1_divisor)
         torch.reciprocal(self.fc2_input_scale.expand_as(self.fc2_divisor), out=self.fc2_divisor)
 
@@ -139,7 +139,7 @@ class NVFP4Weights(Weights):
     input_scales: InputScales | None = None
     """The host's input scales, from which every call derives the divisors; None if they are constants."""
     fc1_half_alphas: torch.Tensor | None = None
-    """``(2, E)`` float32: the alphas of FC1's halves, up and gate, if a load has recorded them (:meth:`half_alphas`)."""
+    """``(2, E)`` float32: the alphas of FC1's halves, up and gate, if a load has recorded them (``half_alphas``)."""
 
     block_bytes = 8
 

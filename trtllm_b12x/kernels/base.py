@@ -53,9 +53,9 @@ class Kernel(ABC):
     instruction: ClassVar[str] = ""
     """Tensor core instruction in the PTX of its products."""
     limited = ""
-    """Why the capacity is less than :meth:`plan` was asked for."""
+    """Why the capacity is less than ``plan`` was asked for."""
     weights: Any
-    """The bound :class:`trtllm_b12x.formats.weights.Weights`."""
+    """The bound ``trtllm_b12x.formats.weights.Weights``."""
 
     @abstractmethod
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class Kernel(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Device that :meth:`plan` was given."""
+        """Device that ``plan`` was given."""
 
     @abstractmethod
     def bind(self, weights: Any, first_expert: int = 0) -> None:
@@ -83,7 +83,7 @@ class Kernel(ABC):
     def self_test(self) -> None:
         """Compare with the reference on the bound weights, and leave out what misses its bound.
 
-        Call it after every :meth:`bind`. Weights that are all zero or not finite leave the test to later ones; what was not
+        Call it after every ``bind``. Weights that are all zero or not finite leave the test to later ones; what was not
         tested does not serve.
 
         Raises:
@@ -97,7 +97,7 @@ class Kernel(ABC):
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
-        """Return True if :meth:`plan` may be asked for this device."""
+        """Return True if ``plan`` may be asked for this device."""
         return True
 
     @classmethod
@@ -114,7 +114,7 @@ class Kernel(ABC):
 
     @property
     def settled(self) -> bool:
-        """True once the answers of :meth:`serves` are final."""
+        """True once the answers of ``serves`` are final."""
         return True
 
     def check(self, geometry: Geometry, multiples: tuple[int, int]) -> None:
@@ -131,7 +131,7 @@ class Kernel(ABC):
             raise ValueError(f"{named} must be multiples of {' and '.join(map(str, dict.fromkeys(multiples)))}")
 
     def serves(self, tokens: int) -> bool:
-        """Return True if :meth:`run` takes this many tokens."""
+        """Return True if ``run`` takes this many tokens."""
         return max(1, self.features.measured_from) <= tokens <= self.capacity
 
     def rounding(self, tokens: int) -> float:
@@ -164,5 +164,5 @@ class Kernel(ABC):
         return call.copy_to_caller(prepared.out)
 
     def _launch(self, call: MoECall) -> None:
-        """Write ``call.out``, for a call as :meth:`MoECall.prepared` returns it."""
+        """Write ``call.out``, for a call as ``MoECall.prepared`` returns it."""
         raise NotImplementedError

@@ -57,7 +57,7 @@ class MoECall(NamedTuple):
         """Return the checked call as kernels take it: contiguous tensors of types they know, and an output they can write.
 
         Raises:
-            ValueError: see :meth:`check`; or ``x`` has another dtype than the layer.
+            ValueError: see ``check``; or ``x`` has another dtype than the layer.
         """
         self.check(geometry, quantized_input)
         x, ids, router_weights, x_sf, swizzled, out = self

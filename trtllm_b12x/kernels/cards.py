@@ -50,7 +50,7 @@ def models(target: str, names: Iterable[str] = ()) -> tuple[Card, ...]:
     """Cards of ``target``, one of each number of multiprocessors.
 
     Args:
-        names: of :data:`MODELS`, in any case and without ``GeForce`` or ``NVIDIA``, or numbers of multiprocessors; default all.
+        names: of ``MODELS``, in any case and without ``GeForce`` or ``NVIDIA``, or numbers of multiprocessors; default all.
 
     Raises:
         ValueError: a name is none of them; the message has those there are.

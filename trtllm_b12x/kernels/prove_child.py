@@ -1,7 +1,7 @@
 """Compile a family's real kernels for a card that need not be here, and look at what came out.
 
 ``python -m trtllm_b12x.kernels.prove_child sm_120a b12x`` prints one JSON line: a
-:class:`trtllm_b12x.environment.prove.Proof`.
+``trtllm_b12x.environment.prove.Proof``.
 """
 
 from __future__ import annotations

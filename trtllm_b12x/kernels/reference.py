@@ -35,7 +35,7 @@ from trtllm_b12x.formats.layouts import scales_of_tokens
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX
 
 from . import Geometry, Kernel, MoECall
-from .routes import Table, of_known_types
+from .routes import ExpertRange, of_known_types
 
 
 class ReferenceKernel(Kernel):
@@ -68,7 +68,7 @@ class ReferenceKernel(Kernel):
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         weights.check(self.geometry)
-        self.weights, self.table = weights, Table(first_expert, self.geometry.num_experts)
+        self.weights, self.experts = weights, ExpertRange(first_expert, self.geometry.num_experts)
 
     def self_test(self) -> None:
         """Do nothing: others are compared with this kernel."""
@@ -85,7 +85,7 @@ class ReferenceKernel(Kernel):
             scales = scales_of_tokens(call.x_sf, tokens, g.hidden_size // BLOCK_SIZE, call.swizzled)
             x = nvfp4.dequantize(x.view(torch.uint8), scales.view(torch.float8_e4m3fn))
         result = torch.zeros(tokens, g.hidden_size, dtype=torch.float32, device=x.device)
-        local = self.table.local(ids)
+        local = self.experts.local(ids)
         for expert in local[local >= 0].unique().tolist():
             token, slot = (local == expert).nonzero(as_tuple=True)
             for share in self._shares(expert, x[token], router_weights[token, slot].float().unsqueeze(-1), arrived):

@@ -1,10 +1,9 @@
-"""Prepare a call for a kernel in one launch: routes in the form that kernels take, and the divisors of activations.
+"""Convert a host's routes to what kernels take, in one launch: local int32 ids and float32 router weights of this rank's experts.
 
-Routes become local int32 ids and float32 router weights, nothing outside the table.  Divisors are derived from the host's input
-scales, in graphs too, so that they are never older than those.
+The launch also derives the divisors of activations from the host's input scales, in graphs too, so that they are never older.
 
-A router whose logits are no number may hand out any id, and an all-to-all pads with one beyond the last expert.  CUTLASS skips
-what is not this rank's; kernels that index by it write elsewhere (FlashInfer issue 5446).
+A router whose logits are NaN may return any id, and an all-to-all pads with an id beyond the last expert. CUTLASS skips what is
+not this rank's; kernels that index by it write out of bounds (FlashInfer issue 5446).
 """
 
 from __future__ import annotations
@@ -36,31 +35,29 @@ def of_known_types(ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[tor
 
 
 @dataclass(frozen=True)
-class Table:
+class ExpertRange:
     """The experts of this rank."""
 
     first: int
     """Global id of the first."""
     count: int
     unrouted: int = -1
-    """Id that replaces a route to another rank's expert: -1 if the kernel skips it, else an expert of the table with weight 0."""
-
-    def holds(self, ids: torch.Tensor) -> torch.Tensor:
-        return (ids >= self.first) & (ids < self.first + self.count)
+    """Id that replaces a route to another rank's expert: -1 if the kernel skips it, else a local expert, with weight 0."""
 
     def local(self, ids: torch.Tensor) -> torch.Tensor:
         """Convert ``ids``, int32 or int64 of any shape, to local int32 ids; in torch."""
-        return torch.where(self.holds(ids), ids - self.first, self.unrouted).to(torch.int32)
+        held = (ids >= self.first) & (ids < self.first + self.count)
+        return torch.where(held, ids - self.first, self.unrouted).to(torch.int32)
 
 
 def prepare(
-    table: Table,
+    experts: ExpertRange,
     ids: torch.Tensor,
     router_weights: torch.Tensor,
     into: tuple[torch.Tensor, torch.Tensor],
     input_scales: InputScales | None = None,
 ) -> None:
-    """Local ids and the router weights of routes that are in ``table`` (0 for others), in one launch.
+    """Write local ids and router weights (0 for routes to other ranks) in one launch.
 
     Args:
         ids: contiguous integers of any type and shape.
@@ -68,20 +65,17 @@ def prepare(
         into: int32 and float32, as many; on the same GPU.
         input_scales: derive its divisors too.
     """
+    from .routes_triton import prepare as kernel
+
+    divisors: tuple[Any, ...] = (*(into[1],) * 4, 0, 0, 0)  # pointers that the kernel does not read
+    if input_scales is not None:
+        fc31, fc2 = input_scales.fc31_input_scale, input_scales.fc2_input_scale
+        divided = input_scales.fc1_divisor, input_scales.fc2_divisor
+        divisors = fc31, fc2, *divided, int(fc31.numel() > 1), int(fc2.numel() > 1), divided[0].numel()
     size = ids.numel()
-    blocks = -(-max(size, table.count) // _BLOCK)
-    divisors = _divisors(input_scales, into[1])
-    experts = table.first, table.count, table.unrouted
-    _kernels().prepare[(blocks,)](ids, router_weights, *into, size, *experts, *divisors, block=_BLOCK)
-
-
-def _divisors(given: InputScales | None, any_floats: torch.Tensor) -> tuple[Any, ...]:
-    """Arguments of a kernel that derives divisors for so many experts; for none it gets pointers that it does not read."""
-    if given is None:
-        return (*(any_floats,) * 4, 0, 0, 0)
-    fc31, fc2 = given.fc31_input_scale, given.fc2_input_scale
-    steps = int(fc31.numel() > 1), int(fc2.numel() > 1)
-    return fc31, fc2, given.fc1_divisor, given.fc2_divisor, *steps, given.fc1_divisor.numel()
+    blocks = -(-max(size, experts.count) // _BLOCK)
+    limits = experts.first, experts.count, experts.unrouted
+    kernel[(blocks,)](ids, router_weights, *into, size, *limits, *divisors, block=_BLOCK)
 
 
 def variants() -> Iterator[Variant]:
@@ -96,10 +90,10 @@ def variants() -> Iterator[Variant]:
 
 
 def warm_up(device: torch.device, remedy: str) -> None:
-    """Compile :func:`variants`, or load them from Triton's cache.
+    """Compile ``variants``, or load them from Triton's cache.
 
     Raises:
-        PlanError: see :func:`trtllm_b12x.kernels.triton.cache.load`, which ``remedy`` is for.
+        PlanError: see ``triton.cache.load``, which takes ``remedy``.
     """
     if device.type != "cuda":
         return
@@ -108,9 +102,3 @@ def warm_up(device: torch.device, remedy: str) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):
         cache.load(list(variants()), 10 * major + minor, remedy)
-
-
-def _kernels() -> Any:
-    from . import routes_triton
-
-    return routes_triton

@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`trtllm_b12x.kernels.routes`, which imports this where there is a GPU."""
+"""The Triton kernels of ``trtllm_b12x.kernels.routes``, which imports this where there is a GPU."""
 
 # mypy: disable-error-code="no-untyped-def"
 

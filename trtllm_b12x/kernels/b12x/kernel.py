@@ -123,7 +123,7 @@ class B12xKernel(Kernel):
         self.first_expert = first_expert
         self._bound = self._bind_to(self._plan.scratch)
         count = self.geometry.num_experts
-        self._tables = {True: routes.Table(first_expert, count), False: routes.Table(first_expert, count, unrouted=0)}
+        self._tables = {True: routes.ExpertRange(first_expert, count), False: routes.ExpertRange(first_expert, count, unrouted=0)}
 
     def _bind_to(self, scratch: Scratch) -> dict[str, list[Any]]:
         used = {c.kind.name for candidates in self._plan.candidates.values() for c in candidates}

@@ -134,7 +134,7 @@ class Candidate:
         self,
         bound: list[Any],
         scratch: Scratch,
-        table: routes.Table,
+        table: routes.ExpertRange,
         input_scales: InputScales | None,
         call: MoECall,
     ) -> None:

@@ -54,7 +54,7 @@ def fc1_kernel(
         weight: int32 words of ``(E, r * SIZE, H)`` codes, WORD in each, r = 2 with GATED (rows [up; gate]).
         alpha: ``(E,)`` float32, ``weight_scale_2`` times input scale; like the next two of NVFP4 alone.
         input_scale: float32, the reciprocal of that scale, of expert ``e`` at ``e * step``; 1 where x is in units of it.
-        half_alpha: with GATED, ``(2, E)`` float32, the alphas of up and gate (:func:`half_alphas`).
+        half_alpha: with GATED, ``(2, E)`` float32, the alphas of up and gate (``half_alphas``).
         bias: with BIAS, ``(E, r * SIZE)``.
         ids, router_weights: without SORTED, ``(tokens, TOP_K)`` int32 global ids and float32; with it the workspace's.
     """
@@ -170,14 +170,14 @@ def fc2_kernel(
     BK: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr, WORD: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``TILES`` tiles of ``BN`` columns of the hidden size, by blocks or routes as :func:`fc1_kernel`; so is SPLIT.
+    """Grid: ``TILES`` tiles of ``BN`` columns of the hidden size, by blocks or routes as ``fc1_kernel``; so is SPLIT.
 
     ``partial (routes, H)`` float32: each route's share.  Programs that finish a token's columns count; the last adds them up.
 
     Args:
         h: ``(routes, SIZE)`` bfloat16.
         weight: int32 words of ``(E, H, SIZE)`` codes.
-        alpha, input_scale: as :func:`fc1_kernel`.
+        alpha, input_scale: as ``fc1_kernel``.
         bias: with BIAS, ``(E, H)``.
         out: ``(tokens, H)``.
     """
@@ -253,7 +253,7 @@ def fc2_token_kernel(
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
     WORD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All routes of a token, at most eight, each with its own expert; arguments as :func:`fc2_kernel`.
+    """All routes of a token, at most eight, each with its own expert; arguments as ``fc2_kernel``.
 
     Grid: tiles of ``BN`` columns of the hidden size, by tokens.  The rows of eight experts are one product's rows and the routes
     its columns, of which each row keeps its own expert's: a tensor core instruction has eight columns whether they are used or

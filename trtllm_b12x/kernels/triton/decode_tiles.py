@@ -62,7 +62,7 @@ class Row:
     short: Tile
     """FC2 of few columns."""
     long: Tile
-    """FC2 of more than :data:`SHORT`: a deeper pipeline."""
+    """FC2 of more than ``SHORT``: a deeper pipeline."""
     token: Tile | None = None
     """FC2 of few columns and 5 to 8 routes a token, all of them to experts of this rank."""
 
@@ -113,7 +113,7 @@ _LARGE_SHARED_MEMORY = 160 << 10
 _FEW = 0.1
 """Routes per expert that are so few that each program's time is the call's."""
 _PROGRAMS_PER_MULTIPROCESSOR = 0.7
-"""At least, where rows can be divided; of one route each, so many more as a row is longer than :data:`_LONG_ROW`."""
+"""At least, where rows can be divided; of one route each, so many more as a row is longer than ``_LONG_ROW``."""
 _LONG_ROW = 2048
 """Bytes."""
 _IDLE = 1.25
@@ -153,7 +153,7 @@ def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, f
         inner: columns of the sum.
         routes: of a block; where it is one, stretches of the sum side by side make up for what is not on its way.
         parts: of the product's rows, each of the tile's.
-        few: at most :data:`_FEW` of the call.
+        few: at most ``_FEW`` of the call.
         word: codes in 32 bits.
     """
     while tile.split > 1 and _idles(tile.split * tile.columns, inner):

@@ -183,10 +183,10 @@ def fc1_kernel(
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
 
     Args:
-        x, x_sf: of :func:`quantize_kernel`; scales, also the weights', as int32 words of four.
+        x, x_sf: of ``quantize_kernel``; scales, also the weights', as int32 words of four.
         weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows [up; gate]).
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale, the larger one of up and gate.
-        half_alpha: of NVFP4 with GATED, ``(2, E)`` float32, the alphas of up and gate (:func:`half_alphas`).
+        half_alpha: of NVFP4 with GATED, ``(2, E)`` float32, the alphas of up and gate (``half_alphas``).
         factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
         swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, ``(E,)`` float32.
         order: ``(routes,)`` int32, by expert.
@@ -252,7 +252,7 @@ def fc2_kernel(
     H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of ``BN`` columns of the hidden size, by blocks as :func:`fc1_kernel`.
+    """Grid: tiles of ``BN`` columns of the hidden size, by blocks as ``fc1_kernel``.
 
     Args:
         weight: ``(E, H, SIZE)`` codes.

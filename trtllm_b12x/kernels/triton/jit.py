@@ -106,7 +106,7 @@ class JitKernel(Kernel):
             self._plan = _plans[self._key]
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """Set the sizes that :meth:`variants` depends on; compile nothing.
+        """Set the sizes that ``variants`` depends on; compile nothing.
 
         Raises:
             ValueError: no kernel of the family serves ``geometry``.
@@ -116,7 +116,7 @@ class JitKernel(Kernel):
 
     @abstractmethod
     def variants(self) -> Iterator[Variant]:
-        """Yield every kernel that a call may launch. Call :meth:`describe` first."""
+        """Yield every kernel that a call may launch. Call ``describe`` first."""
 
     @classmethod
     def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
@@ -125,7 +125,7 @@ class JitKernel(Kernel):
         return (variant.assemble(card.capability).asm["ptx"] for variant in kernel.samples())
 
     def samples(self) -> Iterator[Variant]:
-        """Yield those of :meth:`variants` that ``assembled`` compiles."""
+        """Yield those of ``variants`` that ``assembled`` compiles."""
         return self.variants()
 
     @abstractmethod

@@ -1,7 +1,4 @@
-"""Triton's compiles that come too late: of kernels of ours, outside any plan, while a call waits.
-
-Calls launch what a plan has compiled, so there should be none; Triton's JIT alone knows (``knobs.compilation.listener``).
-"""
+"""Report kernels of ours that Triton compiles while a call waits. A plan compiles all of them, so there should be none."""
 
 from __future__ import annotations
 
@@ -20,23 +17,23 @@ if TYPE_CHECKING:
     from trtllm_b12x.kernels.cards import Card
 
 _SHAPE = ("H", "SIZE", "EXPERTS", "TOP_K", "BM", "BN", "block")
-"""Constants of our kernels that tell a user which."""
-_found: dict[str, int] = {}
+"""Constants of our kernels that name one in a message."""
+_compiled: dict[str, int] = {}
 _lock = locks.new()
 _thread = threading.local()
 _watching = False
-process.kept(_found.clear)
+process.kept(_compiled.clear)
 
 
 def compiles() -> dict[str, int]:
-    """Kernel, with its shape, to how often it was compiled while a call waited."""
+    """Return kernels with their shapes, and how often each was compiled while a call waited."""
     with _lock:
-        return dict(_found)
+        return dict(_compiled)
 
 
 @contextmanager
 def expected() -> Iterator[None]:
-    """Count nothing that this thread compiles in here: it belongs to a plan."""
+    """Do not count what this thread compiles in here: it belongs to a plan."""
     _watch()
     before, _thread.plans = getattr(_thread, "plans", False), True
     try:
@@ -47,21 +44,21 @@ def expected() -> Iterator[None]:
 
 @contextmanager
 def may_compile(geometry: Geometry) -> Iterator[None]:
-    """A call that Triton's JIT launches, which may compile.
+    """Watch a call that Triton's JIT launches.
 
     Raises:
-        PlanError: it did, ``TRTLLM_B12X_FREEZE`` is set, and the host has a path of its own for the layer.
+        PlanError: it compiled, ``TRTLLM_B12X_FREEZE`` is set, and the host has a path of its own for the layer.
     """
-    before = sum(_found.values())
+    before = sum(_compiled.values())
     yield
-    if sum(_found.values()) > before and settings.FREEZE():
+    if sum(_compiled.values()) > before and settings.FREEZE():
         form = formats.find(geometry.format)
         if form is not None and form.hosts_path:
             raise PlanError(f"a kernel was compiled while a call waited, and {settings.FREEZE.name}=1")
 
 
 def remedy(geometry: Geometry, card: Card) -> str:
-    """The command that compiles what a layer takes."""
+    """Return the command that compiles what a layer needs."""
     g, capability = geometry, card.capability
     sizes = f"--hidden {g.hidden_size} --intermediate {g.intermediate_size} --experts {g.num_experts * g.ranks} --top-k {g.top_k}"
     form = f"--activation {g.activation.lower()} --format {g.format.lower()}" + f" --ep {g.ranks}" * g.expert_parallel
@@ -70,7 +67,7 @@ def remedy(geometry: Geometry, card: Card) -> str:
 
 
 def _watch() -> None:
-    """Beside whoever listens already."""
+    """Listen to Triton's compiles, besides whoever does already."""
     global _watching
     with _lock:
         if _watching:
@@ -81,24 +78,22 @@ def _watch() -> None:
 
         before = knobs.compilation.listener
 
-        def listen(**told: Any) -> Any:
+        def listen(**event: Any) -> Any:
             with suppress(Exception):
-                if not told["cache_hit"]:
-                    _note(told["src"])
-            return None if before is None else before(**told)
+                if not event["cache_hit"]:
+                    _count(event["src"])
+            return None if before is None else before(**event)
 
         knobs.compilation.listener = listen
 
 
-def _note(source: Any) -> None:
+def _count(source: Any) -> None:
     ours = str(getattr(source.fn, "__module__", "")).startswith("trtllm_b12x.")
     if not ours or getattr(_thread, "plans", False):
         return
-    given = {source.fn.arg_names[place[0]]: value for place, value in source.constants.items()}
-    shape = ", ".join(f"{name}={given[name]}" for name in _SHAPE if name in given)
-    what = f"{source.fn.__name__} ({shape})"
+    constants = {source.fn.arg_names[place[0]]: value for place, value in source.constants.items()}
+    kernel = f"{source.fn.__name__} ({', '.join(f'{name}={constants[name]}' for name in _SHAPE if name in constants)})"
     with _lock:
-        _found[what] = _found.get(what, 0) + 1
-    log.once(
-        f"{what} was compiled while a call waited: it is in no plan; please report it, with the output of trtllm-b12x doctor"
-    )
+        _compiled[kernel] = _compiled.get(kernel, 0) + 1
+    problem = "was compiled while a call waited: it is in no plan; please report it, with the output of trtllm-b12x doctor"
+    log.once(f"{kernel} {problem}")

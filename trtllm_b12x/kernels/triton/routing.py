@@ -14,7 +14,7 @@ from .numerics import e2m1, e4m3
 
 @triton.jit
 def listed_block(workspace, tokens, routes, blocks, slot, TILES: tl.constexpr, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Block ``slot`` of :func:`route_kernel`'s.
+    """Block ``slot`` of ``route_kernel``'s.
 
     Returns:
         expert (-1: there is none), how many routes, which, ``(WIDTH,)`` int32 (anything beyond), and the first (0: none).
@@ -130,7 +130,7 @@ def route_kernel(
 ):  # fmt: skip
     """Program 0 sorts routes by expert into blocks of at most ``size``, program ``1 + t`` makes token ``t`` ready.
 
-    ``workspace``, int32: as :func:`start_token`; float32 router weights ``(tokens, TOP_K)``; ``(blocks, 2)``: expert and number
+    ``workspace``, int32: as ``start_token``; float32 router weights ``(tokens, TOP_K)``; ``(blocks, 2)``: expert and number
     of routes (0: none); ``(blocks, size)``: routes; a number per expert.
 
     Which of an expert's routes comes first is left to the order of atomics: a route's results do not depend on its place.

@@ -28,7 +28,7 @@ def rows_of(tile, BN: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):
 
 @triton.jit
 def first_scale(tile, half: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORD: tl.constexpr):
-    """Bytes from the expert's first scale to where :func:`scale_offsets` begin."""
+    """Bytes from the expert's first scale to where ``scale_offsets`` begin."""
     groups: tl.constexpr = (K * WORD + 511) // 512
     if N % 128 != 0 and N % BN == 0:
         first = half * N + tile * BN

@@ -1,4 +1,4 @@
-"""One kernel of Triton's, and how it is compiled."""
+"""One Triton kernel with its constants and compiler options."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel: what is compiled once."""
+    """A kernel that is compiled once."""
 
     module: str
-    """Below :data:`PACKAGE`."""
+    """Below ``PACKAGE``."""
     name: str
     types: tuple[Any, ...]
     """Types of the arguments up to the constants: tensors' dtypes and examples of integers."""
@@ -41,23 +41,23 @@ class Variant:
 
     @property
     def function(self) -> Any:
-        """The kernel of Triton's JIT or of its interpreter."""
+        """The function of Triton's JIT or of its interpreter."""
         return getattr(importlib.import_module(f"{PACKAGE}.{self.module}"), self.name)
 
     def warm_up(self) -> Any:
-        """The kernel as the JIT compiles it for the current device, or finds it in its cache."""
+        """Compile the kernel for the current device as the JIT does, or find it in Triton's cache."""
         return self.function.warmup(*self.types, grid=(1,), **self.constants, **self.options)
 
     def assemble(self, capability: int) -> Any:
-        """The kernel as the JIT would compile it for another card, with every pointer at a multiple of 16 that may be."""
+        """Compile the kernel as the JIT would for another card, with every pointer at a multiple of 16 that may be."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
         jit = self.function
         signature = dict.fromkeys(jit.arg_names, "constexpr")
-        given = dict(zip(jit.arg_names, self.types, strict=False))
-        signature |= {argument: _POINTERS[kind] if isinstance(kind, torch.dtype) else "i32" for argument, kind in given.items()}
+        types = zip(jit.arg_names, self.types, strict=False)
+        signature |= {argument: _POINTERS[kind] if isinstance(kind, torch.dtype) else "i32" for argument, kind in types}
         # What alignment changes is specialized by it at a launch too.
         aligned = {
             (place,): [["tt.divisibility", 16]]
