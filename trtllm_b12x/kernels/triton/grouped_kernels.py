@@ -310,4 +310,4 @@ def sum_kernel(
 
 
 for _kernel in (quantize_kernel, fc1_kernel, fc2_kernel, sum_kernel, sort_kernel):
-    getattr(_kernel, "cache_key", None)  # in one order, as products.py
+    getattr(_kernel, "cache_key", None)  # in one order, as in decode_kernels.py
