@@ -27,13 +27,13 @@ from .policy import DispatchPolicy, FixedThreshold, MeasuredPolicy, counts_to_me
 from .schedule import EVERY, Schedule, default_crossover
 from .timing import RouteSampler, TimedPath
 
-ROWS = 32
+_ROWS = 32
 """Routed rows per local expert up to which kernels are planned if the card decides: Triton's largest block. Beyond it an expert's
 weights are read more than once."""
 _TOKENS = (64, 256)
 """Kernels are planned for at least and at most so many tokens."""
 UNTUNED, TUNED = 0, 1
-"""Stages of a process: the host's autotuner has not run yet, or has."""
+"""Stages of a process, before and after the host's autotuner has run."""
 
 
 @dataclass
@@ -59,23 +59,17 @@ def _fixed_count() -> int | None:
     return settings.CROSSOVER.first(settings.CROSSOVER())
 
 
-def plan_limit(geometry: Geometry, device: torch.device) -> int | None:
-    """Return the token count that kernels are planned below: a fixed setting's, or as far as is measured; None: the default."""
-    fixed = _fixed_count()
-    if fixed is not None or not timing.possible(device):
-        return fixed
-    rows = ROWS * geometry.num_experts * geometry.ranks // geometry.top_k
-    return 1 + min(max(rows, _TOKENS[0]), _TOKENS[1])
-
-
 def max_tokens(features: KernelFeatures, geometry: Geometry, device: torch.device) -> int:
     """Return the largest token count that a family's kernels are planned for; 0 if it is not to be planned."""
+    fixed, measurable = _fixed_count(), timing.possible(device)
     if features.every_count:
         return EVERY
     if features.measured_from:
-        measurable = timing.possible(device) and _fixed_count() is None
-        return timing.LARGEST if measurable or _process.unmeasured else 0
-    return default_crossover(geometry.top_k, [features], plan_limit(geometry, device)) - 1
+        return timing.LARGEST if (measurable and fixed is None) or _process.unmeasured else 0
+    if fixed is None and measurable:
+        rows = _ROWS * geometry.num_experts * geometry.ranks // geometry.top_k
+        fixed = 1 + min(max(rows, _TOKENS[0]), _TOKENS[1])
+    return default_crossover(geometry.top_k, [features], fixed) - 1
 
 
 def default_policy() -> DispatchPolicy:

@@ -19,8 +19,8 @@ def default_crossover(top_k: int = 1, families: Iterable[KernelFeatures] = (), f
     """Return the token count from which CUTLASS serves; kernels are planned for fewer.
 
     Args:
-        families: those that serve the layer; the last of them that ends, ends it.
-        first: instead of :data:`DEFAULT_CROSSOVER`.
+        families: those that serve the layer. The crossover is at most where the last of them ends.
+        first: instead of ``DEFAULT_CROSSOVER``.
     """
     first = first or DEFAULT_CROSSOVER
     limits = [first if f.most_routes is None else f.most_routes // top_k + 1 for f in families]
@@ -31,11 +31,7 @@ class Schedule:
     """The bound kernels of one layer and the policy that chooses among them and the host."""
 
     def __init__(self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None) -> None:
-        """
-        Args:
-            families: bound kernels, the preferred one first.
-            policy: default the first family, below :data:`DEFAULT_CROSSOVER` tokens.
-        """
+        """``families``: bound kernels, the preferred one first."""
         self.families = families
         self.kernels = tuple(families.values())
         self.policy = policy or FixedThreshold()
@@ -69,7 +65,7 @@ class Schedule:
 
     @property
     def below(self) -> int:
-        """First token count from which the host serves every call; :data:`EVERY` if it serves none."""
+        """First token count from which the host serves every call; ``EVERY`` if it serves none."""
         if self.base:
             return EVERY
         capacity = {name: kernel.capacity for name, kernel in self.chosen.items() if not kernel.features.every_count}

@@ -68,12 +68,12 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def check(checkpoint: Path | None, **given: Any) -> None:
+def check(checkpoint: Path | None, **sizes: Any) -> None:
     """
     Raises:
         click.UsageError: neither a checkpoint nor all sizes are given, or both are.
     """
-    missing = [name for name in _SIZES if given[name] is None]
+    missing = [name for name in _SIZES if sizes[name] is None]
     if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(_SIZES)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in _SIZES)
         raise click.UsageError(f"give a CHECKPOINT, or all of {names}")

@@ -329,9 +329,11 @@ def _listed(names: Sequence[str]) -> str:
 
 def _same_layer(other: MoELayer, layer: MoELayer) -> bool:
     """Return whether ``other`` is unquantized and has the same sizes and name, except for the nesting of multimodal models."""
-    same_name = len({one.name.replace("language_model.", "") for one in (other, layer)}) == 1
-    sizes = {(one.num_experts, one.hidden_size, one.intermediate_size, one.gated) for one in (other, layer)}
-    return other.quant_algo == "none" and same_name and len(sizes) == 1
+    identities = {
+        (each.name.replace("language_model.", ""), each.num_experts, each.hidden_size, each.intermediate_size, each.gated)
+        for each in (other, layer)
+    }
+    return other.quant_algo == "none" and len(identities) == 1
 
 
 @contextmanager
