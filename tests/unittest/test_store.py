@@ -194,12 +194,6 @@ def test_a_home_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert lines() == ["the crossover is measured at every start: neither XDG_CACHE_HOME nor HOME is an absolute path"]
 
 
-def test_a_file_system_without_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("filelock.FileLock", None)
-    store.keep(KEY, TIMINGS)
-    assert store.load(KEY).rows == TIMINGS.rows  # type: ignore[union-attr]
-
-
 def write_and_read(cache: str, number: int) -> list[str]:
     """What a process found wrong while others wrote the same table."""
     os.environ["XDG_CACHE_HOME"] = cache

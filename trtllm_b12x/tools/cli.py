@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
+from trtllm_b12x.core import disk
 from trtllm_b12x.core.version import __version__
 
 # Commands import what they need only when they run, so that --help stays quick.
-from .cache import cache
 from .doctor import doctor
 from .tune import tune
 from .verify_command import verify
@@ -38,5 +38,23 @@ def switch() -> None:
     click.echo(Path(__file__).parents[1] / "switch" / "trtllm_b12x_switch")
 
 
-for command in (cache, doctor, tune, verify, warmup):
+@main.group(invoke_without_command=True, short_help="What is kept on this machine; clear removes it.")
+@click.pass_context
+def cache(ctx: click.Context) -> None:
+    """Show the cache folder: CuTe DSL payloads found to load, compile results, and measured crossovers."""
+    if ctx.invoked_subcommand is None:
+        folder = disk.directory()
+        click.echo(f"{folder}: {sum(size for _, size in disk.contents())} bytes" if folder else "no folder: no HOME is known")
+
+
+@cache.command()
+def clear() -> None:
+    """Remove the cache folder. The next process that needs its contents measures again."""
+    try:
+        click.echo(f"{disk.clear()} bytes removed")
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or disk.directory()}: {error.strerror}") from error
+
+
+for command in (doctor, tune, verify, warmup):
     main.add_command(command)

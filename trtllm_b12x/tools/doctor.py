@@ -23,8 +23,8 @@ from trtllm_b12x.decision.families import Family
 from trtllm_b12x.formats.geometry import LayerShape
 
 from .doctor_rows import doctor_rows
+from .options import TARGETS, judged, machine
 from .progress import UnusableError
-from .target import TARGETS, judged, machine
 
 Row = tuple[str, str]
 """Name and value, as printed."""

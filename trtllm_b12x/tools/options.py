@@ -1,7 +1,8 @@
-"""Turn a command's arguments into layers: those of a checkpoint, or one of the given sizes."""
+"""Turn a command's arguments into layers, ranks and a machine, and resolve layers for a card that is not here."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import click
 
 from trtllm_b12x import formats
-from trtllm_b12x.decision import Deployment, Environment
-from trtllm_b12x.decision.families import FAMILIES
+from trtllm_b12x.core import settings
+from trtllm_b12x.decision import Deployment, Environment, Resolution, families, resolve
 from trtllm_b12x.formats.geometry import LayerShape
 
 from .progress import UnusableError
 
+TARGETS = {"sm_120a": 120, "sm_121a": 121}
 _SIZES = ("experts", "top_k", "hidden", "intermediate")
 
 
@@ -119,8 +121,28 @@ def _in_checkpoint(checkpoint: Path) -> dict[str, LayerShape]:
 
 def _activation(word: str) -> str:
     """Return the host's name of an activation that some kernel has. TensorRT-LLM may be missing where images are built."""
-    names = sorted({name for family in FAMILIES for name in family.features(Environment()).activations})
+    names = sorted({name for family in families.FAMILIES for name in family.features(Environment()).activations})
     name = next((name for name in names if name.lower() == word.lower()), None)
     if name is None:
         raise UnusableError(f"activation {word!r}: there are kernels for {', '.join(names)}")
     return name
+
+
+def machine(target: str | None) -> Environment:
+    """Probe this machine; replace its card by ``target``."""
+    from trtllm_b12x import environment
+    from trtllm_b12x.engines.trtllm import host
+    from trtllm_b12x.environment import triton
+
+    here = environment.probe(host.state(), always_look=True)
+    if target is None:
+        return here
+    # The other machine's toolkit is unknown if this one has none.
+    toolkit, sm = here.toolkit_cuda if here.toolkit_cuda != (0, 0) else None, TARGETS[target]
+    return dataclasses.replace(here, sm=sm, toolkit_cuda=toolkit, triton_lacks=triton.lacking(sm), upcast=triton.upcast(sm))
+
+
+def judged(shape: LayerShape, facts: Environment, deployment: Deployment | None = None) -> Resolution:
+    """Return which families serve the layer."""
+    rows = families.rows(settings.KERNELS.listed(), shape.quant_algo)
+    return resolve(shape, deployment, facts, {row.name: row.features(facts) for row in rows})

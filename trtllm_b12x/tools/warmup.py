@@ -15,7 +15,7 @@ from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats.geometry import LayerShape
 
-from . import options, target
+from . import options
 from .progress import Progress, UnusableError, plain
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class _Targets(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
         words = list(dict.fromkeys(word.strip() for word in str(value).split(",")))
-        unknown = [word for word in words if word not in target.TARGETS]
+        unknown = [word for word in words if word not in options.TARGETS]
         if unknown:
-            self.fail(f"{unknown[0]!r} is none of {', '.join(target.TARGETS)}", param, ctx)
+            self.fail(f"{unknown[0]!r} is none of {', '.join(options.TARGETS)}", param, ctx)
         return words
 
 
@@ -133,7 +133,7 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
 
     facts, tasks, refused = _facts(name), [], []
     for shape in dict.fromkeys(shapes.values()):
-        verdict = target.judged(shape, facts, ranks.deployment)
+        verdict = options.judged(shape, facts, ranks.deployment)
         refused += [f"{name}: not {family}: {rejection}" for family, rejection in verdict.refused]
         rows = [row for row in families.rows(verdict.families, shape.quant_algo) if row.name in verdict.families]
         geometry = shape.on_rank(ranks.tp, ranks.ep, math.lcm(*(row.features(facts).tile for row in rows)))
@@ -148,7 +148,7 @@ def _facts(name: str) -> Environment:
     """Describe the card on this machine, which must have the tools that compile even if the cache has been filled before."""
     from trtllm_b12x.environment import triton
 
-    facts = target.machine(name)
+    facts = options.machine(name)
     faults = dict.fromkeys((*triton.tools_lacking(), *(facts.triton_lacks or ())))
     return dataclasses.replace(facts, triton_lacks=tuple(faults))
 
