@@ -116,8 +116,8 @@ def test_the_judge_agrees_with_the_model_itself(make: Any, tmp_path: Path) -> No
         layer.gated,
         [call],
         arithmetics,
-        activation=layer.activation.name,
-        swiglu=layer.activation.swiglu,
+        activation=layer.activation,
+        swiglu=layer.swiglu,
     )
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
 

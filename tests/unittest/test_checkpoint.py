@@ -38,7 +38,7 @@ def test_layers_and_tensors(directory: Path) -> None:
     first, second = Checkpoint(directory).layers
     assert (first.name, first.index, second.index) == ("model.layers.0.mlp", 0, 1)
     assert (first.num_experts, first.top_k, first.hidden_size, first.intermediate_size) == (3, 2, 128, 64)
-    assert (first.gated, first.activation.name, first.quant_algo, first.group_size) == (True, "Swiglu", "NVFP4", 16)
+    assert (first.gated, first.activation, first.quant_algo, first.group_size) == (True, "Swiglu", "NVFP4", 16)
     weights = Checkpoint(directory).weights(second)
     expected = random_experts(3, 128, 64, seed=1)
     assert set(weights) == set(expected)
@@ -50,7 +50,7 @@ def test_layers_and_tensors(directory: Path) -> None:
 def test_nemotron_naming(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, [random_experts(2, 128, 64, gated=False)], top_k=1, gated=False)
     (layer,) = Checkpoint(tmp_path).layers
-    assert (layer.name, layer.activation.name) == ("backbone.layers.0.mixer", "Relu2")
+    assert (layer.name, layer.activation) == ("backbone.layers.0.mixer", "Relu2")
     assert layer.projections == {"w1": "up_proj", "w2": "down_proj"}
 
 

@@ -19,7 +19,6 @@ from tests import mxfp8
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.unittest.test_checkpoint import E0, edit_json, edit_tensors, quantize
 from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError, quantization
-from trtllm_b12x.tools.checkpoint.activation import Activation
 from trtllm_b12x.tools.cli import main
 
 
@@ -244,12 +243,14 @@ def test_layers_of_another_module_do_not_count(directory: Path) -> None:
 
 def test_the_constants_of_minimax_m3(directory: Path) -> None:
     """What TensorRT-LLM takes where the configuration does not say; of other models nobody knows here."""
-    edit_json(directory / "config.json", hidden_act="swigluoai")
-    assert Checkpoint(directory).layers[0].activation == Activation("SwigluBias", True, (1.702, 1.0, 7.0))
-    edit_json(directory / "config.json", hidden_act="silu", model_type="minimax_m3_vl_text", swiglu_alpha=1, swiglu_limit=5)
-    assert Checkpoint(directory).layers[0].activation == Activation("SwigluBias", True, (1, 1.0, 5))
-    edit_json(directory / "config.json", hidden_act="silu", model_type="gpt_oss", swiglu_limit=7.0)
-    assert Checkpoint(directory).layers[0].activation == Activation("Swiglu", True)
+    for changes, expected in (
+        ({"hidden_act": "swigluoai"}, ("SwigluBias", True, (1.702, 1.0, 7.0))),
+        ({"model_type": "minimax_m3_vl_text", "swiglu_alpha": 1, "swiglu_limit": 5}, ("SwigluBias", True, (1, 1.0, 5))),
+        ({"model_type": "gpt_oss", "swiglu_limit": 7.0}, ("Swiglu", True, None)),
+    ):
+        edit_json(directory / "config.json", **{"hidden_act": "silu", **changes})
+        layer = Checkpoint(directory).layers[0]
+        assert (layer.activation, layer.activation_constants, layer.swiglu) == expected
 
 
 # ---- nothing hangs, nothing crashes ----------------------------------------------------------------------------------

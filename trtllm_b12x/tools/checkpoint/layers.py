@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ _PROJECTIONS = (
 """Host's names of the projections to those of a checkpoint."""
 
 
-@dataclass(frozen=True)
-class MoELayer:
-    """One MoE layer of the model, before it is split over ranks."""
+@dataclass(frozen=True, kw_only=True)
+class MoELayer(LayerShape):
+    """One MoE layer of a checkpoint: its shape, and how its tensors are stored."""
 
     name: str
     """Prefix of its tensors, for instance ``model.layers.3.mlp``."""
@@ -52,11 +52,10 @@ class MoELayer:
     top_k: int
     hidden_size: int
     intermediate_size: int
-    gated: bool
-    activation: Activation
+    activation: str
     quant_algo: str
-    """Host's name of the algorithm, or ``none``."""
-    group_size: int | None
+    swiglu: tuple[float, float, float] | None
+    """alpha, beta and limit of all experts, if it is known how the host reads them."""
     projections: Mapping[str, str]
     """Host's name (w1 gate or only, w3 up, w2 down) to the checkpoint's (``gate_proj`` ...)."""
     stacked: bool
@@ -65,10 +64,14 @@ class MoELayer:
     """Stacked with the inner dimension before the rows. transformers stores newer models with the rows first."""
     aliases: Mapping[str, str]
     """Last part of a tensor's name to the one that this checkpoint uses instead."""
-    bias: bool
-    pre_quant_scale: bool
-    """AWQ."""
-    apply_router_weight_on_input: bool
+
+    @property
+    def gated(self) -> bool:
+        return "w3" in self.projections
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(**{each.name: getattr(self, each.name) for each in fields(LayerShape)})
 
     def tensor_name(self, expert: int, projection: str, kind: str) -> str:
         """Return the checkpoint's name of a tensor. ``projection``: the host's name; ``kind``: ``weight_scale`` ..."""
@@ -76,24 +79,6 @@ class MoELayer:
         if not self.stacked:
             return f"{prefix}{expert}.{self.projections[projection]}.{kind}"
         return prefix + self.projections[projection] + ("" if kind == "weight" else f"_{kind}")
-
-    @property
-    def shape(self) -> LayerShape:
-        """The layer as far as the checkpoint tells."""
-        return LayerShape(
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            activation=self.activation.name,
-            quant_algo=self.quant_algo,
-            group_size=self.group_size,
-            dtype="bfloat16",
-            activation_constants=self.activation.constants,
-            pre_quant_scale=self.pre_quant_scale,
-            bias=self.bias,
-            apply_router_weight_on_input=self.apply_router_weight_on_input,
-        )
 
 
 class LayerWeights(Mapping[str, torch.Tensor]):
@@ -260,7 +245,7 @@ class Checkpoint:
         if algo == "none" and self._files.header(weight)[0] == "U8":
             problem = f"{weight} is packed, but {self._quantization.path.name} says that it is not quantized"
             raise CheckpointError(file, problem, "restore its list of excluded modules")
-        gated = "w3" in projections
+        activation = Activation.of(self._config, gated="w3" in projections)
         layer = MoELayer(
             name=name,
             index=_index(name),
@@ -268,8 +253,10 @@ class Checkpoint:
             top_k=top_k,
             hidden_size=inner * packed,
             intermediate_size=rows,
-            gated=gated,
-            activation=Activation.of(self._config, gated),
+            activation=activation.name,
+            activation_constants=activation.constants,
+            swiglu=activation.swiglu,
+            dtype="bfloat16",
             quant_algo=algo,
             group_size=group_size,
             projections=projections,

@@ -66,7 +66,7 @@ def verify_layer(
     report = LayerReport(
         name=layer.name,
         index=layer.index,
-        activation=layer.activation.name,
+        activation=layer.activation,
         quant_algo=layer.quant_algo,
         num_experts=layer.num_experts,
         top_k=layer.top_k,
@@ -99,8 +99,8 @@ def resolve_on_ranks(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Reso
     """
     verdict = resolve((layer.shape, ranks.deployment), candidate_kernels(device, layer.quant_algo))
     without_reference = {
-        RejectReason.ACTIVATION_CONSTANTS: layer.activation.constants and layer.activation.swiglu is None,
-        RejectReason.ROUTER_WEIGHT_ON_INPUT: layer.apply_router_weight_on_input,
+        RejectReason.ACTIVATION_CONSTANTS: bool(layer.activation_constants) and layer.swiglu is None,
+        RejectReason.ROUTER_WEIGHT_ON_INPUT: bool(layer.apply_router_weight_on_input),
     }
     for reason, applies in without_reference.items():
         if applies and verdict.served:
@@ -180,7 +180,7 @@ class _Run:
         layer = self.layer
         promote.install()
         quant_config = embedded.QuantConfig(quant_algo=embedded.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
-        swiglu = zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), layer.activation.swiglu or (), strict=False)
+        swiglu = zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), layer.swiglu or (), strict=False)
         with torch.device(self.device):
             local = torch.ones(layer.num_experts // mapping.moe_ep_size, dtype=torch.float32)
             constants: dict[str, Any] = {name: local * value for name, value in swiglu}
@@ -192,7 +192,7 @@ class _Run:
                 dtype=torch.bfloat16,
                 model_config=embedded.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
                 layer_idx=layer.index,
-                activation_type=embedded.ActivationType[layer.activation.name],
+                activation_type=embedded.ActivationType[layer.activation],
                 **constants,
             )
         module.load_weights([self.weights])
@@ -243,7 +243,7 @@ class _Run:
         self, weights: Mapping[str, torch.Tensor], arithmetics: Sequence[Arithmetic], on_expert: Callable[[], None] = lambda: None
     ) -> None:
         layer, calls, where = self.layer, [batch.call for batch in self.batches], (self.device, on_expert)
-        form, activation, swiglu = layer.quant_algo, layer.activation.name, layer.activation.swiglu
+        form, activation, swiglu = layer.quant_algo, layer.activation, layer.swiglu
         sizes = layer.num_experts, layer.gated
         outputs = reference.outputs(weights, *sizes, calls, arithmetics, *where, form, activation, swiglu)
         for batch, references in zip(self.batches, outputs, strict=True):
