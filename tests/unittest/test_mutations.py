@@ -12,6 +12,7 @@ import torch
 
 from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x.engines.trtllm import embedded
+from trtllm_b12x.engines.trtllm import quantization as placing
 from trtllm_b12x.engines.trtllm import quantization_nvfp4 as quantization
 from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
 from trtllm_b12x.formats.nvfp4 import InputScales
@@ -52,7 +53,7 @@ def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def interleave_skipped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(quantization, "interleave", lambda rows, block_scales: block_scales.view(torch.uint8).copy_(rows))
+    patch.setattr(placing, "interleave", lambda rows, block_scales: block_scales.view(torch.uint8).copy_(rows))
 
 
 def split_at_the_padded_half(patch: pytest.MonkeyPatch) -> None:
@@ -67,8 +68,8 @@ def split_at_the_padded_half(patch: pytest.MonkeyPatch) -> None:
 
 
 def scales_shifted_by_one_row(patch: pytest.MonkeyPatch) -> None:
-    original = quantization.interleave
-    patch.setattr(quantization, "interleave", lambda rows, block_scales: original(rows.roll(1, 0), block_scales))
+    original = placing.interleave
+    patch.setattr(placing, "interleave", lambda rows, block_scales: original(rows.roll(1, 0), block_scales))
 
 
 def baked_block_scales(patch: pytest.MonkeyPatch) -> None:

@@ -25,21 +25,20 @@ class Switch(Generic[_Value]):
 
     def __call__(self) -> _Value:
         """Return the current value. An unknown value counts as unset; ``complaints`` reports it."""
-        return self.values.get(self.read(os.environ.get(self.name, "")), self.values[self.default])
+        return self.values.get(self.read(self.text), self.values[self.default])
+
+    @property
+    def text(self) -> str:
+        return os.environ.get(self.name, "")
 
     def read(self, text: str) -> str:
         """Return the key of ``values`` that ``text`` means, else ``text``. Ignore case and accept other words for 0 and 1."""
         word = text.strip()
-        word = _WORDS.get(word.lower(), word)
-        return next((value for value in self.values if value.lower() == word.lower()), word)
+        meanings = (word.lower(), _WORDS.get(word.lower()))
+        return next((value for value in self.values if value.lower() in meanings), word)
 
     def knows(self, text: str) -> bool:
         return self.read(text) in self.values
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Return the allowed values, for help texts."""
-        return tuple(self.values)
 
     @property
     def expected(self) -> str:
@@ -71,7 +70,7 @@ class Order(Switch[str]):
 
     def listed(self) -> tuple[str, ...]:
         """Return the listed values in their order, without repetitions. Return all values if none is listed."""
-        words = (self.read(word) for word in os.environ.get(self.name, "").split(","))
+        words = map(self.read, self.text.split(","))
         return tuple(dict.fromkeys(word for word in words if word in self.values)) or tuple(self.values)
 
     def only(self, names: Iterable[str]) -> AbstractContextManager[None]:
@@ -94,12 +93,8 @@ class Crossover(Switch[str]):
     """Variable that holds ``auto``, a token count, or the path of an existing file."""
 
     def __call__(self) -> str:
-        text = self.read(os.environ.get(self.name, ""))
-        return text if text and self.knows(text) else self.default
-
-    def read(self, text: str) -> str:
-        word = text.strip()
-        return word.lower() if word.lower() in self.values else word
+        word = self.read(self.text)
+        return word if word and self.knows(word) else self.default
 
     def knows(self, text: str) -> bool:
         word = self.read(text)
@@ -117,10 +112,6 @@ class Crossover(Switch[str]):
     @property
     def expected(self) -> str:
         return f"auto, a token count such as 64 (at most {LARGEST_CROSSOVER}), or a file that is there"
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        return (*super().choices, "64", "FILE")
 
 
 FAMILIES = ("b12x", "triton", "grouped")
@@ -155,30 +146,27 @@ LOG = Switch(
     "level of the logger trtllm_b12x",
 )
 
-SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (
-    ENABLED,
-    CROSSOVER,
-    FREEZE,
-    KERNELS,
-    LOG,
-)
+SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, CROSSOVER, FREEZE, KERNELS, LOG)
 
 
 def complaints() -> list[str]:
     """Return one message per ``TRTLLM_B12X*`` variable with an unknown name or value. ``doctor`` then exits with status 2."""
     known = {switch.name: switch for switch in SWITCHES}
-    found = []
+    messages = []
     for name, value in sorted(os.environ.items()):
-        if name == _PREFIX or name.startswith(f"{_PREFIX}_"):
-            switch = known.get(name)
-            if switch is None:
-                found.append(f"{name} is no setting of trtllm_b12x; there are {', '.join(known)}")
-            elif value.strip() and not switch.knows(value):
-                found.append(f"{name} must be {switch.expected}; got {value}, and {switch.used} is used")
-    return found
+        if name != _PREFIX and not name.startswith(f"{_PREFIX}_"):
+            continue
+        switch = known.get(name)
+        if switch is None:
+            messages.append(f"{name} is no setting of trtllm_b12x; there are {', '.join(known)}")
+        elif value.strip() and not switch.knows(value):
+            messages.append(f"{name} must be {switch.expected}; got {value}, and {switch.used} is used")
+    return messages
 
 
 def table() -> str:
     """Return a Markdown table that documents every variable."""
-    rows = [f"| `{s.name}` | {', '.join(f'`{v}`' for v in s.choices)} | `{s.default}` | {s.meaning} |" for s in SWITCHES]
+    more = {CROSSOVER.name: ("64", "FILE")}
+    choices = {s.name: ", ".join(f"`{value}`" for value in (*s.values, *more.get(s.name, ()))) for s in SWITCHES}
+    rows = [f"| `{s.name}` | {choices[s.name]} | `{s.default}` | {s.meaning} |" for s in SWITCHES]
     return "\n".join(["| variable | values | default | meaning |", "|---|---|---|---|", *rows])

@@ -46,6 +46,10 @@ class LayerShape:
         """The activation as kernels name it: constants make another one of SwiGLU."""
         return "SwigluBias" if self.activation_constants else self.activation
 
+    def __str__(self) -> str:
+        sizes = f"{self.hidden_size} x {self.intermediate_size}"
+        return f"{self.num_experts} experts, top {self.top_k}, {sizes}, {self.kernel_activation}"
+
     def on_rank(self, tp: int, ep: int, tile: int) -> Geometry:
         """Return the sizes of one of ``tp * ep`` ranks. Sizes, activation and dtype must be known, and the ranks divide them."""
         import torch

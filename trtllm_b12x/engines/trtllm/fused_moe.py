@@ -22,6 +22,7 @@ from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.schedule import HOSTS, Schedule
 from trtllm_b12x.formats import constants
+from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.weights import Epilogue
 
 from . import contract, describe, guard, host_path, machine, status
@@ -50,6 +51,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     _is_tuning = staticmethod(_HOST.is_tuning)
     verdict: Resolution
     """The latest, from ``create_weights`` on."""
+    _shape = LayerShape()
     dispatch = LayerDispatch()
     """Has kernels once weights are loaded, if any serve the layer."""
     _fault = ""
@@ -58,7 +60,6 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     """Addresses of the host's tensors that the kernels were bound to."""
     _swiglu_tensors: tuple[str, ...] = ()
     """Attributes that hold SwiGLU's alpha, beta and limit."""
-    _plan_errors: Mapping[str, str] = MappingProxyType({})
     _our_method: Method | None = None
     """``quant_method``, if it is one of ours."""
     scale_ratio = 1.0
@@ -96,7 +97,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             algorithm = describe.quant_algo(self.quant_config)
             self._dtype = self.dtype or torch.bfloat16
             self.dispatch = LayerDispatch(machine.candidate_kernels(quant_algo=algorithm), self._max_num_tokens)
-            self._judge_and_record()
+            self._judge()
             row = formats.find(algorithm)
             if self.verdict.served and row is not None:
                 tiles = (self.dispatch.kernels[name].features.tile for name in self.verdict.families)
@@ -114,10 +115,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         with guard.host_takes_over(self):
             self._load_kernels()
         if self._alone and not self.w2_weight.is_meta and not self.schedule.base:
-            raise RuntimeError(
-                f"no kernel serves the MoE layer of {self._about()}, and TensorRT-LLM has no path for it on this card: "
-                f"{self.verdict}"
-            )
+            raise RuntimeError(f"no kernel serves the MoE layer of {self._about()}")
 
     def drop_schedule(self) -> None:
         """Send all further calls to the host. Graphs captured earlier stay valid: they own their workspace."""
@@ -138,7 +136,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
                 return
             self.scale_ratio = self._our_method.scale_ratio(self)
             # AWQ scales show only now.
-            self._judge_and_record(dict.fromkeys(self.dispatch.kernels, self._fault) if self._fault else {})
+            self._judge(dict.fromkeys(self.dispatch.kernels, self._fault) if self._fault else {})
         if self._our_method is not None and self.verdict.served:
             geometry, device = self._geometry(), self.w2_weight.device
             weights = self._kernel_weights()
@@ -150,23 +148,24 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         else:
             self.drop_schedule()
         if errors:  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
-            self._judge_and_record(errors)
-        with guard.bookkeeping():
-            status.record(self, self.verdict, ready=True)
+            self._judge(errors)
+        self._announce_and_record(ready=True)
 
     def _about(self) -> str:
-        """Sizes of the layer, and its place in the model."""
-        experts = f"{self.num_experts} experts, top {self.routing_method.experts_per_token}"
-        sizes = f"{self.hidden_size} x {self.intermediate_size}, {self._activation_name()}"
-        return f"{experts}, {sizes}, tp {self.tp_size}, ep {self.ep_size}, layer {getattr(self, 'layer_idx', '?')}"
+        """Describe the layer whose format the host cannot run, and why no kernel of ours serves it."""
+        place = f"tp {self.tp_size}, ep {self.ep_size}, layer {getattr(self, 'layer_idx', '?')}"
+        return f"{self._shape}, {place}, and TensorRT-LLM has no path for it on this card: {self.verdict}"
 
-    def _judge_and_record(self, plan_errors: dict[str, str] | None = None) -> None:
+    def _judge(self, plan_errors: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Decide anew which families serve the layer, with all that is known of it now."""
         try:
-            self._plan_errors = plan_errors or {}
-            self.verdict = self._judge()
-        except Exception as error:  # an attribute that this host's layers do not have: the host's own class would not care
-            detail = kernels.first_line(error)
-            self.verdict = Resolution.left_to_the_host(RejectReason.HOST, detail)
+            lacking = contract.lacking(self)
+            if lacking:
+                raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
+            self._shape, deployment = describe.from_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
+            self.verdict = machine.resolve((self._shape, deployment), self.dispatch.kernels, plan_errors)
+        except Exception as error:  # the host's own class would not care
+            self.verdict = Resolution.left_to_the_host(RejectReason.HOST, kernels.first_line(error))
         self._announce_and_record(ready=False)
 
     def _announce_and_record(self, ready: bool) -> None:
@@ -174,23 +173,13 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0), self._alone)
             status.record(self, self.verdict, ready=ready)
 
-    def _judge(self) -> Resolution:
-        lacking = contract.lacking(self)
-        if lacking:
-            raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
-        question = describe.from_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
-        return machine.resolve(question, self.dispatch.kernels, self._plan_errors)
-
-    def _activation_name(self) -> str:
-        return describe.activation_name(lambda name: getattr(self, name, None))
-
     def _geometry(self) -> kernels.Geometry:
         return kernels.Geometry(
             num_experts=self.expert_size_per_partition,
             top_k=self.routing_method.experts_per_token,
             hidden_size=self.hidden_size,
             intermediate_size=self.quant_method.intermediate_size(self),
-            activation="SwigluBias" if describe.activation_tensors(self) else self._activation_name(),
+            activation=str(self._shape.kernel_activation),
             dtype=self._dtype,
             ranks=self.ep_size,
             format=self.quant_method.format,
@@ -256,7 +245,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         """Disable our kernels once all-to-all communication is in use. All ranks detect it at the same call."""
         if not self._alltoall:
             self._alltoall = True
-            self._judge_and_record()
+            self._judge()
             self.drop_schedule()
 
     def _serve(
@@ -297,10 +286,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     def _empty_or_raise(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """Return ``out`` or ``x`` for an empty batch. Raise RuntimeError for others: nothing serves the layer."""
         if x.shape[0]:
-            raise RuntimeError(
-                f"no kernel serves {x.shape[0]} tokens of the MoE layer of {self._about()}, and TensorRT-LLM has no path for it "
-                f"on this card: {self.verdict}"
-            )
+            raise RuntimeError(f"no kernel serves {x.shape[0]} tokens of the MoE layer of {self._about()}")
         return x if out is None else out
 
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:

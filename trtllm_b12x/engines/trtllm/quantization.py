@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from trtllm_b12x.formats.layouts import interleave, interleaved_rows
 from trtllm_b12x.formats.weights import Weights
 
 from .host import load
@@ -31,8 +32,8 @@ class Method(_Method):
 
     format: ClassVar[str]
     """Name of the format in ``trtllm_b12x.formats.FORMATS``."""
-    stored: ClassVar[tuple[str, ...]]
-    """Parameters that hold the checkpoint's payload and block scales."""
+    stored: ClassVar[tuple[str, ...]] = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
+    """Parameters that hold the checkpoint's codes and block scales."""
     read_by_kernels: ClassVar[itemgetter[Any]]
     """Get the parameters that kernels read, or that a call derives a value from."""
 
@@ -69,6 +70,12 @@ class Method(_Method):
     ) -> None:
         """Copy this rank's columns, as bytes, to the start of ``dst (H, ...)``."""
         self._place(module, w2_weight, "ROW", dst_w2_weight.view(torch.uint8))
+
+    def _place_scales(self, destination: torch.Tensor, place: Callable[[torch.Tensor], None]) -> None:
+        """Let ``place`` write block scales into a matrix of bytes, a row for each row of the weights. Then interleave them."""
+        rows = interleaved_rows(destination).flatten(0, 2).flatten(1)
+        place(rows)
+        interleave(rows, destination)
 
     @staticmethod
     def _place(module: Any, tensor: torch.Tensor | None, mode: str, destination: torch.Tensor) -> None:

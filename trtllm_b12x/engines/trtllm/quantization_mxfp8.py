@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from operator import itemgetter
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
+from trtllm_b12x.formats.layouts import mma_scale_view
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
 
 from .host import load
@@ -17,7 +18,6 @@ from .quantization import Method
 
 MXFP8CutlassFusedMoEMethod: Any = load().MXFP8CutlassFusedMoEMethod
 
-STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 _TILE = 128
 """Rows, and columns in four blocks, that a tile of interleaved scales has."""
 _BELOW_TWO = 0xBF
@@ -36,8 +36,7 @@ class MXFP8Sm12xFusedMoEMethod(Method, MXFP8CutlassFusedMoEMethod):
     """
 
     format = "MXFP8"
-    stored = STORED
-    read_by_kernels = itemgetter(*STORED)
+    read_by_kernels = itemgetter(*Method.stored)
 
     def create_weights(self, module: Any) -> None:
         """
@@ -74,14 +73,13 @@ class MXFP8Sm12xFusedMoEMethod(Method, MXFP8CutlassFusedMoEMethod):
         height = module.w3_w1_weight.shape[1]
         for slot, expert in enumerate(module.initial_local_expert_ids):
             gate, up, down = _scales(module, weights, expert)
-            fc1, fc2 = (parameter.data[slot] for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale))
-            # Scales have the weights' rows, so they are placed alike.
-            rows = interleaved_rows(fc1).flatten(0, 2).flatten(1)
-            self.load_expert_w3_w1_weight(module, gate, up, rows[:height])
-            interleave(rows, fc1)
-            rows = interleaved_rows(fc2).flatten(0, 2).flatten(1)
-            self.load_expert_w2_weight(module, down, rows)
-            interleave(rows, fc2)
+
+            def place_fc1(rows: torch.Tensor, halves: Any = (gate, up)) -> None:
+                self.load_expert_w3_w1_weight(module, *halves, rows[:height])
+
+            self._place_scales(module.w3_w1_weight_scale.data[slot], place_fc1)
+            place_fc2 = functools.partial(self.load_expert_w2_weight, module, down)
+            self._place_scales(module.w2_weight_scale.data[slot], place_fc2)
 
     def process_weights_after_loading(self, module: Any) -> None:
         """Nothing is staged: hosts that stage scales interleave here what they wrote themselves."""
@@ -101,7 +99,7 @@ class MXFP8Sm12xFusedMoEMethod(Method, MXFP8CutlassFusedMoEMethod):
         return int(module.w2_weight.shape[2])
 
     def kernel_weights(self, module: Any) -> MXFP8Weights:
-        self.readable(module, STORED)
+        self.readable(module, self.stored)
         fc1, fc2 = module.w3_w1_weight.data, module.w2_weight.data
         s1, s2 = module.w3_w1_weight_scale.data, module.w2_weight_scale.data
         return MXFP8Weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x.core import log
-from trtllm_b12x.formats.layouts import interleave, interleaved_rows, mma_scale_view
+from trtllm_b12x.formats.layouts import mma_scale_view
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 
 from . import guard
@@ -22,11 +23,8 @@ _HOST = load()
 Weights: Any = _HOST.Weights
 NVFP4CutlassFusedMoEMethod: Any = _HOST.NVFP4CutlassFusedMoEMethod
 
-STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
-READ_BY_KERNELS = (*STORED, "fc31_alpha", "fc2_alpha")
-"""The host's parameters whose memory the kernels are given."""
-SCALARS_READ_BY_KERNELS = ("fc31_input_scale", "fc2_input_scale")
-"""Parameters of which every call derives the divisors of its activations."""
+_READ_BY_KERNELS = (*Method.stored, "fc31_alpha", "fc2_alpha")
+"""Parameters of the host whose memory the kernels read."""
 
 _SAME = 2e-5
 """Relative difference of two scales that the host takes for equal (``torch.allclose``), with float32's rounding."""
@@ -37,25 +35,23 @@ _INPUT_SCALES = (0.01, 0.0005)
 class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
     """NVFP4 method with one set of tensors for CUTLASS and our kernels.
 
-    The parameters are the host's own (names, dtypes, meaning, 128x4-interleaved scales).  Only their intermediate
-    dimension differs: w3, w1 and w2's columns are each padded with zeros to ``tile``, so that half of the rows is
-    the border between up and gate for every reader.  Hosts pad the rows of both halves to 128 as one, so that with a tile of 64
-    nothing differs.  With E local experts, T = round_up(I, tile), or to 128 without a gate, and r = 2 if gated:
-    ``w3_w1_weight (E, r*T, H/16)`` int64, ``w2_weight (E, H, T/16)`` int64, ``w3_w1_weight_scale (E, r*T, H/64)`` and
-    ``w2_weight_scale (E, H, T/64)`` int32.  The host's CUTLASS operator takes the sizes from the tensors
-    (``moeOp.cpp``), so it accepts them as they are.
+    The parameters are the host's own (names, dtypes, meaning, 128x4-interleaved scales). Only the intermediate dimension
+    differs: each of w3, w1 and the columns of w2 is padded with zeros to ``tile``, so that every reader finds the border between
+    up and gate at half of the rows. Hosts pad both halves to 128 rows as one; with a tile of 64 nothing differs. With E local
+    experts, T = round_up(I, tile), or to 128 without a gate, and r = 2 if gated: ``w3_w1_weight (E, r*T, H/16)`` int64,
+    ``w2_weight (E, H, T/16)`` int64, ``w3_w1_weight_scale (E, r*T, H/64)`` and ``w2_weight_scale (E, H, T/64)`` int32. CUTLASS
+    takes the sizes from the tensors (``moeOp.cpp``).
 
-    What kernels need beyond views of these are buffers of the module, which live as long as it does and are rewritten in place:
-    ``b12x_fc1_divisor`` and ``b12x_fc2_divisor``, both ``(E,)`` float32, the input scales as divisors; and
-    ``b12x_fc1_half_alphas (2, E)`` float32, FC1's alphas of up and gate. Where a checkpoint has a ``weight_scale_2`` for each of
-    them, the host keeps the larger one for both (``fc31_alpha``). Our kernels multiply each half by its own, as long as the
-    larger of the two is ``fc31_alpha``: whoever overwrites that parameter by hand gets what the host computes. No buffer is in
-    a state dict, so a layer that gets parameters alone computes what the host computes, too.
+    Kernels need three more tensors. They are buffers of the module, rewritten in place: ``b12x_fc1_divisor`` and
+    ``b12x_fc2_divisor`` ``(E,)`` float32, the input scales as divisors, and ``b12x_fc1_half_alphas (2, E)`` float32, FC1's
+    alphas of up and gate. If a checkpoint has a ``weight_scale_2`` for each half, the host keeps the larger one for both
+    (``fc31_alpha``). Our kernels multiply each half by its own, as long as the larger of the two is ``fc31_alpha``. No buffer is
+    in a state dict: a layer that gets parameters alone, or another ``fc31_alpha``, computes what the host computes.
     """
 
     format = "NVFP4"
-    stored = STORED
-    read_by_kernels = itemgetter(*READ_BY_KERNELS, *SCALARS_READ_BY_KERNELS)
+    # Every call derives the divisors of its activations from the last two.
+    read_by_kernels = itemgetter(*_READ_BY_KERNELS, "fc31_input_scale", "fc2_input_scale")
 
     def create_weights(self, module: Any) -> None:
         logical = module.intermediate_size_per_partition
@@ -79,19 +75,16 @@ class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
         dst_w3_w1_weight_scale: torch.Tensor,
         expert_idx: int = -1,
     ) -> None:
-        """Scales have the weights' rows, so they are placed alike, in the 128x4 layout of both halves as one."""
+        """Place both halves as the weights, in one 128x4 layout."""
         if w1_weight_scale is not None or w3_weight_scale is not None:
-            rows = interleaved_rows(dst_w3_w1_weight_scale).flatten(0, 2).flatten(1)
-            self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, rows)
-            interleave(rows, dst_w3_w1_weight_scale)
+            place = functools.partial(self.load_expert_w3_w1_weight, module, w1_weight_scale, w3_weight_scale)
+            self._place_scales(dst_w3_w1_weight_scale, place)
 
     def load_expert_w2_weight_scale_nvfp4(
         self, module: Any, w2_weight_scale: torch.Tensor | None, dst_w2_weight_scale: torch.Tensor
     ) -> None:
         if w2_weight_scale is not None:
-            rows = interleaved_rows(dst_w2_weight_scale).flatten(0, 2).flatten(1)
-            self.load_expert_w2_weight(module, w2_weight_scale, rows)
-            interleave(rows, dst_w2_weight_scale)
+            self._place_scales(dst_w2_weight_scale, functools.partial(self.load_expert_w2_weight, module, w2_weight_scale))
 
     # ---- scalars -----------------------------------------------------------------------------------------------------
 
@@ -152,7 +145,7 @@ class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
     @torch.no_grad()
     def fill(self, module: Any, generator: torch.Generator) -> None:
         """Codes of every value and block scales from 0.5 to 2."""
-        for name in STORED:
+        for name in self.stored:
             low, high = (0x30, 0x41) if name.endswith("_scale") else (0, 256)
             getattr(module, name).data.view(torch.uint8).random_(low, high, generator=generator)
         sizes = module.hidden_size, module.intermediate_size_per_partition
@@ -165,7 +158,7 @@ class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
         return 2 * int(module.w2_weight.data.view(torch.uint8).shape[2])
 
     def kernel_weights(self, module: Any) -> NVFP4Weights:
-        self.readable(module, READ_BY_KERNELS)
+        self.readable(module, _READ_BY_KERNELS)
         fc1 = module.w3_w1_weight.data.view(torch.uint8)
         fc2 = module.w2_weight.data.view(torch.uint8)
         weights = NVFP4Weights(

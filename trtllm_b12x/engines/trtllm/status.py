@@ -36,7 +36,7 @@ class Status:
     """State of one process. Bytes count the device memory of this rank."""
 
     generation: str
-    """``embedded``, a generation of :mod:`.contract`, ``installed`` (not imported yet) or ``unsupported``."""
+    """``embedded``, a generation of ``contract.py``, ``installed`` (not imported yet) or ``unsupported``."""
     refused: str
     """Reason why TensorRT-LLM runs unpatched: an error, or the difference from the nearest generation."""
     active: bool
@@ -96,7 +96,6 @@ def status() -> Status:
     layers = alive()
     served = [module for module, verdict in layers if verdict.served]
     bound = [kernel for module in served for kernel in module.schedule.kernels]
-    reasons = Counter(reason.name for _, verdict in layers for reason in verdict.reasons)
     state, detail = host.state()
     return Status(
         generation="embedded" if state == "none" else state,
@@ -107,7 +106,7 @@ def status() -> Status:
         promoted=len(served),
         families=dict(Counter(name for module in served for name in module.schedule.families)),
         formats=_formats(served),
-        reasons=dict(reasons),
+        reasons=dict(Counter(reason.name for _, verdict in layers for reason in verdict.reasons)),
         padding_bytes=sum(_bytes(module, "padding_bytes") for module in served),
         scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
         workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
