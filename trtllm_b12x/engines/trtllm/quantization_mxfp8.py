@@ -74,8 +74,8 @@ class MXFP8Sm12xFusedMoEMethod(Method, MXFP8CutlassFusedMoEMethod):
         for slot, expert in enumerate(module.initial_local_expert_ids):
             gate, up, down = _scales(module, weights, expert)
 
-            def place_fc1(rows: torch.Tensor, halves: Any = (gate, up)) -> None:
-                self.load_expert_w3_w1_weight(module, *halves, rows[:height])
+            def place_fc1(rows: torch.Tensor, gate: Any = gate, up: Any = up) -> None:
+                self.load_expert_w3_w1_weight(module, gate, up, rows[:height])
 
             self._place_scales(module.w3_w1_weight_scale.data[slot], place_fc1)
             place_fc2 = functools.partial(self.load_expert_w2_weight, module, down)
