@@ -81,15 +81,6 @@ def test_routes_outside_the_table_become_unrouted_ones() -> None:
         assert router_weights == [(at + 1) / 8 if held else 0 for at, held in enumerate(HELD)]
 
 
-@pytest.mark.parametrize("ids", [[[0, 5, 9], [4, -1, 3]], [[2**31 - 1, 4, 7], [8, 0, -5]]])
-def test_in_torch_for_machines_without_a_gpu(ids: list[list[int]]) -> None:
-    table = routes.ExpertRange(4, 4)
-    for dtype in (torch.int32, torch.int64):
-        local = table.local(torch.tensor(ids, dtype=dtype))
-        assert local.dtype is torch.int32
-        assert local.tolist() == [[i - 4 if 4 <= i < 8 else -1 for i in row] for row in ids]
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64])
 def test_ids_of_every_integer_type_keep_their_value(dtype: torch.dtype) -> None:
     """An id beyond 32 bits is no expert, though its lower half is one."""
@@ -104,4 +95,5 @@ def test_ids_of_every_integer_type_keep_their_value(dtype: torch.dtype) -> None:
     known, router_weights = routes.of_known_types(ids, torch.ones(2, 2, dtype=torch.float16))
     assert known.dtype in routes.ID_TYPES
     assert router_weights.dtype is torch.float32
-    assert routes.ExpertRange(4, 4).local(known).tolist() == expected
+    local = routes.ExpertRange(4, 4).local(known)
+    assert (local.dtype, local.tolist()) == (torch.int32, expected)

@@ -11,12 +11,15 @@ import torch
 from tests import sass
 from tests.compiled import Compiled, compile_for
 from trtllm_b12x.environment import prove
+from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.decode_tiles import Card
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 CARDS = {90: Card(132, 228 << 10, 90), 120: Card(188, 100 << 10, 120), 121: Card(48, 100 << 10, 121)}
+INSTRUCTION = {GroupedKernel: "kind::mxf8f6f4.block_scale", GroupedNVFP4Kernel: "kind::mxf4nvf4.block_scale.scale_vec::4X"}
 LIMIT = {"fc1_kernel": 7.2, "fc2_kernel": 7.6, "fc2_token_kernel": 8.0}
 """Lane instructions per byte of FP4 in the loop; seen: 6.1 to 7.0, 6.1 to 7.0 and 7.2 to 7.7 with Triton 3.6 and 3.9.  A
 conversion of layouts between codes and products adds one to each, scales that are spread by shuffles two."""
@@ -100,6 +103,39 @@ def test_scales_beside_each_other_by_less_than_four(
     loop = sass.product_loop(load(made, tmp_path))
     assert any(code.startswith("LDGSTS") for code in loop)
     assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), loop
+
+
+@pytest.mark.parametrize("capability", [120, 121])
+@pytest.mark.parametrize("kind", [GroupedKernel, GroupedNVFP4Kernel])
+def test_grouped_products_are_native(kind: type[GroupedKernel], capability: int, tmp_path: Path) -> None:
+    """Block-scaled where this Triton has them, with nothing of bfloat16 beside; else what the refusal says."""
+    kernel, names = kind(Card(48, 100 << 10, capability)), []
+    if capability == 121:
+        kernel.table = kind.table[-1:]  # type: ignore[misc]
+    kernel.describe(QWEN3_30B, 4096, torch.device("cuda"))
+    for variant in kernel.variants():
+        name, made = variant.name, variant.assemble(capability)
+        names.append(name)
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(made.asm["cubin"])
+        used = sass.resources(cubin)
+        if not toolchain.upcast(capability):
+            assert used["STACK"] == used["LOCAL"] == 0, (name, used)
+            assert made.metadata.shared <= 99 << 10
+            # Scales too are on their way while products are made; of six steps ptxas makes no loop.
+            assert not any(code.startswith("LDG.") for code in sass.product_loop(cubin)), name
+        products = set(re.findall(r"(?:wg)?mma\.[\w.:]+", made.asm["ptx"]))
+        assert bool(products) is (name in ("fc1_kernel", "fc2_kernel"))
+        native = {product for product in products if INSTRUCTION[kind] in product}
+        assert products == native if not toolchain.upcast(capability) else not native
+    assert names.count("fc1_kernel") == len({rule.fc1 for rule in kernel.table})
+    assert names.count("fc2_kernel") == len({rule.fc2 for rule in kernel.table})
+
+
+def test_proof_of_both_grouped_formats() -> None:
+    proof = prove.prove("sm_120a", "grouped")
+    assert (proof.compiled, proof.error) == (True, "")
+    assert proof.products > 0
 
 
 def test_doctors_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

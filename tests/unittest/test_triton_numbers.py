@@ -50,11 +50,19 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.full(shape, fill, dtype=dtype, device=device)
 
 
+def drawn(layer: Layer, tokens: int, **options: Any) -> MoECall:
+    return MoECall(*random_call(layer.geometry, tokens, **options))
+
+
+def error(layer: Layer, found: torch.Tensor, call: MoECall, first: int = 0) -> float:
+    return distance(found, layer.expected(*call[:3], first))
+
+
 def on_activation(activation: str) -> dict[str, Any]:
     bias = {"SwigluBias": torch.float32, "Relu2": torch.bfloat16}.get(activation)
     layer = random_layer(Geometry(3, 2, 128, 128, activation, bias=bias), ratio=True)
-    call = random_call(layer.geometry, 2)
-    return {"error": distance(bound(layer).run(MoECall(*call)), layer.expected(*call))}
+    call = drawn(layer, 2)
+    return {"error": error(layer, bound(layer).run(call), call)}
 
 
 for _activation in ACTIVATIONS:
@@ -64,9 +72,9 @@ for _activation in ACTIVATIONS:
 @case("an input scale of each expert")
 def _() -> dict[str, Any]:
     layer = random_layer(Geometry(3, 2, 128, 128, "Relu2"))
-    kernel, call = bound(layer), random_call(layer.geometry, 2)
+    kernel, call = bound(layer), drawn(layer, 2)
     kernel.bind(layer.kernel_weights(one_for_all=False))
-    return {"error": distance(kernel.run(MoECall(*call)), layer.expected(*call))}
+    return {"error": error(layer, kernel.run(call), call)}
 
 
 @case("off every tile, expert parallel, sorted")
@@ -74,51 +82,43 @@ def _() -> dict[str, Any]:
     """H and I multiples of 16 alone; int64 ids of which most are not this rank's, bfloat16 scales, a token without a route."""
     layer = random_layer(Geometry(3, 3, 144, 80, "Swiglu", ranks=2), ratio=True)
     kernel = bound(layer, first=4, found=Tiles(8, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2)))
-    x, ids, router_weights = random_call(layer.geometry, 4, experts=9)
-    ids, router_weights = ids.long(), router_weights.bfloat16()
-    ids[0, 1], ids[2], ids[3, 0] = -1, torch.tensor([-1, 2**40 + 4, 7]), 4
-    out = torch.full((4, 144), torch.nan, dtype=torch.bfloat16)
-    kernel.run(MoECall(x, ids, router_weights, out=out))
-    return {"error": distance(out, layer.expected(x, ids, router_weights, 4)), "zeros": not out[2].any().item()}
+    x, ids, router_weights, *_ = drawn(layer, 4, experts=9)
+    call = MoECall(x, ids.long(), router_weights.bfloat16(), out=torch.full((4, 144), torch.nan, dtype=torch.bfloat16))
+    call.ids[0, 1], call.ids[2], call.ids[3, 0] = -1, torch.tensor([-1, 2**40 + 4, 7]), 4
+    out = kernel.run(call)
+    return {"error": error(layer, out, call, 4), "zeros": not out[2].any().item(), "given": out is call.out}
 
 
 @case("all routes of a token as one product")
 def _() -> dict[str, Any]:
     """Six of the eight columns; ids of other ranks, a token without a route, one expert twice, rows that are no whole tile."""
-    layer = random_layer(Geometry(7, 6, 144, 80, "Swiglu", bias=torch.float32), ratio=True)
     tile = Tile(128, 128, 4, 2)
-    kernel = bound(layer, first=2, found=Tiles(1, tile, tile, Tile(16, 128, 8, 2)))
-    x, ids, router_weights = random_call(layer.geometry, 4)
-    ids += 2
-    ids[0, 1], ids[1], ids[2, 0], ids[2, 1] = -1, torch.tensor([0, 1, 9, 2**31 - 1, -1, 1]), 3, 3
-    poison = x.clone()
-    poison[3] = torch.nan
-    out = torch.full((4, 144), torch.nan, dtype=torch.bfloat16)
-    kernel.run(MoECall(x, ids, router_weights, out=out))
-    return {
-        "error": distance(out, layer.expected(x, ids, router_weights, 2)),
-        "zeros": not out[1].any().item(),
-        "apart": torch.equal(kernel.run(MoECall(poison, ids, router_weights))[:3], out[:3]),
-    }
+    others = torch.tensor([0, 1, 9, 2**31 - 1, -1, 1])
+    return of_one_route_each(
+        Geometry(7, 6, 144, 80, "Swiglu", bias=torch.float32), others, Tiles(1, tile, tile, Tile(16, 128, 8, 2))
+    )
 
 
 @case("stretches of a sum side by side")
 def _() -> dict[str, Any]:
-    """Two for FC1, the second of which ends early, and four for FC2, two of them empty; then sorted by a launch of its own."""
-    layer = random_layer(Geometry(5, 3, 208, 144, "Swiglu", bias=torch.float32), ratio=True)
-    kernel = bound(layer, first=2, found=Tiles(1, Tile(64, 128, 4, 2, split=2), Tile(32, 128, 4, 2, split=4)))
-    x, ids, scales = random_call(layer.geometry, 4)
-    ids += 2
-    ids[0, 1], ids[1], ids[2, 0], ids[2, 1] = -1, torch.tensor([0, 1, 9]), 3, 3
-    poison = x.clone()
+    """Two for FC1, the second of which ends early, and four for FC2, two of them empty; also sorted by a launch of its own."""
+    found = Tiles(1, Tile(64, 128, 4, 2, split=2), Tile(32, 128, 4, 2, split=4))
+    return of_one_route_each(Geometry(5, 3, 208, 144, "Swiglu", bias=torch.float32), torch.tensor([0, 1, 9]), found, sorts=True)
+
+
+def of_one_route_each(geometry: Geometry, others: torch.Tensor, found: Tiles, sorts: bool = False) -> dict[str, Any]:
+    """Four tokens on the experts from 2 on: of the second all routes are ``others``, of no expert here; the last may be NaN."""
+    layer = random_layer(geometry, ratio=True)
+    kernel, call = bound(layer, first=2, found=found), drawn(layer, 4)
+    call = call._replace(ids=call.ids + 2, out=torch.full(call.x.shape, torch.nan, dtype=torch.bfloat16))
+    call.ids[0, 1], call.ids[1], call.ids[2, 0], call.ids[2, 1] = -1, others, 3, 3
+    out, poison = kernel.run(call), call.x.clone()
     poison[3, 1] = torch.nan
-    out = torch.full((4, 208), torch.nan, dtype=torch.bfloat16)
-    kernel.run(MoECall(x, ids, scales, out=out))
     return {
-        "error": distance(out, layer.expected(x, ids, scales, 2)),
+        "error": error(layer, out, call, 2),
         "zeros": not out[1].any().item(),
-        "same": torch.equal(kernel.run(MoECall(x, ids.long(), scales)), out),
-        "apart": torch.equal(kernel.run(MoECall(poison, ids, scales))[:3], out[:3]),
+        "same": not sorts or torch.equal(kernel.run(call._replace(ids=call.ids.long(), out=None)), out),
+        "apart": torch.equal(kernel.run(call._replace(x=poison, out=None))[:3], out[:3]),
     }
 
 
@@ -128,22 +128,19 @@ def _(routes: int) -> dict[str, Any]:
     """Of one token the 1st and the 32nd are not this rank's, of the other the 33rd: what is not written is NaN here."""
     layer = random_layer(Geometry(36, 34, 16, 16, "Silu"))
     tile = Tile(16, 128, 1, 2)
-    kernel = bound(layer, found=Tiles(routes, tile, tile), tokens=2)
-    x, ids, router_weights = random_call(layer.geometry, 2)
-    ids[0, 0] = ids[0, 31] = ids[1, 32] = -1
-    return {"error": distance(kernel.run(MoECall(x, ids, router_weights)), layer.expected(x, ids, router_weights))}
+    kernel, call = bound(layer, found=Tiles(routes, tile, tile), tokens=2), drawn(layer, 2)
+    call.ids[0, 0] = call.ids[0, 31] = call.ids[1, 32] = -1
+    return {"error": error(layer, kernel.run(call), call)}
 
 
 @case("several blocks of one expert")
 def _() -> dict[str, Any]:
     """All of 20 tokens take the same two experts, once sorted by a launch of its own and once by every program."""
     layer = random_layer(Geometry(3, 2, 128, 128, "Relu2"))
-    kernel = bound(layer)
-    x, _, router_weights = random_call(layer.geometry, 20)
-    ids = torch.tensor([[2, 0]], dtype=torch.int32).repeat(20, 1)
-    expected = layer.expected(x, ids, router_weights)
-    inline, launched = kernel.run(MoECall(x, ids, router_weights)), kernel.run(MoECall(x, ids.long(), router_weights))
-    return {"error": distance(inline, expected), "same": torch.equal(inline, launched)}
+    kernel, call = bound(layer), drawn(layer, 20)
+    call.ids[:] = torch.tensor([2, 0])
+    inline, launched = kernel.run(call), kernel.run(call._replace(ids=call.ids.long()))
+    return {"error": error(layer, inline, call), "same": torch.equal(inline, launched)}
 
 
 @case("float16")
@@ -152,32 +149,28 @@ def _() -> dict[str, Any]:
     layer = random_layer(Geometry(2, 1, 128, 128, "Swiglu", torch.float16))
     layer.scale_1 *= 1024
     layer.scale_2 *= 2.0**-20
-    x, ids, router_weights = random_call(layer.geometry, 2, dtype=torch.float16)
-    found = bound(layer).run(MoECall(x, ids, router_weights))
-    return {"error": distance(found, layer.expected(x, ids, router_weights)), "dtype": str(found.dtype)}
+    call = drawn(layer, 2, dtype=torch.float16)
+    found = bound(layer).run(call)
+    return {"error": error(layer, found, call), "dtype": str(found.dtype)}
 
 
 @case("quantized input", True)
 @case("quantized input, scales in rows", False)
 def _(swizzled: bool) -> dict[str, Any]:
     layer = random_layer(Geometry(3, 2, 144, 128, "Swiglu"))
-    _, ids, router_weights = random_call(layer.geometry, 2)
+    _, ids, router_weights, *_ = drawn(layer, 2)
     codes = torch.randint(0, 16, (2, 144), dtype=torch.uint8)
     sf = (torch.rand(2, 9) * 200 - 100).to(torch.float8_e4m3fn)
     magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     x = magnitude * sf.float().repeat_interleave(16, 1) * INPUT_SCALE[0]
     given = interleaved(sf.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else sf
-    kernel = bound(layer)
-    expected = layer.expected(x, ids, router_weights)
-    found = kernel.run(MoECall(pack_fp4(codes), ids, router_weights, x_sf=given, swizzled=swizzled))
-    other = UnquantizedReferenceKernel()
-    other.plan(layer.geometry, 2, torch.device("cpu"))
-    other.bind(layer.kernel_weights())
-    also = other.run(MoECall(pack_fp4(codes), ids, router_weights, x_sf=given, swizzled=swizzled))
-    return {
-        "error": max(distance(found, expected), distance(also, expected)),
-        "dtypes": found.dtype is also.dtype is x.bfloat16().dtype,
-    }
+    call = MoECall(pack_fp4(codes), ids, router_weights, given, swizzled)
+    yardstick = UnquantizedReferenceKernel()
+    yardstick.plan(layer.geometry, 2, torch.device("cpu"))
+    yardstick.bind(layer.kernel_weights())
+    outputs = [kernel.run(call) for kernel in (bound(layer), yardstick)]
+    errors = [error(layer, output, call._replace(x=x)) for output in outputs]
+    return {"error": max(errors), "dtypes": all(output.dtype is torch.bfloat16 for output in outputs)}
 
 
 @case("block scales that are negative, or no number")
@@ -187,9 +180,9 @@ def _() -> dict[str, Any]:
     for scales in (layer.s1.view(torch.uint8), layer.s2.view(torch.uint8)):
         scales |= (torch.rand(scales.shape) < 0.3).to(torch.uint8) << 7
     layer.s1.view(torch.uint8)[1, 7, 3], layer.s2.view(torch.uint8)[2, 5, 0] = 0x7F, 0xFF
-    x, ids, router_weights = random_call(layer.geometry, 3)
-    ids[:] = torch.tensor([[0, 0], [1, 0], [2, 0]])
-    found, expected = bound(layer).run(MoECall(x, ids, router_weights)), layer.expected(x, ids, router_weights)
+    call = drawn(layer, 3)
+    call.ids[:] = torch.tensor([[0, 0], [1, 0], [2, 0]])
+    found, expected = bound(layer).run(call), layer.expected(*call[:3])
     wrong = expected.isnan()
     return {
         "error": distance(found[~wrong], expected[~wrong]),
@@ -202,11 +195,10 @@ def _() -> dict[str, Any]:
 def _() -> dict[str, Any]:
     """Not a number in one token, whatever it shares a block with, leaves the others' bits alone."""
     layer = random_layer(Geometry(3, 2, 128, 128, "Swiglu"))
-    kernel = bound(layer)
-    x, ids, router_weights = random_call(layer.geometry, 3)
-    before = kernel.run(MoECall(x, ids, router_weights))
-    x[1, 5], router_weights[2, 0] = torch.nan, torch.inf
-    after = kernel.run(MoECall(x, ids, router_weights))
+    kernel, call = bound(layer), drawn(layer, 3)
+    before = kernel.run(call)
+    call.x[1, 5], call.router_weights[2, 0] = torch.nan, torch.inf
+    after = kernel.run(call)
     same = torch.equal(before[0], after[0])
     return {"error": 0.0, "same": same, "marked": bool(after[1].isnan().all() and not after[2].isfinite().any())}
 
@@ -215,10 +207,9 @@ def _() -> dict[str, Any]:
 def _() -> dict[str, Any]:
     """A tile of 128 rows by several programs: sums of a token are added up by whichever comes last."""
     layer = random_layer(Geometry(2, 2, 128, 128, "Silu"))
-    call = random_call(layer.geometry, 1)
-    large = bound(layer).run(MoECall(*call))
-    small = bound(layer, found=Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 2, 2))).run(MoECall(*call))
-    return {"error": distance(small, layer.expected(*call)), "same": torch.equal(small, large)}
+    call = drawn(layer, 1)
+    small = bound(layer, found=Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 2, 2))).run(call)
+    return {"error": error(layer, small, call), "same": torch.equal(small, bound(layer).run(call))}
 
 
 @case("self-test")

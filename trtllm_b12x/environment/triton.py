@@ -65,7 +65,7 @@ def compiled_before() -> bool:
 def block_scaled(sm: int | None) -> bool:
     """``tl.dot_scaled`` is known to be an instruction for a card of ``sm``.
 
-    Read off what each release compiles for it, of E4M3 and of E2M1 (``tests/unittest/test_grouped_compiled.py``).
+    Read off what each release compiles for it, of E4M3 and of E2M1 (``tests/unittest/test_triton_compiled.py``).
     """
     needed = _BLOCK_SCALED_FROM.get(sm or 0)
     return needed is not None and version_tuple(version()) >= needed

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .geometry import Geometry
 from .layouts import plain_scales
 from .weights import Weights
 
@@ -141,20 +140,10 @@ class NVFP4Weights(Weights):
     fc1_half_alphas: torch.Tensor | None = None
     """``(2, E)`` float32: the alphas of FC1's halves, up and gate, if a load has recorded them (``half_alphas``)."""
 
-    block_bytes = 8
-
-    def check(self, geometry: Geometry) -> None:
-        experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
-        rows = (2 if geometry.gated else 1) * size
-        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "fc1_weight": ((experts, rows, hidden // 2), torch.uint8),
-            "fc1_half_alphas": ((2, experts), torch.float32),
-            "fc1_weight_sf": ((32, 4, -(-rows // 128), 4, -(-hidden // 64), experts), torch.float8_e4m3fn),
-            "fc2_weight": ((experts, hidden, size // 2), torch.uint8),
-            "fc2_weight_sf": ((32, 4, -(-hidden // 128), 4, -(-size // 64), experts), torch.float8_e4m3fn),
-        }
-        self.compare(expected, others=(experts,))
-        self.epilogue.check(experts, rows, hidden, geometry.bias, self.fc1_weight.device)
+    code_dtype = torch.uint8
+    scale_dtype = torch.float8_e4m3fn
+    group_size = BLOCK_SIZE
+    packed = 2
 
     def half_alphas(self, expert: int) -> torch.Tensor:
         """Return the alphas ``(2,)`` of up and gate of a local expert.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -62,24 +61,34 @@ class Weights(ABC):
     """Fields that hold codes."""
     block_scales: ClassVar[tuple[str, ...]] = ("fc1_weight_sf", "fc2_weight_sf")
     """Fields that hold block scales."""
-    block_bytes: ClassVar[int]
-    """Bytes of codes that share a block scale."""
+    code_dtype: ClassVar[torch.dtype]
+    scale_dtype: ClassVar[torch.dtype]
+    group_size: ClassVar[int]
+    """Codes that share a block scale."""
+    packed: ClassVar[int] = 1
+    """Codes in one element of ``code_dtype``."""
     epilogue: Epilogue = field(default_factory=Epilogue, kw_only=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that kernels read, by field."""
         return tensors_of(self)
 
-    @abstractmethod
     def check(self, geometry: Geometry) -> None:
-        """Raise ValueError, naming the tensor, if a shape or dtype is not what kernels of ``geometry`` take."""
+        """Raise ValueError, naming the tensor, if a shape or dtype is not what kernels of ``geometry`` take.
 
-    def compare(self, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], others: tuple[int, ...] = ()) -> None:
-        """Check shape and dtype by field. Fields that are not in ``expected`` are float32 of shape ``others``."""
+        Block scales fill tiles of 128 rows by 4 blocks, the last ones padded. Other fields are float32, one for each expert.
+        """
+        experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
+        rows, width = (2 if geometry.gated else 1) * size, 4 * self.group_size
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"fc1_half_alphas": ((2, experts), torch.float32)}
+        for name, height, columns in (("fc1_weight", rows, hidden), ("fc2_weight", hidden, size)):
+            expected[name] = (experts, height, columns // self.packed), self.code_dtype
+            expected[f"{name}_sf"] = (32, 4, -(-height // 128), 4, -(-columns // width), experts), self.scale_dtype
         for name, tensor in self.tensors().items():
-            shape, dtype = expected.get(name, (others, torch.float32))
+            shape, dtype = expected.get(name, ((experts,), torch.float32))
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
+        self.epilogue.check(experts, rows, hidden, geometry.bias, self.device)
 
     @abstractmethod
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -89,7 +98,7 @@ class Weights(ABC):
         """Return the block scales of a local expert's ``fc1_weight`` or ``fc2_weight`` in rows, ``(rows, blocks)`` (a copy)."""
         rows, columns = getattr(self, name).shape[1:]
         plain = plain_scales(getattr(self, f"{name}_sf")[..., slot : slot + 1])[0]
-        return plain[:rows, : columns // self.block_bytes]
+        return plain[:rows, : columns * self.packed // self.group_size]
 
     def typical_input(self) -> float:
         """Return the size of activations to test kernels with. Synchronizes."""

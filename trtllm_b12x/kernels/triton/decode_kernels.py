@@ -19,21 +19,12 @@ from .operands import FP4, SCALE, added, dot, loaded, matrix, own_columns, place
 from .routing import listed_block, localized, own_block, route_kernel, start_token
 from .scales import first_scale, rows_of, scale_offsets
 
+_SIZES = ["tokens", "blocks", "first", "experts", "step"]
+_ANYWHERE = ["ids", "router_weights", "bias", "alpha", "input_scale", "half_alpha", "swiglu_alpha", "swiglu_beta", "swiglu_limit"]
+"""Arguments at addresses that need not be multiples of 16."""
 
-@triton.jit(
-    do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
-    do_not_specialize_on_alignment=[
-        "ids",
-        "router_weights",
-        "bias",
-        "alpha",
-        "input_scale",
-        "half_alpha",
-        "swiglu_alpha",
-        "swiglu_beta",
-        "swiglu_limit",
-    ],
-)
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def fc1_kernel(
     x, weight, weight_sf, alpha, input_scale, half_alpha, bias, swiglu_alpha, swiglu_beta, swiglu_limit, ids, router_weights, out,
     h, workspace, tokens, blocks, first, experts, step,
@@ -159,10 +150,7 @@ def _prefetch(addresses):
     )
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
-    do_not_specialize_on_alignment=["ids", "router_weights", "bias", "alpha", "input_scale"],
-)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def fc2_kernel(
     h, weight, weight_sf, alpha, input_scale, bias, ids, router_weights, out, partial, workspace, tokens, blocks, first, experts,
     step,
@@ -243,10 +231,7 @@ def fc2_kernel(
         shares_of_block(sums, router_weights, out, partial, workspace, tokens, route, m < n, tile, rows, H, TOP_K, TILES, SORTED)
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "blocks", "first", "experts", "step"],
-    do_not_specialize_on_alignment=["ids", "router_weights", "bias", "alpha", "input_scale"],
-)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def fc2_token_kernel(
     h, weight, weight_sf, alpha, input_scale, bias, ids, router_weights, out, partial, workspace, tokens, blocks, first, experts,
     step,
