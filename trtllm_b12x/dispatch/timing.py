@@ -105,16 +105,13 @@ class PathTimer:
         with torch.cuda.device(self._device), torch.inference_mode(), _graphs() as graphs:
             for done, tokens in enumerate(counts):
                 now = time.monotonic()
-                if not rows or now + self._expected_s(tokens) <= deadline:
+                nearest = min(self._fewest_s, key=lambda n: abs(math.log(n / tokens)), default=tokens)
+                expected_s = self._fewest_s.get(nearest, 0.0) * max(tokens / nearest, 1)
+                if not rows or now + expected_s <= deadline:
                     rows[tokens] = self._row(tokens, (deadline - now) / (len(counts) - done), deadline, graphs)
                 self._progress((done + 1) / len(counts))
         self.spent_s = time.monotonic() - started
         return Timings(rows)
-
-    def _expected_s(self, tokens: int) -> float:
-        """Estimate the seconds for the fewest calls of ``tokens`` tokens, from the nearest measured count."""
-        nearest = min(self._fewest_s, key=lambda n: abs(math.log(n / tokens)))
-        return self._fewest_s[nearest] * max(tokens / nearest, 1)
 
     def _row(self, tokens: int, share_s: float, deadline: float, graphs: _Graphs) -> dict[str, float]:
         """Return microseconds by path. Half of ``share_s`` is for replays, the rest for inputs, first calls and captures."""

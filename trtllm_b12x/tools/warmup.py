@@ -69,7 +69,7 @@ def warmup(
         ctx.exit(130)
     content = {"trtllm_b12x": __version__, "caches": _caches(), "targets": [report for report, _ in reports]}
     click.echo(json.dumps(content, indent=1) if as_json else _screen(content, shapes))
-    ctx.exit(any(failed for _, failed in reports))
+    ctx.exit(int(any(failed for _, failed in reports)))
 
 
 def _fill(

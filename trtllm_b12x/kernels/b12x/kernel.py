@@ -31,7 +31,7 @@ from trtllm_b12x.kernels.self_test import Run, SelfTestCase, SelfTestResult, run
 from trtllm_b12x.kernels.triton import jit_monitor
 
 from .compiler import DISPATCH, Candidate, Compiler, sizes
-from .launch import DIRECT_MICRO, Signature
+from .launch import DIRECT_MICRO
 from .precompile import assembled
 from .scratch import Scratch, fitting
 from .streams import StreamSerializer
@@ -53,7 +53,6 @@ class _Plan:
     scratch: Scratch
     """Memory of eager calls; captured calls have memory from ``of_capture``."""
     pristine: torch.Tensor
-    signatures: dict[str, Signature]
     candidates: dict[int, list[Candidate]]
     """Candidates by token count, best first; after the self-test those that passed."""
     serializer: StreamSerializer
@@ -126,8 +125,8 @@ class B12xKernel(Kernel):
         self._tables = {True: routes.ExpertRange(first_expert, count), False: routes.ExpertRange(first_expert, count, unrouted=0)}
 
     def _bind_to(self, scratch: Scratch) -> dict[str, list[Any]]:
-        used = {c.kind.name for candidates in self._plan.candidates.values() for c in candidates}
-        return {name: self._plan.signatures[name].bind(scratch, self.weights) for name in used}
+        signatures = {c.kind.name: c.signature for candidates in self._plan.candidates.values() for c in candidates}
+        return {name: signature.bind(scratch, self.weights) for name, signature in signatures.items()}
 
     def self_test(self) -> None:
         """Run every kernel of the plan on the card, once per plan, and drop those that miss their bound.
@@ -284,4 +283,4 @@ def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan
     routes.warm_up(device, remedy)
     logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
     pristine = constants.kept(("b12x", geometry, capacity, device), scratch.pristine)
-    return _Plan(geometry, device, scratch, pristine, compiler.signatures, candidates, StreamSerializer.of(device))
+    return _Plan(geometry, device, scratch, pristine, candidates, StreamSerializer.of(device))

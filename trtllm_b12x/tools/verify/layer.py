@@ -12,7 +12,7 @@ import torch
 
 from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
 from trtllm_b12x.dispatch import crossover, timing
-from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, Schedule, default_crossover
+from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, default_crossover
 from trtllm_b12x.engines.trtllm import embedded, promote
 from trtllm_b12x.engines.trtllm.machine import candidate_kernels, resolve
 from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
@@ -127,6 +127,7 @@ class _Run:
         self.layer, self.families, self.report, self.device = layer, families, report, device
         self.weights = checkpoint.weights(layer)
         self.routing, self.batches = draw(checkpoint, layer, cases, seed, device)
+        self.counts = {case.tokens for case in cases}
         features = {name: kernel.features for name, kernel in candidate_kernels(device, layer.quant_algo).items()}
         self.arithmetics = {name: Arithmetic[feature.arithmetic] for name, feature in features.items()}
         eligible = [features[name] for name in families]
@@ -161,9 +162,15 @@ class _Run:
             if schedule.limited and schedule.below < self.limit:
                 self.limit = schedule.below
                 report.notes.append(f"{'+'.join(kernels)} serves fewer than {self.limit} tokens: {schedule.limited}")
-            self.batches = [batch for batch in self.batches if self._is_for_kernels(schedule, batch.case.tokens)]
+            # A count that the schedule leaves out below its end is meant for CUTLASS.
+            served = {tokens: schedule.at(tokens) is not None or tokens >= schedule.below for tokens in self.counts}
+            self.batches = [batch for batch in self.batches if batch.case.tokens < self.limit and served[batch.case.tokens]]
             for done, batch in enumerate(self.batches, 1):
-                _call(module, batch)
+                with kernel_calls(backend) as calls:
+                    batch.output = batch.output + module(batch.call.x, batch.logits).float()
+                batch.families |= set(calls) or {"cutlass"}
+                if (kernel := schedule.at(batch.case.tokens)) is not None:
+                    batch.rounding = max(batch.rounding, kernel.rounding(batch.case.tokens))
                 progress((rank + done / len(self.batches)) / count)
             del module, backend, schedule
         report.served_by = "cutlass" if "cutlass" in kernels else "+".join(name for name in self.families if name in kernels)
@@ -198,10 +205,6 @@ class _Run:
         module.load_weights([self.weights])
         module.post_load_weights()
         return module
-
-    def _is_for_kernels(self, schedule: Schedule, tokens: int) -> bool:
-        """Return whether a kernel should serve the count. A gap below the schedule's end is meant for CUTLASS."""
-        return tokens < self.limit and not (schedule.at(tokens) is None and tokens < schedule.below)
 
     def compare(self, original: Checkpoint | None, progress: Callable[[float], None]) -> None:
         """Report the error of every case, and what is beyond its bound."""
@@ -303,15 +306,6 @@ class _Run:
         if wrong:
             report.failures.append(f"weights differ from the original's (bound {100 * bound:.0f} %): {_listed(wrong)}")
         return plain
-
-
-def _call(module: Any, batch: Batch) -> None:
-    with kernel_calls(module.backend) as calls:
-        batch.output = batch.output + module(batch.call.x, batch.logits).float()
-    batch.families |= set(calls) or {"cutlass"}
-    kernel = module.backend.schedule.at(batch.case.tokens)
-    if kernel is not None:
-        batch.rounding = max(batch.rounding, kernel.rounding(batch.case.tokens))
 
 
 def _joined(batches: Sequence[Batch]) -> list[torch.Tensor]:
