@@ -11,7 +11,10 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
+from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.engines.trtllm.embedded import fp4_quantize
+from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
+from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.tools import verify
 
 host = layers.host
@@ -98,11 +101,8 @@ IN_KEYWORDS = "workspace" not in inspect.signature(host.CutlassFusedMoE.run_moe)
 )
 def test_behind_an_all_to_all_nothing_is_promised(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     """No kernel of ours serves what comes out of it."""
-    from trtllm_b12x.decision import RejectReason
-
     monkeypatch.setattr(host.CutlassFusedMoE, "validate_configurable_moe", lambda self, moe: None, raising=False)
-    tensors = random_experts(6, 128, 192)
-    module = layers.load(layers.create(6, 128, 192, top_k=3), tensors)
+    module, tensors = layers.made(6, 128, 192, top_k=3)
     backend = module.backend
     x, logits = layers.inputs(module, 5, tensors)
     assert backend.quantize_input(x, post_quant_comm=False)[0] is x
@@ -168,11 +168,9 @@ def test_multi_token_prediction_multiplies_the_tokens(layer: tuple[Any, dict[str
     """Draft tokens arrive as rows: 16 requests x (1 + 3) is prefill to us, 15 x 4 is decode; both are right."""
     module, tensors = layer
     for requests, expected in ((15, 1), (16, 0)):
-        x, logits = layers.inputs(module, requests * 4, tensors)
-        with verify.kernel_calls(module.backend) as reached:
-            result = module(x, logits)
-        assert len(reached) == expected
-        assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
+        run = layers.run(module, tensors, requests * 4)
+        assert run.calls == expected
+        assert run.none < 0.05
 
 
 def test_latent_experts_have_a_hidden_size_of_their_own() -> None:
@@ -182,20 +180,15 @@ def test_latent_experts_have_a_hidden_size_of_their_own() -> None:
     layers.load(module, tensors)
     assert module.model_config.pretrained_config.hidden_size == 1024
     assert module.backend.kernel.geometry.hidden_size == 256
-    x, logits = layers.inputs(module, 40, tensors)
-    assert layers.errors(module, x, logits, module(x, logits), tensors)[1] < 0.005
+    assert layers.run(module, tensors, 40)[1] < 0.005
 
 
 def test_a_kernel_that_cannot_be_planned_leaves_the_layer_to_cutlass(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.decision import RejectReason
-    from trtllm_b12x.kernels.reference import ReferenceKernel
-
     def plan(self: Any, *arguments: Any) -> None:
         raise RuntimeError("ptxas failed\nwith a long story")
 
     monkeypatch.setattr(ReferenceKernel, "plan", plan)
-    tensors = random_experts(6, 128, 192)
-    module = layers.load(layers.create(6, 128, 192, top_k=3), tensors)
+    module, tensors = layers.made(6, 128, 192, top_k=3)
     assert module.backend.verdict.reasons == (RejectReason.KERNEL_PLAN_FAILED,)
     assert module.backend.verdict.rejections[0].detail == "RuntimeError: ptxas failed"
     x, logits = layers.inputs(module, 40, tensors)
@@ -207,53 +200,29 @@ def test_a_kernel_that_cannot_be_planned_leaves_the_layer_to_cutlass(monkeypatch
 
 def test_a_pipeline_rank_is_no_tensor_parallel_rank() -> None:
     """Rank 1 of two pipeline stages holds its layer whole."""
-    tensors = random_experts(6, 128, 192)
-    module = layers.load(layers.create(6, 128, 192, top_k=3, mapping={"world_size": 2, "rank": 1}), tensors)
-    x, logits = layers.inputs(module, 40, tensors)
-    assert layers.errors(module, x, logits, module(x, logits), tensors)[1] < 0.005
+    module, tensors = layers.made(6, 128, 192, top_k=3, mapping={"world_size": 2, "rank": 1})
+    assert layers.run(module, tensors, 40)[1] < 0.005
 
 
-def test_load_balancer_and_lora_are_refused() -> None:
-    from trtllm_b12x.decision import RejectReason
-    from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
-
-    arguments: dict[str, Any] = {
-        "routing_method": host.RenormalizeMoeRoutingMethod(2),
-        "num_experts": 4,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "dtype": torch.bfloat16,
-    }
+def built(dynamic: bool = False, **config: Any) -> Any:
     quant_config = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16)
-    for targets, reasons in (
-        (["attn_q", "attn_v"], ()),
-        ([], ()),
-        (["attn_q", "MOE_H_to_4h"], (RejectReason.LORA,)),
-    ):
-        config = host.ModelConfig(quant_config=quant_config, lora_config=SimpleNamespace(lora_target_modules=targets))
-        lora = FlashInferNvfp4Sm12xFusedMoE(**arguments, model_config=config)
-        assert lora.verdict.reasons == reasons
-    dynamic = host.ModelConfig(quant_config=quant_config)
-    dynamic.force_dynamic_quantization = True
-    rewritten = FlashInferNvfp4Sm12xFusedMoE(**arguments, model_config=dynamic)
-    assert rewritten.verdict is not None
-    assert rewritten.verdict.reasons == (RejectReason.DYNAMIC_QUANTIZATION,)
-    config = host.ModelConfig(quant_config=quant_config, skip_create_weights_in_init=True)
-    balanced = FlashInferNvfp4Sm12xFusedMoE(**arguments, model_config=config)
+    sizes = {"num_experts": 4, "hidden_size": 128, "intermediate_size": 128, "dtype": torch.bfloat16}
+    model_config = host.ModelConfig(quant_config=quant_config, **config)
+    if dynamic:
+        object.__setattr__(model_config, "force_dynamic_quantization", True)
+    return FlashInferNvfp4Sm12xFusedMoE(routing_method=host.RenormalizeMoeRoutingMethod(2), **sizes, model_config=model_config)
+
+
+def test_what_a_deployment_refuses() -> None:
+    for targets, reasons in ((["attn_q", "attn_v"], ()), ([], ()), (["attn_q", "MOE_H_to_4h"], (RejectReason.LORA,))):
+        assert built(lora_config=SimpleNamespace(lora_target_modules=targets)).verdict.reasons == reasons
+    assert built(dynamic=True).verdict.reasons == (RejectReason.DYNAMIC_QUANTIZATION,)
+    assert built(use_cuda_graph=True).verdict.reasons == (RejectReason.CUDA_GRAPHS,)  # the torch kernel asks the host
+    mapping = host.Mapping(world_size=2, tp_size=2, moe_tp_size=2, enable_attention_dp=True)
+    assert built(mapping=mapping).verdict.reasons == (RejectReason.ATTENTION_DP,)
+    balanced = built(skip_create_weights_in_init=True)
     # Set by the wrapper between construction and create_weights.
     balanced.layer_load_balancer = type("Balancer", (), {"is_dynamic_routing": lambda self: True})()
     balanced.create_weights()
-    assert balanced.verdict is not None
     assert balanced.verdict.reasons == (RejectReason.LOAD_BALANCER,)
     assert type(balanced.quant_method) is host.NVFP4CutlassFusedMoEMethod
-    graphs = FlashInferNvfp4Sm12xFusedMoE(
-        **arguments, model_config=host.ModelConfig(quant_config=quant_config, use_cuda_graph=True)
-    )
-    assert graphs.verdict is not None
-    assert graphs.verdict.reasons == (RejectReason.CUDA_GRAPHS,)  # the torch kernel asks the host
-    mapping = host.Mapping(world_size=2, tp_size=2, moe_tp_size=2, enable_attention_dp=True)
-    gathered = FlashInferNvfp4Sm12xFusedMoE(
-        **arguments, model_config=host.ModelConfig(quant_config=quant_config, mapping=mapping)
-    )
-    assert gathered.verdict is not None
-    assert gathered.verdict.reasons == (RejectReason.ATTENTION_DP,)

@@ -84,13 +84,11 @@ def test_the_preferred_family_serves_every_call_by_itself() -> None:
 
 def test_the_next_one_takes_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceKernel, "serves", lambda self, tokens: tokens < (9 if type(self) is ReferenceKernel else 64))
-    tensors = random_experts(4, 128, 192)
-    module = layers.load(layers.create(4, 128, 192), tensors)
+    module, tensors = layers.made(4, 128, 192)
     schedule = module.backend.schedule
     assert [type(schedule.at(tokens)) for tokens in (8, 9, 63, 64)] == [ReferenceKernel, Toy, Toy, type(None)]
     for tokens in (8, 20):
-        x, logits = layers.inputs(module, tokens, tensors)
-        assert layers.errors(module, x, logits, module(x, logits), tensors)[1] < 0.005
+        assert layers.run(module, tensors, tokens)[1] < 0.005
 
 
 def test_the_next_one_takes_over_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

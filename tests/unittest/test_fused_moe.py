@@ -43,8 +43,7 @@ def test_the_class_counts_as_the_hosts_wherever_classes_are_compared() -> None:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [1, 7, 63, 64, 130])
 def test_both_sides_of_the_crossover(tokens: int, gated: bool) -> None:
-    tensors = random_experts(6, 128, 192, gated)
-    module = layers.load(layers.create(6, 128, 192, top_k=3, gated=gated), tensors)
+    module, tensors = layers.made(6, 128, 192, top_k=3, gated=gated)
     assert type(module.backend) is FlashInferNvfp4Sm12xFusedMoE
     x, logits = layers.inputs(module, tokens, tensors)
     with verify.kernel_calls(module.backend) as reached:
@@ -60,8 +59,7 @@ def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:
     b12x, triton = families.b12x(Environment()), families.triton(Environment())
     assert [default_crossover(top_k, [b12x]) for top_k in (1, 8, 16, 22, 1024)] == [64, 64, 64, 47, 2]
     assert [default_crossover(top_k, [b12x, triton]) for top_k in (8, 1024)] == [64, 64]
-    tensors = random_experts(24, 128, 128)
-    module = layers.load(layers.create(24, 128, 128, top_k=22), tensors)
+    module, tensors = layers.made(24, 128, 128, top_k=22)
     for tokens, calls in ((46, 1), (47, 0)):
         x, logits = layers.inputs(module, tokens, tensors)
         with verify.kernel_calls(module.backend) as reached:
@@ -72,8 +70,7 @@ def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:
 def test_alternating_prefill_and_decode(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
     module, tensors = layer
     for seed, tokens in enumerate((1, 100, 2, 64, 63)):
-        x, logits = layers.inputs(module, tokens, tensors, seed)
-        assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
+        assert layers.run(module, tensors, tokens, seed)[0] < 0.05
 
 
 def test_the_scheduler_may_see_other_token_counts_in_quantize_input_and_run_moe(
@@ -142,8 +139,7 @@ def test_quantized_input_and_no_tokens_are_served_as_the_host_serves_them(layer:
 
 
 def test_chunks_are_concatenated_right() -> None:
-    tensors = random_experts(6, 128, 192)
-    module = layers.load(layers.create(6, 128, 192, top_k=3, max_num_tokens=200, moe_max_num_tokens=50), tensors)
+    module, tensors = layers.made(6, 128, 192, top_k=3, max_num_tokens=200, moe_max_num_tokens=50)
     x, logits = layers.inputs(module, 120, tensors)
     with verify.kernel_calls(module.backend) as reached:
         result = module(x, logits)

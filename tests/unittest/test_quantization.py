@@ -80,8 +80,7 @@ def test_exact_scale_map() -> None:
 
 def test_a_copy_and_a_moved_layer() -> None:
     """A copy runs on CUTLASS until it is loaded; a moved layer's kernel follows the storage."""
-    tensors = random_experts(3, 128, 192)
-    module = layers.load(layers.create(3, 128, 192), tensors)
+    module, tensors = layers.made(3, 128, 192)
     backend = module.backend
     for copied in (copy.deepcopy(backend), pickle.loads(pickle.dumps(backend))):
         assert copied.kernel is None

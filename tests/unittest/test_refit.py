@@ -212,8 +212,7 @@ def test_padding_is_named() -> None:
 @pytest.mark.embedded  # later hosts load parts
 def test_partial_reload_is_the_hosts_answer() -> None:
     """1.2 and 1.3 refuse partial loading of quantized experts; nothing is lost."""
-    tensors = random_experts(4, 128, 192)
-    module = layers.load(layers.create(4, 128, 192), tensors)
+    module, tensors = layers.made(4, 128, 192)
     with pytest.raises(ValueError, match="partial loading"):
         module.load_weights([tensors], allow_partial_loading=True)
     assert_serves(module, tensors)

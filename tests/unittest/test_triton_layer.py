@@ -137,8 +137,7 @@ def test_ranks(mapping: dict[str, int]) -> None:
 
 
 def test_float16() -> None:
-    tensors = random_experts(4, 128, 192)
-    module = layers.load(layers.create(4, 128, 192, dtype=torch.float16), tensors)
+    module, tensors = layers.made(4, 128, 192, dtype=torch.float16)
     assert module.backend.kernel.geometry.dtype is torch.float16
     x, logits = layers.inputs(module, 5, tensors)
     result = module(x.half(), logits)
@@ -149,8 +148,7 @@ def test_float16() -> None:
 
 def test_the_next_family_takes_what_b12x_leaves(every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Top 22: b12x ends before its dynamic kernel, at 46 tokens."""
-    tensors = random_experts(24, 128, 192)
-    module = layers.load(layers.create(24, 128, 192, top_k=22), tensors)
+    module, tensors = layers.made(24, 128, 192, top_k=22)
     chosen = module.backend.schedule
     assert list(chosen.families) == ["b12x", "triton"]
     assert [type(chosen.at(tokens)) for tokens in (46, 47, 63, 64)] == [
@@ -187,8 +185,7 @@ def test_it_takes_over_where_b12x_fails(
     original = getattr(ReferenceKernel, when)
     monkeypatch.setattr(ReferenceKernel, when, fails)
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
-    tensors = random_experts(4, 128, 192)
-    module = layers.load(layers.create(4, 128, 192), tensors)
+    module, tensors = layers.made(4, 128, 192)
     assert list(module.backend.schedule.families) == ["triton"]
     assert "is served by triton, not by b12x: KERNEL_PLAN_FAILED: no compiler" in caplog.text
     assert "1 of 1 MoE layers on triton, decode below 64 tokens" in caplog.text
