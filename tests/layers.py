@@ -209,10 +209,12 @@ def errors(
     result: torch.Tensor,
     tensors: dict[str, torch.Tensor],
     arithmetic: Arithmetic = Arithmetic.KERNEL,
+    **options: Any,
 ) -> tuple[float, float]:
     """Relative L2 of ``result`` against float32 and against the kernels' rounding points."""
     call = MoECall(x, *module.routing_method.apply(logits))
     gated = module.is_gated_activation
-    strict = strict_reference.outputs(tensors, module.num_experts, gated, [call], [Arithmetic.NONE, arithmetic])[0]
+    points = [Arithmetic.NONE, arithmetic]
+    strict = strict_reference.outputs(tensors, module.num_experts, gated, [call], points, **options)[0]
     none, kernel = (float((result.float() - reference).norm() / reference.norm()) for reference in strict)
     return none, kernel

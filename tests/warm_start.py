@@ -172,7 +172,7 @@ def late() -> None:
     # Through Triton's JIT, which takes tensors of the CPU, and compiles what it does not know.
     with _on(asked["card"]), mock.patch.object(launcher, "watched", return_value=True):
         kernel: GroupedKernel = GroupedNVFP4Kernel()
-        kernel.table = (dataclasses.replace(NVFP4_TABLE[0], most=float("inf")),)  # type: ignore[misc]
+        kernel.table = (dataclasses.replace(NVFP4_TABLE[0], max_routes=float("inf")),)  # type: ignore[misc]
         kernel.plan(geometry, 4096, torch.device("cuda"))
         weights = nvfp4_layer.random_layer(geometry).kernel_weights()
         alphas = (torch.cat((alpha.new_zeros(1), alpha))[1:] for alpha in (weights.fc1_alpha, weights.fc2_alpha))

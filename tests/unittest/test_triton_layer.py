@@ -11,15 +11,14 @@ import torch
 import trtllm_b12x
 from tests import forks, layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import kernels
 from trtllm_b12x.core import process
 from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, PlanError
+from trtllm_b12x.kernels import Geometry, MoECall, PlanError
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.jit import check
-from trtllm_b12x.tools.verify import kernel_calls, reference
-from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
+from trtllm_b12x.tools.verify import kernel_calls
+from trtllm_b12x.tools.verify.reference import Arithmetic
 
 BOUND = 0.004
 """Relative L2 from unquantized activations: bf16's rounding of the activation's result and of the output."""
@@ -33,10 +32,7 @@ def _alone(triton_alone: None) -> Any:
 
 
 def error(module: Any, x: torch.Tensor, logits: torch.Tensor, tensors: dict[str, torch.Tensor], arithmetic: Arithmetic) -> float:
-    call = MoECall(x, *module.routing_method.apply(logits))
-    gated = module.is_gated_activation
-    ((expected,),) = reference.outputs(tensors, module.num_experts, gated, [call], [arithmetic])
-    return float((module(x, logits).float() - expected).norm() / expected.norm())
+    return layers.errors(module, x, logits, module(x, logits), tensors, arithmetic)[1]
 
 
 @pytest.mark.parametrize("up_to_gate", [1.0, 3.0])
@@ -142,7 +138,7 @@ def test_float16() -> None:
     x, logits = layers.inputs(module, 5, tensors)
     result = module(x.half(), logits)
     assert result.dtype is torch.float16
-    direct = module.backend.kernel.run(kernels.MoECall(x, *module.routing_method.apply(logits)))
+    direct = module.backend.kernel.run(MoECall(x, *module.routing_method.apply(logits)))
     assert float((result.float() - direct.float()).norm()) < 0.1
 
 

@@ -30,7 +30,7 @@ H100, RTX_PRO_6000 = Card(132, 228 << 10, 90), Card(188, 100 << 10, 120)
 
 
 @pytest.mark.parametrize("card", [H100, RTX_PRO_6000])
-@pytest.mark.parametrize("word", [8, 4])
+@pytest.mark.parametrize("codes", [8, 4])
 @pytest.mark.parametrize(
     "geometry",
     [
@@ -43,16 +43,16 @@ H100, RTX_PRO_6000 = Card(132, 228 << 10, 90), Card(188, 100 << 10, 120)
         Geometry(8, 2, 144, 80, "Swiglu"),
     ],
 )
-def test_every_call_has_tiles_that_fit(geometry: Geometry, word: int, card: Card) -> None:
+def test_every_call_has_tiles_that_fit(geometry: Geometry, codes: int, card: Card) -> None:
     for tokens in range(1, 257):
-        found = tiles(geometry, tokens, card, word=word)
+        found = tiles(geometry, tokens, card, codes_per_int32=codes)
         for tile, parts in ((found.fc1, 1 + geometry.gated), (found.fc2, 1), (found.token, 8)):
             if tile is not None:
                 assert tile.rows in (16, 32, 64, 128)
                 assert tile.columns in (128, 256)
                 assert 16 * tile.num_warps <= parts * tile.split * tile.rows <= 64 * tile.num_warps
                 assert tile.split == 1 or (found.routes == 1 and tile.split <= 8)  # the columns of one product
-                assert tile.scales_by_four(word, 8 if tile is found.token else 1)
+                assert tile.scales_by_four(codes, 8 if tile is found.token else 1)
         assert found.token is None or geometry.top_k <= 8  # the columns of one product
         routes = tokens * geometry.top_k
         # Every expert's routes, however they fall, find a block.
@@ -81,19 +81,19 @@ def test_few_variants_and_the_fewest_launches(card: Card, products: int) -> None
 def test_long_rows_take_more_programs_with_stretches_side_by_side() -> None:
     """Of MiniMax-M3 on eight ranks: with as many programs as rows of 2 KB get, an H200 takes 1.3 to 2.4 times as long."""
     layer = Geometry(128, 4, 6144, 384, "SwigluBias")
-    for word, rows in ((8, (16, 16, 32)), (4, (16, 16, 16))):
-        found = [tiles(layer, tokens, H100, word=word).fc1 for tokens in (1, 2, 4)]
+    for codes, rows in ((8, (16, 16, 32)), (4, (16, 16, 16))):
+        found = [tiles(layer, tokens, H100, codes_per_int32=codes).fc1 for tokens in (1, 2, 4)]
         assert tuple(tile.rows for tile in found) == rows
         assert all(tile.split > 1 and tile.num_warps == 4 for tile in found)
     assert tiles(layer, 16, H100).fc1.split == 1  # of blocks of several routes, whose columns the inputs are
 
 
 @pytest.mark.parametrize(
-    ("word", "size", "split"), [(8, 384, 1), (4, 384, 1), (8, 192, 1), (4, 704, 2), (8, 768, 2), (8, 1024, 4)]
+    ("codes", "size", "split"), [(8, 384, 1), (4, 384, 1), (8, 192, 1), (4, 704, 2), (8, 768, 2), (8, 1024, 4)]
 )
-def test_no_stretch_of_zeros(word: int, size: int, split: int) -> None:
+def test_no_stretch_of_zeros(codes: int, size: int, split: int) -> None:
     """Three steps of 128 columns are no two stretches, six no four."""
-    assert tiles(Geometry(128, 4, 2048, size, "Swiglu"), 1, H100, word=word).fc2.split == split
+    assert tiles(Geometry(128, 4, 2048, size, "Swiglu"), 1, H100, codes_per_int32=codes).fc2.split == split
 
 
 def test_one_token_of_a_small_layer_takes_narrower_tiles() -> None:
@@ -110,13 +110,13 @@ def test_sizes_that_no_wide_tile_divides() -> None:
     long = tiles(NEMOTRON_SUPER, 8, H100).fc2
     assert (long.columns, long.num_stages) == (128, 6)
     # All routes of a token as one product only where no step of FC2 is half empty.
-    assert [tiles(layer, 4, H100, word=4).token is None for layer in (QWEN3_30B, GEMMA4)] == [False, True]
+    assert [tiles(layer, 4, H100, codes_per_int32=4).token is None for layer in (QWEN3_30B, GEMMA4)] == [False, True]
 
 
 def test_blocks_grow_with_the_routes_of_an_expert() -> None:
     assert [tiles(QWEN3_30B, tokens, H100).routes for tokens in (1, 8, 63, 128, 256)] == [1, 8, 8, 16, 32]
     assert tiles(QWEN3_30B, 256, H100, ranks=4).routes == 8
-    assert all(table[-1].most == float("inf") for table in TABLE.values())
+    assert all(table[-1].max_routes == float("inf") for table in TABLE.values())
 
 
 def test_a_layer_s_tensors_are_checked() -> None:

@@ -12,8 +12,8 @@ from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
-from trtllm_b12x.tools.verify import kernel_calls, reference
-from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
+from trtllm_b12x.tools.verify import kernel_calls
+from trtllm_b12x.tools.verify.reference import Arithmetic
 
 E, H, SIZE = 4, 128, 256
 BOUND = 0.004
@@ -47,10 +47,8 @@ def with_the_larger_scale(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 def error(module: Any, tokens: int, tensors: dict[str, torch.Tensor], constants: str = "") -> float:
     x, logits = layers.inputs(module, tokens, tensors)
-    call = MoECall(x, *module.routing_method.apply(logits))
-    swiglu: Any = CONSTANTS[constants] or None
-    ((wanted,),) = reference.outputs(tensors, E, True, [call], [Arithmetic.UNQUANTIZED], swiglu=swiglu)
-    return float((module(x, logits).float() - wanted).norm() / wanted.norm())
+    result, swiglu = module(x, logits), CONSTANTS[constants] or None
+    return layers.errors(module, x, logits, result, tensors, Arithmetic.UNQUANTIZED, swiglu=swiglu)[1]
 
 
 def assert_same(module: Any, other: Any, counts: tuple[int, ...] = (1, 9, 70)) -> None:

@@ -47,13 +47,13 @@ MODELS: dict[str, dict[str, int]] = {
 
 
 def models(target: str, names: Iterable[str] = ()) -> tuple[Card, ...]:
-    """Cards of ``target``, one of each number of multiprocessors.
+    """Return the cards of ``target``, one for each number of multiprocessors.
 
     Args:
-        names: of ``MODELS``, in any case and without ``GeForce`` or ``NVIDIA``, or numbers of multiprocessors; default all.
+        names: of ``MODELS``, in any case, ``GeForce`` or ``NVIDIA`` left out or not, or numbers of multiprocessors; default all.
 
     Raises:
-        ValueError: a name is none of them; the message has those there are.
+        ValueError: a name is unknown; the message lists the known ones.
     """
     known = {_plain(name): count for name, count in MODELS[target].items()}
     counts = []
@@ -72,6 +72,6 @@ def _plain(name: str) -> str:
 def card_of(device: torch.device) -> Card:
     if device.type != "cuda":
         return Card(4, 228 << 10, 90)
-    found = torch.cuda.get_device_properties(device)
-    shared = getattr(found, "shared_memory_per_multiprocessor", SHARED_MEMORY)
-    return Card(found.multi_processor_count, shared, 10 * found.major + found.minor)
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_multiprocessor", SHARED_MEMORY)
+    return Card(properties.multi_processor_count, shared, 10 * properties.major + properties.minor)

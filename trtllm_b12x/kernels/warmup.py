@@ -1,4 +1,4 @@
-"""Kernels of whole layers compiled ahead of time, for cards that need not be here, into the caches that servers read."""
+"""Compile the kernels of whole layers ahead of time, for cards that need not be here, into the caches that servers read."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class CompileResult:
     name: str
     seconds: float
     cached: bool
-    """It was there."""
+    """The cache had it."""
     error: str = ""
 
 
 Report = Callable[[CompileResult | None, int], None]
-"""Is told of a kernel, and how many there will be as far as that is known."""
+"""Receives the result of a kernel, and the number of kernels known so far."""
 
 
-def run(works: Sequence[CompileTask], cards: Sequence[Card], report: Report, workers: int | None = None) -> None:
-    """Compile everything that ``works`` take on ``cards``, which are of one capability.
+def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, workers: int | None = None) -> None:
+    """Compile everything that ``tasks`` take on ``cards``, which are of one capability.
 
     Raises:
         PlanError: compilers cannot be run, or have died; the message says which.
@@ -56,19 +56,19 @@ def run(works: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
     capability = cards[0].capability
     workers = min(workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     variants: dict[tuple[Any, ...], tuple[str, Variant]] = {}
-    for work in works:
-        if issubclass(work.kind, JitKernel):
+    for task in tasks:
+        if issubclass(task.kind, JitKernel):
             for card in cards:
-                kernel = work.kind(card)
-                kernel.describe(work.geometry, work.capacity, torch.device("cuda"))
+                kernel = task.kind(card)
+                kernel.describe(task.geometry, task.capacity, torch.device("cuda"))
                 for variant in kernel.variants():
                     variants.setdefault((variant.module, *variant.key), (kernel.features.name, variant))
     total = len(variants)
     report(None, total)
-    for work in works:
-        if not issubclass(work.kind, JitKernel):
-            name = work.kind.features.name
-            more = _fill_flashinfer(work, cards, report, total, workers)
+    for task in tasks:
+        if not issubclass(task.kind, JitKernel):
+            name = task.kind.features.name
+            more = _fill_flashinfer(task, cards, report, total, workers)
             for variant in routes.variants():
                 more += (variant.module, *variant.key) not in variants
                 variants.setdefault((variant.module, *variant.key), (name, variant))
@@ -86,13 +86,13 @@ def run(works: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
             raise PlanError(f"Triton's cache cannot be filled: {first_line(error)}") from error
 
 
-def _fill_flashinfer(work: CompileTask, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
+def _fill_flashinfer(task: CompileTask, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
     """Compile FlashInfer's kernels for one geometry; return how many there are."""
     from .b12x import precompile
 
     counts = sorted({card.multiprocessors for card in cards})
-    request = {"target": f"sm_{cards[0].capability}a", "multiprocessors": counts, "capacity": work.capacity}
-    request |= {"processes": workers, "geometry": precompile.fields(work.geometry)}
+    request = {"target": f"sm_{cards[0].capability}a", "multiprocessors": counts, "capacity": task.capacity}
+    request |= {"processes": workers, "geometry": precompile.fields(task.geometry)}
     total = 0
 
     def compiled(answer: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def _fill_flashinfer(work: CompileTask, cards: Sequence[Card], report: Report, b
             total = answer["total"]
             report(None, before + total)
         else:
-            report(CompileResult(work.kind.features.name, **answer), before + total)
+            report(CompileResult(task.kind.features.name, **answer), before + total)
 
     if child.answers(child.command(precompile.__name__), request, child.variables(), compiled):
         raise PlanError("FlashInfer's cache cannot be filled: a process that compiles has died")

@@ -1,4 +1,4 @@
-"""Tile sizes by rule: how many routes an expert gets, how many programs there are, and what shared memory holds."""
+"""Choose tile sizes: by routes per expert, number of programs, and shared memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
 
 INLINE_ROUTES = 64
-"""Up to so many routes every program finds its own block of them, and no launch sorts them."""
+"""Up to so many routes, every program finds its own block of them, and no launch sorts them."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,13 @@ class Tile:
     split: int = 1
     """1, 2, 4 or 8 stretches of the sum side by side, where a block is one route: so many times the rows are a product's."""
 
-    def scales_by_four(self, word: int, experts: int = 1) -> bool:
-        """A thread's share of a step's scales is four bytes or more; fewer are not copied asynchronously.
+    def scales_by_four(self, codes_per_int32: int, experts: int = 1) -> bool:
+        """Return True if a thread loads four bytes of scales or more in a step; fewer are not copied asynchronously.
 
         Args:
-            word: codes in 32 bits.
-            experts: whose rows are one product's.
+            experts: number of experts whose rows are one product's.
         """
-        return experts * self.split * self.rows * self.columns * word // 128 >= 128 * self.num_warps
+        return experts * self.split * self.rows * self.columns * codes_per_int32 // 128 >= 128 * self.num_warps
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,11 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Tiles of a table's row, before they are fitted to a geometry."""
+class Rule:
+    """Tiles for a number of routes per expert, before they are fitted to a geometry."""
 
-    most: float
-    """Routes per expert of the layer up to which it holds."""
+    max_routes: float
+    """Most routes per expert of the layer."""
     routes: int
     gated: Tile
     """FC1."""
@@ -72,36 +71,38 @@ SHORT = 1024
 LARGE, SMALL = "large", "small"
 """Shared memory of a multiprocessor: 164 KB and more (8.0, 9.0, 10.0), or about 100 KB (8.6, 8.9, 12.x)."""
 _SORTED = (
-    Row(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4)),
-    Row(float("inf"), 32, *[Tile(64, 128, 4, 3)] * 4),
+    Rule(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4)),
+    Rule(float("inf"), 32, *[Tile(64, 128, 4, 3)] * 4),
 )
-TABLE: dict[str, tuple[Row, ...]] = {
+TABLE: dict[str, tuple[Rule, ...]] = {
     LARGE: (
-        Row(0.3, 1, Tile(64, 256, 4, 4), Tile(128, 256, 4, 3), Tile(128, 128, 8, 3, 2), Tile(64, 256, 4, 4), Tile(16, 128, 8, 4)),
-        Row(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(64, 256, 4, 4)),
+        Rule(
+            0.3, 1, Tile(64, 256, 4, 4), Tile(128, 256, 4, 3), Tile(128, 128, 8, 3, 2), Tile(64, 256, 4, 4), Tile(16, 128, 8, 4)
+        ),
+        Rule(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(64, 256, 4, 4)),
         *_SORTED,
     ),
     SMALL: (
-        Row(0.3, 1, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(64, 128, 4, 4), Tile(16, 128, 8, 3)),
-        Row(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 4)),
+        Rule(0.3, 1, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(64, 128, 4, 4), Tile(16, 128, 8, 3)),
+        Rule(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 4)),
         *_SORTED,
     ),
 }
 """Large: measured on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super, gpt-oss's and DeepSeek's sizes (``python -m
 benchmarks.moe_tiles``).  Small: not measured, those of an earlier search with half of the columns, for shared memory.  Blocks of
 64 routes spill."""
-_MXFP8_SORTED = Row(float("inf"), 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
-MXFP8: dict[str, tuple[Row, ...]] = {
+_MXFP8_SORTED = Rule(float("inf"), 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
+MXFP8: dict[str, tuple[Rule, ...]] = {
     LARGE: (
-        Row(0.1, 1, Tile(64, 128, 4, 3, 2), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 2, 4)),
-        Row(0.15, 1, Tile(16, 128, 4, 3, 8), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 2, 4)),
-        Row(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(64, 128, 4, 4, 2), Tile(64, 128, 2, 4), Tile(32, 128, 8, 3)),
-        Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(128, 128, 4, 4)),
+        Rule(0.1, 1, Tile(64, 128, 4, 3, 2), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 2, 4)),
+        Rule(0.15, 1, Tile(16, 128, 4, 3, 8), Tile(64, 256, 2, 3), Tile(64, 128, 4, 3, 2), Tile(64, 128, 2, 4)),
+        Rule(0.3, 1, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(64, 128, 4, 4, 2), Tile(64, 128, 2, 4), Tile(32, 128, 8, 3)),
+        Rule(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(128, 128, 4, 4)),
         _MXFP8_SORTED,
     ),
     SMALL: (
-        Row(0.3, 1, Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(16, 128, 4, 3)),
-        Row(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3)),
+        Rule(0.3, 1, Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(16, 128, 4, 3)),
+        Rule(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3)),
         replace(_MXFP8_SORTED, long=Tile(128, 128, 4, 3)),
     ),
 }
@@ -120,41 +121,41 @@ _IDLE = 1.25
 """So many times its columns a sum may have in stretches side by side."""
 
 
-def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, word: int = 8) -> Tiles:
-    """The tiles of a call.
+def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, codes_per_int32: int = 8) -> Tiles:
+    """Return the tiles of a call.
 
     Args:
-        ranks: that share the experts; so many times fewer routes are this one's.
-        word: codes in 32 bits.
+        ranks: number of ranks that share the experts; a rank has so many times fewer routes.
     """
     of_mxfp8 = MXFP8_UNEVEN if geometry.intermediate_size % 128 else MXFP8
-    table = (TABLE if word == 8 else of_mxfp8)[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
+    table = (TABLE if codes_per_int32 == 8 else of_mxfp8)[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
     routes = -(-tokens * geometry.top_k // ranks)
     experts = min(geometry.num_experts, routes)
-    row = next(row for row in table if routes <= row.most * geometry.num_experts)
+    row = next(row for row in table if routes <= row.max_routes * geometry.num_experts)
     hidden, size = geometry.hidden_size, geometry.intermediate_size
     few = routes <= _FEW * geometry.num_experts
-    fc1 = fitted(row.gated if geometry.gated else row.plain, size, hidden, row.routes, 1 + geometry.gated, few, word)
-    fc2 = fitted(row.short if size <= SHORT else row.long, hidden, size, row.routes, few=few, word=word)
+    fc1 = fitted(row.gated if geometry.gated else row.plain, size, hidden, row.routes, 1 + geometry.gated, few, codes_per_int32)
+    fc2 = fitted(row.short if size <= SHORT else row.long, hidden, size, row.routes, few=few, codes_per_int32=codes_per_int32)
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
-    longer = max(1, 4 * hidden / word / _LONG_ROW) if row.routes == 1 else 1
+    longer = max(1, 4 * hidden / codes_per_int32 / _LONG_ROW) if row.routes == 1 else 1
     token = row.token if size <= SHORT and 4 < geometry.top_k <= 8 and ranks == 1 else None
-    fc1 = _divided(fc1, size, hidden, wanted * longer, word, longer > 1)
-    return Tiles(row.routes, fc1, _divided(fc2, hidden, size, wanted, word), token)
+    fc1 = _divided(fc1, size, hidden, wanted * longer, codes_per_int32, longer > 1)
+    return Tiles(row.routes, fc1, _divided(fc2, hidden, size, wanted, codes_per_int32), token)
 
 
-def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, few: bool = True, word: int = 8) -> Tile:
-    """Half the columns, where the last stage would multiply zeros for half of its time; fewer stretches where the last one would.
+def fitted(
+    tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, few: bool = True, codes_per_int32: int = 8
+) -> Tile:
+    """Take half the columns, or fewer stretches, if the last step of the sum would multiply zeros for half of its time.
 
     Args:
         rows: of the matrix, or of a half of it.
         inner: columns of the sum.
         routes: of a block; where it is one, stretches of the sum side by side make up for what is not on its way.
         parts: of the product's rows, each of the tile's.
-        few: at most ``_FEW`` of the call.
-        word: codes in 32 bits.
+        few: the call has at most ``_FEW`` routes per expert.
     """
     while tile.split > 1 and _idles(tile.split * tile.columns, inner):
         wider = tile.rows < 128
@@ -164,30 +165,30 @@ def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, f
         return tile
     if routes == 1 and few:
         split = 256 // (parts * tile.rows)
-        return replace(tile, columns=128, num_warps=min(split * tile.rows * word // 128, 8), num_stages=3, split=split)
+        return replace(tile, columns=128, num_warps=min(split * tile.rows * codes_per_int32 // 128, 8), num_stages=3, split=split)
     if rows % 128 and rows % tile.rows == 0:  # gpt-oss's sizes: half the columns take a seventh more time from 4 tokens on
         return tile
     return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
 
 
 def _idles(columns: int, inner: int) -> bool:
-    """Steps of so many columns multiply zeros for too long at the end of a sum of ``inner``."""
+    """Return True if steps of so many columns multiply zeros for too long at the end of a sum of ``inner``."""
     return -(-inner // columns) * columns > _IDLE * inner
 
 
-def _divided(tile: Tile, rows: int, inner: int, programs: float, word: int, stretches: bool = False) -> Tile:
-    """Fewer rows, to have at least so many programs of an expert; where stretches are side by side, or may be, more of those."""
+def _divided(tile: Tile, rows: int, inner: int, programs: float, codes_per_int32: int, stretches: bool = False) -> Tile:
+    """Take fewer rows, for at least so many programs per expert; with ``stretches``, more of those side by side too."""
     while tile.rows > 16 and rows // tile.rows < programs:
         split = tile.split < 8 and (stretches or tile.split > 1) and not _idles(2 * tile.split * tile.columns, inner)
         warps = tile.num_warps if split else max(1, tile.num_warps // 2)
         half = replace(tile, rows=tile.rows // 2, num_warps=warps, split=tile.split * (1 + split))
-        if not half.scales_by_four(word):
+        if not half.scales_by_four(codes_per_int32):
             break
         tile = half
     return tile
 
 
 def blocks(geometry: Geometry, tokens: int, routes: int) -> int:
-    """The most blocks of ``routes`` that a call's routes can fall into."""
+    """Return the most blocks of ``routes`` that a call's routes can fall into."""
     total = tokens * geometry.top_k
     return min(total, geometry.num_experts + total // routes)

@@ -18,6 +18,9 @@ from trtllm_b12x.core import log
 from trtllm_b12x.decision import Environment, families, version_tuple
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.layouts import scales_of_tokens
+from trtllm_b12x.formats.mxfp8 import MXFP8Weights
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
+from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.call import aligned16
 from trtllm_b12x.kernels.reference import MXFP8ReferenceKernel, QuantizedReferenceKernel, ReferenceKernel
@@ -53,28 +56,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileRule:
-    """Tiles for up to ``most`` routes per expert on average."""
+    """Tiles for up to ``max_routes`` routes per expert on average."""
 
-    most: float
+    max_routes: float
     fc1: Tile
     fc2: Tile
-
-
-@dataclass(frozen=True)
-class ElementFormat:
-    """The format of weights and activations as the kernels take it."""
-
-    name: str
-    """``FORMAT`` of ``grouped_kernels.py``."""
-    codes: torch.dtype
-    packed: int
-    """Codes in one element of ``codes``."""
-    block: int
-    """Columns that share a scale."""
-
-    def scale_bytes(self, columns: int) -> int:
-        """Return the bytes of a row's scales, whole words of four."""
-        return -(-columns // (4 * self.block)) * 4
 
 
 MXFP8_TABLE = (
@@ -101,7 +87,9 @@ class GroupedKernel(JitKernel):
     features = families.grouped(Environment())
     reference: type[ReferenceKernel] = MXFP8ReferenceKernel
     instruction = "kind::mxf8f6f4.block_scale"
-    format: ClassVar[ElementFormat] = ElementFormat("e4m3", torch.float8_e4m3fn, 1, 32)
+    elements: ClassVar[str] = "e4m3"
+    """``FORMAT`` of ``grouped_kernels.py``, of weights and activations."""
+    weights_class: ClassVar[type[Weights]] = MXFP8Weights
     table: ClassVar[tuple[TileRule, ...]] = MXFP8_TABLE
 
     @classmethod
@@ -134,8 +122,8 @@ class GroupedKernel(JitKernel):
 
     def variants_of_call(self, rule: TileRule, ids: torch.dtype, router_weights: torch.dtype) -> tuple[Variant, ...]:
         """Return the kernels of a call in the order of their launches: quantize, sort, FC1, FC2, sum."""
-        g, codes, f, i = self.geometry, self.format.codes, torch.float32, torch.int32
-        form = {"FORMAT": self.format.name, "NATIVE": self._native}
+        g, codes, f, i = self.geometry, self.weights_class.code_dtype, torch.float32, torch.int32
+        form = {"FORMAT": self.elements, "NATIVE": self._native}
         experts = {"EXPERTS": g.num_experts}
         sizes = {"H": g.hidden_size, "SIZE": g.intermediate_size, "PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
         by_token = {"H": g.hidden_size, "COLUMNS": _COLUMNS}
@@ -170,7 +158,7 @@ class GroupedKernel(JitKernel):
     def _tested_sizes(self) -> list[int]:
         """Return one token, and one more than each rule serves but the last."""
         per_token = self.geometry.top_k / (self.geometry.num_experts * self.geometry.ranks)
-        sizes = {1} | {int(rule.most / per_token) + 1 for rule in self.table[:-1]}
+        sizes = {1} | {int(rule.max_routes / per_token) + 1 for rule in self.table[:-1]}
         return sorted(size for size in sizes if size <= self.capacity)
 
     def serves(self, tokens: int) -> bool:
@@ -181,12 +169,12 @@ class GroupedKernel(JitKernel):
 
     def rule(self, tokens: int) -> TileRule:
         g = self.geometry
-        return next(rule for rule in self.table if tokens * g.top_k <= rule.most * g.num_experts * g.ranks)
+        return next(rule for rule in self.table if tokens * g.top_k <= rule.max_routes * g.num_experts * g.ranks)
 
     def _launch_plan(
         self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype, direct: bool
     ) -> GroupedLaunchPlan:
-        g, e, rule = self.geometry, self.format, self.rule(tokens)
+        g, form, rule = self.geometry, self.weights_class, self.rule(tokens)
         routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
         grids = (
             (-(-tokens // _ROWS), -(-hidden // _COLUMNS)),
@@ -199,12 +187,16 @@ class GroupedKernel(JitKernel):
         byte, i = torch.uint8, torch.int32
         rows = 0 if quantized else tokens
         workspace = WorkspaceLayout.of(
-            (rows * hidden // e.packed, e.codes), (rows * e.scale_bytes(hidden), byte), (-1, i),
+            (rows * hidden // form.packed, form.code_dtype), (rows * self._scale_bytes(hidden), byte), (-1, i),
             (4 * routes, i), (4 * (g.num_experts + 1), i), (4 * routes, torch.float32),
-            (routes * size // e.packed, e.codes), (routes * e.scale_bytes(size), byte), (-1, i),
+            (routes * size // form.packed, form.code_dtype), (routes * self._scale_bytes(size), byte), (-1, i),
             (2 * routes * hidden, torch.bfloat16),
         )  # fmt: skip
         return GroupedLaunchPlan(tokens, workspace, quantized, tuple(zip(launches, grids, strict=True)), direct, routes)
+
+    def _scale_bytes(self, columns: int) -> int:
+        """Return the bytes of a row's scales, whole words of four."""
+        return -(-columns // (4 * self.weights_class.group_size)) * 4
 
     def _max_blocks(self, routes: int, tile: Tile) -> int:
         """Return the most blocks that the routes can fall into."""
@@ -217,7 +209,8 @@ class GroupedNVFP4Kernel(GroupedKernel):
     features = families.grouped_nvfp4(Environment())
     reference = QuantizedReferenceKernel
     instruction = "kind::mxf4nvf4.block_scale"
-    format = ElementFormat("e2m1", torch.uint8, 2, 16)
+    elements = "e2m1"
+    weights_class = NVFP4Weights
     table = NVFP4_TABLE
 
     @classmethod
