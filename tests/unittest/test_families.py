@@ -19,8 +19,9 @@ from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
 from trtllm_b12x import environment
-from trtllm_b12x.core import process, settings
+from trtllm_b12x.core import child, process, settings
 from trtllm_b12x.decision import KernelFeatures, RejectReason, families
+from trtllm_b12x.environment import prove
 from trtllm_b12x.kernels import Geometry, PlanError, prove_child
 from trtllm_b12x.kernels.b12x.compiler import ACTIVATIONS
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
@@ -138,21 +139,23 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(main, ["doctor"]).exit_code == 1
 
 
-def test_doctor_compiles_what_the_family_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_compiles_what_the_family_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "")  # is given back
     assert prove_child.proof("sm_121a", "toy").error == "toy has no kernel to compile"
     monkeypatch.setattr(Toy, "instruction", "mma.toy")
     for said, expected in (
         (["ld; mma.toy; mma.toy", "mma.toy"], (True, "", 3)),
         (["ld"], (False, "the PTX holds no mma.toy instruction", 0)),
-        (PlanError("TypeError: no\nptxas fatal : unknown"), (False, "ptxas fatal : unknown", 0)),
-        (PlanError("TypeError: no\nnothing"), (False, "TypeError: no", 0)),
+        (PlanError("TypeError: no\nptxas fatal : unknown"), (False, "TypeError: no", 0)),
     ):
         asked = Mock(return_value=said) if isinstance(said, list) else Mock(side_effect=said)
         monkeypatch.setattr(Toy, "assembled", asked)
         found = prove_child.proof("sm_121a", "toy")
         assert (found.compiled, found.error, found.products) == expected
         assert asked.call_args[0][1].multiprocessors == 48  # GB10's
+    complaint = Mock(returncode=0, stdout=f"{capsys.readouterr().out}\n{json.dumps(dataclasses.asdict(found))}", stderr="")
+    monkeypatch.setattr(child, "run", lambda *_: complaint)
+    assert prove.prove("sm_121a", "toy").error == "ptxas fatal : unknown"  # the assembler's words tell more
 
 
 @pytest.mark.parametrize(("cause", "tried"), [(None, 1), (torch.OutOfMemoryError("no memory"), 2)], ids=["compile", "memory"])

@@ -6,8 +6,9 @@ The CuTe DSL may crash the process that uses it.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtllm_b12x.core import child, disk
 
@@ -39,11 +40,14 @@ def prove(target: str, family: str = "b12x") -> Proof:
         result = child.run(child.command("trtllm_b12x.kernels.prove_child", target, family), child.variables(), TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Proof(target, False, f"no result within {TIMEOUT_S} s")
-    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
-    if lines:
-        return Proof(**json.loads(lines[-1]))
-    words = [line for line in result.stderr.splitlines() if line.strip()]
-    return Proof(target, False, words[-1] if words else f"the process died with status {result.returncode}")
+    answers = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    words = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+    if not answers:
+        return Proof(target, False, words[-1] if words else f"the process died with status {result.returncode}")
+    proof = Proof(**json.loads(answers[-1]))
+    # The assembler writes to the process's own streams.
+    complaints = (line.strip() for line in (*result.stdout.splitlines(), *words) if re.search("ptxas.*(fatal|error)", line))
+    return proof if proof.compiled else replace(proof, error=next(complaints, proof.error)[:300])
 
 
 def compile_error(target: str) -> str:

@@ -129,26 +129,10 @@ def assembled(geometry: Any, card: Any, directory: Path) -> list[str]:
         FLASHINFER_CUTE_DSL_DISABLE_CACHE="1",
         CUTE_DSL_DISABLE_FILE_CACHING="1",
     )
-    output = directory / "output"
-    # The assembler writes to the process's own streams, past Python's.
-    with output.open("wb") as stream:
-        saved = os.dup(1), os.dup(2)
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-        try:
-            _answer(card.multiprocessors, target)
-            dispatch = importlib.import_module(payload_child.DISPATCH)
-            sizes = {"k": geometry.hidden_size, "n": geometry.intermediate_size, "num_topk": geometry.top_k}
-            dispatch._get_static_kernel(geometry.num_experts, geometry.num_experts, m=2, max_rows=2 * geometry.top_k, **sizes)
-        except Exception as error:
-            from trtllm_b12x.kernels import PlanError
-
-            raise PlanError(f"{type(error).__name__}: {error}\n{output.read_text(errors='replace')}") from error
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.dup2(saved[0], 1)
-            os.dup2(saved[1], 2)
+    _answer(card.multiprocessors, target)
+    dispatch = importlib.import_module(payload_child.DISPATCH)
+    sizes = {"k": geometry.hidden_size, "n": geometry.intermediate_size, "num_topk": geometry.top_k}
+    dispatch._get_static_kernel(geometry.num_experts, geometry.num_experts, m=2, max_rows=2 * geometry.top_k, **sizes)
     return [path.read_text(errors="replace") for path in directory.glob("*.ptx")]
 
 
