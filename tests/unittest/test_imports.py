@@ -13,6 +13,7 @@ import pytest
 
 import trtllm_b12x
 from trtllm_b12x import formats
+from trtllm_b12x.core import process
 
 ROOT = Path(trtllm_b12x.__file__).parent
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__"): path for path in ROOT.rglob("*.py")}
@@ -151,3 +152,25 @@ def test_a_layer_and_a_method_inherit_what_the_host_has(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT.parent))), "TRTLLM_B12X": "0"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.count("UnsupportedHostError importing tensorrt_llm fails: RuntimeError: of another shape") == 2
+
+
+def holds_state(tree: ast.Module) -> bool:
+    """A module name is rebound by a function, is a container that fills, or a function remembers its results."""
+    for node in ast.walk(tree):
+        decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+        names = {ast.unparse(decorator).removeprefix("functools.").partition("(")[0] for decorator in decorators}
+        if isinstance(node, ast.Global) or names & {"cache", "lru_cache"}:
+            return True
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id.lower() == node.target.id:
+            value = ast.unparse(node.value) if node.value is not None else ""
+            if value in ("[]", "{}", "set()") or value.startswith("weakref."):
+                return True
+    return False
+
+
+def test_what_outlives_a_reset_is_declared() -> None:
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items() if not within(name, "tools")}
+    stateful = {name.replace("/", ".") for name, tree in trees.items() if holds_state(tree)}
+    reset = {name.replace("/", ".") for name, tree in trees.items() if "process.kept" in ast.unparse(tree)}
+    assert stateful - reset == set(process.PERMANENT) - reset

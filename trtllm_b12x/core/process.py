@@ -1,10 +1,31 @@
-"""Register and run the functions that reset the process-wide state of this package."""
+"""Reset the process-wide state of this package, and declare what outlives a reset."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 _kept: list[Callable[[], None]] = []
+in_server = False
+"""True once promotion is installed in an engine. A compile that may crash the process then runs in a child first."""
+
+PERMANENT = {
+    "core.hook": "import hooks and their last failure: uninstall() removes them",
+    "core.process": "the reset functions themselves",
+    "decision.decide": "verdicts on equal facts are equal",
+    "dispatch.store": "versions of installed packages",
+    "engines.trtllm.contract": "facts.json",
+    "engines.trtllm.host": "the TensorRT-LLM of this process, whose classes ours inherit",
+    "engines.trtllm.patches": "rebound names of TensorRT-LLM: uninstall() restores them",
+    "environment": "facts of the machine, which cost processes; environment.forget() clears them",
+    "environment.flashinfer": "argument names in a source text",
+    "environment.triton": "releases of ptxas programs",
+    "formats.constants": "captured graphs read these tensors",
+    "kernels.b12x.compiler": "captured graphs launch these kernels",
+    "kernels.b12x.precompile": "jobs of a child process",
+    "kernels.b12x.streams": "launches of existing layers stay in order",
+    "kernels.triton.launcher": "names of Triton's hooks",
+}
+"""Modules whose state ``forget`` leaves as it is, and why."""
 
 
 def kept(forget: Callable[[], None]) -> Callable[[], None]:
@@ -14,10 +35,6 @@ def kept(forget: Callable[[], None]) -> Callable[[], None]:
 
 
 def forget() -> None:
-    """Reset all process-wide state, as in a new process. Layers that exist are not changed."""
-    for one in _kept:
-        one()
-
-
-in_server = False
-"""True once promotion is installed in an engine. A compile that may crash the process then runs in a child first."""
+    """Reset all other process-wide state, as in a new process. Layers that exist are not changed."""
+    for reset in _kept:
+        reset()
