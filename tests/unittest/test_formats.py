@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 import trtllm_b12x
 from tests import checkpoints, layers, toy_format
@@ -50,15 +50,29 @@ def quant_config(algo: str) -> Any:
     return layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algo), group_size=None)
 
 
+def loaded(size: int = 128, **arguments: Any) -> Any:
+    module = layers.create(4, 128, size, quant_config=quant_config("FP8"), **arguments)
+    return layers.load(module, toy_format.random_experts(4, 128, size))
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    section = {"quant_algo": "FP8", "group_size": None}
+    return checkpoints.write_checkpoint(directory, [tensors], top_k=2, quantization=section)
+
+
+def verify(*arguments: object, status: int = 0) -> Result:
+    result = CliRunner().invoke(main, ["verify", *map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result
+
+
 def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.float() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "rank": 1, "tp_size": 2, "moe_ep_size": 2}])
 def test_a_layer_on_both_sides_of_the_crossover(mapping: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
-    tensors = toy_format.random_experts(4, 128, 160)
-    module = layers.create(4, 128, 160, mapping=mapping, quant_config=quant_config("FP8"))
-    layers.load(module, tensors)
+    tensors, module = toy_format.random_experts(4, 128, 160), loaded(160, mapping=mapping)
     backend = module.backend
     assert (type(backend.quant_method), backend.toy_fc2.shape[2]) == (toy_format.ToyMethod, 192)
     assert list(backend.schedule.families) == ["triton"]
@@ -70,9 +84,8 @@ def test_a_layer_on_both_sides_of_the_crossover(mapping: dict[str, int], caplog:
         assert served == (tokens < 64)
         rank = set(backend.initial_local_expert_ids)
         local = torch.where(torch.isin(ids, torch.tensor(sorted(rank))), ids, -1)
-        ((expected,),) = outputs(
-            tensors, 4, True, [MoECall(x, local, router_weights)], [Arithmetic.UNQUANTIZED], quant_algo="FP8"
-        )
+        call = MoECall(x, local, router_weights)
+        ((expected,),) = outputs(tensors, 4, True, [call], [Arithmetic.UNQUANTIZED], quant_algo="FP8")
         result = layers.run_moe(backend, x, ids, router_weights)
         assert relative(result, expected) < (0.004 if served else 0.01)
     assert "1 of 1 MoE layers on triton, decode below 64 tokens (FP8)" in caplog.text
@@ -90,9 +103,7 @@ def test_layers_of_two_formats_in_one_model(caplog: pytest.LogCaptureFixture) ->
 
 def test_weights_are_handed_on() -> None:
     """A state dict has this format's keys and no other's; a layer that gets memory later is the same layer."""
-    tensors = toy_format.random_experts(4, 128, 128)
-    module = layers.load(layers.create(4, 128, 128, quant_config=quant_config("FP8")), tensors)
-    other = layers.load(layers.create(4, 128, 128, quant_config=quant_config("FP8")), toy_format.random_experts(4, 128, 128))
+    module, other = loaded(), loaded()
     for parameter in other.parameters():
         parameter.data.zero_()
     state = module.state_dict()
@@ -135,11 +146,8 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("split", [[], ["--tp", "2"], ["--ep", "3"]], ids=" ".join)
 def test_verify(tmp_path: Path, split: list[str]) -> None:
-    tensors, section = toy_format.random_experts(3, 128, 128), {"quant_algo": "FP8", "group_size": None}
-    checkpoints.write_checkpoint(tmp_path, [tensors], top_k=2, quantization=section)
-    command = ["verify", str(tmp_path), "--require-b12x", "--tokens", "1,70", "--json", "-", *split]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0, result.output
+    write(tmp_path, toy_format.random_experts(3, 128, 128))
+    result = verify(tmp_path, "--require-b12x", "--tokens", "1,70", "--json", "-", *split)
     (layer,) = json.loads(result.stdout)["layers"]
     assert (layer["quant_algo"], layer["served_by"], layer["bits_exact"]) == ("FP8", "triton", True)
     assert [case["path"] for case in layer["cases"]] == ["triton", "triton"]
@@ -149,8 +157,7 @@ def test_verify(tmp_path: Path, split: list[str]) -> None:
 
 
 def test_verify_finds_mistakes_of_its_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = toy_format.random_experts(3, 128, 128)
-    checkpoints.write_checkpoint(tmp_path, [tensors], top_k=2, quantization={"quant_algo": "FP8", "group_size": None})
+    write(tmp_path, toy_format.random_experts(3, 128, 128))
     original = toy_format.ToyMethod.load_quant_scales
 
     def damaged(self: Any, module: Any, weights: Any) -> None:
@@ -159,28 +166,20 @@ def test_verify_finds_mistakes_of_its_method(tmp_path: Path, monkeypatch: pytest
         module.toy_fc1.data[2, 3, 5] ^= 1
 
     monkeypatch.setattr(toy_format.ToyMethod, "load_quant_scales", damaged)
-    result = CliRunner().invoke(main, ["verify", str(tmp_path), "--tokens", "8"])
-    assert result.exit_code == 1
-    assert "fc2_scale differ from the checkpoint's scales" in result.output
-    assert "the kernel's codes or block scales differ from the checkpoint's" in result.output
+    output = verify(tmp_path, "--tokens", "8", status=1).output
+    assert "fc2_scale differ from the checkpoint's scales" in output
+    assert "the kernel's codes or block scales differ from the checkpoint's" in output
 
 
 def test_a_checkpoint_that_lacks_a_tensor(tmp_path: Path) -> None:
     tensors = toy_format.random_experts(3, 128, 128)
     del tensors["0.w1.weight_scale"]
-    checkpoints.write_checkpoint(tmp_path, [tensors], top_k=2, quantization={"quant_algo": "FP8", "group_size": None})
-    result = CliRunner().invoke(main, ["verify", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "0.gate_proj.weight_scale" in result.output
+    assert "0.gate_proj.weight_scale" in verify(write(tmp_path, tensors), status=2).output
 
 
 def test_what_is_planned_and_measured_for_one_format_is_not_anothers() -> None:
     """Layers of the same sizes in one model."""
-    modules = [layers.create(4, 128, 96, quant_config=quant_config("FP8")), layers.create(4, 128, 192)]
-    for module, tensors in zip(
-        modules, (toy_format.random_experts(4, 128, 96), checkpoints.random_experts(4, 128, 192)), strict=True
-    ):
-        layers.load(module, tensors)
+    modules = [loaded(96), layers.load(layers.create(4, 128, 192), checkpoints.random_experts(4, 128, 192))]
     geometries = [module.backend.kernel.geometry for module in modules]
     assert [geometry.format for geometry in geometries] == ["FP8", "NVFP4"]
     assert str(geometries[0]).endswith("Swiglu, FP8")

@@ -61,24 +61,19 @@ def test_kept_and_found_again(folder: Path, lines: Callable[[], list[str]]) -> N
     assert store.load(KEY) is None
 
 
-@pytest.mark.parametrize(
-    ("part", "other", "words"),
-    [
-        ("card", {"name": "another"}, "another card (name)"),
-        ("geometry", {"num_experts": 9}, "another geometry (num_experts)"),
-        ("paths", {"kernels": []}, "other kernels (kernels, tuned)"),
-    ],
-)
-def test_another_card_geometry_or_kernel_has_a_file_of_its_own(
-    folder: Path, part: str, other: Any, words: str, lines: Callable[[], list[str]]
-) -> None:
-    store.keep(KEY, TIMINGS)
-    key = dataclasses.replace(KEY, **{part: other})
-    assert store.load(key) is None
-    (folder / KEY.file).rename(folder / key.file)
-    assert store.load(key) is None
-    (line,) = lines()
-    assert line.endswith(f": of {words}")
+def test_another_card_geometry_or_kernel_has_a_file_of_its_own(folder: Path, lines: Callable[[], list[str]]) -> None:
+    for other, words in (
+        ({"card": {"name": "another"}}, "another card (name)"),
+        ({"geometry": {"num_experts": 9}}, "another geometry (num_experts)"),
+        ({"paths": {"kernels": []}}, "other kernels (kernels, tuned)"),
+    ):
+        store.keep(KEY, TIMINGS)
+        key = dataclasses.replace(KEY, **other)
+        assert store.load(key) is None
+        (folder / KEY.file).rename(folder / key.file)
+        assert store.load(key) is None
+        (line,) = lines()
+        assert line.endswith(f": of {words}")
 
 
 def test_other_versions_take_the_place(lines: Callable[[], list[str]]) -> None:
@@ -100,12 +95,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"{",
-        b"\xff\xfe",
-        b"[]",
-        b"[" * 100_000,
-        b" " * (2 << 20),
+        *(b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000, b" " * (2 << 20)),
         damaged(lambda c: c.update(form=1)),
         damaged(lambda c: c.update(card="a card")),
         damaged(lambda c: c.pop("microseconds")),
@@ -234,5 +224,6 @@ def test_a_file_that_the_user_names(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             given(content)
+    file.unlink()
     with pytest.raises(ValueError, match="No such file"):
-        store.given(str(tmp_path / "missing.json"), KEY)
+        store.given(str(file), KEY)
