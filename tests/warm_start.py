@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,53 +56,39 @@ def start(
     if (file := shutil.which("file")) and not (path / "file").exists():
         (path / "file").symlink_to(file)
     variables = environment if compiler else {**environment, "PATH": str(path)}
-    command = [sys.executable, "-c", _CODE.format("plans")]
-    return _lines(_process(command, library, {"geometries": list(geometries)}, card, variables))
+    return _lines("plans", library, {"geometries": list(geometries)}, card, variables)
 
 
 def together(
     ranks: int, library: Path, geometries: Sequence[dict[str, Any]], card: dict[str, int], environment: dict[str, str]
 ) -> list[dict[str, Any]]:
     """The first of ``geometries`` in so many processes at once, with compilers."""
-    command = [sys.executable, "-c", _CODE.format("plans")]
-    started = [_process(command, library, {"geometries": list(geometries)}, card, environment) for _ in range(ranks)]
-    return [_lines(process)[0] for process in started]
+    request = "plans", library, {"geometries": list(geometries)}, card, environment
+    with ThreadPoolExecutor(ranks) as pool:
+        return [lines[0] for lines in pool.map(lambda rank: _lines(*request), range(ranks))]
 
 
 def calls(library: Path, geometry: dict[str, Any], card: dict[str, int], environment: dict[str, str]) -> dict[str, Any]:
-    """What :func:`late` finds in a process with compilers."""
-    command = [sys.executable, "-c", _CODE.format("late")]
-    return _lines(_process(command, library, {"geometry": geometry}, card, environment))[0]
+    """What ``late`` finds in a process with compilers."""
+    return _lines("late", library, {"geometry": geometry}, card, environment)[0]
 
 
-_CODE = "from tests import warm_start; warm_start.{}()"
-
-
-def _process(
-    command: list[str], library: Path, request: dict[str, Any], card: dict[str, int], environment: dict[str, str]
-) -> subprocess.Popen[str]:
+def _lines(
+    function: str, library: Path, request: dict[str, Any], card: dict[str, int], environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    """What a process prints that runs ``function``."""
     variables = {name: value for name, value in os.environ.items() if name not in ("CC", "TRITON_INTERPRET")}
-    process = subprocess.Popen(
-        command,
+    result = subprocess.run(
+        [sys.executable, "-c", f"from tests import warm_start; warm_start.{function}()"],
         env={**variables, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        input=json.dumps({**request, "library": str(library), "card": card}),
+        capture_output=True,
         text=True,
         cwd=ROOT,
     )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps({**request, "library": str(library), "card": card}))
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
-def _lines(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    out, said = process.communicate()
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    if process.returncode or not lines:
-        raise RuntimeError(said[-3000:])
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    if result.returncode or not lines:
+        raise RuntimeError(result.stderr[-3000:])
     return lines
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -120,15 +119,14 @@ def test_one_code_that_falls_the_other_way_is_no_defect() -> None:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> ReferenceKernel:
     """More experts than one call reaches, some of them nearly silent beside the others; each dequantized once."""
-    dequantized = functools.cache(lambda address, expert: matrix(weights[address], expert, names[address]))
-    weights: dict[int, NVFP4Weights] = {}
-    names: dict[int, str] = {}
+    cached: dict[tuple[int, int], torch.Tensor] = {}
     matrix = NVFP4Weights.matrix
 
     def remembered(self: NVFP4Weights, expert: int, name: str) -> torch.Tensor:
-        address = getattr(self, name).data_ptr()
-        weights[address], names[address] = self, name
-        return dequantized(address, expert)
+        key = getattr(self, name).data_ptr(), expert
+        if key not in cached:
+            cached[key] = matrix(self, expert, name)
+        return cached[key]
 
     monkeypatch.setattr(NVFP4Weights, "matrix", remembered)
     module = layers.load(layers.create(16, 128, 128, top_k=4), random_experts(16, 128, 128))
