@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+
 from .inputs import Environment, PayloadFault
 from .rules import COMPLETE_DSL, COMPLETE_FLASHINFER, OLDEST_DSL, machine_findings, version_tuple
 from .verdicts import RejectReason
@@ -72,7 +74,4 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
 
 def _name(requirement: str) -> str:
     """Return the distribution name in a requirement, ``name==version`` or ``name version``."""
-    for end, character in enumerate(requirement):
-        if not (character.isalnum() or character in "-_."):
-            return requirement[:end]
-    return requirement
+    return requirement[: len(requirement) - len(requirement.lstrip(string.ascii_letters + string.digits + "-_."))]

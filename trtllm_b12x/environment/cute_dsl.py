@@ -54,7 +54,8 @@ def inspect_payload(known: Environment = Environment()) -> Environment:  # noqa:
     )
     if "error" in look:
         fault = PayloadFault[look["fault"]]
-        if fault is not PayloadFault.IMPORT or not _foreign(file, wheels):
+        known_files = {path for wheel in wheels.values() for path in packages.record(wheel) if path.match("cutlass/__init__.py")}
+        if fault is not PayloadFault.IMPORT or not file or not known_files or Path(file) in known_files:
             return replace(facts, payload_fault=fault, payload_detail=f"{look['error']}, in {file}" if file else look["error"])
         owners = _owners(file)
         advice = "" if owners else "; rename it, or take its folder off PYTHONPATH"
@@ -73,7 +74,7 @@ def _look(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], boo
     here = _look_here() if "cutlass" in sys.modules else None
     if here is not None and (payload_child.DISPATCH in sys.modules or packages.origin("flashinfer") is None):
         return here, False
-    look, kept = _look_cached(wheels)
+    look, kept = disk.once(f"payload {installation_key()}", functools.partial(_look_in_subprocess, wheels), _may_be_kept)
     return ({**look, **here} if here is not None else look), kept
 
 
@@ -88,14 +89,7 @@ def _look_here() -> dict[str, Any]:
         return {**found, "error": first_line(error), "fault": PayloadFault.IMPORT.name}
 
 
-def _look_cached(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], bool]:
-    answer: tuple[dict[str, Any], bool] = disk.once(
-        f"payload {installation_key()}", functools.partial(_look_in_subprocess, wheels), _was_read
-    )
-    return answer
-
-
-def _was_read(look: Any) -> bool:
+def _may_be_kept(look: Any) -> bool:
     """Return True if the result may be cached: the payload loads, its files match the wheels, FlashInfer's kernels import."""
     return isinstance(look, dict) and bool(look.get("cuda")) and not look.get("flashinfer") and not look.get("damaged")
 
@@ -112,15 +106,15 @@ def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, A
         how = (PayloadFault.NO_ANSWER, f"none within {PROBE_TIMEOUT_S} s")
     except OSError as error:  # no memory for a process, no file handles
         output, how = "", (PayloadFault.NO_ANSWER, first_line(error))
-    told: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for line in output.splitlines():
         if line.startswith(('{"cutlass"', '{"flashinfer"')):
-            told |= json.loads(line)
-    look: dict[str, Any] = told.get("cutlass") or {"error": how[1], "fault": how[0].name, "file": ""}
+            answers |= json.loads(line)
+    look: dict[str, Any] = answers.get("cutlass") or {"error": how[1], "fault": how[0].name, "file": ""}
     if "error" in look:
         return {"fault": PayloadFault.IMPORT.name, **look}
-    if "flashinfer" in told:
-        raised = told["flashinfer"]["error"]
+    if "flashinfer" in answers:
+        raised = answers["flashinfer"]["error"]
         look["flashinfer"] = f"import of its kernels: {raised}" if raised else ""
     elif packages.origin("flashinfer") is not None:
         look["flashinfer"] = f"import of its kernels: {how[1]}"
@@ -158,12 +152,6 @@ def _damage(wheels: dict[str, packages.Distribution]) -> str:
         if bad:
             return str(path)
     return ""
-
-
-def _foreign(file: str, wheels: dict[str, packages.Distribution]) -> bool:
-    """Return True if the CuTe DSL's own file is known and ``file`` is another one."""
-    own = {path for wheel in wheels.values() for path in packages.record(wheel) if path.match("cutlass/__init__.py")}
-    return bool(file and own) and Path(file) not in own
 
 
 def _owners(file: str) -> tuple[str, ...]:

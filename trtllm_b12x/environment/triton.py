@@ -1,6 +1,6 @@
-"""Find what a Triton compile needs beside Triton: a C compiler for its launcher, a ptxas that knows the card, and a cache.
+"""Find what a Triton compile needs besides Triton: a C compiler for its launcher, a ptxas that knows the card, and a cache.
 
-Read, never imported; a ptxas is asked for its version.
+Nothing is imported. Each ptxas is run for its version.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
     if found and version_tuple(found) < OLDEST:
         return (Lacking(f"Triton {found} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
     fault = _ptxas(sm or 0)  # its version is part of every key
-    return (*(() if compiled_before() else tools_lacking()), *([fault] if fault is not None else ()))
+    compiled_before = any(cache_folder().glob("*/cuda_utils*.so"))  # the C module that Triton needs before it loads a kernel
+    return (*(() if compiled_before else tools_lacking()), *([fault] if fault is not None else ()))
 
 
 def tools_lacking() -> tuple[Lacking, ...]:
@@ -57,13 +58,8 @@ def tools_lacking() -> tuple[Lacking, ...]:
     return tuple(item for item in (_c_compiler(), _headers(), _cache_folder()) if item is not None)
 
 
-def compiled_before() -> bool:
-    """Tell whether the cache holds the module that Triton compiles with the C compiler before it loads a kernel."""
-    return next(cache_folder().glob("*/cuda_utils*.so"), None) is not None
-
-
 def block_scaled(sm: int | None) -> bool:
-    """``tl.dot_scaled`` is known to be an instruction for a card of ``sm``.
+    """Return True if ``tl.dot_scaled`` is known to be an instruction for a card of ``sm``.
 
     Read off what each release compiles for it, of E4M3 and of E2M1 (``tests/unittest/test_triton_compiled.py``).
     """
@@ -72,7 +68,7 @@ def block_scaled(sm: int | None) -> bool:
 
 
 def upcast(sm: int | None) -> str:
-    """Say why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty if it is one, or if that is not known."""
+    """Return why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty if it is one, or if that is not known."""
     needed = _BLOCK_SCALED_FROM.get(sm or 0)
     if not version_tuple(version()) or needed is None or block_scaled(sm):
         return ""
@@ -81,7 +77,7 @@ def upcast(sm: int | None) -> str:
 
 
 def _c_compiler() -> Lacking | None:
-    """Triton's own order: CC, then gcc and clang on PATH (``triton/runtime/build.py``)."""
+    """Look where Triton does: CC, then gcc and clang on PATH (``triton/runtime/build.py``)."""
     named = os.environ.get("CC")
     if named:
         if shutil.which(named.split()[0]):
@@ -122,17 +118,17 @@ def _ptxas(sm: int) -> Lacking | None:
 
 @cache
 def release(ptxas: Path) -> tuple[int, ...]:
-    """CUDA release of a ptxas; empty where it is none."""
+    """Return the CUDA release of a ptxas; empty if the file is no ptxas."""
     try:
-        said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+        output = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    match = re.search(r"release (\d+)\.(\d+)", said)
+    match = re.search(r"release (\d+)\.(\d+)", output)
     return tuple(map(int, match.groups())) if match else ()
 
 
 def cache_folder() -> Path:
-    """``triton/knobs.py``: TRITON_CACHE_DIR, else .triton/cache in TRITON_HOME or the home."""
+    """Return Triton's cache folder (``triton/knobs.py``)."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
 

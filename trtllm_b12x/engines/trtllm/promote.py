@@ -218,8 +218,12 @@ def _class_for(moe_cls: Any, model_config: Any, override: Any) -> Any:
         return moe_cls
     moe_cls = _without_broken_b12x(moe_cls, trtllm)
     quantization = describe.quantization_of(model_config, override)
-    if quantization is None or (moe_cls is not trtllm.CutlassFusedMoE and not _has_no_kernel_here(moe_cls)):
+    if quantization is None:
         return moe_cls
+    if moe_cls is not trtllm.CutlassFusedMoE:
+        without_kernel = moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS)
+        if not without_kernel or environment.probe(host.state()).sm not in (120, 121):
+            return moe_cls
     verdict = _resolve(describe.from_config(model_config, quantization))
     if moe_cls.__name__ == _NAMED_BY_MODELS:
         if verdict.served:
@@ -285,7 +289,8 @@ def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, An
     trtllm = _adapter()
     if trtllm is None:
         return host_class, None, None
-    asked, arguments = call.arguments["moe_cls"], _flat(call)
+    several = (p.name for p in call.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    asked, arguments = call.arguments["moe_cls"], {**call.arguments, **call.arguments.get(next(several, ""), {})}
     model_config = arguments.get("model_config")
     moe_cls = _without_broken_b12x(asked, trtllm)
     promoted_before = _is_ours(asked)
@@ -307,12 +312,6 @@ def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, An
     return _our_class(), _our_class(), verdict
 
 
-def _flat(call: inspect.BoundArguments) -> dict[str, Any]:
-    """Return arguments by name, including those of ``**kwargs``."""
-    several = (p.name for p in call.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
-    return {**call.arguments, **call.arguments.get(next(several, ""), {})}
-
-
 def _warn_of_trtllm(model_config: Any) -> None:
     """Warn about backend TRTLLM. From C1 on the host itself uses CUTLASS instead, but the model still assumes TRTLLM."""
     if not _rank(model_config):
@@ -329,10 +328,6 @@ def refuse(error: Exception) -> None:
 
 def _rank(model_config: Any) -> int:
     return int(getattr(getattr(model_config, "mapping", None), "rank", 0))
-
-
-def _has_no_kernel_here(moe_cls: type) -> bool:
-    return moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS) and environment.probe(host.state()).sm in (120, 121)
 
 
 def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:

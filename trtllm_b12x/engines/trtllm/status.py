@@ -97,6 +97,7 @@ def status() -> Status:
     served = [module for module, verdict in layers if verdict.served]
     bound = [kernel for module in served for kernel in module.schedule.kernels]
     state, detail = host.state()
+    jit_monitor = sys.modules.get("trtllm_b12x.kernels.triton.jit_monitor")  # not imported without kernels
     return Status(
         generation="embedded" if state == "none" else state,
         refused=patches.promotion.refused or hook.failure or detail,
@@ -112,13 +113,8 @@ def status() -> Status:
         workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
         kernels=_summaries(bound),
         crossovers={str(m.schedule.kernels[0].geometry): m.schedule.summary for m in served if m.schedule.kernels},
-        late_compiles=_late_compiles(),
+        late_compiles=jit_monitor.compiles() if jit_monitor is not None else {},
     )
-
-
-def _late_compiles() -> dict[str, int]:
-    late = sys.modules.get("trtllm_b12x.kernels.triton.jit_monitor")  # not imported without kernels
-    return late.compiles() if late is not None else {}
 
 
 def _formats(served: list[Any]) -> dict[str, int]:
