@@ -231,7 +231,8 @@ def test_the_look_has_no_mpi_rank_and_no_promotion(site: Path) -> None:
 
 
 def test_where_it_is_imported_it_is_read(site: Path) -> None:
-    running = process(site, "import cutlass" + REPORT.replace("found =", "environment.cute_dsl._look_in_subprocess = None; found ="))
+    report = REPORT.replace("found =", "environment.cute_dsl._look_in_subprocess = None; found =")
+    running = process(site, f"import cutlass{report}")
     assert json.loads(running.communicate(timeout=120)[0])[1] == [12, 9]
     assert imports(site) == 1
 
