@@ -17,7 +17,7 @@ Paths = dict[str, TimedPath]
 
 
 class Clock:
-    """Stands in for the class :class:`trtllm_b12x.dispatch.timing.PathTimer`."""
+    """Stands in for the class ``trtllm_b12x.dispatch.timing.PathTimer``."""
 
     def __init__(self, microseconds: Callable[[str, int], float], before: Callable[[], None] = lambda: None) -> None:
         """

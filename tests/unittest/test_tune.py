@@ -134,7 +134,7 @@ def test_a_server_reads_what_it_writes(card: Clock, tmp_path: Path) -> None:
     assert (table["geometry"]["num_experts"], table["geometry"]["ranks"]) == (4, 2)
     stored = store.load(key_of(table))
     assert stored is not None
-    assert store.given(str(out), key_of(table)).rows == stored.rows
+    assert store.load_file(str(out), key_of(table)).rows == stored.rows
 
 
 def test_a_checkpoint_has_a_table_for_each_geometry(card: Clock, tmp_path: Path) -> None:

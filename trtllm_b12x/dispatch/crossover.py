@@ -149,7 +149,7 @@ def _policy(
     word = settings.CROSSOVER()
     if settings.CROSSOVER.is_file(word):
         try:
-            return MeasuredPolicy(store.given(word, key(tuned)), f"{settings.CROSSOVER.name}={word}")
+            return MeasuredPolicy(store.load_file(word, key(tuned)), f"{settings.CROSSOVER.name}={word}")
         except ValueError as error:
             log.once(f"{settings.CROSSOVER.name} has no table for {geometry}: {error}; the card is asked")
     for stored_key in (key(True),) if tuned else (key(True), key(False)):

@@ -1,6 +1,6 @@
 """Store measured crossover tables on disk: one JSON file per card and geometry, in the folder shown by ``trtllm-b12x cache``.
 
-An unusable table is logged in one line and measured again. Only ``given`` raises.
+An unusable table is logged in one line and measured again. Only ``load_file`` raises.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def load(key: Key) -> Timings | None:
     return None
 
 
-def given(path: str, key: Key) -> Timings:
+def load_file(path: str, key: Key) -> Timings:
     """Load a table from a user's file, or from ``trtllm-b12x tune --json``. Card and geometry must match, versions need not.
 
     Raises:

@@ -23,7 +23,7 @@ from trtllm_b12x.decision.families import Family
 from trtllm_b12x.formats.geometry import LayerShape
 
 from .doctor_rows import doctor_rows
-from .options import TARGETS, judged, machine
+from .options import TARGETS, probe_machine, resolve_layer
 from .progress import UnusableError
 
 Row = tuple[str, str]
@@ -94,7 +94,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     for complaint in complaints:
         click.echo(f"error: {complaint}", err=True)
     _load_host()
-    environment = machine(target)
+    environment = probe_machine(target)
     proofs = {}
     if compile_:
         if importlib.util.find_spec("torch") is None:
@@ -102,7 +102,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
         proofs = {name: prove.prove(card, name) for name in settings.KERNELS.listed()}
     shapes = _usual_shapes() if checkpoint is None else _shapes_in(checkpoint)
-    layers = [_Layer(shape, judged(shape, environment)) for shape in shapes]
+    layers = [_Layer(shape, resolve_layer(shape, environment)) for shape in shapes]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((family for family in layer.decoding if family not in failed), "") for layer in layers]
     driver = driver_cuda()

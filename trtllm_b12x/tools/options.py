@@ -128,7 +128,7 @@ def _activation(word: str) -> str:
     return name
 
 
-def machine(target: str | None) -> Environment:
+def probe_machine(target: str | None) -> Environment:
     """Probe this machine; replace its card by ``target``."""
     from trtllm_b12x import environment
     from trtllm_b12x.engines.trtllm import host
@@ -142,7 +142,7 @@ def machine(target: str | None) -> Environment:
     return dataclasses.replace(here, sm=sm, toolkit_cuda=toolkit, triton_lacks=triton.lacking(sm), upcast=triton.upcast(sm))
 
 
-def judged(shape: LayerShape, facts: Environment, deployment: Deployment | None = None) -> Resolution:
+def resolve_layer(shape: LayerShape, facts: Environment, deployment: Deployment | None = None) -> Resolution:
     """Return which families serve the layer."""
     rows = families.rows(settings.KERNELS.listed(), shape.quant_algo)
     return resolve(shape, deployment, facts, {row.name: row.features(facts) for row in rows})

@@ -133,7 +133,7 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
 
     facts, tasks, refused = _facts(name), [], []
     for shape in dict.fromkeys(shapes.values()):
-        verdict = options.judged(shape, facts, ranks.deployment)
+        verdict = options.resolve_layer(shape, facts, ranks.deployment)
         refused += [f"{name}: not {family}: {rejection}" for family, rejection in verdict.refused]
         rows = [row for row in families.rows(verdict.families, shape.quant_algo) if row.name in verdict.families]
         geometry = shape.on_rank(ranks.tp, ranks.ep, math.lcm(*(row.features(facts).tile for row in rows)))
@@ -148,7 +148,7 @@ def _facts(name: str) -> Environment:
     """Describe the card on this machine, which must have the tools that compile even if the cache has been filled before."""
     from trtllm_b12x.environment import triton
 
-    facts = options.machine(name)
+    facts = options.probe_machine(name)
     faults = dict.fromkeys((*triton.tools_lacking(), *(facts.triton_lacks or ())))
     return dataclasses.replace(facts, triton_lacks=tuple(faults))
 
