@@ -14,9 +14,8 @@ import torch
 from trtllm_b12x import formats
 from trtllm_b12x.formats.geometry import LayerShape
 
-from .activation import Activation
+from .config import activation, moe_layers
 from .files import CheckpointError, Section, TensorFiles, expect_directory, read_json
-from .moe_layers import moe_layers
 from .quantization import Quantization
 from .storage import STORAGE, UNQUANTIZED, storage_of
 
@@ -245,7 +244,7 @@ class Checkpoint:
         if algo == "none" and self._files.header(weight)[0] == "U8":
             problem = f"{weight} is packed, but {self._quantization.path.name} says that it is not quantized"
             raise CheckpointError(file, problem, "restore its list of excluded modules")
-        activation = Activation.of(self._config, gated="w3" in projections)
+        activation_name, constants, swiglu = activation(self._config, gated="w3" in projections)
         layer = MoELayer(
             name=name,
             index=_index(name),
@@ -253,9 +252,9 @@ class Checkpoint:
             top_k=top_k,
             hidden_size=inner * packed,
             intermediate_size=rows,
-            activation=activation.name,
-            activation_constants=activation.constants,
-            swiglu=activation.swiglu,
+            activation=activation_name,
+            activation_constants=constants,
+            swiglu=swiglu,
             dtype="bfloat16",
             quant_algo=algo,
             group_size=group_size,
