@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +34,9 @@ OTHERS = {
 }
 
 
-def planned(geometry: Geometry, weights: object, first: int = 0) -> tuple[GroupedNVFP4Kernel, QuantizedReferenceKernel]:
-    found = GroupedNVFP4Kernel(), QuantizedReferenceKernel()
+def planned(geometry: Geometry, weights: object, first: int = 0, kind: Any = GroupedNVFP4Kernel) -> tuple[Any, Any]:
+    """A kernel, and the torch kernel with its rounding points."""
+    found = kind(), QuantizedReferenceKernel()
     for kernel in found:
         kernel.plan(geometry, 100, CPU)
         kernel.bind(weights, first)
@@ -171,15 +173,11 @@ def test_what_the_kernels_do_not_take() -> None:
     kernel.bind(layer.kernel_weights())
     codes, scales = (torch.zeros(size, dtype=torch.uint8) for size in ((2, 64), (16,)))
     with pytest.raises(ValueError, match="x_sf has 16 scales, expected 1024 for 2 tokens"):
-        kernel.run(MoECall(codes, *layer_call(), scales, swizzled=True))
+        kernel.run(MoECall(codes, torch.zeros(2, 2).int(), torch.zeros(2, 2), scales, swizzled=True))
     with pytest.raises(ValueError, match="SiTu is none of"):
         kernel.describe(dataclasses.replace(geometry, activation="SiTu"), 100, CPU)
     with pytest.raises(ValueError, match="must be multiples of 64 and 16"):
         kernel.describe(dataclasses.replace(geometry, hidden_size=96), 100, CPU)
-
-
-def layer_call() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2)
 
 
 def test_what_stands_in_has_its_own_rounding_points() -> None:
@@ -187,11 +185,7 @@ def test_what_stands_in_has_its_own_rounding_points() -> None:
     layer = random_layer(Geometry(3, 2, 128, 256, "Swiglu"))
     x, ids, router_weights = random_call(layer.geometry, 70)
     x = move_off_ties(x, 0.0123)
-    results = []
-    for kind in (QuantizedReferenceKernel, ReferenceKernel):
-        kernel = kind()
-        kernel.plan(layer.geometry, 100, CPU)
-        kernel.bind(layer.kernel_weights())
-        results.append(kernel.run(MoECall(x, ids, router_weights, out=torch.zeros(x.shape))))
-    assert 0.0005 < distance(*results) < 0.005
-    assert distance(results[0], layer.expected(x, ids, router_weights)) > 0.05  # of activations that are not quantized
+    kernels = planned(layer.geometry, layer.kernel_weights(), kind=ReferenceKernel)
+    other, result = (kernel.run(MoECall(x, ids, router_weights, out=torch.zeros(x.shape))) for kernel in kernels)
+    assert 0.0005 < distance(result, other) < 0.005
+    assert distance(result, layer.expected(x, ids, router_weights)) > 0.05  # of activations that are not quantized
