@@ -19,6 +19,32 @@ from trtllm_b12x.core import disk
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.environment import cute_dsl, gpu, packages
 
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder at the head of the path, and no FlashInfer that another test has imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    return tmp_path
+
+
+def write(root: Path, **files: str) -> None:
+    """Files of FlashInfer by the names below, ``__init__.py`` among them."""
+    for name, text in {"init": "", **files}.items():
+        path = root / "flashinfer" / FILES[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+KERNELS = "fused_moe/cute_dsl/blackwell_sm12x"
+FILES = {
+    "init": "__init__.py",
+    "version": "_build_meta.py",
+    "env": "jit/env.py",
+    "wrapper": "fused_moe/cute_dsl/b12x_moe.py",
+    "dispatch": f"{KERNELS}/moe_dispatch.py",
+    "static": f"{KERNELS}/moe_static_kernel.py",
+}
 SMI = "0, GPU-aaaa, 12.0\n1, GPU-bbbb, 12.1\n2, GPU-cccc, 9.0"
 
 
@@ -114,12 +140,7 @@ class B12xMoEWrapper:
     ("version", "wrapper", "dispatch", "expected"),
     [
         ("0.6.0", "", "", (False, False, 128)),
-        (
-            "0.6.16",
-            WRAPPER.replace(", input_global_scale=None", ""),
-            "",
-            (False, False, 128),
-        ),
+        ("0.6.16", WRAPPER.replace(", input_global_scale=None", ""), "", (False, False, 128)),
         ("0.6.18.post1", WRAPPER, "", (True, False, 128)),
         ("0.7.0", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, False, 256)),
         ("0.7.2.post1", WRAPPER, "_STATIC_RETAINED_GROUP_N = 256", (True, True, 256)),
@@ -127,16 +148,10 @@ class B12xMoEWrapper:
     ],
 )
 def test_flashinfer_is_read_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, wrapper: str, dispatch: str, expected: tuple[Any, ...]
+    site: Path, version: str, wrapper: str, dispatch: str, expected: tuple[Any, ...]
 ) -> None:
-    package = tmp_path / "flashinfer"
-    (package / "fused_moe/cute_dsl/blackwell_sm12x").mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    (package / "fused_moe/cute_dsl/b12x_moe.py").write_text(wrapper)
-    (package / "fused_moe/cute_dsl/blackwell_sm12x/moe_dispatch.py").write_text(dispatch)
-    distribution(tmp_path, "flashinfer-python", version, [])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # another test may have imported the real one
+    write(site, init="raise RuntimeError('imported')", wrapper=wrapper, dispatch=dispatch)
+    distribution(site, "flashinfer-python", version, [])
     found = environment.inspect_flashinfer()
     assert found.flashinfer == version
     assert (found.exact_scales, found.expert_parallel, found.tile) == expected
@@ -194,16 +209,12 @@ def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert disk.once("question", lambda: "answer", bool) == ("answer", False)
 
 
-def test_what_an_answer_depends_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_an_answer_depends_on(monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
     """Another FlashInfer, driver, search path or setting of FlashInfer's asks anew."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     keys = [cute_dsl.installation_key()]
-    kernel = tmp_path / "flashinfer/cute_dsl/kernel.py"
-    kernel.parent.mkdir(parents=True)
-    kernel.write_text("1")
-    (tmp_path / "flashinfer/__init__.py").touch()
-    distribution(tmp_path, "flashinfer-python", "0.7.2", [kernel])
+    write(site, static="1")
+    kernel = site / "flashinfer" / FILES["static"]
+    distribution(site, "flashinfer-python", "0.7.2", [kernel])
     importlib.invalidate_caches()
     keys.append(cute_dsl.installation_key())
     kernel.write_text("23")
@@ -232,21 +243,16 @@ ENV_0_7_2 = 'logger.warning("Ignoring incompatible flashinfer-cubin package")'
     ],
 )
 def test_kernel_wheels_of_another_version(
-    tmp_path: Path,
+    site: Path,
     monkeypatch: pytest.MonkeyPatch,
     version: str,
     source: str,
     variables: dict[str, str],
     expected: tuple[str, ...],
 ) -> None:
-    (tmp_path / "flashinfer/jit").mkdir(parents=True)
-    (tmp_path / "flashinfer/__init__.py").touch()
-    (tmp_path / "flashinfer/_build_meta.py").write_text(f'"""Build."""\n__version__ = "{version}"\n')
-    (tmp_path / "flashinfer/jit/env.py").write_text(source)
-    distribution(tmp_path, "flashinfer-cubin", "0.6.11", [])
-    distribution(tmp_path, "flashinfer-jit-cache", "0.6.11+cu130", [])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    write(site, version=f'"""Build."""\n__version__ = "{version}"\n', env=source)
+    distribution(site, "flashinfer-cubin", "0.6.11", [])
+    distribution(site, "flashinfer-jit-cache", "0.6.11+cu130", [])
     for name in ("FLASHINFER_CUBIN_DIR", "FLASHINFER_DISABLE_VERSION_CHECK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -257,33 +263,34 @@ def test_kernel_wheels_of_another_version(
 def test_the_copy_that_loads_and_what_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder on the path before site-packages hides the installed one, whose metadata may be found first all the same."""
     for folder, version in (("first", "0.7.1"), ("second", "0.7.2")):
-        package = tmp_path / folder / "flashinfer"
-        kernels = package / "fused_moe/cute_dsl/blackwell_sm12x"
-        kernels.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "_build_meta.py").write_text(f'__version__ = "{version}"\n')
-        (kernels / "moe_static_kernel.py").write_text("a = 1\n" * 10)
-    distribution(tmp_path / "second", "flashinfer-python", "0.7.2", [kernels / "moe_static_kernel.py"])
+        write(tmp_path / folder, version=f'__version__ = "{version}"\n', static="a = 1\n" * 10)
+    static = tmp_path / "second/flashinfer" / FILES["static"]
+    distribution(tmp_path / "second", "flashinfer-python", "0.7.2", [static])
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path / "second"))
     assert environment.inspect_flashinfer().flashinfer == "0.7.2"
     monkeypatch.syspath_prepend(str(tmp_path / "first"))
     assert environment.inspect_flashinfer().flashinfer == "0.7.1"
     monkeypatch.setattr(sys, "path", sys.path[1:])
-    for damage in (lambda: (kernels / "moe_static_kernel.py").write_text("a = 1\n"), (kernels / "moe_static_kernel.py").unlink):
+    for damage in (lambda: static.write_text("a = 1\n"), static.unlink):
         assert environment.inspect_flashinfer().flashinfer_fault == ""
         damage()
-        assert environment.inspect_flashinfer().flashinfer_fault == f"missing or cut off: moe_static_kernel.py, in {kernels}"
-        (kernels / "moe_static_kernel.py").write_text("a = 1\n" * 10)
+        assert (
+            environment.inspect_flashinfer().flashinfer_fault == f"missing or cut off: moe_static_kernel.py, in {static.parent}"
+        )
+        static.write_text("a = 1\n" * 10)
 
 
-def test_what_packages_require_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "asker-1.0.dist-info"
-    info.mkdir()
-    wants = ["pytest>=9999", "pytest>=1", "nobody-has-this<3", 'pytest>=9999; extra == "x"', "torch>=999a0"]
+def requires(site: Path, name: str, version: str, *wants: str) -> None:
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(exist_ok=True)
     lines = "".join(f"Requires-Dist: {want}\n" for want in wants)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: asker\nVersion: 1.0\n{lines}")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{lines}")
+
+
+def test_what_packages_require_of_each_other(site: Path) -> None:
+    wants = ("pytest>=9999", "pytest>=1", "nobody-has-this<3", 'pytest>=9999; extra == "x"', "torch>=999a0")
+    requires(site, "asker", "1.0", *wants)
     unmet, missing = packages.requirements(packages.installed(["asker", "nobody"]).values())
     torch = importlib.metadata.version("torch")  # a CUDA build says +cu130 in the module alone
     assert unmet == [f"pytest>=9999 ({pytest.__version__} is installed)", f"torch>=999a0 ({torch} is installed)"]
@@ -293,18 +300,13 @@ def test_what_packages_require_of_each_other(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("dsl", "tvm_ffi", "met"), [("4.6.0", "0.1.9", False), ("4.6.0", "0.1.10", True), ("4.5.0", "0.1.6", True)]
 )
-def test_what_the_dsl_requires_and_does_not_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dsl: str, tvm_ffi: str, met: bool
-) -> None:
-    for name, version in (("nvidia_cutlass_dsl", dsl), ("apache_tvm_ffi", tvm_ffi)):
-        info = tmp_path / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_what_the_dsl_requires_and_does_not_say(site: Path, dsl: str, tvm_ffi: str, met: bool) -> None:
+    requires(site, "nvidia-cutlass-dsl", dsl)
+    requires(site, "apache-tvm-ffi", tvm_ffi)
     found = packages.installed(["nvidia-cutlass-dsl"]).values()
     assert packages.requirements(found) == ([] if met else [f"apache-tvm-ffi>=0.1.10 ({tvm_ffi} is installed)"], [])
-    with (tmp_path / f"nvidia_cutlass_dsl-{dsl}.dist-info" / "METADATA").open("a") as metadata:
-        metadata.write("Requires-Dist: apache-tvm-ffi>=0.1.11\n")
+    requires(site, "nvidia-cutlass-dsl", dsl, "apache-tvm-ffi>=0.1.11")
+    found = packages.installed(["nvidia-cutlass-dsl"]).values()
     assert packages.requirements(found) == ([f"apache-tvm-ffi>=0.1.11 ({tvm_ffi} is installed)"], [])  # told once
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 
 import trtllm_b12x
 from tests import layers
+from trtllm_b12x import environment
 from trtllm_b12x.core import process
-from trtllm_b12x.decision import RejectReason, Resolution
+from trtllm_b12x.decision import Environment, RejectReason, Resolution
 from trtllm_b12x.engines.trtllm import describe, promote
 from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
@@ -27,6 +30,11 @@ def _restored() -> Iterator[None]:
     yield
     trtllm_b12x.uninstall()
     assert create_moe.get_moe_cls is original
+
+
+def built(top_k: int = 2, **arguments: Any) -> Any:
+    routing = host.RenormalizeMoeRoutingMethod(top_k)
+    return create_moe.create_moe(routing, 4, 128, 128, dtype=torch.bfloat16, model_config=config(), **arguments)
 
 
 def config(algo: Any = host.QuantAlgo.NVFP4, **arguments: Any) -> Any:
@@ -83,22 +91,13 @@ def test_threads_that_install_at_once() -> None:
 
 def test_what_only_the_builder_knows_leaves_the_hosts_class() -> None:
     trtllm_b12x.install()
-    module = create_moe.create_moe(
-        host.RenormalizeMoeRoutingMethod(1),
-        4,
-        128,
-        128,
-        dtype=torch.bfloat16,
-        model_config=config(),
-        apply_router_weight_on_input=True,
-    )
-    assert type(module.backend) is host.CutlassFusedMoE
+    assert type(built(1, apply_router_weight_on_input=True).backend) is host.CutlassFusedMoE
 
 
 def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "from_layer", lambda layer, *facts: layer.gone)
     trtllm_b12x.install()
-    module = create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
+    module = built()
     assert module.backend.verdict.reasons == (RejectReason.HOST,)
     assert type(module.backend.quant_method) is host.NVFP4CutlassFusedMoEMethod
 
@@ -109,9 +108,7 @@ def test_whatever_goes_wrong_the_host_builds_what_it_would_have_built(
     monkeypatch.setattr(promote, "_resolve", lambda question: 1 / 0)
     trtllm_b12x.install()
     for _ in range(2):
-        routing = host.RenormalizeMoeRoutingMethod(2)
-        module = create_moe.create_moe(routing, 4, 128, 128, dtype=torch.bfloat16, model_config=config())
-        assert type(module.backend) is host.CutlassFusedMoE
+        assert type(built().backend) is host.CutlassFusedMoE
     assert trtllm_b12x.status().refused == "ZeroDivisionError: division by zero"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == ["promotion is off in this process, the host's own classes run: ZeroDivisionError: division by zero"]
@@ -152,7 +149,7 @@ class Naive(host.CutlassFusedMoE):  # type: ignore[name-defined]
 def test_a_plain_subclass_is_refused_and_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: Naive)
     with pytest.raises(ValueError, match="Unsupported moe backend"):
-        create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
+        built()
 
 
 @pytest.mark.parametrize(("sm", "promoted"), [(120, True), (121, True), (100, False), (0, False)])
@@ -161,9 +158,6 @@ def test_named_backends_without_a_kernel_on_this_card(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, sm: int, promoted: bool
 ) -> None:
     """TRTLLM is the models' own word for a protocol: it stays, and one line says what to set."""
-    from trtllm_b12x import environment
-    from trtllm_b12x.decision import Environment
-
     named = type(name, (host.CutlassFusedMoE,), {})
     process.forget()
     monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: named)
@@ -180,23 +174,17 @@ def test_named_backends_without_a_kernel_on_this_card(
 
 def test_ours_is_built_wrapped_and_gets_the_keyword_arguments() -> None:
     trtllm_b12x.install()
-    module = create_moe.create_moe(host.RenormalizeMoeRoutingMethod(2), 4, 128, 128, dtype=torch.bfloat16, model_config=config())
+    module = built()
     assert type(module) is create_moe.ConfigurableMoE
     assert type(module.backend) is FlashInferNvfp4Sm12xFusedMoE
     assert module._get_backend_kwargs(torch.bfloat16)["output_dtype"] is torch.bfloat16
 
 
-def test_a_pipeline_rank_without_moe_layers_builds_nothing() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, trtllm_b12x; trtllm_b12x.install(); sys.exit('trtllm_b12x.engines.trtllm.fused_moe' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_the_package_imports_without_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, trtllm_b12x, trtllm_b12x.tools.cli; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+@pytest.mark.parametrize(
+    ("imported", "unloaded"),
+    [("trtllm_b12x; trtllm_b12x.install()", "trtllm_b12x.engines.trtllm.fused_moe"), ("trtllm_b12x.tools.cli", "torch")],
+    ids=["a pipeline rank without layers", "a command without torch"],
+)
+def test_what_is_not_loaded_before_it_is_needed(imported: str, unloaded: str) -> None:
+    code = f"import sys, {imported}; sys.exit({unloaded!r} in sys.modules or 'rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
