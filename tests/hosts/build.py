@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -16,77 +15,81 @@ HERE = Path(__file__).parent
 Change = tuple[str, str, str]
 """Module, text, and what replaces it."""
 LAYERS = {
-    "A": ("a",),
-    "B": ("a", "b", "c1/quantization.py", "c1/communication.py", "c1/moe_lora.py"),
-    "C1": ("c1",),
-    "C2": ("c1", "c2"),
+    "A": ("every", "a"),
+    "B": ("every", "a", "b", "c1/quantization.py", "c1/moe_lora.py"),
+    "C1": ("every", "c1"),
+    "C2": ("every", "c1", "c2"),
 }
 """Generation to the folders and files its MoE package is made of; later ones replace earlier ones."""
 
+_HOOK = "    def transform_weights(self, module):\n        pass\n\n    def cache_derived_state(self, module):\n"
+_NO_HOOK = "    def post_load_weights(self, module):\n"
 DIFFERENCES = {
-    # Late 1.3: partial loading, LoRA, and a hook.
-    "B": {
-        "fused_moe_cutlass": [
-            ("from .interface import MoE\n", "from .interface import MoE\nfrom .moe_lora import has_moe_lora_targets\n"),
-            (
-                "        self._weights_created = False\n",
-                "        self._moe_lora_enabled = has_moe_lora_targets(model_config.lora_config)\n"
-                "        self._weights_created = False\n",
-            ),
-            (
-                "    def _supports_load_balancer(self)",
-                "    def _moe_lora_active(self, lora_params: dict[str, Any] | None) -> bool:\n"
-                "        return self._moe_lora_enabled and bool(lora_params)\n\n"
-                "    def _supports_load_balancer(self)",
-            ),
-            (
-                "        enable_alltoall: bool | None = None,\n    )",
-                "        enable_alltoall: bool | None = None,\n        lora_params: Any = None,\n    )",
-            ),
-            (
-                "        if not isinstance(self.quant_method, UnquantizedFusedMoEMethod):\n"
-                '            assert not allow_partial_loading, "Partial loading is not supported for quantized MoE now"\n'
-                "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode)\n",
-                "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode, allow_partial_loading)\n",
-            ),
-        ],
-        "quantization": [
-            # The end of a load is one hook, which no reload asks whether weights were transformed.
-            (
-                "    def transform_weights(self, module: Any) -> None:\n"
-                "        pass\n\n"
-                "    def cache_derived_state(self, module: Any) -> None:\n        self.setup_quant_scales(module)\n\n"
-                "    def post_load_weights(self, module: Any) -> None:\n"
-                '        """Nobody calls it any more."""\n'
-                "        self.transform_weights(module)\n        self.cache_derived_state(module)\n",
-                "    def post_load_weights(self, module: Any) -> None:\n        self.setup_quant_scales(module)\n",
-            ),
-            ("        if weights:\n            module._weights_transformed = False\n", ""),
-            ("        load_expert_ids: list[int] | None = None,\n    ) -> None:", "    ) -> None:"),
-            (
-                "            module.initial_local_expert_ids,\n        )\n        del module.tmp_weight_scale_2",
-                "        )\n        del module.tmp_weight_scale_2",
-            ),
-        ],
-        "interface": [
-            (
-                "    def pre_reload_weights(self)",
-                "    def validate_configurable_moe(self, moe: Any) -> None:\n        pass\n\n    def pre_reload_weights(self)",
-            ),
-        ],
-    },
+    # Late 1.3: partial loading, LoRA, and one hook at the end of a load, which no reload asks whether weights were transformed.
+    "B": (
+        ("fused_moe_cutlass", "from .interface import MoE\n", "from .interface import MoE\nfrom .moe_lora import *\n"),
+        (
+            "fused_moe_cutlass",
+            "        self._weights_created = False\n",
+            "        self._moe_lora_enabled = has_moe_lora_targets(model_config.lora_config)\n"
+            "        self._weights_created = False\n",
+        ),
+        (
+            "fused_moe_cutlass",
+            "    def _supports_load_balancer(self)",
+            "    def _moe_lora_active(self, lora_params):\n"
+            "        return self._moe_lora_enabled and bool(lora_params)\n\n"
+            "    def _supports_load_balancer(self)",
+        ),
+        (
+            "fused_moe_cutlass",
+            "        enable_alltoall=None,\n    )",
+            "        enable_alltoall=None,\n        lora_params=None,\n    )",
+        ),
+        (
+            "fused_moe_cutlass",
+            "        if not isinstance(self.quant_method, UnquantizedFusedMoEMethod):\n"
+            '            assert not allow_partial_loading, "Partial loading is not supported for quantized MoE now"\n'
+            "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode)\n",
+            "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode, allow_partial_loading)\n",
+        ),
+        ("quantization", _HOOK, _NO_HOOK),
+        ("quantization", "        if weights:\n            module._weights_transformed = False\n", ""),
+        ("quantization", "        load_expert_ids=None,\n    ):", "    ):"),
+        ("quantization", "*alphas, None, None, module.initial_local_expert_ids", "*alphas"),
+        (
+            "interface",
+            "    def pre_reload_weights(self)",
+            "    def validate_configurable_moe(self, moe):\n        pass\n\n    def pre_reload_weights(self)",
+        ),
+    ),
+    # Experts may arrive one by one. MXFP8 since September 2026 interleaves once, at the end of partial loads too.
+    "C2": (
+        (
+            "quantization",
+            "    def _interleave_w2_weight_scale(",
+            "    def finalize_streamed_expert(self, module, local_slot_id):\n        raise NotImplementedError\n\n"
+            "    def _interleave_w2_weight_scale(",
+        ),
+        (
+            "quantization",
+            "    BLOCK_SIZE = 32\n",
+            "    BLOCK_SIZE = 32\n\n    def process_weights_after_loading(self, module):\n"
+            '        raise NotImplementedError("of SM100 alone")\n',
+        ),
+    ),
 }
-"""What is too little for a file of its own: module to what is replaced in it."""
+"""What is too little for a file of its own: module, text, and what replaces it."""
 
-
+_DEFAULTS = {
+    "tensorrt_llm._torch.model_config": "ModelConfig",
+    "tensorrt_llm._torch.utils": "ActivationType",
+    ".interface": "MoEWeightLoadingMode",
+}
+"""Modules of what stands as a default in signatures."""
 _OF_BACKENDS = ("moe_cls", "init_load_balancer", "without_comm")
 """Parameters that ``create_moe_backend`` has and ``create_moe`` has not."""
-_OF_LAYERS = {
-    "A": [],
-    "B": [],
-    "C1": ["communication_method=None"],
-    "C2": ["communication_method=None", "allow_backend_degradation=True"],
-}
+_OF_LAYERS = {"C1": ["communication_method=None"], "C2": ["communication_method=None", "allow_backend_degradation=True"]}
 """Parameters that ``create_moe`` alone has, beside ``override_quant_config``."""
 
 
@@ -101,39 +104,31 @@ def build(generation: str, folder: Path, changes: Iterable[Change] = ()) -> Path
             shutil.copytree(source, package, ignore=ignore, dirs_exist_ok=True)
         else:
             shutil.copy(source, package)
-    differences = DIFFERENCES.get(generation, {})
-    for module, old, new in (*((module, *pair) for module, pairs in differences.items() for pair in pairs), *changes):
+    for module, old, new in (*DIFFERENCES.get(generation, ()), *changes):
         path = package / f"{module}.py"
         text = path.read_text(encoding="utf-8")
         if old not in text:
             raise ValueError(f"{path} does not hold {old!r}: this change is out of step with the folder")
         path.write_text(text.replace(old, new), encoding="utf-8")
-    for path in package.glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if "(facts: SimpleNamespace)" in text:
-            path.write_text(_with_signatures(text, generation, path.stem), encoding="utf-8")
+    path = package / "create_moe.py"
+    path.write_text(_with_signatures(path.read_text(encoding="utf-8"), generation), encoding="utf-8")
     for parent in package.relative_to(folder).parents:
         if parent != Path():
             (folder / parent / "__init__.py").touch()
     return folder
 
 
-def _with_signatures(text: str, generation: str, module: str) -> str:
-    """Give each function of one parameter, ``facts``, the host's own parameters, which it finds in that name."""
-    signatures = {
-        name.removeprefix(f"{module}."): parameters
-        for name, parameters in contract.facts()[generation]["functions"].items()
-        if name.count(".") == 1 and name.startswith(f"{module}.")
-    }
-    backend = signatures["create_moe_backend"]
+def _with_signatures(text: str, generation: str) -> str:
+    """Give ``create_moe_backend`` and ``create_moe`` the host's own parameters, which they find by name in ``facts``."""
+    backend = contract.facts()[generation]["functions"]["create_moe.create_moe_backend"]
     at = backend.index("model_config=ModelConfig()") + 1
-    layer = [*backend[:at], "override_quant_config=None", *backend[at:]]
-    signatures["create_moe"] = [name for name in layer if name.partition("=")[0] not in _OF_BACKENDS] + _OF_LAYERS[generation]
-
-    def replaced(found: re.Match[str]) -> str:
-        return f"def {found[1]}({', '.join(signatures[found[1]])}){found[2]}:\n    facts = SimpleNamespace(**locals())\n"
-
-    return re.sub(r"def (\w+)\(facts: SimpleNamespace\)( -> \w+):\n", replaced, text)
+    layer = [*backend[:at], "override_quant_config=None", *backend[at:], *_OF_LAYERS.get(generation, [])]
+    layer = [name for name in layer if name.partition("=")[0] not in _OF_BACKENDS]
+    for name, parameters in (("create_moe_backend", backend), ("create_moe", layer)):
+        text = text.replace(f"def {name}(facts):\n", f"def {name}({', '.join(parameters)}):\n    facts = dict(locals())\n")
+    defaults = {**_DEFAULTS, **({".activation": "DEFAULT_MOE_ACTIVATION"} if generation == "C2" else {})}
+    imports = "".join(f"from {module} import {name}\n" for module, name in defaults.items())
+    return text.replace("\n\n\n", f"\n{imports}\n\n", 1)
 
 
 if __name__ == "__main__":

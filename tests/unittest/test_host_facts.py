@@ -39,8 +39,8 @@ def test_the_double_keeps_to_the_facts(tmp_path: Path, generation: str) -> None:
     ("module", "old", "new"),
     [
         ("create_moe", "moe_cls in (CutlassFusedMoE, MarlinFusedMoE)", "issubclass(moe_cls, CutlassFusedMoE)"),
-        ("fused_moe_cutlass", "workspace: ", "scratch: "),
-        ("fused_moe_cutlass", "post_quant_comm: bool = True", "post_quant_comm: bool = False"),
+        ("fused_moe_cutlass", "workspace=", "scratch="),
+        ("fused_moe_cutlass", "post_quant_comm=True", "post_quant_comm=False"),
         ("fused_moe_cutlass", "class CutlassFusedMoE(MoEImplBase)", "class CutlassFusedMoE(MoEWeightOwnerMixin)"),
         ("quantization", "    weight_dtype = ", "    dtype_of_weights = "),
     ],

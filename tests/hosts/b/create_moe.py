@@ -1,47 +1,17 @@
 """``get_moe_cls``, ``create_moe_backend`` and ``create_moe`` of generation B (late), where one comparison is of identity."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
-from types import SimpleNamespace
 
-import torch
-from tensorrt_llm._torch.utils import ActivationType  # noqa: F401 - in signatures
 from tensorrt_llm._utils import get_sm_version
 from tensorrt_llm.logger import logger
-from tensorrt_llm.models.modeling_utils import QuantConfig
+from tensorrt_llm.models.modeling_utils import QuantAlgo
 
-from ...model_config import ModelConfig
 from .configurable_moe import ConfigurableMoE
 from .fused_moe_cutlass import CutlassFusedMoE
-from .interface import MoE, MoEWeightLoadingMode  # noqa: F401
 from .moe_load_balancer import get_moe_load_balancer
-from .other_backends import (
-    CuteDslB12xFusedMoE,
-    CuteDslFusedMoE,
-    DeepGemmFusedMoE,
-    DenseGEMMFusedMoE,
-    MegaMoECuteDsl,
-    MegaMoEDeepGemm,
-    TritonFusedMoE,
-    TRTLLMGenFusedMoE,
-    VanillaMoE,
-    WideEPMoE,
-)
-from .routing import BaseMoeRoutingMethod
+from .other_backends import *
 
-_SHARED = (
-    "routing_method",
-    "num_experts",
-    "hidden_size",
-    "intermediate_size",
-    "dtype",
-    "reduce_results",
-    "model_config",
-    "weight_loading_mode",
-    "layer_idx",
-)
 _PLAIN = {
     "CUTLASS": CutlassFusedMoE,
     "VANILLA": VanillaMoE,
@@ -51,19 +21,16 @@ _PLAIN = {
 }
 
 
-def get_moe_cls(
-    model_config: ModelConfig, override_quant_config: QuantConfig | None = None, layer_idx: int | None = None
-) -> type[MoE]:
-    moe_backend = model_config.moe_backend.upper()
+def get_moe_cls(model_config, override_quant_config=None, layer_idx=None):
+    moe_backend, sm = model_config.moe_backend.upper(), get_sm_version()
     quant_config = override_quant_config if override_quant_config is not None else model_config.quant_config
-    nvfp4 = quant_config is not None and quant_config.quant_mode.has_nvfp4()
+    nvfp4 = quant_config is not None and quant_config.quant_algo is QuantAlgo.NVFP4
     if moe_backend in _PLAIN:
         return _PLAIN[moe_backend]
     if moe_backend == "CUTEDSL" and nvfp4:
-        if get_sm_version() in CuteDslB12xFusedMoE._SUPPORTED_SM_VERSIONS and importlib.util.find_spec("flashinfer") is not None:
-            return CuteDslB12xFusedMoE
-        return CuteDslFusedMoE
-    if moe_backend == "DENSEGEMM" and nvfp4 and get_sm_version() in DenseGEMMFusedMoE._SUPPORTED_SM_VERSIONS:
+        has_b12x = sm in (120, 121) and importlib.util.find_spec("flashinfer") is not None
+        return CuteDslB12xFusedMoE if has_b12x else CuteDslFusedMoE
+    if moe_backend == "DENSEGEMM" and nvfp4 and sm in (100, 103):
         return DenseGEMMFusedMoE
     if moe_backend == "TRTLLM" and nvfp4:
         return TRTLLMGenFusedMoE
@@ -73,13 +40,7 @@ def get_moe_cls(
     raise ValueError(f"Unsupported moe backend: {moe_backend}")
 
 
-def resolve_moe_cls(
-    model_config: ModelConfig,
-    routing_method: BaseMoeRoutingMethod,
-    dtype: torch.dtype | None,
-    override_quant_config: QuantConfig | None = None,
-    layer_idx: int | None = None,
-) -> type[MoE]:
+def resolve_moe_cls(model_config, routing_method, dtype, override_quant_config=None, layer_idx=None):
     moe_cls = get_moe_cls(model_config, override_quant_config, layer_idx)
     backend = "CUTLASS" if moe_cls is CutlassFusedMoE else model_config.moe_backend
     if model_config.lora_config is not None and backend != "CUTLASS":
@@ -87,32 +48,29 @@ def resolve_moe_cls(
     return moe_cls
 
 
-def create_moe_backend(facts: SimpleNamespace) -> MoE:
-    moe_cls = facts.moe_cls
+def create_moe_backend(facts):
+    moe_cls = facts.pop("moe_cls")
     if get_moe_load_balancer() is not None:
         supported_load_balancer_backends = (CutlassFusedMoE, TRTLLMGenFusedMoE, CuteDslFusedMoE, DeepGemmFusedMoE)
         assert moe_cls in supported_load_balancer_backends, "MoE Load Balance is only supported in ..."
-    if facts.bias:
-        assert moe_cls in [CutlassFusedMoE, TritonFusedMoE, TRTLLMGenFusedMoE], f"bias not supported in {moe_cls.__name__}."
-    if facts.swiglu_alpha is not None or facts.swiglu_beta is not None:
+    if facts["bias"] or facts["swiglu_alpha"] is not None or facts["swiglu_beta"] is not None:
         supported = moe_cls in [CutlassFusedMoE, TritonFusedMoE, TRTLLMGenFusedMoE]
-        assert supported, f"swiglu_alpha and swiglu_beta are not supported in {moe_cls.__name__}."
-    if facts.swiglu_limit is not None:
+        assert supported, f"bias, swiglu_alpha and swiglu_beta are not supported in {moe_cls.__name__}."
+    if facts["swiglu_limit"] is not None:
         supported = moe_cls in [CutlassFusedMoE, TritonFusedMoE, TRTLLMGenFusedMoE, MegaMoECuteDsl]
         assert supported, f"swiglu_limit is not supported in {moe_cls.__name__}."
-    arguments = {name: value for name, value in vars(facts).items() if name != "moe_cls"}
-    shared = {name: arguments[name] for name in _SHARED}
     if moe_cls is CutlassFusedMoE:
-        return moe_cls(**arguments)
+        return moe_cls(**facts)
     if moe_cls in (CuteDslFusedMoE, CuteDslB12xFusedMoE):
-        return moe_cls(**shared)
+        return moe_cls(**facts)
     if moe_cls in (TRTLLMGenFusedMoE, WideEPMoE, VanillaMoE, CuteDslFusedMoE, DeepGemmFusedMoE, TritonFusedMoE):
-        return moe_cls(**shared)
+        return moe_cls(**facts)
     raise ValueError(f"Unsupported moe backend: {moe_cls}")
 
 
-def create_moe(facts: SimpleNamespace) -> MoE:
-    moe_cls = resolve_moe_cls(facts.model_config, facts.routing_method, facts.dtype, facts.override_quant_config, facts.layer_idx)
+def create_moe(facts):
+    override_quant_config, arguments = facts["override_quant_config"], ("model_config", "routing_method", "dtype")
+    moe_cls = resolve_moe_cls(*(facts[name] for name in arguments), override_quant_config, facts["layer_idx"])
     if os.environ.get("ENABLE_CONFIGURABLE_MOE", "1") == "1" or moe_cls in (CuteDslFusedMoE, CuteDslB12xFusedMoE):
         if moe_cls in (
             DeepGemmFusedMoE,
@@ -124,9 +82,9 @@ def create_moe(facts: SimpleNamespace) -> MoE:
             MegaMoEDeepGemm,
             MegaMoECuteDsl,
         ):
-            return ConfigurableMoE(**vars(facts))
+            return ConfigurableMoE(**facts)
         logger.warning("%s is not supported by ConfigurableMoE", moe_cls.__name__)
-    if facts.model_config.moe_backend.upper() in ("TRTLLM", "CUTEDSL") and moe_cls == CutlassFusedMoE:
+    if facts["model_config"].moe_backend.upper() in ("TRTLLM", "CUTEDSL") and moe_cls == CutlassFusedMoE:
         logger.warning("falling back to CutlassFusedMoE")
-    del facts.override_quant_config
-    return create_moe_backend(moe_cls=moe_cls, **vars(facts))
+    del facts["override_quant_config"]
+    return create_moe_backend(moe_cls=moe_cls, **facts)

@@ -1,5 +1,5 @@
 from .configurable_moe import ConfigurableMoE
-from .create_moe import create_moe, resolve_moe_cls, resolve_moe_impl
+from .create_moe import create_moe, resolve_moe_cls
 from .fused_moe_cutlass import CutlassFusedMoE
 from .impl_base import MoEImplBase
 from .interface import MoE, MoEWeightLoadingMode
@@ -12,5 +12,4 @@ __all__ = [  # create_moe is the function
     "MoEWeightLoadingMode",
     "create_moe",
     "resolve_moe_cls",
-    "resolve_moe_impl",
 ]

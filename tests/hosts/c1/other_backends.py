@@ -1,96 +1,53 @@
 """Every other backend by name: what is compared, what refuses SM120, and what a named backend would get."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import torch
 from tensorrt_llm.models.modeling_utils import QuantAlgo
 from torch import nn
 
-from ._generation import ACTIVATIONS
-from .fused_moe_cutlass import CutlassFusedMoE
 from .impl_base import MoEImplBase, apply_moe_impl_construction_state
-from .impl_contract import MoEDeployment, MoEEligibility, MoEProblem, MoERejectReason, MoERunContext, MoEStaticCapability
-from .interface import MoESchedulerKind, _reject
-
-_DATACENTER = frozenset({100, 103})
-
-
-def _judged(cls: Any, p: MoEProblem, d: MoEDeployment) -> MoEEligibility:
-    if d.env.sm not in cls.sm_versions:
-        return _reject(MoERejectReason.SM_UNSUPPORTED, f"{cls.__name__} does not run on SM{d.env.sm}")
-    if p.quant_algo not in cls.quant_algos:
-        return _reject(MoERejectReason.QUANT_UNSUPPORTED, f"{cls.__name__} does not support quant_algo={p.quant_algo}")
-    return MoEEligibility.ok()
+from .impl_contract import MoEStaticCapability
 
 
 class _Other(MoEImplBase):
-    sm_versions = _DATACENTER
-    quant_algos: tuple[QuantAlgo | None, ...] = (QuantAlgo.NVFP4,)
-    activation_support = ACTIVATIONS
+    sm_versions = (100, 103)
+    quant_algos = (QuantAlgo.NVFP4,)
 
     @classmethod
-    def can_implement(cls, p: MoEProblem, d: MoEDeployment) -> MoEEligibility:
-        return _judged(cls, p, d)
+    def rejection(cls, p, d):
+        served = d.sm in cls.sm_versions and p.quant_algo in cls.quant_algos
+        return None if served else f"{cls.__name__} has no {p.quant_algo} on SM{d.sm}"
 
-    def __init__(self, apply_router_weight_on_input: bool = False, **arguments: Any) -> None:
-        super().__init__(eplb=None)
+    def __init__(self, apply_router_weight_on_input=False, **arguments):
+        super().__init__()
         apply_moe_impl_construction_state(self, **arguments)
         self._weights_created = False
 
-    def create_weights(self) -> None:
+    def create_weights(self):
         self._weights_created = True
 
-    def _get_quant_method(self) -> Any:
+    def _get_quant_method(self):
         raise NotImplementedError
 
-    def quantize_input(self, x: Any, **kwargs: Any) -> Any:
+    def quantize_input(self, x, **kwargs):
         raise NotImplementedError
 
-    def run_moe(self, ctx: MoERunContext, *, workspace: dict[str, Any] | None = None) -> torch.Tensor:
+    def run_moe(self, ctx, *, workspace=None):
         raise NotImplementedError
 
 
-class CuteDslFusedMoE(CutlassFusedMoE):
-    capabilities = MoEStaticCapability(supports_dwdp=True, supports_eplb=True, supports_apply_router_weight_on_input=True)
-    sm_versions = _DATACENTER
-    quant_algos = (QuantAlgo.NVFP4, QuantAlgo.FP8_BLOCK_SCALES)
-
-    @classmethod
-    def can_implement(cls, p: MoEProblem, d: MoEDeployment) -> MoEEligibility:
-        return _judged(cls, p, d)
-
-
-class TRTLLMGenFusedMoE(_Other):
-    capabilities = MoEStaticCapability(supports_eplb=True, supports_expert_bias=True)
-    quant_algos = (QuantAlgo.NVFP4, QuantAlgo.FP8_BLOCK_SCALES, None)
-
-
-class DeepGemmFusedMoE(_Other):
-    quant_algos = (QuantAlgo.FP8_BLOCK_SCALES,)
-
-
-class DenseGEMMFusedMoE(_Other):
-    pass
-
-
-class MarlinFusedMoE(_Other):
-    sm_versions = frozenset({80, 86, 89, 90})
-
-
-class TritonFusedMoE(_Other):
-    capabilities = MoEStaticCapability(supports_expert_bias=True)
-    sm_versions = frozenset({90})
-    quant_algos = (None, QuantAlgo.FP8)
-
-
-class MegaMoEDeepGemm(_Other):
-    scheduler_kind = MoESchedulerKind.FUSED_COMM
-
-
-class MegaMoECuteDsl(_Other):
-    scheduler_kind = MoESchedulerKind.FUSED_COMM
+_ATTRIBUTES = {
+    "CuteDslFusedMoE": {"capabilities": MoEStaticCapability(supports_eplb=True, supports_apply_router_weight_on_input=True)},
+    "TRTLLMGenFusedMoE": {
+        "capabilities": MoEStaticCapability(supports_eplb=True, supports_expert_bias=True),
+        "quant_algos": (QuantAlgo.NVFP4, None),
+    },
+    "DeepGemmFusedMoE": {"quant_algos": ()},
+    "DenseGEMMFusedMoE": {},
+    "MarlinFusedMoE": {"sm_versions": (80, 86, 89, 90)},
+    "TritonFusedMoE": {"sm_versions": (90,), "quant_algos": (None, QuantAlgo.FP8)},
+    "MegaMoEDeepGemm": {},
+    "MegaMoECuteDsl": {},
+}
+globals().update({name: type(name, (_Other,), attributes) for name, attributes in _ATTRIBUTES.items()})
 
 
 class VanillaMoE(nn.ModuleList):
@@ -99,8 +56,8 @@ class VanillaMoE(nn.ModuleList):
     capabilities = MoEStaticCapability()
 
     @classmethod
-    def can_implement(cls, p: MoEProblem, d: MoEDeployment) -> MoEEligibility:
-        return MoEEligibility.ok()
+    def rejection(cls, p, d):
+        return None
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments):
         super().__init__()

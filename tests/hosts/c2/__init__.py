@@ -1,7 +1,6 @@
-from . import streaming  # noqa: F401 - C2's additions to the NVFP4 methods
 from .activation import DEFAULT_MOE_ACTIVATION, SimpleActivation, SwigluActivation, SwigluBiasActivation
 from .configurable_moe import ConfigurableMoE
-from .create_moe import create_moe, resolve_moe_cls, resolve_moe_impl
+from .create_moe import create_moe, resolve_moe_cls
 from .fused_moe_cutlass import CutlassFusedMoE
 from .impl_base import MoEImplBase
 from .interface import MoE, MoEWeightLoadingMode
@@ -18,5 +17,4 @@ __all__ = [  # create_moe is the function
     "SwigluBiasActivation",
     "create_moe",
     "resolve_moe_cls",
-    "resolve_moe_impl",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,7 @@ class SwigluActivation:
     clamp: torch.Tensor | float | None = None
     kind: ClassVar[ActivationType] = ActivationType.Swiglu
 
-    def constants(self) -> ActivationConstants:
+    def constants(self):
         return ActivationConstants(limit=self.clamp)
 
 
@@ -34,7 +33,7 @@ class SwigluBiasActivation:
     clamp: torch.Tensor | float | None = None
     kind: ClassVar[ActivationType] = ActivationType.SwigluBias
 
-    def constants(self) -> ActivationConstants:
+    def constants(self):
         return ActivationConstants(alpha=self.gate_sigmoid_scale, beta=self.linear_offset, limit=self.clamp)
 
 
@@ -44,40 +43,15 @@ class SimpleActivation:
 
     kind: ActivationType
 
-    def __post_init__(self) -> None:
-        if self.kind in (ActivationType.Swiglu, ActivationType.SwigluBias):
-            raise ValueError(f"{self.kind.name} has a record of its own")
-
-    def constants(self) -> ActivationConstants:
+    def constants(self):
         return ActivationConstants()
 
 
 DEFAULT_MOE_ACTIVATION = SwigluActivation()
 
 
-class ActivationParamShape(Enum):
-    PER_EXPERT_TENSOR = auto()
-    UNSUPPORTED = auto()
-
-
-@dataclass(frozen=True)
-class MoEActivationSupport:
-    kinds: frozenset[ActivationType]
-    alpha_beta: ActivationParamShape = ActivationParamShape.UNSUPPORTED
-    limit: ActivationParamShape = ActivationParamShape.UNSUPPORTED
-
-    def lacking(self, kind: ActivationType, constants: frozenset[str]) -> list[str]:
-        """What the resolver refuses a candidate for: the kind, or constants that its kernels do not take."""
-        if kind not in self.kinds:
-            return [kind.name]
-        shapes = {"alpha": self.alpha_beta, "beta": self.alpha_beta, "clamp": self.limit}
-        return sorted(name for name in constants if shapes[name] is ActivationParamShape.UNSUPPORTED)
-
-
-def install_activation_params(module: Any) -> None:
+def install_activation_params(module):
     """``act_alpha``, ``act_beta`` and ``act_clamp``, as non-persistent buffers where there is a value."""
-    if module.activation.kind not in type(module).activation_support.kinds:
-        raise ValueError(f"{type(module).__name__} does not implement activation {module.activation.kind.name}")
     constants = module.activation.constants()
     for name, value in (("act_alpha", constants.alpha), ("act_beta", constants.beta), ("act_clamp", constants.limit)):
         if hasattr(module, name):

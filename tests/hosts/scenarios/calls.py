@@ -19,66 +19,51 @@ from trtllm_b12x.core import process
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.tools.verify import kernel_calls
 
+ATTENTION_DP = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}
 
-def alltoall() -> dict[str, Any]:
-    """Attention-DP behind an all-to-all: what is said after the load, and what each call sends."""
-    host, tensors = layers.host, random_experts(4, 128, 192)
-    sent: list[str] = []
 
-    class Exchange:
-        """Every token is this rank's own."""
+def _loopback(strategy: str) -> list[dict[str, Any]]:
+    """Make every rank's tokens its own, by a subclass of that strategy; return what is sent from now on."""
+    communication = importlib.import_module(f"{layers.host.create_moe.__package__}.communication")
+    sent: list[dict[str, Any]] = []
+
+    class Loopback(getattr(communication, strategy, object)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
 
         def supports_post_quant_dispatch(self) -> bool:
             return True
 
-        def dispatch(self, *given: Any, **named: Any) -> tuple[Any, ...]:
+        def dispatch(self, **named: Any) -> tuple[Any, ...]:
+            sent.append(named)
             order = ("hidden_states", "hidden_states_sf", "token_selected_slots", "token_final_scales")
-            values = given[:4] or tuple(named[name] for name in order)
-            sent.append(str(values[0].dtype))
-            return values
+            return tuple(named[name] for name in order)
 
-        def combine(self, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        def combine(self, hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
             return hidden_states
 
-    communication = importlib.import_module(f"{host.create_moe.__package__}.communication")
-    communication.CommunicationFactory.create_strategy = staticmethod(lambda *given, **named: Exchange())
+    communication.CommunicationFactory.create_strategy = staticmethod(lambda *given, **named: Loopback())
+    return sent
+
+
+def alltoall() -> dict[str, Any]:
+    """Attention-DP behind an all-to-all: what is said after the load, and what each call sends."""
+    tensors, sent = random_experts(4, 128, 192), _loopback("AllToAll")
     trtllm_b12x.install()
-    mapping = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}
-    layer = layers.create(4, 128, 192, mapping=mapping)
-    layers.load(layer, tensors)
+    layer = layers.load(layers.create(4, 128, 192, mapping=ATTENTION_DP), tensors)
     loaded = trtllm_b12x.status().promoted
     for _ in range(2):
         layer(*layers.inputs(layer, 3, tensors), all_rank_num_tokens=[3, 3])
-    status = trtllm_b12x.status()
-    return {"loaded": loaded, "promoted": status.promoted, "reasons": status.reasons, "sent": sent}
+    status, dtypes = trtllm_b12x.status(), [str(named["hidden_states"].dtype) for named in sent]
+    return {"loaded": loaded, "promoted": status.promoted, "reasons": status.reasons, "sent": dtypes}
 
 
 def padded_and_empty_chunks() -> dict[str, Any]:
     """Attention-DP over one rank of two: padded to the fullest rank, and in more chunks than this rank has tokens."""
-    host, tensors = layers.host, random_experts(4, 128, 256)
-    communication = importlib.import_module(f"{host.create_moe.__package__}.communication")
-    sent: list[list[int]] = []
-
-    class Alone(communication.AllGatherReduceScatter):  # type: ignore[name-defined]
-        """The other rank's tokens are left out."""
-
-        def __init__(self) -> None:
-            pass
-
-        def dispatch(self, *given: Any, **named: Any) -> tuple[Any, ...]:
-            sent.append(list(named["all_rank_num_tokens"]))
-            assert len(named["hidden_states"]) == sent[-1][0]
-            return tuple(
-                named[name] for name in ("hidden_states", "hidden_states_sf", "token_selected_slots", "token_final_scales")
-            )
-
-        def combine(self, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-            return hidden_states
-
-    communication.CommunicationFactory.create_strategy = staticmethod(lambda *given, **named: Alone())
+    tensors, sent = random_experts(4, 128, 256), _loopback("AllGatherReduceScatter")
     trtllm_b12x.install()
-    mapping = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}
-    layer = layers.load(layers.create(4, 128, 256, mapping=mapping, max_num_tokens=200, moe_max_num_tokens=32), tensors)
+    arguments: dict[str, Any] = {"mapping": ATTENTION_DP, "max_num_tokens": 200, "moe_max_num_tokens": 32}
+    layer = layers.load(layers.create(4, 128, 256, **arguments), tensors)
     x, logits = layers.inputs(layer, 9, tensors)
     zeros = torch.cat([x[:5], torch.zeros(4, 128, dtype=x.dtype)])
     calls: dict[str, tuple[Any, ...]] = {
@@ -92,7 +77,10 @@ def padded_and_empty_chunks() -> dict[str, Any]:
         with kernel_calls(layer.backend) as reached:
             output = layer(rows, scores, all_rank_num_tokens=counts, use_dp_padding=padding)
         whole = output if whole is None else whole
-        result[name] = [list(output.shape), bool(torch.equal(output, whole[: counts[0]])), len(reached), sent[0], sent[-1]]
+        of_ranks = [named["all_rank_num_tokens"] for named in sent]
+        assert all(len(named["hidden_states"]) == rank[0] for named, rank in zip(sent, of_ranks, strict=True))
+        equal = bool(torch.equal(output, whole[: counts[0]]))
+        result[name] = [list(output.shape), equal, len(reached), of_ranks[0], of_ranks[-1]]
     return result
 
 

@@ -89,7 +89,7 @@ def renamed_names(generation: str, folder: str) -> dict[str, Any]:
     outcomes = {}
     for name, pattern in names.items():
         path = build.build(generation, Path(folder) / name)
-        shared = (path / "tensorrt_llm" / f"{module}.py" for module in ("_loading", "_wrapping"))
+        shared = (path / "tensorrt_llm" / f"{module}.py" for module in ("_ops", "_scheduling", "_wrapping"))
         package = (path / build.PACKAGES.get(generation, build.OLD_PACKAGE)).rglob("*.py")
         for file in (*(file for file in package if file.stem != "create_moe"), *shared):  # which names arguments
             text = re.sub(pattern.format(name), lambda found: f"{found[0]}_", file.read_text(), flags=re.MULTILINE)

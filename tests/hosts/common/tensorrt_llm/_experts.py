@@ -1,15 +1,9 @@
 """Tensors of one expert as the quantization methods of every generation read them, by the layer's loading mode."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import torch
-
 from trtllm_b12x.engines.trtllm.embedded.config import MoEWeightLoadingMode
 
 
-def of_expert(module: Any, weights: Any, expert: int, kind: str) -> dict[str, torch.Tensor]:
+def of_expert(module, weights, expert, kind):
     """What there is of w1, w3 and w2."""
     if module.weight_loading_mode is MoEWeightLoadingMode.FUSED_GATE_UP_PROJ:
         return _of_fused(weights, expert, "" if kind == "weight" else f"_{kind}")
@@ -19,7 +13,7 @@ def of_expert(module: Any, weights: Any, expert: int, kind: str) -> dict[str, to
     return {half: weights[name] for half, name in names.items() if name in weights}
 
 
-def _of_fused(weights: Any, expert: int, suffix: str) -> dict[str, torch.Tensor]:
+def _of_fused(weights, expert, suffix):
     """All experts in one tensor, gate before up, matrices transposed; one scalar for all."""
     found = {}
     if (gate_up := weights.get(f"gate_up_proj{suffix}")) is not None:

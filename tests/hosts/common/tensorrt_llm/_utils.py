@@ -1,16 +1,15 @@
 import os
-from typing import Any
 
 
-def get_sm_version() -> int:
+def get_sm_version():
     return int(os.environ.get("DOUBLE_SM", "120"))
 
 
-def is_device_integrated() -> bool:
+def is_device_integrated():
     return False
 
 
-def mpi_comm() -> Any:
+def mpi_comm():
     from mpi4py import MPI
     from mpi4py.util import pkl5
 

@@ -6,7 +6,7 @@ Source: id 3648310208.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,17 +37,15 @@ class TuningConfig:
 
 
 class AutoTuner:
-    _instance: AutoTuner | None = None
+    _instance = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_tuning_mode = False
-        self.cache: dict[tuple[Any, ...], int] = {}
-        self.missed: list[tuple[Any, ...]] = []
+        self.cache = {}
+        self.missed = []
         """What was asked for outside of tuning and not tuned before: the host warns, and takes the fallback."""
 
-    def choose_one(
-        self, custom_op: str, runners: list[Any], tuning_config: TuningConfig, inputs: list[Any], **kwargs: Any
-    ) -> tuple[Any, int]:
+    def choose_one(self, custom_op, runners, tuning_config, inputs, **kwargs):
         """Runner and tactic.  While it tunes, every bucket up to the given size is profiled."""
         shapes = [tuple(tensor.size()) if isinstance(tensor, torch.Tensor) else (0,) for tensor in inputs]
         specs, constraints = tuning_config.dynamic_tensor_specs, tuning_config.constraint_specs
@@ -63,11 +61,11 @@ class AutoTuner:
             self.missed.append(wanted)
         return runners[0], self.cache.get(wanted, -1)
 
-    def _key(self, custom_op: str, shapes: list[tuple[int, ...]], *given: Any) -> tuple[Any, ...]:
+    def _key(self, custom_op, shapes, *given):
         return custom_op, self._find_nearest_profile(tuple(shapes), *given)
 
     @classmethod
-    def get(cls) -> AutoTuner:
+    def get(cls):
         if cls._instance is None:
             cls._instance = AutoTuner()
         return cls._instance
@@ -75,13 +73,8 @@ class AutoTuner:
     @classmethod
     @cache
     def _find_nearest_profile(
-        cls,
-        shapes: tuple[Any, ...],
-        dynamic_tensor_specs: tuple[DynamicTensorSpec, ...],
-        constraint_specs: tuple[ConstraintSpec, ...],
-        tune_max_num_tokens: int | None = None,
-        apply_map_to_tuning_buckets: bool = True,
-    ) -> tuple[Any, ...]:
+        cls, shapes, dynamic_tensor_specs, constraint_specs, tune_max_num_tokens=None, apply_map_to_tuning_buckets=True
+    ):
         profile = [list(shape) for shape in shapes]
         for spec in dynamic_tensor_specs:
             if apply_map_to_tuning_buckets:
@@ -95,7 +88,7 @@ class AutoTuner:
 
 
 @contextlib.contextmanager
-def autotune(tune_mode: bool = True) -> Iterator[None]:
+def autotune(tune_mode=True):
     tuner = AutoTuner.get()
     tuner.is_tuning_mode = tune_mode
     try:

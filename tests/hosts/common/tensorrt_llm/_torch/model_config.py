@@ -15,7 +15,7 @@ class ModelConfig(config.ModelConfig):
     extra_attrs: dict[str, Any] = field(default_factory=get_model_extra_attrs)
     force_dynamic_quantization: bool = False
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name, value):
         if getattr(self, "_frozen", False) and name not in ("_frozen", "extra_attrs", "quant_config"):
             raise AttributeError(f"Cannot modify ModelConfig.'{name}' - instance is frozen")
         super().__setattr__(name, value)

@@ -1,9 +1,5 @@
 """A model file: it binds ``create_moe`` at import, as Qwen3-MoE's does."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -20,7 +16,7 @@ except ImportError:
 class Model(nn.Module):
     """``layers`` of 4 experts, hidden size 128, intermediate size 192; ``excluded`` ones lose their quantization late."""
 
-    def __init__(self, model_config: Any, layers: int, excluded: tuple[int, ...] = ()) -> None:
+    def __init__(self, model_config, layers, excluded=()):
         super().__init__()
         for index in range(layers):
             layer = create_moe(

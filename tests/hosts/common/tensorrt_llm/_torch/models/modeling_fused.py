@@ -7,7 +7,6 @@ Sources: ``modeling_deepseekv3.py`` (000561df), ``modeling_glm.py`` (id 44025357
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +40,7 @@ MAX_TOKEN = 128
 class DecoderLayer(nn.Module):
     """From the post-attention norm on; 4 experts, hidden size 128, intermediate size 256 over all ranks."""
 
-    def __init__(self, model: str, model_config: Any) -> None:
+    def __init__(self, model, model_config):
         super().__init__()
         self.model_config, self.kind = model_config, MODELS[model]
         name = model_config.moe_backend
@@ -59,10 +58,10 @@ class DecoderLayer(nn.Module):
         self.post_moe_fusion = mapping.tp_size > 1 and not mapping.enable_attention_dp
 
     @property
-    def backend(self) -> Any:
+    def backend(self):
         return getattr(self.experts, "backend", self.experts)
 
-    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states, router_logits):
         """What the layer adds to the residual, before the next norm."""
         do_finalize = not (
             hidden_states.shape[0] <= MAX_TOKEN
@@ -70,7 +69,7 @@ class DecoderLayer(nn.Module):
             and self.model_config.moe_backend == "TRTLLM"
             and self.backend.has_nvfp4
         )
-        routed: Any = self.experts(hidden_states, router_logits.to(self.bias_dtype).float(), do_finalize=do_finalize)
+        routed = self.experts(hidden_states, router_logits.to(self.bias_dtype).float(), do_finalize=do_finalize)
         shared = torch.zeros_like(hidden_states)
         if do_finalize:
             return shared + routed
@@ -81,9 +80,7 @@ class DecoderLayer(nn.Module):
         return shared + moe_all_reduce(fc2_output, expert_scale_factor, expanded_idx_to_permuted_idx)
 
 
-def moe_all_reduce(
-    fc2_output: torch.Tensor, expert_scale_factor: torch.Tensor, expanded_idx_to_permuted_idx: torch.Tensor
-) -> torch.Tensor:
+def moe_all_reduce(fc2_output, expert_scale_factor, expanded_idx_to_permuted_idx):
     """Rows of the permuted FC2 output, weighted and summed per token.  The kernel reads by pointer what it is given."""
     permuted = fc2_output.reshape(-1)[expanded_idx_to_permuted_idx.reshape(-1).long() % fc2_output.numel()]
     return permuted.mean() * expert_scale_factor.float().mean()

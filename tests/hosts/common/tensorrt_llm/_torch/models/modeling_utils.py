@@ -1,12 +1,10 @@
 """The registry of architectures that is handed to the workers."""
 
-from collections.abc import Callable
-
-MODEL_CLASS_MAPPING: dict[str, type] = {}
+MODEL_CLASS_MAPPING = {}
 
 
-def register_auto_model(name: str) -> Callable[[type], type]:
-    def decorator(cls: type) -> type:
+def register_auto_model(name):
+    def decorator(cls):
         MODEL_CLASS_MAPPING[name] = cls
         return cls
 

@@ -6,14 +6,9 @@ Source: ``ModelLoader.load`` of every generation (ids 57588011916 and 5680057284
 buckets by ``WorkerExtension.update_weights`` of ``rlhf_utils`` (ids 35967582012 and 57386396095).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,7 +22,7 @@ class MetaInitMode(TorchDispatchMode):
     _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
     _RANDOM = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in self._EMPTY:
             return func(*args, **{**kwargs, "device": torch.device("meta")})
@@ -41,18 +36,18 @@ class MetaInitMode(TorchDispatchMode):
 class Peer:
     """What ModelExpress hands on: parameters by name, one of each address; ``transformed``: after the source's walk."""
 
-    def __init__(self, transformed: bool = False) -> None:
+    def __init__(self, transformed=False):
         self.transformed = transformed
-        self.published: dict[str, torch.Tensor] = {}
+        self.published = {}
 
-    def publish(self, model: nn.Module) -> None:
-        seen: set[int] = set()
+    def publish(self, model):
+        seen = set()
         for name, parameter in model.named_parameters():
             if parameter.data_ptr() not in seen:
                 seen.add(parameter.data_ptr())
                 self.published[name] = parameter.data.clone()
 
-    def receive(self, model: nn.Module) -> None:
+    def receive(self, model):
         """Bytes of the same name and length."""
         for name, parameter in model.named_parameters():
             source = self.published.get(name)
@@ -64,7 +59,7 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 """Attribute of the model to the tensors of that layer."""
 
 
-def load(build: Callable[[], nn.Module], weights: Tensors | list[Tensors] | None, peer: Peer | None = None) -> nn.Module:
+def load(build, weights, peer=None):
     """``built_once`` of the model says that it was not built anew.
 
     ``weights``: None is ``LoadFormat.DUMMY``, a list a stream of groups; nothing of it is loaded where the peer has published."""
@@ -108,32 +103,32 @@ def load(build: Callable[[], nn.Module], weights: Tensors | list[Tensors] | None
     return model
 
 
-def _load_weights(model: nn.Module, weights: Tensors, *, allow_partial_loading: bool) -> None:
+def _load_weights(model, weights, *, allow_partial_loading):
     for name, tensors in weights.items():
         getattr(model, name).load_weights([tensors], allow_partial_loading=allow_partial_loading)
 
 
-def _create_weights(model: nn.Module) -> None:
+def _create_weights(model):
     """``__post_init__`` of the model: wrappers first, then what they hold."""
     for module in list(model.modules()):
         if hasattr(module, "create_weights"):
             module.create_weights()
 
 
-def kept(model: nn.Module) -> Iterator[Any]:
+def kept(model):
     """Not ``ConfigurableMoE``, which leaves its weights to its backend, nor layers of other pipeline ranks."""
     for module in model.modules():
         if not getattr(module, "_weights_removed", False):
             yield module
 
 
-def walk(model: nn.Module) -> None:
+def walk(model):
     for module in kept(model):
         if hasattr(module, "post_load_weights"):
             module.post_load_weights()
 
 
-def _walk_process_weights_after_loading(model: nn.Module) -> None:
+def _walk_process_weights_after_loading(model):
     """Once per wrapper or backend, by the wrapper, which has no weights: neither is processed."""
     delegated = {id(module.backend) for module in model.modules() if hasattr(module, "backend")}
     for module in kept(model):
@@ -141,7 +136,7 @@ def _walk_process_weights_after_loading(model: nn.Module) -> None:
             module.process_weights_after_loading()
 
 
-def update_weights(model: nn.Module, bucket: Tensors | None) -> None:
+def update_weights(model, bucket):
     """``WorkerExtension.update_weights`` of RLHF: one bucket after the other, then None."""
     if not hasattr(model, "first_pre_reload_weights"):
         for module in kept(model):

@@ -1,0 +1,5 @@
+_balancer = None
+
+
+def get_moe_load_balancer():
+    return _balancer
