@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -60,18 +60,23 @@ def forget(dispatch: Any) -> None:
     compiler._compiled.clear()
 
 
+def planned(tokens: int, **sizes: Any) -> B12xKernel:
+    """Return a kernel of the geometry, or of one that differs in these sizes."""
+    kernel = B12xKernel()
+    kernel.plan(replace(GEOMETRY, **sizes), tokens, torch.device("cpu"))
+    return kernel
+
+
 def attempt(dispatch: Any) -> dict[str, Any]:
     """Plan as a layer does, twice; what came of it, and what is left of it."""
     forget(dispatch)
     errors, lasting = [], None
     for _ in range(2):
-        kernel = B12xKernel()
         try:
-            kernel.plan(GEOMETRY, 1, torch.device("cpu"))
+            planned(1)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
             lasting = getattr(error, "lasting", None)
-        del kernel
     gc.collect()
     workspaces = [o for o in gc.get_objects() if type(o).__name__ == "Sm120StaticMoEWorkspace"]
     found = {"errors": errors, "plans": len(b12x._plans), "workspaces": len(workspaces), "lasting": lasting}
@@ -86,22 +91,18 @@ PADDED = {2688: False, 1344: False, 640: True, 1856: False}
 def padded(dispatch: Any, size: int, gated: bool) -> dict[str, Any]:
     """Plan and bind a layer of that size on our tile, with FlashInfer's own padding out of order."""
     tile = B12xKernel.features.tile
-    geometry = Geometry(4, 2, 256, -(-size // tile) * tile, "Swiglu" if gated else "Relu2", ranks=2)
+    rows = -(-size // tile) * tile
     with mock.patch.object(dispatch, "_pad_intermediate_to_tile", mock.Mock(side_effect=AssertionError("padded"))):
-        kernel = B12xKernel()
-        kernel.plan(geometry, 3, torch.device("cpu"))
+        kernel = planned(3, intermediate_size=rows, activation="Swiglu" if gated else "Relu2", ranks=2)
         shape = problem.Shape("", 4, 2, 256, size, gated)
         with mock.patch.object(problem, "TILE", tile):
             kernel.bind(problem.empty_layer(shape).weights)
-        return {"case": f"padding {size}", "planned": geometry.intermediate_size, "summary": kernel.summary()}
+        return {"case": f"padding {size}", "planned": rows, "summary": kernel.summary()}
 
 
 def shared() -> dict[str, Any]:
     """Two layers of one geometry, one of another; and after they are gone."""
-    kernels = []
-    for experts in (4, 4, 8):
-        kernels.append(B12xKernel())
-        kernels[-1].plan(replace(GEOMETRY, num_experts=experts, ranks=2), 2, torch.device("cpu"))
+    kernels = [planned(2, num_experts=experts, ranks=2) for experts in (4, 4, 8)]
     spaces = [kernel.workspace for kernel in kernels]
     unplanned = ""
     try:
@@ -125,8 +126,7 @@ def preferred() -> dict[str, Any]:
     """Kinds for one token, and what is left of them for expert parallelism."""
     found: dict[str, Any] = {"case": "kinds"}
     for name, ranks in (("any", 1), ("expert parallel", 2)):
-        kernel = B12xKernel()
-        kernel.plan(replace(GEOMETRY, intermediate_size=256, ranks=ranks), 1, torch.device("cpu"))
+        kernel = planned(1, intermediate_size=256, ranks=ranks)
         found[name] = [candidate.kind.name for candidate in kernel._plan.candidates[1]]
     return found
 
@@ -136,12 +136,8 @@ def restarted(dispatch: Any, cute: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"case": "restart"}
 
     def plan() -> list[str]:
-        kinds = set()
-        for geometry in (GEOMETRY, replace(GEOMETRY, intermediate_size=256)):  # beyond direct micro's sizes, and within
-            kernel = B12xKernel()
-            kernel.plan(geometry, 1, torch.device("cpu"))
-            kinds |= {c.kind.name for candidates in kernel._plan.candidates.values() for c in candidates}
-        return sorted(kinds)
+        kernels = planned(1), planned(1, intermediate_size=256)  # beyond direct micro's sizes, and within
+        return sorted({c.kind.name for kernel in kernels for candidates in kernel._plan.candidates.values() for c in candidates})
 
     found["compiled"] = plan()
     forget(dispatch)
@@ -178,14 +174,20 @@ def main() -> None:
         from cutlass import cute
         from flashinfer.jit import cute_dsl_core
 
-        def say(fault: str) -> None:
-            show({"case": fault, **attempt(dispatch)})
+        def say(fault: str, *patches: Any) -> None:
+            with ExitStack() as stack:
+                for patch in patches:
+                    stack.enter_context(patch)
+                show({"case": fault, **attempt(dispatch)})
 
-        def raising(error: Callable[[], Exception]) -> Any:
-            def fails(*arguments: Any, **named: Any) -> None:
-                raise error()
+        def cache(folder: str) -> Any:
+            return mock.patch.object(cute_dsl_core.jit_env, "FLASHINFER_JIT_DIR", base / folder)
 
-            return fails
+        def fails(owner: Any, name: str, kind: type[Exception], message: str) -> Any:
+            def raises(*arguments: Any, **named: Any) -> None:  # a new one: it holds the frames that it passes
+                raise kind(message)
+
+            return mock.patch.object(owner, name, raises)
 
         show(preferred())
         show(restarted(dispatch, cute))
@@ -202,26 +204,17 @@ def main() -> None:
         for path in base.rglob("meta.json"):
             path.write_text("{")
         say("damaged index of the cache")
-        folder = base / "a file"
-        folder.write_text("")
-        with mock.patch.object(cute_dsl_core.jit_env, "FLASHINFER_JIT_DIR", folder):
-            say("a cache that cannot be written")
-        elsewhere = base / "elsewhere"
-        with mock.patch.object(cute_dsl_core.jit_env, "FLASHINFER_JIT_DIR", elsewhere), mock.patch.dict(os.environ, PATH=""):
-            say("no compiler on the path")
-        with mock.patch.object(cute_dsl_core.jit_env, "FLASHINFER_JIT_DIR", base / "third"):
-            with mock.patch.object(cute, "compile", raising(lambda: RuntimeError("NVVM Compilation Error\nptxas fatal: ..."))):
-                say("ptxas")
-            with mock.patch.object(cute, "compile", raising(lambda: AttributeError("module 'cutlass.cute' has no 'copy'"))):
-                say("another CuTe DSL")
-        no_memory = raising(lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ..."))
-        with mock.patch.object(dispatch, "allocate_sm120_static_workspace", no_memory):
-            say("out of memory")
+        (base / "a file").touch()
+        say("a cache that cannot be written", cache("a file"))
+        say("no compiler on the path", cache("elsewhere"), mock.patch.dict(os.environ, PATH=""))
+        say("ptxas", cache("third"), fails(cute, "compile", RuntimeError, "NVVM Compilation Error\nptxas fatal: ..."))
+        say("another CuTe DSL", cache("third"), fails(cute, "compile", AttributeError, "module 'cutlass.cute' has no 'copy'"))
+        no_memory = torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ..."
+        say("out of memory", fails(dispatch, "allocate_sm120_static_workspace", *no_memory))
 
         def another(self: Any, a_input: Any, tile_plan: Any, stream: Any) -> None: ...
 
-        with mock.patch.object(dispatch.MoEStaticKernel, "__call__", another):
-            say("a kernel of another FlashInfer")
+        say("a kernel of another FlashInfer", mock.patch.object(dispatch.MoEStaticKernel, "__call__", another))
     with mock.patch.dict(sys.modules, {DISPATCH: None}):
         show({"case": "no kernels in FlashInfer", **attempt(dispatch)})
 

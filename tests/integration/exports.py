@@ -7,149 +7,109 @@ with ``--original`` also the unquantized model as ``DIRECTORY/original``.
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 
-def qwen3_moe(**overrides: Any) -> Any:
-    """Qwen3-MoE with SwiGLU experts off the kernel's tile, bf16."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        **{
-            "vocab_size": 256,
-            "hidden_size": 512,
-            "intermediate_size": 512,
-            "moe_intermediate_size": 320,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "num_experts": 16,
-            "num_experts_per_tok": 4,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            **overrides,
-        }
-    )
-    return _named(Qwen3MoeForCausalLM, config)
-
-
-def nemotron_h(**overrides: Any) -> Any:
-    """Nemotron-H with squared-ReLU experts, bf16."""
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
-    config = NemotronHConfig(
-        **{
-            "vocab_size": 256,
-            "hidden_size": 256,
-            "intermediate_size": 256,
-            "layers_block_type": ["attention", "moe", "moe"],
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 320,
-            "moe_shared_expert_intermediate_size": 128,
-            "n_group": 1,
-            "topk_group": 1,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 64,
-            "n_groups": 1,
-            "ssm_state_size": 16,
-            **overrides,
-        }
-    )
-    return _named(NemotronHForCausalLM, config)
-
-
-def llama4(**overrides: Any) -> Any:
-    """Llama 4: one routed expert per token, exported with all experts stacked in one tensor."""
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    return _named(
-        Llama4ForCausalLM, Llama4TextConfig(**_SMALL, **overrides, intermediate_size_mlp=128, interleave_moe_layer_step=1)
-    )
-
-
-def mixtral(**overrides: Any) -> Any:
-    """Mixtral: experts named w1, w2 and w3."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return _named(MixtralForCausalLM, MixtralConfig(**_SMALL, **overrides))
-
-
-def gemma4(**overrides: Any) -> Any:
-    """Gemma 4: GeGLU experts beside a dense MLP, bf16."""
-    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
-
-    config = Gemma4TextConfig(
-        **{
-            "vocab_size": 256,
-            "vocab_size_per_layer_input": 256,
-            "hidden_size": 256,
-            "hidden_size_per_layer_input": 0,
-            "intermediate_size": 128,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "global_head_dim": 32,
-            "enable_moe_block": True,
-            "num_experts": 12,
-            "top_k_experts": 4,
-            "moe_intermediate_size": 96,
-            **overrides,
-        }
-    )
-    return _named(Gemma4ForCausalLM, config)
-
-
-def minimax_m3(**overrides: Any) -> Any:
-    """MiniMax-M3: SwiGLU with alpha, beta and limit, the limit low enough for small weights to meet it."""
-    from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as source
-    from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
-
-    config = MiniMaxM3VLTextConfig(
-        **{
-            **_SMALL,
-            "dense_intermediate_size": 128,
-            "shared_intermediate_size": 96,
-            "rotary_dim": 16,
-            "num_experts_per_tok": 2,
-            "mlp_layer_types": ["dense", "sparse"],
-            "swiglu_limit": 0.1,
-            **overrides,
-        }
-    )
-    return _named(source.MiniMaxM3VLForCausalLM, config)
-
-
-_SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_local_experts": 4,
-}
-
-
-def _named(model_class: Any, config: Any) -> Any:
+def build(family: str, config_class: str, model_class: str, **sizes: Any) -> Any:
+    """Build a model of ``transformers`` with random weights in bf16."""
     import torch
 
+    folder = f"transformers.models.{family}"
+    configuration, modeling = (importlib.import_module(f"{folder}.{kind}_{family}") for kind in ("configuration", "modeling"))
+    config = getattr(configuration, config_class)(vocab_size=256, num_attention_heads=4, num_key_value_heads=2, **sizes)
     torch.manual_seed(0)
-    model = model_class(config).to(torch.bfloat16).eval()
-    model.config.architectures = [model_class.__name__]  # the exporter reads it
+    model = getattr(modeling, model_class)(config).to(torch.bfloat16).eval()
+    model.config.architectures = [model_class]  # the exporter reads it
     return model
 
 
+_SMALL: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "num_local_experts": 4,
+}
+# SwiGLU experts off the kernel's tile.
+qwen3_moe = partial(
+    build,
+    "qwen3_moe",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
+    hidden_size=512,
+    intermediate_size=512,
+    moe_intermediate_size=320,
+    num_hidden_layers=2,
+    head_dim=64,
+    num_experts=16,
+    num_experts_per_tok=4,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
+# Squared-ReLU experts.
+nemotron_h = partial(
+    build,
+    "nemotron_h",
+    "NemotronHConfig",
+    "NemotronHForCausalLM",
+    hidden_size=256,
+    intermediate_size=256,
+    layers_block_type=["attention", "moe", "moe"],
+    head_dim=64,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=320,
+    moe_shared_expert_intermediate_size=128,
+    n_group=1,
+    topk_group=1,
+    mamba_num_heads=4,
+    mamba_head_dim=64,
+    n_groups=1,
+    ssm_state_size=16,
+)
+# One routed expert per token, exported with all experts stacked in one tensor.
+_LLAMA4 = {**_SMALL, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 1}
+llama4 = partial(build, "llama4", "Llama4TextConfig", "Llama4ForCausalLM", **_LLAMA4)
+# Experts named w1, w2 and w3.
+mixtral = partial(build, "mixtral", "MixtralConfig", "MixtralForCausalLM", **_SMALL)
+# GeGLU experts beside a dense MLP.
+gemma4 = partial(
+    build,
+    "gemma4",
+    "Gemma4TextConfig",
+    "Gemma4ForCausalLM",
+    vocab_size_per_layer_input=256,
+    hidden_size=256,
+    hidden_size_per_layer_input=0,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    head_dim=32,
+    global_head_dim=32,
+    enable_moe_block=True,
+    num_experts=12,
+    top_k_experts=4,
+    moe_intermediate_size=96,
+)
+# SwiGLU with alpha, beta and limit, the limit low enough for small weights to meet it.
+minimax_m3 = partial(
+    build,
+    "minimax_m3_vl",
+    "MiniMaxM3VLTextConfig",
+    "MiniMaxM3VLForCausalLM",
+    **_SMALL,
+    dense_intermediate_size=128,
+    shared_intermediate_size=96,
+    rotary_dim=16,
+    num_experts_per_tok=2,
+    mlp_layer_types=["dense", "sparse"],
+    swiglu_limit=0.1,
+)
 MODELS = {
     "gemma4": gemma4,
     "llama4": llama4,

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import trtllm_b12x
+from tests import layers
+from tests.checkpoints import random_experts
+from trtllm_b12x import kernels
+from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
+from trtllm_b12x.formats.nvfp4 import dequantize
+from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.tools.verify import kernel_calls
+from trtllm_b12x.tools.verify.reference import Arithmetic
+
 WORLD = 2
+SPLITS = ((2, 1), (1, 2))
+"""Parts of tensor and expert parallelism."""
+KINDS = (ReferenceKernel, UnquantizedReferenceKernel)
 TIMEOUT_S = 180
 MIXED_BOUND = 0.3
 """Relative L2 of a result of which some activations are quantized to NVFP4 and others not; a lost partial sum is 0.7."""
@@ -44,37 +60,22 @@ def _rank(rank: int, job: Callable[[int], None], store: str, backend: str) -> No
 
 
 def _layer(rank: int, tp: int, ep: int, **arguments: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    from tests import layers
-    from tests.checkpoints import random_experts
-
     tensors = random_experts(4, 128, 256)  # 128 per rank: the host alone serves attention-DP, and is wrong off its tile
-    attention_dp = arguments.pop("attention_dp", False)
+    return layers.load(_empty(rank, tp, ep, **arguments), tensors), tensors
+
+
+def _empty(rank: int, tp: int, ep: int, attention_dp: bool = False, **arguments: Any) -> Any:
     mapping = {"world_size": WORLD, "rank": rank, "tp_size": WORLD, "moe_tp_size": tp, "moe_ep_size": ep}
-    module = layers.create(4, 128, 256, mapping={**mapping, "enable_attention_dp": attention_dp}, **arguments)
-    return layers.load(module, tensors), tensors
+    return layers.create(4, 128, 256, mapping={**mapping, "enable_attention_dp": attention_dp}, **arguments)
 
 
-def _distance(
-    module: Any, x: torch.Tensor, logits: torch.Tensor, result: torch.Tensor, tensors: dict[str, torch.Tensor], arithmetic: str
-) -> float:
+def _distance(module: Any, x: torch.Tensor, logits: torch.Tensor, result: torch.Tensor, tensors: Any, arithmetic: str) -> float:
     """Relative L2 from float32 with these rounding points."""
-    from trtllm_b12x.tools.verify import reference
-
-    call = reference.MoECall(x, *module.routing_method.apply(logits))
-    points = [reference.Arithmetic[arithmetic]]
-    ((expected,),) = reference.outputs(tensors, 4, True, [call], points)
-    return float((result.float() - expected).norm() / expected.norm())
-
-
-def _of_two_paths() -> tuple[str, float]:
-    """Rounding points and bound of a result that the host's path and the family's kernels have made together."""
-    return ("NONE", 0.05) if os.environ["TRTLLM_B12X_KERNELS"] == "b12x" else ("UNQUANTIZED", MIXED_BOUND)
+    return layers.errors(module, x, logits, result, tensors, Arithmetic[arithmetic])[1]
 
 
 def reduced(rank: int) -> None:
-    from tests import layers
-
-    for tp, ep in ((2, 1), (1, 2)):
+    for tp, ep in SPLITS:
         module, tensors = _layer(rank, tp, ep, reduce_results=True)
         for tokens in (40, 70):
             x, logits = layers.inputs(module, tokens, tensors)
@@ -86,13 +87,8 @@ def reduced(rank: int) -> None:
 
 def attention_dp(rank: int) -> None:
     """Tokens are gathered as the host quantizes them: b12x leaves them to it, Triton's kernels take them."""
-    from tests import layers
-    from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
-    from trtllm_b12x.formats.nvfp4 import dequantize
-    from trtllm_b12x.tools.verify import kernel_calls
-
     takes_quantized = os.environ["TRTLLM_B12X_KERNELS"] == "triton"
-    for tp, ep in ((2, 1), (1, 2)):
+    for tp, ep in SPLITS:
         module, tensors = _layer(rank, tp, ep, attention_dp=True)
         for counts in ([3, 100], [40, 20], [1, 62], [100, 3]):
             on_kernel = takes_quantized and sum(counts) < 64
@@ -113,74 +109,47 @@ def attention_dp(rank: int) -> None:
             assert _distance(module, x, logits, torch.cat(results), tensors, arithmetic) < bound, (tp, ep, counts)
 
 
+def _of_two_paths(rank: int, tp: int, ep: int, attention: bool, **arguments: Any) -> Any:
+    """Check a result that the host's path and the family's kernels have made together; return the backend."""
+    module, tensors = _layer(rank, tp, ep, reduce_results=not attention, attention_dp=attention, **arguments)
+    x, logits = layers.inputs(module, 5, tensors, seed=rank * attention)
+    result = module(x, logits, **({"all_rank_num_tokens": [5, 5]} if attention else {}))
+    b12x = os.environ["TRTLLM_B12X_KERNELS"] == "b12x"
+    arithmetic, bound = ("NONE", 0.05) if b12x else ("UNQUANTIZED", MIXED_BOUND)
+    assert _distance(module, x, logits, result, tensors, arithmetic) < bound, (attention, tp, ep)
+    return module.backend
+
+
 def a_kernel_that_one_rank_cannot_have(rank: int) -> None:
     """Rank 1 is served by the host, rank 0 by its kernel: what they send each other is the same, and so are the numbers."""
-    import trtllm_b12x
-    from tests import layers
-    from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-
-    def fails(self: Any, *arguments: Any) -> None:
-        raise MemoryError("no memory for kernels")
-
-    kinds = (ReferenceKernel, UnquantizedReferenceKernel)
-    plans = [kind.plan for kind in kinds]
-    if rank == 1:
-        for kind in kinds:
-            kind.plan = fails  # type: ignore
-    for attention in (False, True):
-        for tp, ep in ((2, 1), (1, 2)):
-            module, tensors = _layer(rank, tp, ep, reduce_results=not attention, attention_dp=attention)
-            backend = module.backend
+    no_memory = mock.Mock(side_effect=MemoryError("no memory for kernels"))
+    with ExitStack() as stack:
+        for kind in KINDS if rank == 1 else ():
+            stack.enter_context(mock.patch.object(kind, "plan", no_memory))
+        for attention, (tp, ep) in itertools.product((False, True), SPLITS):
+            backend = _of_two_paths(rank, tp, ep, attention)
             if not attention:
                 assert (backend.kernel is None) == (rank == 1)
                 assert [reason.name for reason in backend.verdict.reasons] == ["KERNEL_PLAN_FAILED"] * rank
-            x, logits = layers.inputs(module, 5, tensors, seed=rank * attention)
-            result = module(x, logits, **({"all_rank_num_tokens": [5, 5]} if attention else {}))
-            arithmetic, bound = _of_two_paths()
-            assert _distance(module, x, logits, result, tensors, arithmetic) < bound, (attention, tp, ep)
-    for kind, plan in zip(kinds, plans, strict=True):
-        kind.plan = plan  # type: ignore
     assert trtllm_b12x.status().layers
 
 
 def a_rank_without_the_package(rank: int) -> None:
     """Nothing of ours is built on rank 1: the other serves its part and does not wait."""
-    from tests import layers
-
     for attention in (False, True):
-        module, tensors = _layer(rank, 1, 2, reduce_results=not attention, attention_dp=attention, promote=rank == 0)
-        x, logits = layers.inputs(module, 5, tensors, seed=rank * attention)
-        result = module(x, logits, **({"all_rank_num_tokens": [5, 5]} if attention else {}))
-        arithmetic, bound = _of_two_paths()
-        assert _distance(module, x, logits, result, tensors, arithmetic) < bound, attention
+        _of_two_paths(rank, 1, 2, attention, promote=rank == 0)
 
 
 def a_later_load_plans_anew(rank: int) -> None:
     """A geometry that could not be planned is not tried by other layers of the model, and again by the next model."""
-    from tests import layers
-    from tests.checkpoints import random_experts
-    from trtllm_b12x import kernels
-    from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-
-    tensors = random_experts(4, 128, 256)
-    mapping = {"world_size": WORLD, "rank": rank, "tp_size": WORLD, "moe_ep_size": WORLD}
-    tried = []
-    kind: Any = UnquantizedReferenceKernel if os.environ["TRTLLM_B12X_KERNELS"] == "triton" else ReferenceKernel
-    plan = kind.plan
-
-    def fails(self: Any, *arguments: Any) -> None:
-        tried.append(self)
-        raise kernels.PlanError("no compiler")
-
-    kind.plan = fails
-    modules = [layers.create(4, 128, 256, mapping=mapping, layer_idx=index) for index in range(3)]
-    for module in modules:
-        layers.load(module, tensors)
+    kind = KINDS[os.environ["TRTLLM_B12X_KERNELS"] == "triton"]
+    with mock.patch.object(kind, "plan", side_effect=kernels.PlanError("no compiler")) as plan:
+        modules = [_empty(rank, 1, 2, layer_idx=index) for index in range(3)]
+        for module in modules:
+            layers.load(module, random_experts(4, 128, 256))
     assert not any(module.backend.schedule.kernels for module in modules)
-    assert len(tried) == 1
-    kind.plan = plan
-    later = layers.load(layers.create(4, 128, 256, mapping=mapping), tensors)
-    assert later.backend.kernel is not None
+    assert plan.call_count == 1
+    assert _layer(rank, 1, 2)[0].backend.kernel is not None
 
 
 def in_turn(jobs: tuple[Callable[[int], None], ...], rank: int) -> None:
