@@ -101,13 +101,7 @@ def baked_block_scales(patch: pytest.MonkeyPatch) -> None:
 
 
 GATED_ONLY = [gate_and_up_swapped, split_at_the_padded_half]
-MUTATIONS = [
-    inverted_scale_map,
-    alpha_without_the_input_scale,
-    interleave_skipped,
-    scales_shifted_by_one_row,
-    baked_block_scales,
-]
+MUTATIONS = [inverted_scale_map, alpha_without_the_input_scale, interleave_skipped, scales_shifted_by_one_row, baked_block_scales]
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -60,17 +60,8 @@ def built(variables: dict[str, str]) -> list[dict[str, Any]]:
     """What the image's build has said, a format after the other, and the second once more."""
     found = []
     for form, kernels in (("nvfp4", "triton"), ("mxfp8", "grouped"), ("mxfp8", "grouped")):
-        result = run(
-            *sizes(),
-            "--format",
-            form,
-            "--target",
-            "sm_120a",
-            "--card",
-            170,
-            "--json",
-            **{**variables, "TRTLLM_B12X_KERNELS": kernels},
-        )
+        arguments = [*sizes(format=form, target="sm_120a", card=170), "--json"]
+        result = run(*arguments, **{**variables, "TRTLLM_B12X_KERNELS": kernels})
         assert result.exit_code == 0, result.output
         found.append(json.loads(result.stdout))
     return found
@@ -176,11 +167,8 @@ def test_a_host_that_does_not_import_is_not_asked(tmp_path: Path) -> None:
     """Its bindings need a driver, which a machine that builds images does not have."""
     (tmp_path / "tensorrt_llm").mkdir()
     (tmp_path / "tensorrt_llm/__init__.py").write_text("raise ImportError('libcuda.so.1')\n")
-    variables = {
-        "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))),
-        "TRTLLM_B12X_KERNELS": "triton",
-        "PATH": str(tmp_path),
-    }
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    variables = {"PYTHONPATH": path, "TRTLLM_B12X_KERNELS": "triton", "PATH": str(tmp_path)}
     command = [sys.executable, "-m", "trtllm_b12x", "warmup", *map(str, sizes()), "--target", "sm_120a"]
     result = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     assert result.returncode == 2
@@ -203,10 +191,7 @@ def test_a_checkpoint_says_its_own_formats(variables: dict[str, str], tmp_path: 
 
 
 def test_cards_by_name_and_by_number() -> None:
-    assert [card.multiprocessors for card in models("sm_120a", ("geforce rtx 5090", "NVIDIA RTX PRO 6000", "12"))] == [
-        188,
-        170,
-        12,
-    ]
+    named = models("sm_120a", ("geforce rtx 5090", "NVIDIA RTX PRO 6000", "12"))
+    assert [card.multiprocessors for card in named] == [188, 170, 12]
     assert {card.multiprocessors for card in models("sm_120a")} == set(MODELS["sm_120a"].values())
     assert [card.capability for card in models("sm_121a")] == [121]
