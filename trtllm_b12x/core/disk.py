@@ -28,9 +28,9 @@ def directory() -> Path | None:
     A relative ``XDG_CACHE_HOME`` must be ignored (XDG base directory specification). A container may have neither HOME nor an
     entry for its user.
     """
-    given = Path(os.environ.get("XDG_CACHE_HOME") or ".")
-    if given.is_absolute():
-        return given / "trtllm_b12x"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or ".")
+    if base.is_absolute():
+        return base / "trtllm_b12x"
     try:
         home = Path.home()
     except RuntimeError:

@@ -154,11 +154,11 @@ class Resolution:
     @property
     def refused(self) -> tuple[tuple[str, Rejection], ...]:
         """Return (family, rejection) pairs. A rejection shared by several families appears once, with the first of them."""
-        found: dict[Rejection, str] = {}
+        first_family: dict[Rejection, str] = {}
         for name, verdict in self.verdicts:
             for rejection in verdict.rejections:
-                found.setdefault(rejection, name)
-        return tuple((name, rejection) for rejection, name in found.items())
+                first_family.setdefault(rejection, name)
+        return tuple((name, rejection) for rejection, name in first_family.items())
 
     @property
     def served(self) -> bool:
@@ -175,7 +175,7 @@ class Resolution:
 
     def __str__(self) -> str:
         several = len(self.verdicts) > 1
-        found = "; ".join(f"{name}: {rejection}" if several else str(rejection) for name, rejection in self.refused)
+        refusals = "; ".join(f"{name}: {rejection}" if several else str(rejection) for name, rejection in self.refused)
         if not self.served:
-            return f"cutlass: {found}"
-        return ", ".join(self.families) + (f"; not {found}" if found else "")
+            return f"cutlass: {refusals}"
+        return ", ".join(self.families) + (f"; not {refusals}" if refusals else "")

@@ -80,13 +80,13 @@ def _look(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], boo
 
 def _look_here() -> dict[str, Any]:
     module = sys.modules["cutlass"]
-    found = {"file": str(getattr(module, "__file__", "") or ""), "version": str(getattr(module, "__version__", "") or "")}
+    loaded = {"file": str(getattr(module, "__file__", "") or ""), "version": str(getattr(module, "__version__", "") or "")}
     try:
         from cutlass.base_dsl.version_info import CUDA_VERSION
 
-        return {**found, "cuda": [CUDA_VERSION.major, CUDA_VERSION.minor]}
+        return {**loaded, "cuda": [CUDA_VERSION.major, CUDA_VERSION.minor]}
     except Exception as error:
-        return {**found, "error": first_line(error), "fault": PayloadFault.IMPORT.name}
+        return {**loaded, "error": first_line(error), "fault": PayloadFault.IMPORT.name}
 
 
 def _may_be_kept(look: Any) -> bool:
@@ -155,13 +155,13 @@ def _damage(wheels: dict[str, packages.Distribution]) -> str:
 
 
 def _owners(file: str) -> tuple[str, ...]:
-    found = {
+    names = {
         distribution.metadata["Name"]
         for distribution in importlib.metadata.distributions()
         if not distribution.metadata["Name"].startswith("nvidia-cutlass-dsl")
         and any(Path(str(distribution.locate_file(path))) == Path(file) for path in distribution.files or ())
     }
-    return tuple(sorted(found))
+    return tuple(sorted(names))
 
 
 def _why_not_13(wheels: dict[str, packages.Distribution]) -> tuple[PayloadFault, str]:

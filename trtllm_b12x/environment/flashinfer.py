@@ -45,16 +45,16 @@ def inspect_flashinfer() -> Environment:
 
 def distribution_of(init: Path) -> packages.Distribution | None:
     """Return the metadata of the copy at ``init``, or else of the first copy on the path."""
-    found = list(importlib.metadata.distributions(name="flashinfer-python"))
-    beside = (d for d in found if Path(str(d.locate_file("flashinfer/__init__.py"))) == init)
-    return next(beside, found[0] if found else None)
+    copies = list(importlib.metadata.distributions(name="flashinfer-python"))
+    beside = (d for d in copies if Path(str(d.locate_file("flashinfer/__init__.py"))) == init)
+    return next(beside, copies[0] if copies else None)
 
 
 def kernel_sources() -> list[Path]:
     """Return the source files that planning runs, of the copy that loads."""
     init = packages.origin("flashinfer")
-    found = [] if init is None else [path for name in _KERNELS for path in (init.parents[1] / name).rglob("*.py")]
-    return sorted(found)
+    paths = [] if init is None else [path for name in _KERNELS for path in (init.parents[1] / name).rglob("*.py")]
+    return sorted(paths)
 
 
 def _damage(distribution: packages.Distribution | None) -> str:
@@ -72,15 +72,15 @@ def _mismatched(version: str, environment_source: str) -> tuple[str, ...]:
         return ()
     if "Ignoring incompatible flashinfer-cubin" in environment_source:
         return ()
-    found = []
+    others = []
     for name, wheel in packages.installed(("flashinfer-cubin", "flashinfer-jit-cache")).items():
         if name == "flashinfer-cubin":
             fits = wheel.version == version or "FLASHINFER_CUBIN_DIR" in os.environ
         else:  # its version ends with the CUDA version: 0.6.18+cu130
             fits = wheel.version.startswith(version)
         if not fits:
-            found.append(f"{name} {wheel.version}")
-    return tuple(found)
+            others.append(f"{name} {wheel.version}")
+    return tuple(others)
 
 
 @functools.lru_cache(maxsize=4)

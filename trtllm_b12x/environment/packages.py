@@ -16,18 +16,18 @@ Distribution = importlib.metadata.Distribution
 
 def installed(names: Iterable[str]) -> dict[str, Distribution]:
     """Return the distributions of ``names`` that are installed. If the path has one twice, the first wins."""
-    found = {}
+    distributions = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.distribution(name)
+            distributions[name] = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return distributions
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of ``names`` that are installed."""
-    return {name: found.version for name, found in installed(names).items()}
+    return {name: distribution.version for name, distribution in installed(names).items()}
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,27 @@ def record(distribution: Distribution, under: tuple[str, ...] = ("",)) -> dict[P
 
 def digest(path: Path) -> str:
     """Return a file's hash in RECORD's format, or "" if the file cannot be read."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     try:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
-                found.update(block)
+                sha256.update(block)
     except OSError:
         return ""
-    return "sha256=" + base64.urlsafe_b64encode(found.digest()).decode().rstrip("=")
+    return "sha256=" + base64.urlsafe_b64encode(sha256.digest()).decode().rstrip("=")
 
 
 def shortened(files: dict[Path, Recorded]) -> list[Path]:
     """Return the files that are missing or shorter than in their wheel. Edited files are not detected."""
-    found = []
+    short = []
     for path, recorded in files.items():
         try:
             size = path.stat().st_size
         except OSError:
             size = -1
         if size < 0 or (recorded.size is not None and size < recorded.size):
-            found.append(path)
-    return found
+            short.append(path)
+    return short
 
 
 _UNSTATED = {"nvidia-cutlass-dsl": (">=4.6", "apache-tvm-ffi>=0.1.10")}

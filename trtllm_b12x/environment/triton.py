@@ -30,8 +30,8 @@ def version() -> str:
     init = packages.origin("triton")
     if init is None:
         return "none"
-    told = re.search(r"""^__version__\s*=\s*["']([^"']+)""", packages.source(init, "__init__.py"), re.MULTILINE)
-    return told[1] if told else ""
+    stated = re.search(r"""^__version__\s*=\s*["']([^"']+)""", packages.source(init, "__init__.py"), re.MULTILINE)
+    return stated[1] if stated else ""
 
 
 def lacking(sm: int | None) -> tuple[Lacking, ...]:
@@ -40,14 +40,14 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
     Where Triton has compiled before, or ``trtllm-b12x warmup`` has, a missing C compiler does not matter until a plan misses a
     kernel in the cache.
     """
-    found, init = version(), packages.origin("triton")
+    installed, init = version(), packages.origin("triton")
     if init is None:
         return (Lacking("Triton is not installed", "pip install triton, of the version that torch asks for"),)
     if not any(init.parent.glob("_C/libtriton*.so")):  # a stub, whose import may raise, exit or hang; or half an installation
         mends = "remove it, then pip install triton, of the version that torch asks for"
         return (Lacking(f"{init.parent} is no Triton, or a damaged one: it has no _C/libtriton.so", mends),)
-    if found and version_tuple(found) < OLDEST:
-        return (Lacking(f"Triton {found} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
+    if installed and version_tuple(installed) < OLDEST:
+        return (Lacking(f"Triton {installed} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
     fault = _ptxas(sm or 0)  # its version is part of every key
     compiled_before = any(cache_folder().glob("*/cuda_utils*.so"))  # the C module that Triton needs before it loads a kernel
     return (*(() if compiled_before else tools_lacking()), *([fault] if fault is not None else ()))
@@ -102,8 +102,8 @@ def _ptxas(sm: int) -> Lacking | None:
     # Triton keeps one for Blackwell apart (3.5 on), with a variable of its own.
     blackwell = sm >= 100 and "ptxas_blackwell" in packages.source(init, "knobs.py")
     variable = "TRITON_PTXAS_BLACKWELL_PATH" if blackwell else "TRITON_PTXAS_PATH"
-    own = Path(init or ".").parent / "backends" / "nvidia" / "bin" / ("ptxas-blackwell" if blackwell else "ptxas")
-    path = next((tool for tool in (Path(os.environ.get(variable) or own), own) if release(tool)), None)
+    bundled = Path(init or ".").parent / "backends" / "nvidia" / "bin" / ("ptxas-blackwell" if blackwell else "ptxas")
+    path = next((tool for tool in (Path(os.environ.get(variable) or bundled), bundled) if release(tool)), None)
     if path is None:
         return Lacking("no ptxas for Triton", f"install a CUDA toolkit and name its ptxas in {variable}")
     needed = _KNOWN_FROM.get(sm, (0, 0))
@@ -135,7 +135,7 @@ def cache_folder() -> Path:
 
 def _cache_folder() -> Lacking | None:
     folder = cache_folder()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+    parent = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
         return None
     return Lacking(f"Triton's cache {folder} cannot be written", "name another folder in TRITON_CACHE_DIR")

@@ -17,8 +17,8 @@ from . import patches
 def patch(module: Any, active: Callable[[], bool]) -> None:
     """Rebind ``_find_nearest_profile`` in the module. The guard works while ``active()`` is true."""
     tuner = module.AutoTuner
-    found = vars(tuner).get("_find_nearest_profile")
-    if isinstance(found, classmethod) and not patches.rebound(found) and _index_error(module):
+    original = vars(tuner).get("_find_nearest_profile")
+    if isinstance(original, classmethod) and not patches.rebound(original) and _index_error(module):
         patches.rebind(tuner, "_find_nearest_profile", functools.partial(_guarding, active))
 
 
@@ -40,12 +40,12 @@ def _guarding(active: Callable[[], bool], original: Any) -> Any:
 
     @functools.wraps(find)
     def guarded(cls: Any, shapes: Any, dynamic_tensor_specs: Any, constraint_specs: Any, *args: Any, **kwargs: Any) -> Any:
-        def there(spec: Any) -> bool:
+        def exists(spec: Any) -> bool:
             return bool(spec.input_idx < len(shapes) and spec.dim_idx < len(shapes[spec.input_idx]))
 
         if active():
-            dynamic_tensor_specs = tuple(filter(there, dynamic_tensor_specs))
-            constraint_specs = tuple(filter(there, constraint_specs))
+            dynamic_tensor_specs = tuple(filter(exists, dynamic_tensor_specs))
+            constraint_specs = tuple(filter(exists, constraint_specs))
         return find(cls, shapes, dynamic_tensor_specs, constraint_specs, *args, **kwargs)
 
     for name in ("cache_clear", "cache_info", "cache_parameters"):

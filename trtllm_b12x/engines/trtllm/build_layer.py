@@ -155,9 +155,9 @@ def call(module: Any, tokens: int) -> Any:
 def run(module: Any, tokens: int) -> torch.Tensor:
     backend = getattr(module, "backend", module)
     device, dtype = backend.w2_weight.device, backend.schedule.kernels[0].geometry.dtype
-    own = torch.Generator(device).manual_seed(tokens)
-    x = torch.randn(tokens, backend.hidden_size, device=device, generator=own).to(dtype)
-    logits = torch.randn(tokens, backend.num_experts, device=device, generator=own)
+    generator = torch.Generator(device).manual_seed(tokens)
+    x = torch.randn(tokens, backend.hidden_size, device=device, generator=generator).to(dtype)
+    logits = torch.randn(tokens, backend.num_experts, device=device, generator=generator)
     with torch.inference_mode():
         result: torch.Tensor = module(x, logits)
     return result

@@ -124,20 +124,20 @@ def recognize() -> str:
     Raises:
         UnsupportedHostError: no generation fits. The message lists the differences from the nearest one.
     """
-    found: dict[str, list[str]] = {}
+    differences: dict[str, list[str]] = {}
     for generation, known in reversed(facts().items()):
         if not _is_there(known["package"]):
-            found[generation] = [f"there is no {known['package']}"]
+            differences[generation] = [f"there is no {known['package']}"]
             continue
-        found[generation] = list(_differences(generation))
-        if not found[generation]:
+        differences[generation] = list(_differences(generation))
+        if not differences[generation]:
             return generation
     # A missing package counts as a larger difference than any number of functions.
-    nearest = min(found, key=lambda g: (found[g][0].startswith("there is no tensorrt_llm."), len(found[g])))
+    nearest = min(differences, key=lambda g: (differences[g][0].startswith("there is no tensorrt_llm."), len(differences[g])))
     version = getattr(importlib.import_module("tensorrt_llm"), "__version__", "?")
     raise UnsupportedHostError(
         f"no adapter fits TensorRT-LLM {version}; from the nearest known generation ({nearest}) it differs: "
-        + "; ".join(found[nearest])
+        + "; ".join(differences[nearest])
     )
 
 
@@ -155,10 +155,10 @@ def _differences(generation: str) -> Iterator[str]:
     for name in relied_on(generation):
         module, _, path = name.partition(".")
         try:
-            found: Any = importlib.import_module(f"{known['package']}.{module}")
+            function: Any = importlib.import_module(f"{known['package']}.{module}")
             for part in path.split("."):
-                found = getattr(found, part)
-            actual = list(inspect.signature(getattr(found, "__func__", found)).parameters.values())
+                function = getattr(function, part)
+            actual = list(inspect.signature(getattr(function, "__func__", function)).parameters.values())
         except (ImportError, AttributeError, TypeError, ValueError):
             yield f"{name} is missing"
             continue
@@ -194,11 +194,11 @@ def _tables(package: str) -> Iterator[str]:
 def _fields(package: str) -> Iterator[str]:
     for record, names in RECORDS.items():
         try:
-            there = {f.name for f in dataclasses.fields(getattr(importlib.import_module(f"{package}.impl_contract"), record))}
+            fields = {f.name for f in dataclasses.fields(getattr(importlib.import_module(f"{package}.impl_contract"), record))}
         except (ImportError, AttributeError, TypeError):
             yield f"impl_contract.{record} is missing"
             continue
-        yield from (f"impl_contract.{record} has no field {name}" for name in names if name not in there)
+        yield from (f"impl_contract.{record} has no field {name}" for name in names if name not in fields)
 
 
 def _names(package: str) -> Iterator[str]:
@@ -229,13 +229,13 @@ def _code(module: ModuleType) -> Iterator[CodeType]:
 
 def _named(code: CodeType) -> set[str]:
     """Return the attribute names and string constants in the code. Parameters are registered by string."""
-    found = set(code.co_names)
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _named(constant)
+            names |= _named(constant)
         elif isinstance(constant, (str, tuple)):
-            found |= {part for part in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(part, str)}
-    return found
+            names |= {part for part in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(part, str)}
+    return names
 
 
 def _staging(package: str) -> Iterator[str]:
@@ -250,15 +250,15 @@ def _staging(package: str) -> Iterator[str]:
 
 
 def _unread(actual: list[inspect.Parameter]) -> Iterator[str]:
-    there = {parameter.name for parameter in actual}
-    yield from (f"no parameter {name}" for name in _READ if name not in there)
-    if there.isdisjoint(_ACTIVATION):
+    parameters = {parameter.name for parameter in actual}
+    yield from (f"no parameter {name}" for name in _READ if name not in parameters)
+    if parameters.isdisjoint(_ACTIVATION):
         yield f"no parameter {' or '.join(_ACTIVATION)}"
 
 
 def _missing(recorded: list[str], actual: list[inspect.Parameter]) -> Iterator[str]:
     """Compare a signature with the recorded one. Recorded parameters must exist, in the same order; new ones must be optional."""
-    there = {parameter.name: parameter for parameter in actual}
+    parameters = {parameter.name: parameter for parameter in actual}
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     names = []
     for word in recorded:
@@ -266,9 +266,9 @@ def _missing(recorded: list[str], actual: list[inspect.Parameter]) -> Iterator[s
         if name.startswith("*"):
             continue
         names.append(name)
-        if name not in there:
+        if name not in parameters:
             yield f"no parameter {name}"
-        elif default and there[name].default is inspect.Parameter.empty:
+        elif default and parameters[name].default is inspect.Parameter.empty:
             yield f"parameter {name} has no default"
     for parameter in actual:
         new = parameter.name not in names and parameter.kind not in several
@@ -278,5 +278,5 @@ def _missing(recorded: list[str], actual: list[inspect.Parameter]) -> Iterator[s
     order = [word.partition("=")[0] for word in positional]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     have = [parameter.name for parameter in actual if parameter.kind in kinds]
-    if all(name in there for name in order) and have[: len(order)] != order:
+    if all(name in parameters for name in order) and have[: len(order)] != order:
         yield f"its parameters are ({', '.join(have)}), not ({', '.join(order)}, ...)"

@@ -136,8 +136,8 @@ def activation_name(get: Callable[[str], Any]) -> str:
 def activation_constants(get: Callable[[str], Any]) -> bool:
     """Return True if SwiGLU alpha, beta or limit are set."""
     constants = getattr(get("activation"), "constants", None)
-    given = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
-    return any(value is not None for value in given)
+    values = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
+    return any(value is not None for value in values)
 
 
 def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
@@ -148,13 +148,13 @@ def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: one of them is not a tensor.
     """
-    found = {_ACTIVATION_TENSORS[name]: getattr(layer, name) for name in activation_tensor_names(layer)}
-    for name, value in found.items():
+    tensors = {_ACTIVATION_TENSORS[name]: getattr(layer, name) for name in activation_tensor_names(layer)}
+    for name, value in tensors.items():
         if not hasattr(value, "data_ptr"):
             raise ValueError(f"{name} is a {type(value).__name__}, the kernels take a tensor")
-    if not found and activation_constants(lambda name: getattr(layer, name, None)):
+    if not tensors and activation_constants(lambda name: getattr(layer, name, None)):
         raise ValueError("SwiGLU's limit is given as a number alone")
-    return found
+    return tensors
 
 
 def activation_tensor_names(layer: Any) -> tuple[str, ...]:

@@ -119,14 +119,14 @@ def _scales(module: Any, weights: Mapping[str, torch.Tensor], expert: int) -> tu
     if module.weight_loading_mode.name != "FUSED_GATE_UP_PROJ":
         return tuple(_scale(weights, f"{expert}.{name}.") for name in ("w1", "w3", "w2"))
     # Stacked as hosts take other formats' (``MXFP4WeightFusedMoEMethod``): inner dimension first, gate before up.
-    found = [_scale(weights, f"{name}_") for name in ("gate_up_proj", "down_proj")]
-    for stacked, inner in zip(found, (module.hidden_size, module.intermediate_size), strict=True):
+    scales = [_scale(weights, f"{name}_") for name in ("gate_up_proj", "down_proj")]
+    for stacked, inner in zip(scales, (module.hidden_size, module.intermediate_size), strict=True):
         if stacked is not None and stacked.shape[1] != inner // BLOCK_SIZE:
             raise ValueError(
                 f"stacked scales {tuple(stacked.shape)}: blocks of {BLOCK_SIZE} along the inner dimension are meant, "
                 f"{inner // BLOCK_SIZE} of them; nvidia-modelopt's MXFP8 exports of Llama 4 and gpt-oss have them along the rows"
             )
-    fc1, fc2 = (None if stacked is None else stacked[expert].T for stacked in found)
+    fc1, fc2 = (None if stacked is None else stacked[expert].T for stacked in scales)
     return *((None, None) if fc1 is None else fc1.chunk(2)), fc2
 
 

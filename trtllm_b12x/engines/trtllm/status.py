@@ -123,10 +123,10 @@ def _formats(served: list[Any]) -> dict[str, int]:
 
 
 def _summaries(kernels: list[Any]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, dict[str, None]] = {}
+    lines_of: dict[str, dict[str, None]] = {}
     for kernel in kernels:
-        found.setdefault(str(kernel.geometry), {}).update(dict.fromkeys(kernel.summary()))
-    return {geometry: tuple(lines) for geometry, lines in found.items()}
+        lines_of.setdefault(str(kernel.geometry), {}).update(dict.fromkeys(kernel.summary()))
+    return {geometry: tuple(lines) for geometry, lines in lines_of.items()}
 
 
 def _bytes(module: Any, what: str) -> int:

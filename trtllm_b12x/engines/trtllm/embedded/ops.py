@@ -115,9 +115,9 @@ def fused_moe(
     """
     nvfp4 = len(quant_scales) > 0
     constants = (swiglu_alpha, swiglu_beta, swiglu_limit)
-    for name, given in zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), constants, strict=True):
-        if given is not None:
-            if given.dtype is not torch.float32 or given.shape[0] != fc1_expert_weights.shape[0]:
+    for name, tensor in zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), constants, strict=True):
+        if tensor is not None:
+            if tensor.dtype is not torch.float32 or tensor.shape[0] != fc1_expert_weights.shape[0]:
                 raise ValueError(f"{name} must be float32 and have num_experts_on_rank elements")
             activation_type = ActivationType.SwigluBias
     gated = is_gated_activation(activation_type)
@@ -152,8 +152,8 @@ def fused_moe(
             fc1, fc2 = fc1_expert_weights[local].float(), fc2_expert_weights[local].float()
             fc1_scale = fc2_scale = torch.ones((), device=x.device)
         inner = ((x_codes[token] @ fc1.T) * fc1_scale).to(weights_dtype).float()
-        own = (None if given is None else given[local] for given in constants)
-        inner = _activate(inner, activation_type, *own).to(weights_dtype).float()
+        local_constants = (None if tensor is None else tensor[local] for tensor in constants)
+        inner = _activate(inner, activation_type, *local_constants).to(weights_dtype).float()
         if nvfp4:
             global_scale = act2[local] if act2.dim() else act2
             packed, sf = fp4_quantize(inner, global_scale, is_sf_swizzled_layout=False)
