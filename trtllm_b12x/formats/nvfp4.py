@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 values, E4M3 block scales, packing, and what its kernels are given.
+"""NVFP4: E2M1 values, E4M3 block scales, packing, and the tensors that its kernels take.
 
 The two torch implementations that stand in for device code use it: the embedded host's operators and the reference kernels. The
 strict reference, which both are compared with, deliberately does not.
@@ -156,9 +156,9 @@ class NVFP4Weights(Weights):
         return torch.where(recorded.max() == alpha, recorded, alpha)
 
     def typical_input(self) -> float:
-        """A quarter of the calibrated range: 6 * 448 of the input scale."""
-        given = self.input_scales
-        divisor = float(self.fc1_divisor[0]) if given is None else 1 / float(given.fc31_input_scale.flatten()[0])
+        """Return a quarter of the calibrated range, which is 6 * 448 of the input scale."""
+        inputs = self.input_scales
+        divisor = float(self.fc1_divisor[0]) if inputs is None else 1 / float(inputs.fc31_input_scale.flatten()[0])
         return 672 * divisor if 0 < divisor < math.inf else 1.0
 
     def derive(self) -> None:

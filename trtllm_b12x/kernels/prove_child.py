@@ -24,8 +24,8 @@ LAYER = Geometry(16, 4, 512, 256, "Swiglu")
 
 
 def proof(target: str, family: str) -> Proof:
-    """By the kernels that the family has for each number format."""
-    started, found, error = time.monotonic(), 0, ""
+    """Compile the kernels that the family has for each number format."""
+    started, products, error = time.monotonic(), 0, ""
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TRITON_CACHE_DIR"] = directory
         try:
@@ -34,11 +34,11 @@ def proof(target: str, family: str) -> Proof:
                     made = kernel.assembled(LAYER, models(target)[0], Path(directory))
                     count = sum(ptx.count(kernel.instruction) for ptx in made)
                     error = error if count else f"the PTX holds no {kernel.instruction} instruction"
-                    found += count
+                    products += count
         except Exception as exception:
             print(exception)  # of which the parent looks for the assembler's complaint
             error = first_line(exception)[:300]
-    return Proof(target, not error, error, found, round(time.monotonic() - started, 1))
+    return Proof(target, not error, error, products, round(time.monotonic() - started, 1))
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import triton.language as tl
 def jit(function: Any) -> Any:
     """One compiled kernel per pair of types: neither sizes nor alignment make another."""
     code = function.__code__
-    given = [name for name in code.co_varnames[: code.co_argcount] if name != "block"]
-    return triton.jit(function, do_not_specialize=given, do_not_specialize_on_alignment=given)
+    arguments = [name for name in code.co_varnames[: code.co_argcount] if name != "block"]
+    return triton.jit(function, do_not_specialize=arguments, do_not_specialize_on_alignment=arguments)
 
 
 @jit
