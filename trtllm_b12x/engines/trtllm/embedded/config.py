@@ -19,42 +19,14 @@ class QuantAlgo(str, Enum):
     W4A16_NVFP4 = "W4A16_NVFP4"
     MXFP8 = "MXFP8"
     FP8 = "FP8"
-    FP8_BLOCK_SCALES = "FP8_BLOCK_SCALES"
     W4A16_AWQ = "W4A16_AWQ"
     MIXED_PRECISION = "MIXED_PRECISION"
-
-
-@dataclass(frozen=True)
-class QuantMode:
-    """Predicates of TensorRT-LLM's ``QuantMode`` that the MoE code calls."""
-
-    quant_algo: QuantAlgo | None = None
-
-    def has_nvfp4(self) -> bool:
-        return self.quant_algo is QuantAlgo.NVFP4
-
-    def has_mxfp8(self) -> bool:
-        return self.quant_algo is QuantAlgo.MXFP8
-
-    def has_any_quant(self, exclude_kv_cache: bool = False) -> bool:
-        del exclude_kv_cache  # the embedded host has no KV cache
-        return self.quant_algo is not None
 
 
 @dataclass
 class QuantConfig:
     quant_algo: QuantAlgo | None = None
-    kv_cache_quant_algo: QuantAlgo | None = None
     group_size: int | None = 128
-    exclude_modules: list[str] | None = None
-
-    @property
-    def quant_mode(self) -> QuantMode:
-        return QuantMode(self.quant_algo)
-
-    @property
-    def layer_quant_mode(self) -> QuantMode:
-        return QuantMode(self.quant_algo)
 
 
 @dataclass(frozen=True)
@@ -98,7 +70,6 @@ class ModelConfig:
     pretrained_config: Any = None
     mapping: Mapping = field(default_factory=Mapping)
     quant_config: QuantConfig = field(default_factory=QuantConfig)
-    quant_config_dict: dict[str, QuantConfig] | None = None
     moe_backend: str = "CUTLASS"
     max_num_tokens: int = 8192
     moe_max_num_tokens: int = 0
@@ -106,10 +77,7 @@ class ModelConfig:
     skip_create_weights_in_init: bool = False
     lora_config: Any = None
     moe_load_balancer: Any = None
-    moe_disable_finalize_fusion: bool = False
     use_cuda_graph: bool = False
-    extra_attrs: dict[str, Any] = field(default_factory=dict)
-    _frozen: bool = False
 
     def __post_init__(self) -> None:
         if not self.moe_max_num_tokens:
@@ -119,8 +87,6 @@ class ModelConfig:
 class ActivationType(IntEnum):
     """Activation types of ``tensorrt_llm/_torch/utils.py``, which follow the C++ enum."""
 
-    InvalidType = 0
-    Identity = 1
     Gelu = 2
     Relu = 3
     Silu = 4
@@ -135,7 +101,6 @@ def is_gated_activation(activation_type: ActivationType) -> bool:
 
 
 class AuxStreamType(Enum):
-    MoeShared = 2
     MoeChunkingOverlap = 3
 
 

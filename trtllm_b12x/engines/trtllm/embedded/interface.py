@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,12 @@ class MoE(nn.Module):
     """Mixture-of-experts layer of one rank.
 
     ``intermediate_size`` is the size in the model, ``intermediate_size_per_partition`` the size on this rank. This rank holds
-    the experts ``slot_start <= id < slot_end``. Load balancing and cluster parallelism are not covered.
+    ``expert_size_per_partition`` experts from ``slot_start`` on. Load balancing and cluster parallelism are not covered.
     """
+
+    create_weights: Callable[[], None]
+    load_weights: Callable[..., None]
+    post_load_weights: Callable[[], None]
 
     def __init__(
         self,
@@ -52,10 +57,8 @@ class MoE(nn.Module):
         self.swiglu_beta = swiglu_beta
         self.swiglu_limit = swiglu_limit
         self.layer_idx = layer_idx
-        self.layer_idx_str = str(layer_idx) if layer_idx is not None else None
         self.activation_type = int(activation_type)
         self.is_gated_activation = is_gated_activation(activation_type)
-        self.intermediate_size_expand_ratio = 2 if self.is_gated_activation else 1
         self.aux_stream_dict = aux_stream_dict
         self.quant_config = model_config.quant_config  # the model may replace it later, per layer
         self.moe_backend = model_config.moe_backend
@@ -67,15 +70,12 @@ class MoE(nn.Module):
         self.parallel_rank, self.parallel_size = mapping.tp_rank, mapping.tp_size
         self.intermediate_size_per_partition = intermediate_size // self.tp_size
         self.layer_load_balancer: Any = None
-        self.repeat_idx, self.repeat_count = 0, 1
         if num_experts % self.ep_size:
             raise ValueError(f"{num_experts} experts cannot be spread over {self.ep_size} expert-parallel ranks")
         self.expert_size_per_partition = num_experts // self.ep_size
         self.num_slots = num_experts
         self.slot_start = self.ep_rank * self.expert_size_per_partition
-        self.slot_end = self.slot_start + self.expert_size_per_partition
-        self.initial_global_assignments = list(range(num_experts))
-        self.initial_local_expert_ids = self.initial_global_assignments[self.slot_start : self.slot_end]
+        self.initial_local_expert_ids = list(range(self.slot_start, self.slot_start + self.expert_size_per_partition))
         self._weights_created = False
 
     def _supports_load_balancer(self) -> bool:
@@ -84,28 +84,9 @@ class MoE(nn.Module):
     def _using_dynamic_load_balancer(self) -> bool:
         return self.layer_load_balancer is not None and bool(self.layer_load_balancer.is_dynamic_routing())
 
-    def create_weights(self) -> None:
-        raise NotImplementedError
-
-    def load_weights(self, weights: list[Any], allow_partial_loading: bool = False) -> None:
-        raise NotImplementedError
-
-    def post_load_weights(self) -> None:
-        pass
-
     @property
     def quant_algo(self) -> QuantAlgo | None:
         return self.quant_config.quant_algo if self.quant_config is not None else None
-
-    @property
-    def has_any_quant(self) -> bool:
-        assert self._weights_created
-        return self.quant_config is not None and self.quant_config.layer_quant_mode.has_any_quant(exclude_kv_cache=True)
-
-    @property
-    def has_nvfp4(self) -> bool:
-        assert self._weights_created
-        return self.quant_config is not None and self.quant_config.layer_quant_mode.has_nvfp4()
 
     def forward_impl(self, x: torch.Tensor | Fp4QuantizedTensor, router_logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError
