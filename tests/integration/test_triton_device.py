@@ -89,7 +89,7 @@ def decoded(  # type: ignore[no-untyped-def]
     row = tl.arange(0, rows)[:, None]
     word, block = tl.arange(0, columns // 8)[None, :], tl.arange(0, columns // 16)[None, :]
     given = tl.load(words + row * (columns // 8) + word), tl.load(scales + row * (columns // 16) + block)
-    decoded = operands.decoded(given[0], given[1], rows, columns, dtype, ptx)
+    decoded = operands.decoded(given[0], given[1], rows, columns, 8, dtype, ptx)
     for j in tl.static_range(8):
         tl.store(out + j * (rows * columns // 8) + row * (columns // 8) + word, decoded[j])
 

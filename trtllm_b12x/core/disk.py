@@ -23,7 +23,7 @@ TABLES = "crossover-*.json"
 
 
 def directory() -> Path | None:
-    """Return ``$XDG_CACHE_HOME/trtllm_b12x`` or ``~/.cache/trtllm_b12x``; None if no absolute path is known.
+    """Return ``$XDG_CACHE_HOME/trtllm_b12x`` or ``~/.cache/trtllm_b12x``; None if neither is absolute.
 
     A relative ``XDG_CACHE_HOME`` must be ignored (XDG base directory specification). A container may have neither HOME nor an
     entry for its user.

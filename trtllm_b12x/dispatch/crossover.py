@@ -40,7 +40,7 @@ UNTUNED, TUNED = 0, 1
 class _Process:
     stage: int = UNTUNED
     policies: dict[tuple[Any, ...], DispatchPolicy] = field(default_factory=dict)
-    """By geometry, families, device and stage."""
+    """Policies by geometry, families, device and stage."""
     unmeasured: bool = False
 
 

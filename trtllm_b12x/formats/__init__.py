@@ -19,7 +19,7 @@ class Format:
     activations: tuple[str, ...] = ("Swiglu", "Relu2")
     """Activations of usual checkpoints, which ``doctor`` asks about."""
     hosts_path: bool = True
-    """Hosts serve it on our cards without us; where they do not, every call is our kernels'."""
+    """True if TensorRT-LLM serves the format on SM12x by itself. If not, our kernels serve every call."""
 
 
 FORMATS: tuple[Format, ...] = (
@@ -45,17 +45,17 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Format | None:
-    """None for what is none of ours: not quantized, or another algorithm."""
+    """Return the format of this name, or None for an unquantized layer and for other algorithms."""
     return next((row for row in FORMATS if row.name == name), None)
 
 
 def group_size(name: str) -> int | None:
-    """Return how many weights share a block scale, or None for an algorithm that is none of ours."""
+    """Return how many weights share a block scale, or None for an unknown algorithm."""
     row = find(name)
     return None if row is None else row.group_size
 
 
 def stored_bytes(name: str, elements: int) -> int:
-    """Return the bytes of codes and block scales of so many weights; of 16-bit weights if the format is none of ours."""
+    """Return the bytes of codes and block scales of so many weights; of 16-bit weights if the format is unknown."""
     row = find(name)
     return 2 * elements if row is None else elements * row.code_bits // 8 + elements // row.group_size

@@ -21,7 +21,7 @@ _NAN = 255
 
 
 def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
-    """uint8 of any shape to float32 powers of two: ``2**(s - 127)``, NaN for 255.  By bits: ``exp2`` on a GPU is not exact."""
+    """Decode uint8 to float32 powers of two: ``2**(s - 127)``, NaN for 255. By bits: ``exp2`` on a GPU is not exact."""
     wide = scales.to(torch.int32)
     bits = torch.where(wide == 0, 1 << 22, wide << 23)  # 2**-127 is subnormal
     return torch.where(wide == _NAN, torch.nan, bits.view(torch.float32))
@@ -47,7 +47,7 @@ def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """E4M3 ``(..., K)`` times E8M0 bytes ``(..., K / 32)``, float32 and exact (but for what underflows)."""
+    """E4M3 ``(..., K)`` times E8M0 bytes ``(..., K / 32)``, float32 and exact except for underflow."""
     blocks = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, BLOCK_SIZE))
     return (blocks * decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
 

@@ -20,7 +20,7 @@ BLOCK_SIZE = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
-# E2M1: sign, two exponent bits (bias 1), one mantissa bit.  OCP Microscaling Formats 1.0, 5.3.3.
+# E2M1: sign, two exponent bits (bias 1), one mantissa bit. OCP Microscaling Formats 1.0, 5.3.3.
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Midpoints between neighbors; ties go to the even code.
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -30,10 +30,10 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
     """Round to the nearest E2M1 code, ties to even, saturating at +-6 (PTX ``cvt.rn.satfinite.e2m1x2.f32``).
 
     Args:
-        values: any shape, float32.  NaN becomes +6, as the instruction has it.
+        values: any shape, float32. NaN becomes +6, as the instruction has it.
 
     Returns:
-        Codes 0..15 of the same shape, uint8.  Negative zero keeps its sign.
+        Codes 0..15 of the same shape, uint8. Negative zero keeps its sign.
     """
     magnitude = values.abs().nan_to_num(nan=E2M1_MAX)
     midpoints = torch.tensor(_E2M1_MIDPOINTS, dtype=values.dtype, device=values.device)
@@ -70,7 +70,7 @@ def dequantize(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor
     """FP4 bytes ``[..., K/2]`` times E4M3 block scales ``[..., K/16]``, without any per-tensor scale.
 
     Returns:
-        float32 ``[..., K]``.  Exact: the product of an E2M1 and an E4M3 value has at most 6 significant bits.
+        float32 ``[..., K]``. Exact: the product of an E2M1 and an E4M3 value has at most 6 significant bits.
     """
     pairs = decode_e2m1(unpack_fp4(torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)))
     # Both values of a byte in one gather of eight bytes, and no temporary as large as the result.
@@ -104,7 +104,7 @@ class InputScales:
 
     @torch.inference_mode()  # what is written may come from a load inside it, and then be written nowhere else
     def derive(self) -> None:
-        """In place, without synchronizing, in torch; ``trtllm_b12x.kernels.routes.prepare`` does the same on a GPU."""
+        """Write the divisors in place, without synchronizing; ``trtllm_b12x.kernels.routes.prepare`` does the same on a GPU."""
         torch.reciprocal(self.fc31_input_scale.expand_as(self.fc1_divisor), out=self.fc1_divisor)
         torch.reciprocal(self.fc2_input_scale.expand_as(self.fc2_divisor), out=self.fc2_divisor)
 

@@ -21,4 +21,4 @@ KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel]]] = {
     ("grouped", "NVFP4"): (GroupedNVFP4Kernel, QuantizedReferenceKernel),
     ("grouped", "MXFP8"): (GroupedKernel, MXFP8ReferenceKernel),
 }
-"""By family and number format."""
+"""Kernel class and torch class of each family and number format."""

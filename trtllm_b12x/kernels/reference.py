@@ -1,4 +1,4 @@
-"""The kernels in torch, on the CPU and any GPU: what machines without a card run, and what the self-test compares with.
+"""Compute the kernels in torch, on the CPU and any GPU, for machines without a card and as the reference of the self-test.
 
 They read the very tensors that the real kernels get, the way those do, so that a wrong layout shows as a wrong number, and round
 where the family does (the class attributes). ``ReferenceKernel`` is b12x: the static kernel of FlashInfer 0.7.2.post1, files
@@ -16,7 +16,7 @@ router weight times ``fc2_alpha`` to bf16, product to bf16   ``moe_static_kernel
 sum over routes and partial sums in float32, one bf16       ``moe_static_kernel.py:2760-2800``
 ==========================================================  =========================================================
 
-Not reproduced: the last bit of ``rcp.approx`` and ``ex2.approx``, and the order of float32 sums inside a GEMM.  Measured, it
+Not reproduced: the last bit of ``rcp.approx`` and ``ex2.approx``, and the order of float32 sums inside a GEMM. Measured, it
 shows in one of 66 cases (2e-5); in the others this equals the static kernel bit for bit (docs/sm12x-on-hopper.md).
 """
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 def jit(function: Any) -> Any:
-    """One compiled kernel per pair of types: neither sizes nor alignment make another."""
+    """Compile one kernel per pair of types; sizes and alignment do not specialize it."""
     code = function.__code__
     arguments = [name for name in code.co_varnames[: code.co_argcount] if name != "block"]
     return triton.jit(function, do_not_specialize=arguments, do_not_specialize_on_alignment=arguments)

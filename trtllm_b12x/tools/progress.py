@@ -1,4 +1,4 @@
-"""What the commands share: errors of one line, plain text, files, and a progress bar."""
+"""Shared by the commands: errors of one line, plain text, files, and a progress bar."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def fc1_kernel(
 
     ``h (routes, SIZE)`` bfloat16 whatever x is: float16 has no room for every product of gate and up.
 
-    A tensor core instruction has eight columns, whether they are used or not.  Where a block is one route (BM 1), H is cut into
+    A tensor core instruction has eight columns, whether they are used or not. Where a block is one route (BM 1), H is cut into
     SPLIT stretches: the rows of the product are the tile's, once for each stretch, its columns the input's stretches, of which
-    each row keeps its own.  So more warps read at a time.
+    each row keeps its own. So more warps read at a time.
 
     Args:
         x: ``(tokens, H)`` bfloat16 or float16.
@@ -160,7 +160,7 @@ def fc2_kernel(
 ):  # fmt: skip
     """Grid: ``TILES`` tiles of ``BN`` columns of the hidden size, by blocks or routes as ``fc1_kernel``; so is SPLIT.
 
-    ``partial (routes, H)`` float32: each route's share.  Programs that finish a token's columns count; the last adds them up.
+    ``partial (routes, H)`` float32: each route's share. Programs that finish a token's columns count; the last adds them up.
 
     Args:
         h: ``(routes, SIZE)`` bfloat16.
@@ -240,7 +240,7 @@ def fc2_token_kernel(
 ):  # fmt: skip
     """All routes of a token, at most eight, each with its own expert; arguments as ``fc2_kernel``.
 
-    Grid: tiles of ``BN`` columns of the hidden size, by tokens.  The rows of eight experts are one product's rows and the routes
+    Grid: tiles of ``BN`` columns of the hidden size, by tokens. The rows of eight experts are one product's rows and the routes
     its columns, of which each row keeps its own expert's: a tensor core instruction has eight columns whether they are used or
     not, and nothing is left to add between programs.
     """

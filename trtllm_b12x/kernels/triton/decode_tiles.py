@@ -17,7 +17,7 @@ class Tile:
 
     rows: int
     """A power of two up to 128, as many as have their scales interleaved: of each half where FC1 has a gate, of each of eight
-    experts where all routes of a token are one product.  Those of a product are 16 a warp or more, since a tensor core
+    experts where all routes of a token are one product. Those of a product are 16 a warp or more, since a tensor core
     instruction takes 16."""
     columns: int
     """Columns of the sum at a time, 128 or 256: products of an eighth (MXFP8: a quarter) each, of at least 16."""
@@ -88,9 +88,9 @@ TABLE: dict[str, tuple[Rule, ...]] = {
         *_SORTED,
     ),
 }
-"""Large: measured on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super, gpt-oss's and DeepSeek's sizes (``python -m
-benchmarks.moe_tiles``).  Small: not measured, those of an earlier search with half of the columns, for shared memory.  Blocks of
-64 routes spill."""
+"""Large: the fastest of a search on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super, gpt-oss's and DeepSeek's sizes, 23
+November 2026. Small: not measured, those of an earlier search with half of the columns, for shared memory. Blocks of 64 routes
+spill."""
 _MXFP8_SORTED = Rule(float("inf"), 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
 MXFP8: dict[str, tuple[Rule, ...]] = {
     LARGE: (
@@ -106,8 +106,8 @@ MXFP8: dict[str, tuple[Rule, ...]] = {
         replace(_MXFP8_SORTED, long=Tile(128, 128, 4, 3)),
     ),
 }
-"""Twice the bytes a column.  Large: measured on an H200 for layers of Qwen3-30B-A3B and gemma-4-26B-A4B at 1 to 64 tokens
-(``--format mxfp8``); long ones, those without a gate, and small: not measured."""
+"""Twice the bytes a column. Large: measured on an H200 for layers of Qwen3-30B-A3B and gemma-4-26B-A4B at 1 to 64 tokens;
+long ones, those without a gate, and small: not measured."""
 MXFP8_UNEVEN = {LARGE: (MXFP8[LARGE][1], replace(MXFP8[LARGE][2], token=None), *MXFP8[LARGE][3:]), SMALL: MXFP8[SMALL]}
 """The same where the last of FC2's columns are half of 128."""
 _LARGE_SHARED_MEMORY = 160 << 10

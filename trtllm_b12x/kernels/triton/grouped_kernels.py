@@ -1,25 +1,25 @@
 """Block-scaled products of whole calls, of operands of one format: what serves where there are many tokens for an expert.
 
 Five launches: the tokens quantized, the routes sorted (``routing.py``), FC1 with its activation and the quantization of its
-result, FC2 with the router's weight, the sum over a token's routes.  ``tl.dot_scaled`` is one instruction on SM120 from Triton
-3.6 on and on SM121 from 3.8 on.  FC1's result is rounded to bfloat16 before it is quantized; each route's share of a token is
+result, FC2 with the router's weight, the sum over a token's routes. ``tl.dot_scaled`` is one instruction on SM120 from Triton
+3.6 on and on SM121 from 3.8 on. FC1's result is rounded to bfloat16 before it is quantized; each route's share of a token is
 rounded to bfloat16.
 
 ``FORMAT`` names the elements:
 
 ``e4m3``, MXFP8
-    E8M0 scales of 32 columns (``mma.sync ... kind::mxf8f6f4.block_scale``).  Activations are quantized as OCP Microscaling
+    E8M0 scales of 32 columns (``mma.sync ... kind::mxf8f6f4.block_scale``). Activations are quantized as OCP Microscaling
     Formats 1.0 has it (6.3): a block gets the power of two ``floor(log2(amax)) - 8``, 8 being E4M3's largest exponent, and its
-    values are rounded to nearest even and saturate at 448.  A block that holds NaN or infinity gets the scale NaN.
+    values are rounded to nearest even and saturate at 448. A block that holds NaN or infinity gets the scale NaN.
 
 ``e2m1``, NVFP4
     Two codes in a byte, the even column in the low nibble, and E4M3 scales of 16 columns (``kind::mxf4nvf4``); what scales all of
-    a matrix is multiplied to the sums.  Activations are quantized by a static scale, with b12x's rounding points
+    a matrix is multiplied to the sums. Activations are quantized by a static scale, with b12x's rounding points
     (reciprocals with a gate, divisions without); what is beyond it saturates, and a block that holds NaN gets the scale NaN.
     The host's own quantization differs from that in exact ties alone.
 
 Without NATIVE the products are of bfloat16, in which every code times its scale is exact (E4M3's own NaN is no code here:
-checkpoints that hold one are refused).  A block scale that is NaN makes NaN; a negative one is a number, but with NATIVE, whose
+checkpoints that hold one are refused). A block scale that is NaN makes NaN; a negative one is a number, but with NATIVE, whose
 instruction has unsigned scales: checkpoints that hold one are refused too.
 
 Weights are the host's bytes: row-major codes, and scales in the 128x4 layout (``scales.py``).
@@ -105,7 +105,7 @@ _BITS = tl.constexpr("""{
     lop3.b32 $0, a, 0x80008000, c, 0xea;
     lop3.b32 $1, b, 0x80008000, d, 0xea;
 }""")
-"""Four E4M3 codes to bfloat16 times 2**-120: sign, and exponent and mantissa at the bottom of bfloat16's.  Triton converts each
+"""Four E4M3 codes to bfloat16 times 2**-120: sign, and exponent and mantissa at the bottom of bfloat16's. Triton converts each
 by itself, and stores them for the tensor cores two bytes at a time: a quarter more time on an H200."""
 
 
@@ -293,7 +293,7 @@ def fc2_kernel(
 def sum_kernel(
     shares, ids, out, first, H: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Add a token's routes to this rank's experts up, in the order of ``top_k``.  Grid: tokens by tiles of ``COLUMNS``.
+    """Add a token's routes to this rank's experts up, in the order of ``top_k``. Grid: tokens by tiles of ``COLUMNS``.
 
     Args:
         ids: ``(routes,)`` int32 or int64, of experts; this rank's are ``first`` to ``first + EXPERTS``.

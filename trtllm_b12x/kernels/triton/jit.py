@@ -1,4 +1,4 @@
-"""What the kernel families that Triton compiles have in common.
+"""Base of the kernel families that Triton compiles.
 
 A plan comes from Triton's cache (``cache.py``), into which processes compile what it lacks (``compile_pool.py``). The layers of a
 geometry on a device share it. The first of them whose weights are neither all zero nor not finite tests it on the card.
@@ -32,20 +32,20 @@ from .launcher import LaunchPlan, LayerTensors
 from .variant import Variant
 
 ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
-"""By the host's ``ActivationType``, in the order of ``epilogues.py``'s constants. GELU is the exact one, alone and in Geglu, as
-in CUTLASS (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
+"""Names of the host's ``ActivationType``, in the order of ``epilogues.py``'s constants. GELU is exact, alone and in Geglu, as in
+CUTLASS (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
 _PROOF_TOKENS = 63
 """Tokens of the call that ``assembled`` compiles."""
 
 
 @dataclass
 class Plan:
-    """What layers of one geometry share on one device."""
+    """State that layers of one geometry share on one device."""
 
     compiled: Mapping[tuple[Any, ...], Any] | None
     """Kernels by variant key; None if Triton's JIT or its interpreter launches."""
     calls: dict[tuple[Any, ...], LaunchPlan] = field(default_factory=dict)
-    """By tokens, form and types of a call, and whether past the JIT."""
+    """Launches by tokens, form and types of a call, and by whether they go past the JIT."""
     tested: bool = False
     untestable: bool = False
     """The weights were all zero or not finite."""
@@ -248,7 +248,7 @@ class Scalars(NamedTuple):
     fc1_half_alphas: torch.Tensor
     """Zeros if no load has recorded them: no alpha but zero equals those."""
     fc1_input: torch.Tensor
-    """What the host multiplies FC1's input by."""
+    """``fc31_input_scale``: the host multiplies FC1's input by it."""
     fc2_alpha: torch.Tensor
     fc2_input: torch.Tensor
     steps: tuple[int, int]

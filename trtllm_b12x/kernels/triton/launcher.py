@@ -33,7 +33,7 @@ class LayerTensors(NamedTuple):
     steps: tuple[int, int]
     """From one expert's input scale to the next, of FC1 and FC2: 0 or 1."""
     quantize: tuple[Any, ...] = ()
-    """Of the kernel that quantizes tokens."""
+    """Arguments of the kernel that quantizes tokens."""
 
     def addresses(self) -> LayerTensors:
         fc1, fc2, quantize = (tuple(map(torch.Tensor.data_ptr, part)) for part in (self.fc1, self.fc2, self.quantize))
@@ -64,7 +64,7 @@ class WorkspaceLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchPlan(ABC):
-    """What calls of one token count and form share: kernels with their grids, and the layout of scratch memory."""
+    """State that calls of one token count and form share: kernels with their grids, and the layout of scratch memory."""
 
     tokens: int
     workspace: WorkspaceLayout

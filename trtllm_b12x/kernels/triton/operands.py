@@ -2,14 +2,14 @@
 
 Weights are the host's bytes: row-major codes, ``WORD`` in an int32, and scales of ``128 / WORD`` columns in the 128x4 layout
 (``scales.py``). NVFP4 has 8 E2M1 codes in a word, the even column in the low nibble, and E4M3 scales; MXFP8 4 E4M3 codes and E8M0
-scales.  A program multiplies ``BN`` rows of one expert by up to ``BM`` routes, ``BK`` columns at a time; E2M1 times E4M3 has
+scales. A program multiplies ``BN`` rows of one expert by up to ``BM`` routes, ``BK`` columns at a time; E2M1 times E4M3 has
 at most 6 significant bits, so a weight is exact in bfloat16 and, 2**-8 times as large, in float16. E4M3 times a power of two is
 exact in bfloat16, as far as it has an exponent for it.
 
-A row is read in words.  Two neighboring words of NVFP4 are one scale block, and become eight pairs of 16-bit floats, one for each
+A row is read in words. Two neighboring words of NVFP4 are one scale block, and become eight pairs of 16-bit floats, one for each
 of eight products of ``BK / 8`` columns: column ``2 b + p`` of product ``j`` is the row's ``16 b + 8 (j // 4) + 4 p +
-j % 4``, so that a pair is the same nibble of a word's two halves and no code changes its lane.  In MXFP8 two words become four
-pairs: column ``2 b + p`` of product ``j`` is the row's ``8 b + 2 j + p``.  ``split_inputs`` permutes the other side the same way;
+j % 4``, so that a pair is the same nibble of a word's two halves and no code changes its lane. In MXFP8 two words become four
+pairs: column ``2 b + p`` of product ``j`` is the row's ``8 b + 2 j + p``. ``split_inputs`` permutes the other side the same way;
 the sum over columns does not depend on the order.
 
 Rows of a program: where rows come in whole tiles of 128, a quarter of each quarter of a tile, because the 128x4 layout puts rows
@@ -31,7 +31,7 @@ FP4 = tl.constexpr(8)
 SCALE = tl.constexpr(256.0)
 """NVFP4 weights are multiplied 2**-8 times as large as they are."""
 
-# Two words and their scale to eight pairs, each the value times 2**-8.  The three bits of a magnitude, moved to the bottom of the
+# Two words and their scale to eight pairs, each the value times 2**-8. The three bits of a magnitude, moved to the bottom of the
 # exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too; the scale is
 # given as float32, 2**118 (2**6) times as large.
 E2M1_BFLOAT16 = tl.constexpr(
@@ -66,8 +66,8 @@ E2M1_FLOAT16 = tl.constexpr(
     }"""
 )
 _E2M1_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,f,f")
-# Two words and their scale to four pairs.  A code's exponent and mantissa at the bottom of bfloat16's exponent are the value
-# times 2**-120, subnormals too, and 0x7b80 is 2**120.  A scale's byte at bit 7 is its power of two; 0 is 2**-127, subnormal
+# Two words and their scale to four pairs. A code's exponent and mantissa at the bottom of bfloat16's exponent are the value
+# times 2**-120, subnormals too, and 0x7b80 is 2**120. A scale's byte at bit 7 is its power of two; 0 is 2**-127, subnormal
 # there, and 255 infinity, which times zero is the NaN that is added.  (E4M3's own NaN is no weight: checkpoints that hold one
 # are refused.)
 E4M3_BFLOAT16 = tl.constexpr(
@@ -142,7 +142,7 @@ def decoded(
 ):  # fmt: skip
     """int32 words ``(rows, columns / WORD)`` and bytes of scales to WORD tensors ``(rows, columns / WORD)`` of ``dtype``.
 
-    PTX is the card's capability, or 0 in Triton's interpreter; the bits are the same.  A scale of NaN makes NaN.
+    PTX is the card's capability, or 0 in Triton's interpreter; the bits are the same. A scale of NaN makes NaN.
     """
     if WORD == FP4:
         parts = _decoded_e2m1(words, block_scales, rows, columns, dtype, PTX)
@@ -157,7 +157,7 @@ def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr, WORD: tl.constexpr):
 
     A tile of eight is ``(4, 2 * BK)``, two rows in one, so that what eight lanes read at a time (16 bytes each, of four stretches
     of 32 columns in two rows) lies side by side in shared memory: place ``256 a + 64 b + 32 r + 8 c + d`` is column
-    ``128 a + 32 c + 8 b + d`` of row ``r``.  Measured on an H200: up to a tenth less time, with more rows as much more.  For
+    ``128 a + 32 c + 8 b + d`` of row ``r``. Measured on an H200: up to a tenth less time, with more rows as much more. For
     MXFP8, where they read 32 columns of each row, place ``64 a + 32 r + d`` is column ``32 a + d``.
 
     Args:
@@ -278,7 +278,7 @@ def matrix(
             column += (part * (LENGTH // WORD))[:, None]
             block += (part * (LENGTH // size))[:, None]
         codes = tl.load(weight + words + k // WORD, mask=there[:, None] & (column < K // WORD), other=0)
-        # Four at a time, as they lie: fewer are not copied asynchronously.  What lies beyond may be anything.
+        # Four at a time, as they lie: fewer are not copied asynchronously. What lies beyond may be anything.
         group = tl.max_constancy(block // 4 < (K // size + 3) // 4, (1, 4))
         factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None] & group, other=0)
         if K // size % 4 != 0:

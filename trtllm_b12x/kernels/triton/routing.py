@@ -73,7 +73,7 @@ def own_block(ids, slot, routes, first, count, BM: tl.constexpr, WIDTH: tl.const
     counts = low_counts + high_counts
     own = counts >> 16
     n = tl.minimum((counts & 0xFFFF) - own, BM)
-    # Without the routes up to this one.  Places are numbers and no vectors, which Triton would make once for each layout.
+    # Without the routes up to this one. Places are numbers and no vectors, which Triton would make once for each layout.
     after = -2 << (slot % 32)
     high = tl.where(slot < 32, high, high & after)
     low = tl.where(slot < 32, low & after, 0)
@@ -206,7 +206,7 @@ def route_kernel(
 def sort_kernel(
     ids, router_weights, order, starts, sorted_weights, routes, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid: experts of this rank.  A program counts the routes to experts before its own, then lists its own in their order.
+    """Grid: experts of this rank. A program counts the routes to experts before its own, then lists its own in their order.
 
     Args:
         ids: ``(routes,)`` int32 or int64, of experts; this rank's are ``first`` to ``first + EXPERTS``, others are left out.

@@ -1,4 +1,4 @@
-"""Where block scales lie: the 128x4 layout of weights, and rows of whole words of four for activations.
+"""Addresses of block scales: the 128x4 layout of weights, and rows of whole words of four for activations.
 
 Row ``r`` and block ``b`` of a matrix of ``B`` blocks is at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 +
 r % 128 // 32 * 4 + b % 4``.
@@ -43,7 +43,7 @@ def scale_offsets(
     tile, half: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, COPIES: tl.constexpr,
     WORD: tl.constexpr,
 ):  # fmt: skip
-    """From there to the scales of rows ``half * N + rows_of(tile)``, ``(COPIES * BN, BK / block)``.
+    """Return offsets to the scales of rows ``half * N + rows_of(tile)``, ``(COPIES * BN, BK / block)``.
 
     Where rows come in whole programs but not in 128 they are those of every program and half, which keeps them once: a third
     fewer registers.
@@ -76,7 +76,7 @@ def scales_of(
 ):  # fmt: skip
     """The scales of columns ``k`` to ``k + BK``, uint8 ``(ROWS, blocks)``; 0 beyond ``K``, where anything may lie.
 
-    Four blocks are a word, STRIDE words from the next.  What is less than four bytes a thread is not copied asynchronously, so
+    Four blocks are a word, STRIDE words from the next. What is less than four bytes a thread is not copied asynchronously, so
     words are read, and bytes where they are enough: Triton 3.9 makes twice the loop of NVFP4's words.
     """
     size: tl.constexpr = 16 if FORMAT == E2M1 else 32

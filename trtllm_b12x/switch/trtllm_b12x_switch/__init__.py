@@ -9,7 +9,7 @@ from trtllm_b12x.engines.trtllm import host
 
 
 class TrtllmB12xSwitch:
-    """Never built.  Workers are sent the registered model classes by reference, hence import this module before they build."""
+    """Never built. Workers are sent the registered model classes by reference, hence import this module before they build."""
 
 
 if settings.ENABLED():
