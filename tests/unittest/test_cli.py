@@ -359,6 +359,20 @@ def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_fami
     assert "b12x" not in output
 
 
+def test_gate_and_up_with_different_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
+    """b12x refuses such a layer before it is loaded; alone it leaves nothing to compare."""
+    write_checkpoint(tmp_path, [random_experts(4, 256, 256, up_to_gate=1.5)], top_k=2)
+    output = verify(tmp_path, "--tokens", "8,70", "--json", tmp_path / "report.json").output
+    assert "PASS: 1 of 1 MoE layers on triton+grouped" in output
+    triton, grouped = json.loads((tmp_path / "report.json").read_text())["layers"]
+    assert (triton["served_by"], grouped["served_by"]) == ("triton", "grouped")
+    assert "not b12x: UNEQUAL_SCALES" in triton["reasons"][0]
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
+    result = verify(tmp_path, "--tokens", "8", status=3)
+    assert "UNEQUAL_SCALES" in result.output
+    assert "NOTHING COMPARED: 0 of 1 MoE layers on b12x" in result.output
+
+
 def test_nothing_of_a_server_stands_in_the_table(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, [random_experts(2, 128, 192)] * 2, top_k=1)
     command = [sys.executable, "-m", "trtllm_b12x", "verify", str(tmp_path), "--tokens", "1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,14 @@ class Checkpoint:
 
     def weights(self, layer: MoELayer) -> LayerWeights:
         return LayerWeights(self, layer)
+
+    def with_scales(self, layer: MoELayer) -> MoELayer:
+        """Return the layer with ``unequal_scales`` read from its tensors."""
+        weights, kind = self.weights(layer), "weight_scale_2"
+        if not layer.gated or kind not in storage_of(layer.quant_algo).scalars:
+            return layer
+        pairs = ((weights[f"{e}.w1.{kind}"], weights[f"{e}.w3.{kind}"]) for e in range(layer.num_experts))
+        return replace(layer, unequal_scales=any(not torch.equal(gate, up) for gate, up in pairs))
 
     @cached_property
     def layers(self) -> list[MoELayer]:
