@@ -23,6 +23,7 @@ from trtllm_b12x.decision import (
     version_tuple,
 )
 from trtllm_b12x.formats.geometry import LayerShape
+from trtllm_b12x.tools.options import Ranks
 
 KERNEL = Environment()
 FEATURES = KernelFeatures("k", frozenset({"Swiglu", "Relu2"}), 128, 128, negative_ids=True, graph_safe=True)
@@ -270,3 +271,10 @@ def test_weight_only_experts_are_named() -> None:
     assert "W4A16_NVFP4" in rejection.detail
     assert "not NVFP4" not in rejection.detail
     assert "bf16 activations" in rejection.detail
+
+
+def test_a_split_of_the_command_line_is_judged() -> None:
+    shape = LayerShape(intermediate_size=48)
+    assert decide(shape, Ranks(tp=1, ep=1).deployment, KERNEL, POOR).served
+    assert decide(shape, Ranks(tp=1, ep=2).deployment, KERNEL, POOR).reasons == (RejectReason.EXPERT_PARALLEL,)
+    assert decide(shape, Ranks(tp=2, ep=1).deployment, KERNEL, POOR).reasons == (RejectReason.INTERMEDIATE_SIZE,)
