@@ -165,8 +165,16 @@ def _load(load: dict[str, Any]) -> str:
 
 
 def _of_layers(found: dict[str, Any]) -> list[Gain]:
-    own = {(x["geometry"], x["tokens"]): x["us"] for x in found["lines"] if (x["split"], x["routing"]) == ("TP1", "random")}
+    whole = [x for x in found["lines"] if (x["split"], x["routing"], x.get("kernel", "triton")) == ("TP1", "random", "triton")]
+    own = {(x["geometry"], x["tokens"]): x["us"] for x in whole}
+    shares = {(x["geometry"], x["tokens"]): x["fraction"] for x in whole}
     lines = []
+    for name in dict.fromkeys(x["geometry"] for x in whole):
+        counts = [tokens for tokens in (1, 8, 64) if (name, tokens) in own]
+        us, share = ", ".join(f"{own[name, t]:.0f}" for t in counts), ", ".join(f"{shares[name, t]:.0%}" for t in counts)
+        what = f"decode of a {name} layer, {' / '.join(map(str, counts))} tokens"
+        here = f"{us} us: {share} of the bandwidth of a copy"
+        lines.append(Gain(what, here, "-", found["gpu"], "moe-decode.json"))
     for peer, whose in (
         ("triton_kernels", "OpenAI's triton_kernels, MXFP4"),
         ("torch_grouped", "torch._grouped_mm on bfloat16 experts, products alone"),
