@@ -9,8 +9,6 @@ import torch
 
 os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
 """Calls are measured, not what a card makes of them."""
-SAME = 0.004
-"""Relative L2 between two orders of the same sums, rounded to bfloat16."""
 
 
 def require_gpu() -> None:

@@ -72,7 +72,8 @@ def test_gate_and_up_with_scales_of_their_own(tmp_path: Path, triton_alone: None
 
 
 def reasons(directory: Path) -> list[tuple[RejectReason, ...]]:
-    return [resolve_on_ranks(layer, Ranks()).reasons for layer in Checkpoint(directory).layers]
+    checkpoint = Checkpoint(directory)
+    return [resolve_on_ranks(checkpoint, layer, Ranks()).reasons for layer in checkpoint.layers]
 
 
 def add_tensors(directory: Path, **tensors: torch.Tensor) -> None:
@@ -140,9 +141,10 @@ def test_hidden_and_intermediate_sizes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "h", [random_experts(2, 192, 64)], top_k=1)
     assert reasons(tmp_path / "h") == [(RejectReason.HIDDEN_SIZE,)]
     write_checkpoint(tmp_path / "i", [random_experts(2, 128, 48)], top_k=1)
-    (layer,) = Checkpoint(tmp_path / "i").layers
-    assert resolve_on_ranks(layer, Ranks(tp=1)).served
-    assert resolve_on_ranks(layer, Ranks(tp=2)).reasons == (RejectReason.INTERMEDIATE_SIZE,)
+    checkpoint = Checkpoint(tmp_path / "i")
+    (layer,) = checkpoint.layers
+    assert resolve_on_ranks(checkpoint, layer, Ranks(tp=1)).served
+    assert resolve_on_ranks(checkpoint, layer, Ranks(tp=2)).reasons == (RejectReason.INTERMEDIATE_SIZE,)
 
 
 def write_stacked(directory: Path, experts: int, hidden: int, size: int, form: str = "NVFP4", rows_first: bool = False) -> Any:

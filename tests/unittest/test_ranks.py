@@ -52,7 +52,8 @@ def test_ranks_that_do_not_divide(checkpoint: Checkpoint) -> None:
         verify_layer(checkpoint, layer, TOKENS, ranks=Ranks(tp=7))
     with pytest.raises(UnusableError, match="--ep 3"):
         verify_layer(checkpoint, layer, TOKENS, ranks=Ranks(ep=3))
-    assert resolve_on_ranks(layer, Ranks(tp=32 if layer.gated else 96)).reasons == (RejectReason.INTERMEDIATE_SIZE,)
+    ranks = Ranks(tp=32 if layer.gated else 96)
+    assert resolve_on_ranks(checkpoint, layer, ranks).reasons == (RejectReason.INTERMEDIATE_SIZE,)
 
 
 @pytest.mark.parametrize("tokens", [3, 70])

@@ -191,8 +191,7 @@ class _Run:
         """Verify a layer once for each family that serves it."""
         from .verify import resolve_on_ranks, verify_layer
 
-        layer = source.with_scales(layer)
-        verdict = resolve_on_ranks(layer, self._options["ranks"], self._options["device"])
+        verdict = resolve_on_ranks(source, layer, self._options["ranks"], self._options["device"])
         families: list[tuple[str, ...]] = [(family,) for family in verdict.families]
         row = formats.find(layer.quant_algo)
         if families and row is not None and not row.hosts_path:  # the families only serve every count together

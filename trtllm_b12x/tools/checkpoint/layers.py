@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -165,13 +165,13 @@ class Checkpoint:
     def weights(self, layer: MoELayer) -> LayerWeights:
         return LayerWeights(self, layer)
 
-    def with_scales(self, layer: MoELayer) -> MoELayer:
-        """Return the layer with ``unequal_scales`` read from its tensors."""
+    def unequal_scales(self, layer: MoELayer) -> bool:
+        """Return whether gate and up of some expert differ in ``weight_scale_2``. Read two scalars per expert."""
         weights, kind = self.weights(layer), "weight_scale_2"
         if not layer.gated or kind not in storage_of(layer.quant_algo).scalars:
-            return layer
+            return False
         pairs = ((weights[f"{e}.w1.{kind}"], weights[f"{e}.w3.{kind}"]) for e in range(layer.num_experts))
-        return replace(layer, unequal_scales=any(not torch.equal(gate, up) for gate, up in pairs))
+        return any(not torch.equal(gate, up) for gate, up in pairs)
 
     @cached_property
     def layers(self) -> list[MoELayer]:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,8 +63,7 @@ def verify_layer(
         UnusableError: a tensor is unusable, or the ranks do not divide the layer.
     """
     ranks.expect_to_divide(layer.shape, layer.name)
-    layer = checkpoint.with_scales(layer)
-    verdict = resolve_on_ranks(layer, ranks, device)
+    verdict = resolve_on_ranks(checkpoint, layer, ranks, device)
     report = LayerReport(
         name=layer.name,
         index=layer.index,
@@ -93,12 +93,13 @@ def verify_layer(
     return report
 
 
-def resolve_on_ranks(layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
+def resolve_on_ranks(checkpoint: Checkpoint, layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
     """Return which families serve the layer on every rank, as far as the checkpoint tells, and why others do not.
 
     A layer that the reference cannot compute is not served here.
     """
-    verdict = resolve((layer.shape, ranks.deployment), candidate_kernels(device, layer.quant_algo))
+    shape = replace(layer.shape, unequal_scales=checkpoint.unequal_scales(layer))
+    verdict = resolve((shape, ranks.deployment), candidate_kernels(device, layer.quant_algo))
     without_reference = {
         RejectReason.ACTIVATION_CONSTANTS: bool(layer.activation_constants) and layer.swiglu is None,
         RejectReason.ROUTER_WEIGHT_ON_INPUT: bool(layer.apply_router_weight_on_input),
