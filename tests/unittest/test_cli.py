@@ -337,6 +337,18 @@ def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
     assert 0 < len(found["layers"]) < 150
 
 
+def test_an_interrupt_that_arrives_as_another_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)  # a worker may ignore it
+
+    def interrupted(*arguments: Any) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ValueError("torch's C code makes this of it, in safetensors' get_tensor")
+
+    monkeypatch.setattr("trtllm_b12x.tools.verify.layer.zero_matrices", interrupted)
+    assert "interrupted: 0 of 2 layers were verified" in verify(directory, status=130).output
+
+
 def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_family: None) -> None:
     """Each by its own rounding points, on its own tile; what each is off unquantized activations, side by side."""
     write_checkpoint(tmp_path, [random_experts(8, 128, 192)], top_k=2)

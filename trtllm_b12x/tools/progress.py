@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 import click
@@ -96,3 +99,27 @@ class Progress:
         click.echo(plain(text), err=err)
         if running:
             self._bar.start()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt for an error that Ctrl-C caused: torch's C code turns an interrupt into a ValueError."""
+    default, pressed = signal.default_int_handler, False
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+        yield
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        default(number, frame)
+
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    except Exception as error:
+        if pressed:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, default)

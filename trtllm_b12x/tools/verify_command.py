@@ -17,7 +17,7 @@ from trtllm_b12x.decision.families import FAMILIES
 from trtllm_b12x.dispatch.schedule import default_crossover
 
 from .options import Ranks
-from .progress import Progress, UnusableError, expect_folder
+from .progress import Progress, UnusableError, expect_folder, interruptible
 from .verify_output import JsonReport, Table, header, percent
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
         table = Table([layer.name for layer in chosen], str(json_file) == "-", bar.line)
         run = _Run(report, table, bar, options)
         try:
-            run.verify(source, chosen, tokens or _DEFAULT_TOKENS)
+            with interruptible():
+                run.verify(source, chosen, tokens or _DEFAULT_TOKENS)
         except KeyboardInterrupt:
             table.line(f"interrupted: {len(run.reports)} of {len(chosen)} layers were verified")
             run.write("interrupted")
