@@ -380,9 +380,8 @@ def test_gate_and_up_with_different_scales(tmp_path: Path, monkeypatch: pytest.M
     assert (triton["served_by"], grouped["served_by"]) == ("triton", "grouped")
     assert "not b12x: UNEQUAL_SCALES" in triton["reasons"][0]
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
-    result = verify(tmp_path, "--tokens", "8", status=3)
-    assert "UNEQUAL_SCALES" in result.output
-    assert "NOTHING COMPARED: 0 of 1 MoE layers on b12x" in result.output
+    output = verify(tmp_path, "--tokens", "8", status=3).output
+    assert re.search(r"UNEQUAL_SCALES[^$]*NOTHING COMPARED: 0 of 1 MoE layers on b12x", output)
 
 
 def test_nothing_of_a_server_stands_in_the_table(tmp_path: Path) -> None:
