@@ -1,10 +1,9 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
 # `make test` takes about five minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
 # kernels that FlashInfer's compiler makes, ranks, Ray, environments of real wheels, the kernels as other Tritons compile them.
-# `make results` writes docs/results.md, docs/floor.* and the README's table of the files that runs wrote.
+# `make results` writes docs/results.md, docs/floor.md and the README's table of the files that runs wrote.
 # `make environments` makes the table tests/integration/environments.json anew: an hour.
-# `make kernels` and `make kernels-all` compile FlashInfer's SM120 kernels and translate them for Hopper; `make device` runs them
-# there and writes the tables of docs/sm12x-on-hopper.md.
+# `make device` runs FlashInfer's SM120 kernels, translated, on a Hopper GPU and keeps the numbers in docs/sm12x-on-hopper.json.
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= .demo
@@ -12,38 +11,33 @@ TESTS ?= tests
 BIN := $(VENV)/bin
 BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
 
-# One thread of torch's per worker: two workers with a thread per core each take four times as long.
+# A worker runs whole files, whose fixtures are made once, on one thread of torch's: two workers with a thread per core each take
+# four times as long.
 test test-all: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all environments kernels kernels-all device results lint bench clean
+.PHONY: demo test test-all environments device results lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
 	$(BIN)/trtllm-b12x verify $(DEMO)/nvfp4 --original $(DEMO)/original --require-b12x
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m "not all" $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not all" $(TESTS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m all $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m all $(TESTS)
 
 environments: $(VENV)/.test
 	$(BIN)/python -m tests.integration.environments --again
 
-kernels: $(VENV)/.test
-	$(BED).kernels --jobs $$(nproc) --cache .kernels
-
-kernels-all: $(VENV)/.test
-	$(BED).kernels --all --jobs $$(nproc) --cache .kernels
-
 device: $(VENV)/.test
-	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py tests/integration/test_b12x_memory_device.py tests/integration/test_b12x_ranks_device.py
+	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py tests/integration/test_b12x_memory_device.py
 	$(BIN)/python -m benchmarks.decode .device/decode
 	$(BIN)/python -m tests.integration.exports qwen3-moe .device/exports/qwen3-moe
 	$(BIN)/python -m tests.integration.exports nemotron-h .device/exports/nemotron-h
 	$(BED).run build --processes $$(nproc) --cache .kernels
 	$(BED).run measure --cache .kernels --exports .device/exports --out .device/result.json
-	$(BED).report .device/result.json
+	$(BIN)/python -m benchmarks.results --take .device/result.json
 
 results: $(VENV)/.test
 	$(BIN)/python -m benchmarks.results

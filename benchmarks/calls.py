@@ -7,7 +7,6 @@ that is busy slows both.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import statistics
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ CALLS = 400
 BATCHES = 101
 
 
-def output_of(kernel: Any, call: Any, *tensors: Any, out: Any = None) -> Any:
-    """Stand in for ``Kernel.run``: return the output given, else x. Older checkouts pass tensors instead of a ``MoECall``."""
-    x, given = (call, out) if tensors else (call.x, call.out)
-    return x if given is None else given
+def output_of(kernel: Any, call: Any) -> Any:
+    """Stand in for ``Kernel.run``: return the output given, else x."""
+    return call.x if call.out is None else call.out
 
 
 def serve() -> None:
@@ -38,11 +36,10 @@ def serve() -> None:
 
     from tests import layers
     from tests.checkpoints import random_experts
+    from trtllm_b12x.dispatch import crossover
 
     torch.set_num_threads(1)
-    for name in ("trtllm_b12x.dispatch.crossover", "trtllm_b12x.crossover.deciding"):  # the second in older checkouts
-        with suppress(ImportError):
-            importlib.import_module(name).tuning()  # as in a server that has warmed up: its autotuner has run
+    crossover.tuning()  # as in a server that has warmed up: its autotuner has run
     module = layers.load(layers.create(8, 128, 256), random_experts(8, 128, 256))
     backend = module.backend
     x, logits = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 8)

@@ -26,10 +26,10 @@ from tests.checkpoints import random_experts
 from tests.integration.sm12x_on_hopper import sm12x_on_hopper
 from tests.integration.sm12x_on_hopper.kernels import NEMOTRON_SUPER, QWEN3_30B, SMALL_RELU2, SMALL_SWIGLU, Shape
 from tests.integration.sm12x_on_hopper.problem import arguments, wrapper
+from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.dispatch.schedule import default_crossover
-from trtllm_b12x.formats.layouts import mma_scale_view
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import MoECall
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 
 MOE_MAX_NUM_TOKENS = 8192
@@ -38,40 +38,9 @@ LAYERS = 48
 REPEATS = 300
 
 
-def geometry(shape: Shape) -> Geometry:
-    activation = "Swiglu" if shape.gated else "Relu2"
-    return Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
-
-
-def weights(shape: Shape) -> NVFP4Weights:
-    """Tensors of the right sizes; every scale is 2**-6, so that nothing overflows."""
-    rows, experts, hidden = (2 if shape.gated else 1) * shape.padded, shape.num_experts, shape.hidden_size
-
-    def scales(height: int, width: int) -> torch.Tensor:
-        return mma_scale_view(torch.full((experts * height * width // 16,), 8, dtype=torch.uint8, device="cuda"), height, width)
-
-    ones = torch.ones(experts, device="cuda")
-    return NVFP4Weights(
-        fc1_weight=torch.randint(0, 255, (experts, rows, hidden // 2), dtype=torch.uint8, device="cuda"),
-        fc1_weight_sf=scales(rows, hidden),
-        fc1_alpha=ones * 1e-3,
-        fc2_weight=torch.randint(0, 255, (experts, hidden, shape.padded // 2), dtype=torch.uint8, device="cuda"),
-        fc2_weight_sf=scales(hidden, shape.padded),
-        fc2_alpha=ones * 1e-3,
-        fc2_divisor=ones * 1e-3,
-        fc1_divisor=ones * 1e-3,
-    )
-
-
-def call(shape: Shape, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16)
-    ids = torch.rand(tokens, shape.num_experts, device="cuda").argsort(1)[:, : shape.top_k].int().contiguous()
-    return x, ids, torch.full((tokens, shape.top_k), 1 / shape.top_k, device="cuda")
-
-
 def planned(shape: Shape, tensors: NVFP4Weights) -> B12xKernel:
     kernel = B12xKernel()
-    kernel.plan(geometry(shape), default_crossover(shape.top_k, [B12xKernel.features]) - 1, torch.device("cuda", 0))
+    kernel.plan(shape.geometry, default_crossover(shape.top_k, [B12xKernel.features]) - 1, torch.device("cuda", 0))
     kernel.bind(tensors)
     return kernel
 
@@ -88,7 +57,7 @@ def allocated(make: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def memory(shape: Shape) -> dict[str, Any]:
-    tensors = weights(shape)
+    tensors = random_layer(shape.geometry, "cuda").kernel_weights()
     stack = LAYERS
     one, first = allocated(lambda: planned(shape, tensors))
     more, others = allocated(lambda: [planned(shape, tensors) for _ in range(stack - 1)])
@@ -150,7 +119,7 @@ def overhead(shape: Shape, tokens: int, stubbed: bool) -> dict[str, Any]:
     backend = layers.load(module, tensors).backend
     kernel = backend.kernel
     assert isinstance(kernel, B12xKernel), backend.verdict
-    x, ids, router_weights = call(shape, tokens)
+    x, ids, router_weights = random_call(shape.geometry, tokens, device="cuda")
     out = torch.empty_like(x)
     direct = MoECall(x, ids, router_weights, out=out)
     candidate = real = kernel._plan.candidates[tokens][0]

@@ -19,28 +19,17 @@ class Card:
     name: str
     bandwidth: float
     """Bytes a second."""
-    multiprocessors: int
-    clock: float
-    """Boost, hertz."""
     memory: float
     """Bytes."""
     source: str
 
 
 CARDS = (
-    Card("RTX 5090", 1792e9, 170, 2.407e9, 32e9, "public specifications; assumed: boost clock"),
-    Card(
-        "RTX PRO 6000",
-        1792e9,
-        188,
-        2.6e9,
-        96e9,
-        "Workstation Edition, public specifications; assumed: clock, from 125 TFLOP/s of FP32",
-    ),
-    Card("RTX PRO 6000 Server", 1597e9, 188, 2.6e9, 96e9, "Server Edition, public specifications; assumed: the same clock"),
-    Card("GB10", 273e9, 48, 2.418e9, 128e9, "DGX Spark, public specifications (6,144 CUDA cores); assumed: boost clock"),
+    Card("RTX 5090", 1792e9, 32e9, "Public specifications"),
+    Card("RTX PRO 6000", 1792e9, 96e9, "Workstation Edition, public specifications"),
+    Card("RTX PRO 6000 Server", 1597e9, 96e9, "Server Edition, public specifications"),
+    Card("GB10", 273e9, 128e9, "DGX Spark, public specifications"),
 )
-H200 = Card("H200", 4.8e12, 132, 1.98e9, 141e9, "the card of docs/triton.md; clock as torch reports it")
 
 
 @dataclass(frozen=True)
@@ -203,7 +192,7 @@ def _gpt_oss() -> Model:
         lambda context: layers // 2 * 2 * 8 * 64 * (context + min(context, 128)) * FP8,
         0,
         "config.json of openai/gpt-oss-120b (the defaults of transformers' GptOssConfig)",
-        "FP8 KV cache. This package does not serve MXFP4; what a Hopper GPU measured is the same shape in NVFP4",
+        "FP8 KV cache. This package does not serve MXFP4",
     )
 
 

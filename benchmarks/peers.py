@@ -28,6 +28,7 @@ import triton
 from benchmarks import other_kernels, require_gpu
 from benchmarks.geometries import GEOMETRIES, MXFP8, routes
 from benchmarks.markdown import table
+from benchmarks.plots import by_tokens
 from tests import mxfp8
 from tests.nvfp4_layer import distance, random_call, random_layer
 from trtllm_b12x.dispatch.timing import copy_bandwidth, expert_bytes, graph_seconds
@@ -204,29 +205,6 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(text) + "\n"
 
 
-def plot(results: dict[str, Any], path: Path) -> bool:
-    """Draw the share of the bandwidth. Return False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lines = [Line(**line) for line in results["lines"] if (line["split"], line["routing"]) == ("TP1", "random")]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name, kernel in dict.fromkeys((line.geometry, line.kernel) for line in lines):
-        points = [(line.tokens, line.fraction) for line in lines if (line.geometry, line.kernel) == (name, kernel)]
-        axes.plot(*zip(*points, strict=True), marker="o", label=name if kernel == "triton" else f"{name}, {kernel}")
-    axes.set(xscale="log", xlabel="tokens", ylabel="fraction of copy bandwidth", ylim=(0, 1))
-    ticks = sorted({line.tokens for line in lines})
-    axes.set_xticks(ticks, [str(count) for count in ticks])
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    return True
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, nargs="?")
@@ -236,7 +214,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--split", action="append", choices=list(SPLITS), help="default: all; for mxfp8 TP1")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--seconds", type=float, default=540, help="begin no further layer after this time")
     options = parser.parse_args()
     known = LAYERS[options.format]
@@ -289,7 +266,7 @@ def main() -> None:
     print(results, flush=True)
     results["lines"] = [asdict(line) for line in measure_ours(options, bandwidth, deadline)]
     results["not_measured"] = []
-    names = [] if options.no_peers or time.monotonic() > deadline else options.geometry
+    names = [] if time.monotonic() > deadline else options.geometry
     for peer, (_, lacks, measured) in other_kernels.PEERS.items():
         results[peer] = []
         reason = lacks()
@@ -312,7 +289,12 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
         options.out.with_suffix(".md").write_text(text)
-        if not plot(results, options.out.with_suffix(".png")):
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for line in results["lines"]:
+            if (line["split"], line["routing"]) == ("TP1", "random"):
+                name = f"{line['geometry']}, {line['kernel']}"
+                curves.setdefault(name, []).append((line["tokens"], line["fraction"]))
+        if not by_tokens(options.out.with_suffix(".png"), curves, "fraction of copy bandwidth", 1):
             print("no plot: matplotlib is not installed")
 
 

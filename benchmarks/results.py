@@ -1,8 +1,7 @@
-"""One page of results: ``python -m benchmarks.results`` writes docs/results.md, docs/floor.* and the table in the README.
+"""One page of results: ``python -m benchmarks.results`` writes docs/results.md, docs/floor.md and the table in the README.
 
 Of the files that runs wrote, and of nothing else: what has no file is said to be missing.  ``--take FILE ...`` copies what
-``benchmarks.peers`` or ``benchmarks.on_card`` wrote into docs/ first, without what tells of the
-machine.  ``--check`` writes nothing and exits with 1 where a page is not what it would write.
+benchmarks wrote into docs/ first, without what tells of the machine.
 """
 
 from __future__ import annotations
@@ -119,20 +118,11 @@ def _finite(value: Any) -> Any:
 # ---- the numbers ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Gain:
-    """One line of what a user gains."""
+def gains(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """What a user gains, of the files that are there, in the order in which a user asks.
 
-    what: str
-    here: str
-    other: str
-    """And whose that is."""
-    on: str
-    file: str
-
-
-def gains(found: dict[str, dict[str, Any]]) -> list[Gain]:
-    """Of the files that are there, in the order in which a user asks."""
+    A line: what, with the package, otherwise and whose that is, where it was measured, the file.
+    """
     lines = _of_cards(found)
     if "moe-decode.json" in found:
         lines += _of_layers(found["moe-decode.json"])
@@ -143,7 +133,7 @@ def gains(found: dict[str, dict[str, Any]]) -> list[Gain]:
     return lines
 
 
-def _of_cards(found: dict[str, dict[str, Any]]) -> list[Gain]:
+def _of_cards(found: dict[str, dict[str, Any]]) -> list[list[str]]:
     lines = []
     for file, report in found.items():
         if not file.startswith("on-card/"):
@@ -154,9 +144,7 @@ def _of_cards(found: dict[str, dict[str, Any]]) -> list[Gain]:
             if with_it and other:
                 times = [f"{r['tpot_ms']['p50']:.2f} ms, {r['output_tokens_per_second']:.0f} tokens/s" for r in (run, other)]
                 name = report["card"]["card"]["name"]
-                lines.append(
-                    Gain(f"a token of {model}, {load} (TPOT P50)", times[0], f"{times[1]}: the host's CUTLASS", name, file)
-                )
+                lines.append([f"a token of {model}, {load} (TPOT P50)", times[0], f"{times[1]}: the host's CUTLASS", name, file])
     return lines
 
 
@@ -164,7 +152,7 @@ def _load(load: dict[str, Any]) -> str:
     return f"{load['input_tokens']} in, {load['output_tokens']} out, {load['concurrency'] or 'all'} at a time"
 
 
-def _of_layers(found: dict[str, Any]) -> list[Gain]:
+def _of_layers(found: dict[str, Any]) -> list[list[str]]:
     whole = [x for x in found["lines"] if (x["split"], x["routing"], x.get("kernel", "triton")) == ("TP1", "random", "triton")]
     own = {(x["geometry"], x["tokens"]): x["us"] for x in whole}
     shares = {(x["geometry"], x["tokens"]): x["fraction"] for x in whole}
@@ -174,7 +162,7 @@ def _of_layers(found: dict[str, Any]) -> list[Gain]:
         us, share = ", ".join(f"{own[name, t]:.0f}" for t in counts), ", ".join(f"{shares[name, t]:.0%}" for t in counts)
         what = f"decode of a {name} layer, {' / '.join(map(str, counts))} tokens"
         here = f"{us} us: {share} of the bandwidth of a copy"
-        lines.append(Gain(what, here, "-", found["gpu"], "moe-decode.json"))
+        lines.append([what, here, "-", found["gpu"], "moe-decode.json"])
     for peer, whose in (
         ("triton_kernels", "OpenAI's triton_kernels, MXFP4"),
         ("torch_grouped", "torch._grouped_mm on bfloat16 experts, products alone"),
@@ -185,26 +173,26 @@ def _of_layers(found: dict[str, Any]) -> list[Gain]:
             if counts:
                 here, there = (", ".join(f"{times[name, t]:.0f}" for t in counts) for times in (own, at))
                 what = f"decode of a {name} layer, {' / '.join(map(str, counts))} tokens"
-                lines.append(Gain(what, f"{here} us", f"{there} us: {whose}", found["gpu"], "moe-decode.json"))
+                lines.append([what, f"{here} us", f"{there} us: {whose}", found["gpu"], "moe-decode.json"])
     return lines
 
 
-def _of_the_driver(found: dict[str, Any]) -> list[Gain]:
+def _of_the_driver(found: dict[str, Any]) -> list[list[str]]:
     lines = []
     for row in found["memory"]:
         (many, total), *_ = ((name, value) for name, value in row.items() if name.endswith(" of them"))
         what = f"scratch memory, {row['layers']} layers of {row['layer']} on b12x"
         other = f"{_size(total)}: a B12xMoEWrapper per layer for 8,192 tokens ({many})"
-        lines.append(Gain(what, _size(row["ours, all layers"]), other, found["gpu"], "decode.json"))
+        lines.append([what, _size(row["ours, all layers"]), other, found["gpu"], "decode.json"])
     row = next((r for r in found["host microseconds"] if not r["stubbed"] and r["tokens"] == 1), None)
     if row:
         other = f"{row['B12xMoEWrapper.run']:.0f} us: B12xMoEWrapper.run"
         what = f"host time of a call of 1 token outside graphs, {row['layer']}"
-        lines.append(Gain(what, f"{row['run_moe']:.0f} us", other, found["gpu"], "decode.json"))
+        lines.append([what, f"{row['run_moe']:.0f} us", other, found["gpu"], "decode.json"])
     return lines
 
 
-def _of_preparation(found: dict[str, Any]) -> list[Gain]:
+def _of_preparation(found: dict[str, Any]) -> list[list[str]]:
     lines = []
     for export in dict.fromkeys(row["export"] for row in found["exports"]):
         rows = [row for row in found["exports"] if row["export"] == export]
@@ -215,7 +203,7 @@ def _of_preparation(found: dict[str, Any]) -> list[Gain]:
             on = f"{found['versions']['GPU']}, translated"
             what = f"weights moved by their preparation, a small {export} exported by modelopt"
             other = f"{100 * baked['weight_error']:.1f} %: weight_scale_2 multiplied into the block scales"
-            lines.append(Gain(what, f"{100 * exact['weight_error']:.1f} %", other, on, "sm12x-on-hopper.json"))
+            lines.append([what, f"{100 * exact['weight_error']:.1f} %", other, on, "sm12x-on-hopper.json"])
     return lines
 
 
@@ -236,7 +224,6 @@ _INFERRED = """
 ## Inferred
 
 - From bytes and bandwidths: the least time of a decode step on each card, [floor.md](floor.md).
-- From what a layer took on the H200: that the same kernels wait for memory on SM12x, [floor.md](floor.md).
 - From the translation to Hopper: that what b12x computes there it computes on SM12x, product for product. Not its speed.
 
 ## Measured by nobody
@@ -290,7 +277,7 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
 
 
 def _table(found: dict[str, dict[str, Any]], link: str = "") -> list[str]:
-    rows = [[g.what, g.here, g.other, g.on, f"[{g.file}]({link}{g.file})"] for g in gains(found)]
+    rows = [[*cells, f"[{file}]({link}{file})"] for *cells, file in gains(found)]
     if not _of_cards(found):
         rows.insert(0, ["time of a token, served whole", NOWHERE, "-", "no SM12x card yet", "`python -m benchmarks.on_card`"])
     return table(["", "with the package", "otherwise", "measured on", "in"], rows)
@@ -311,11 +298,10 @@ def readme(text: str, found: dict[str, dict[str, Any]]) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page as it has to be."""
     docs = root / "docs"
-    found, least = load(docs), floor.results(docs)
+    found = load(docs)
     return {
         docs / "results.md": page(found),
-        docs / "floor.md": floor.page(least),
-        docs / "floor.json": json.dumps(least, indent=1) + "\n",
+        docs / "floor.md": floor.page(),
         root / "README.md": readme((root / "README.md").read_text(encoding="utf-8"), found),
     }
 
@@ -323,7 +309,6 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
     parser.add_argument("--take", type=Path, nargs="+", default=[], metavar="FILE", help="first copy these results into docs/")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is another")
     given = parser.parse_args(arguments)
     try:
         for path in given.take:
@@ -334,15 +319,9 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if given.check:
-        print(*(f"{path}: not what python -m benchmarks.results writes" for path in stale), sep="\n", end="")
-        return bool(stale)
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
         print(f"{path} written")
-    plot = root / "docs" / "floor.png"
-    if (not plot.exists() or root / "docs" / "floor.json" in stale) and not floor.plot(plot):
-        print(f"{plot} not drawn: matplotlib is not here")
     return 0
 
 

@@ -28,15 +28,12 @@ class Clock:
         self.microseconds, self.before = microseconds, before
         self.asked: list[Any] = []
         """Geometries that were measured, in order."""
-        self.options: list[dict[str, Any]] = []
-        """Other arguments of each timer."""
         self.layers = 0
         """Layers of the last measurement."""
         self.largest_gap = 0.0
         """Relative L2 between the host's path and a kernel."""
 
     def __call__(self, paths: Paths, geometry: Any, sample_routes: RouteSampler, device: torch.device, **options: Any) -> _Timer:
-        self.options.append(options)
         return _Timer(self, paths, geometry, sample_routes)
 
 

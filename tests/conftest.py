@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
+
+from trtllm_b12x.core import process
 
 os.environ.setdefault("TRTLLM_B12X_KERNELS", "b12x")
 """Where a test does not say which families it is about, it is about b12x alone."""
@@ -17,14 +18,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):
         os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache.mkdir("triton")))
     config.pluginmanager.register(_Failures(config))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have a worker run whole files, whose fixtures are made once, unless ``--dist`` names another way."""
-    from xdist.scheduler import LoadFileScheduling
-
-    return LoadFileScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 class _Failures:
@@ -40,9 +33,10 @@ class _Failures:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """The same numbers whatever ran before, in whichever worker."""
+def fresh_process() -> None:
+    """The same numbers, and nothing that the package remembers, whatever ran before, in whichever worker."""
     torch.manual_seed(0)
+    process.forget()
 
 
 @pytest.fixture

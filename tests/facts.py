@@ -12,7 +12,6 @@ GOOD = Environment(
     dsl="4.8.1",
     payload_cuda=(13, 4),
     flashinfer="0.7.2.post1",
-    exact_scales=True,
     expert_parallel=True,
     tile=256,
 )

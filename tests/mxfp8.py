@@ -57,14 +57,3 @@ def constants(experts: int, device: torch.device | str = "cpu") -> Epilogue:
     """alpha, beta and limit that tell with such weights, whose products are about 0.02; no two experts have the same."""
     own = 1 + torch.arange(experts, dtype=torch.float32, device=device) / 8
     return Epilogue(swiglu_alpha=60 * own, swiglu_beta=0.02 / own, swiglu_limit=0.02 * own)
-
-
-def random_call(
-    geometry: Geometry, tokens: int, experts: int | None = None, device: torch.device | str = "cpu", seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, global ids among ``experts``, scales."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, geometry.hidden_size, generator=generator).to(geometry.dtype)
-    chosen = torch.rand(tokens, experts or geometry.num_experts, generator=generator).topk(geometry.top_k, dim=1)
-    scales = torch.rand(tokens, geometry.top_k, generator=generator) + 0.1
-    return x.to(device), chosen.indices.int().to(device), scales.to(device)

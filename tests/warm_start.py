@@ -102,7 +102,7 @@ def _asked() -> dict[str, Any]:
 
 
 def plans() -> None:
-    asked, begun = _asked(), time.monotonic()
+    asked = _asked()
     from triton import knobs
 
     from trtllm_b12x.kernels import Geometry
@@ -111,7 +111,6 @@ def plans() -> None:
 
     if any(given["family"] == "b12x" for given in asked["geometries"]):
         importlib.import_module(DISPATCH)
-    imported = time.monotonic() - begun
     processes: list[int] = []
     fill = compile_pool.fill
 
@@ -125,39 +124,44 @@ def plans() -> None:
         family, capacity = given.pop("family"), given.pop("capacity")
         kept.clear()
         processes.clear()
-        error, started, cpu = "", time.monotonic(), time.process_time()
+        error, cpu = "", time.process_time()
         try:
             with _on(asked["card"]), mock.patch.object(compile_pool, "fill", counted):
                 _plan(family, Geometry(**given), capacity, asked["card"])
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-        said = {"family": family, "seconds": time.monotonic() - started, "imports": imported, "error": error}
-        said["cpu"] = time.process_time() - cpu
         found = {"kernels": len(kept), "compiled": kept.count(False), "processes": max(processes, default=0)}
-        print(json.dumps({**said, **found}), flush=True)
+        print(json.dumps({"family": family, "cpu": time.process_time() - cpu, "error": error, **found}), flush=True)
+
+
+@contextlib.contextmanager
+def compiles() -> Iterator[list[str]]:
+    """Names of the kernels that Triton compiles in here, whether it finds them in its cache or not."""
+    from triton import knobs
+
+    names: list[str] = []
+    before = knobs.compilation.listener
+    knobs.compilation.listener = lambda src, **others: names.append(src.fn.__name__)
+    try:
+        yield names
+    finally:
+        knobs.compilation.listener = before
 
 
 def late() -> None:
-    """Calls of every form on planned layers of MXFP8 and NVFP4, and one kernel that is in no plan."""
-    import logging
-
+    """Calls of every form on planned layers of MXFP8 and NVFP4."""
     asked = _asked()
     import torch
 
-    import trtllm_b12x
     from tests import mxfp8, nvfp4_layer
-    from trtllm_b12x.core import settings
-    from trtllm_b12x.kernels import Geometry, MoECall, PlanError
-    from trtllm_b12x.kernels.triton import grouped_kernels, jit_monitor, launcher
+    from trtllm_b12x.kernels import Geometry, MoECall
+    from trtllm_b12x.kernels.triton import launcher
     from trtllm_b12x.kernels.triton.grouped import NVFP4_TABLE, GroupedKernel, GroupedNVFP4Kernel
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trtllm_b12x").addHandler(handler)
     geometry = Geometry(**asked["geometry"])
+    late_ones: list[str] = []
     # Through Triton's JIT, which takes tensors of the CPU, and compiles what it does not know.
-    with _on(asked["card"]), mock.patch.object(launcher, "watched", return_value=True):
+    with _on(asked["card"]), mock.patch.object(launcher, "known", return_value=False):
         kernel: GroupedKernel = GroupedNVFP4Kernel()
         kernel.table = (dataclasses.replace(NVFP4_TABLE[0], max_routes=float("inf")),)  # type: ignore[misc]
         kernel.plan(geometry, 4096, torch.device("cuda"))
@@ -166,40 +170,34 @@ def late() -> None:
         shifted = dict(zip(("fc1_alpha", "fc2_alpha"), alphas, strict=True))
         for bound in (weights, dataclasses.replace(weights, **shifted)):  # type: ignore[arg-type]
             kernel.bind(bound)
-            for tokens in (1, 15, 16):
-                call = nvfp4_layer.random_call(geometry, tokens)
-                kernel.run(MoECall(*call))
-                fp4 = torch.zeros(tokens * 64 + 1, dtype=torch.uint8)[1:].view(tokens, 64)
-                kernel.run(MoECall(fp4, *call[1:], x_sf=torch.zeros(tokens * 8 + 1, dtype=torch.uint8)[1:], swizzled=False))
-                kernel.run(MoECall(fp4, *call[1:], x_sf=torch.zeros(1024, dtype=torch.uint8), swizzled=True))
+            with compiles() as names:
+                for tokens in (1, 15, 16):
+                    call = nvfp4_layer.random_call(geometry, tokens)
+                    kernel.run(MoECall(*call))
+                    fp4 = torch.zeros(tokens * 64 + 1, dtype=torch.uint8)[1:].view(tokens, 64)
+                    x_sf = torch.zeros(tokens * 8 + 1, dtype=torch.uint8)[1:]
+                    kernel.run(MoECall(fp4, *call[1:], x_sf=x_sf, swizzled=False))
+                    kernel.run(MoECall(fp4, *call[1:], x_sf=torch.zeros(1024, dtype=torch.uint8), swizzled=True))
+            late_ones += names
         kernel = GroupedKernel()
         kernel.plan(geometry, 4096, torch.device("cuda"))
         kernel.bind(mxfp8.random_weights(geometry))
-        for tokens in (1, 2, 15, 16, 17, 300):
-            for shift in (0, 1):  # of everything that a host hands on, from where 16 bytes begin
+        with compiles() as names:
+            for tokens in (1, 2, 15, 16, 17, 300):
+                for shift in (0, 1):  # of everything that a host hands on, from where 16 bytes begin
 
-                def given(size: int, kind: torch.dtype, shift: int = shift) -> torch.Tensor:
-                    return torch.zeros(size + shift, dtype=kind)[shift:]
+                    def given(size: int, kind: torch.dtype, shift: int = shift) -> torch.Tensor:
+                        return torch.zeros(size + shift, dtype=kind)[shift:]
 
-                x, out = (given(tokens * 128, torch.bfloat16).view(tokens, 128) for _ in range(2))
-                for ids in (torch.int32, torch.int64):
-                    for router_weights in (torch.float32, torch.bfloat16):
-                        routes = given(2 * tokens, ids).view(-1, 2), given(2 * tokens, router_weights).view(-1, 2)
-                        kernel.run(MoECall(x, *routes, out=out))
-        found: dict[str, Any] = {"by calls": jit_monitor.compiles(), "frozen": {}}
-        for name, dtype in (("NVFP4", torch.float16), ("MXFP8", torch.float32)):
-            with settings.FREEZE.set("1"):
-                try:
-                    quantize, *_ = kernel.variants_of_call(kernel.rule(1), torch.int32, torch.float32)
-                    with jit_monitor.may_compile(Geometry(**{**asked["geometry"], "format": name})):
-                        codes = torch.zeros(128, dtype=torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint8)
-                        values, factor = torch.zeros(128, dtype=dtype), torch.ones(1)
-                        grouped_kernels.quantize_kernel[(1, 1)](values, factor, *codes, 1, **quantize.constants)
-                    found["frozen"][name] = False
-                except PlanError:
-                    found["frozen"][name] = True
-    found |= {"by hand": jit_monitor.compiles(), "status": trtllm_b12x.status().late_compiles}
-    print(json.dumps({**found, "said": sum("was compiled while a call waited" in line for line in said)}))
+                    x, out = (given(tokens * 128, torch.bfloat16).view(tokens, 128) for _ in range(2))
+                    for ids in (torch.int32, torch.int64):
+                        for router_weights in (torch.float32, torch.bfloat16):
+                            routes = given(2 * tokens, ids).view(-1, 2), given(2 * tokens, router_weights).view(-1, 2)
+                            kernel.run(MoECall(x, *routes, out=out))
+        late_ones += names
+        with compiles() as names:  # that they would be seen
+            kernel.variants_of_call(kernel.rule(1), torch.int32, torch.float16)[1].warm_up()
+    print(json.dumps({"by calls": late_ones, "by hand": names}))
 
 
 @contextlib.contextmanager
@@ -257,10 +255,9 @@ def _call(kernel: Any, geometry: Any) -> None:
     """Through Triton's JIT, which takes tensors of the CPU."""
     from tests import mxfp8, nvfp4_layer
     from trtllm_b12x.kernels import MoECall
-    from trtllm_b12x.kernels.triton import launcher
 
-    with mock.patch.object(launcher, "watched", return_value=True):
-        kernel.bind(
-            mxfp8.random_weights(geometry) if geometry.format == "MXFP8" else nvfp4_layer.random_layer(geometry).kernel_weights()
-        )
-        kernel.run(MoECall(*nvfp4_layer.random_call(geometry, 1)))
+    kernel._plan.compiled = None
+    kernel.bind(
+        mxfp8.random_weights(geometry) if geometry.format == "MXFP8" else nvfp4_layer.random_layer(geometry).kernel_weights()
+    )
+    kernel.run(MoECall(*nvfp4_layer.random_call(geometry, 1)))

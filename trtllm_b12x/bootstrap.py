@@ -1,11 +1,10 @@
 """Start the plugin in a process that imports TensorRT-LLM (``trtllm_b12x.pth``): wait for its MoE package, then rebind its names.
 
-The ``.pth`` itself reads no file: it leaves a finder that calls ``startup`` once ``tensorrt_llm`` is imported. What it costs
-is its compilation, token by token, hence no class and one string for what can wait; and a function whose globals are ``site``'s
-would keep these until the interpreter's last moment, which costs as much again, hence ``eval``. From Python 3.15 on
-``trtllm_b12x.start`` (PEP 829) takes its place. Standard library only, no import (not even ``__future__``) that the interpreter
-has not made already, and nothing here ever raises. TensorRT-LLM builds the model in spawned MPI or Ray workers,
-which run no code of the user's: this is how they are reached.
+TensorRT-LLM builds the model in spawned MPI or Ray workers, which run no user code. A ``.pth`` file reaches them. It reads no
+other file: it leaves a finder that calls ``startup`` once ``tensorrt_llm`` is imported. Every Python process compiles the line in
+it, so it has no class and keeps what can wait in a string. ``eval`` gives the finder globals of its own: those of ``site`` would
+live until the interpreter ends. From Python 3.15 on ``trtllm_b12x.start`` (PEP 829) takes its place. This module imports only
+what the interpreter has already imported (not even ``__future__``), and nothing here raises.
 """
 
 import os

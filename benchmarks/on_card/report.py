@@ -15,6 +15,7 @@ from benchmarks.markdown import table
 from benchmarks.on_card.recipes import recipe_for
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
 from benchmarks.other_kernels import PEERS
+from benchmarks.plots import axes, by_tokens, save
 
 FORM = 1
 _HELD = 0.9
@@ -30,16 +31,6 @@ def write(
     models: bool,
 ) -> dict[str, Any]:
     """Returns what report.json holds."""
-    found = collected(facts, left_out, steps, records, models)
-    write_json(out / "report.json", found)
-    drawn = plots(out, found)
-    write_text(out / "report.md", markdown(found, drawn))
-    return found
-
-
-def collected(
-    facts: dict[str, Any], left_out: Sequence[str], steps: Sequence[Step], records: dict[str, dict[str, Any]], models: bool
-) -> dict[str, Any]:
     done = {name: record for name, record in records.items() if record["state"] == DONE}
     lacking = [
         {"step": s.name, "title": s.title, "because": records.get(s.name, {}).get("because", "the run was interrupted before it")}
@@ -52,7 +43,7 @@ def collected(
             lacking += [{"step": name, "title": "a peer", "because": line} for line in results.get("not_measured", [])]
     if not models:
         lacking.append({"step": "bench", "title": "trtllm-bench", "because": "no --model was given"})
-    return {
+    found = {
         "form": FORM,
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "card": facts,
@@ -65,6 +56,9 @@ def collected(
         "done": list(done),
         "not_measured": lacking,
     }
+    write_json(out / "report.json", found)
+    write_text(out / "report.md", markdown(found, plots(out, found)))
+    return found
 
 
 def _of(done: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -88,7 +82,7 @@ def pairs(found: dict[str, Any]) -> list[tuple[dict[str, Any] | None, dict[str, 
 # ---- markdown ------------------------------------------------------------------------------------------------------------
 
 
-def markdown(found: dict[str, Any], drawn: Sequence[str]) -> str:
+def markdown(found: dict[str, Any], drawn: Sequence[str] = ()) -> str:
     card = found["card"]
     gpu = card.get("card", {})
     smi = (card.get("nvidia_smi") or [{}])[0]
@@ -242,42 +236,25 @@ def _range(values: dict[str, float] | None) -> str:
     return "-" if values is None else f"{values['least']:g}, {values['median']:g}, {values['most']:g}"
 
 
-# ---- plots ---------------------------------------------------------------------------------------------------------------
-
-
 def plots(out: Path, found: dict[str, Any]) -> list[str]:
-    """Names of what was drawn; none without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Draw kernels.png and bench.png. Return the names of those that were drawn: none without matplotlib."""
     drawn = []
-    if found["kernels"]:
-        figure, axes = pyplot.subplots(figsize=(8, 5))
-        for name, result in found["kernels"].items():
-            lines = [line for line in result["peers"]["lines"] if line["routing"] == "random"]
-            axes.plot([line["tokens"] for line in lines], [line["fraction"] for line in lines], marker="o", label=name)
-        axes.set(xscale="log", xlabel="tokens", ylabel="fraction of copy bandwidth", ylim=(0, 1.1))
-        axes.legend()
-        axes.grid(alpha=0.3)
-        figure.savefig(out / "kernels.png", dpi=120, bbox_inches="tight")
-        pyplot.close(figure)
+    curves = {
+        name: [(line["tokens"], line["fraction"]) for line in result["peers"]["lines"] if line["routing"] == "random"]
+        for name, result in found["kernels"].items()
+    }
+    if curves and by_tokens(out / "kernels.png", curves, "fraction of copy bandwidth", 1.1):
         drawn.append("kernels.png")
     both = [(a, b) for a, b in pairs(found) if a and b]
-    if both:
-        figure, axes = pyplot.subplots(figsize=(8, 1 + 0.8 * len(both)))
-        labels = [f"{Path(a['model']).name}\n{a['load']['concurrency'] or 'all'} at a time" for a, _ in both]
-        for shift, which, label in ((-0.2, 0, "with"), (0.2, 1, "without")):
-            places = [place + shift for place in range(len(both))]
-            axes.barh(places, [pair[which]["tpot_ms"]["p50"] for pair in both], height=0.38, label=label)
-        axes.set_yticks(range(len(both)), labels)
-        axes.invert_yaxis()
-        axes.set(xlabel=published.TPOT)
-        axes.legend()
-        figure.savefig(out / "bench.png", dpi=120, bbox_inches="tight")
-        pyplot.close(figure)
+    bars = axes(8, 1 + 0.8 * len(both)) if both else None
+    if bars is not None:
+        for shift, which, label in ((-0.2, 0, "with the package"), (0.2, 1, "without")):
+            values = [pair[which]["tpot_ms"]["p50"] for pair in both]
+            bars.barh([place + shift for place in range(len(both))], values, height=0.38, label=label)
+        names = [f"{Path(a['model']).name}\n{a['load']['concurrency'] or 'all'} at a time" for a, _ in both]
+        bars.set_yticks(range(len(both)), names)
+        bars.invert_yaxis()
+        bars.set(xlabel=published.TPOT)
+        save(bars, out / "bench.png")
         drawn.append("bench.png")
     return drawn

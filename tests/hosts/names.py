@@ -18,8 +18,7 @@ def extended(host: Host) -> Any:
         "tensorrt_llm._torch.model_config": ["ModelConfig"],
         "tensorrt_llm.mapping": ["Mapping"],
         "tensorrt_llm.models.modeling_utils": ["QuantAlgo", "QuantConfig"],
-        "tensorrt_llm._torch.utils": ["AuxStreamType"],
-        f"{host.create_moe.__package__}.routing": ["BaseMoeRoutingMethod", "RenormalizeMoeRoutingMethod"],
+        f"{host.create_moe.__package__}.routing": ["RenormalizeMoeRoutingMethod"],
         f"{host.create_moe.__package__}.quantization": ["MoEWeightLoadingMode"],
     }
     more = {name: getattr(importlib.import_module(module), name) for module, names in sources.items() for name in names}

@@ -22,9 +22,8 @@ import torch
 
 from tests.integration.sm12x_on_hopper import problem
 from trtllm_b12x.core import process
-from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import Geometry, MoECall, plans
 from trtllm_b12x.kernels.b12x import compiler
-from trtllm_b12x.kernels.b12x import kernel as b12x
 from trtllm_b12x.kernels.b12x.compiler import DISPATCH
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 
@@ -79,7 +78,7 @@ def attempt(dispatch: Any) -> dict[str, Any]:
             lasting = getattr(error, "lasting", None)
     gc.collect()
     workspaces = [o for o in gc.get_objects() if type(o).__name__ == "Sm120StaticMoEWorkspace"]
-    found = {"errors": errors, "plans": len(b12x._plans), "workspaces": len(workspaces), "lasting": lasting}
+    found = {"errors": errors, "plans": len(plans._plans), "workspaces": len(workspaces), "lasting": lasting}
     process.forget()
     return found
 
@@ -115,8 +114,8 @@ def shared() -> dict[str, Any]:
     return {
         "case": "sharing",
         "same": [spaces[0] == spaces[1], spaces[0] == spaces[2]],
-        "bytes": spaces[0].nbytes if spaces[0] else 0,
-        "left": len(b12x._plans),
+        "bytes": spaces[0][1] if spaces[0] else 0,
+        "left": len(plans._plans),
         "unplanned": unplanned,
         "variants": variants,
     }

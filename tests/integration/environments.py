@@ -175,24 +175,14 @@ def prepend(statement: str) -> Callable[[bytes], bytes]:
     return lambda content: statement.encode() + b"\n" + content
 
 
-def zero_tail(content: bytes) -> bytes:
-    return content[: -len(content) // 8] + bytes(len(content) // 8)
-
-
 INIT = "nvidia_cutlass_dsl/*packages/cutlass/__init__.py"
-KERNELS = "flashinfer/fused_moe/cute_dsl/blackwell_sm12x"
 COMPLETE = dsl("4.8.1") + flashinfer("0.7.2.post1")
 MAIN = dsl("4.7.0") + flashinfer("0.6.18", "0.1.13.post2")
 
 SPOILED = (
-    Case("RECORD of the DSL missing", COMPLETE, lambda e: e.remove("nvidia_cutlass_dsl*.dist-info/RECORD")),
     Case("import of the DSL raises", COMPLETE, lambda e: e.rewrite(INIT, prepend("raise RuntimeError('no _cutlass_ir')"))),
     Case("import of the DSL kills", COMPLETE, lambda e: e.rewrite(INIT, prepend("import os; os.kill(os.getpid(), 11)"))),
-    Case("payload with a tail of zeros", COMPLETE, lambda e: e.rewrite("nvidia_cutlass_dsl/cu13/lib/*runtime.so", zero_tail)),
     Case("DSL's module missing", COMPLETE, lambda e: e.remove("nvidia_cutlass_dsl/*packages/cutlass/base_dsl/version_info.py")),
-    Case("kernel file missing", COMPLETE, lambda e: e.remove(f"{KERNELS}/moe_micro_kernel.py")),
-    Case("kernel file cut off", COMPLETE, lambda e: e.rewrite(f"{KERNELS}/moe_micro_kernel.py", lambda b: b[: len(b) // 2])),
-    Case("kernel file edited", COMPLETE, lambda e: e.rewrite(f"{KERNELS}/moe_micro_kernel.py", prepend("# mended"))),
     Case("no Triton", COMPLETE, lambda e: e.lend_not("triton", "triton-*")),
     Case("no cuda-python", COMPLETE, lambda e: e.lend_not("cuda", "cuda_*")),
     Case("no tvm-ffi", (*dsl("4.8.1"), (FLASHINFER, "0.7.2.post1"))),

@@ -1,7 +1,7 @@
 """Small random MoE models, quantized and exported by nvidia-modelopt itself.
 
-``python -m tests.integration.exports qwen3-moe DIRECTORY`` writes ``DIRECTORY/nvfp4``, ``mxfp8-qwen3-moe`` ``DIRECTORY/mxfp8``;
-with ``--original`` also the unquantized model as ``DIRECTORY/original``.
+``python -m tests.integration.exports qwen3-moe DIRECTORY`` writes ``DIRECTORY/nvfp4``, with ``--original`` also the
+unquantized model as ``DIRECTORY/original``.
 """
 
 from __future__ import annotations
@@ -117,9 +117,6 @@ MODELS = {
     "mixtral": mixtral,
     "nemotron-h": nemotron_h,
     "qwen3-moe": qwen3_moe,
-    "mxfp8-gemma4": gemma4,
-    "mxfp8-minimax-m3": minimax_m3,
-    "mxfp8-qwen3-moe": qwen3_moe,
 }
 
 
@@ -164,10 +161,9 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--original", action="store_true", help="also write the unquantized model")
     arguments = parser.parse_args()
-    form = "mxfp8" if arguments.model.startswith("mxfp8") else "nvfp4"
-    for name in (form, "original"):
+    for name in ("nvfp4", "original"):
         shutil.rmtree(arguments.directory / name, ignore_errors=True)
-    path = export(MODELS[arguments.model](), arguments.directory, arguments.original, form=form)
+    path = export(MODELS[arguments.model](), arguments.directory, arguments.original)
     print(f"exported {arguments.model} to {path}", file=sys.stderr)
 
 

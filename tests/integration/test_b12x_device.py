@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,17 +13,13 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.integration.sm12x_on_hopper import Bed
-from trtllm_b12x.core import process
-from trtllm_b12x.engines.trtllm.embedded import AuxStreamType
 from trtllm_b12x.kernels import MoECall
-from trtllm_b12x.kernels.b12x import compiler, launch
-from trtllm_b12x.kernels.b12x import kernel as b12x
+from trtllm_b12x.kernels.b12x import compiler
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.tools.checkpoint import Checkpoint
 from trtllm_b12x.tools.verify import Case, Ranks, verify_layer
 
-pytest_plugins = ["tests.integration.sm12x_on_hopper.fixtures"]
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
@@ -34,15 +29,8 @@ SIZES = (1, 3, 8, 16, 63)
 
 
 @pytest.fixture(autouse=True)
-def unplanned(bed: Bed) -> Iterator[None]:
-    """Nothing that another test planned."""
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    process.forget()
+def unplanned(bed: Bed) -> None:
+    """Nothing that another test compiled."""
     compiler._compiled.clear()
 
 
@@ -160,11 +148,10 @@ def test_two_streams_at_once(in_a_graph: bool) -> None:
 
 
 def test_chunks_on_two_streams() -> None:
-    """As the host splits a long call: even chunks on its auxiliary stream."""
-    streams = {AuxStreamType.MoeChunkingOverlap: torch.cuda.Stream()}
-    module, tensors = built(max_num_tokens=1000, moe_max_num_tokens=40, aux_stream_dict=streams)
+    module, tensors = built()
     x, logits = layers.inputs(module, 300, tensors)
-    results = [module(x.cuda(), logits.cuda()) for _ in range(20)]
+    stream = torch.cuda.Stream()
+    results = [layers.in_chunks(module, x.cuda(), logits.cuda(), 40, stream) for _ in range(20)]
     torch.cuda.synchronize()
     assert all(torch.equal(result, results[0]) for result in results)
     assert layers.errors(module, x, logits, results[0].cpu(), tensors)[1] <= 0.005
@@ -222,26 +209,6 @@ def test_the_self_test_passes_right_kernels() -> None:
     results = module.backend.kernel._plan.results
     assert {result.case.kernel for result in results} == {"direct_micro", "static"}
     assert all(result.error <= 0.01 and result.worst <= 0.05 for result in results), list(map(str, results))
-
-
-def test_a_plan_without_a_right_kernel_leaves_the_layer_to_cutlass() -> None:
-    """What static gets is wrong: FC2's scale of one expert."""
-    real: Any = launch._TENSORS["down_alpha"]
-
-    def wrong(*given: Any) -> torch.Tensor:
-        return real(*given) * torch.tensor([1.0] * (E - 1) + [1.5], device="cuda")
-
-    tensors = random_experts(E, H, SIZE)
-    with mock.patch.dict(launch._TENSORS, down_alpha=wrong), torch.device("cuda"):
-        module = layers.load(layers.create(E, H, SIZE, top_k=TOP_K), tensors)
-    assert [reason.name for reason in module.backend.verdict.reasons] == ["KERNEL_PLAN_FAILED"]
-    assert "static" in str(module.backend.verdict)
-    assert "error" in str(module.backend.verdict)
-    x, logits = layers.inputs(module, 5, tensors)
-    assert layers.errors(module, x, logits, module(x.cuda(), logits.cuda()).cpu(), tensors)[0] <= 0.05
-    del module
-    torch.cuda.empty_cache()
-    assert not b12x._plans
 
 
 @pytest.mark.parametrize("filler", [0, 0x7F])

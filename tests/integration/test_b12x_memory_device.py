@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any
-from unittest import mock
 
 import torch
 
@@ -14,11 +12,8 @@ from tests.checkpoints import random_experts
 from tests.integration import test_b12x_device
 from tests.integration.test_b12x_device import SIZE, SIZES, TOP_K, E, H, built, captured, drawn
 from trtllm_b12x.kernels import MoECall
-from trtllm_b12x.kernels.b12x.kernel import B12xKernel
-from trtllm_b12x.kernels.b12x.scratch import Scratch
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
-pytest_plugins = test_b12x_device.pytest_plugins
 pytestmark = test_b12x_device.pytestmark
 unplanned = test_b12x_device.unplanned
 
@@ -78,22 +73,6 @@ def test_a_layer_that_is_moved_ends_where_it_began() -> None:
     before = len(plan.results)
     assert torch.equal(layers.run_moe(backend, *given), expected)
     assert len(plan.results) == before
-
-
-def test_memory_that_ran_out_once_is_asked_for_again() -> None:
-    real, calls = Scratch.allocate, []
-
-    def out_of_memory_once(*given: Any) -> Scratch:
-        calls.append(given)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return real(*given)
-
-    tensors = random_experts(E, H, SIZE)
-    with mock.patch.object(Scratch, "allocate", out_of_memory_once), torch.device("cuda"):
-        first, second = (layers.load(layers.create(E, H, SIZE, top_k=TOP_K), tensors) for _ in range(2))
-    assert "OutOfMemoryError" in str(first.backend.verdict)
-    assert type(second.backend.kernel) is B12xKernel
 
 
 def test_what_was_planned_in_inference_mode_runs_outside_it() -> None:

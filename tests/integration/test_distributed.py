@@ -20,7 +20,8 @@ import torch.multiprocessing as mp
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x import kernels
+from tests.communication import AllGatherReduceScatter, all_reduce
+from trtllm_b12x.engines.trtllm.embedded import create_moe
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.formats.nvfp4 import dequantize
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
@@ -36,9 +37,9 @@ MIXED_BOUND = 0.3
 """Relative L2 of a result of which some activations are quantized to NVFP4 and others not; a lost partial sum is 0.7."""
 
 
-def run_ranks(job: Callable[[int], None], directory: Path, backend: str = "gloo") -> None:
+def run_ranks(job: Callable[[int], None], directory: Path) -> None:
     """``job(rank)`` in :data:`WORLD` processes of one group; an exception in any, or a hang, fails."""
-    context = mp.spawn(_rank, args=(job, str(directory / "store"), backend), nprocs=WORLD, join=False)
+    context = mp.spawn(_rank, args=(job, str(directory / "store")), nprocs=WORLD, join=False)
     assert context is not None
     try:
         until = time.monotonic() + TIMEOUT_S
@@ -49,11 +50,9 @@ def run_ranks(job: Callable[[int], None], directory: Path, backend: str = "gloo"
             process.kill()
 
 
-def _rank(rank: int, job: Callable[[int], None], store: str, backend: str) -> None:
+def _rank(rank: int, job: Callable[[int], None], store: str) -> None:
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     job(rank)
     dist.barrier()
     dist.destroy_process_group()
@@ -66,7 +65,25 @@ def _layer(rank: int, tp: int, ep: int, **arguments: Any) -> tuple[Any, dict[str
 
 def _empty(rank: int, tp: int, ep: int, attention_dp: bool = False, **arguments: Any) -> Any:
     mapping = {"world_size": WORLD, "rank": rank, "tp_size": WORLD, "moe_tp_size": tp, "moe_ep_size": ep}
-    return layers.create(4, 128, 256, mapping={**mapping, "enable_attention_dp": attention_dp}, **arguments)
+    with mock.patch.object(create_moe, "ConfigurableMoE", CommunicatingMoE):
+        return layers.create(4, 128, 256, mapping={**mapping, "enable_attention_dp": attention_dp}, **arguments)
+
+
+class CommunicatingMoE(create_moe.ConfigurableMoE):
+    """The embedded host's wrapper, with communication between its ranks."""
+
+    def __init__(self, reduce_results: bool = False, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.reduce_results = reduce_results
+
+    def forward(self, x: Any, router_logits: torch.Tensor, *, all_rank_num_tokens: Any = None, **named: Any) -> torch.Tensor:
+        if all_rank_num_tokens is None:
+            output = super().forward(x, router_logits, **named)
+            return all_reduce(output) if self.reduce_results else output
+        ranks = AllGatherReduceScatter(self.rank)
+        (codes, sf), (ids, scales) = self.backend.quantize_input(x), self.routing_method.apply(router_logits)
+        tokens, sf, *routes = ranks.dispatch(codes, sf, ids, scales, all_rank_num_tokens)
+        return ranks.combine(self.backend.run_moe(tokens, *routes, sf, is_sf_swizzled=False, output_dtype=x.dtype))
 
 
 def _distance(module: Any, x: torch.Tensor, logits: torch.Tensor, result: torch.Tensor, tensors: Any, arithmetic: str) -> float:
@@ -140,18 +157,6 @@ def a_rank_without_the_package(rank: int) -> None:
         _of_two_paths(rank, 1, 2, attention, promote=rank == 0)
 
 
-def a_later_load_plans_anew(rank: int) -> None:
-    """A geometry that could not be planned is not tried by other layers of the model, and again by the next model."""
-    kind = KINDS[os.environ["TRTLLM_B12X_KERNELS"] == "triton"]
-    with mock.patch.object(kind, "plan", side_effect=kernels.PlanError("no compiler")) as plan:
-        modules = [_empty(rank, 1, 2, layer_idx=index) for index in range(3)]
-        for module in modules:
-            layers.load(module, random_experts(4, 128, 256))
-    assert not any(module.backend.schedule.kernels for module in modules)
-    assert plan.call_count == 1
-    assert _layer(rank, 1, 2)[0].backend.kernel is not None
-
-
 def in_turn(jobs: tuple[Callable[[int], None], ...], rank: int) -> None:
     """In the same processes, which take seconds to start."""
     for job in jobs:
@@ -164,7 +169,7 @@ def in_turn(jobs: tuple[Callable[[int], None], ...], rank: int) -> None:
     [
         (reduced, attention_dp),
         pytest.param(
-            (a_kernel_that_one_rank_cannot_have, a_rank_without_the_package, a_later_load_plans_anew),
+            (a_kernel_that_one_rank_cannot_have, a_rank_without_the_package),
             marks=[pytest.mark.embedded, pytest.mark.all],
         ),
     ],

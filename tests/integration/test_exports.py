@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
 from tests.integration.exports import export, gemma4, llama4, minimax_m3, mixtral, nemotron_h, qwen3_moe
 from trtllm_b12x.tools.checkpoint import Checkpoint
@@ -27,12 +24,6 @@ def verify(checkpoint: Path, tmp_path: Path, *arguments: str, status: int = 0) -
     return {**report, "last_line": result.output.strip().splitlines()[-1]}
 
 
-def padding(layer: dict[str, Any], gated: bool) -> int:
-    tile = -(-layer["intermediate_size"] // 256) * 256
-    matrices = layer["num_experts"] * (3 if gated else 2)
-    return matrices * (tile - layer["intermediate_size"]) * layer["hidden_size"] * 9 // 16
-
-
 @pytest.mark.parametrize("size", [128, 160, 320, 1856])
 @pytest.mark.parametrize("name", ["qwen3-moe", "nemotron-h"])
 def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) -> None:
@@ -46,11 +37,8 @@ def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) 
         assert layer["activation"] == ("Swiglu" if gated else "Relu2")
         assert layer["intermediate_size"] == size
         assert layer["bits_exact"] is True
-        assert layer["bytes"]["extra_payload"] == layer["bytes"]["extra_scales"] == 0
-        assert layer["bytes"]["padding"] == padding(layer, gated)
-        assert layer["bytes"]["scalars"] <= 16 * layer["num_experts"]
+        assert layer["bytes"]["extra"] == 0
         assert layer["reference_error"] < 0.4
-        assert 0.05 < layer["baked_weight_error"] < 0.15  # 8 % for random weights of this size
         assert {case["path"] for case in layer["cases"]} == {"b12x"}
         assert all(case["experts"] == 8 for case in layer["cases"])
 
@@ -68,14 +56,6 @@ def test_shards_exclusions_and_the_original(tmp_path: Path) -> None:
         assert layer["notes"] == []
         assert all(case["original_error"] < 0.3 for case in layer["cases"] if case["outliers"] < 1)
     verify(checkpoint, tmp_path, "--require-b12x", status=1)
-
-
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)])
-def test_ranks(ranks: tuple[int, int], tmp_path: Path) -> None:
-    checkpoint = export(qwen3_moe(hidden_size=256, num_experts=8, moe_intermediate_size=192), tmp_path)
-    report = verify(checkpoint, tmp_path, "--require-b12x", "--tp", str(ranks[0]), "--ep", str(ranks[1]))
-    assert (report["tp"], report["ep"]) == ranks
-    assert all(layer["bits_exact"] for layer in report["layers"])
 
 
 def test_mixtral(tmp_path: Path) -> None:
@@ -139,12 +119,6 @@ def test_the_judge_agrees_with_stacked_experts(tmp_path: Path) -> None:
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
 
 
-def test_as_a_module(tmp_path: Path) -> None:
-    result = subprocess.run([sys.executable, "-m", "trtllm_b12x", "verify", tmp_path], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == f"error: {tmp_path}/config.json: missing; give the folder that export_hf_checkpoint wrote\n"
-
-
 @pytest.mark.parametrize("ranks", [(), ("--tp", "2"), ("--ep", "3")], ids=["one", "TP2", "EP3"])
 def test_mxfp8_at_every_count(mxfp8: Path, ranks: tuple[str, ...], tmp_path: Path, every_family: None) -> None:
     """No path of the host's: decode and prefill are kernels', in torch here, each with the rounding points of its own."""
@@ -153,7 +127,7 @@ def test_mxfp8_at_every_count(mxfp8: Path, ranks: tuple[str, ...], tmp_path: Pat
     for layer in report["layers"]:
         assert (layer["quant_algo"], layer["served_by"]) == ("MXFP8", "triton+grouped")
         assert layer["bits_exact"] is True
-        assert layer["bytes"]["extra_payload"] == layer["bytes"]["extra_scales"] == 0
+        assert layer["bytes"]["extra"] == 0
         assert [case["path"] for case in layer["cases"]] == ["triton", "triton", "grouped", "grouped", "triton"]
         assert layer["reference_error"] < 0.1
 
@@ -174,7 +148,7 @@ def test_gemma4(form: str, tmp_path: Path, every_family: None) -> None:
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp8"])
 def test_minimax_m3(form: str, tmp_path: Path, every_family: None) -> None:
-    """SwiGLU with alpha, beta and limit; MXFP8 also as MiniMax itself publishes it."""
+    """SwiGLU with alpha, beta and limit."""
     checkpoint = export(minimax_m3(num_local_experts=6), tmp_path, original=True, form=form)
     original = ("--original", str(tmp_path / "original"))
     arguments = ("--require-b12x", "--tokens", "1,5,64,300")
@@ -183,44 +157,6 @@ def test_minimax_m3(form: str, tmp_path: Path, every_family: None) -> None:
     for layer in found:
         assert (layer["index"], layer["activation"]) == (1, "SwigluBias")
         assert layer["bits_exact"] is True
-    if form == "mxfp8":
-        (same,) = verify(as_minimax_writes_it(checkpoint, tmp_path / "own"), tmp_path, *arguments, "--ep", "2")["layers"]
-        assert same["name"] == "language_model.model.layers.1.block_sparse_moe"
-        assert same["bits_exact"] is True
-        assert [case["rel_l2_kernel"] for case in same["cases"]] == pytest.approx(
-            [case["rel_l2_kernel"] for case in layer["cases"]], rel=0.2
-        )
-
-
-def as_minimax_writes_it(export: Path, directory: Path) -> Path:
-    """An MXFP8 export under the names of MiniMax-M3-MXFP8, with its configuration's keys."""
-    own = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    directory.mkdir()
-    renamed = {}
-    for file in export.glob("*.safetensors"):
-        for name, tensor in load_file(file).items():
-            if ".experts." in name:
-                layer, _, rest = name.partition(".mlp.experts.")
-                expert, projection, kind = rest.split(".")
-                kind = {"weight_scale": "weight_scale_inv"}.get(kind, kind)
-                name = f"language_model.{layer}.block_sparse_moe.experts.{expert}.{own[projection]}.{kind}"
-            renamed[name] = tensor
-    save_file(renamed, directory / "model.safetensors")
-    config = json.loads((export / "config.json").read_text())
-    for key in ("quantization_config", "mlp_layer_types"):
-        del config[key]
-    ignored = ["lm_head", "language_model.model.layers.0.mlp", "vision_tower"]
-    quantization = {
-        "quant_method": "mxfp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [1, 32],
-        "ignored_layers": ignored,
-    }
-    text = {**config, "hidden_act": "swigluoai", "moe_layer_freq": [0, 1]}
-    whole = {"model_type": "minimax_m3_vl", "text_config": text, "quantization_config": quantization}
-    (directory / "config.json").write_text(json.dumps(whole))
-    return directory
 
 
 def test_mxfp8_blocks_along_the_rows(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ import torch
 from tests import layers, mxfp8
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, distance, random_call, random_layer
-from trtllm_b12x.core import process
-from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
@@ -30,9 +27,13 @@ from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU of capability 8.9 or newer"
-)
+pytestmark = [
+    pytest.mark.usefixtures("every_family"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+        reason="needs a GPU of capability 8.9 or newer",
+    ),
+]
 CUDA = torch.device("cuda", 0)
 KINDS: dict[tuple[str, str], type[Any]] = {
     ("triton", "NVFP4"): TritonKernel,
@@ -51,12 +52,6 @@ SIZES = {
 Kind = tuple[str, str]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=" ".join)
-
-
-@pytest.fixture(autouse=True)
-def families(every_family: None) -> Iterator[None]:
-    yield
-    process.forget()
 
 
 def weights_of(geometry: Geometry) -> Any:
@@ -229,11 +224,6 @@ def _inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randn(tokens, 16, generator=torch.Generator().manual_seed(tokens + 1))
 
 
-def test_grouped_waits_for_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")
-    assert not built("NVFP4")[0].backend.schedule.kernels
-
-
 @pytest.mark.parametrize("form", ["NVFP4", "MXFP8"])
 def test_the_card_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
     """Measured on this card, in graphs; NVFP4 against the embedded host's operator, which is slow."""
@@ -241,7 +231,6 @@ def test_the_card_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form:
     monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timing, "PathTimer", functools.partial(timing.PathTimer, budget_s=4.0))
-    process.forget()
     module, _ = built(form)
     x, logits = (given.cuda() for given in _inputs(1024))
     before = module(x[:8], logits[:8])
@@ -282,24 +271,3 @@ def test_a_refit_while_a_graph_holds_the_layer(monkeypatch: pytest.MonkeyPatch, 
         parameter.data.copy_(original[name])
     graph.replay()
     assert torch.equal(kept, first)
-
-
-@pytest.mark.parametrize("form", ["NVFP4", "MXFP8"])
-def test_a_wrong_kernel_does_not_serve(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """The self-test runs on the card and finds one column three times too large."""
-    kind = KINDS["triton", form]
-    run = kind.run
-
-    def wrong(self: Any, call: MoECall) -> torch.Tensor:
-        result: torch.Tensor = run(self, call)
-        result[:, 0] *= 3
-        return result
-
-    monkeypatch.setattr(kind, "run", wrong)
-    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton" if form == "NVFP4" else "triton,grouped")
-    module, _ = built(form, size=160)
-    assert [type(kernel) for kernel in module.backend.schedule.kernels] == ([] if form == "NVFP4" else [GroupedKernel])
-    refused = dict(module.backend.verdict.verdicts)["triton"].rejections
-    assert [rejection.reason for rejection in refused] == [RejectReason.KERNEL_PLAN_FAILED]
-    x, logits = (given.cuda() for given in _inputs(8))
-    assert module(x, logits).isfinite().all()

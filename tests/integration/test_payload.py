@@ -54,16 +54,10 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 SPOILED = [
-    ("RECORD of the DSL missing", [], ""),
     ("import of the DSL raises", ["DSL_PAYLOAD"], "importing the CuTe DSL fails; RuntimeError: no _cutlass_ir, in "),
-    ("payload with a tail of zeros", ["DSL_PAYLOAD"], "not those of its wheels; "),
     ("import of the DSL kills", ["DSL_PAYLOAD"], "kills the process; SIGSEGV"),
-    ("kernel file missing", ["FLASHINFER_BROKEN"], "missing or cut off: moe_micro_kernel.py"),
-    ("kernel file cut off", ["FLASHINFER_BROKEN"], "missing or cut off: moe_micro_kernel.py"),
-    ("kernel file edited", [], ""),
     ("no cuda-python", ["DSL_PAYLOAD"], "No module named 'cuda"),
 ]
-"""In this order in one environment: from the first on pip cannot uninstall the DSL, until a command has mended that."""
 
 
 def test_each_damage_and_what_mends_it(complete: Environment) -> None:
@@ -74,9 +68,8 @@ def test_each_damage_and_what_mends_it(complete: Environment) -> None:
         report = complete.doctor()
         assert reasons(report) == expected, name
         assert words in details(report), name
-        if expected:
-            mended = mend(complete, report)
-            assert mended["active"], (name, mended["verdicts"][0])
+        mended = mend(complete, report)
+        assert mended["active"], (name, mended["verdicts"][0])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +81,6 @@ def test_each_damage_and_what_mends_it(complete: Environment) -> None:
         ("cu13 of another version", ["DSL_PAYLOAD", "REQUIREMENT"], "nvidia-cutlass-dsl-libs-base==4.7.0", 0),
         ("tvm-ffi 0.1.6", ["REQUIREMENT"], "apache-tvm-ffi<0.2,>=0.1.11 (0.1.6 is installed)", 1),
         ("tvm-ffi 0.1.6 with 0.6.18", ["REQUIREMENT"], "apache-tvm-ffi>=0.1.10 (0.1.6 is installed)", 1),
-        ("cubin of another version", ["FLASHINFER_BROKEN"], "flashinfer-cubin 0.6.13", 0),
         ("no FlashInfer", ["FLASHINFER_MISSING"], "is not installed", 0),
         ("no DSL", ["DSL_MISSING"], "is not installed", 0),
     ],

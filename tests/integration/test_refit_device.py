@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +12,9 @@ import torch
 
 from tests import layers, mxfp8
 from tests.checkpoints import random_experts
-from trtllm_b12x.core import process
 from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 
-pytest_plugins = ["tests.integration.sm12x_on_hopper.fixtures"]
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU of capability 8.9 or newer"
 )
@@ -26,13 +24,6 @@ COUNTS = (1, 8, 63, 100)
 ACTIVATIONS = ("Swiglu", "Relu2", "limit", "alpha, beta, limit")
 SERVED = {"triton": ("NVFP4", "MXFP8"), "grouped": ("NVFP4", "MXFP8"), "b12x": ("NVFP4",)}
 INPUTS = ("bf16", "quantized", "router weight on input")
-
-
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    process.forget()
-    yield
-    process.forget()
 
 
 def constants(activation: str) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import pytest
 
 from tests.integration.sm12x_on_hopper import UnknownInstructionError, probes
 from tests.integration.sm12x_on_hopper.build import device_functions
-from tests.integration.sm12x_on_hopper.calls import BOUND
 from tests.integration.sm12x_on_hopper.kernels import LISTED, Job, build_all
-from tests.integration.sm12x_on_hopper.report import RESULT, TABLES, render
+from tests.integration.sm12x_on_hopper.run import BOUND
 from tests.integration.sm12x_on_hopper.translate import RULES, opcodes, translate
 
 
@@ -79,10 +78,9 @@ def test_staggering_follows_every_barrier() -> None:
     assert translate(source, "", stagger=True).ptx.count("\tcall.uni b12x_stagger;") == 2
 
 
-def test_the_tables_are_the_results() -> None:
-    result = json.loads(RESULT.read_text())
-    assert TABLES.read_text() == render(result)
-    rows = [row for section in ("numbers", "variants", "GB10", "staggered") for row in result[section]]
+def test_the_last_run_is_within_the_bounds() -> None:
+    result = json.loads((Path(__file__).parents[2] / "docs/sm12x-on-hopper.json").read_text())
+    rows = [row for section in ("numbers", "GB10", "staggered") for row in result[section]]
     assert {row["kernel"] for row in rows} == {"direct", "static"}
     for row in rows:
         assert row["kernel_points"] <= BOUND, row
@@ -159,4 +157,4 @@ def test_a_kernel_translates(built: list[dict[str, Any]], index: int) -> None:
 
 
 def _name(job: Job) -> str:
-    return f"{job.shape.name}-{job.tokens}-{job.forced or 'chosen'}-sm{job.options.sm}"
+    return f"{job.shape.name}-{job.tokens}-{job.kernel}-sm{job.options.sm}"

@@ -13,7 +13,6 @@ import torch
 from tests import layers, mxfp8
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import random_layer
-from trtllm_b12x.core import process
 from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
@@ -83,7 +82,6 @@ def test_a_layers_own_tensors_stay_where_they_are(
     monkeypatch: pytest.MonkeyPatch, family: str, router_weight_on_input: bool
 ) -> None:
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", family)
-    process.forget()
     top_k = 1 if router_weight_on_input else 2
     tensors = random_experts(4, 128, 256, up_to_gate=1.0 if family == "b12x" else 1.5)
     module = layers.load(layers.create(4, 128, 256, top_k, apply_router_weight_on_input=router_weight_on_input), tensors)
@@ -119,7 +117,6 @@ def test_a_layers_own_tensors_stay_where_they_are(
 def test_a_limit_that_is_replaced_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host reads the attribute at every call, so a tensor that takes its place counts at once."""
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
-    process.forget()
     tensors = random_experts(4, 128, 256)
     limits = [torch.full((4,), value) for value in (0.01, 0.3)]
     modules = [layers.load(layers.create(4, 128, 256, **layers.swiglu_constants(limit=limit)), tensors) for limit in limits]

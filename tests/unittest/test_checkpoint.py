@@ -98,16 +98,6 @@ def test_an_excluded_router_does_not_exclude_the_experts(directory: Path) -> Non
     assert Checkpoint(directory).layers[0].quant_algo == "NVFP4"
 
 
-def test_mixed_precision(directory: Path) -> None:
-    layers = {
-        "model.layers.0.mlp.experts.0.gate_proj": {"quant_algo": "NVFP4", "group_size": 16},
-        "model.layers.0.mlp.experts.0.down_proj": {"quant_algo": "NVFP4", "group_size": 16},
-        "model.layers.1.mlp.experts.0.gate_proj": {"quant_algo": "FP8"},
-    }
-    quantize(directory, quant_algo="MIXED_PRECISION", quantized_layers=layers)
-    assert [layer.quant_algo for layer in Checkpoint(directory).layers] == ["NVFP4", "FP8"]
-
-
 def test_nested_language_model_configuration(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"text_config": {"num_experts_per_tok": 3, "hidden_act": "silu"}}))
     assert Checkpoint(directory).layers[0].top_k == 3

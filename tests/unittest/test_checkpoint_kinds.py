@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import mxfp8
 from tests.checkpoints import plain_projections, quantize_weight, random_experts, write_checkpoint
+from tests.unittest.test_checkpoint import edit_tensors
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
 from trtllm_b12x.tools.verify import Case, LayerReport, Ranks, resolve_on_ranks, verify_layer
@@ -58,27 +59,9 @@ def test_an_expert_that_calibration_never_reached(tmp_path: Path) -> None:
     assert verified(write_checkpoint(tmp_path, [tensors], top_k=2)).passed
 
 
-def test_gate_and_up_with_scales_of_their_own(tmp_path: Path, triton_alone: None) -> None:
-    """Our kernels apply both scales and are compared with a reference that does; CUTLASS, which has one, is not judged."""
-    report = verified(write_checkpoint(tmp_path, [random_experts(4, 128, 160, up_to_gate=3.0)], top_k=2))
-    assert report.passed, report
-    assert report.bits_exact
-    assert report.scale_ratio == pytest.approx(3)
-    assert [note for note in report.notes if "up to 3 times" in note] == report.notes
-    assert {case.path for case in report.cases} == {"triton"}
-    for case in report.cases:
-        assert case.rel_l2_kernel is not None
-        assert case.rel_l2_kernel < 0.005
-
-
 def reasons(directory: Path) -> list[tuple[RejectReason, ...]]:
     checkpoint = Checkpoint(directory)
     return [resolve_on_ranks(checkpoint, layer, Ranks()).reasons for layer in checkpoint.layers]
-
-
-def add_tensors(directory: Path, **tensors: torch.Tensor) -> None:
-    file = directory / "model.safetensors"
-    save_file({**load_file(file), **tensors}, file)
 
 
 UP = "model.layers.0.mlp.experts.0.up_proj"
@@ -101,7 +84,7 @@ UP = "model.layers.0.mlp.experts.0.up_proj"
 def test_layers_that_no_kernel_serves(
     tmp_path: Path, options: Any, tensors: dict[str, torch.Tensor], expected: list[str]
 ) -> None:
-    add_tensors(write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, **options), **tensors)
+    edit_tensors(write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, **options), **tensors)
     assert reasons(tmp_path) == [tuple(RejectReason[name] for name in expected)]
 
 
@@ -110,7 +93,7 @@ def test_other_algorithms_among_nvfp4_layers(tmp_path: Path) -> None:
     entries = {names[0]: {"quant_algo": "NVFP4", "group_size": 16}, names[1]: {"quant_algo": "FP8"}}
     section = {"quant_algo": "MIXED_PRECISION", "group_size": None, "quantized_layers": entries}
     write_checkpoint(tmp_path, [random_experts(2, 128, 64, seed=i) for i in range(3)], top_k=1, quantization=section)
-    add_tensors(tmp_path, **plain_projections(2, 2, 128, 64))
+    edit_tensors(tmp_path, **plain_projections(2, 2, 128, 64))
     assert [found[:1] for found in reasons(tmp_path)] == [(), (RejectReason.QUANTIZATION,), (RejectReason.QUANTIZATION,)]
     assert [layer.quant_algo for layer in Checkpoint(tmp_path).layers] == ["NVFP4", "FP8", "none"]
     assert verified(tmp_path).passed
@@ -121,7 +104,7 @@ def test_plain_layers_of_any_form_beside_nvfp4_ones(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, [random_experts(2, 128, 64)], top_k=1, exclude=("mtp",), config={"hidden_size": 128})
     prefix = "mtp.layers.0.mlp.experts."
     plain = {prefix + "gate_up_proj": torch.randn(2, 192, 128), prefix + "down_proj": torch.randn(2, 128, 96)}
-    add_tensors(tmp_path, **plain)
+    edit_tensors(tmp_path, **plain)
     nvfp4, mtp = sorted(Checkpoint(tmp_path).layers, key=lambda layer: layer.quant_algo)
     assert (mtp.quant_algo, mtp.hidden_size, mtp.intermediate_size, mtp.inner_first) == ("none", 128, 96, False)
     weights = Checkpoint(tmp_path).weights(mtp)
@@ -135,16 +118,6 @@ def test_gate_and_up_calibrated_apart_are_refused_as_by_the_host(tmp_path: Path)
     tensors["1.w3.input_scale"] = tensors["1.w3.input_scale"] * 2
     with pytest.raises(CheckpointError, match="gate and up differ in input_scale"):
         verified(write_checkpoint(tmp_path, [tensors], top_k=1))
-
-
-def test_hidden_and_intermediate_sizes(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "h", [random_experts(2, 192, 64)], top_k=1)
-    assert reasons(tmp_path / "h") == [(RejectReason.HIDDEN_SIZE,)]
-    write_checkpoint(tmp_path / "i", [random_experts(2, 128, 48)], top_k=1)
-    checkpoint = Checkpoint(tmp_path / "i")
-    (layer,) = checkpoint.layers
-    assert resolve_on_ranks(checkpoint, layer, Ranks(tp=1)).served
-    assert resolve_on_ranks(checkpoint, layer, Ranks(tp=2)).reasons == (RejectReason.INTERMEDIATE_SIZE,)
 
 
 def write_stacked(directory: Path, experts: int, hidden: int, size: int, form: str = "NVFP4", rows_first: bool = False) -> Any:
@@ -196,6 +169,6 @@ def test_stacked_experts(form: str, rows_first: bool, size: int, tmp_path: Path,
 def test_stacked_experts_of_the_wrong_shape(tmp_path: Path, name: str) -> None:
     write_stacked(tmp_path, 4, 128, 96)
     key = f"model.layers.0.feed_forward.experts.{name}"
-    add_tensors(tmp_path, **{key: load_file(tmp_path / "model.safetensors")[key][:, :-1].contiguous()})
+    edit_tensors(tmp_path, **{key: load_file(tmp_path / "model.safetensors")[key][:, :-1].contiguous()})
     with pytest.raises(CheckpointError, match="expected"):
         _ = Checkpoint(tmp_path).layers

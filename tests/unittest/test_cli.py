@@ -55,17 +55,16 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_pass(directory: Path, tmp_path: Path) -> None:
-    words = r"PASS: 2 of 2 MoE layers on b12x, worst relative L2 0\.00\d+ \(bound 0\.005\), extra bytes 0 \(padding \d+\), baked"
+    words = r"PASS: 2 of 2 MoE layers on b12x, worst relative L2 0\.00\d+ \(bound 0\.005\), extra bytes 0 \(padding \d+\)$"
     assert re.match(words, last_line(verify(directory, "--require-b12x", "--json", tmp_path / "report.json")))
     found = json.loads((tmp_path / "report.json").read_text())
     assert (found["passed"], found["status"], found["trtllm_b12x"]) == (True, "passed", __version__)
     for layer in found["layers"]:
         assert (layer["served_by"], layer["bits_exact"]) == ("b12x", True)
-        assert layer["bytes"]["extra_payload"] == layer["bytes"]["extra_scales"] == 0
+        assert layer["bytes"]["extra"] == 0
         # To the byte: both halves and w2's columns go from 64 to the tile of 256, payload half a byte, scale a sixteenth.
         assert layer["bytes"]["padding"] == 3 * 3 * (256 - 64) * 128 * 9 // 16
         assert layer["bytes"]["scalars"] <= 16 * 3
-        assert 0.02 < layer["baked_weight_error"] < 0.2
         assert {case["tokens"]: case["path"] for case in layer["cases"]} == {1: "b12x", 8: "b12x", 63: "b12x"}
         assert all(case["experts"] == 3 for case in layer["cases"])
         assert any(case["outliers"] == 4.0 and case["path"] == "b12x" for case in layer["cases"])
@@ -123,7 +122,7 @@ def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["fc31_alpha", "fc2_alpha", "fc2_input_scale", "fc31_input_scale"])
 def test_a_wrong_scale_of_one_small_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Expert 2 is 300 times larger and drowns expert 0 in any error over the whole output."""
+    """By 1e-4, a hundredth of what any error of the output shows, and expert 2 is 300 times larger than the wrong expert 0."""
     tensors = random_experts(3, 128, 64)
     for kind in ("w1", "w3"):
         tensors[f"2.{kind}.weight_scale_2"] = tensors[f"2.{kind}.weight_scale_2"] * 300
@@ -132,8 +131,8 @@ def test_a_wrong_scale_of_one_small_expert(tmp_path: Path, monkeypatch: pytest.M
 
     def damaged(self: Any, module: Any) -> None:
         original(self, module)
-        getattr(module, name).data.view(-1)[0] *= 1.5
-        self.input_scales(module).derive()
+        getattr(module, name).data.view(-1)[0] *= 1.0001
+        self.kernel_weights(module)  # derives the divisors
 
     monkeypatch.setattr(Method, "post_load_weights", damaged)
     assert "differ from the checkpoint's scales" in verify(tmp_path, status=1).output
@@ -162,14 +161,20 @@ def test_original(directory: Path, tmp_path: Path) -> None:
     assert all(case["original_error"] > case["error"] for case in layer["cases"])
     output = verify(directory, *original, status=2).output
     assert "has no unquantized layer model.layers.1.mlp of the same sizes" in output
-    nan = {**plain, "1.w1.weight": plain["1.w1.weight"].clone().index_fill_(0, torch.tensor([0]), torch.nan)}
     for other, words in (
         ({k: v for k, v in plain.items() if not k.startswith("2.")}, "has no unquantized layer"),
         ({k: v[:, :64].contiguous() for k, v in plain.items()}, "has no unquantized layer"),
-        (nan, "holds weights that are not finite"),
     ):
         write_plain(tmp_path / "plain", [other])
         assert words in verify(directory, "--layers", "0", *original, status=2).output
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_original_that_is_not_finite(directory: Path, tmp_path: Path, value: float) -> None:
+    plain = unquantized(random_experts(3, 128, 64))
+    plain["1.w1.weight"][0] = value
+    arguments = (directory, "--layers", "0", "--original", write_plain(tmp_path / "plain", [plain]))
+    assert "weights differ from the original's (bound 20 %): expert 1 gate_proj by nan %" in verify(*arguments, status=1).output
 
 
 def test_numbers_that_json_has_no_word_for(directory: Path) -> None:
@@ -180,20 +185,17 @@ def test_numbers_that_json_has_no_word_for(directory: Path) -> None:
 def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
     for arguments, message in (
         ((directory, "--layers", "7"), "--layers 7: no MoE layer; choose of 0, 1"),
-        ((directory, "--layers", "x"), "must be a list of numbers such as 1,8,60-64; got 'x'"),
-        ((directory, "--tokens", "0"), "must be numbers from 1 to 16384"),
+        ((directory, "--layers", "x"), "such as 1,8,60-64; got 'x'"),
+        ((directory, "--tokens", "0"), "must be 1 to 64 numbers from 1 to 16384, such as"),
         ((directory, "--device", "quantum"), "must be cpu, cuda, cuda:1, ...; got 'quantum'"),
-        ((directory, "--device", "meta"), "got 'meta'"),
         ((directory, "--device", "cuda:77"), "cuda:77 cannot be used here"),
-        ((directory, "--tokens", "1-999999999999"), "must be numbers from 1 to 16384; got '1-999999999999'"),
-        ((directory, "--tokens", "1-100"), "must be 1 to 64 numbers; got 100"),
-        ((directory, "--tokens", "9" * 5000), "must be a list of numbers"),
-        ((directory, "--tokens", "5-2"), "got 0 in '5-2'"),
+        ((directory, "--tokens", "1-999999999999"), "got '1-999999999999'"),
+        ((directory, "--tokens", "1-100"), "got '1-100'"),
+        ((directory, "--tokens", "5-2"), "got '5-2'"),
         ((directory, "--seed", "-1"), "--seed"),
-        ((directory, "--seed", "9" * 30), "--seed"),
         ((directory, "--tp", "9" * 30), "--tp"),
         ((directory, "--sample", "0"), "--sample"),
-        ((directory, "--kernels", "cutlass"), "must be of b12x"),
+        ((directory, "--kernels", "cutlass"), "must be one or more of b12x"),
         ((directory, "--json", tmp_path), "it is a folder"),
         ((directory, "--json", tmp_path / "no" / "r.json"), "its folder does not exist"),
         ((directory, "--tokens", "1", "--json", "/dev/full"), "error: /dev/full: cannot be written"),
@@ -253,12 +255,7 @@ def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pyte
 
     def watched(*arguments: Any, **options: Any) -> Any:
         seen.append(json.loads(file.read_text()))
-        shares: list[float] = []
-        made = verify_layer(*arguments, **{**options, "progress": shares.append})
-        assert len(shares) > 10
-        assert shares == sorted(shares)
-        assert shares[-1] == 1.0
-        return made
+        return verify_layer(*arguments, **options)
 
     monkeypatch.setattr(package, "verify_layer", watched)
     verify(directory, "--json", file)
@@ -273,26 +270,15 @@ def test_sample(tmp_path: Path) -> None:
     assert "PASS: 3 of 3 MoE layers on b12x (5 in all)" in output
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 110, 160])
-def test_the_verdict_stays_on_a_narrow_terminal(directory: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    lines = verify(directory, "--layers", "0", "--tokens", "8").output.splitlines()
-    (row,) = [line for line in lines if "s.0.mlp" in line]
-    assert row.endswith("  ok")
-    assert len(row) <= columns
-    assert re.search(r" 0\.00\d\d ", row)
-
-
-def test_names_that_a_terminal_would_obey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_a_terminal_would_obey(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    monkeypatch.setenv("COLUMNS", "170")
     write_checkpoint(tmp_path, [random_experts(2, 128, 16)], top_k=1)
     file = tmp_path / "model.safetensors"
     odd = "[bold]\x1b[31mm[/]\u202e.layers.0.mlp"
     save_file({name.replace("model.layers.0.mlp", odd): tensor for name, tensor in load_file(file).items()}, file)
     output = verify(tmp_path, "--tokens", "8").output
-    assert r"[bold]\x1b[31mm[/]\u202e.layers.0.mlp  b12x" in output
+    assert re.search(r"^\[bold\]\\x1b\[31mm\[/\]\\u202e\.layers\.0\.mlp +b12x", output, re.MULTILINE)
     assert "\x1b" not in output
 
 
@@ -379,6 +365,9 @@ def test_gate_and_up_with_different_scales(tmp_path: Path, monkeypatch: pytest.M
     triton, grouped = json.loads((tmp_path / "report.json").read_text())["layers"]
     assert (triton["served_by"], grouped["served_by"]) == ("triton", "grouped")
     assert "not b12x: UNEQUAL_SCALES" in triton["reasons"][0]
+    assert triton["scale_ratio"] == pytest.approx(1.5)
+    assert "up to 1.5 times" in triton["notes"][0]
+    assert max(case["rel_l2_kernel"] for case in (*triton["cases"], *grouped["cases"])) < 0.005
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
     output = verify(tmp_path, "--tokens", "8", status=3).output
     assert re.search(r"UNEQUAL_SCALES[^$]*NOTHING COMPARED: 0 of 1 MoE layers on b12x", output)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtllm_b12x.decision import (
-    FLASHINFERS,
     Deployment,
     Environment,
     KernelFeatures,
@@ -22,6 +21,7 @@ from trtllm_b12x.decision import (
     resolve,
     version_tuple,
 )
+from trtllm_b12x.decision.remedies import FLASHINFERS
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.tools.options import Ranks
 
@@ -43,13 +43,8 @@ CASES: list[tuple[RejectReason, dict[str, Any]]] = [
         for dsl in ("4.5.0", "4.8.1")
     ),
     (RejectReason.FLASHINFER_MISSING, {"flashinfer": "none"}),
-    *(
-        (RejectReason.FLASHINFER_TOO_OLD, {"flashinfer": version, "exact_scales": exact})
-        for version, exact in (("0.6.0", False), ("0.6.16", False), ("0.6.17", True), ("0.6.17.post9", True))
-    ),
+    *((RejectReason.FLASHINFER_TOO_OLD, {"flashinfer": version}) for version in ("0.6.0", "0.6.16", "0.6.17", "0.6.17.post9")),
     (RejectReason.FLASHINFER_BROKEN, {"flashinfer": "0.7.2", "flashinfer_fault": "cut off"}),
-    (RejectReason.FLASHINFER_BROKEN, {"flashinfer": "0.7.2", "exact_scales": False}),
-    (RejectReason.FLASHINFER_BROKEN, {"flashinfer": "0.6.18", "mismatched": ("flashinfer-cubin",)}),
     (RejectReason.REQUIREMENT, {"unmet": ("nvidia-cutlass-dsl>=4.6.2a0 (4.5.0 is installed)",)}),
     (RejectReason.REQUIREMENT, {"unmet": ("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",)}),
     (RejectReason.TRITON, {"triton_lacks": (Lacking("no gcc", "apt-get install gcc"),)}),
@@ -172,10 +167,8 @@ VALUES: dict[str, list[Any]] = {
     **dict.fromkeys(("toolkit_cuda", "payload_cuda"), CUDA),
     **dict.fromkeys(("dsl", "flashinfer"), VERSIONS),
     "load_balancer": ["none", "static", "dynamic"],
-    "mismatched": [("flashinfer-cubin 0.6.11",)],
     "unmet": [("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",)],
     "missing": [("triton",)],
-    "unrecorded": [("nvidia-cutlass-dsl",)],
     "flashinfer_fault": ["cut off"],
     "host": ["none", "unsupported", "1.2"],
     "sm": [0, 90, 100, 120, 121],
@@ -200,10 +193,8 @@ STRICTER = {
     **ALONE,
     "group_size": 32,
     "payload_cuda": (12, 9),
-    "exact_scales": False,
     "negative_ids": False,
     "graph_safe": False,
-    "mismatched": ("flashinfer-cubin 0.6.11",),
     "flashinfer_fault": "cut off",
 }
 """The value of each field that its rule likes least."""

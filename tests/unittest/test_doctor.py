@@ -19,12 +19,9 @@ from tests.facts import GOOD
 from trtllm_b12x import environment
 from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason, families
 from trtllm_b12x.environment import prove
-from trtllm_b12x.tools import doctor_rows
 from trtllm_b12x.tools.cli import main
 
-FIELD = dataclasses.replace(
-    GOOD, dsl="4.5.0", payload_cuda=(12, 9), payload_fault=PayloadFault.SHADOWED, flashinfer="0.6.16", exact_scales=False
-)
+FIELD = dataclasses.replace(GOOD, dsl="4.5.0", payload_cuda=(12, 9), payload_fault=PayloadFault.SHADOWED, flashinfer="0.6.16")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, facts: Environment, *arguments: Any, status: int | None = None) -> Result:
@@ -59,13 +56,9 @@ def test_every_problem_has_a_remedy_line(monkeypatch: pytest.MonkeyPatch, every_
     facts = dataclasses.replace(
         FIELD, toolkit_cuda=(0, 0), triton_lacks=(Lacking("Triton is not installed", "pip install triton"),)
     )
-    lines = run(monkeypatch, facts).output.splitlines()
-    problems = [line for line in lines if line[:1].isdigit()]
-    remedies = [line for line in lines if line.startswith("   -> ")]
-    assert len(problems) == len(remedies) == 4
+    remedies = [line for line in run(monkeypatch, facts).output.splitlines() if line.startswith("   -> ")]
     assert [remedy == "   -> the command below" for remedy in remedies] == [False, True, True, False]
     assert remedies[3] == "   -> pip install triton"
-    assert "Fixes what the packages of FlashInfer and the CuTe DSL cause, in this Python:" in lines
 
 
 @pytest.mark.parametrize(
@@ -132,7 +125,7 @@ def test_without_torch() -> None:
     for option in (["--checkpoint", "."], ["--compile"]):
         result = subprocess.run([*command, *option], capture_output=True, text=True)
         assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-        assert f"{option[0]} needs torch" in result.stderr
+        assert "needs torch" in result.stderr
 
 
 def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -207,14 +200,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "DISABLED: TRTLLM_B12X=0" in result.output
 
 
-def test_bandwidth_is_what_data_sheets_say() -> None:
-    """Memory clock (kHz) and bus width (bits) as CUDA gives them: an RTX 5090, an H100 SXM, one that does not say."""
-    assert doctor_rows.device(170, 14_001_000, 512) == "170 SMs, memory bandwidth 1792 GB/s"
-    assert doctor_rows.device(132, 2_619_000, 5120) == "132 SMs, memory bandwidth 3352 GB/s"
-    assert doctor_rows.device(48, 0, 256) == "48 SMs, memory bandwidth unknown"
-
-
-MISSING: dict[str, Any] = dict.fromkeys(("payload_cuda", "exact_scales", "expert_parallel", "tile"))
+MISSING: dict[str, Any] = dict.fromkeys(("payload_cuda", "expert_parallel", "tile"))
 STOCK = dataclasses.replace(GOOD, dsl="none", flashinfer="none", toolkit_cuda=(0, 0), **MISSING)
 """torch and this package alone."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import layers
 from tests.checkpoints import dequantized, random_experts
 from trtllm_b12x.engines.trtllm import embedded as host
 from trtllm_b12x.engines.trtllm.embedded import ops
@@ -15,21 +16,7 @@ from trtllm_b12x.tools.verify.bounds import exceeds
 
 
 def build(tensors: dict[str, torch.Tensor], num_experts: int, h: int, i: int, gated: bool, **mapping: int) -> Any:
-    module = host.CutlassFusedMoE(
-        routing_method=host.RenormalizeMoeRoutingMethod(2),
-        num_experts=num_experts,
-        hidden_size=h,
-        intermediate_size=i,
-        dtype=torch.bfloat16,
-        model_config=host.ModelConfig(
-            quant_config=host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16),
-            mapping=host.Mapping(**mapping),  # type: ignore[arg-type]
-        ),
-        activation_type=host.ActivationType.Swiglu if gated else host.ActivationType.Relu2,
-    )
-    module.load_weights([tensors])
-    module.post_load_weights()
-    return module
+    return layers.load(layers.create(num_experts, h, i, gated=gated, promote=False, mapping=mapping), tensors).backend
 
 
 def test_interleave_by_hand() -> None:

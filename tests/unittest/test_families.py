@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +18,7 @@ from tests import layers
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
 from trtllm_b12x import environment
-from trtllm_b12x.core import child, process, settings
+from trtllm_b12x.core import child, settings
 from trtllm_b12x.decision import KernelFeatures, RejectReason, families
 from trtllm_b12x.environment import prove
 from trtllm_b12x.kernels import Geometry, PlanError, prove_child
@@ -47,23 +46,14 @@ class Toy(ReferenceKernel):
 
 
 @pytest.fixture(autouse=True)
-def _catalog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def _catalog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """What a row adds."""
     row = families.Family("toy", "NVFP4", lambda facts: TOY)
     monkeypatch.setitem(KERNELS, row.key, (Toy, Toy))
     monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, row))
-    monkeypatch.setitem(settings.KERNELS.values, "toy", "toy")
+    monkeypatch.setattr(settings, "FAMILIES", (*settings.FAMILIES, "toy"))
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x,toy")
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
-    process.forget()
-    yield
-    process.forget()
-
-
-def fails(self: Any, geometry: Geometry, capacity: int, device: torch.device) -> None:
-    if type(self) is ReferenceKernel:
-        raise PlanError("no compiler")
-    self.geometry, self.capacity, self._device, self.gated = geometry, capacity, device, geometry.gated
 
 
 def test_what_the_catalog_says_is_what_the_kernels_say() -> None:
@@ -92,8 +82,18 @@ def test_the_next_one_takes_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> N
         assert layers.run(module, tensors, tokens)[1] < 0.005
 
 
-def test_the_next_one_takes_over_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(ReferenceKernel, "plan", fails)
+@pytest.mark.parametrize("when", ["plan", "self_test"])
+def test_the_next_one_takes_over_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    original = getattr(ReferenceKernel, when)
+
+    def fails(self: Any, *arguments: Any) -> None:
+        if type(self) is ReferenceKernel:
+            raise PlanError("no compiler")
+        original(self, *arguments)
+
+    monkeypatch.setattr(ReferenceKernel, when, fails)
     module = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192))
     assert list(module.backend.schedule.families) == ["toy"]
     assert str(module.backend.verdict).startswith("toy; not b12x: KERNEL_PLAN_FAILED: no compiler")
@@ -141,7 +141,6 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_compiles_what_the_family_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "")  # is given back
-    assert prove_child.proof("sm_121a", "toy").error == "toy has no kernel to compile"
     monkeypatch.setattr(Toy, "instruction", "mma.toy")
     for said, expected in (
         (["ld; mma.toy; mma.toy", "mma.toy"], (True, "", 3)),
@@ -149,7 +148,7 @@ def test_doctor_compiles_what_the_family_says(monkeypatch: pytest.MonkeyPatch, c
         (PlanError("TypeError: no\nptxas fatal : unknown"), (False, "TypeError: no", 0)),
     ):
         asked = Mock(return_value=said) if isinstance(said, list) else Mock(side_effect=said)
-        monkeypatch.setattr(Toy, "assembled", asked)
+        monkeypatch.setattr(Toy, "assembled", asked, raising=False)
         found = prove_child.proof("sm_121a", "toy")
         assert (found.compiled, found.error, found.products) == expected
         assert asked.call_args[0][1].multiprocessors == 48  # GB10's

@@ -47,7 +47,6 @@ SEAMS = (
     "engines.trtllm.calls._Calls._try_kernels",
     "engines.trtllm.quantization_nvfp4.NVFP4Sm12xFusedMoEMethod.record_weight_scale_2",
     "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._announce_and_record",
-    "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE.drop_schedule",
     "dispatch.layer.LayerDispatch.drop",
     "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._weights_are_ready",
     "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._quantize_late",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 
 import pytest
 
-from benchmarks import floor
-from benchmarks.floor_models import CARDS, MODELS, Model, zipf
+from benchmarks.floor_models import MODELS, Model, zipf
 from benchmarks.geometries import GEOMETRIES, MXFP8, routes
 from trtllm_b12x.dispatch.timing import expected_hits, expert_bytes
 
@@ -56,33 +53,3 @@ def test_skewed_hits_are_those_of_drawn_routes(name: str) -> None:
         drawn = statistics.mean(routes(geometry, tokens, seed, skewed=True).unique().numel() for seed in range(40))
         assert model.hits(tokens, skewed=True) == pytest.approx(drawn, rel=0.025)
         assert model.hits(tokens, skewed=True) <= model.hits(tokens) + 1e-6
-
-
-def test_predictions_are_not_below_the_floor() -> None:
-    measured = floor.measured()
-    layer = floor.Layer(seconds=100e-6, bytes=1e6)
-    for model in MODELS:
-        for card in CARDS:
-            least = model.floor(card, 4)
-            slow = floor.predicted(model, card, 4, {4: layer})
-            assert slow is not None
-            assert slow.by_rate > least
-            assert slow.by_cycles == pytest.approx(
-                least
-                + model.moe_layers
-                * max(0, 100e-6 * floor.H200.clock / card.clock - model.hits(4) * model.expert_bytes / card.bandwidth)
-            )
-            assert model.geometry.removesuffix(", MXFP8") in {**GEOMETRIES, **MXFP8}
-            real = floor.predicted(model, card, 4, measured.get(model.geometry, {}))
-            assert real is None or min(real.by_rate, real.by_cycles) >= least * (1 - 1e-9)
-    assert floor.predicted(MODELS[0], CARDS[0], 8, {1: layer, 4: layer}) is None
-
-
-def test_layers_are_those_of_the_files(tmp_path: Path) -> None:
-    line = {"geometry": "A", "split": "TP1", "routing": "random", "tokens": 4, "us": 70.0, "fraction": 1e9 / 70e-6 / 4.24e12}
-    others = [{**line, "us": 1.0, "routing": "skewed"}, {**line, "us": 1.0, "split": "EP4"}, {**line, "kernel": "grouped"}]
-    (tmp_path / "moe-decode.json").write_text(json.dumps({"copy": 4.24e12, "lines": [line, *others]}))
-    (tmp_path / "moe-mxfp8.json").write_text(json.dumps({"copy": 4e12, "lines": [{**line, "kernel": "triton", "fraction": 0.5}]}))
-    layers = floor.measured(tmp_path)
-    assert (layers["A"][4].seconds, layers["A"][4].bytes) == pytest.approx((70e-6, 1e9))
-    assert layers["A, MXFP8"][4].bytes == pytest.approx(0.5 * 70e-6 * 4e12)

@@ -10,7 +10,6 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.core import process
 from trtllm_b12x.decision import Environment, RejectReason, families
 from trtllm_b12x.dispatch.schedule import default_crossover
 from trtllm_b12x.engines.trtllm.embedded import fp4_quantize
@@ -65,12 +64,6 @@ def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:
         with verify.kernel_calls(module.backend) as reached:
             assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
         assert len(reached) == calls
-
-
-def test_alternating_prefill_and_decode(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
-    module, tensors = layer
-    for seed, tokens in enumerate((1, 100, 2, 64, 63)):
-        assert layers.run(module, tensors, tokens, seed)[0] < 0.05
 
 
 def test_the_scheduler_may_see_other_token_counts_in_quantize_input_and_run_moe(
@@ -138,6 +131,7 @@ def test_quantized_input_and_no_tokens_are_served_as_the_host_serves_them(layer:
     assert empty.dtype is torch.bfloat16
 
 
+@pytest.mark.skipif(host.generation == "embedded", reason="the embedded host runs every call whole")
 def test_chunks_are_concatenated_right() -> None:
     module, tensors = layers.made(6, 128, 192, top_k=3, max_num_tokens=200, moe_max_num_tokens=50)
     x, logits = layers.inputs(module, 120, tensors)
@@ -258,7 +252,6 @@ def test_a_fault_in_a_call_is_the_hosts_to_answer_and_said_once(
     layer: tuple[Any, dict[str, torch.Tensor]], caplog: pytest.LogCaptureFixture
 ) -> None:
     module, tensors = layer
-    process.forget()
     x, logits = layers.inputs(module, 5, tensors)
     attempts = []
 

@@ -45,11 +45,12 @@ def planned(geometry: Geometry, weights: object, first: int = 0, kind: Any = Gro
 
 def quantized(kernel: GroupedNVFP4Kernel, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales that a call makes of ``x``."""
-    plan = kernel._launch_plan(len(x), False, torch.int32, torch.float32, False)
-    codes, scales = plan.workspace.cut(torch.empty(plan.workspace.nbytes, dtype=torch.uint8))[:2]
-    launch, grid = plan.launches[0]
-    launch(grid, 0, x, *kernel._layers[False][0].quantize, codes, scales, len(x))
-    return codes.view(len(x), -1), scales.view(len(x), -1).view(torch.float8_e4m3fn)
+    hidden = kernel.geometry.hidden_size
+    codes, scales = torch.empty(len(x), hidden // 2, dtype=torch.uint8), torch.empty(len(x), hidden // 64, dtype=torch.int32)
+    quantize, *_ = kernel.variants_of_call(kernel.rule(len(x)), torch.int32, torch.float32)
+    factor = kernel._layers[False][0].quantize
+    quantize.function[(-(-len(x) // 4), 1)](x, *factor, codes, scales, len(x), **quantize.constants)
+    return codes, scales.view(torch.float8_e4m3fn)
 
 
 def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float | bool]:
@@ -165,7 +166,7 @@ def test_what_the_kernels_do_not_take() -> None:
     geometry = Geometry(3, 2, 128, 64, "Swiglu")
     layer = random_layer(geometry)
     kernel = GroupedNVFP4Kernel()
-    kernel.describe(geometry, 100, torch.device("cuda"))
+    kernel.describe(geometry, 100, CPU)
     with pytest.raises(ValueError, match="of FC1 one for all experts"):
         kernel.bind(layer.kernel_weights(one_for_all=False))
     with pytest.raises(ValueError, match="the host's input scales"):

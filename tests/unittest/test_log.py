@@ -6,24 +6,19 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from trtllm_b12x.core import process
 from trtllm_b12x.decision import UNKNOWN, Environment, Lacking, Rejection, RejectReason, Resolution, families, resolve
 from trtllm_b12x.decision.announce import announce
 from trtllm_b12x.formats.geometry import LayerShape
 
 
 @pytest.fixture(autouse=True)
-def _fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    process.forget()
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="trtllm_b12x")
-    yield
-    process.forget()
 
 
 def b12x(**facts: Any) -> Resolution:
@@ -82,10 +77,10 @@ def test_other_ranks_do_not_repeat_it(caplog: pytest.LogCaptureFixture) -> None:
     assert "rank 1" in caplog.records[0].getMessage()
 
 
-def test_what_is_mendable() -> None:
-    assert not any(Rejection(r, "").mendable for r in (RejectReason.SM, RejectReason.LORA, RejectReason.ACTIVATION))
-    mendable = (RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_TOO_OLD, RejectReason.TOOLKIT)
-    assert all(Rejection(r, "").mendable for r in mendable)
+def test_what_is_fixable() -> None:
+    assert not any(Rejection(r, "").fixable for r in (RejectReason.SM, RejectReason.LORA, RejectReason.ACTIVATION))
+    fixable = (RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_TOO_OLD, RejectReason.TOOLKIT)
+    assert all(Rejection(r, "").fixable for r in fixable)
 
 
 def test_a_gpu_that_is_not_visible_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -129,11 +129,9 @@ def test_each_mutation_fails_by_its_numbers(
         assert case.failures
 
 
-def test_baked_scales_cost_what_the_report_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baked_scales_are_other_bits_and_other_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     baked_block_scales(monkeypatch)
     report = verified(tmp_path)
     assert report.bits_exact is False
     assert report.bytes is not None
-    assert report.bytes.extra_scales > 0
-    assert report.baked_weight_error is not None
-    assert report.baked_weight_error > 0.03
+    assert report.bytes.extra > 0

@@ -9,7 +9,6 @@ import torch
 
 from tests import mxfp8
 from trtllm_b12x import formats
-from trtllm_b12x.core import process
 from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, RejectReason, decide
 from trtllm_b12x.decision.families import grouped, grouped_nvfp4, triton_mxfp8
 from trtllm_b12x.engines.trtllm import machine
@@ -20,6 +19,7 @@ from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel
+from trtllm_b12x.kernels.triton.jit import CompiledPlan
 from trtllm_b12x.tools.verify.reference_formats import dequantize_mxfp8, fake_quantize_mxfp8
 
 
@@ -87,11 +87,9 @@ def test_an_upcast_serves_only_where_the_host_has_no_path(family: Callable[[Envi
 @pytest.mark.parametrize("version", ["3.5.1", "3.6.0"])
 def test_a_slow_product_is_said_once(version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(triton, "version", lambda: version)
-    monkeypatch.setattr(GroupedKernel, "_compile", lambda self: None)
-    process.forget()
+    monkeypatch.setattr(GroupedKernel, "_make_plan", lambda self: CompiledPlan(None))
     for experts in (4, 8):
         GroupedKernel(Card(170, 99 << 10, 120)).plan(Geometry(experts, 2, 128, 64, "Swiglu"), 64, torch.device("cuda"))
-    process.forget()
     words = "Triton 3.5.1 multiplies bfloat16 on sm_120, which is slow; Triton 3.6 and newer have block-scaled products"
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == (
         [f"grouped kernels: {words}"] if version == "3.5.1" else []

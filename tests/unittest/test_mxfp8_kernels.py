@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from tests import forks, mxfp8
-from tests.nvfp4_layer import distance
-from trtllm_b12x.kernels import Geometry, Kernel, MoECall
+from tests.nvfp4_layer import distance, random_call
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.triton import scales as scale_addresses
 from trtllm_b12x.kernels.triton.decode import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel
@@ -26,11 +26,6 @@ CASES = {
     "a rank of two": (Geometry(5, 3, 128, 64, "Geglu", ranks=2), 9, 5),
 }
 CPU = torch.device("cpu")
-
-
-def runs(kind: type[Kernel]) -> bool:
-    """Not every Triton's interpreter has block-scaled products."""
-    return kind.runs_on(CPU)
 
 
 @triton.jit
@@ -64,17 +59,14 @@ def in_the_interpreter() -> dict[str, float]:
     found = {"scales": wrong_scales()}
     for name, (geometry, tokens, first) in CASES.items():
         weights = mxfp8.random_weights(geometry)
-        call = mxfp8.random_call(geometry, tokens, geometry.num_experts * geometry.ranks)
-        kinds: tuple[type[TritonMXFP8Kernel] | type[GroupedKernel], ...] = (TritonMXFP8Kernel, GroupedKernel)
-        for kind in kinds if runs(GroupedKernel) else kinds[:1]:
+        call = random_call(geometry, tokens, geometry.num_experts * geometry.ranks)
+        for kind in (TritonMXFP8Kernel, GroupedKernel):
             kernel, yardstick = kind(), kind.reference()
             for one in (kernel, yardstick):
                 one.plan(geometry, tokens, CPU)
                 one.bind(weights, first)
             expected = yardstick.run(MoECall(*call, out=torch.zeros(call[0].shape)))
             found[f"{name}, {kernel.features.name}"] = distance(kernel.run(MoECall(*call)), expected)
-    if not runs(GroupedKernel):
-        return found
     geometry = Geometry(2, 1, 128, 64, "Swiglu")
     kernel, weights = GroupedKernel(), mxfp8.random_weights(geometry)
     for tensor in weights.tensors().values():
@@ -82,7 +74,7 @@ def in_the_interpreter() -> dict[str, float]:
     kernel.plan(geometry, 4, CPU)
     kernel.bind(weights)
     kernel.self_test()
-    call = mxfp8.random_call(geometry, 2)
+    call = random_call(geometry, 2)
     untested = kernel.serves(2) and not kernel.settled
     found["zeros are served untested"] = float(kernel.run(MoECall(*call)).abs().max()) if untested else 1.0
     return found
@@ -91,5 +83,5 @@ def in_the_interpreter() -> dict[str, float]:
 @pytest.mark.embedded
 def test_numbers() -> None:
     found = forks.in_the_interpreter(f"{__name__}:in_the_interpreter")
-    assert len(found) in (len(CASES) + 1, 2 * len(CASES) + 2)
+    assert len(found) == 2 * len(CASES) + 2
     assert max(found.values()) < 0.003, found

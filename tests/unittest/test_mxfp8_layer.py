@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -12,16 +13,21 @@ from typing import Any
 import pytest
 import torch
 
+import trtllm_b12x
 from tests import mxfp8
+from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
-from tests.layers import create, host, swiglu_constants
+from tests.layers import create, host, load, swiglu_constants
 from trtllm_b12x.core import process, settings
+from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.trtllm import status
 from trtllm_b12x.engines.trtllm.quantization_mxfp8 import _scales
 from trtllm_b12x.kernels.reference import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
 
+pytestmark = pytest.mark.usefixtures("every_family")
 EXPERTS, HIDDEN, SIZE, TOP_K = 6, 256, 160, 2
 
 
@@ -36,12 +42,6 @@ def built(weights: dict[str, torch.Tensor], gated: bool = True, size: int = SIZE
     layer.load_weights([weights])
     layer.post_load_weights()
     return layer
-
-
-@pytest.fixture(autouse=True)
-def families(every_family: None) -> None:
-    """All of them, and no line that another test has logged."""
-    process.forget()
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["Swiglu", "Relu2"])
@@ -117,6 +117,38 @@ def test_a_layer_that_no_kernel_serves_raises_at_load(caplog: pytest.LogCaptureF
     assert "CUTLASS" not in caplog.text
 
 
+def test_beside_a_layer_of_another_format(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    config = host.QuantConfig(quant_algo=host.QuantAlgo.MXFP8, group_size=32)
+    modules = [create(EXPERTS, HIDDEN, SIZE, TOP_K, quant_config=config), create(EXPERTS, HIDDEN, SIZE, TOP_K)]
+    for module, weights in zip(modules, (mxfp8.random_experts, random_experts), strict=True):
+        load(module, weights(EXPERTS, HIDDEN, SIZE))
+    assert "2 of 2 MoE layers 1 on triton+grouped, 1 on b12x, " in caplog.text
+    assert "(MXFP8 and NVFP4)" in caplog.text
+    assert trtllm_b12x.status().formats == {"MXFP8": 1, "NVFP4": 1}
+    backend = modules[0].backend
+    geometry = backend.kernel.geometry
+    assert str(geometry).endswith("Swiglu, MXFP8")
+    same_sizes = dataclasses.replace(geometry, format="NVFP4")
+    keys = [crossover.key_of(one, torch.device("cpu"), backend.schedule, "embedded", True) for one in (geometry, same_sizes)]
+    assert keys[0] != keys[1]
+
+
+def test_a_state_dict_is_handed_on() -> None:
+    module, other = (built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE, seed=seed)) for seed in (0, 7))
+    other.load_state_dict(module.state_dict())
+    x, logits = torch.randn(5, HIDDEN).bfloat16(), torch.randn(5, EXPERTS)
+    assert torch.equal(other(x, logits), module(x, logits))
+
+
+def test_explain() -> None:
+    expected = {"MXFP8": ("triton", "grouped"), "MIXED_PRECISION": ("b12x", "triton", "grouped"), "W4A16_AWQ": ()}
+    for algorithm, names in expected.items():
+        verdict = trtllm_b12x.explain(host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algorithm))))
+        assert verdict.families == names
+        assert names or verdict.reasons == (RejectReason.QUANTIZATION,)
+
+
 def test_ranks_of_attention_dp_gather_bf16() -> None:
     """Nothing of a rank decides what is sent: the host has no form of its own to send."""
     weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
@@ -138,7 +170,6 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCapt
     monkeypatch.setenv(settings.CROSSOVER.name, "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
-    process.forget()
 
 
 def level(name: str, tokens: int) -> float:

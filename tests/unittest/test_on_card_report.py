@@ -89,7 +89,7 @@ def test_the_floor_stands_beside_a_model(tmp_path: Path) -> None:
     run = {"model": SUPER, "load": load, "with": True, "served": ["all"], "clocks": {}, "ttft_ms": {"p50": 150.0}}
     run |= {"tpot_ms": {"p50": 10.0}, "output_tokens_per_second": 90.0}
     found = _reported(tmp_path, {**_decode(), "copy": 2e12}) | {"bench": [run]}
-    page = report.markdown(found, [])
+    page = report.markdown(found)
     assert "a step reads 11.9 GB (docs/floor.md), 5.94 ms at the copy's rate: 59% of TPOT" in page
     assert "| 10.00 | - | - | less |" in page
 

@@ -43,7 +43,7 @@ import json
 from trtllm_b12x import environment
 found = environment.inspect_payload()
 fault = found.payload_fault and found.payload_fault.name
-print(json.dumps([found.dsl, found.payload_cuda, fault, found.payload_detail, found.dsl_in_the_way, found.flashinfer_fault]))
+print(json.dumps([found.dsl, found.payload_cuda, fault, found.payload_detail, found.flashinfer_fault]))
 """
 
 
@@ -65,7 +65,7 @@ def payload(site: Path, times: int = 1, **variables: str) -> dict[str, Any]:
     processes = [process(site, REPORT, **variables) for _ in range(times)]
     answers = [json.loads(running.communicate(timeout=120)[0]) for running in processes]
     assert all(answer == answers[0] for answer in answers)
-    return dict(zip(("version", "cuda", "fault", "detail", "in_the_way", "flashinfer_fault"), answers[0], strict=True))
+    return dict(zip(("version", "cuda", "fault", "detail", "flashinfer_fault"), answers[0], strict=True))
 
 
 def imports(site: Path) -> int:
@@ -161,30 +161,9 @@ def test_another_package_named_cutlass(site: Path, tmp_path: Path) -> None:
     other.parent.mkdir()
     other.touch()
     found = payload(site)
-    assert (found["fault"], found["in_the_way"]) == ("FOREIGN", [])
-    assert found["detail"] == f"{other}; rename it, or take its folder off PYTHONPATH"
-    distribution(site, "cutlass", "0.0.1", [other])
-    assert payload(site)["in_the_way"] == ["cutlass"]
+    assert (found["fault"], found["detail"].partition(";")[0]) == ("FOREIGN", str(other))
     shutil.rmtree(other.parent)
     assert payload(site)["cuda"] == [12, 9]
-
-
-def test_files_that_are_not_the_wheels(site: Path) -> None:
-    """The payload says 13, but a library's tail is zeros, or a module was cut off."""
-    (site / "cutlass/base_dsl/version_info.py").write_text("class CUDA_VERSION: major, minor = 13, 1\n")
-    library, module = site / "cutlass/lib.so", site / "cutlass/ops.py"
-    library.write_bytes(b"x" * 5000)
-    module.write_text("a = 1\nb = 2\n")
-    distribution(site, "nvidia-cutlass-dsl-libs-cu13", "4.5.0", [library, module])
-    assert payload(site)["cuda"] == [13, 1]
-    library.write_bytes(b"x" * 4000 + bytes(1000))
-    found = payload(site)
-    assert (found["cuda"], found["fault"], found["detail"]) == ([0, 0], "DAMAGED", str(library))
-    library.write_bytes(b"x" * 5000)
-    module.write_text("a = 1\n")
-    assert payload(site)["detail"] == str(module)
-    module.write_text("a = 1\nb = 2  # edited\n")
-    assert payload(site)["cuda"] == [13, 1]
 
 
 def test_flashinfers_import_is_tried_too(site: Path) -> None:

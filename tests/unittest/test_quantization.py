@@ -102,29 +102,6 @@ def test_one_half_at_a_time() -> None:
     assert torch.equal(view[256:448], tensors["1.w1.weight"])
 
 
-def test_reload_keeps_every_storage() -> None:
-    backend, _ = built(192, gated=True)
-    before = {name: t.data_ptr() for name, t in backend.kernel.weights.tensors().items()}
-    other = random_experts(3, 128, 192, seed=9)
-    layers.load(backend, other)
-    assert {name: t.data_ptr() for name, t in backend.kernel.weights.tensors().items()} == before
-    assert (backend.kernel.weights.fc1_alpha / backend.kernel.weights.fc1_divisor)[0].item() == pytest.approx(
-        float(other["0.w1.weight_scale_2"]), rel=5e-7
-    )
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_tensor_parallel_shards_land_on_their_own_tile(rank: int) -> None:
-    tensors = random_experts(2, 128, 384)
-    mapping = {"world_size": 2, "rank": rank, "tp_size": 2, "moe_tp_size": 2}
-    backend = layers.load(layers.create(2, 128, 384, mapping=mapping), tensors).backend
-    rows = backend.w3_w1_weight.data.view(torch.uint8)[1]
-    mine = slice(192 * rank, 192 * rank + 192)
-    assert torch.equal(rows[:192], tensors["1.w3.weight"][mine])
-    assert torch.equal(rows[256:448], tensors["1.w1.weight"][mine])
-    assert torch.equal(backend.w2_weight.data.view(torch.uint8)[1, :, :96], tensors["1.w2.weight"][:, 96 * rank : 96 * rank + 96])
-
-
 def test_scale_view_refuses_what_does_not_fill_tiles() -> None:
     with pytest.raises(ValueError, match="120 x 128"):
         mma_scale_view(torch.zeros(120 * 8, dtype=torch.uint8), 120, 128)

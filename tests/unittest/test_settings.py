@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trtllm_b12x.core import settings
 
 
-@pytest.mark.parametrize("switch", [s for s in settings.SWITCHES if s is not settings.KERNELS], ids=lambda s: s.name)
-def test_every_value_and_the_default(switch: settings.Switch[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert switch.name.startswith("TRTLLM_B12X")
+@pytest.mark.parametrize(
+    ("switch", "values", "default", "expected"),
+    [
+        (settings.ENABLED, {"0": False, "1": True}, True, "0 or 1"),
+        (settings.FREEZE, {"0": False, "1": True}, False, "0 or 1"),
+        (settings.LOG, {"debug": "DEBUG", "ERROR": "ERROR"}, "INFO", "DEBUG, INFO, WARNING or ERROR"),
+    ],
+)
+def test_every_value_and_the_default(
+    switch: settings.Switch[Any], values: dict[str, Any], default: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(switch.name, raising=False)
-    assert switch() == switch.values[switch.default]
-    for text, value in switch.values.items():
+    assert switch() == default
+    for text, value in values.items():
         monkeypatch.setenv(switch.name, f" {text} ")
         assert switch() == value
     monkeypatch.setenv(switch.name, "nonsense")
-    assert switch() == switch.values[switch.default]
-    (complaint,) = settings.complaints()
-    assert complaint == f"{switch.name} must be {switch.expected}; got nonsense, and {switch.default} is used"
+    assert switch() == default
+    assert settings.complaints() == [f"{switch.name} must be {expected}; got nonsense, and {switch.default} is used"]
 
 
 @pytest.mark.parametrize(
@@ -36,52 +44,44 @@ def test_what_people_write_for_off_and_on(monkeypatch: pytest.MonkeyPatch, text:
 
 
 def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {name: name for name in ("b12x", "other", "third")}
-    order = settings.Order("TRTLLM_B12X_KERNELS", names, ",".join(names), "")
-    monkeypatch.setattr(settings, "SWITCHES", (order,))
-    monkeypatch.delenv(settings.CROSSOVER.name)
-    for text, listed, complaints in (
-        ("", ("b12x", "other", "third"), 0),
-        (" Third, b12x,", ("third", "b12x"), 0),
-        ("tritn,other,other", ("other",), 1),
-        ("tritn", ("b12x", "other", "third"), 1),
+    every, must = ("b12x", "triton", "grouped"), "TRTLLM_B12X_KERNELS must be one or more of b12x, triton, grouped"
+    for text, listed, valid in (
+        ("", every, True),
+        (" Grouped, b12x,", ("grouped", "b12x"), True),
+        ("triton,triton", ("triton",), True),
+        ("tritn,grouped", every, False),
+        (",", every, False),
     ):
-        monkeypatch.setenv(order.name, text)
-        assert order.listed() == listed
-        assert len(settings.complaints()) == complaints
-        assert all(complaint.endswith(f"and {','.join(listed)} is used") for complaint in settings.complaints())
-    must = "TRTLLM_B12X_KERNELS must be one or more of b12x, other, third"
-    assert settings.complaints() == [f"{must}; got tritn, and b12x,other,third is used"]
+        monkeypatch.setenv("TRTLLM_B12X_KERNELS", text)
+        assert settings.KERNELS() == listed
+        assert settings.complaints() == ([] if valid else [f"{must}; got {text}, and b12x,triton,grouped is used"])
 
 
 @pytest.mark.parametrize(
-    ("text", "value", "first"),
+    ("text", "value"),
     [
-        ("", "auto", None),
-        (" AUTO ", "auto", None),
-        ("1", "1", 1),
-        (" 96 ", "96", 96),
-        ("0", "auto", None),
-        ("9000", "auto", None),
-        ("-3", "auto", None),
-        ("on", "auto", None),
-        ("off", "auto", None),
-        ("a.json", "a.json", None),
-        ("./Where", "./Where", None),
-        ("nowhere.json", "auto", None),
-        ("/some/Where", "auto", None),
+        ("", None),
+        (" AUTO ", None),
+        ("1", 1),
+        (" 96 ", 96),
+        ("0", "invalid"),
+        ("9000", "invalid"),
+        ("-3", "invalid"),
+        ("on", "invalid"),
+        ("a.json", Path("a.json")),
+        ("./Where", Path("Where")),
+        ("nowhere.json", "invalid"),
+        ("/some/Where", "invalid"),
     ],
 )
-def test_the_crossover(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, value: str, first: int | None) -> None:
+def test_the_crossover(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, value: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.json", "Where"):
         Path(name).touch()
     monkeypatch.setenv(settings.CROSSOVER.name, text)
-    assert settings.CROSSOVER() == value
-    assert settings.CROSSOVER.first(settings.CROSSOVER()) == first
-    wrong = value == "auto" and text.strip().lower() not in ("", "auto")
-    must = "TRTLLM_B12X_CROSSOVER must be auto, a token count such as 64 (at most 8192), or a file that is there"
-    assert settings.complaints() == ([f"{must}; got {text}, and auto is used"] if wrong else [])
+    assert settings.CROSSOVER() == (None if value == "invalid" else value)
+    must = "TRTLLM_B12X_CROSSOVER must be auto, a token count such as 64 (at most 8192), or an existing file"
+    assert settings.complaints() == ([f"{must}; got {text}, and auto is used"] if value == "invalid" else [])
 
 
 def test_unknown_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,4 +92,6 @@ def test_unknown_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_readme_holds_the_table() -> None:
-    assert settings.table() in (Path(__file__).parents[2] / "README.md").read_text()
+    rows = [f"| `{s.name}` | {', '.join(f'`{v}`' for v in s.values)} | `{s.default}` | {s.meaning} |" for s in settings.SWITCHES]
+    text = "\n".join(["| variable | values | default | meaning |", "|---|---|---|---|", *rows])
+    assert text in (Path(__file__).parents[2] / "README.md").read_text()

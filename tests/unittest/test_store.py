@@ -209,7 +209,7 @@ def test_a_file_that_the_user_names(tmp_path: Path) -> None:
 
     def given(content: Any, key: Key = KEY) -> Any:
         file.write_text(content if isinstance(content, str) else json.dumps(content))
-        return store.load_file(str(file), key).rows
+        return store.load_file(file, key).rows
 
     own = store.record(KEY, TIMINGS)
     other = store.record(dataclasses.replace(KEY, geometry={"num_experts": 16}, conditions={}), TIMINGS)
@@ -226,4 +226,4 @@ def test_a_file_that_the_user_names(tmp_path: Path) -> None:
             given(content)
     file.unlink()
     with pytest.raises(ValueError, match="No such file"):
-        store.load_file(str(file), KEY)
+        store.load_file(file, KEY)

@@ -94,14 +94,12 @@ def test_times_are_those_of_a_call(machine: Machine) -> None:
 def test_the_budget_is_a_bound(
     machine: Machine, kernel: Callable[[int], float], host: Callable[[int], float], captured: bool, least: int
 ) -> None:
-    shares: list[float] = []
-    timer = machine.timer(machine.path(kernel), machine.path(host, captured), progress=shares.append)
+    timer = machine.timer(machine.path(kernel), machine.path(host, captured))
     found = timer(counts_to_measure([256])).counts
     print(f"{len(found)} counts in {timer.spent_s:.2f} s: {found}")
     assert timer.spent_s == pytest.approx(machine.now)
     assert timer.spent_s <= BUDGET_S
     assert len(found) >= least
-    assert shares == pytest.approx([(done + 1) / 14 for done in range(14)])
 
 
 @pytest.mark.parametrize("slower", [1, 8])
@@ -133,8 +131,6 @@ def test_half_of_the_calls_have_skewed_routes_and_every_call_its_own(machine: Ma
 
     assert len({seed for _, seed, _ in draws()}) == CALLS
     assert [skewed for *_, skewed in draws()] == [False, True] * (CALLS // 2)
-    for skewed in (False, True):
-        assert {draw[2] for draw in draws(skewed=skewed)} == {skewed}
     assert not {seed for _, seed, _ in draws(seed=1)} & {seed for _, seed, _ in draws()}
     assert [draw[2] for draw in draws(1.0)] == [False, True]  # as few as there are where calls are slow
 

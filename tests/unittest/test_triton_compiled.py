@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton
 
-from tests import sass
-from tests.compiled import Compiled, compile_for
 from trtllm_b12x.environment import prove
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.decode_tiles import Card
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.variant import Variant
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 CARDS = {90: Card(132, 228 << 10, 90), 120: Card(188, 100 << 10, 120), 121: Card(48, 100 << 10, 121)}
@@ -27,45 +31,99 @@ conversion of layouts between codes and products adds one to each, scales that a
 SERVED = [(90, 1, ()), (90, 32, ("fc1_kernel", "route_kernel")), (120, 32, ()), (121, 1, ("fc1_kernel",))]
 
 
-def load(made: Compiled, folder: Path) -> Path:
-    path = folder / f"{made.name}.cubin"
-    path.write_bytes(made.cubin)
-    return path
+_TOOLS = Path(os.environ.get("SASS_TOOLS") or Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
+_LABEL = re.compile(r"^\s*(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*);")
+
+
+def launched(
+    card: Card,
+    geometry: Geometry,
+    tokens: int,
+    *,
+    quantized: bool = False,
+    inline: bool | None = None,
+    kind: type[TritonKernel] = TritonKernel,
+) -> tuple[Variant, ...]:
+    """The kernels that a call of ``tokens`` launches on ``card``.
+
+    Args:
+        inline: whether programs find their routes by themselves, as some calls may; None: as the plan has it.
+    """
+    kernel = kind(card)
+    kernel.describe(geometry, tokens, torch.device("cuda"))
+    config = kernel.config(tokens)
+    return kernel.variants_of_call(config, config.inline if inline is None else inline, quantized)
+
+
+def assembled(variant: Variant, capability: int, folder: Path) -> tuple[Any, Path]:
+    """What Triton made of a kernel, and a file with its machine code."""
+    made, path = variant.compile_for(capability), folder / f"{variant.name}.cubin"
+    path.write_bytes(made.asm["cubin"])
+    return made, path
+
+
+def product_loop(cubin: Path) -> Counter[str]:
+    """Opcodes of the longest loop with tensor core instructions."""
+    text = subprocess.run([_TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    found: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if match := _LABEL.match(line):
+            labels[match[1]] = len(found)
+        elif match := _INSTRUCTION.match(line):
+            found.append(match[1] + match[2])
+    longest: list[str] = []
+    for place, instruction in enumerate(found):
+        match = re.search(r"BRA.*\((\.L_x_\d+)\)", instruction)
+        if match and labels.get(match[1], place + 1) <= place:
+            body = found[labels[match[1]] : place + 1]
+            if len(body) > len(longest) and any("MMA" in line for line in body):
+                longest = body
+    return Counter(line.split()[0] for line in longest)
+
+
+def resources(cubin: Path) -> dict[str, int]:
+    """``REG``, ``STACK``, ``LOCAL`` and so on."""
+    text = subprocess.run([_TOOLS / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text)}
 
 
 @pytest.mark.parametrize(("capability", "tokens", "only"), SERVED)
 def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, ...], tmp_path: Path) -> None:
     names = []
-    for made in compile_for(CARDS[capability], QWEN3_30B, tokens, only=only):
-        names.append(made.name)
-        assert re.search(rf"\.target sm_{capability}", made.ptx)
-        cubin = load(made, tmp_path)
-        used = sass.resources(cubin)
+    for variant in launched(CARDS[capability], QWEN3_30B, tokens):
+        if only and variant.name not in only:
+            continue
+        names.append(variant.name)
+        made, cubin = assembled(variant, capability, tmp_path)
+        ptx, warps = made.asm["ptx"], variant.options["num_warps"]
+        assert re.search(rf"\.target sm_{capability}", ptx)
+        used = resources(cubin)
         assert used["STACK"] == used["LOCAL"] == 0, used
-        if made.name == "route_kernel":
+        if variant.name == "route_kernel":
             continue
         assert used["REG"] <= 168
         # The assembly takes two words of a row at a time: a lane's first registers must be neighboring columns.
-        assert re.search(
-            r"packed_element = 2.*tensor<\d+x\d+xi32, #ttg.dot_op<{opIdx = 0, parent = #mma, kWidth = [24]}>", made.ttgir
-        )
+        form = r"packed_element = 2.*tensor<\d+x\d+xi32, #ttg.dot_op<{opIdx = 0, parent = #mma, kWidth = [24]}>"
+        assert re.search(form, made.asm["ttgir"])
         # Two programs, with what each launch reserves, find room on a multiprocessor.
-        assert 2 * (made.shared_memory + 1024) <= CARDS[capability].shared_memory
+        assert 2 * (made.metadata.shared + 1024) <= CARDS[capability].shared_memory
         # Triton 3.9 has Hopper multiply 64 rows of four warps as one, with inputs in shared memory; 3.7 and older do not.
-        group = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16" in made.ptx
-        assert not group or (capability == 90 and made.num_warps >= 4)
-        assert group or "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in made.ptx
-        assert "griddepcontrol.wait" in made.ptx
-        loop = sass.product_loop(cubin)
+        group = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16" in ptx
+        assert not group or (capability == 90 and warps >= 4)
+        assert group or "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in ptx
+        assert "griddepcontrol.wait" in ptx
+        loop = product_loop(cubin)
         assert any(code.startswith("HGMMA" if group else "HMMA") for code in loop)
         # Codes go to shared memory asynchronously, and from there, 16 bytes at a time, to the lanes that multiply them.
         assert any(code.startswith("LDGSTS") for code in loop)
         assert group or loop["LDS.128"]
         unwanted = ("LDSM", "SHFL", "LDG.", "LDL", "STL") + (() if group else ("STS",))
         assert not any(code.startswith(unwanted) for code in loop), loop
-        parts = {"fc1_kernel": 2, "fc2_kernel": 1, "fc2_token_kernel": 8}[made.name]
-        size = parts * made.constants["BN"] * made.constants["BK"] // 2
-        assert loop.total() * made.num_warps * 32 / size <= (10.2 if group else LIMIT[made.name])
+        parts = {"fc1_kernel": 2, "fc2_kernel": 1, "fc2_token_kernel": 8}[variant.name]
+        size = parts * variant.constants["BN"] * variant.constants["BK"] // 2
+        assert loop.total() * warps * 32 / size <= (10.2 if group else LIMIT[variant.name])
     several = tokens * 8 > 64
     assert names == [
         name
@@ -77,13 +135,14 @@ def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, .
 @pytest.mark.parametrize("capability", [120, 121])
 def test_bias_constants_and_quantized_input_spill_nothing(capability: int, tmp_path: Path) -> None:
     geometry = Geometry(128, 4, 2880, 2880, "SwigluBias", bias=torch.bfloat16)
-    made = list(compile_for(CARDS[capability], geometry, 32, quantized=True, inline=False))
-    assert [kernel.name for kernel in made] == ["route_kernel", "fc1_kernel", "fc2_kernel"]
-    for kernel in made:
-        used = sass.resources(load(kernel, tmp_path))
-        assert used["STACK"] == used["LOCAL"] == 0, (kernel.name, used)
+    variants = launched(CARDS[capability], geometry, 32, quantized=True, inline=False)
+    assert [variant.name for variant in variants] == ["route_kernel", "fc1_kernel", "fc2_kernel"]
+    for variant in variants:
+        made, cubin = assembled(variant, capability, tmp_path)
+        used = resources(cubin)
+        assert used["STACK"] == used["LOCAL"] == 0, (variant.name, used)
         assert used["REG"] <= 168
-        assert f".target sm_{capability}" in kernel.ptx
+        assert f".target sm_{capability}" in made.asm["ptx"]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +158,8 @@ def test_scales_beside_each_other_by_less_than_four(
     kind: type[TritonKernel], geometry: Geometry, capability: int, tmp_path: Path
 ) -> None:
     """45 and 22 blocks: what is asked for a loop ahead is four scales nevertheless."""
-    (made,) = compile_for(CARDS[capability], geometry, 8, only=("fc2_kernel",), kind=kind)
-    loop = sass.product_loop(load(made, tmp_path))
+    (fc2,) = (variant for variant in launched(CARDS[capability], geometry, 8, kind=kind) if variant.name == "fc2_kernel")
+    loop = product_loop(assembled(fc2, capability, tmp_path)[1])
     assert any(code.startswith("LDGSTS") for code in loop)
     assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), loop
 
@@ -113,17 +172,16 @@ def test_grouped_products_are_native(kind: type[GroupedKernel], capability: int,
     if capability == 121:
         kernel.table = kind.table[-1:]  # type: ignore[misc]
     kernel.describe(QWEN3_30B, 4096, torch.device("cuda"))
-    for variant in kernel.variants():
-        name, made = variant.name, variant.assemble(capability)
+    for variant in {variant.key: variant for variant in kernel.variants()}.values():
+        name = variant.name
         names.append(name)
-        cubin = tmp_path / "kernel.cubin"
-        cubin.write_bytes(made.asm["cubin"])
-        used = sass.resources(cubin)
+        made, cubin = assembled(variant, capability, tmp_path)
+        used = resources(cubin)
         if not toolchain.upcast(capability):
             assert used["STACK"] == used["LOCAL"] == 0, (name, used)
             assert made.metadata.shared <= 99 << 10
             # Scales too are on their way while products are made; of six steps ptxas makes no loop.
-            assert not any(code.startswith("LDG.") for code in sass.product_loop(cubin)), name
+            assert not any(code.startswith("LDG.") for code in product_loop(cubin)), name
         products = set(re.findall(r"(?:wg)?mma\.[\w.:]+", made.asm["ptx"]))
         assert bool(products) is (name in ("fc1_kernel", "fc2_kernel"))
         native = {product for product in products if INSTRUCTION[kind] in product}

@@ -8,28 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests import forks, layers
+from tests import layers
 from tests.checkpoints import dequantized, random_experts
 from tests.nvfp4_layer import distance
-from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.formats.nvfp4 import dequantize
 from trtllm_b12x.tools.verify import kernel_calls
 
+pytestmark = pytest.mark.usefixtures("triton_alone")
 host = layers.host
 BOUND = 0.004
 """Relative L2 from the layer in float32, on the input that it was given."""
 HOSTS_BOUND = 0.6
 """Of the host's own path, which quantizes the activations; it is the host's own to the bit besides."""
 EXPERTS, HIDDEN, SIZE = 4, 128, 192
-
-
-@pytest.fixture(autouse=True)
-def _alone(triton_alone: None) -> Any:
-    process.forget()
-    yield
-    process.forget()
 
 
 def in_float32(
@@ -107,7 +100,7 @@ def test_constants_that_no_kernel_reads_leave_the_layer_to_the_host() -> None:
     name = "act_clamp" if hasattr(backend, "act_clamp") else "swiglu_limit"
     delattr(backend, name)
     setattr(backend, name, torch.ones(EXPERTS, dtype=torch.float64))
-    backend.drop_schedule()
+    backend.dispatch.drop()
     backend._weights_are_ready()
     assert backend.kernel is None
     assert "swiglu_limit" in str(backend.verdict)
@@ -190,23 +183,3 @@ def test_input_that_a_model_has_quantized(tokens: int, swizzled: bool) -> None:
     _, plain = fp4_quantize(x, module.backend.fc31_input_scale, is_sf_swizzled_layout=False)
     values = dequantize(packed, plain.view(tokens, -1).view(torch.float8_e4m3fn)) / module.backend.fc31_input_scale
     assert distance(found, in_float32(tensors, values, ids, router_weights)) < BOUND
-
-
-def in_the_interpreter() -> dict[str, tuple[float, int]]:
-    """The kernels themselves, on both sides of a crossover of two tokens: the interpreter takes seconds for a call."""
-    found = {}
-    for tokens in (1, 2):
-        found[f"constants {tokens}"] = with_constants(("alpha", "beta", "limit"), tokens)[1:]
-        found[f"scaled {tokens}"] = on_scaled_input(tokens)
-        found[f"gathered {tokens}"] = as_ranks_gather(tokens)
-    return found
-
-
-@pytest.mark.embedded
-def test_the_kernels_themselves() -> None:
-    settings = {"TRTLLM_B12X_KERNELS": "triton", "TRTLLM_B12X_CROSSOVER": "2"}
-    found = forks.in_the_interpreter(f"{__name__}:in_the_interpreter", **settings)
-    for name, (error, calls) in found.items():
-        served = name.endswith("1")
-        assert calls == (served and (2 if name.startswith("gathered") else 1)), name
-        assert error < (0.006 if served else HOSTS_BOUND), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import json
 import os
 import subprocess
@@ -20,10 +19,10 @@ from tests import mxfp8, warm_start
 from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cards import Card
-from trtllm_b12x.kernels.triton import compile_pool, decode_kernels, jit_monitor, launcher
+from trtllm_b12x.kernels.triton import compile_pool, decode_kernels, launcher
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
-from trtllm_b12x.kernels.triton.jit import Plan
+from trtllm_b12x.kernels.triton.jit import CompiledPlan
 from trtllm_b12x.kernels.triton.variant import Variant
 
 ROOT = Path(__file__).parents[2]
@@ -51,10 +50,10 @@ def recorded(cuda: Any, start: Any, variant: Variant, launches: dict[str, str]) 
     """Launch as ``start``, and keep everything that the driver gets, hexadecimal."""
     sizes = [8 if isinstance(kind, torch.dtype) else 4 for kind in variant.types]
 
-    def launch(grid: tuple[int, int], stream: int, *arguments: Any) -> None:
+    def launch(stream: int, *arguments: Any) -> None:
         buffer = ctypes.create_string_buffer(65536)
         cuda.expect(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
-        start(grid, stream, *arguments)
+        start(stream, *arguments)
         size = cuda.taken(buffer)
         launches[variant.name] = buffer.raw[:size].hex()
 
@@ -76,16 +75,14 @@ def main() -> None:
         kernel.bind(layer.kernel_weights(), 3)
         found: dict[str, Any] = {"known": launcher.known()}
         forms = (("inline", 2, True, False), ("sorted", 40, False, False), ("quantized", 2, False, True))
-        configs = {tokens: kernel.spec.config(tokens) for _, tokens, _, _ in forms}
-        every = {
-            v.key: v for _, tokens, inline, quantized in forms for v in kernel.spec.variants(configs[tokens], inline, quantized)
-        }
+        configs = {tokens: kernel.config(tokens) for _, tokens, _, _ in forms}
+        called = [kernel.variants_of_call(configs[tokens], inline, quantized) for _, tokens, inline, quantized in forms]
+        every = {variant.key: variant for variants in called for variant in variants}
         found["processes"] = compile_pool.fill(list(every.values()), 90, workers=2)
-        for name, tokens, inline, quantized in forms:
+        for (name, tokens, _, quantized), variants in zip(forms, called, strict=True):
             assert configs[tokens].inline is (tokens == 2)
-            variants = kernel.spec.variants(configs[tokens], inline, quantized)
-            kernel._plan = Plan({v.key: v.warm_up() for v in variants})
-            launches = {way: told(cuda, kernel, tokens, variants, quantized, way) for way in ("jit", "direct")}
+            kernel._plan = CompiledPlan({v.key: v.warm_up() for v in variants})
+            launches = {way: told(cuda, kernel, tokens, quantized, way) for way in ("jit", "direct")}
             names = ("route_kernel", "fc1_kernel", "fc2_kernel")
             functions = [getattr(decode_kernels, name) for name in names]
             caches = [len(next(iter(function.device_caches.values()))[0]) for function in functions if function.device_caches]
@@ -98,26 +95,29 @@ def main() -> None:
         print(json.dumps({**found, "late": late_compiles()}))
 
 
-def told(cuda: Any, kernel: Any, tokens: int, variants: tuple[Variant, ...], quantized: bool, way: str) -> dict[str, str]:
+def told(cuda: Any, kernel: Any, tokens: int, quantized: bool, way: str) -> dict[str, str]:
     """What the driver gets of a call; all calls of a form are on the same memory."""
     geometry = kernel.geometry
-    plan = kernel._launch_plan(tokens, quantized, torch.int32, torch.float32, way == "direct")
     launches: dict[str, str] = {}
-    starts = [recorded(cuda, start, variant, launches) for (start, _), variant in zip(plan.launches, variants, strict=True)]
-    grids = [grid for _, grid in plan.launches]
-    plan = dataclasses.replace(plan, launches=tuple(zip(starts, grids, strict=True)))
+    real = launcher.launcher
+
+    def watched(variant: Variant, grid: tuple[int, int], compiled: Any) -> Any:
+        return recorded(cuda, real(variant, grid, compiled), variant, launches)
+
+    with mock.patch.object(launcher, "launcher", watched):
+        plan = kernel._launch_plan(tokens, quantized, torch.int32, torch.float32, way == "direct")
     x, ids, router_weights = random_call(geometry, tokens)
     if quantized:
         x = torch.zeros(tokens, geometry.hidden_size // 2, dtype=torch.uint8)
     x_sf = torch.zeros(512, dtype=torch.int32 if isinstance(kernel, GroupedKernel) else torch.uint8) if quantized else None
     out = torch.zeros(tokens, geometry.hidden_size, dtype=torch.bfloat16)
     buffers = MoECall(x, ids, router_weights, x_sf, True, out), torch.zeros(plan.workspace.nbytes, dtype=torch.uint8)
-    call, memory = BUFFERS.setdefault((tokens, quantized, type(plan)), buffers)
+    call, memory = BUFFERS.setdefault((tokens, quantized, type(kernel)), buffers)
     with (
         mock.patch.object(torch, "empty", return_value=memory),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
     ):
-        plan.start(geometry, kernel._layers[quantized], call)
+        plan.start(kernel._layers[quantized], call)
     return launches
 
 
@@ -131,12 +131,11 @@ def grouped(cuda: Any, kind: type[GroupedKernel], quantized: bool) -> dict[str, 
     kernel.table = kernel.table[:1]
     kernel.describe(geometry, 1, torch.device("cuda"))
     kernel.bind(random_layer(geometry).kernel_weights() if quantized else mxfp8.random_weights(geometry), 3)
-    kernel._plan = Plan({variant.key: variant.warm_up() for variant in kernel.variants()})
-    variants = kernel.variants_of_call(kernel.rule(1), torch.int32, torch.float32)
-    return {way: told(cuda, kernel, 1, variants, quantized, way) for way in ("jit", "direct")}
+    kernel._plan = CompiledPlan({variant.key: variant.warm_up() for variant in kernel.variants()})
+    return {way: told(cuda, kernel, 1, quantized, way) for way in ("jit", "direct")}
 
 
-def late_compiles() -> dict[str, dict[str, int]]:
+def late_compiles() -> dict[str, list[str]]:
     """Family to what its calls compile where Triton's JIT launches them, though its plan has compiled every variant."""
     found, card = {}, Card(132, 228 << 10, 90)
     geometry = Geometry(4, 2, 128, 128, "Swiglu")
@@ -145,21 +144,20 @@ def late_compiles() -> dict[str, dict[str, int]]:
         if issubclass(kind, GroupedKernel):
             kernel.table = kernel.table[:1]
         kernel.describe(geometry, 1, torch.device("cuda"))
-        with jit_monitor.expected():
-            for variant in kernel.variants():
-                variant.warm_up()
-        kernel._plan = Plan(None)
+        for variant in kernel.variants():
+            variant.warm_up()
+        kernel._plan = CompiledPlan(None)
         nvfp4 = kind in (TritonKernel, GroupedNVFP4Kernel)
         kernel.bind(random_layer(geometry).kernel_weights() if nvfp4 else mxfp8.random_weights(geometry), 3)
         x, ids, router_weights = random_call(geometry, 1)
-        for given in ids, ids.long(), ids.short():
-            for weights in router_weights, router_weights.bfloat16(), router_weights.half():
-                kernel.run(MoECall(x, given, weights))
-                if nvfp4:
-                    codes, scales = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.uint8)
-                    kernel.run(MoECall(codes, given, weights, x_sf=scales, swizzled=False))
-        found[kind.__name__] = jit_monitor.compiles()
-        jit_monitor._compiled.clear()
+        with warm_start.compiles() as names:
+            for given in ids, ids.long(), ids.short():
+                for weights in router_weights, router_weights.bfloat16(), router_weights.half():
+                    kernel.run(MoECall(x, given, weights))
+                    if nvfp4:
+                        codes, scales = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.uint8)
+                        kernel.run(MoECall(codes, given, weights, x_sf=scales, swizzled=False))
+        found[kind.__name__] = names
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,24 +10,17 @@ import torch
 import trtllm_b12x
 from tests import forks, layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.core import process
 from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, MoECall, PlanError
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.jit import check
 from trtllm_b12x.tools.verify import kernel_calls
 from trtllm_b12x.tools.verify.reference import Arithmetic
 
+pytestmark = pytest.mark.usefixtures("triton_alone")
 BOUND = 0.004
 """Relative L2 from unquantized activations: bf16's rounding of the activation's result and of the output."""
-
-
-@pytest.fixture(autouse=True)
-def _alone(triton_alone: None) -> Any:
-    process.forget()
-    yield
-    process.forget()
 
 
 def error(module: Any, x: torch.Tensor, logits: torch.Tensor, tensors: dict[str, torch.Tensor], arithmetic: Arithmetic) -> float:
@@ -161,32 +153,6 @@ def test_the_next_family_takes_what_b12x_leaves(every_family: None, monkeypatch:
         "reference: 1 to 46 tokens",
         "reference W4A16: 1 to 63 tokens",
     ]
-
-
-def test_b12x_serves_every_call_where_it_can(every_family: None) -> None:
-    backend = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192)).backend
-    assert backend.verdict.families == ("b12x", "triton", "grouped")
-    assert list(backend.schedule.families) == ["b12x"]
-
-
-@pytest.mark.parametrize("when", ["plan", "self_test"])
-def test_it_takes_over_where_b12x_fails(
-    every_family: None, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(self: Any, *arguments: Any) -> None:
-        if type(self) is ReferenceKernel:
-            raise PlanError("no compiler")
-        original(self, *arguments)
-
-    original = getattr(ReferenceKernel, when)
-    monkeypatch.setattr(ReferenceKernel, when, fails)
-    caplog.set_level(logging.INFO, logger="trtllm_b12x")
-    module, tensors = layers.made(4, 128, 192)
-    assert list(module.backend.schedule.families) == ["triton"]
-    assert "is served by triton, not by b12x: KERNEL_PLAN_FAILED: no compiler" in caplog.text
-    assert "1 of 1 MoE layers on triton, decode below 64 tokens" in caplog.text
-    x, logits = layers.inputs(module, 9, tensors)
-    assert error(module, x, logits, tensors, Arithmetic.UNQUANTIZED) < BOUND
 
 
 def test_explain_says_what_is_built(every_family: None) -> None:

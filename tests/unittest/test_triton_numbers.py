@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from trtllm_b12x.kernels import Geometry, MoECall, PlanError
 from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_tiles import Tile, Tiles
-from trtllm_b12x.kernels.triton.jit import ACTIVATIONS, Plan
+from trtllm_b12x.kernels.triton.jit import ACTIVATIONS, CompiledPlan
 
 BOUND = 0.004
 """Relative L2 of bfloat16's rounding of the activation's result and of the output; seen: 0.0026."""
@@ -39,7 +38,8 @@ def case(name: str, *arguments: Any) -> Callable[[Callable[..., dict[str, Any]]]
 def bound(layer: Layer, first: int = 0, found: Tiles = LARGE, tokens: int = 24) -> TritonKernel:
     kernel = TritonKernel()
     kernel.plan(layer.geometry, tokens, torch.device("cpu"))
-    kernel.spec, kernel._plan = dataclasses.replace(kernel.spec, tiles=found), Plan(None)
+    kernel._plan = CompiledPlan(None)
+    kernel.tiles = lambda tokens: found  # type: ignore[method-assign]
     kernel.bind(layer.kernel_weights(), first)
     return kernel
 

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from tests.nvfp4_layer import random_layer
+from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Environment, RejectReason, decide, families
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.weights import Epilogue
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, PlanError
+from trtllm_b12x.kernels.triton import launcher
 from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_tiles import TABLE, Card, blocks, tiles
 from trtllm_b12x.kernels.triton.jit import check
@@ -52,7 +54,7 @@ def test_every_call_has_tiles_that_fit(geometry: Geometry, codes: int, card: Car
                 assert tile.columns in (128, 256)
                 assert 16 * tile.num_warps <= parts * tile.split * tile.rows <= 64 * tile.num_warps
                 assert tile.split == 1 or (found.routes == 1 and tile.split <= 8)  # the columns of one product
-                assert tile.scales_by_four(codes, 8 if tile is found.token else 1)
+                assert tile is found.token or tile.scales_by_four(codes)
         assert found.token is None or geometry.top_k <= 8  # the columns of one product
         routes = tokens * geometry.top_k
         # Every expert's routes, however they fall, find a block.
@@ -65,17 +67,24 @@ def test_every_call_has_tiles_that_fit(geometry: Geometry, codes: int, card: Car
 def test_few_variants_and_the_fewest_launches(card: Card, products: int) -> None:
     kernel = TritonKernel(card)
     kernel.describe(QWEN3_30B, 63, torch.device("cuda"))
-    spec = kernel.spec
-    every = {variant.key: variant for variant in spec.every(63)}
+    every = {variant.key: variant for variant in kernel.variants()}
     routes = [variant for variant in every.values() if variant.name == "route_kernel"]
     assert len(routes) == 8  # ids and router weights of two types each, for both kinds of input
     assert len(every) - len(routes) <= products
     for tokens in range(1, 64):
-        config = spec.config(tokens)
+        config = kernel.config(tokens)
         for inline, quantized in {(config.inline, False), (False, False), (False, True)}:
-            made = spec.variants(config, inline, quantized)
+            made = kernel.variants_of_call(config, inline, quantized)
             assert len(made) == 3 - inline
             assert all(variant.key in every for variant in made)
+
+
+def test_frozen_kernels_are_not_planned_on_an_unknown_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = TritonKernel(RTX_PRO_6000)
+    kernel.describe(QWEN3_30B, 63, torch.device("cuda"))
+    monkeypatch.setattr(launcher, "known", lambda: False)
+    with settings.FREEZE.set("1"), pytest.raises(PlanError, match=r"launches through its JIT.*TRTLLM_B12X_FREEZE=1"):
+        kernel._make_plan()
 
 
 def test_long_rows_take_more_programs_with_stretches_side_by_side() -> None:

@@ -10,22 +10,15 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.core import process
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.tools.verify import kernel_calls
 from trtllm_b12x.tools.verify.reference import Arithmetic
 
+pytestmark = pytest.mark.usefixtures("every_family")
 E, H, SIZE = 4, 128, 256
 BOUND = 0.004
 CONSTANTS = {"": (), "limit": (1.0, 0.0, 0.05), "alpha, beta, limit": (1.702, 1.0, 0.05)}
 """SwiGLU's alpha, beta and limit; the limit cuts off up in every layer here."""
-
-
-@pytest.fixture(autouse=True)
-def _fresh(every_family: None) -> Any:
-    process.forget()
-    yield
-    process.forget()
 
 
 def created(constants: str = "", **arguments: Any) -> Any:

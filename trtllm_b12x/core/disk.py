@@ -60,7 +60,7 @@ def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple
                 return known[key], True
             answer, asked = ask(), True
             if keep(answer):
-                write(file, {**dict(list(known.items())[1 - LIMIT :]), key: answer})
+                replace(file, json.dumps({**dict(list(known.items())[1 - LIMIT :]), key: answer}))
         return answer, False
     except (OSError, Timeout, NotImplementedError):  # filelock up to 3.20 raises the last without flock
         # Such a home, or a read-only one, only costs one probe per process.
@@ -91,10 +91,6 @@ def read_owned(file: Path) -> Any:
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
             raise ValueError("no file of ours")
         return json.loads(stream.read().decode("utf-8"))
-
-
-def write(file: Path, content: dict[str, Any]) -> None:
-    replace(file, json.dumps(content))
 
 
 def replace(file: Path, text: str) -> None:

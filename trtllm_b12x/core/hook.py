@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-WATCHED = frozenset(
-    f"tensorrt_llm._torch.{name}" for name in ("modules.fused_moe.create_moe", "moe.fused_moe.create_moe", "autotuner")
-)
-"""Modules that promotion patches. Which of them exist depends on the TensorRT-LLM generation."""
+WATCHED = frozenset(f"tensorrt_llm._torch.{package}.fused_moe.create_moe" for package in ("modules", "moe"))
+"""Modules that promotion patches. Which of them exists depends on the TensorRT-LLM generation."""
 
 failure = ""
 """First line of the error that kept the callback from patching a module in this process; empty if none."""

@@ -17,13 +17,11 @@ PERMANENT = {
     "engines.trtllm.host": "the TensorRT-LLM of this process, whose classes ours inherit",
     "engines.trtllm.patches": "rebound names of TensorRT-LLM: uninstall() restores them",
     "environment": "facts of the machine, which cost processes; environment.forget() clears them",
-    "environment.flashinfer": "argument names in a source text",
     "environment.triton": "releases of ptxas programs",
     "formats.constants": "captured graphs read these tensors",
     "kernels.b12x.compiler": "captured graphs launch these kernels",
     "kernels.b12x.precompile": "jobs of a child process",
     "kernels.b12x.streams": "launches of existing layers stay in order",
-    "kernels.triton.launcher": "names of Triton's hooks",
 }
 """Modules whose state ``forget`` leaves as it is, and why."""
 

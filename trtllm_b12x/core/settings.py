@@ -3,53 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 _PREFIX = "TRTLLM_B12X"
-_Value = TypeVar("_Value", str, bool)
-_WORDS = {"false": "0", "off": "0", "no": "0", "true": "1", "on": "1", "yes": "1"}
-"""Accepted spellings of 0 and 1. ``trtllm_b12x.pth`` knows the first three."""
+_Value = TypeVar("_Value")
+FAMILIES = ("b12x", "triton", "grouped")
+"""Names of the kernel families, in order of preference."""
+LARGEST_CROSSOVER = 8192
+"""Largest crossover, in tokens. Kernels are planned for up to this many."""
+_ON_OFF = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+"""``trtllm_b12x.pth`` knows the words for 0."""
 
 
 @dataclass(frozen=True)
 class Switch(Generic[_Value]):
-    """Environment variable with its allowed values, their meaning and the default."""
+    """Environment variable."""
 
     name: str
-    values: dict[str, _Value]
+    parse: Callable[[str], _Value]
+    """Function from a text to its value. It raises ValueError, with what it expects, for a text that is none."""
     default: str
+    values: tuple[str, ...]
+    """Values for the table of the documentation."""
     meaning: str
 
     def __call__(self) -> _Value:
-        """Return the current value. An unknown value counts as unset; ``complaints`` reports it."""
-        return self.values.get(self.read(self.text), self.values[self.default])
+        """Return the current value. An invalid one counts as unset; ``complaints`` reports it."""
+        try:
+            return self.parse(self.text.strip() or self.default)
+        except ValueError:
+            return self.parse(self.default)
 
     @property
     def text(self) -> str:
         return os.environ.get(self.name, "")
-
-    def read(self, text: str) -> str:
-        """Return the key of ``values`` that ``text`` means, else ``text``. Ignore case and accept other words for 0 and 1."""
-        word = text.strip()
-        meanings = (word.lower(), _WORDS.get(word.lower()))
-        return next((value for value in self.values if value.lower() in meanings), word)
-
-    def knows(self, text: str) -> bool:
-        return self.read(text) in self.values
-
-    @property
-    def expected(self) -> str:
-        """Return the expected values as a phrase, for error messages."""
-        *others, last = self.values
-        return f"{', '.join(others)} or {last}" if others else last
-
-    @property
-    def used(self) -> str:
-        """Return the value that replaces an invalid one, for error messages."""
-        return self.default
 
     @contextmanager
     def set(self, text: str) -> Iterator[None]:
@@ -65,88 +56,56 @@ class Switch(Generic[_Value]):
                 os.environ[self.name] = before
 
 
-class Order(Switch[str]):
-    """Variable that lists some of ``values``, separated by commas, in order of preference."""
-
-    def listed(self) -> tuple[str, ...]:
-        """Return the listed values in their order, without repetitions. Return all values if none is listed."""
-        words = map(self.read, self.text.split(","))
-        return tuple(dict.fromkeys(word for word in words if word in self.values)) or tuple(self.values)
-
-    def only(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """List only ``names`` inside the ``with`` block."""
-        return self.set(",".join(names))
-
-    def knows(self, text: str) -> bool:
-        return all(not word.strip() or super(Order, self).knows(word) for word in text.split(","))
-
-    @property
-    def expected(self) -> str:
-        return f"one or more of {', '.join(self.values)}"
-
-    @property
-    def used(self) -> str:
-        return ",".join(self.listed())
+def _on_off(text: str) -> bool:
+    if text.lower() not in _ON_OFF:
+        raise ValueError("0 or 1")
+    return _ON_OFF[text.lower()]
 
 
-class Crossover(Switch[str]):
-    """Variable that holds ``auto``, a token count, or the path of an existing file."""
-
-    def __call__(self) -> str:
-        word = self.read(self.text)
-        return word if word and self.knows(word) else self.default
-
-    def knows(self, text: str) -> bool:
-        word = self.read(text)
-        return word in self.values or self.first(word) is not None or self.is_file(word)
-
-    @staticmethod
-    def first(word: str) -> int | None:
-        """Return ``word`` as a token count between 1 and ``LARGEST_CROSSOVER``, or None if it is not one."""
-        return int(word) if word.isascii() and word.isdigit() and 0 < int(word) <= LARGEST_CROSSOVER else None
-
-    @staticmethod
-    def is_file(word: str) -> bool:
-        return (os.sep in word or word.endswith(".json")) and os.path.isfile(word)
-
-    @property
-    def expected(self) -> str:
-        return f"auto, a token count such as 64 (at most {LARGEST_CROSSOVER}), or a file that is there"
+def _families(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
+    if not names or not set(names) <= set(FAMILIES):
+        raise ValueError(f"one or more of {', '.join(FAMILIES)}")
+    return names
 
 
-FAMILIES = ("b12x", "triton", "grouped")
-"""Names of the kernel families, in order of preference."""
-LARGEST_CROSSOVER = 8192
-"""Largest crossover, in tokens. Kernels are planned for up to this many."""
-_ON_OFF = {"0": False, "1": True}
+def _crossover(text: str) -> int | Path | None:
+    if text.lower() == "auto":
+        return None
+    if text.isascii() and text.isdigit() and 0 < int(text) <= LARGEST_CROSSOVER:
+        return int(text)
+    if (os.sep in text or text.endswith(".json")) and os.path.isfile(text):
+        return Path(text)
+    raise ValueError(f"auto, a token count such as 64 (at most {LARGEST_CROSSOVER}), or an existing file")
 
-ENABLED = Switch(_PREFIX, _ON_OFF, "1", "0 turns everything off")
-CROSSOVER = Crossover(
+
+def _level(text: str) -> str:
+    if text.upper() not in LEVELS:
+        raise ValueError(f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}")
+    return text.upper()
+
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+ENABLED = Switch(_PREFIX, _on_off, "1", ("0", "1"), "0 turns everything off")
+CROSSOVER = Switch(
     f"{_PREFIX}_CROSSOVER",
-    {"auto": "auto"},
+    _crossover,
     "auto",
+    ("auto", "64", "FILE"),
     "from how many tokens on CUTLASS serves: as the card measures it, a fixed count, or what a file says (tune --json)",
 )
 FREEZE = Switch(
     f"{_PREFIX}_FREEZE",
-    _ON_OFF,
+    _on_off,
     "0",
+    ("0", "1"),
     "1 compiles nothing in a server: kernels that are not in the caches (trtllm-b12x warmup) do not serve, and say so",
 )
-KERNELS = Order(
-    f"{_PREFIX}_KERNELS",
-    {name: name for name in FAMILIES},
-    ",".join(FAMILIES),
-    "kernel families to consider, in this order",
-)
-LOG = Switch(
-    f"{_PREFIX}_LOG",
-    {level: level for level in ("DEBUG", "INFO", "WARNING", "ERROR")},
-    "INFO",
-    "level of the logger trtllm_b12x",
-)
+KERNELS = Switch(f"{_PREFIX}_KERNELS", _families, ",".join(FAMILIES), FAMILIES, "kernel families to consider, in this order")
+LOG = Switch(f"{_PREFIX}_LOG", _level, "INFO", LEVELS, "level of the logger trtllm_b12x")
 
-SWITCHES: tuple[Switch[str] | Switch[bool], ...] = (ENABLED, CROSSOVER, FREEZE, KERNELS, LOG)
+SWITCHES = (ENABLED, CROSSOVER, FREEZE, KERNELS, LOG)
 
 
 def complaints() -> list[str]:
@@ -156,17 +115,11 @@ def complaints() -> list[str]:
     for name, value in sorted(os.environ.items()):
         if name != _PREFIX and not name.startswith(f"{_PREFIX}_"):
             continue
-        switch = known.get(name)
-        if switch is None:
+        if name not in known:
             messages.append(f"{name} is no setting of trtllm_b12x; there are {', '.join(known)}")
-        elif value.strip() and not switch.knows(value):
-            messages.append(f"{name} must be {switch.expected}; got {value}, and {switch.used} is used")
+            continue
+        try:
+            known[name].parse(value.strip() or known[name].default)
+        except ValueError as expected:
+            messages.append(f"{name} must be {expected}; got {value}, and {known[name].default} is used")
     return messages
-
-
-def table() -> str:
-    """Return a Markdown table that documents every variable."""
-    more = {CROSSOVER.name: ("64", "FILE")}
-    choices = {s.name: ", ".join(f"`{value}`" for value in (*s.values, *more.get(s.name, ()))) for s in SWITCHES}
-    rows = [f"| `{s.name}` | {choices[s.name]} | `{s.default}` | {s.meaning} |" for s in SWITCHES]
-    return "\n".join(["| variable | values | default | meaning |", "|---|---|---|---|", *rows])

@@ -2,13 +2,11 @@
 
 from .decide import decide, resolve
 from .inputs import Deployment, Environment, Lacking, PayloadFault
-from .remedies import FLASHINFERS
 from .rules import EXPERT_PARALLEL_FLASHINFER, OLDEST_FLASHINFER, refused_by_hosts, version_tuple
 from .verdicts import UNKNOWN, KernelFeatures, Rejection, RejectReason, Resolution, Verdict
 
 __all__ = [
     "EXPERT_PARALLEL_FLASHINFER",
-    "FLASHINFERS",
     "OLDEST_FLASHINFER",
     "UNKNOWN",
     "Deployment",

@@ -12,13 +12,11 @@ from .verdicts import Rejection, RejectReason, Resolution
 def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = False) -> None:
     """Log each rejection whose reason this process has not logged yet.
 
-    Rank 0 logs a warning with the commands if the user can fix every reason against the family. Other ranks log at DEBUG. So
-    does rank 0 if the card, the model or the deployment is unsuited: fixing the rest would not help. A family is skipped if
-    another one fails for a proper subset of its reasons. If the layer is served, each preferred family that was refused gets
-    one line, at INFO, or as a warning if its kernels failed.
+    Rank 0 warns, with the commands, if the user can fix every reason against the family. The rest is logged at DEBUG. A family
+    is skipped if another one fails for a proper subset of its reasons. If the layer is served, each preferred family that was
+    refused gets one line, at INFO, or as a warning if its kernels failed.
 
-    Args:
-        alone: the host has no path for the layer's format.
+    ``alone``: the host has no path for the layer's format.
     """
     without = "has no implementation" if alone else "stays on CUTLASS"
     nearest = [set(verdict.reasons) for _, verdict in resolution.verdicts]
@@ -28,7 +26,7 @@ def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = 
             break  # families after the preferred one are not reported
         if not preferred and any(reasons < set(verdict.reasons) for reasons in nearest):
             continue
-        hopeless = not all(rejection.mendable for rejection in verdict.rejections)
+        hopeless = not all(rejection.fixable for rejection in verdict.rejections)
         level = logging.DEBUG if hopeless or rank else logging.WARNING
         if not preferred:
             for rejection in verdict.rejections:

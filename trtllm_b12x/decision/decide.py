@@ -43,15 +43,16 @@ def decide(
     findings = {reason: text for rule in rules for reason, text in rule if reason in features.bound_by}
     if plan_error is not None:
         findings[RejectReason.KERNEL_PLAN_FAILED] = plan_error
-    newer = RejectReason.FLASHINFER_TOO_OLD in features.bound_by and environment.flashinfer is not None
-    newer = newer and RejectReason.EXPERT_PARALLEL in findings
-    mend = repair(environment, newer) if newer or not FLASHINFERS.isdisjoint(findings) else ((), ())
-    mended = FLASHINFERS | {RejectReason.EXPERT_PARALLEL} if newer else FLASHINFERS
+    # A newer FlashInfer also has expert parallelism.
+    newer = RejectReason.EXPERT_PARALLEL in findings and environment.flashinfer is not None
+    newer = newer and RejectReason.FLASHINFER_TOO_OLD in features.bound_by
+    pips = FLASHINFERS | {RejectReason.EXPERT_PARALLEL} if newer else FLASHINFERS
+    repairs = repair(environment, newer) if not pips.isdisjoint(findings) else ((), ())
     advice = {RejectReason.TRITON: "; ".join(item.remedy for item in environment.triton_lacks or ())}
     if environment.sm == 0:
         advice[RejectReason.SM] = NO_GPU
     return Verdict(
-        tuple(Rejection(r, text, *(mend if r in mended else ((), ())), advice=advice.get(r, "")) for r, text in findings.items())
+        tuple(Rejection(r, text, *(repairs if r in pips else ((), ())), advice=advice.get(r, "")) for r, text in findings.items())
     )
 
 
@@ -64,10 +65,8 @@ def resolve(
 ) -> Resolution:
     """Decide for each family, in order of preference.
 
-    If TensorRT-LLM has no path for the format, one of the families must serve calls of any size.
-
-    Args:
-        plan_errors: first line of the error that planning the kernels of a family raised.
+    If TensorRT-LLM has no path for the format, one of the families must serve calls of any size. ``plan_errors`` are those of
+    ``decide``, by family.
     """
     facts = (shape, deployment, environment)
     verdicts = tuple((name, decide(*facts, features, plan_errors.get(name))) for name, features in families.items())

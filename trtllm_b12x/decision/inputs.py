@@ -28,7 +28,6 @@ class PayloadFault(Enum):
     CU13_MISSING = "nvidia-cutlass-dsl-libs-cu13 is not installed"
     SHADOWED = "nvidia-cutlass-dsl-libs-cu13 is installed, but its files were overwritten by nvidia-cutlass-dsl-libs-base"
     DRIVER = "nvidia-cutlass-dsl-libs-cu13 is installed, but the GPU driver is older than CUDA 13"
-    DAMAGED = "files of the CuTe DSL are missing or are not those of its wheels"
     FOREIGN = "another package is imported as cutlass"
     IMPORT = "importing the CuTe DSL fails"
     CRASH = "importing the CuTe DSL kills the process"
@@ -75,22 +74,14 @@ class Environment:
     """True if the result comes from an earlier process."""
     dsl_wheels: tuple[str, ...] = ()
     """Installed distributions of the CuTe DSL."""
-    dsl_in_the_way: tuple[str, ...] = ()
-    """Distributions whose ``cutlass`` package hides the CuTe DSL package of that name."""
     flashinfer: str | None = None
     """Version of the copy that loads."""
     flashinfer_fault: str = ""
-    """Reason why FlashInfer's kernels cannot be planned: damaged files, or the first line of the import error."""
-    mismatched: tuple[str, ...] = ()
-    """``name version`` of flashinfer-cubin and flashinfer-jit-cache wheels whose version makes the FlashInfer import raise."""
+    """First line of the error that importing FlashInfer's kernels raised."""
     unmet: tuple[str, ...] = ()
     """Unmet requirements of FlashInfer and the CuTe DSL, as ``requirement (version is installed)``."""
     missing: tuple[str, ...] = ()
     """Requirements of which no version is installed. Filled only if an import failed."""
-    unrecorded: tuple[str, ...] = ()
-    """Distributions without RECORD, which pip cannot uninstall."""
-    exact_scales: bool | None = None
-    """True if FlashInfer's kernels take the global scale of the activation separately (``input_global_scale``)."""
     expert_parallel: bool | None = None
     """True if every FlashInfer b12x kernel skips negative expert ids."""
     tile: int | None = None

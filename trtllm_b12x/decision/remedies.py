@@ -20,7 +20,7 @@ FLASHINFERS = frozenset(
 )
 """Reasons that concern the packages behind FlashInfer's kernels. pip can fix them."""
 
-_NOT_PIPS = (PayloadFault.DRIVER, PayloadFault.NO_ANSWER, PayloadFault.FOREIGN)
+_NOT_BY_PIP = (PayloadFault.DRIVER, PayloadFault.NO_ANSWER, PayloadFault.FOREIGN)
 
 
 def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -34,7 +34,7 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
     if flashinfer_moves:
         install.append(COMPLETE_FLASHINFER)
         moves += [f"flashinfer-python {e.flashinfer}{pinned}"] if e.flashinfer != "none" else []
-    elif RejectReason.FLASHINFER_BROKEN in wrong and not e.mismatched and not e.missing:
+    elif RejectReason.FLASHINFER_BROKEN in wrong and not e.missing and "does not match" not in e.flashinfer_fault:
         reinstall.append(f"flashinfer-python=={e.flashinfer}")
 
     too_old = version_tuple(e.dsl or "") < OLDEST_DSL
@@ -46,7 +46,7 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
         moves += [f"nvidia-cutlass-dsl {e.dsl}{pinned}"] if e.dsl not in ("none", version) else []
     elif fault is PayloadFault.CU13_MISSING:
         install.append(f"nvidia-cutlass-dsl-libs-cu13=={e.dsl}")
-    elif RejectReason.DSL_PAYLOAD in wrong and not e.missing and not e.dsl_in_the_way and fault not in _NOT_PIPS:
+    elif RejectReason.DSL_PAYLOAD in wrong and not e.missing and fault not in _NOT_BY_PIP:
         # Wheels before DSL 4.6 share paths: install cu13 last, or alone if only its files were overwritten.
         wheels = e.dsl_wheels or ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13")
         shadowed = fault is PayloadFault.SHADOWED
@@ -57,16 +57,8 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
     install += e.missing
 
     commands = []
-    # FlashInfer 0.7.2 and newer ignores kernel wheels of another version.
-    remove = [*e.dsl_in_the_way, *(wheel.split()[0] for wheel in e.mismatched if not flashinfer_moves)]
-    if remove:
-        commands.append(f"pip uninstall -y {' '.join(remove)}")
-    for name in (name for name in e.unrecorded if name not in {_name(r) for r in reinstall}):
-        if any(_name(r) == name for r in install):  # pip cannot replace a distribution without RECORD
-            reinstall.append(f"{name}=={e.flashinfer if name == 'flashinfer-python' else e.dsl}")
     if reinstall:
-        how = "--ignore-installed" if e.unrecorded else "--force-reinstall"
-        commands.append(f"pip install {how} --no-deps {' '.join(reinstall)}")
+        commands.append(f"pip install --force-reinstall --no-deps {' '.join(reinstall)}")
     if install:
         commands.append("pip install " + " ".join(f'"{requirement}"' for requirement in install))
     return tuple(commands), tuple(moves)

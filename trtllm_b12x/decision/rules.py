@@ -15,7 +15,7 @@ Finding = tuple[RejectReason, str]
 
 OLDEST_FLASHINFER = (0, 6, 18)
 """Oldest supported release; the newest TensorRT-LLM pins it. In 0.6.17 the static kernel drops half of a tile's rows and takes
-its stream as an argument. 0.6.9 to 0.6.16 have neither exact scales nor a cooperative launch."""
+its stream as an argument. 0.6.9 to 0.6.16 have neither exact scales (``input_global_scale``) nor a cooperative launch."""
 EXPERT_PARALLEL_FLASHINFER = (0, 7, 2)
 """Oldest release whose kernels skip negative ids and are compiled for every token count."""
 COMPLETE_FLASHINFER = "flashinfer-python>=0.7.2,<0.8"
@@ -38,7 +38,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 def machine_findings(e: Environment) -> Iterator[Finding]:
-    """Yield what speaks against this machine."""
+    """Yield the faults of this machine."""
     if e.enabled is False:
         yield RejectReason.DISABLED, "TRTLLM_B12X=0"
     if e.host == "unsupported":
@@ -67,14 +67,8 @@ def machine_findings(e: Environment) -> Iterator[Finding]:
     elif e.flashinfer is not None and release < OLDEST_FLASHINFER:
         oldest = ".".join(map(str, OLDEST_FLASHINFER))
         yield RejectReason.FLASHINFER_TOO_OLD, f"flashinfer-python {e.flashinfer} is older than {oldest}"
-    if e.mismatched:
-        wheels = ", ".join(e.mismatched)
-        yield RejectReason.FLASHINFER_BROKEN, f"import of flashinfer-python {e.flashinfer} raises: {wheels} is of another version"
-    elif e.flashinfer_fault:
+    if e.flashinfer_fault:
         yield RejectReason.FLASHINFER_BROKEN, e.flashinfer_fault
-    elif e.exact_scales is False and release >= OLDEST_FLASHINFER:
-        wrapper = "has no B12xMoEWrapper that takes input_global_scale"
-        yield RejectReason.FLASHINFER_BROKEN, f"flashinfer-python {e.flashinfer} {wrapper}"
     if e.unmet:
         yield RejectReason.REQUIREMENT, f"not met: {', '.join(e.unmet)}"
     if e.triton_lacks:
@@ -84,7 +78,7 @@ def machine_findings(e: Environment) -> Iterator[Finding]:
 
 
 def layer_findings(p: LayerShape, d: Deployment, f: KernelFeatures) -> Iterator[Finding]:
-    """Yield what speaks against the layer for kernels with these capabilities."""
+    """Yield why kernels with these capabilities cannot serve the layer."""
     if p.quant_algo not in (None, *f.quantizations):
         yield RejectReason.QUANTIZATION, f"the experts are {_other_format(str(p.quant_algo), f)}"
     # 128 is the QuantConfig default of the host, i.e. unset. NVFP4 methods ignore the field or (2026) reject other values.
@@ -116,7 +110,7 @@ def layer_findings(p: LayerShape, d: Deployment, f: KernelFeatures) -> Iterator[
 
 
 def deployment_findings(d: Deployment, f: KernelFeatures) -> Iterator[Finding]:
-    """Yield what speaks against the ranks and engine options for kernels with these capabilities."""
+    """Yield why kernels with these capabilities cannot serve these ranks and engine options."""
     if d.ep_size not in (None, 1) and f.negative_ids is False:
         skips = f"kernel {f.name} does not skip negative ids"
         yield RejectReason.EXPERT_PARALLEL, f"expert parallelism over {d.ep_size} ranks, and {skips}"

@@ -105,7 +105,7 @@ class Rejection:
         return " && ".join(self.commands) or self.advice or self.reason.value
 
     @property
-    def mendable(self) -> bool:
+    def fixable(self) -> bool:
         """Return True if the user can fix this, so that it deserves a warning."""
         return not self.remedy.startswith("nothing to do")
 

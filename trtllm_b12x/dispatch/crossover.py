@@ -7,11 +7,11 @@ kernels that it captured.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,29 +34,28 @@ _TOKENS = (64, 256)
 """Kernels are planned for at least and at most so many tokens."""
 UNTUNED, TUNED = 0, 1
 """Stages of a process, before and after the host's autotuner has run."""
-
-
-@dataclass
-class _Process:
-    stage: int = UNTUNED
-    policies: dict[tuple[Any, ...], DispatchPolicy] = field(default_factory=dict)
-    """Policies by geometry, families, device and stage."""
-    unmeasured: bool = False
+Paths = Callable[[], Mapping[str, TimedPath]]
+"""Function that returns the families and the host's path, to be timed."""
 
 
 _lock = locks.new()
-_process = _Process()
+_policies: dict[tuple[Any, ...], DispatchPolicy] = {}
+"""Policies by geometry, families, device and stage."""
+_stage = UNTUNED
+_unmeasured = False
 
 
 @process.kept
 def _forget() -> None:
-    global _process
+    global _stage, _unmeasured
     with _lock:
-        _process = _Process()
+        _policies.clear()
+        _stage, _unmeasured = UNTUNED, False
 
 
 def _fixed_count() -> int | None:
-    return settings.CROSSOVER.first(settings.CROSSOVER())
+    count = settings.CROSSOVER()
+    return count if isinstance(count, int) else None
 
 
 def max_tokens(features: KernelFeatures, geometry: Geometry, device: torch.device) -> int:
@@ -65,7 +64,7 @@ def max_tokens(features: KernelFeatures, geometry: Geometry, device: torch.devic
     if features.every_count:
         return EVERY
     if features.measured_from:
-        return timing.LARGEST if (measurable and fixed is None) or _process.unmeasured else 0
+        return timing.LARGEST if (measurable and fixed is None) or _unmeasured else 0
     if fixed is None and measurable:
         rows = _ROWS * geometry.num_experts * geometry.ranks // geometry.top_k
         fixed = 1 + min(max(rows, _TOKENS[0]), _TOKENS[1])
@@ -74,7 +73,7 @@ def max_tokens(features: KernelFeatures, geometry: Geometry, device: torch.devic
 
 def default_policy() -> DispatchPolicy:
     """Return the policy that holds until a layer's own is decided."""
-    if _process.unmeasured:
+    if _unmeasured:
         return FixedThreshold(timing.LARGEST + 1, "unmeasured", measured=True)
     count = _fixed_count()
     return FixedThreshold() if count is None else FixedThreshold(count, f"{settings.CROSSOVER.name}={count}")
@@ -83,34 +82,32 @@ def default_policy() -> DispatchPolicy:
 @contextmanager
 def unmeasured() -> Iterator[None]:
     """Let the first family of layers that are loaded in here serve every count that it can, to see what it computes."""
-    before, _process.unmeasured = _process.unmeasured, True
+    global _unmeasured
+    before, _unmeasured = _unmeasured, True
     try:
         yield
     finally:
-        _process.unmeasured = before
+        _unmeasured = before
 
 
 def stage() -> int:
     """Return the stage of this process. It changes when layers should ask again."""
-    return _process.stage
+    return _stage
 
 
 def tuning() -> None:
     """Note that the host's autotuner is at work."""
-    _process.stage = TUNED
+    global _stage
+    _stage = TUNED
 
 
 def ensure_measured(
-    schedule: Schedule,
-    device: torch.device,
-    paths: Callable[[], Mapping[str, TimedPath]],
-    sample_routes: RouteSampler,
-    host: str,
+    schedule: Schedule, device: torch.device, paths: Paths, sample_routes: RouteSampler, host: str
 ) -> tuple[Schedule, bool]:
     """Return the schedule with the policy of its geometry, which is decided if need be, and whether it is final at this stage.
 
     Args:
-        paths: the families and the host's path, asked for only if they are to be measured.
+        paths: asked for only if they are to be measured.
         host: name of the host's generation; times are stored by it.
     """
     geometry = schedule.kernels[0].geometry
@@ -119,16 +116,15 @@ def ensure_measured(
         return schedule, True
     if not schedule.settled:
         return schedule, False
+    stage = TUNED if schedule.base else _stage  # the host tunes nothing for kernels of ours
+    now, before = ((geometry, tuple(schedule.families), str(device), at) for at in (stage, UNTUNED))
     with _lock:
-        at = TUNED if schedule.base else _process.stage  # the host tunes nothing for kernels of ours
-        now, before = ((geometry, tuple(schedule.families), str(device), stage) for stage in (at, UNTUNED))
-        policy = _process.policies.get(now)
+        policy = _policies.get(now)
         final = policy is not None or not torch.cuda.is_current_stream_capturing()
         if policy is None and final:
-            key = functools.partial(key_of, geometry, device, schedule, host)
-            policy = _process.policies[now] = _policy(geometry, device, key, at == TUNED, paths, sample_routes)
+            policy = _policies[now] = _policy(schedule, device, stage == TUNED, paths, sample_routes, host)
             _log(Schedule(schedule.families, policy))
-        policy = policy or _process.policies.get(before)
+        policy = policy or _policies.get(before)
     if policy is not None:
         return Schedule(schedule.families, policy), final
     log.once(f"{geometry}: a CUDA graph is captured before any eager call: it keeps {schedule.summary}; nothing is measured yet")
@@ -136,23 +132,19 @@ def ensure_measured(
 
 
 def _policy(
-    geometry: Geometry,
-    device: torch.device,
-    key: Callable[[bool], store.Key],
-    tuned: bool,
-    paths: Callable[[], Mapping[str, TimedPath]],
-    sample_routes: RouteSampler,
+    schedule: Schedule, device: torch.device, tuned: bool, paths: Paths, sample_routes: RouteSampler, host: str
 ) -> DispatchPolicy:
     """Decide in this order: a fixed setting, a file that the setting names, stored times, a measurement, the default."""
     if _fixed_count() is not None:
         return default_policy()
-    word = settings.CROSSOVER()
-    if settings.CROSSOVER.is_file(word):
+    file, geometry = settings.CROSSOVER(), schedule.kernels[0].geometry
+    key, tuned_key = (key_of(geometry, device, schedule, host, stage) for stage in (tuned, True))
+    if isinstance(file, Path):
         try:
-            return MeasuredPolicy(store.load_file(word, key(tuned)), f"{settings.CROSSOVER.name}={word}")
+            return MeasuredPolicy(store.load_file(file, key), f"{settings.CROSSOVER.name}={file}")
         except ValueError as error:
             log.once(f"{settings.CROSSOVER.name} has no table for {geometry}: {error}; the card is asked")
-    for stored_key in (key(True),) if tuned else (key(True), key(False)):
+    for stored_key in (tuned_key,) if tuned else (tuned_key, key):
         if (timings := store.load(stored_key)) is not None:
             return MeasuredPolicy(timings, "stored")
     try:
@@ -163,7 +155,7 @@ def _policy(
         logger.debug("measuring %s", geometry, exc_info=error)
         log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
         return default_policy()
-    store.keep(key(tuned), timings)
+    store.keep(key, timings)
     return MeasuredPolicy(timings, f"measured in {timer.spent_s:.1f} s")
 
 

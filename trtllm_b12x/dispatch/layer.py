@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,22 +13,12 @@ from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
 
 from . import crossover
 from .schedule import HOSTS, Schedule
-from .timing import RouteSampler, TimedPath
+from .timing import RouteSampler
 
-
-class _Failures(dict[tuple[str, Geometry, str], str]):
-    """Plans that failed for good on this rank since the last model began to load: no further layer tries them."""
-
-    loaded = False
-
-    def new_layer(self) -> None:
-        """Forget the failures of an earlier model."""
-        if self.loaded:
-            self.clear()
-            self.loaded = False
-
-
-_failures = _Failures()
+_failures: dict[tuple[str, Geometry, str], str] = {}
+"""Plans that failed for good on this rank since the last model began to load: no further layer tries them."""
+_model_is_built = False
+"""Weights have been loaded: the next layer is another model's."""
 process.kept(_failures.clear)
 
 
@@ -41,12 +31,15 @@ class LayerDispatch:
             kernels: families that may serve the layer, the preferred one first.
             max_num_tokens: largest batch that the host announced.
         """
+        global _model_is_built
         self.kernels, self.max_num_tokens = kernels, max_num_tokens
         self.schedule = self.detached = HOSTS
         self.decided = False
         """There is nothing more to measure."""
         self._stage = -1
-        _failures.new_layer()
+        if _model_is_built:
+            _failures.clear()
+            _model_is_built = False
 
     def load(
         self, geometry: Geometry, weights: Any, device: torch.device, first_expert: int, eligible: Collection[str]
@@ -56,7 +49,8 @@ class LayerDispatch:
         Returns:
             Family to the first line of what failed. A family that no call would reach is neither planned nor named.
         """
-        _failures.loaded = True
+        global _model_is_built
+        _model_is_built = True
         bound: dict[str, Kernel] = {}
         errors: dict[str, str] = {}
         for name in (name for name in self.kernels if name in eligible):
@@ -95,9 +89,7 @@ class LayerDispatch:
         """Return whether ``measure`` has something to decide at this stage of the process."""
         return not self.decided and self._stage != crossover.stage() and bool(self.schedule.kernels)
 
-    def measure(
-        self, device: torch.device, paths: Callable[[], Mapping[str, TimedPath]], sample_routes: RouteSampler, host: str
-    ) -> None:
+    def measure(self, device: torch.device, paths: crossover.Paths, sample_routes: RouteSampler, host: str) -> None:
         """Take the policy of the layer's geometry, which is measured if need be; see ``crossover.ensure_measured``."""
         stage = crossover.stage()
         self.schedule, final = crossover.ensure_measured(self.schedule, device, paths, sample_routes, host)

@@ -10,7 +10,6 @@ import bisect
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
 
 HOST = "host"
 """The host's path, with its quantization of the input. If the host has none, the family that serves every count."""
@@ -27,29 +26,19 @@ MANY = (1024, 4096)
 Rows = Mapping[int, Mapping[str, float]]
 
 
-class DispatchPolicy(Protocol):
-    """Which path serves a token count."""
-
-    measured: bool
-    """Families that serve only where they were measured take part."""
-
-    def select(self, tokens: int, serving: Sequence[str]) -> str | None:
-        """Return one of ``serving``, the families that serve so many tokens in order of preference, or None for the host."""
-
-    def summary(self, base: str = "CUTLASS") -> str:
-        """Say where the policy comes from and what it chooses. ``base`` is the host's path, or the family in its place."""
-
-
 class FixedThreshold:
     """The first family serves fewer than ``first`` tokens, the host the rest."""
 
     def __init__(self, first: int = DEFAULT_CROSSOVER, source: str = "default", measured: bool = False) -> None:
+        """``measured``: families that serve only where they were measured take part."""
         self.first, self.source, self.measured = first, source, measured
 
     def select(self, tokens: int, serving: Sequence[str]) -> str | None:
+        """Return one of ``serving``, the families that serve so many tokens in order of preference, or None for the host."""
         return serving[0] if serving and tokens < self.first else None
 
     def summary(self, base: str = "CUTLASS") -> str:
+        """Say where the policy comes from and what it chooses. ``base`` is the host's path, or the family in its place."""
         return f"{self.source}, fixed: {base} from {self.first} tokens"
 
 
@@ -90,14 +79,12 @@ class MeasuredPolicy:
 
     def ranges(self, max_tokens: int, serving: Mapping[str, int]) -> list[tuple[int, int, str]]:
         """Return (first count, last count, path) of each stretch. ``serving`` has the largest count of each family."""
-        stretches: list[tuple[int, int, str]] = []
-        for tokens in range(1, max_tokens + 1):
-            name = self.select(tokens, [family for family, last in serving.items() if tokens <= last]) or HOST
-            if stretches and stretches[-1][2] == name:
-                stretches[-1] = (stretches[-1][0], tokens, name)
-            else:
-                stretches.append((tokens, tokens, name))
-        return stretches
+
+        def path(tokens: int) -> str:
+            return self.select(tokens, [family for family, last in serving.items() if tokens <= last]) or HOST
+
+        stretches = [(name, list(counts)) for name, counts in itertools.groupby(range(1, max_tokens + 1), path)]
+        return [(counts[0], counts[-1], name) for name, counts in stretches]
 
     def summary(self, base: str = "CUTLASS") -> str:
         largest: dict[str, int] = {}
@@ -109,6 +96,9 @@ class MeasuredPolicy:
             stretches.pop()
         parts = [f"{base if name == HOST else name} {first}-{last}" for first, last, name in stretches]
         return f"{self.source}: {', '.join([*parts, f'then {base}'] if parts else [base])}"
+
+
+DispatchPolicy = FixedThreshold | MeasuredPolicy
 
 
 def fastest(paths: Mapping[str, float], serving: Collection[str] | None = None) -> str | None:

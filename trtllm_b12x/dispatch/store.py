@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from .policy import Timings
 
 FORM = 3
 """Version of the file format."""
+_PARTS = {"card": "another card", "geometry": "another geometry", "paths": "other kernels", "conditions": "other versions"}
+"""Fields of ``Key``, and what a table is of that has another value there."""
 _PACKAGES = ("torch", "triton", "flashinfer-python", "nvidia-cutlass-dsl", "tensorrt_llm")
 
 
@@ -44,9 +46,6 @@ class Key:
         words = json.dumps([self.card, self.geometry, self.paths], sort_keys=True)
         return f"crossover-{hashlib.sha256(words.encode()).hexdigest()[:16]}.json"
 
-    def record(self) -> dict[str, Any]:
-        return {name: dict(value) for name, value in vars(self).items()}
-
 
 @functools.cache
 def versions() -> dict[str, str]:
@@ -56,7 +55,7 @@ def versions() -> dict[str, str]:
 def record(key: Key, timings: Timings) -> dict[str, Any]:
     """Return one table as it is written to a file."""
     rows = {str(tokens): {name: round(t, 3) for name, t in paths.items()} for tokens, paths in timings.rows.items()}
-    return {"form": FORM, **key.record(), "microseconds": rows}
+    return {"form": FORM, **asdict(key), "microseconds": rows}
 
 
 def load(key: Key) -> Timings | None:
@@ -66,32 +65,35 @@ def load(key: Key) -> Timings | None:
         return None
     file = folder / key.file
     try:
-        return _timings(disk.read_owned(file), key, exactly=True)
+        table = disk.read_owned(file)
+        problem = _mismatch(table, key, _PARTS)
+        if not problem:
+            return _timings(table)
     except FileNotFoundError:
         return None
     except Exception as error:
-        problem = str(error) if isinstance(error, _ForeignError) else first_line(error)
-        logger.info("the stored crossover is not used, %s: %s", file, problem)
+        problem = first_line(error)
+    logger.info("the stored crossover is not used, %s: %s", file, problem)
     return None
 
 
-def load_file(path: str, key: Key) -> Timings:
+def load_file(path: Path, key: Key) -> Timings:
     """Load a table from a user's file, or from ``trtllm-b12x tune --json``. Card and geometry must match, versions need not.
 
     Raises:
         ValueError: the file holds no matching table or cannot be read. The message says why.
     """
+    problems = []
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        problem = "no table"
-        for number, table in enumerate(content.get("tables", [content])):
-            try:
-                return _timings(table, key, exactly=False)
-            except _ForeignError as error:
-                problem = problem if number else str(error)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for table in content.get("tables", [content]):
+            problem = _mismatch(table, key, ("card", "geometry"))
+            if not problem:
+                return _timings(table)
+            problems.append(problem)
     except Exception as error:
         raise ValueError(f"{path}: {first_line(error)}") from error
-    raise ValueError(f"{path}: {problem}")
+    raise ValueError(f"{path}: {problems[0] if problems else 'no table'}")
 
 
 def keep(key: Key, timings: Timings) -> None:
@@ -102,31 +104,23 @@ def keep(key: Key, timings: Timings) -> None:
         return
     try:
         disk.make(folder)
-        disk.write(folder / key.file, record(key, timings))
+        disk.replace(folder / key.file, json.dumps(record(key, timings)))
     except Exception as error:
         logger.info("the crossover is measured at every start, %s cannot be written: %s", folder, first_line(error))
 
 
-class _ForeignError(ValueError):
-    """A table of another card, geometry, set of kernels or versions."""
-
-    def __str__(self) -> str:
-        return f"of {self.args[0]}"
-
-
-def _timings(table: Any, key: Key, exactly: bool) -> Timings:
-    """Return the times of a table. Unless ``exactly``, kernels and versions need not match.
-
-    Raises:
-        Exception: it is another one's, or damaged.
-    """
+def _mismatch(table: Any, key: Key, parts: Iterable[str]) -> str:
+    """Say which of these parts of ``key`` the table does not have; empty if it has all."""
     if not isinstance(table, dict) or table.get("form") != FORM:
-        raise _ForeignError("another form")
-    expected = json.loads(json.dumps(key.record()))
-    parts = {"card": "another card", "geometry": "another geometry", "paths": "other kernels", "conditions": "other versions"}
-    for part in parts if exactly else ("card", "geometry"):
+        return "of another form"
+    expected = json.loads(json.dumps(asdict(key)))
+    for part in parts:
         if table.get(part) != expected[part]:
             actual = table[part] if isinstance(table.get(part), dict) else {}
             differing = [name for name in {**expected[part], **actual} if expected[part].get(name) != actual.get(name)]
-            raise _ForeignError(f"{parts[part]} ({', '.join(differing[:3])})")
+            return f"of {_PARTS[part]} ({', '.join(differing[:3])})"
+    return ""
+
+
+def _timings(table: dict[str, Any]) -> Timings:
     return Timings({int(tokens): dict(paths) for tokens, paths in table["microseconds"].items()})

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ def largest_served(paths: Mapping[str, TimedPath]) -> dict[str, int]:
     return {name: limit for name, limit in limits.items() if limit and name != HOST}
 
 
+@dataclass
 class PathTimer:
     """Timer for the paths of one geometry. It spends at most ``budget_s`` seconds in total.
 
@@ -68,28 +69,16 @@ class PathTimer:
     affects all of them.
     """
 
-    def __init__(
-        self,
-        paths: Mapping[str, TimedPath],
-        geometry: Geometry,
-        sample_routes: RouteSampler,
-        device: torch.device,
-        budget_s: float = BUDGET_S,
-        seed: int = 0,
-        skewed: bool | None = None,
-        progress: Callable[[float], None] = lambda share: None,
-    ) -> None:
-        """
-        Args:
-            paths: families by name, and ``HOST``.
-            skewed: True: every call's routes prefer some experts. False: none do. None: half of them do.
-            progress: called with the completed share of the counts.
-        """
-        self.geometry, self._paths, self._sample_routes, self._device = geometry, paths, sample_routes, device
-        self._budget_s, self._seed, self._skewed, self._progress = budget_s, seed, skewed, progress
-        self.spent_s = 0.0
-        self._fewest_s: dict[int, float] = {}
-        """Seconds for a row with the fewest calls, by token count."""
+    paths: Mapping[str, TimedPath]
+    """Families by name, and ``HOST``."""
+    geometry: Geometry
+    sample_routes: RouteSampler
+    device: torch.device
+    budget_s: float = BUDGET_S
+    seed: int = 0
+    spent_s: float = field(default=0.0, init=False)
+    _fewest_s: dict[int, float] = field(default_factory=dict, init=False)
+    """Seconds for a row with the fewest calls, by token count."""
 
     def __call__(self, counts: Sequence[int]) -> Timings:
         """Measure the counts in order, each for an equal share of the remaining time.
@@ -100,25 +89,24 @@ class PathTimer:
             Exception: a path failed.
         """
         started = time.monotonic()
-        deadline = started + _MARGIN * self._budget_s
+        deadline = started + _MARGIN * self.budget_s
         rows: dict[int, dict[str, float]] = {}
-        with torch.cuda.device(self._device), torch.inference_mode(), _graphs() as graphs:
+        with torch.cuda.device(self.device), torch.inference_mode(), _graphs() as graphs:
             for done, tokens in enumerate(counts):
                 now = time.monotonic()
                 nearest = min(self._fewest_s, key=lambda n: abs(math.log(n / tokens)), default=tokens)
                 expected_s = self._fewest_s.get(nearest, 0.0) * max(tokens / nearest, 1)
                 if not rows or now + expected_s <= deadline:
                     rows[tokens] = self._row(tokens, (deadline - now) / (len(counts) - done), deadline, graphs)
-                self._progress((done + 1) / len(counts))
         self.spent_s = time.monotonic() - started
         return Timings(rows)
 
     def _row(self, tokens: int, share_s: float, deadline: float, graphs: _Graphs) -> dict[str, float]:
         """Return microseconds by path. Half of ``share_s`` is for replays, the rest for inputs, first calls and captures."""
         g = self.geometry
-        paths = {name: path for name, path in self._paths.items() if path.serves(tokens)}
-        generator = torch.Generator(self._device).manual_seed(self._seed)  # the global generator stays unchanged
-        x = torch.randn(tokens, g.hidden_size, dtype=g.dtype, device=self._device, generator=generator)
+        paths = {name: path for name, path in self.paths.items() if path.serves(tokens)}
+        generator = torch.Generator(self.device).manual_seed(self.seed)  # the global generator stays unchanged
+        x = torch.randn(tokens, g.hidden_size, dtype=g.dtype, device=self.device, generator=generator)
         layers = min(len(path.runs) for path in paths.values())
         routes = [self._routes(tokens, 0)]
 
@@ -130,15 +118,15 @@ class PathTimer:
             begun = time.monotonic()
             for path in paths.values():
                 run(path, 1)
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             return time.monotonic() - begun
 
         if not self._fewest_s:
             run_once()  # modules load at their first call
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         begun = time.monotonic()
         fit = int(share_s / 2 / run_once() / _REPLAYS[0])
-        calls = max(min(_calls(g, tokens, layers, self._device), fit // 2 * 2), _FEWEST_CALLS)
+        calls = max(min(_calls(g, tokens, layers, self.device), fit // 2 * 2), _FEWEST_CALLS)
         routes += [self._routes(tokens, call) for call in range(1, calls)]
         replays: dict[str, tuple[Callable[[], Any], int]] = {}
         for name, path in paths.items():
@@ -148,7 +136,7 @@ class PathTimer:
                 replay = graphs.captured(replay)
                 replay()  # the first replay uploads the graph
             replays[name] = replay, count
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         times: dict[str, list[float]] = {name: [] for name in paths}
         for turn in range(1, _REPLAYS[1] + 1):
             turned = time.monotonic()
@@ -163,8 +151,7 @@ class PathTimer:
         return {name: 1e6 * statistics.median(seconds) for name, seconds in times.items()}
 
     def _routes(self, tokens: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
-        skewed = call % 2 == 1 if self._skewed is None else self._skewed
-        return self._sample_routes(tokens, 1_000_003 * self._seed + 1009 * tokens + call, skewed)
+        return self.sample_routes(tokens, 1_000_003 * self.seed + 1009 * tokens + call, call % 2 == 1)
 
 
 def _calls(geometry: Geometry, tokens: int, layers: int, device: torch.device) -> int:
@@ -211,9 +198,8 @@ class _Graphs:
 
 @contextmanager
 def _graphs() -> Iterator[_Graphs]:
-    collecting = gc.isenabled()
+    collecting, graphs = gc.isenabled(), _Graphs()
     gc.disable()  # freeing objects during a capture may invalidate it
-    graphs = _Graphs()
     try:
         yield graphs
     finally:

@@ -65,20 +65,18 @@ def _probe(hosted: bool, always_look: bool) -> Environment:
     if not always_look and (facts.enabled is False or not hosted or facts.sm not in (None, 120, 121)):
         return facts
     facts = replace(facts, triton_lacks=triton.lacking(facts.sm), upcast=triton.upcast(facts.sm))
-    if not always_look and "b12x" not in settings.KERNELS.listed():
+    if not always_look and "b12x" not in settings.KERNELS():
         return facts
     facts = inspect_payload(facts)
     origin = packages.origin("flashinfer")
     ours = distribution_of(origin) if origin is not None else None
-    named = wheels if ours is None else {**wheels, "flashinfer-python": ours}
-    unmet, missing = packages.requirements(named.values())
+    unmet, missing = packages.requirements((*wheels.values(), *(() if ours is None else (ours,))))
     if importlib.util.find_spec("triton") is None:  # FlashInfer's b12x module imports it but does not declare it
         missing.append("triton")
     return replace(
         facts,
         unmet=tuple(text for text in unmet if text.startswith(_COMPILED_WITH)),
         missing=tuple(missing) if _lacks_a_module(facts) else (),
-        unrecorded=tuple(name for name, d in named.items() if not d.read_text("RECORD")),
     )
 
 

@@ -3,9 +3,7 @@ not crash the server."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -42,7 +40,7 @@ def inspect_payload(known: Environment = Environment()) -> Environment:  # noqa:
     wheels = packages.installed(WHEELS)
     if "nvidia-cutlass-dsl" not in wheels:
         return replace(known, dsl="none")
-    look, kept = _look(wheels)
+    look, kept = _look()
     file = look.get("file", "")
     facts = replace(
         known,
@@ -50,18 +48,15 @@ def inspect_payload(known: Environment = Environment()) -> Environment:  # noqa:
         payload_cuda=(0, 0),
         payload_file=file,
         payload_kept=kept,
-        flashinfer_fault=known.flashinfer_fault or ("" if known.mismatched else look.get("flashinfer", "")),
+        flashinfer_fault=look.get("flashinfer", ""),
     )
     if "error" in look:
         fault = PayloadFault[look["fault"]]
         known_files = {path for wheel in wheels.values() for path in packages.record(wheel) if path.match("cutlass/__init__.py")}
         if fault is not PayloadFault.IMPORT or not file or not known_files or Path(file) in known_files:
             return replace(facts, payload_fault=fault, payload_detail=f"{look['error']}, in {file}" if file else look["error"])
-        owners = _owners(file)
-        advice = "" if owners else "; rename it, or take its folder off PYTHONPATH"
-        return replace(facts, payload_fault=PayloadFault.FOREIGN, payload_detail=file + advice, dsl_in_the_way=owners)
-    if look.get("damaged"):
-        return replace(facts, payload_fault=PayloadFault.DAMAGED, payload_detail=look["damaged"])
+        advice = "uninstall its package, rename it, or take its folder off PYTHONPATH"
+        return replace(facts, payload_fault=PayloadFault.FOREIGN, payload_detail=f"{file}; {advice}")
     facts = replace(facts, payload_cuda=(int(look["cuda"][0]), int(look["cuda"][1])))
     if look["cuda"][0] >= 13:
         return facts
@@ -69,12 +64,12 @@ def inspect_payload(known: Environment = Environment()) -> Environment:  # noqa:
     return replace(facts, payload_fault=why, payload_detail=detail)
 
 
-def _look(wheels: dict[str, packages.Distribution]) -> tuple[dict[str, Any], bool]:
+def _look() -> tuple[dict[str, Any], bool]:
     """Return the payload facts: from this process if ``cutlass`` is imported, else from a subprocess once per installation."""
     here = _look_here() if "cutlass" in sys.modules else None
     if here is not None and (payload_child.DISPATCH in sys.modules or packages.origin("flashinfer") is None):
         return here, False
-    look, kept = disk.once(f"payload {installation_key()}", functools.partial(_look_in_subprocess, wheels), _may_be_kept)
+    look, kept = disk.once(f"payload {installation_key()}", _look_in_subprocess, _may_be_kept)
     return ({**look, **here} if here is not None else look), kept
 
 
@@ -90,11 +85,11 @@ def _look_here() -> dict[str, Any]:
 
 
 def _may_be_kept(look: Any) -> bool:
-    """Return True if the result may be cached: the payload loads, its files match the wheels, FlashInfer's kernels import."""
-    return isinstance(look, dict) and bool(look.get("cuda")) and not look.get("flashinfer") and not look.get("damaged")
+    """Return True if the result may be cached: the payload loads and FlashInfer's kernels import."""
+    return isinstance(look, dict) and bool(look.get("cuda")) and not look.get("flashinfer")
 
 
-def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, Any]:
+def _look_in_subprocess() -> dict[str, Any]:
     """Import the DSL in a subprocess: outside the working directory, without this process's MPI rank, and without promotion."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
     env |= {"TRTLLM_B12X": "0", "PYTHONSAFEPATH": "1"}
@@ -118,7 +113,6 @@ def _look_in_subprocess(wheels: dict[str, packages.Distribution]) -> dict[str, A
         look["flashinfer"] = f"import of its kernels: {raised}" if raised else ""
     elif packages.origin("flashinfer") is not None:
         look["flashinfer"] = f"import of its kernels: {how[1]}"
-    look["damaged"] = _damage(wheels) if tuple(look["cuda"]) >= (13, 0) else ""
     return look
 
 
@@ -137,33 +131,6 @@ def _ending(result: subprocess.CompletedProcess[str]) -> tuple[PayloadFault, str
     return PayloadFault.CRASH, "the process ended without an answer"
 
 
-def _damage(wheels: dict[str, packages.Distribution]) -> str:
-    """Return the first CUDA 13 payload file that differs from its wheel (shorter, or a library with other bytes), or ""."""
-    owned: dict[Path, list[packages.Recorded]] = {}
-    for name, wheel in wheels.items():
-        if not name.endswith("cu12"):
-            for path, entry in packages.record(wheel).items():
-                owned.setdefault(path, []).append(entry)
-    for path, entries in owned.items():
-        if path.suffix == ".so":
-            bad = packages.digest(path) not in {entry.digest for entry in entries}
-        else:
-            bad = path.suffix == ".py" and all(packages.shortened({path: entry}) for entry in entries)
-        if bad:
-            return str(path)
-    return ""
-
-
-def _owners(file: str) -> tuple[str, ...]:
-    names = {
-        distribution.metadata["Name"]
-        for distribution in importlib.metadata.distributions()
-        if not distribution.metadata["Name"].startswith("nvidia-cutlass-dsl")
-        and any(Path(str(distribution.locate_file(path))) == Path(file) for path in distribution.files or ())
-    }
-    return tuple(sorted(names))
-
-
 def _why_not_13(wheels: dict[str, packages.Distribution]) -> tuple[PayloadFault, str]:
     names = ", ".join(f"{name.removeprefix('nvidia-cutlass-dsl-')} {wheel.version}" for name, wheel in wheels.items())
     cu13 = wheels.get("nvidia-cutlass-dsl-libs-cu13")
@@ -171,9 +138,9 @@ def _why_not_13(wheels: dict[str, packages.Distribution]) -> tuple[PayloadFault,
         return PayloadFault.CU13_MISSING, names
     base = wheels.get("nvidia-cutlass-dsl-libs-base")
     shared = packages.record(base) if base is not None else {}
-    for path, recorded in packages.record(cu13).items():
+    for path, recorded_hash in packages.record(cu13).items():
         # Compare files that both wheels own with other contents: version_info.py, and libraries before DSL 4.6.
-        if path in shared and shared[path].digest != recorded.digest and packages.digest(path) != recorded.digest:
+        if path in shared and shared[path] != recorded_hash and packages.digest(path) != recorded_hash:
             return PayloadFault.SHADOWED, names
     driver = gpu.driver_cuda()
     if driver is not None and driver < (13, 0):
@@ -206,8 +173,4 @@ def installation_key() -> str:
 
 
 def _files(wheel: packages.Distribution) -> list[Path]:
-    recorded = [path for path in packages.record(wheel) if path.suffix in (".so", ".py", ".pth")]
-    if recorded:
-        return recorded
-    folder = Path(str(wheel.locate_file("nvidia_cutlass_dsl")))  # no RECORD: list its folder
-    return [path for path in sorted(folder.rglob("*")) if path.suffix in (".so", ".py")]
+    return [path for path in packages.record(wheel) if path.suffix in (".so", ".py", ".pth")]

@@ -1,9 +1,7 @@
-"""Inspect FlashInfer without importing it: version, capabilities of its kernels, and damage."""
+"""Inspect FlashInfer without importing it: version and capabilities of its kernels."""
 
 from __future__ import annotations
 
-import ast
-import functools
 import importlib.metadata
 import os
 import re
@@ -15,7 +13,6 @@ from . import packages
 
 _KERNELS = ("flashinfer/fused_moe/cute_dsl/blackwell_sm12x/", "flashinfer/cute_dsl/", "flashinfer/jit/")
 """Folders with the code that planning runs."""
-_WRAPPER = "fused_moe/cute_dsl/b12x_moe.py"
 
 
 def inspect_flashinfer() -> Environment:
@@ -29,15 +26,10 @@ def inspect_flashinfer() -> Environment:
     version = stated[1] if stated else distribution.version if distribution is not None else ""
     if not version:
         return Environment(flashinfer="none")
-    arguments = _method_arguments(packages.source(init, _WRAPPER), "B12xMoEWrapper")
     dispatch = packages.source(init, "fused_moe/cute_dsl/blackwell_sm12x/moe_dispatch.py")
     return Environment(
         flashinfer=version,
-        flashinfer_fault=_damage(distribution),
-        mismatched=_mismatched(version, packages.source(init, "jit/env.py")),
-        exact_scales="input_global_scale" in arguments.get("run", ()),
-        # No signature shows it. From 0.7.2 on; source: comparison of the wheels.
-        expert_parallel=bool(arguments) and version_tuple(version) >= EXPERT_PARALLEL_FLASHINFER,
+        expert_parallel=version_tuple(version) >= EXPERT_PARALLEL_FLASHINFER,
         # The static kernel of newer releases keeps groups of 256 columns.
         tile=256 if "_STATIC_RETAINED_GROUP_N" in dispatch else 128,
     )
@@ -50,48 +42,13 @@ def distribution_of(init: Path) -> packages.Distribution | None:
     return next(beside, copies[0] if copies else None)
 
 
+def cache_folder() -> Path:
+    """Return the folder of FlashInfer's compiled kernels, for all cards (``jit/env.py``)."""
+    return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
+
+
 def kernel_sources() -> list[Path]:
     """Return the source files that planning runs, of the copy that loads."""
     init = packages.origin("flashinfer")
     paths = [] if init is None else [path for name in _KERNELS for path in (init.parents[1] / name).rglob("*.py")]
     return sorted(paths)
-
-
-def _damage(distribution: packages.Distribution | None) -> str:
-    short = (
-        packages.shortened(packages.record(distribution, under=(*_KERNELS, f"flashinfer/{_WRAPPER}")))
-        if distribution is not None
-        else []
-    )
-    return f"missing or cut off: {', '.join(path.name for path in short[:3])}, in {short[0].parent}" if short else ""
-
-
-def _mismatched(version: str, environment_source: str) -> tuple[str, ...]:
-    """List kernel wheels of another version: ``flashinfer/jit/env.py`` raises for them. From 0.7.2 on it ignores such wheels."""
-    if os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK") or version == "0.0.0+unknown":
-        return ()
-    if "Ignoring incompatible flashinfer-cubin" in environment_source:
-        return ()
-    others = []
-    for name, wheel in packages.installed(("flashinfer-cubin", "flashinfer-jit-cache")).items():
-        if name == "flashinfer-cubin":
-            fits = wheel.version == version or "FLASHINFER_CUBIN_DIR" in os.environ
-        else:  # its version ends with the CUDA version: 0.6.18+cu130
-            fits = wheel.version.startswith(version)
-        if not fits:
-            others.append(f"{name} {wheel.version}")
-    return tuple(others)
-
-
-@functools.lru_cache(maxsize=4)
-def _method_arguments(source: str, class_name: str) -> dict[str, set[str]]:
-    """Map each method of a class to its argument names; empty if the class is missing."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return {}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
-            return {m.name: {a.arg for a in [*m.args.posonlyargs, *m.args.args, *m.args.kwonlyargs]} for m in methods}
-    return {}

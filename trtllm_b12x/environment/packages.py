@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 Distribution = importlib.metadata.Distribution
@@ -30,24 +29,11 @@ def versions(names: Iterable[str]) -> dict[str, str]:
     return {name: distribution.version for name, distribution in installed(names).items()}
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """Size and hash of a file, as the wheel's RECORD states them."""
-
-    digest: str
-    """Hash in RECORD's format (``sha256=...``)."""
-    size: int | None
-
-
-def record(distribution: Distribution, under: tuple[str, ...] = ("",)) -> dict[Path, Recorded]:
-    """Map each installed file to its RECORD entry, for names that start with ``under``. Empty without a RECORD."""
-    root, entries = Path(str(distribution.locate_file(""))), {}
-    lines = (line for line in (distribution.read_text("RECORD") or "").splitlines() if line.startswith(under))
-    for row in csv.reader(lines):
-        if len(row) >= 2 and row[1]:
-            size = int(row[2]) if len(row) > 2 and row[2].isdigit() else None
-            entries[root / row[0]] = Recorded(row[1], size)
-    return entries
+def record(distribution: Distribution) -> dict[Path, str]:
+    """Map each installed file to its hash in RECORD (``sha256=...``). Empty without a RECORD."""
+    root = Path(str(distribution.locate_file("")))
+    rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
+    return {root / row[0]: row[1] for row in rows if len(row) >= 2 and row[1]}
 
 
 def digest(path: Path) -> str:
@@ -60,19 +46,6 @@ def digest(path: Path) -> str:
     except OSError:
         return ""
     return "sha256=" + base64.urlsafe_b64encode(sha256.digest()).decode().rstrip("=")
-
-
-def shortened(files: dict[Path, Recorded]) -> list[Path]:
-    """Return the files that are missing or shorter than in their wheel. Edited files are not detected."""
-    short = []
-    for path, recorded in files.items():
-        try:
-            size = path.stat().st_size
-        except OSError:
-            size = -1
-        if size < 0 or (recorded.size is not None and size < recorded.size):
-            short.append(path)
-    return short
 
 
 _UNSTATED = {"nvidia-cutlass-dsl": (">=4.6", "apache-tvm-ffi>=0.1.10")}
@@ -93,9 +66,9 @@ def requirements(distributions: Iterable[Distribution]) -> tuple[list[str], list
 
     unmet: dict[str, str] = {}
     missing: list[str] = []
-    found = list(distributions)
-    stated = [text for distribution in found for text in distribution.requires or ()]
-    for text in (*stated, *(text for distribution in found for text in _unstated(distribution))):
+    wheels = list(distributions)
+    stated = [text for wheel in wheels for text in wheel.requires or ()]
+    for text in (*stated, *(text for wheel in wheels for text in _unstated(wheel))):
         try:
             requirement = Requirement(text)
             if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):

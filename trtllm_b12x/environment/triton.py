@@ -44,8 +44,8 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
     if init is None:
         return (Lacking("Triton is not installed", "pip install triton, of the version that torch asks for"),)
     if not any(init.parent.glob("_C/libtriton*.so")):  # a stub, whose import may raise, exit or hang; or half an installation
-        mends = "remove it, then pip install triton, of the version that torch asks for"
-        return (Lacking(f"{init.parent} is no Triton, or a damaged one: it has no _C/libtriton.so", mends),)
+        remedy = "remove it, then pip install triton, of the version that torch asks for"
+        return (Lacking(f"{init.parent} is no Triton, or a damaged one: it has no _C/libtriton.so", remedy),)
     if installed and version_tuple(installed) < OLDEST:
         return (Lacking(f"Triton {installed} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
     fault = _ptxas(sm or 0)  # its version is part of every key

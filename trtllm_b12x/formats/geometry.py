@@ -43,7 +43,7 @@ class LayerShape:
 
     @property
     def kernel_activation(self) -> str | None:
-        """The activation as kernels name it: constants make another one of SwiGLU."""
+        """Return the activation as kernels name it: SwiGLU with constants is ``SwigluBias``."""
         return "SwigluBias" if self.activation_constants else self.activation
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Geometry:
         """Relative L2 within which a kernel stays that adds one bf16 per route and 128 columns to the output, in any order.
 
         1.3 times what rounding each running sum predicts: 0.0044 at 8 sums, 0.006 at 20, 0.012 at 90, 0.026 at 462
-        (docs/sm12x-on-hopper-tables.md).
+        (docs/sm12x-on-hopper.md).
         """
         sums = self.top_k * -(-self.intermediate_size // 128)
         return float(1.3 * (0.0033**2 + 0.0012**2 * sums) ** 0.5)

@@ -8,7 +8,7 @@ import torch
 def mma_scale_view(
     block_scales: torch.Tensor, rows: int, columns: int, block_size: int = 16, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> torch.Tensor:
-    """128x4-interleaved block scales as the 6-D view FlashInfer takes (``convert_sf_to_mma_layout``): no copy.
+    """View 128x4-interleaved block scales in the 6-D shape that FlashInfer takes (``convert_sf_to_mma_layout``).
 
     Args:
         block_scales: ``rows * columns / block_size`` bytes per expert, any dtype, contiguous, experts first.
@@ -32,7 +32,7 @@ def mma_scale_view(
 
 
 def interleaved_rows(block_scales: torch.Tensor) -> torch.Tensor:
-    """Scales of one matrix in the 128x4 layout, ``(rows, words)`` int32, as uint8 in the order of rows: a view.
+    """View the scales of one matrix in the 128x4 layout, ``(rows, words)`` int32, as uint8 in the order of rows.
 
     ``(rows/128, 4, 32, words, 4)``: flattened, which copies, it is ``(rows, 4 * words)``.
     """
@@ -51,13 +51,13 @@ def scales_of_tokens(x_sf: torch.Tensor, tokens: int, blocks: int, swizzled: boo
 
 
 def interleave(rows: torch.Tensor, block_scales: torch.Tensor) -> None:
-    """Row-major uint8 ``(rows, 4 * words)`` to the 128x4 layout, into ``(rows, words)`` int32."""
+    """Write row-major uint8 ``(rows, 4 * words)`` in the 128x4 layout into ``block_scales``, ``(rows, words)`` int32."""
     lay = interleaved_rows(block_scales)
     lay.copy_(rows.view(lay.shape))
 
 
 def plain_scales(mma_scales: torch.Tensor) -> torch.Tensor:
-    """The 6-D view back to row-major ``(E, rows, blocks)``, of the same dtype (a copy)."""
+    """Copy the scales of the 6-D view to row-major ``(E, rows, blocks)``, of the same dtype."""
     lanes, quarters, row_tiles, inner, column_tiles, experts = mma_scales.shape
     by_row = mma_scales.view(torch.uint8).permute(5, 2, 1, 0, 4, 3)
     plain = by_row.reshape(experts, row_tiles * quarters * lanes, column_tiles * inner)

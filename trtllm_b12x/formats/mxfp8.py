@@ -28,7 +28,7 @@ def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations as the kernels quantize them.
+    """Quantize activations as the kernels do.
 
     The scale is ``floor(log2(amax)) - 8``, values are rounded to nearest even and saturate; a block that is not finite gets NaN.
 
@@ -47,7 +47,7 @@ def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """E4M3 ``(..., K)`` times E8M0 bytes ``(..., K / 32)``, float32 and exact except for underflow."""
+    """Multiply E4M3 ``(..., K)`` by E8M0 bytes ``(..., K / 32)``: float32, exact except for underflow."""
     blocks = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, BLOCK_SIZE))
     return (blocks * decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
 

@@ -30,7 +30,7 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
     """Round to the nearest E2M1 code, ties to even, saturating at +-6 (PTX ``cvt.rn.satfinite.e2m1x2.f32``).
 
     Args:
-        values: any shape, float32. NaN becomes +6, as the instruction has it.
+        values: any shape, float32. NaN becomes +6, as in the instruction.
 
     Returns:
         Codes 0..15 of the same shape, uint8. Negative zero keeps its sign.
@@ -46,18 +46,18 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """E2M1 codes 0..15 (any integer dtype) to float32 values of the same shape."""
+    """Decode E2M1 codes 0..15 (any integer dtype) to float32 values of the same shape."""
     table = torch.tensor(_E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), dtype=torch.float32, device=codes.device)
     return table[codes.long()]
 
 
 def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
-    """Codes ``[..., K]`` to bytes ``[..., K/2]``, uint8; the even column sits in the low nibble."""
+    """Pack codes ``[..., K]`` into bytes ``[..., K/2]``, uint8. The even column is the low nibble."""
     return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous()
 
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """Bytes ``[..., K/2]`` (uint8) to codes ``[..., K]``, uint8."""
+    """Unpack bytes ``[..., K/2]`` (uint8) to codes ``[..., K]``, uint8."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 
@@ -67,7 +67,7 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
-    """FP4 bytes ``[..., K/2]`` times E4M3 block scales ``[..., K/16]``, without any per-tensor scale.
+    """Multiply FP4 bytes ``[..., K/2]`` by E4M3 block scales ``[..., K/16]``, without any per-tensor scale.
 
     Returns:
         float32 ``[..., K]``. Exact: the product of an E2M1 and an E4M3 value has at most 6 significant bits.
@@ -82,9 +82,9 @@ def dequantize(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class InputScales:
-    """The host's parameters that the divisors of activations are derived from. Anyone may overwrite them without a word.
+    """TensorRT-LLM's parameters for the scales of activations, and the divisors that are derived from them.
 
-    Hence a call reads these, or derives the divisors before it reads those, in the launch that it makes for its routes.
+    The host may overwrite the parameters at any time. Each call therefore derives the divisors anew, in its route launch.
     """
 
     fc31_input_scale: torch.Tensor

@@ -57,10 +57,8 @@ class Epilogue:
 class Weights(ABC):
     """Views of one layer's parameters on one rank, as its kernels read them. Each format has its own fields."""
 
-    payload: ClassVar[tuple[str, ...]] = ("fc1_weight", "fc2_weight")
-    """Fields that hold codes."""
-    block_scales: ClassVar[tuple[str, ...]] = ("fc1_weight_sf", "fc2_weight_sf")
-    """Fields that hold block scales."""
+    stored_fields: ClassVar[tuple[str, ...]] = ("fc1_weight", "fc2_weight", "fc1_weight_sf", "fc2_weight_sf")
+    """Fields that hold codes and block scales."""
     code_dtype: ClassVar[torch.dtype]
     scale_dtype: ClassVar[torch.dtype]
     group_size: ClassVar[int]

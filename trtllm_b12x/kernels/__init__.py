@@ -2,7 +2,7 @@
 
 from trtllm_b12x.formats.geometry import GATED, Geometry
 
-from .base import Kernel, PlanError, Workspace, first_line
+from .base import Kernel, PlanError, first_line
 from .call import MoECall
 
-__all__ = ["GATED", "Geometry", "Kernel", "MoECall", "PlanError", "Workspace", "first_line"]
+__all__ = ["GATED", "Geometry", "Kernel", "MoECall", "PlanError", "first_line"]

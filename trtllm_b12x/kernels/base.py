@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,7 +14,7 @@ from trtllm_b12x.formats.geometry import Geometry
 from .call import MoECall
 
 if TYPE_CHECKING:
-    from .cards import Card
+    pass
 
 
 class PlanError(RuntimeError):
@@ -35,19 +32,12 @@ def first_line(error: BaseException) -> str:
     return line.removeprefix("PlanError: ") if isinstance(error, PlanError) else line
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """Identity and size of scratch memory."""
-
-    key: int
-    nbytes: int
-
-
 class Kernel(ABC):
     """Kernels of one family on one layer: ``plan`` once, ``bind`` and ``self_test`` after every load, ``run`` per call."""
 
     features: ClassVar[KernelFeatures]
     geometry: Geometry
+    device: torch.device
     capacity: int
     """Maximum number of tokens this kernel was planned for."""
     instruction: ClassVar[str] = ""
@@ -65,11 +55,6 @@ class Kernel(ABC):
             ValueError: the kernel does not support the activation or a size.
             PlanError: compiling or allocating failed; nothing is kept.
         """
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Device that ``plan`` was given."""
 
     @abstractmethod
     def bind(self, weights: Any, first_expert: int = 0) -> None:
@@ -99,18 +84,6 @@ class Kernel(ABC):
     def runs_on(cls, device: torch.device) -> bool:
         """Return True if ``plan`` may be asked for this device."""
         return True
-
-    @classmethod
-    def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterable[str]:
-        """Compile some of the kernels of a layer for a card that need not be here, and return their PTX.
-
-        Args:
-            directory: for files of the compiler.
-
-        Raises:
-            Exception: they do not compile; the first line, or the line from ptxas, says why.
-        """
-        raise PlanError(f"{cls.features.name} has no kernel to compile")
 
     @property
     def settled(self) -> bool:
@@ -145,8 +118,8 @@ class Kernel(ABC):
         return (f"{line}, where the card has measured that it is faster" if first else line,)
 
     @property
-    def workspace(self) -> Workspace | None:
-        """Scratch memory that layers of one geometry share, if any."""
+    def workspace(self) -> tuple[int, int] | None:
+        """Identity, and size in bytes, of scratch memory that layers of one geometry share, if any."""
         return None
 
     def run(self, call: MoECall) -> torch.Tensor:
@@ -161,7 +134,9 @@ class Kernel(ABC):
         prepared = call.prepared(self.geometry, self.features.quantized_input)
         self._launch(prepared)
         assert prepared.out is not None
-        return call.copy_to_caller(prepared.out)
+        if call.out is None or call.out is prepared.out:
+            return prepared.out
+        return call.out.copy_(prepared.out)  # the kernel could not write the caller's
 
     def _launch(self, call: MoECall) -> None:
         """Write ``call.out``, for a call as ``MoECall.prepared`` returns it."""

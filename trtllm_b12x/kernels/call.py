@@ -69,10 +69,6 @@ class MoECall(NamedTuple):
             out = torch.empty(x.shape[0], geometry.hidden_size, dtype=geometry.dtype, device=x.device)
         return MoECall(aligned16(x), *of_known_types(ids, router_weights), x_sf, swizzled, out)
 
-    def copy_to_caller(self, output: torch.Tensor) -> torch.Tensor:
-        """Return ``output``, or ``out`` with its values if the caller gave one that the kernel could not write."""
-        return output if self.out is None or self.out is output else self.out.copy_(output)
-
 
 def aligned16(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor at a multiple of 16 bytes. A chunk of a longer call may begin anywhere."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_b12x.formats.geometry import Geometry
+
 
 @dataclass(frozen=True)
 class Card:
@@ -75,3 +77,12 @@ def card_of(device: torch.device) -> Card:
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_multiprocessor", SHARED_MEMORY)
     return Card(properties.multi_processor_count, shared, 10 * properties.major + properties.minor)
+
+
+def warmup_command(geometry: Geometry, card: Card) -> str:
+    """Return the command that compiles what a layer needs."""
+    g, capability = geometry, card.capability
+    sizes = f"--hidden {g.hidden_size} --intermediate {g.intermediate_size} --experts {g.num_experts * g.ranks} --top-k {g.top_k}"
+    form = f"--activation {g.activation.lower()} --format {g.format.lower()}" + f" --ep {g.ranks}" * g.expert_parallel
+    form += " --dtype float16" * (g.dtype is torch.float16)
+    return f"trtllm-b12x warmup {sizes} {form} --target sm_{capability}a --card {card.multiprocessors}"

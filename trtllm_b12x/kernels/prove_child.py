@@ -13,6 +13,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from trtllm_b12x.environment.prove import Proof
 
@@ -29,8 +30,9 @@ def proof(target: str, family: str) -> Proof:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TRITON_CACHE_DIR"] = directory
         try:
-            for (name, _), (kernel, _) in KERNELS.items():
+            for (name, _), classes in KERNELS.items():
                 if name == family:
+                    kernel: Any = classes[0]
                     made = kernel.assembled(LAYER, models(target)[0], Path(directory))
                     count = sum(ptx.count(kernel.instruction) for ptx in made)
                     error = error if count else f"the PTX holds no {kernel.instruction} instruction"

@@ -60,11 +60,7 @@ class ReferenceKernel(Kernel):
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         self.check(geometry, (self.features.hidden_size_multiple, self.multiple))
-        self.geometry, self.capacity, self._device = geometry, capacity, device
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        self.geometry, self.capacity, self.device = geometry, capacity, device
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         weights.check(self.geometry)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, round_to_e2m1, round_to_e4m3
+from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, NVFP4Weights, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.formats.weights import Weights
 
 from . import Geometry, MoECall, first_line
@@ -27,9 +27,8 @@ CALLS = 16
 """Minimum number of calls; more if it takes more to reach every expert."""
 _SLACK = 0.01
 """Added to the bound of atomic sums, for codes that round the other way."""
-_DRAWS = 3
-"""Activations are drawn again, 64 times smaller, if the reference overflows."""
-_OFF_TIES = 0.97
+_OF_THE_RANGE = 0.97
+"""The largest activation, as a part of the calibrated range."""
 _TIE = 5e-4
 """Relative distance from a rounding tie that counts as one. A bf16 step is 8 times as far."""
 QUICK_BOUNDS = (0.01, 0.05)
@@ -97,7 +96,8 @@ def _compared(
     size = expected[usable].double().square().sum(1)
     # NaN would compare as no error; where nothing is expected, nothing may come.
     ratio = torch.where(wrong == 0, 0.0, wrong / size).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    whole, worst = (wrong.sum() / size.sum()).sqrt().nan_to_num(nan=torch.inf), ratio.max().sqrt()
+    error = torch.where(wrong.sum() == 0, 0.0, wrong.sum() / size.sum()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    whole, worst = error.sqrt(), ratio.max().sqrt()
     same = case.atomic or torch.equal(*(output.view(torch.int16) for output in (outputs[-1], outputs[0])))
     return SelfTestResult(case, float(whole), float(worst), bounds, same)
 
@@ -116,7 +116,8 @@ def run_self_test(
     Returns:
         A result for each, or None if nearly all outputs are zero or not finite.
     """
-    drawn = _draw_until_finite(geometry, weights, sorted({case.tokens for case in cases}), first_expert)
+    sizes = sorted({case.tokens for case in cases})
+    drawn = _draw(ReferenceKernel(), geometry, weights, first_expert, sizes)
     if drawn is None:
         return None
     results = []
@@ -129,34 +130,69 @@ def run_self_test(
     return results
 
 
+# ---- Triton: a few experts, one call per size ----------------------------------------------------------------------------
+
+
+def run_quick_self_test(
+    kernel: Any, reference: ReferenceKernel, first_expert: int, sizes: Sequence[int]
+) -> list[SelfTestResult] | None:
+    """Compare a kernel with its reference in a call of each of ``sizes`` tokens, and in one with quantized input.
+
+    Returns:
+        None if nearly all outputs are zero or not finite.
+    """
+    name, weights = kernel.features.name, kernel.weights
+    drawn = _draw(reference, kernel.geometry, weights, first_expert, sizes, quick=True)
+    if drawn is None:
+        return None
+    usable = [size for size in sizes if bool(drawn[size][1].isfinite().all(1).any())]
+    results = [_compared(SelfTestCase(name, size), kernel.run, *drawn[size], QUICK_BOUNDS) for size in usable]
+    if kernel.features.quantized_input and weights.input_scales.fc31_input_scale.numel() == 1:
+        # A host has one input scale for all experts where it quantizes for them.
+        (call,), _ = drawn[sizes[-1]]
+        x, ids, router_weights = (tensor[-_QUANTIZED_TOKENS:] for tensor in (call.x, call.ids, call.router_weights))
+        generator = torch.Generator(x.device).manual_seed(0)
+        drawn_bytes: dict[str, Any] = {"generator": generator, "dtype": torch.uint8, "device": x.device}
+        codes = torch.randint(256, (len(x), x.shape[1] // 2), **drawn_bytes)
+        scales = torch.randint(0x28, 0x68, (len(x), x.shape[1] // BLOCK_SIZE), **drawn_bytes)
+        call = MoECall(codes, ids, router_weights, scales)
+        case, expected = SelfTestCase(f"{name} on quantized input", len(x)), reference.run(call).float()
+        if bool(expected.isfinite().all(1).any()):
+            results.append(_compared(case, kernel.run, [call], expected, QUICK_BOUNDS))
+    return results
+
+
+# ---- calls ---------------------------------------------------------------------------------------------------------------
+
 Drawn = dict[int, tuple[list[MoECall], torch.Tensor]]
 """Token count to calls, and the reference's output of all of them, float32."""
 
 
-def _draw_until_finite(geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int) -> Drawn | None:
-    for attempt in range(_DRAWS):
-        drawn = _draw(geometry, weights, sizes, first_expert, 64.0**-attempt)
-        expected = torch.cat([expected for _, expected in drawn.values()])
-        finite, not_zero = expected.isfinite().all(1), expected.any(1)
-        if bool(finite.float().mean() > 0.5):
-            return drawn if bool((finite & not_zero).float().mean() > 0.25) else None
-    return None
+def _draw(
+    reference: ReferenceKernel,
+    geometry: Geometry,
+    weights: Weights,
+    first_expert: int,
+    sizes: Sequence[int],
+    quick: bool = False,
+) -> Drawn | None:
+    """Draw the calls of each size. The reference runs them all at once: it dequantizes an expert once.
 
-
-def _draw(geometry: Geometry, weights: Weights, sizes: list[int], first_expert: int, factor: float) -> Drawn:
-    """Draw the calls of each size. The reference runs them all at once: it dequantizes an expert once."""
-    device = weights.device
-    generator = torch.Generator().manual_seed(0)
+    Returns:
+        None if nearly all outputs are zero or not finite.
+    """
+    device, generator = weights.device, torch.Generator().manual_seed(0)
     with torch.device("cpu"):  # whatever the host's default is while it loads
-        routes = [_routes(geometry, tokens, generator) for tokens in sizes]
+        routes = [_routes(geometry, tokens, generator, quick) for tokens in sizes]
     local = torch.cat(routes).to(device)
-    reference, capacity = ReferenceKernel(), max(len(local), geometry.num_experts)
+    capacity = max(len(local), geometry.num_experts)
     reference.plan(geometry, capacity, device)
-    reference.bind(weights)
-    x = _activations(reference, capacity, factor)
-    router_weights = _router_weights(reference, x, local)
-    expected = reference.run(MoECall(x[: len(local)], local, router_weights)).float()
-    ids = _global(local, geometry.num_experts, first_expert)
+    reference.bind(weights, first_expert)
+    x = _activations(geometry, weights, capacity)
+    router_weights, ids = _router_weights(reference, x, local), _global(local, geometry.num_experts, first_expert)
+    expected = reference.run(MoECall(x[: len(local)], ids, router_weights)).float()
+    if bool((expected.isfinite().all(1) & expected.any(1)).float().mean() <= 0.25):
+        return None
     drawn, first = {}, 0
     for tokens, part in zip(sizes, routes, strict=True):
         end = first + len(part)
@@ -166,12 +202,12 @@ def _draw(geometry: Geometry, weights: Weights, sizes: list[int], first_expert: 
     return drawn
 
 
-def _activations(reference: ReferenceKernel, tokens: int, factor: float) -> torch.Tensor:
-    """Draw bf16 ``(tokens, H)``: ``factor`` of the weights' calibrated range, off rounding ties."""
-    device, divisor = reference.weights.device, float(reference.weights.fc1_divisor[0])
-    divisor = divisor if 0 < divisor < float("inf") else 1.0
-    x = torch.randn(tokens, reference.geometry.hidden_size, device=device, generator=torch.Generator(device).manual_seed(0))
-    return _off_ties((x * (_OFF_TIES * factor * divisor * 6 * 448 / x.abs().max())).to(torch.bfloat16), divisor)
+def _activations(geometry: Geometry, weights: Weights, tokens: int) -> torch.Tensor:
+    """Draw ``(tokens, H)`` in the weights' calibrated range, off rounding ties."""
+    device, calibrated = weights.device, 4 * weights.typical_input()
+    x = torch.randn(tokens, geometry.hidden_size, device=device, generator=torch.Generator(device).manual_seed(0))
+    x = (x * (_OF_THE_RANGE * calibrated / x.abs().max())).to(torch.bfloat16)
+    return (_off_ties(x, calibrated / (6 * 448)) if isinstance(weights, NVFP4Weights) else x).to(geometry.dtype)
 
 
 def _off_ties(x: torch.Tensor, divisor: float) -> torch.Tensor:
@@ -196,24 +232,30 @@ def _next_bf16(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values.view(torch.int16) + mask.to(torch.int16)).view(torch.bfloat16)
 
 
-def _routes(geometry: Geometry, tokens: int, generator: torch.Generator) -> torch.Tensor:
+def _routes(geometry: Geometry, tokens: int, generator: torch.Generator, quick: bool = False) -> torch.Tensor:
     """Local ids ``(calls * tokens, top_k)`` int32, -1 for a route that is not this rank's.
 
-    First calls that go through all experts in turn, then two with all tokens on the same experts, the rest at random.
+    First calls that go through all experts in turn, then two with all tokens on the same experts, the rest at random. A quick
+    test has one call, at random among a few experts, the same at each number of tokens.
     """
     experts, top_k = geometry.num_experts, geometry.top_k
-    turns = -(-experts // (tokens * top_k))
-    order = torch.randperm(experts, generator=generator)
+    if quick:
+        order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))[: max(top_k, _QUICK_EXPERTS)]
+        turns, skewed, calls = 0, [], 1
+    else:
+        order = torch.randperm(experts, generator=generator)
+        turns = -(-experts // (tokens * top_k))
+        skewed = [torch.arange(top_k).repeat(tokens, 1), torch.arange(experts - top_k, experts).repeat(tokens, 1)]
+        calls = max(CALLS, turns + 2)
     spread = order.repeat(-(-turns * tokens * top_k // experts))[: turns * tokens * top_k].view(-1, top_k)
-    skewed = [torch.arange(top_k).repeat(tokens, 1), torch.arange(experts - top_k, experts).repeat(tokens, 1)]
-    calls = max(CALLS, turns + 2)
-    others = torch.rand((calls - turns - 2) * tokens, experts, generator=generator).argsort(1)[:, :top_k]
-    ids = torch.cat([spread, *skewed, others])
+    others = (calls - turns) * tokens - sum(map(len, skewed))
+    ids = torch.cat([spread, *skewed, order[torch.rand(others, len(order), generator=generator).argsort(1)[:, :top_k]]])
     if geometry.expert_parallel:
         # Experts of other ranks between those of this one, and a token that has none here.
         remote = torch.rand(ids.shape, generator=generator) < 0.5
         remote[: len(spread)] = False
         remote[-1] = True
+        remote[0, 0] = False  # a single token has one expert here
         ids[remote] = -1
     elif tokens > 1:
         ids[-1, -1] = -1
@@ -222,13 +264,15 @@ def _routes(geometry: Geometry, tokens: int, generator: torch.Generator) -> torc
 
 def _router_weights(reference: ReferenceKernel, x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return float32 router weights with which every expert of a token counts the same, however small its weights."""
-    experts, top_k = reference.geometry.num_experts, reference.geometry.top_k
-    ids = torch.full((experts, top_k), -1, dtype=torch.int32, device=x.device)
-    ids[:, 0] = torch.arange(experts, device=x.device)
-    size = reference.run(MoECall(x[:experts], ids, torch.ones(experts, top_k, device=x.device))).double().norm(dim=1)
+    called = local[local >= 0].unique()
+    ids = torch.full((len(called), local.shape[1]), -1, dtype=torch.int32, device=x.device)
+    ids[:, 0] = called + reference.experts.first
+    alone = MoECall(x[: len(called)], ids, torch.ones(ids.shape, device=x.device))
+    size = reference.run(alone).double().norm(dim=1)
     usable = size.isfinite() & (size > 0)
     smallest = size[usable].min() if bool(usable.any()) else 1.0
-    weight = torch.where(usable, smallest / size, 1.0).float()
+    weight = torch.ones(reference.geometry.num_experts, device=x.device)
+    weight[called.long()] = torch.where(usable, smallest / size, 1.0).float()
     return weight[local.clamp(min=0).long()] / local.shape[1]
 
 
@@ -238,55 +282,3 @@ def _global(local: torch.Tensor, experts: int, first: int) -> torch.Tensor:
     turn = torch.arange(local.numel(), dtype=torch.int32, device=local.device).view(local.shape) % 3
     others = torch.where(turn == 0, first + experts, torch.where(turn == 1, 2**31 - 1, first - 1))
     return torch.where(local < 0, others, ids).int()
-
-
-# ---- Triton: a few experts, one call per size ----------------------------------------------------------------------------
-
-
-def run_quick_self_test(
-    kernel: Any, reference_class: type[ReferenceKernel], first_expert: int, sizes: Sequence[int]
-) -> list[SelfTestResult] | None:
-    """Compare a kernel with its reference in a call of each of ``sizes`` tokens, and in one with quantized input.
-
-    Returns:
-        None if all outputs are zero or not finite.
-    """
-    g, device, total = kernel.geometry, kernel.weights.device, sum(sizes)
-    with torch.device("cpu"):
-        generator = torch.Generator().manual_seed(0)
-        shuffled = torch.randperm(g.num_experts, generator=generator)
-        called = torch.cat((torch.tensor([0, g.num_experts - 1]), shuffled))[:_QUICK_EXPERTS].unique()
-        drawn = torch.randn(total, g.hidden_size, generator=generator)
-        local = called[torch.randint(len(called), (total, g.top_k), generator=generator)].to(torch.int32)
-        router_weights = torch.rand(total, g.top_k, generator=generator) + 0.1
-        ends = torch.tensor(sizes).cumsum(0).tolist()
-        count = min(_QUANTIZED_TOKENS, total, kernel.capacity)
-        codes = torch.randint(256, (count, g.hidden_size // 2), generator=generator, dtype=torch.uint8).to(device)
-        scales = torch.randint(0x28, 0x68, (count, g.hidden_size // 16), generator=generator, dtype=torch.uint8).to(device)
-    for size, end in zip(sizes, ends, strict=True):
-        if size * g.top_k > 1:
-            local[end - 1, -1] = -1
-    x = (drawn.to(device) * kernel.weights.typical_input()).to(g.dtype)
-    local, router_weights = local.to(device), router_weights.to(device)
-    ids = torch.where(local >= 0, local + first_expert, -1).to(torch.int32)
-    reference = reference_class()
-    reference.plan(g, total, device)
-    reference.bind(kernel.weights)
-    # All sizes in one call: each expert is dequantized once, and those of a large layer do not fit beside the model.
-    expected = reference.run(MoECall(x, local, router_weights, out=torch.zeros(x.shape, device=device)))
-    tests = [
-        (kernel.features.name, MoECall(x[rows], ids[rows], router_weights[rows]), expected[rows])
-        for rows in (slice(end - size, end) for size, end in zip(sizes, ends, strict=True))
-    ]
-    if kernel.features.quantized_input and kernel.weights.input_scales.fc31_input_scale.numel() == 1:
-        # A host has one input scale for all experts where it quantizes for them.
-        call = MoECall(codes, ids[-count:], router_weights[-count:], scales)
-        unrounded = torch.zeros(count, g.hidden_size, device=device)
-        reference.run(call._replace(ids=local[-count:], out=unrounded))
-        tests.append((f"{kernel.features.name} on quantized input", call, unrounded))
-    results = []
-    for name, call, wanted in tests:
-        wanted[~wanted.any(1)] = torch.nan  # zeros do not count
-        if bool(wanted.isfinite().all(1).any()):
-            results.append(_compared(SelfTestCase(name, len(wanted)), kernel.run, [call], wanted, QUICK_BOUNDS))
-    return results or None

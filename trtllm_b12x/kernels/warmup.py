@@ -18,8 +18,6 @@ from .triton import compile_pool
 from .triton.jit import JitKernel
 from .triton.variant import Variant
 
-_MOST_PROCESSES = 16
-
 
 @dataclass(frozen=True)
 class CompileTask:
@@ -54,26 +52,25 @@ def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
         PlanError: compilers cannot be run, or have died; the message says which.
     """
     capability = cards[0].capability
-    workers = min(workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    workers = min(workers or len(os.sched_getaffinity(0)), compile_pool.MOST_PROCESSES)
     variants: dict[tuple[Any, ...], tuple[str, Variant]] = {}
+    others = []
     for task in tasks:
         if issubclass(task.kind, JitKernel):
+            needed: list[Variant] = []
             for card in cards:
                 kernel = task.kind(card)
                 kernel.describe(task.geometry, task.capacity, torch.device("cuda"))
-                for variant in kernel.variants():
-                    variants.setdefault((variant.module, *variant.key), (kernel.features.name, variant))
+                needed += kernel.variants()
+        else:
+            others.append(task)
+            needed = list(routes.variants())
+        for variant in needed:
+            variants.setdefault((variant.module, *variant.key), (task.kind.features.name, variant))
     total = len(variants)
     report(None, total)
-    for task in tasks:
-        if not issubclass(task.kind, JitKernel):
-            name = task.kind.features.name
-            more = _fill_flashinfer(task, cards, report, total, workers)
-            for variant in routes.variants():
-                more += (variant.module, *variant.key) not in variants
-                variants.setdefault((variant.module, *variant.key), (name, variant))
-            total += more
-            report(None, total)
+    for task in others:
+        total += _fill_flashinfer(task, cards, report, total, workers)
     names = [(family, variant.name) for family, variant in variants.values()]
 
     def compiled(answer: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ import json
 import sys
 import textwrap
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,8 @@ from trtllm_b12x.decision.families import Family
 from trtllm_b12x.formats.geometry import LayerShape
 
 from .doctor_rows import doctor_rows
-from .options import TARGETS, probe_machine, resolve_layer
+from .options import TARGETS, probe_machine, resolve_layer, shapes_in
 from .progress import UnusableError
-
-Row = tuple[str, str]
-"""Name and value, as printed."""
 
 
 @dataclass
@@ -51,8 +47,7 @@ class _Layer:
     @property
     def decoding(self) -> list[str]:
         """Families that serve it without a measurement."""
-        eligible = self.verdict.families
-        return [row.name for row in self.rows if row.name in eligible and not row.features(Environment()).measured_from]
+        return [row.name for row in self.rows if not row.features(Environment()).measured_from]
 
     @property
     def class_name(self) -> str:
@@ -63,14 +58,7 @@ class _Layer:
 
     def json(self) -> dict[str, Any]:
         rejections = [
-            {
-                "family": family,
-                "reason": rejection.reason.name,
-                "detail": rejection.detail,
-                "remedy": rejection.remedy,
-                "commands": list(rejection.commands),
-                "moves": list(rejection.moves),
-            }
+            {"family": family, **dataclasses.asdict(rejection), "remedy": rejection.remedy}
             for family, rejection in self.verdict.refused
         ]
         served, names = self.verdict.served, self.verdict.families
@@ -100,8 +88,8 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         if importlib.util.find_spec("torch") is None:
             raise UnusableError("--compile needs torch, which is not installed")
         card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
-        proofs = {name: prove.prove(card, name) for name in settings.KERNELS.listed()}
-    shapes = _usual_shapes() if checkpoint is None else _shapes_in(checkpoint)
+        proofs = {name: prove.prove(card, name) for name in settings.KERNELS()}
+    shapes = _usual_shapes() if checkpoint is None else shapes_in(checkpoint).values()
     layers = [_Layer(shape, resolve_layer(shape, environment)) for shape in shapes]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((family for family in layer.decoding if family not in failed), "") for layer in layers]
@@ -119,7 +107,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
             "proofs": {name: dataclasses.asdict(proof) for name, proof in proofs.items()},
             "verdicts": [layer.json() for layer in layers],
         }
-        click.echo(json.dumps(report, indent=2, default=_jsonable))
+        click.echo(json.dumps(report, indent=2, default=lambda member: member.name))  # of an Enum
     else:
         for family, proof in proofs.items():
             result = f"compiled in {proof.seconds} s" if proof.compiled else proof.error
@@ -133,7 +121,7 @@ def _usual_shapes() -> list[LayerShape]:
     return [
         LayerShape(quant_algo=row.name, dtype="bfloat16", activation=activation)
         for row in formats.FORMATS
-        if any(families.rows(settings.KERNELS.listed(), row.name))
+        if any(families.rows(settings.KERNELS(), row.name))
         for activation in row.activations
     ]
 
@@ -148,34 +136,19 @@ def _load_host() -> None:
             host.load()
 
 
-def _shapes_in(checkpoint: Path) -> list[LayerShape]:
-    """Return the distinct layers of a checkpoint, in the model's order."""
-    try:
-        from .checkpoint import Checkpoint
-    except ImportError as error:
-        raise UnusableError(f"--checkpoint needs torch: {error}") from None
-    return list(dict.fromkeys(layer.shape for layer in Checkpoint(checkpoint).layers))
-
-
-def _jsonable(value: object) -> Any:
-    if isinstance(value, frozenset):
-        return sorted(value)
-    if isinstance(value, Enum):
-        return value.name
-    raise TypeError(type(value).__name__)
-
-
 def _print(text: str, first: str = "", indent: str = "") -> None:
     """Print at most 80 columns without color, to be pasted into issues."""
     click.echo(textwrap.fill(text, 80, initial_indent=first, subsequent_indent=indent))
 
 
-def _print_rows(rows: list[Row]) -> None:
+def _print_rows(rows: list[tuple[str, str]]) -> None:
     for name, value in rows:
         _print(value, f"{name:<14}", " " * 14)
 
 
-def _print_screen(e: Environment, rows: list[Row], target: str | None, layers: list[_Layer], serving: list[str]) -> None:
+def _print_screen(
+    e: Environment, rows: list[tuple[str, str]], target: str | None, layers: list[_Layer], serving: list[str]
+) -> None:
     _print_rows(rows)
     click.echo()
     # Without a host, or for a card that is not here, this is what would happen.

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import platform
-import subprocess
 import sys
-from pathlib import Path
 
 from trtllm_b12x import environment
 from trtllm_b12x.core import disk
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.environment import packages
+from trtllm_b12x.environment.flashinfer import cache_folder
 
 _NO_HOST = "not installed (the embedded host stands in)"
 _HOSTS = {"none": _NO_HOST, "unsupported": "an unknown version", "installed": "not looked at"}
-_DEVICES = """
-import json, torch
-devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-names = ("multi_processor_count", "memory_clock_rate", "memory_bus_width")
-print(json.dumps([[getattr(device, name, 0) for name in names] for device in devices]))
-"""
 
 
 def cuda(version: tuple[int, int] | None) -> str:
@@ -32,8 +23,8 @@ def cuda(version: tuple[int, int] | None) -> str:
 
 def doctor_rows(e: Environment, target: str | None, driver: tuple[int, int] | None) -> list[tuple[str, str]]:
     """Return (name, value) rows in print order."""
+    ranks = "" if e.expert_parallel else "no "
     gpu = "unknown" if e.sm is None else f"SM{e.sm}" if e.sm else "none"
-    cards = environment.cards()
     host_version = _versions("tensorrt_llm").partition(" ")[2]
     recognized = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
     return [
@@ -42,10 +33,10 @@ def doctor_rows(e: Environment, target: str | None, driver: tuple[int, int] | No
         ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
         ("TensorRT-LLM", f"{host_version}, {recognized}" if host_version else recognized),
         ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
-        *(("", card) for card in [*cards, *(_devices() if cards else [])]),
+        *(("", card) for card in environment.cards()),
         ("driver", cuda(driver)),
         ("toolkit", f"{cuda(e.toolkit_cuda)} (nvcc or torch, as FlashInfer sees it)"),
-        ("FlashInfer", "not installed" if e.flashinfer == "none" else f"{e.flashinfer}{_features(e)}"),
+        ("FlashInfer", "not installed" if e.flashinfer == "none" else f"{e.flashinfer} ({ranks}expert parallelism)"),
         *(("", line) for line in [_versions("flashinfer-cubin", "flashinfer-jit-cache")] if line),
         ("CuTe DSL", "not installed" if e.dsl == "none" else _payload(e)),
         *(("", line) for line in [_versions(*e.dsl_wheels)] if line),
@@ -75,34 +66,12 @@ def _triton(e: Environment) -> str:
     return "has a C compiler, a ptxas that knows the card, and a cache"
 
 
-def _features(e: Environment) -> str:
-    if e.exact_scales is None:
-        return ""
-    scales = "exact scales" if e.exact_scales else "no exact scales"
-    return f" ({scales}, {'expert parallelism' if e.expert_parallel else 'no expert parallelism'})"
-
-
-def _devices() -> list[str]:
-    """Ask torch in a child process: the import may fail, and it creates a CUDA context."""
-    try:
-        output = subprocess.run([sys.executable, "-c", _DEVICES], capture_output=True, text=True, timeout=60, cwd="/").stdout
-        return [device(*numbers) for numbers in json.loads(output)]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ["SM count and bandwidth: unknown, torch does not report them"]
-
-
-def device(sm_count: int, memory_khz: int, bus_bits: int) -> str:
-    """Format SM count and memory bandwidth: two transfers per clock over the whole bus, as data sheets count."""
-    bandwidth = 2e3 * memory_khz * bus_bits / 8
-    return f"{sm_count} SMs, memory bandwidth {f'{bandwidth / 1e9:.0f} GB/s' if bandwidth else 'unknown'}"
-
-
 def _caches() -> list[str]:
-    """Return our cache folder and FlashInfer's (``jit/env.py``), with their sizes."""
+    """Return our cache folder and FlashInfer's, with their sizes."""
     folders = [disk.directory()]
     lines = [] if folders[0] else ["none: neither XDG_CACHE_HOME nor HOME is an absolute path"]
     with contextlib.suppress(RuntimeError):  # no home
-        folders.append(Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer")
+        folders.append(cache_folder())
     for folder in folders:
         if folder is not None and folder.is_dir():
             size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())

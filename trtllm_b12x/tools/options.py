@@ -32,17 +32,15 @@ class Ranks:
     def deployment(self) -> Deployment:
         return Deployment(tp_size=self.tp, ep_size=self.ep)
 
-    def expect_to_divide(self, shape: LayerShape, layer: str = "") -> None:
+    def expect_to_divide(self, shape: LayerShape) -> None:
         """
         Raises:
             UnusableError: the ranks do not divide the layer.
         """
-        for option, parts, what, size in (
-            ("tp", self.tp, "intermediate size", shape.intermediate_size),
-            ("ep", self.ep, "the number of experts", shape.num_experts),
-        ):
-            if (size or 0) % parts:
-                raise UnusableError(f"--{option} {parts} does not divide {what} {size}{f' of {layer}' if layer else ''}")
+        if (shape.intermediate_size or 0) % self.tp:
+            raise UnusableError(f"--tp {self.tp} does not divide intermediate size {shape.intermediate_size}")
+        if (shape.num_experts or 0) % self.ep:
+            raise UnusableError(f"--ep {self.ep} does not divide the number of experts {shape.num_experts}")
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,51 +68,46 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def check(checkpoint: Path | None, **sizes: Any) -> None:
-    """
+def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, ep: int, **sizes: Any) -> dict[str, LayerShape]:
+    """Map a name to each distinct layer: the first with that shape in a checkpoint, or the one of the given sizes.
+
     Raises:
         click.UsageError: neither a checkpoint nor all sizes are given, or both are.
+        UnusableError: the checkpoint, the sizes or the ranks cannot be used.
     """
     missing = [name for name in _SIZES if sizes[name] is None]
     if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(_SIZES)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in _SIZES)
         raise click.UsageError(f"give a CHECKPOINT, or all of {names}")
-
-
-def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, ep: int, **sizes: Any) -> dict[str, LayerShape]:
-    """Map a name to each distinct layer: the first with that shape in a checkpoint, or the one of the given sizes.
-
-    Raises:
-        click.UsageError: see ``check``.
-        UnusableError: the checkpoint, the sizes or the ranks cannot be used.
-    """
-    check(checkpoint, **sizes)
-    if checkpoint is None:
+    if checkpoint is not None:
+        shapes = {name: shape for name, shape in shapes_in(checkpoint).items() if shape.quant_algo in formats.names()}
+        if not shapes:
+            raise UnusableError(f"{checkpoint}: has no {' or '.join(formats.names())} MoE layer")
+        for shape in shapes.values():
+            _activation(shape.kernel_activation or "")
+    else:
         experts, top_k, hidden, intermediate = (sizes[name] for name in _SIZES)
         if top_k > experts:
             raise UnusableError(f"--top-k {top_k} exceeds --experts {experts}")
         name = _activation(activation)
         constants = name == "SwigluBias"
-        name, size = "Swiglu" if constants else name, (experts, top_k, hidden, intermediate)
-        shape = LayerShape(*size, name, form.upper(), activation_constants=constants)
+        shape = LayerShape(
+            experts, top_k, hidden, intermediate, "Swiglu" if constants else name, form.upper(), activation_constants=constants
+        )
         shapes = {f"{experts} experts, top {top_k}, {hidden} x {intermediate}": shape}
-    else:
-        shapes = _in_checkpoint(checkpoint)
     for shape in shapes.values():
         Ranks(tp, ep).expect_to_divide(shape)
     return shapes
 
 
-def _in_checkpoint(checkpoint: Path) -> dict[str, LayerShape]:
-    from .checkpoint import Checkpoint
-
-    with Checkpoint(checkpoint) as source:
-        layers = [layer for layer in source.layers if layer.quant_algo in formats.names()]
-    if not layers:
-        raise UnusableError(f"{checkpoint}: has no {' or '.join(formats.names())} MoE layer")
+def shapes_in(checkpoint: Path) -> dict[str, LayerShape]:
+    """Map the name of the first layer with each shape to the shape, in the model's order."""
+    try:
+        from .checkpoint import Checkpoint
+    except ImportError as error:
+        raise UnusableError(f"reading a checkpoint needs torch: {error}") from None
     names: dict[LayerShape, str] = {}
-    for layer in layers:
-        _activation(layer.shape.kernel_activation or "")
+    for layer in Checkpoint(checkpoint).layers:
         names.setdefault(layer.shape, layer.name)
     return {name: shape for shape, name in names.items()}
 
@@ -144,5 +137,5 @@ def probe_machine(target: str | None) -> Environment:
 
 def resolve_layer(shape: LayerShape, facts: Environment, deployment: Deployment | None = None) -> Resolution:
     """Return which families serve the layer."""
-    rows = families.rows(settings.KERNELS.listed(), shape.quant_algo)
+    rows = families.rows(settings.KERNELS(), shape.quant_algo)
     return resolve(shape, deployment, facts, {row.name: row.features(facts) for row in rows})

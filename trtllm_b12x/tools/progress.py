@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -27,24 +27,19 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(text))
 
 
-def expect_folder(*files: Path | None) -> None:
-    """Expect that each file, if given and not ``-``, can be made in a folder that exists."""
-    for file in files:
-        if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
-            raise UnusableError(f"{file}: its folder does not exist; create it first")
+def expect_writable(file: Path | None) -> None:
+    """Expect that the file, if given and not ``-``, can be made: its folder exists, and it is no folder."""
+    if file is None or str(file) == "-":
+        return
+    if file.is_dir():
+        raise UnusableError(f"{file}: cannot be written (it is a folder); choose another file")
+    if not file.absolute().parent.is_dir():
+        raise UnusableError(f"{file}: its folder does not exist; create it first")
 
 
 def is_replaceable(file: Path) -> bool:
     """Return whether the file may be replaced at any time. ``-``, pipes and devices are written once."""
     return str(file) != "-" and (file.is_file() or not file.exists())
-
-
-@contextmanager
-def writing(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UnusableError(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
 
 
 def write(file: Path, text: str) -> None:
@@ -54,58 +49,48 @@ def write(file: Path, text: str) -> None:
     if str(file) == "-":
         click.echo(text, nl=False)
         return
-    with writing(file):
+    try:
         if is_replaceable(file):
             disk.replace(file, text)
         else:
             file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UnusableError(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
 
 
-class Progress:
-    """A progress bar on standard error, if that is a terminal."""
+def print_line(text: str, err: bool = False) -> None:
+    """Print a line of plain text. While a progress bar is shown, rich puts the line above the bar."""
+    stream = sys.stderr if err else sys.stdout
+    print(plain(text).encode(stream.encoding, "backslashreplace").decode(stream.encoding), file=stream, flush=True)
 
-    def __init__(self, description: str, total: int = 1) -> None:
-        from rich import progress
-        from rich.console import Console
 
-        console = Console(stderr=True)
-        columns = progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TaskProgressColumn()
-        self._bar = progress.Progress(
-            *columns,
-            progress.TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._task = self._bar.add_task(description, total=total)
+@contextmanager
+def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on standard error, if that is a terminal. Yield a function that sets the done and the total number."""
+    from rich import progress
+    from rich.console import Console
 
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def set(self, done: float, total: int | None = None) -> None:
-        self._bar.update(self._task, completed=done, total=total)
-
-    def line(self, text: str, err: bool = False) -> None:
-        """Print a line of plain text above the bar."""
-        running = self._bar.live.is_started
-        if running:
-            self._bar.stop()
-        click.echo(plain(text), err=err)
-        if running:
-            self._bar.start()
+    console = Console(stderr=True)
+    columns = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
+    bar = progress.Progress(
+        *columns,
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    task = bar.add_task(description, total=None)
+    with bar:
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt for an error that Ctrl-C caused: torch's C code turns an interrupt into a ValueError."""
     default, pressed = signal.default_int_handler, False
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+    if signal.getsignal(signal.SIGINT) is not default:  # jobs of a shell may ignore it
         yield
         return
 

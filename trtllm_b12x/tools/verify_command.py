@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,24 +14,22 @@ import click
 
 from trtllm_b12x import formats
 from trtllm_b12x.core import settings
+from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.decision.families import FAMILIES
 from trtllm_b12x.dispatch.schedule import default_crossover
 
 from .options import Ranks
-from .progress import Progress, UnusableError, expect_folder, interruptible
-from .verify_output import JsonReport, Table, header, percent
+from .progress import UnusableError, expect_writable, interruptible, plain, print_line, progress_bar
+from .verify_output import heading, lines, write_report
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, MoELayer
     from .verify import Case, LayerReport
 
-PASSED, FAILED, UNUSABLE, NOTHING_COMPARED, INTERRUPTED = 0, 1, 2, 3, 130
-_STATUS = {PASSED: "passed", FAILED: "failed", UNUSABLE: "unusable", NOTHING_COMPARED: "nothing compared"}
+_EXIT_STATUS = {"passed": 0, "failed": 1, "unusable": 2, "nothing compared": 3, "interrupted": 130}
 
 _DEFAULT_TOKENS = sorted({1, 8, default_crossover() - 1, default_crossover(), 200})
-
-UNSEEN = "without --original verify cannot see swapped experts, layers, or gate and up, nor weights of another model"
 
 
 class _Numbers(click.ParamType):
@@ -41,8 +41,6 @@ class _Numbers(click.ParamType):
         self.minimum, self.maximum, self.max_count = minimum, maximum, max_count
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
         shown = repr(value[:40] + "..." if len(value) > 40 else value)
         numbers: set[int] = set()
         try:
@@ -50,12 +48,13 @@ class _Numbers(click.ParamType):
                 first, _, last = part.partition("-")
                 bounds = int(first), int(last or first)
                 if min(bounds) < self.minimum or max(bounds) > self.maximum:
-                    self.fail(f"must be numbers from {self.minimum} to {self.maximum}; got {shown}", param, ctx)
+                    raise ValueError
                 numbers.update(range(bounds[0], bounds[1] + 1))
+            if not 0 < len(numbers) <= self.max_count:
+                raise ValueError
         except ValueError:
-            self.fail(f"must be a list of numbers such as 1,8,60-64; got {shown}", param, ctx)
-        if not 0 < len(numbers) <= self.max_count:
-            self.fail(f"must be 1 to {self.max_count} numbers; got {len(numbers)} in {shown}", param, ctx)
+            limits = f"1 to {self.max_count} numbers from {self.minimum} to {self.maximum}"
+            self.fail(f"must be {limits}, such as 1,8,60-64; got {shown}", param, ctx)
         return sorted(numbers)
 
 
@@ -74,14 +73,11 @@ def _device(ctx: click.Context, param: click.Parameter, name: str | None) -> str
     return name
 
 
-def _families(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[str, ...]:
-    if text is None:
-        return settings.KERNELS.listed()
-    names = tuple(dict.fromkeys(settings.KERNELS.read(word) for word in text.split(",")))
-    unknown = [name for name in names if name not in settings.KERNELS.values]
-    if unknown:
-        raise click.BadParameter(f"must be of {', '.join(settings.KERNELS.values)}; got {unknown[0][:40]!r}")
-    return names
+def _families(ctx: click.Context, param: click.Parameter, text: str | None) -> str:
+    try:
+        return ",".join(settings.KERNELS() if text is None else settings.KERNELS.parse(text))
+    except ValueError as expected:
+        raise click.BadParameter(f"must be {expected}; got {str(text)[:40]!r}") from None
 
 
 @click.command(short_help="Check the MoE layers of a quantized checkpoint.")
@@ -104,7 +100,7 @@ def _families(ctx: click.Context, param: click.Parameter, text: str | None) -> t
 @click.option("--device", callback=_device, help="cpu, cuda, cuda:1, ...  [default: cuda if available]")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for stdout.")
 @click.pass_context
-def verify(ctx: click.Context, kernels: tuple[str, ...], **options: Any) -> None:
+def verify(ctx: click.Context, kernels: str, **options: Any) -> None:
     """Check the MoE layers of a quantized CHECKPOINT (a folder that nvidia-modelopt exported).
 
     Each layer is loaded as TensorRT-LLM loads it, once for each kernel family that serves it, run at token counts that the
@@ -120,7 +116,7 @@ def verify(ctx: click.Context, kernels: tuple[str, ...], **options: Any) -> None
     if not os.environ.get(settings.LOG.name):
         logging.disable(logging.INFO)  # the log of a server with one layer at a time
     try:
-        with settings.KERNELS.only(kernels), settings.CROSSOVER.set(str(default_crossover())):
+        with settings.KERNELS.set(kernels), settings.CROSSOVER.set(str(default_crossover())):
             status = _verify(**options)
     finally:
         logging.disable(logging.NOTSET)
@@ -128,108 +124,100 @@ def verify(ctx: click.Context, kernels: tuple[str, ...], **options: Any) -> None
 
 
 def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp: int, ep: int, **options: Any) -> int:
+    from torch import OutOfMemoryError
+
     from trtllm_b12x.engines.trtllm.host import use_embedded
+    from trtllm_b12x.engines.trtllm.machine import candidate_kernels
 
     from .checkpoint import Checkpoint
+    from .verify import Case, Tolerances
 
     use_embedded()  # also if TensorRT-LLM is installed: our code is the same there
-    expect_folder(json_file)
+    expect_writable(json_file)
     source = Checkpoint(checkpoint)
-    count, plain_model = len(source.layers), Checkpoint(original) if original else None
+    plain_model = Checkpoint(original) if original else None
     if plain_model is not None:
-        _ = plain_model.layers
-    chosen, tokens = _chosen(source, options.pop("layers"), options.pop("sample")), options.pop("tokens")
-    algorithms = sorted({layer.quant_algo for layer in chosen})
-    report = JsonReport(json_file, header(checkpoint, options["device"], tp, ep, options["seed"], algorithms))
+        _ = plain_model.layers  # raises if it cannot be used
+    chosen, counts = _chosen(source, options.pop("layers"), options.pop("sample")), options.pop("tokens") or _DEFAULT_TOKENS
+    limit = min(default_crossover(layer.top_k, [family.features(Environment())]) for layer in chosen for family in FAMILIES)
+    cases = [Case(count) for count in counts] + [Case(max(c for c in counts if c < limit or c == counts[0]), 4.0)]
+    device, algorithms = options["device"], sorted({layer.quant_algo for layer in chosen})
+    kernels = [kernel.features.name for algo in algorithms for kernel in candidate_kernels(device, algo).values()]
+    head = {
+        "trtllm_b12x": __version__,
+        "checkpoint": checkpoint,
+        "device": device,
+        "tp": tp,
+        "ep": ep,
+        "seed": options["seed"],
+        "kernel": "+".join(dict.fromkeys(kernels)),
+        "crossover": default_crossover(),
+        "tolerances": asdict(Tolerances()),
+    }
     options |= {"original": plain_model, "ranks": Ranks(tp, ep)}
-    with source, Progress(f"verifying {len(chosen)} layer{'' if len(chosen) == 1 else 's'}", len(chosen)) as bar:
-        table = Table([layer.name for layer in chosen], str(json_file) == "-", bar.line)
-        run = _Run(report, table, bar, options)
-        try:
-            with interruptible():
-                run.verify(source, chosen, tokens or _DEFAULT_TOKENS)
-        except KeyboardInterrupt:
-            table.line(f"interrupted: {len(run.reports)} of {len(chosen)} layers were verified")
-            run.write("interrupted")
-            return INTERRUPTED
-    status = run.status()
-    run.write(_STATUS[status])
-    if run.reports:
-        if plain_model is None and any(layer.compared for layer in run.reports):
-            table.line(UNSEEN)
-        table.line(_summary(run, status, count))
-    return UNUSABLE if run.unwritable else status
+    reports: list[LayerReport] = []
+    errors: dict[str, str] = {}
+
+    def line(text: str) -> None:
+        """Print a line of the table. It goes to standard error if the JSON report goes to standard output."""
+        print_line(text, err=str(json_file) == "-")
+
+    write_report(json_file, head, reports, errors, "running")
+    name_width = max(len(plain(layer.name)) for layer in chosen)
+    try:
+        with progress_bar("verifying layers") as set_progress, interruptible():
+            for done, layer in enumerate(chosen):
+                set_progress(done, len(chosen))
+                try:
+                    for report in _reports(source, layer, cases, options):
+                        title = [] if reports else heading(name_width)
+                        reports.append(report)  # before its line: an interrupt loses nothing that was shown
+                        for text in (*title, *lines(report, name_width)):
+                            line(text)
+                except (UnusableError, MemoryError, OutOfMemoryError) as error:  # the other layers may still be verified
+                    no_memory = f"{device}: out of memory; choose --device cpu or smaller --tokens"
+                    errors[layer.name] = str(error) if isinstance(error, UnusableError) else no_memory
+                    print_line(f"error: {errors[layer.name]}", err=True)
+                write_report(json_file, head, reports, errors, "running")
+        status = _status(reports, errors)
+        if reports:
+            if plain_model is None and any(report.compared for report in reports):
+                line("without --original verify cannot see swapped experts, layers, or gate and up, nor weights of another model")
+            line(_summary(reports, errors, status, len(source.layers)))
+    except KeyboardInterrupt:
+        line(f"interrupted: {len(reports)} of {len(chosen)} layers were verified")
+        status = "interrupted"
+    write_report(json_file, head, reports, errors, status)
+    return _EXIT_STATUS[status]
 
 
-class _Run:
-    """Verify the layers one after the other. Finished reports are kept if a later layer fails."""
+def _reports(source: Checkpoint, layer: MoELayer, cases: list[Case], options: dict[str, Any]) -> Iterator[LayerReport]:
+    """Verify a layer once for each family that serves it. ``options``: other arguments of ``verify_layer``."""
+    from .verify import resolve_on_ranks, verify_layer
 
-    def __init__(self, report: JsonReport, table: Table, bar: Progress, options: dict[str, Any]) -> None:
-        self.reports: list[LayerReport] = []
-        self.errors: dict[str, str] = {}
-        self.unwritable = False
-        self._report, self._table, self._bar, self._options = report, table, bar, options
+    verdict = resolve_on_ranks(source, layer, options["ranks"], options["device"])
+    families: list[tuple[str, ...]] = [(family,) for family in verdict.families] or [settings.KERNELS()]
+    row = formats.find(layer.quant_algo)
+    if verdict.served and row is not None and not row.hosts_path:  # the families only serve every count together
+        families = [verdict.families]
+    for number, family in enumerate(families):
+        with settings.KERNELS.set(",".join(family)):
+            report = verify_layer(source, layer, cases, **options)
+        if verdict.served and not number:
+            report.reasons += [f"not {name}: {rejection}" for name, rejection in verdict.refused]
+        yield report
 
-    def verify(self, source: Checkpoint, chosen: list[MoELayer], counts: list[int]) -> None:
-        from .verify import Case
 
-        limit = min(default_crossover(layer.top_k, [family.features(Environment())]) for layer in chosen for family in FAMILIES)
-        cases = [Case(count) for count in counts] + [Case(max(c for c in counts if c < limit or c == counts[0]), 4.0)]
-        for done, layer in enumerate(chosen):
-            try:
-                self._verify_layer(source, layer, cases, done)
-            except (UnusableError, MemoryError, RuntimeError) as error:
-                message = str(error)
-                if not isinstance(error, UnusableError):
-                    if not isinstance(error, MemoryError) and "out of memory" not in message:
-                        raise
-                    message = f"{self._options['device']}: out of memory; choose --device cpu or smaller --tokens"
-                self._bar.line(f"error: {message}", err=True)
-                self.errors[layer.name] = message
-                self.write("running")
-
-    def _verify_layer(self, source: Checkpoint, layer: MoELayer, cases: list[Case], done: int) -> None:
-        """Verify a layer once for each family that serves it."""
-        from .verify import resolve_on_ranks, verify_layer
-
-        verdict = resolve_on_ranks(source, layer, self._options["ranks"], self._options["device"])
-        families: list[tuple[str, ...]] = [(family,) for family in verdict.families]
-        row = formats.find(layer.quant_algo)
-        if families and row is not None and not row.hosts_path:  # the families only serve every count together
-            families = [verdict.families]
-        for number, family in enumerate(families or [settings.KERNELS.listed()]):
-
-            def progress(share: float, number: int = number) -> None:
-                self._bar.set(done + (number + share) / max(len(families), 1))
-
-            with settings.KERNELS.only(family):
-                report = verify_layer(source, layer, cases, progress=progress, **self._options)
-            if verdict.served and not number:
-                report.reasons += [f"not {name}: {rejection}" for name, rejection in verdict.refused]
-            self.reports.append(report)
-            self._table.add(report)
-            self.write("running")
-
-    def write(self, status: str) -> None:
-        if self.unwritable:
-            return
-        try:
-            self._report.write(self.reports, self.errors, status)
-        except UnusableError as error:
-            self.unwritable = True
-            error.show()
-
-    def status(self) -> int:
-        if self.errors:
-            return UNUSABLE
-        if not all(layer.passed for layer in self.reports):
-            return FAILED
-        return PASSED if any(layer.compared for layer in self.reports) else NOTHING_COMPARED
+def _status(reports: list[LayerReport], errors: dict[str, str]) -> str:
+    if errors:
+        return "unusable"
+    if not all(report.passed for report in reports):
+        return "failed"
+    return "passed" if any(report.compared for report in reports) else "nothing compared"
 
 
 def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -> list[MoELayer]:
     from .checkpoint import CheckpointError
-    from .checkpoint.quantization import OTHER_ALGORITHMS
 
     chosen, names = source.layers, formats.names()
     if indices is not None:
@@ -239,7 +227,7 @@ def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -
             raise CheckpointError(f"--layers {unknown[0]}", "no MoE layer", f"choose of {', '.join(map(str, known))}")
         chosen = [layer for layer in chosen if layer.index in indices]
     if not any(layer.quant_algo in names for layer in chosen):
-        algorithms = ", ".join(sorted({OTHER_ALGORITHMS.get(layer.quant_algo, layer.quant_algo) for layer in chosen}))
+        algorithms = ", ".join(sorted({layer.quant_algo for layer in chosen})).replace("none", "not quantized")
         raise CheckpointError(
             source.directory,
             f"not an {' or '.join(names)} checkpoint, its experts are {algorithms}",
@@ -252,29 +240,26 @@ def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -
     return chosen
 
 
-def _summary(run: _Run, status: int, in_all: int) -> str:
+def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in_all: int) -> str:
     from .verify import Tolerances
 
-    served = [report for report in run.reports if report.served_by != "cutlass"]
-    on = "+".join(dict.fromkeys(report.served_by for report in served)) or "+".join(settings.KERNELS.listed())
-    names = {report.name for report in run.reports}
-    if status == NOTHING_COMPARED:
+    served = [report for report in reports if report.served_by != "cutlass"]
+    on = "+".join(dict.fromkeys(report.served_by for report in served)) or "+".join(settings.KERNELS())
+    names = {report.layer.name for report in reports}
+    if status == "nothing compared":
         return f"NOTHING COMPARED: 0 of {len(names)} MoE layers on {on}, CUTLASS serves every one for the reasons above"
     cases = [case for report in served for case in report.cases if case.rel_l2_kernel is not None]
-    errors = [(case.rel_l2_kernel, max(Tolerances().kernel, case.rounding)) for case in cases]
-    sizes = {report.name: report.bytes for report in served[::-1] if report.bytes}  # the first family's
-    baked = [report.baked_weight_error for report in run.reports if report.baked_weight_error is not None]
-    looked_at = len(names | run.errors.keys())
-    parts = [f"{len({report.name for report in served})} of {looked_at} MoE layers on {on}"]
+    distances = [(case.rel_l2_kernel, max(Tolerances().kernel, case.rounding)) for case in cases]
+    sizes = {report.layer.name: report.bytes for report in served[::-1] if report.bytes}  # the first family's
+    looked_at = len(names | errors.keys())
+    parts = [f"{len({report.layer.name for report in served})} of {looked_at} MoE layers on {on}"]
     if in_all != looked_at:
         parts[0] += f" ({in_all} in all)"
-    if errors:
-        worst, bound = max(errors)
+    if distances:
+        worst, bound = max(distances)
         parts.append(f"worst relative L2 {worst:.4f} (bound {bound:.3g})")
     extra = sum(report.bytes.extra for report in served if report.bytes)
     parts.append(f"extra bytes {extra} (padding {sum(size.padding for size in sizes.values())})")
-    if baked:
-        parts.append(f"baked scales would have moved the weights by {percent(max(baked))}")
-    if run.errors:
-        parts.append(f"{len(run.errors)} could not be used")
-    return f"{'PASS' if status == PASSED else 'FAIL'}: " + ", ".join(parts)
+    if errors:
+        parts.append(f"{len(errors)} could not be used")
+    return f"{'PASS' if status == 'passed' else 'FAIL'}: " + ", ".join(parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -12,27 +11,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtllm_b12x.core.version import __version__
-from trtllm_b12x.decision import Environment, families
+from trtllm_b12x.decision import families
 from trtllm_b12x.formats.geometry import LayerShape
 
 from . import options
-from .progress import Progress, UnusableError, plain
+from .progress import UnusableError, plain, print_line, progress_bar
 
 if TYPE_CHECKING:
     from trtllm_b12x.kernels.warmup import CompileResult, CompileTask
 
 
-class _Targets(click.ParamType):
-    """``sm_120a,sm_121a``."""
-
-    name = "targets"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
-        words = list(dict.fromkeys(word.strip() for word in str(value).split(",")))
-        unknown = [word for word in words if word not in options.TARGETS]
-        if unknown:
-            self.fail(f"{unknown[0]!r} is none of {', '.join(options.TARGETS)}", param, ctx)
-        return words
+def _targets(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    unknown = [word for word in words if word not in options.TARGETS]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(options.TARGETS)}")
+    return words
 
 
 @click.command(short_help="Compile every kernel of a model ahead of time, without a GPU.")
@@ -40,7 +34,7 @@ class _Targets(click.ParamType):
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float16"]), default="bfloat16", show_default=True, help="Of activations."
 )
-@click.option("--target", "targets", type=_Targets(), required=True, help="sm_120a, sm_121a, or both with a comma between.")
+@click.option("--target", "targets", callback=_targets, required=True, help="sm_120a, sm_121a, or both with a comma between.")
 @click.option(
     "--card",
     "cards",
@@ -59,14 +53,10 @@ def warmup(
     with what is installed here. It is meant for the build of an image: no GPU is needed, and the server then needs no compiler.
 
     Exit status: 0 all is in the caches, 1 a kernel could not be compiled, 2 there is nothing to compile, or nothing to compile
-    with, 130 interrupted.
+    with, 130 interrupted. What was compiled before an interrupt is kept.
     """
     shapes = {name: dataclasses.replace(shape, dtype=dtype) for name, shape in options.layer_shapes(**layer).items()}
-    try:
-        reports = [_fill(shapes, options.Ranks(layer["tp"], layer["ep"]), name, cards, jobs) for name in targets]
-    except KeyboardInterrupt:
-        click.echo("interrupted: what was compiled is kept", err=True)
-        ctx.exit(130)
+    reports = [_fill(shapes, options.Ranks(layer["tp"], layer["ep"]), name, cards, jobs) for name in targets]
     content = {"trtllm_b12x": __version__, "caches": _caches(), "targets": [report for report, _ in reports]}
     click.echo(json.dumps(content, indent=1) if as_json else _screen(content, shapes))
     ctx.exit(int(any(failed for _, failed in reports)))
@@ -84,27 +74,27 @@ def _fill(
     except ValueError as error:
         raise UnusableError(f"--card: {error}") from None
     tasks, refused = _tasks(shapes, name, ranks)
-    for line in refused:
-        click.echo(plain(line), err=True)
+    for text in refused:
+        print_line(text, err=True)
     if not tasks:
         raise UnusableError(
             f"{name}: no family of kernels can serve this here; trtllm-b12x doctor --target {name} says what to do"
         )
     results: list[CompileResult] = []
     failed, started = False, time.monotonic()
-    with Progress(f"kernels for {name}") as bar:
+    with progress_bar(f"kernels for {name}") as set_progress:
 
         def report(result: CompileResult | None, total: int) -> None:
             if result is not None:
                 results.append(result)
                 if result.error:
-                    bar.line(f"error: {result.name}: {result.error}", err=True)
-            bar.set(len(results), total)
+                    print_line(f"error: {result.name}: {result.error}", err=True)
+            set_progress(len(results), total)
 
         try:
             warmup.run(tasks, models_, report, jobs)
         except PlanError as error:
-            bar.line(f"error: {error}", err=True)
+            print_line(f"error: {error}", err=True)
             failed = True
     rows = []
     for family in dict.fromkeys(result.family for result in results):
@@ -128,14 +118,18 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
     import torch
 
     from trtllm_b12x.dispatch import crossover
+    from trtllm_b12x.environment import triton
     from trtllm_b12x.kernels.catalog import KERNELS
     from trtllm_b12x.kernels.warmup import CompileTask
 
-    facts, tasks, refused = _facts(name), [], []
+    facts, tasks, refused = options.probe_machine(name), [], []
+    # The compilers must be here even if an earlier run has filled the cache.
+    missing_tools = dict.fromkeys((*triton.tools_lacking(), *(facts.triton_lacks or ())))
+    facts = dataclasses.replace(facts, triton_lacks=tuple(missing_tools))
     for shape in dict.fromkeys(shapes.values()):
         verdict = options.resolve_layer(shape, facts, ranks.deployment)
         refused += [f"{name}: not {family}: {rejection}" for family, rejection in verdict.refused]
-        rows = [row for row in families.rows(verdict.families, shape.quant_algo) if row.name in verdict.families]
+        rows = list(families.rows(verdict.families, shape.quant_algo))
         geometry = shape.on_rank(ranks.tp, ranks.ep, math.lcm(*(row.features(facts).tile for row in rows)))
         for row in rows:
             kernel, _ = KERNELS[row.key]
@@ -144,24 +138,10 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
     return list(dict.fromkeys(tasks)), list(dict.fromkeys(refused))
 
 
-def _facts(name: str) -> Environment:
-    """Describe the card on this machine, which must have the tools that compile even if the cache has been filled before."""
-    from trtllm_b12x.environment import triton
-
-    facts = options.probe_machine(name)
-    faults = dict.fromkeys((*triton.tools_lacking(), *(facts.triton_lacks or ())))
-    return dataclasses.replace(facts, triton_lacks=tuple(faults))
-
-
 def _caches() -> dict[str, str]:
-    from trtllm_b12x.environment import triton
+    from trtllm_b12x.environment import flashinfer, triton
 
-    caches = {"triton": str(triton.cache_folder())}
-    with contextlib.suppress(Exception):  # not installed, or damaged
-        from trtllm_b12x.kernels.b12x.precompile import cache_folder
-
-        caches["flashinfer"] = str(cache_folder())
-    return caches
+    return {"triton": str(triton.cache_folder()), "flashinfer": str(flashinfer.cache_folder())}
 
 
 def _screen(content: dict[str, Any], shapes: dict[str, LayerShape]) -> str:

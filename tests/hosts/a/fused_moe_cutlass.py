@@ -21,7 +21,6 @@ class CutlassFusedMoE(MoE):
         self,
         *,
         model_config=ModelConfig(),  # noqa: B008 - as the host's
-        aux_stream_dict=None,
         apply_router_weight_on_input=False,
         without_comm=False,
         **arguments,

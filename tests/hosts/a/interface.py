@@ -19,11 +19,14 @@ class MoE(CompleteLayer, interface.MoE):
         model_config=ModelConfig(),  # noqa: B008 - as the host's
         weight_loading_mode=None,
         layer_idx=None,
+        reduce_results=False,
+        aux_stream_dict=None,
         init_load_balancer=True,
         **arguments,
     ):
         mode = weight_loading_mode or MoEWeightLoadingMode.VANILLA
         super().__init__(model_config=model_config, weight_loading_mode=mode, layer_idx=layer_idx, **arguments)
+        self.reduce_results, self.aux_stream_dict = reduce_results, aux_stream_dict
         self.complete(layer_idx, model_config, get_moe_load_balancer() if init_load_balancer else None)
 
     def _add_raw_shared_weights_for_unmap(self, weights):

@@ -1,3 +1,3 @@
-from trtllm_b12x.engines.trtllm.embedded.routing import BaseMoeRoutingMethod, RenormalizeMoeRoutingMethod
+from trtllm_b12x.engines.trtllm.embedded.routing import RenormalizeMoeRoutingMethod
 
-__all__ = ["BaseMoeRoutingMethod", "RenormalizeMoeRoutingMethod"]
+__all__ = ["RenormalizeMoeRoutingMethod"]

@@ -12,7 +12,6 @@ class Wrapper(Delegating, MoE):
         self,
         *,
         model_config=ModelConfig(),  # noqa: B008 - as the host's
-        aux_stream_dict=None,
         apply_router_weight_on_input=False,
         override_quant_config=None,
         **kwargs,
@@ -20,7 +19,7 @@ class Wrapper(Delegating, MoE):
         from tensorrt_llm._torch.modules.fused_moe.create_moe import create_moe_backend
 
         super().__init__(model_config=model_config, **kwargs)
-        self.model_config, self.aux_stream_dict = model_config, aux_stream_dict
+        self.model_config = model_config
         self.apply_router_weight_on_input = apply_router_weight_on_input
         moe_cls, backend_config = self._resolve(model_config, override_quant_config)
         swiglu = {name: kwargs.get(name) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")}

@@ -12,8 +12,6 @@ from tensorrt_llm._experts import of_expert
 from tensorrt_llm._torch.modules.linear import TensorParallelMode, load_weight_shard
 from torch import nn
 
-from trtllm_b12x.engines.trtllm.embedded.quantization import FusedMoEQuantScalesMXFP8, FusedMoEQuantScalesNVFP4
-
 from .interface import MoEWeightLoadingMode
 
 __all__ = ["MoEWeightLoadingMode", "TensorParallelMode", "load_weight_shard"]
@@ -107,9 +105,7 @@ class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
         raise NotImplementedError("of SM100 and SM103 alone")
 
     def setup_quant_scales(self, module):
-        module.quant_scales = FusedMoEQuantScalesMXFP8(
-            fc31_weight_block_scale=module.w3_w1_weight_scale, fc2_weight_block_scale=module.w2_weight_scale
-        )
+        module.quant_scales = module.w3_w1_weight_scale, module.w2_weight_scale
 
 
 class NVFP4FusedMoEMethod(FusedMoEMethodBase):
@@ -192,14 +188,8 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         self.setup_quant_scales(module)
 
     def setup_quant_scales(self, module):
-        module.quant_scales = FusedMoEQuantScalesNVFP4(
-            fc1_act_global=module.fc31_input_scale,
-            fc1_weight_block=module.w3_w1_weight_scale,
-            fc1_global=module.fc31_alpha,
-            fc2_act_global=module.fc2_input_scale,
-            fc2_weight_block=module.w2_weight_scale,
-            fc2_global=module.fc2_alpha,
-        )
+        fc1 = module.fc31_input_scale, module.w3_w1_weight_scale, module.fc31_alpha
+        module.quant_scales = (*fc1, module.fc2_input_scale, module.w2_weight_scale, module.fc2_alpha)
 
 
 class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):

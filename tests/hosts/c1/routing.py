@@ -1,9 +1,6 @@
 """Routing methods as the scheduler asks them: ``apply`` takes the token ids too."""
 
 from trtllm_b12x.engines.trtllm.embedded import routing
-from trtllm_b12x.engines.trtllm.embedded.routing import BaseMoeRoutingMethod
-
-__all__ = ["BaseMoeRoutingMethod", "RenormalizeMoeRoutingMethod"]
 
 
 class RenormalizeMoeRoutingMethod(routing.RenormalizeMoeRoutingMethod):

@@ -1,20 +1,6 @@
-from trtllm_b12x.engines.trtllm.embedded import communication
-from trtllm_b12x.engines.trtllm.embedded.communication import all_reduce
+from tests.communication import AllGatherReduceScatter, all_reduce
 
 __all__ = ["AllGatherReduceScatter", "CommunicationFactory", "all_reduce"]
-
-
-class AllGatherReduceScatter(communication.AllGatherReduceScatter):
-    """With the arguments that the scheduler passes to every strategy."""
-
-    def dispatch(self, *, use_dp_padding=None, **arguments):
-        return super().dispatch(**arguments)
-
-    def combine(self, final_hidden_states, all_rank_max_num_tokens=None):
-        return super().combine(final_hidden_states)
-
-    def destroy(self):
-        pass
 
 
 class CommunicationFactory:

@@ -1,4 +1,4 @@
-"""Calls of a layer: communication, numbers, ``torch.compile``, the autotuner, the crossover during warm-up."""
+"""Calls of a layer: communication, ``torch.compile``, the autotuner, the crossover during warm-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tensorrt_llm._torch import autotuner, utils
 
 import trtllm_b12x
-from tests import layers, sequences
+from tests import layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
 from trtllm_b12x.core import process
@@ -84,16 +84,6 @@ def padded_and_empty_chunks() -> dict[str, Any]:
     return result
 
 
-def numbers(expected: str) -> dict[str, Any]:
-    """Sequences of calls, compared bit by bit with what the embedded host made of them."""
-    wrong = []
-    for name, tensor in torch.load(expected).items():
-        result = sequences.SEQUENCES[name]()
-        if not torch.equal(result, tensor):
-            wrong.append(f"{name}: {float((result.float() - tensor.float()).norm() / tensor.float().norm()):.2g}")
-    return {"wrong": wrong}
-
-
 def torch_compile() -> dict[str, Any]:
     """A layer under ``torch.compile``, where a graph break is an error."""
     tensors = random_experts(4, 128, 192)
@@ -106,23 +96,8 @@ def torch_compile() -> dict[str, Any]:
 
 
 def tuned_calls() -> dict[str, Any]:
-    """The autotuner's spec without an input, and what a tuned call reaches."""
-
-    def profile() -> str:
-        specs = (autotuner.DynamicTensorSpec(0, 0, (), lambda n: n // 2), autotuner.DynamicTensorSpec(3, 0))
-        constraints = (autotuner.ConstraintSpec(1, 0, lambda shapes: 1), autotuner.ConstraintSpec(2, 5, lambda shapes: 1))
-        try:
-            shapes = (torch.Size([8, 2]), torch.Size([4]), torch.Size([3]))
-            return str(autotuner.AutoTuner._find_nearest_profile(shapes, specs, constraints))
-        except IndexError:
-            return "IndexError"
-
-    trtllm_b12x.uninstall()
-    alone = profile()
+    """What a call reaches while the host tunes and afterwards, and what was not tuned."""
     trtllm_b12x.install()
-    guarded = profile()
-    cleared = not hasattr(vars(autotuner.AutoTuner)["_find_nearest_profile"].__func__.__wrapped__, "cache_clear")
-    cleared = cleared or autotuner.AutoTuner._find_nearest_profile.cache_clear() is None
     tensors = random_experts(4, 128, 192)
     module = layers.load(layers.create(4, 128, 192), tensors)
     x, logits = layers.inputs(module, 5, tensors)
@@ -132,11 +107,11 @@ def tuned_calls() -> dict[str, Any]:
             module(x, logits)
         counts.append(len(reached))
     tuner, missed = autotuner.AutoTuner.get(), []
-    module.backend.drop_schedule()
+    module.backend.dispatch.drop()
     for tokens in (3, 5, 40):
         module(*layers.inputs(module, tokens, tensors))
         missed.append(len(tuner.missed))
-    return {"alone": alone, "guarded": guarded, "cleared": cleared, "kernel_calls": counts, "missed": missed}
+    return {"kernel_calls": counts, "missed": missed}
 
 
 def crossover_at_warm_up() -> dict[str, Any]:

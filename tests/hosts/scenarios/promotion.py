@@ -193,7 +193,7 @@ def threads_and_failures() -> dict[str, Any]:
     left = trtllm_b12x.status().layers
 
     explained = layers.explained()
-    questions.activation_name = None  # type: ignore[assignment]
+    questions._activation = None  # type: ignore[assignment]
     failed = type(build()).__name__
     return {
         "gate": gate,

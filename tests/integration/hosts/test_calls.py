@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.hosts.machine import OURS, SHORT, Double, of
-from tests.sequences import SEQUENCES
 from trtllm_b12x.engines.trtllm.contract import GENERATIONS
 
 
@@ -52,18 +49,6 @@ def test_mxfp8_which_the_host_has_no_implementation_for(double: Double, backend:
     assert found["parts"] == [False, True]
 
 
-@pytest.fixture(scope="module")
-def embedded_numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with what the embedded host makes of each sequence of calls."""
-    file = tmp_path_factory.mktemp("numbers") / "expected.pt"
-    torch.save({name: make() for name, make in SEQUENCES.items()}, file)
-    return file
-
-
-def test_the_numbers_are_the_embedded_hosts(double: Double, embedded_numbers: Path) -> None:
-    assert double.scenario("calls.numbers", str(embedded_numbers))["wrong"] == []
-
-
 def test_compile_finds_no_graph_break(double: Double) -> None:
     result = double.scenario("calls.torch_compile")
     assert result["equal"]
@@ -72,9 +57,6 @@ def test_compile_finds_no_graph_break(double: Double) -> None:
 
 def test_the_autotuner(double: Double) -> None:
     result = double.scenario("calls.tuned_calls")
-    assert result["alone"] == "IndexError"
-    assert result["guarded"] == "((4, 2), (-1,), (3,))"
-    assert result["cleared"]
     assert result["kernel_calls"] == [0, 1]  # while it tunes, CUTLASS sees the small counts
     assert result["missed"] == [0, 0, 2]  # and has tactics for them: 40 tokens were never tuned, for either GEMM
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.hosts.build import Change
@@ -63,22 +61,6 @@ def test_every_backend_quantization_and_card(double: Double) -> None:
         assert promoted == expected, (payload, sm, backend, algo, alone)
 
 
-def test_models_that_read_the_backends_name(double: Double) -> None:
-    """Decoder layers ask the TRTLLM backend for unfinalized output: whoever serves them, a call ends as without us, or better."""
-    result = double.scenario("contract.models_that_read_the_backend")
-    assert len(result["rows"]) == 4 * 5
-    for model, backend, alone, promoted, expected, found in result["rows"]:
-        case = (double.generation, model, backend)
-        if backend == "TRTLLM" or alone not in (HOSTS, "CuteDslFusedMoE"):
-            assert found == expected, case  # from C1 on the host itself gives CUTLASS here, and the model does not know
-        else:
-            assert promoted == OURS, case
-            assert all(error < 0.1 for error in found), (case, found)
-    without_kernel = [row for row in result["rows"] if row[1:3] == ["CUTEDSL", "CuteDslFusedMoE"]]
-    assert len(without_kernel) == (4 if double.generation == "A" else 0)
-    assert result["stderr"].count("set moe_config.backend: CUTLASS") == 1
-
-
 def test_no_hook_is_left_to_itself(double: Double) -> None:
     streamed = [] if double.generation != "C1" else ["finalize_streamed_expert"]  # C2's
     assert double.scenario("contract.orphaned_hooks")["orphans"] == streamed
@@ -117,19 +99,6 @@ def test_one_renamed_function_is_enough(machine: Machine, name: str) -> None:
     assert result["stderr"].count(name) == 1
 
 
-@pytest.mark.all
-def test_one_renamed_field_is_left_alone_or_refused(machine: Machine, tmp_path: Path) -> None:
-    """Whatever is read of a layer or of a call's record, every third name (``RENAMED=all``): no host crashes that did not."""
-    double = machine.double("C2")
-    outcomes = double.scenario("contract.renamed_names", "C2", str(tmp_path), PYTHONPATH=machine.variables["PYTHONPATH"])[
-        "outcomes"
-    ]
-    worse = {name: answers for name, answers in outcomes.items() if answers[0] != answers[1] and answers[1]}
-    assert not worse
-    left = {name for name, (with_us, _) in outcomes.items() if with_us in ("C2 0", "unsupported 0")}
-    assert len(left) >= len(outcomes) - 2, outcomes  # the others are the double's own keywords
-
-
 OTHERS: dict[str, tuple[str, tuple[Change, ...]]] = {
     # Early 1.2.
     "run_moe is not told of an all-to-all": (
@@ -156,6 +125,10 @@ OTHERS: dict[str, tuple[str, tuple[Change, ...]]] = {
         ),
     ),
     "no such table": ("C2", (("moe_resolution", "BACKEND_FAMILY", "FAMILY_OF_BACKEND"),)),
+    "a field of a call has another name": (
+        "C2",
+        tuple((module, "moe_output", "output") for module in ("impl_contract", "moe_scheduler", "fused_moe_cutlass")),
+    ),
 }
 
 
@@ -167,6 +140,16 @@ def test_other_generations_are_left_alone_with_one_line(machine: Machine, case: 
     assert result["promoted"] == 0
     assert OURS not in result["backends"]
     assert [line[:15] for line in result["log"]] == ["no adapter fits"]
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "modules"),
+    [("slot_start", "first_slot", ["interface"]), ("fc31_input_scale", "fc31_scale", ["quantization", "fused_moe_cutlass"])],
+)
+def test_layers_without_an_attribute_are_the_hosts(machine: Machine, name: str, new: str, modules: list[str]) -> None:
+    result = machine.double("C2", f"no {name}", tuple((m, name, new) for m in modules)).scenario("starts.by_itself")
+    assert (result["generation"], result["promoted"], result["finite"]) == ("C2", 0, True)
+    assert name in " ".join(result["log"])
 
 
 def test_a_class_that_cannot_be_built_is_the_hosts(machine: Machine) -> None:

@@ -10,8 +10,8 @@ loader.c            what is linked with a kernel's host object: other cubin, rew
 build.py            compile, translate, assemble, link; a cache that may travel
 bed.py              the context manager :func:`sm12x_on_hopper`
 problem.py          a layer's tensors, drawn
-kernels.py          the kernels that are built everywhere: ``python -m tests.integration.sm12x_on_hopper.kernels``
-run.py, report.py   one run on a device to JSON, and JSON to the tables of ``docs/``
+kernels.py          the kernels that are built
+run.py              one run on a device, to JSON
 =================== ===============================================================================
 """
 

@@ -67,41 +67,34 @@ class Bed:
 
 @contextlib.contextmanager
 def sm12x_on_hopper(
-    sm: int = 120,
     sm_count: int = 132,
     *,
-    options: Options | None = None,
+    options: Options = Options(),  # noqa: B008 - frozen
     cache: Path | None = None,
     build_only: bool = False,
-    keep: Path | None = None,
 ) -> Iterator[Bed]:
     """FlashInfer's SM12x MoE kernels on the Hopper GPU of this machine.
 
-    Enter it before anything in the process uses the CuTe DSL, which reads its settings once: a process builds for one card,
-    with or without line information, and runs whatever is built.
+    Enter it before anything in the process uses the CuTe DSL, which reads its settings once: a process builds for one card and
+    runs whatever is built.
 
     Args:
-        sm: 120 or 121, the card that FlashInfer compiles for.
-        sm_count: SMs of that card, at most those of the GPU.
-        options: how kernels are built, instead of ``sm``.
+        sm_count: SMs of the card that FlashInfer compiles for, at most those of the GPU.
+        options: how kernels are built.
         cache: where built kernels are kept; they may be built elsewhere.
         build_only: on a machine without a GPU: give FlashInfer CPU tensors, kernels are built and not launched.
-        keep: also keep the PTX and the native cubin there.
     """
-    options = options or Options(sm)
     dump = _dump_directory()
     environment = {
         "CUTE_DSL_ARCH": options.target,
         "CUTE_DSL_KEEP_PTX": "1",
-        "CUTE_DSL_KEEP_CUBIN": "1" if keep else "0",
-        "CUTE_DSL_LINEINFO": "1" if options.line_info else "0",
         "CUTE_DSL_DUMP_DIR": str(dump),
         "CUTE_DSL_DISABLE_FILE_CACHING": "1",
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         _answer_for_the_card(stack, options.sm, sm_count, build_only)
-        bed = Bed(Builder(cache or _default_cache(), dump, options, keep), build_only)
+        bed = Bed(Builder(cache or _default_cache(), dump, options), build_only)
         _take_the_doors(stack, bed, sm_count)
         yield bed
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .translate import Entry, Translation, translate
+from .translate import Entry, translate
 
 _HERE = Path(__file__).parent
 FUNCTION = "kernel"
@@ -30,20 +28,6 @@ class BuildError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Built:
-    """What building one kernel showed; kept beside the object."""
-
-    name: str
-    target: str
-    counts: dict[str, int]
-    """Replacements by rule."""
-    registers: list[int] = field(default_factory=list)
-    """Per kernel of the module, of the translated code on ``sm_90a``."""
-    spilled_bytes: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Options:
     """How kernels are built."""
 
@@ -51,8 +35,6 @@ class Options:
     """120 or 121: the card they are compiled for."""
     stagger: bool = False
     """Let every warp sleep at random behind each barrier: what hangs on timing shows."""
-    line_info: bool = False
-    """Lines of FlashInfer's Python, for nvdisasm."""
 
     @property
     def target(self) -> str:
@@ -62,8 +44,8 @@ class Options:
 class Builder:
     """Builds kernels into a folder that may travel between machines, one object and one JSON per kernel."""
 
-    def __init__(self, cache: Path, dump: Path, options: Options, keep: Path | None = None) -> None:
-        self.cache, self.dump, self.options, self.keep = cache, dump, options, keep
+    def __init__(self, cache: Path, dump: Path, options: Options) -> None:
+        self.cache, self.dump, self.options = cache, dump, options
         cache.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str, compile_kernel: Callable[[], Any]) -> Path:
@@ -74,45 +56,28 @@ class Builder:
         return path
 
     def _build(self, name: str, compile_kernel: Callable[[], Any], path: Path) -> None:
-        times = {"start": time.monotonic()}
+        """Write the object, and beside it what building it showed."""
         for old in self.dump.glob("*"):
             old.unlink()
         compiled = compile_kernel()
-        times["compile"] = time.monotonic()
-        sources = list(self.dump.glob("*.ptx"))
-        ptx = "\n".join(source.read_text() for source in sources)
+        ptx = "\n".join(source.read_text() for source in self.dump.glob("*.ptx"))
         target = self.options.target
         if f".target {target}" not in ptx:
             raise BuildError(f"compiling {name} left no PTX for {target} in {self.dump}: the CuTe DSL was in use before the bed")
         translation = translate(ptx, device_functions(), stagger=self.options.stagger)
-        times["translate"] = time.monotonic()
         with tempfile.TemporaryDirectory() as directory:
             folder = Path(directory)
-            cubin, words = assemble(translation.ptx, folder, self.options.line_info)
-            times["assemble"] = time.monotonic()
+            cubin, words = assemble(translation.ptx, folder)
             compiled.export_to_c(str(folder / "host.o"), function_name=FUNCTION)
             _link(folder, cubin, translation.entries, path)
-            times["link"] = time.monotonic()
-        if self.keep is not None:
-            self.keep.mkdir(parents=True, exist_ok=True)
-            for source in sources:
-                shutil.copy(source, self.keep / f"{path.stem}.{target}.ptx")
-            for source in self.dump.glob("*.cubin"):
-                shutil.copy(source, self.keep / f"{path.stem}.{target}.cubin")
-        _describe(name, target, translation, words, times, path)
-
-
-def _describe(name: str, target: str, translation: Translation, words: str, times: dict[str, float], path: Path) -> None:
-    stamps = list(times.items())
-    built = Built(
-        name,
-        target,
-        translation.counts,
-        [int(n) for n in re.findall(r"Used (\d+) registers", words)],
-        sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", words)),
-        {label: round(stamp - before, 1) for (_, before), (label, stamp) in itertools.pairwise(stamps)},
-    )
-    path.with_suffix(".json").write_text(json.dumps(asdict(built), indent=1))
+        built = {
+            "name": name,
+            "target": target,
+            "counts": translation.counts,
+            "registers": [int(n) for n in re.findall(r"Used (\d+) registers", words)],
+            "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", words)),
+        }
+        path.with_suffix(".json").write_text(json.dumps(built, indent=1))
 
 
 @functools.cache
@@ -142,15 +107,14 @@ def device_functions() -> str:
     return ptx.rstrip(b"\0").decode()
 
 
-def assemble(ptx: str, folder: Path, line_info: bool = False) -> tuple[Path, str]:
+def assemble(ptx: str, folder: Path) -> tuple[Path, str]:
     """PTX to a cubin for ``sm_90a``, and what ``ptxas -v`` said.
 
     -O2: at -O3 a dynamic kernel came out with 32 registers and 12 kB of spills (ptxas 13.0).
     """
     source, cubin = folder / "translated.ptx", folder / "translated.cubin"
     source.write_text(ptx)
-    lines = ["-lineinfo"] * line_info
-    return cubin, _run([str(ptxas()), "-arch=sm_90a", "-O2", "-v", *lines, str(source), "-o", str(cubin)])
+    return cubin, _run([str(ptxas()), "-arch=sm_90a", "-O2", "-v", str(source), "-o", str(cubin)])
 
 
 @functools.cache

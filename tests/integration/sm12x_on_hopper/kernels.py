@@ -1,22 +1,15 @@
-"""Kernels that are compiled for ``sm_12xa``, translated and assembled on any machine, in parallel processes.
-
-``python -m tests.integration.sm12x_on_hopper.kernels`` builds the listed ones; ``--all`` the full product of models, ways to
-split them and token counts.  Prints one JSON line per kernel.
-"""
+"""Kernels that are compiled for ``sm_12xa``, translated and assembled on any machine, in parallel processes."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from .bed import sm12x_on_hopper
@@ -30,18 +23,20 @@ NEMOTRON_NANO = Shape("Nemotron-3-Nano", 128, 6, 2688, 1856, False)
 ODD_SWIGLU = Shape("SwiGLU, I 640", 64, 8, 2560, 640, True)
 SMALL_SWIGLU = Shape("small SwiGLU", 16, 4, 512, 256, True)
 SMALL_RELU2 = Shape("small ReLU2", 16, 4, 512, 256, False)
-SHAPES = (QWEN3_30B, NEMOTRON_SUPER, QWEN36_35B, ODD_SWIGLU, NEMOTRON_NANO)
+SHAPES = (SMALL_SWIGLU, SMALL_RELU2, QWEN3_30B, NEMOTRON_SUPER, QWEN36_35B, ODD_SWIGLU, NEMOTRON_NANO)
+EXPORTS = (Shape("nemotron-h", 8, 4, 256, 320, False), Shape("qwen3-moe", 16, 4, 512, 320, True))
+"""Sizes of what ``tests/integration/exports.py`` exports."""
 CAPACITY = 64
 """Tokens that a wrapper with workspaces of its own is made for, as the package's crossover has it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call; the kernel is the one that FlashInfer's own dispatch picks for it, or the one that is forced."""
+    """One call."""
 
     shape: Shape
     tokens: int
-    forced: str | None = None
+    kernel: str
     """``direct_micro`` or ``static``."""
     sm_count: int = 132
     options: Options = field(default_factory=Options)
@@ -49,7 +44,7 @@ class Job:
 
 LISTED = (
     *(Job(shape, tokens, "direct_micro") for shape in (SMALL_SWIGLU, SMALL_RELU2) for tokens in (1, 4)),
-    Job(QWEN36_35B, 2),
+    Job(QWEN36_35B, 2, "direct_micro"),
     *(Job(shape, 16, "static") for shape in (SMALL_SWIGLU, SMALL_RELU2, QWEN3_30B, NEMOTRON_SUPER)),
     Job(SMALL_SWIGLU, 16, "static", 48, Options(121)),
 )
@@ -58,95 +53,55 @@ LISTED = (
 
 def main_jobs() -> Iterator[Job]:
     """Yield each kernel that the package selects, at each token count that it may serve."""
-    for shape in (SMALL_SWIGLU, SMALL_RELU2, *SHAPES):
+    for shape in SHAPES:
         for tokens in (1, 2, 4, 8, 16, 32, 63, 64):
             if tokens <= 8:
                 yield Job(shape, tokens, "direct_micro")
             yield Job(shape, tokens, "static")
 
 
-def one_per_kernel(shape: Shape, **options: Any) -> list[Job]:
-    return [Job(shape, tokens, backend, **options) for tokens, backend in ((4, "direct_micro"), (32, "static"))]
+def one_per_kernel(shape: Shape, sm_count: int = 132, options: Options = Options()) -> list[Job]:  # noqa: B008 - frozen
+    return [Job(shape, tokens, kernel, sm_count, options) for tokens, kernel in ((4, "direct_micro"), (32, "static"))]
 
 
 def other_jobs() -> dict[str, list[Job]]:
     """Return the jobs of other builds by section: a smaller card's grid, and warps that sleep behind barriers."""
     small = (SMALL_SWIGLU, SMALL_RELU2)
     return {
-        "GB10": [job for shape in small for job in one_per_kernel(shape, sm_count=48, options=Options(121))],
+        "GB10": [job for shape in small for job in one_per_kernel(shape, 48, Options(121))],
         "staggered": [job for shape in small for job in one_per_kernel(shape, options=Options(stagger=True))],
     }
 
 
-def halved(shape: Shape) -> Shape:
-    return replace(shape, num_experts=shape.num_experts // 2, name=f"{shape.name}, half its experts")
-
-
-EXPORTS = (Shape("nemotron-h", 8, 4, 256, 320, False), Shape("qwen3-moe", 16, 4, 512, 320, True))
-"""Sizes of what ``tests/integration/exports.py`` exports."""
-
-
-def product() -> Iterator[Job]:
-    """Yield every model, each way to split it, both cards, each token count that picks another kernel."""
-    tokens = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
-    for shape, tp, (sm, sm_count), count in itertools.product(SHAPES, (1, 2, 4), ((120, 132), (121, 48)), tokens):
-        if shape.intermediate_size % (16 * tp) == 0:
-            part = replace(shape, name=f"{shape.name}/tp{tp}", intermediate_size=shape.intermediate_size // tp)
-            yield Job(part, count, None, sm_count, Options(sm))
-
-
-def build(job: Job, cache: Path | None = None, keep: Path | None = None) -> list[dict[str, object]]:
+def build(job: Job, cache: Path | None = None) -> list[dict[str, object]]:
     """Build what one call launches; what came out, kernel by kernel.  In a process of its own: see ``bed.py``."""
     import torch
 
-    with (
-        sm12x_on_hopper(sm_count=job.sm_count, options=job.options, cache=cache, build_only=True, keep=keep) as bed,
-        forced(job.forced),
-    ):
+    with sm12x_on_hopper(job.sm_count, options=job.options, cache=cache, build_only=True) as bed, forced(job.kernel):
         layer = empty_layer(job.shape)
         x = torch.empty(job.tokens, job.shape.hidden_size, dtype=torch.bfloat16)
         ids = torch.zeros(job.tokens, job.shape.top_k, dtype=torch.int32)
-        capacity = CAPACITY if job.tokens <= CAPACITY else 0
-        run = wrapper(job.shape, "cpu", capacity).run
+        run = wrapper(job.shape, "cpu", CAPACITY).run
         try:
             run(x, token_selected_experts=ids, token_final_scales=torch.zeros(ids.shape), **arguments(layer.weights))
         except ValueError as error:
-            if not (job.forced and "forced" in str(error)):
+            if "forced" not in str(error):
                 raise
         found = [json.loads(path.with_suffix(".json").read_text()) for path in bed.built.values()]
     return [{**asdict(job), **one} for one in found]
 
 
-def forced(backend: str | None) -> contextlib.AbstractContextManager[object]:
+def forced(kernel: str) -> contextlib.AbstractContextManager[object]:
     """FlashInfer's own hook for tests (``moe_dispatch._FORCED_BACKEND``)."""
     from flashinfer.fused_moe.cute_dsl.blackwell_sm12x import moe_dispatch
 
-    return mock.patch.object(moe_dispatch, "_FORCED_BACKEND", backend)
+    return mock.patch.object(moe_dispatch, "_FORCED_BACKEND", kernel)
 
 
-def build_all(
-    jobs: Sequence[Job], processes: int, cache: Path | None = None, keep: Path | None = None
-) -> Iterator[dict[str, object]]:
+def build_all(jobs: Sequence[Job], processes: int, cache: Path | None = None) -> Iterator[dict[str, object]]:
     """Results in order; the first failure is raised.  Processes of their own for each card: see ``bed.py``."""
-    for _, group in itertools.groupby(jobs, lambda job: (job.options.sm, job.options.line_info)):
+    for _, group in itertools.groupby(jobs, lambda job: job.options.sm):
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            count = len(batch := list(group))
-            for found in pool.map(build, batch, [cache] * count, [keep] * count):
+            batch = list(group)
+            for found in pool.map(build, batch, [cache] * len(batch)):
                 yield from found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--all", action="store_true", help="the full product")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--keep", type=Path, help="also keep PTX and native cubins here")
-    arguments_ = parser.parse_args()
-    jobs = sorted(product(), key=lambda job: job.options.sm) if arguments_.all else list(LISTED)
-    for found in build_all(jobs, arguments_.jobs, arguments_.cache, arguments_.keep):
-        print(json.dumps(found), flush=True)
-    print(f"{len(jobs)} calls", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,18 +21,17 @@ MMA = (
 )
 
 
+def _kernel(addresses: int, registers: str, body: str) -> str:
+    """A kernel whose parameters are addresses, in ``%rd1``, ``%rd2`` and so on."""
+    names = [f"probe_param_{i}" for i in range(addresses)]
+    parameters = ",\n".join(f"\t.param .u64 {name}" for name in names)
+    loads = "\n".join(f"\tld.param.u64 %rd{i}, [{name}];" for i, name in enumerate(names, 1))
+    return f"{_HEAD}.visible .entry probe(\n{parameters}\n)\n{{\n\t{registers} .reg .b64 %rd<8>;\n{loads}{body}\tret;\n}}\n"
+
+
 def mma_ptx(tid_a: int, tid_b: int) -> str:
     """One warp per product.  Parameters: registers ``(n, 32, 8)`` b32 (a0-a3, b0, b1, sfa, sfb), c and d ``(n, 32, 4)`` f32."""
-    return f"""{_HEAD}.visible .entry probe(
-	.param .u64 probe_param_0,
-	.param .u64 probe_param_1,
-	.param .u64 probe_param_2
-)
-{{
-	.reg .b32 %r<12>; .reg .f32 %f<9>; .reg .b64 %rd<8>;
-	ld.param.u64 %rd1, [probe_param_0];
-	ld.param.u64 %rd2, [probe_param_1];
-	ld.param.u64 %rd3, [probe_param_2];
+    body = f"""
 	mov.u32 %r9, %ctaid.x;
 	mov.u32 %r10, %tid.x;
 	mad.lo.s32 %r11, %r9, 32, %r10;
@@ -46,21 +45,14 @@ def mma_ptx(tid_a: int, tid_b: int) -> str:
 	ld.global.v4.f32 {{%f1,%f2,%f3,%f4}}, [%rd6];
 	{MMA.format(tid_a=tid_a, tid_b=tid_b)}
 	st.global.v4.f32 [%rd7], {{%f5,%f6,%f7,%f8}};
-	ret;
-}}
 """
+    return _kernel(3, ".reg .b32 %r<12>; .reg .f32 %f<9>;", body)
 
 
-TO_E2M1 = f"""{_HEAD}.visible .entry probe(
-	.param .u64 probe_param_0,
-	.param .u64 probe_param_1,
-	.param .u64 probe_param_2
-)
-{{
-	.reg .b32 %r<5>; .reg .f32 %f<3>; .reg .b16 %rs<2>; .reg .b8 %b<2>; .reg .b64 %rd<8>;
-	ld.param.u64 %rd1, [probe_param_0];
-	ld.param.u64 %rd2, [probe_param_1];
-	ld.param.u64 %rd3, [probe_param_2];
+TO_E2M1 = _kernel(
+    3,
+    ".reg .b32 %r<5>; .reg .f32 %f<3>; .reg .b16 %rs<2>; .reg .b8 %b<2>;",
+    """
 	mov.u32 %r1, %ctaid.x;
 	mov.u32 %r2, %tid.x;
 	mad.lo.s32 %r3, %r1, 256, %r2;
@@ -74,19 +66,14 @@ TO_E2M1 = f"""{_HEAD}.visible .entry probe(
 	add.s64 %rd7, %rd3, %rd4;
 	cvt.u32.u8 %r4, %b1;
 	st.global.u8 [%rd7], %r4;
-	ret;
-}}
-"""
+""",
+)
 """Upper and lower operand ``(n,)`` f32, ``(n,)`` u8; n a multiple of 256."""
 
-FROM_E2M1 = f"""{_HEAD}.visible .entry probe(
-	.param .u64 probe_param_0,
-	.param .u64 probe_param_1
-)
-{{
-	.reg .b32 %r<5>; .reg .b8 %b<2>; .reg .b64 %rd<8>;
-	ld.param.u64 %rd1, [probe_param_0];
-	ld.param.u64 %rd2, [probe_param_1];
+FROM_E2M1 = _kernel(
+    2,
+    ".reg .b32 %r<5>; .reg .b8 %b<2>;",
+    """
 	mov.u32 %r1, %tid.x;
 	cvt.u64.u32 %rd3, %r1;
 	add.s64 %rd4, %rd1, %rd3;
@@ -96,9 +83,8 @@ FROM_E2M1 = f"""{_HEAD}.visible .entry probe(
 	mul.wide.u32 %rd5, %r1, 4;
 	add.s64 %rd6, %rd2, %rd5;
 	st.global.u32 [%rd6], %r3;
-	ret;
-}}
-"""
+""",
+)
 """``(256,)`` u8 to ``(256,)`` b32, one block."""
 
 _UNUSED_MAPS = ",\n".join(f"\t.param .align 64 .b8 probe_param_{i}[128]" for i in range(1, 6))

@@ -41,6 +41,12 @@ class Shape:
     def activation(self) -> str:
         return "silu" if self.gated else "relu2"
 
+    @property
+    def geometry(self) -> Geometry:
+        """As the package has it, on the tile."""
+        activation = "Swiglu" if self.gated else "Relu2"
+        return Geometry(self.num_experts, self.top_k, self.hidden_size, self.padded, activation)
+
 
 @dataclass
 class Layer:
@@ -152,25 +158,19 @@ def empty_layer(shape: Shape) -> Layer:
     return Layer(shape, {}, weights)
 
 
-def draw_call(layer: Layer, tokens: int, seed: int, negative: float = 0.0) -> MoECall:
-    """Activations off rounding ties with outlier channels, random experts; a share of the ids may be negative.
-
-    With negative ids the last token has no expert at all.
-    """
+def draw_call(layer: Layer, tokens: int, seed: int) -> MoECall:
+    """Activations off rounding ties with outlier channels, random experts."""
     shape, device = layer.shape, layer.weights.fc1_weight.device
     generator = torch.Generator().manual_seed(seed)
     scale = float(layer.weights.fc1_divisor[0])
     x = move_off_ties(draw_activations(tokens, shape.hidden_size, scale * 6 * 448, 0.97, generator), scale)
     ids = torch.rand(tokens, shape.num_experts, generator=generator).argsort(1)[:, : shape.top_k].int()
-    if negative:
-        ids[torch.rand(ids.shape, generator=generator) < negative] = -1
-        ids[-1] = -1
     router_weights = torch.softmax(torch.randn(tokens, shape.top_k, generator=generator), 1)
     return MoECall(x.to(device), ids.contiguous().to(device), router_weights.contiguous().to(device))
 
 
-def wrapper(shape: Shape, device: str, capacity: int = 0) -> Any:
-    """FlashInfer's own wrapper; with a ``capacity`` it owns its workspaces, as a captured graph needs it."""
+def wrapper(shape: Shape, device: str, capacity: int) -> Any:
+    """FlashInfer's own wrapper; it owns its workspaces, for ``capacity`` tokens, as a captured graph needs it."""
     import flashinfer
 
     return flashinfer.B12xMoEWrapper(
@@ -178,8 +178,8 @@ def wrapper(shape: Shape, device: str, capacity: int = 0) -> Any:
         top_k=shape.top_k,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.padded,
-        use_cuda_graph=capacity > 0,
-        max_num_tokens=capacity or 4096,
+        use_cuda_graph=True,
+        max_num_tokens=capacity,
         activation=shape.activation,
         device=device,
     )
@@ -201,9 +201,7 @@ def arguments(weights: NVFP4Weights) -> dict[str, torch.Tensor]:
 
 def reference(layer: Layer, call: MoECall) -> torch.Tensor:
     """Compute the layer by the package's torch kernel."""
-    shape, kernel = layer.shape, ReferenceKernel()
-    activation = "Swiglu" if shape.gated else "Relu2"
-    geometry = Geometry(shape.num_experts, shape.top_k, shape.hidden_size, shape.padded, activation)
-    kernel.plan(geometry, call.x.shape[0], layer.weights.device)
+    kernel = ReferenceKernel()
+    kernel.plan(layer.shape.geometry, call.x.shape[0], layer.weights.device)
     kernel.bind(layer.weights)
     return kernel.run(kernels.MoECall(call.x, call.token_selected_experts, call.token_final_scales))

@@ -1,7 +1,7 @@
-"""One run on a Hopper GPU: the real kernels' numbers, to JSON; ``report.py`` makes the tables of ``docs/``.
+"""One run on a Hopper GPU: the real kernels' numbers, to JSON.
 
 ``python -m tests.integration.sm12x_on_hopper.run build --cache DIR`` builds every kernel of the run, on any machine;
-``... measure --cache DIR --out FILE`` measures on the device.
+``... measure --cache DIR --out FILE`` measures on the device. ``python -m benchmarks.results --take FILE`` keeps it in ``docs/``.
 """
 
 from __future__ import annotations
@@ -9,143 +9,119 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import itertools
 import json
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trtllm_b12x.tools.verify import reference, relative_l2
-from trtllm_b12x.tools.verify.reference import MoECall
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights, round_to_e4m3
+from trtllm_b12x.tools.checkpoint import Checkpoint
+from trtllm_b12x.tools.verify import reference as strict_reference
+from trtllm_b12x.tools.verify import relative_l2
+from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
+from trtllm_b12x.tools.verify.reference_formats import dequantize_nvfp4
 
 from .bed import Bed, sm12x_on_hopper
-from .calls import DEVICE, REPETITIONS, Measured, Runner, Yardsticks
-from .kernels import (
-    CAPACITY,
-    EXPORTS,
-    SHAPES,
-    SMALL_RELU2,
-    SMALL_SWIGLU,
-    Job,
-    Shape,
-    build_all,
-    forced,
-    halved,
-    main_jobs,
-    one_per_kernel,
-    other_jobs,
-)
-from .problem import Layer, arguments, draw, draw_call, kernel_weights, wrapper
+from .kernels import CAPACITY, EXPORTS, SHAPES, Job, build_all, forced, main_jobs, one_per_kernel, other_jobs
+from .problem import Layer, Shape, arguments, draw, draw_call, kernel_weights, reference, wrapper
+
+REPETITIONS = 10
+DEVICE = "cuda"
+BOUND = 0.005
+"""Of the distance from the reference with the kernels' rounding points."""
 
 
-def measure_jobs(bed: Bed, jobs: list[Job], repetitions: int, seed: int = 0, note: str = "") -> Iterator[Measured]:
+class Runner:
+    """Calls of one layer under the bed; wrappers are kept as a server keeps them."""
+
+    def __init__(self, layer: Layer, weights: NVFP4Weights | None = None, drop: tuple[str, ...] = ()) -> None:
+        self.layer = layer
+        self.arguments = {k: v for k, v in arguments(weights or layer.weights).items() if k not in drop}
+        self.wrappers: dict[str, Any] = {}
+
+    def __call__(self, bed: Bed, job: Job, call: MoECall) -> tuple[str, torch.Tensor]:
+        """The kernel's kind and its output."""
+        with forced(job.kernel):
+            if job.kernel not in self.wrappers:
+                self.wrappers[job.kernel] = wrapper(self.layer.shape, DEVICE, CAPACITY)
+            out = self.wrappers[job.kernel].run(
+                call.x,
+                token_selected_experts=call.token_selected_experts,
+                token_final_scales=call.token_final_scales,
+                **self.arguments,
+            )
+        torch.cuda.synchronize()
+        return bed.launched[-1].split("_")[0], out.clone()
+
+
+@dataclass
+class Yardsticks:
+    """What outputs are compared with, a row per token."""
+
+    kernel_points: torch.Tensor
+    """float32 with the rounding points that all kernels share."""
+    float32: torch.Tensor
+    unquantized: torch.Tensor
+    torch_kernel: torch.Tensor
+    """``kernels/reference.py``."""
+
+    @classmethod
+    def of(cls, layer: Layer, call: MoECall) -> Yardsticks:
+        shape = layer.shape
+        points = (Arithmetic.KERNEL, Arithmetic.NONE, Arithmetic.UNQUANTIZED)
+        strict = strict_reference.outputs(layer.checkpoint, shape.num_experts, shape.gated, [call], points, DEVICE)[0]
+        kernel_points, float32, unquantized = strict
+        return cls(kernel_points, float32, unquantized, reference(layer, call).float())
+
+    def rows(self, part: slice) -> Yardsticks:
+        return Yardsticks(*(getattr(self, name)[..., part, :] for name in self.__dataclass_fields__))
+
+    def measure(self, case: str, kernel: str, outputs: list[torch.Tensor]) -> dict[str, Any]:
+        """Relative L2 of the worst repetition; ``unquantized`` over the float32 reference's own, which quantizes activations."""
+
+        def worst(yardstick: torch.Tensor) -> float:
+            return max(relative_l2(out.float(), yardstick) for out in outputs)
+
+        return {
+            "case": case,
+            "kernel": kernel,
+            "tokens": outputs[0].shape[0],
+            "kernel_points": worst(self.kernel_points),
+            "float32": worst(self.float32),
+            "unquantized": worst(self.unquantized) / relative_l2(self.float32, self.unquantized),
+            "torch_kernel": worst(self.torch_kernel),
+            "reruns": worst(outputs[0].float()),
+        }
+
+
+def measure_jobs(bed: Bed, jobs: list[Job]) -> Iterator[dict[str, Any]]:
     """Layer by layer: draw it, take the yardsticks of all its tokens at once, run every job."""
     for shape in dict.fromkeys(job.shape for job in jobs):
         mine = [job for job in jobs if job.shape == shape]
-        layer = draw(shape, DEVICE, seed)
+        layer = draw(shape, DEVICE)
         counts = sorted({job.tokens for job in mine})
         calls = {tokens: draw_call(layer, tokens, seed=tokens) for tokens in counts}
         everything = MoECall(*(torch.cat([getattr(calls[t], n) for t in counts]) for n in MoECall.__dataclass_fields__))
-        yardsticks = Yardsticks.of(layer, everything)
-        runner, seen = Runner(layer), set()
+        yardsticks, runner = Yardsticks.of(layer, everything), Runner(layer)
         for job in mine:
             start = sum(t for t in counts if t < job.tokens)
             try:
-                outputs = [runner(bed, job, calls[job.tokens]) for _ in range(repetitions)]
+                outputs = [runner(bed, job, calls[job.tokens]) for _ in range(REPETITIONS)]
             except ValueError as error:
                 if "forced" not in str(error):
                     raise
                 continue
-            kernel = outputs[0][0]
-            if (kernel, job.tokens) in seen:
-                continue  # what was forced is what the dispatch takes anyway
-            seen.add((kernel, job.tokens))
             rows = yardsticks.rows(slice(start, start + job.tokens))
-            yield rows.measure(shape.name, kernel, [out for _, out in outputs], note or ("" if job.forced else "chosen"))
-
-
-def variants(bed: Bed) -> Iterator[Measured]:
-    """What the plain cases leave open: negative ids, one scale per expert, graphs, streams."""
-    for shape in (SMALL_SWIGLU, SMALL_RELU2):
-        for job in one_per_kernel(shape):
-            layer = draw(shape, DEVICE, seed=1)
-            yield _variant(bed, job, layer, draw_call(layer, job.tokens, 2, negative=0.4), "4 of 10 ids negative")
-            yield _variant(bed, job, layer, draw_call(layer, job.tokens, 2, negative=1.0), "every id negative")
-            yield _variant(bed, job, layer, draw_call(layer, job.tokens, 3), "captured graph, replayed", graph=True)
-    yield from _expert_parallel(bed)
-
-
-def _variant(bed: Bed, job: Job, layer: Layer, call: MoECall, note: str, graph: bool = False) -> Measured:
-    yardsticks = Yardsticks.of(layer, call)
-    runner = Runner(layer)
-    results = [runner(bed, job, call) for _ in range(REPETITIONS)]
-    outputs = [out for _, out in results]
-    if graph:
-        outputs += [_replayed(job, layer, call) for _ in range(3)]
-    if bool((call.token_selected_experts[-1] < 0).all()):
-        assert not any(bool(out[-1].any()) for out in outputs), "a token without experts has an output"
-    return yardsticks.measure(layer.shape.name, results[0][0], outputs, note)
-
-
-def _replayed(job: Job, layer: Layer, call: MoECall) -> torch.Tensor:
-    """Captured with other inputs in the same buffers, replayed with this call's."""
-    other = draw_call(layer, job.tokens, 99)
-    buffers = [t.clone() for t in (other.x, other.token_selected_experts, other.token_final_scales)]
-    with forced(job.forced):
-        run = wrapper(layer.shape, DEVICE, max(CAPACITY, job.tokens)).run
-        given = dict(zip(("x", "token_selected_experts", "token_final_scales"), buffers, strict=True))
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run(**given, **arguments(layer.weights))
-        torch.cuda.current_stream().wait_stream(stream)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            out = run(**given, **arguments(layer.weights))
-    for buffer, value in zip(buffers, (call.x, call.token_selected_experts, call.token_final_scales), strict=True):
-        buffer.copy_(value)
-    captured.replay()
-    torch.cuda.synchronize()
-    return out.clone()
-
-
-def _expert_parallel(bed: Bed) -> Iterator[Measured]:
-    """Two ranks of half the experts each, other ranks' ids negative; partial sums added in bf16, as the host reduces."""
-    for shape in (SMALL_SWIGLU, SMALL_RELU2):
-        whole = draw(shape, DEVICE, seed=2)
-        half = shape.num_experts // 2
-        part = halved(shape)
-        ranks = []
-        for rank in range(2):
-            mine = {
-                f"{int(key.split('.')[0]) - rank * half}.{key.split('.', 1)[1]}": value
-                for key, value in whole.checkpoint.items()
-                if int(key.split(".")[0]) // half == rank
-            }
-            ranks.append(Layer(part, mine, kernel_weights(part, mine)))
-        for job in one_per_kernel(shape):
-            call = draw_call(whole, job.tokens, 4)
-            yardsticks = Yardsticks.of(whole, call)
-            outputs, kernel = [], ""
-            for _ in range(REPETITIONS):
-                total = torch.zeros_like(call.x)
-                for rank, layer in enumerate(ranks):
-                    local = call.token_selected_experts - rank * half
-                    local = torch.where((local >= 0) & (local < half), local, -1)
-                    kernel, out = Runner(layer)(bed, job, replace(call, token_selected_experts=local))
-                    total += out
-                outputs.append(total)
-            yield yardsticks.measure(shape.name, kernel, outputs, "two expert-parallel ranks, summed in bf16")
+            yield rows.measure(shape.name, outputs[0][0], [out for _, out in outputs])
 
 
 def exports(bed: Bed, folder: Path) -> Iterator[dict[str, Any]]:
     """Measure exact against baked scale preparation on real ModelOpt exports."""
-    from trtllm_b12x.tools.checkpoint import Checkpoint
-
     for directory in sorted(path.parent for path in folder.glob("*/nvfp4/config.json")):
         checkpoint, name = Checkpoint(directory), directory.parent.name
         for found in checkpoint.layers:
@@ -161,9 +137,7 @@ def _preparations(bed: Bed, layer: Layer, index: int) -> Iterator[dict[str, Any]
     baked = kernel_weights(shape, layer.checkpoint, baked=True)
     baked = replace(baked, fc1_alpha=baked.fc1_alpha * baked.fc1_divisor)
     prepared = {"exact": (layer.weights, ()), "baked": (baked, ("input_global_scale",))}
-    weight_error = reference.reference_for(layer.checkpoint, shape.num_experts, shape.gated).baked_weight_error(
-        range(shape.num_experts), DEVICE
-    )
+    weight_error = _weight_error(layer)
     for job in one_per_kernel(shape):
         calls = [draw_call(layer, job.tokens, seed) for seed in range(-(-64 // job.tokens))]
         yardsticks = [Yardsticks.of(layer, call) for call in calls]
@@ -179,11 +153,24 @@ def _preparations(bed: Bed, layer: Layer, index: int) -> Iterator[dict[str, Any]
                 "layer": index,
                 "kernel": results[0][0],
                 "preparation": name,
-                "weight_error": weight_error if "baked" in name else 0.0,
+                "weight_error": weight_error if name == "baked" else 0.0,
                 "unquantized": relative_l2(out, true),
                 "reference": relative_l2(float32, true),
                 "kernel_points": relative_l2(out, points),
             }
+
+
+def _weight_error(layer: Layer) -> float:
+    """Return the relative L2 change of the weights when ``weight_scale_2`` is multiplied into the E4M3 block scales."""
+    difference = norm = 0.0
+    for expert, name in itertools.product(
+        range(layer.shape.num_experts), ("w1", "w3", "w2") if layer.shape.gated else ("w1", "w2")
+    ):
+        codes, scales, scale_2 = (layer.checkpoint[f"{expert}.{name}.{k}"] for k in ("weight", "weight_scale", "weight_scale_2"))
+        exact = dequantize_nvfp4(codes, scales, scale_2).double()
+        baked = dequantize_nvfp4(codes, round_to_e4m3(scales.float() * scale_2), torch.ones_like(scale_2)).double()
+        difference, norm = difference + float((baked - exact).square().sum()), norm + float(exact.square().sum())
+    return (difference / norm) ** 0.5
 
 
 def versions() -> dict[str, str]:
@@ -193,37 +180,21 @@ def versions() -> dict[str, str]:
     return {**found, "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat()}
 
 
-def measure(cache: Path, out: Path, folder: Path, budget: float) -> None:
-    """Section by section; what was measured when time ran out, or something broke, is kept."""
-    started = time.monotonic()
+def measure(cache: Path, out: Path, folder: Path) -> None:
+    """Section by section; what is measured is kept if a later one breaks."""
     result: dict[str, Any] = {"versions": versions()}
 
-    def collect(section: str, rows: Iterator[Any]) -> None:
-        kept = result.setdefault(section, [])
-        begun = time.monotonic()
-        try:
-            for row in rows:
-                kept.append(row if isinstance(row, dict) else asdict(row))
-                if time.monotonic() - started > budget:
-                    result.setdefault("unfinished", []).append(f"{section}: out of time")
-                    break
-        except Exception as error:
-            result.setdefault("unfinished", []).append(f"{section}: {type(error).__name__}: {error}")
-            import traceback
-
-            traceback.print_exc()
+    def collect(section: str, rows: Iterator[dict[str, Any]]) -> None:
+        result.setdefault(section, []).extend(rows)
         out.write_text(json.dumps(result, indent=1))
-        print(f"{section}: {len(kept)} rows, {time.monotonic() - begun:.0f} s", flush=True)
 
     with sm12x_on_hopper(cache=cache) as bed:
-        collect("variants", variants(bed))
         collect("exports", exports(bed, folder))
-        for shape in (SMALL_SWIGLU, SMALL_RELU2, *SHAPES):
-            collect("numbers", measure_jobs(bed, [job for job in main_jobs() if job.shape == shape], REPETITIONS))
+        for shape in SHAPES:
+            collect("numbers", measure_jobs(bed, [job for job in main_jobs() if job.shape == shape]))
     for section, jobs in other_jobs().items():
         with sm12x_on_hopper(sm_count=jobs[0].sm_count, options=jobs[0].options, cache=cache) as bed:
-            collect(section, measure_jobs(bed, jobs, REPETITIONS))
-    out.write_text(json.dumps(result, indent=1))
+            collect(section, measure_jobs(bed, jobs))
 
 
 def main() -> None:
@@ -233,17 +204,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--exports", type=Path, default=Path("exports"))
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--budget", type=float, default=400, help="seconds")
     given = parser.parse_args()
-    if given.what == "build":
-        small = (*EXPORTS, halved(SMALL_SWIGLU), halved(SMALL_RELU2))
-        wanted = {*main_jobs(), *(job for shape in small for job in one_per_kernel(shape))}
-        wanted.update(*other_jobs().values())
-        jobs = sorted(wanted, key=lambda job: (job.options.sm, job.shape.name, str(job.forced), job.tokens, str(job.options)))
-        count = sum(1 for _ in build_all(jobs, given.processes, given.cache))
-        print(f"{len(jobs)} calls, {count} kernels", file=sys.stderr)
-    else:
-        measure(given.cache, given.out, given.exports, given.budget)
+    if given.what == "measure":
+        measure(given.cache, given.out, given.exports)
+        return
+    wanted = {*main_jobs(), *(job for shape in EXPORTS for job in one_per_kernel(shape))}
+    wanted.update(*other_jobs().values())
+    jobs = sorted(wanted, key=lambda job: (job.options.sm, job.shape.name, job.kernel, job.tokens, str(job.options)))
+    count = sum(1 for _ in build_all(jobs, given.processes, given.cache))
+    print(f"{len(jobs)} calls, {count} kernels", file=sys.stderr)
 
 
 if __name__ == "__main__":

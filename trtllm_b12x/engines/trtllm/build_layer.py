@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from trtllm_b12x import formats
-from trtllm_b12x.formats.geometry import Geometry, LayerShape
+from trtllm_b12x.formats.geometry import LayerShape
 
-from . import embedded, host, promote, status
-from .patches import promotion
+from . import embedded, host, patches, promote, status
 
 _SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """SwigluBias constants of gpt-oss and MiniMax-M3. The time of a layer does not depend on them."""
@@ -37,17 +35,8 @@ class NothingToMeasureError(RuntimeError):
     """Error: none of our kernels serves such a layer here. The message says why."""
 
 
-def build(
-    shape: LayerShape,
-    device: torch.device,
-    tp: int = 1,
-    ep: int = 1,
-    progress: Callable[[float], None] = lambda share: None,
-) -> list[Any]:
+def build(shape: LayerShape, device: torch.device, tp: int = 1, ep: int = 1) -> list[Any]:
     """Build promoted layers of the first rank with random weights: so many that none is in the L2 cache when it runs again.
-
-    Args:
-        progress: called with the share of layers that is done.
 
     Returns:
         TensorRT-LLM wrappers whose ``backend`` is our layer.
@@ -56,32 +45,26 @@ def build(
         NothingToMeasureError: no kernel of ours serves the layer.
     """
     made: list[Any] = []
-    wanted = 1
-    while len(made) < wanted:
-        module = _promoted(shape, device, tp, ep)
-        backend = getattr(module, "backend", module)
-        if not getattr(getattr(backend, "verdict", None), "served", False):
-            raise NothingToMeasureError(_why(backend))
-        backend.quant_method.fill(backend, torch.Generator(backend.w2_weight.device).manual_seed(len(made)))
-        module.post_load_weights()
-        if not backend.schedule.kernels or not backend.schedule.settled:
-            raise NothingToMeasureError(_why(backend))
-        made.append(module)
-        if len(made) == 1:
-            wanted = _enough(backend, device)
-        progress(len(made) / wanted)
-    return made
-
-
-def _promoted(shape: LayerShape, device: torch.device, tp: int, ep: int) -> Any:
-    was = promotion.active
+    wanted, was_active = 1, patches.active
     promote.install()
     try:
-        with torch.device(device), torch.inference_mode(False):
-            return create(shape, tp, ep)
+        while len(made) < wanted:
+            with torch.device(device), torch.inference_mode(False):
+                module = create(shape, tp, ep)
+            backend = getattr(module, "backend", module)
+            if not getattr(getattr(backend, "verdict", None), "served", False):
+                raise NothingToMeasureError(_why(backend))
+            backend.quant_method.fill(backend, torch.Generator(backend.w2_weight.device).manual_seed(len(made)))
+            module.post_load_weights()
+            if not backend.schedule.kernels or not backend.schedule.settled:
+                raise NothingToMeasureError(_why(backend))
+            made.append(module)
+            if len(made) == 1:
+                wanted = _enough(backend, device)
     finally:
-        if not was:
+        if not was_active:
             promote.uninstall()
+    return made
 
 
 def create(shape: LayerShape, tp: int = 1, ep: int = 1) -> Any:
@@ -120,7 +103,7 @@ def create(shape: LayerShape, tp: int = 1, ep: int = 1) -> Any:
             swiglu = kind == trtllm.ActivationType.Swiglu
             activation = {"activation": records.SwigluActivation() if swiglu else records.SimpleActivation(kind)}
     sizes = experts, shape.hidden_size, shape.intermediate_size
-    module = create_moe(routing, *sizes, dtype=torch.bfloat16, reduce_results=False, model_config=config, **activation)
+    module = create_moe(routing, *sizes, dtype=torch.bfloat16, model_config=config, **activation)
     if not getattr(module, "backend", module)._weights_created:
         module.create_weights()
     return module
@@ -168,12 +151,6 @@ def tuned(module: Any, most: int) -> None:
     if not is_embedded():
         with importlib.import_module("tensorrt_llm._torch.autotuner").autotune():
             run(module, most)
-
-
-def geometry(module: Any) -> Geometry:
-    """Return the geometry of the kernels on this rank."""
-    found: Geometry = getattr(module, "backend", module).schedule.kernels[0].geometry
-    return found
 
 
 def is_embedded() -> bool:

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
     from trtllm_b12x.kernels import MoECall
 
-    _Backend: Any
-    """Our layer class and the host's, as the mixins see them."""
-else:
-    _Backend = object
+_Backend: Any = object
+"""Our layer class and the host's, as the mixins see them."""
 
 
 class EndsWithPostLoad(_Backend):
@@ -46,28 +44,26 @@ class _Calls(_Backend):
             if getattr(moe, "enable_alltoall", False):
                 self._behind_alltoall()
 
-    def _only_cutlass(self, do_finalize: bool, lora_params: Any, enable_alltoall: bool | None) -> bool:
-        """Return True for calls that only CUTLASS serves: no finalize, LoRA on these experts, all-to-all (ids may be padding)."""
-        if enable_alltoall:
-            self._behind_alltoall()
-        if not do_finalize or enable_alltoall:
-            return True
-        # Hosts pass the LoRA parameters of all layers, including attention.
-        return lora_params is not None and (not hasattr(self, "_moe_lora_active") or self._moe_lora_active(lora_params))
-
     def _try_kernels(self, like: Any, conditions: tuple[Any, Any, Any], call: tuple[Any, ...]) -> tuple[Any, Exception | None]:
         """Return a kernel's output, or None if CUTLASS serves the call, and the error of ours that made it so.
 
         Args:
             like: the call in the host's form.
-            conditions: arguments of ``_only_cutlass``.
+            conditions: ``do_finalize``, ``lora_params`` and ``enable_alltoall``. Only CUTLASS serves unfinalized output, LoRA on
+                these experts, and ids from an all-to-all, which may be padding.
             call: arguments of ``_serve``.
 
         Raises:
             Exception: any error of ours, if the host has no path for the format.
         """
+        do_finalize, lora_params, enable_alltoall = conditions
         try:
-            if self._only_cutlass(*conditions):
+            if enable_alltoall:
+                self._behind_alltoall()
+            if not do_finalize or enable_alltoall:
+                return None, None
+            # Hosts pass the LoRA parameters of all layers, including attention.
+            if lora_params is not None and (not hasattr(self, "_moe_lora_active") or self._moe_lora_active(lora_params)):
                 return None, None
             if not self.dispatch.decided:
                 self._ask(like)

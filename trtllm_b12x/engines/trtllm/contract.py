@@ -13,8 +13,8 @@ import inspect
 import json
 from collections.abc import Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 GENERATIONS = ("A", "B", "C1", "C2")
@@ -65,7 +65,7 @@ LAYER = (
     "tp_size",
     "use_dp",
 )
-"""Attributes read from a layer that the host has built. ``lacking`` checks every layer, because the class does not show them."""
+"""Attributes read from a layer that the host has built. Every layer is checked for them, because the class does not show them."""
 WEIGHTS = (
     "fc2_alpha",
     "fc2_input_scale",
@@ -76,7 +76,7 @@ WEIGHTS = (
     "w3_w1_weight",
     "w3_w1_weight_scale",
 )
-"""Attributes read from a layer with NVFP4 weights. The host's quantization module must mention each name."""
+"""Attributes read from a layer with NVFP4 weights. A layer without one of them is left to the host when it is loaded."""
 RECORDS = {
     "MoERunContext": (
         "comm_plan",
@@ -125,10 +125,7 @@ def recognize() -> str:
         UnsupportedHostError: no generation fits. The message lists the differences from the nearest one.
     """
     differences: dict[str, list[str]] = {}
-    for generation, known in reversed(facts().items()):
-        if not _is_there(known["package"]):
-            differences[generation] = [f"there is no {known['package']}"]
-            continue
+    for generation in reversed(facts()):
         differences[generation] = list(_differences(generation))
         if not differences[generation]:
             return generation
@@ -150,29 +147,24 @@ def _is_there(package: str) -> bool:
 
 def _differences(generation: str) -> Iterator[str]:
     known = facts()[generation]
+    if not _is_there(known["package"]):
+        yield f"there is no {known['package']}"
+        return
     if _STAGED_METHOD[0] not in " ".join(relied_on(generation)):
         yield from _staging(known["package"])
     for name in relied_on(generation):
         module, _, path = name.partition(".")
         try:
-            function: Any = importlib.import_module(f"{known['package']}.{module}")
-            for part in path.split("."):
-                function = getattr(function, part)
+            function = attrgetter(path)(importlib.import_module(f"{known['package']}.{module}"))
             actual = list(inspect.signature(getattr(function, "__func__", function)).parameters.values())
         except (ImportError, AttributeError, TypeError, ValueError):
             yield f"{name} is missing"
             continue
         differences = _unread(actual) if name == _BUILD else _missing(known["functions"][name], actual)
         yield from (f"{name}: {difference}" for difference in differences)
-    yield from _names(known["package"])
     if generation.startswith("C"):
         yield from _fields(known["package"])
         yield from _tables(known["package"])
-
-
-def lacking(layer: Any) -> list[str]:
-    """Return the names in ``LAYER`` that this layer lacks."""
-    return [name for name in LAYER if not hasattr(layer, name)]
 
 
 def cutlass(package: str) -> Any:
@@ -199,43 +191,6 @@ def _fields(package: str) -> Iterator[str]:
             yield f"impl_contract.{record} is missing"
             continue
         yield from (f"impl_contract.{record} has no field {name}" for name in names if name not in fields)
-
-
-def _names(package: str) -> Iterator[str]:
-    """Report missing layer attributes that exist only after loading: names that the host's code does not mention."""
-    try:
-        quantization = importlib.import_module(f"{package}.quantization")
-        parent = cutlass(package)
-    except (ImportError, AttributeError):
-        return  # reported by name
-    named = set().union(*map(_named, _code(quantization)))
-    yield from (f"quantization names no {name}" for name in WEIGHTS if name not in named)
-    builders = [vars(base)["create_weights"] for base in parent.__mro__ if "create_weights" in vars(base)]
-    if not any("quant_method" in _named(function.__code__) for function in builders if isinstance(function, FunctionType)):
-        yield f"{parent.__name__}.create_weights sets no quant_method"
-
-
-def _code(module: ModuleType) -> Iterator[CodeType]:
-    for value in list(vars(module).values()):
-        for member in list(vars(value).values()) if isinstance(value, type) else (value,):
-            if isinstance(member, (classmethod, staticmethod)):
-                member = member.__func__
-            elif isinstance(member, property):
-                member = member.fget
-            while isinstance(member, FunctionType):
-                yield member.__code__
-                member = getattr(member, "__wrapped__", None)
-
-
-def _named(code: CodeType) -> set[str]:
-    """Return the attribute names and string constants in the code. Parameters are registered by string."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _named(constant)
-        elif isinstance(constant, (str, tuple)):
-            names |= {part for part in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(part, str)}
-    return names
 
 
 def _staging(package: str) -> Iterator[str]:

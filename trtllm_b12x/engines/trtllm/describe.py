@@ -23,14 +23,9 @@ Question = tuple[LayerShape, Deployment]
 
 _MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
 """``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``). LoRA on attention does not change them."""
-_ACTIVATION_TENSORS = {
-    "act_alpha": "swiglu_alpha",
-    "act_beta": "swiglu_beta",
-    "act_clamp": "swiglu_limit",
-    **{name: name for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")},
-}
-"""Layer attributes that hold SwiGLU constants as tensors, mapped to their names in older hosts. Those of C2 come first."""
-_CONSTANTS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar")
+_ACTIVATION_TENSORS = {"swiglu_alpha": "act_alpha", "swiglu_beta": "act_beta", "swiglu_limit": "act_clamp"}
+"""Layer attributes that hold SwiGLU's constants as tensors, mapped to their names in C2."""
+_CONSTANTS = (*_ACTIVATION_TENSORS, "swiglu_limit_scalar")
 
 
 def quantization_of(model_config: Any, override: Any = None) -> dict[str, Any] | None:
@@ -122,46 +117,47 @@ def from_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: boo
 
 
 def _activation(get: Callable[[str], Any]) -> dict[str, Any]:
-    return {"activation": activation_name(get), "activation_constants": activation_constants(get)}
+    """Return the activation's name, and whether SwiGLU's alpha, beta or limit are set.
 
-
-def activation_name(get: Callable[[str], Any]) -> str:
-    """Return the activation name. ``get`` looks up an argument of ``create_moe_backend`` or an attribute of the layer."""
-    kind = getattr(get("activation"), "kind", None)  # C2; older ones have activation_type
-    kind = get("activation_type") if kind is None else kind
+    Args:
+        get: looks up an argument of ``create_moe_backend`` or an attribute of the layer; None for what is missing.
+    """
+    record = get("activation")  # C2; older ones have activation_type and the constants themselves
+    kind = getattr(record, "kind", get("activation_type"))
     names = load().ActivationType
-    return str(names(names.Swiglu if kind is None else kind).name)
-
-
-def activation_constants(get: Callable[[str], Any]) -> bool:
-    """Return True if SwiGLU alpha, beta or limit are set."""
-    constants = getattr(get("activation"), "constants", None)
+    constants = getattr(record, "constants", None)
     values = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
-    return any(value is not None for value in values)
+    return {
+        "activation": str(names(names.Swiglu if kind is None else kind).name),
+        "activation_constants": any(value is not None for value in values),
+    }
 
 
 def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
     """Return SwiGLU alpha, beta and limit as the host's operator receives them, ``(E,)`` float32 each, for local experts.
 
-    C2 stores them as ``act_*``. With any of them the operator computes SwigluBias (``moeOp.cpp``).
+    With any of them the operator computes SwigluBias (``moeOp.cpp``).
 
     Raises:
         ValueError: one of them is not a tensor.
     """
-    tensors = {_ACTIVATION_TENSORS[name]: getattr(layer, name) for name in activation_tensor_names(layer)}
+    tensors = {name: getattr(layer, attribute) for name, attribute in activation_tensor_names(layer).items()}
     for name, value in tensors.items():
         if not hasattr(value, "data_ptr"):
             raise ValueError(f"{name} is a {type(value).__name__}, the kernels take a tensor")
-    if not tensors and activation_constants(lambda name: getattr(layer, name, None)):
+    if not tensors and _activation(lambda name: getattr(layer, name, None))["activation_constants"]:
         raise ValueError("SwiGLU's limit is given as a number alone")
     return tensors
 
 
-def activation_tensor_names(layer: Any) -> tuple[str, ...]:
-    """Return the names of the layer attributes that hold SwiGLU alpha, beta and limit."""
-    names = dict.fromkeys(name for name in _ACTIVATION_TENSORS if getattr(layer, name, None) is not None)
-    newer = {_ACTIVATION_TENSORS[name] for name in names if name.startswith("act_")}
-    return tuple(name for name in names if name not in newer)
+def activation_tensor_names(layer: Any) -> dict[str, str]:
+    """Map SwiGLU alpha, beta and limit, as far as they are set, to the layer attributes that hold them."""
+    attributes = {}
+    for name, newer in _ACTIVATION_TENSORS.items():
+        attribute = newer if getattr(layer, newer, None) is not None else name
+        if getattr(layer, attribute, None) is not None:
+            attributes[name] = attribute
+    return attributes
 
 
 def _load_balancer(model_config: Any) -> str | None:

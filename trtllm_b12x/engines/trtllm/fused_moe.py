@@ -20,7 +20,7 @@ from trtllm_b12x.decision import RejectReason, Resolution
 from trtllm_b12x.decision.announce import announce
 from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.dispatch.layer import LayerDispatch
-from trtllm_b12x.dispatch.schedule import HOSTS, Schedule
+from trtllm_b12x.dispatch.schedule import Schedule
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.weights import Epilogue
@@ -93,9 +93,9 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     def _get_quant_method(self) -> Any:
         self._our_method, self._alone, self.scale_ratio = None, False, 1.0
         with guard.host_takes_over(self):
-            self.drop_schedule()  # the host may create weights anew, for another quantization
             algorithm = describe.quant_algo(self.quant_config)
             self._dtype = self.dtype or torch.bfloat16
+            # The host may create weights anew, for another quantization.
             self.dispatch = LayerDispatch(machine.candidate_kernels(quant_algo=algorithm), self._max_num_tokens)
             self._judge()
             row = formats.find(algorithm)
@@ -117,20 +117,15 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         if self._alone and not self.w2_weight.is_meta and not self.schedule.base:
             raise RuntimeError(f"no kernel serves the MoE layer of {self._about()}")
 
-    def drop_schedule(self) -> None:
-        """Send all further calls to the host. Graphs captured earlier stay valid: they own their workspace."""
-        self.dispatch.drop()
-
     def _leave_to_the_host(self, error: Exception) -> None:
         """After a fault of ours the host serves the layer, and one line says so."""
-        self.dispatch.schedule = self.dispatch.detached = HOSTS
+        self.dispatch.drop()
         log.logger.debug("MoE layer %s", getattr(self, "layer_idx", "?"), exc_info=error)
         self._fault = self._fault or kernels.first_line(error)
         self.verdict = Resolution.left_to_the_host(RejectReason.KERNEL_PLAN_FAILED, self._fault)
         self._announce_and_record(ready=True)
 
     def _load_kernels(self) -> None:
-        errors: dict[str, str] = {}
         if self._our_method is not None:
             if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
                 return
@@ -141,14 +136,13 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             geometry, device = self._geometry(), self.w2_weight.device
             weights = self._kernel_weights()
             self._addresses = self._addresses_now()
-            errors = self.dispatch.load(geometry, weights, device, self.slot_start, self.verdict.families)
+            if errors := self.dispatch.load(geometry, weights, device, self.slot_start, self.verdict.families):
+                self._judge(errors)  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
             if self.apply_router_weight_on_input and self.schedule.kernels:
                 capacity = max(kernel.capacity for kernel in self.schedule.kernels)
                 self._ones = constants.filled(1.0, (capacity, geometry.top_k), device)
         else:
-            self.drop_schedule()
-        if errors:  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
-            self._judge(errors)
+            self.dispatch.drop()
         self._announce_and_record(ready=True)
 
     def _about(self) -> str:
@@ -159,8 +153,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     def _judge(self, plan_errors: Mapping[str, str] = MappingProxyType({})) -> None:
         """Decide anew which families serve the layer, with all that is known of it now."""
         try:
-            lacking = contract.lacking(self)
-            if lacking:
+            if lacking := [name for name in contract.LAYER if not hasattr(self, name)]:
                 raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
             self._shape, deployment = describe.from_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
             self.verdict = machine.resolve((self._shape, deployment), self.dispatch.kernels, plan_errors)
@@ -188,7 +181,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     def _kernel_weights(self) -> Any:
         """Return the layer's weights as the kernels read them, with biases and activation constants."""
         weights, extra = self.quant_method.kernel_weights(self), describe.activation_tensors(self)
-        self._swiglu_tensors = describe.activation_tensor_names(self)
+        self._swiglu_tensors = tuple(describe.activation_tensor_names(self).values())
         return dataclasses.replace(weights, epilogue=Epilogue(**extra)) if extra else weights
 
     def _addresses_now(self) -> tuple[int, ...]:
@@ -246,7 +239,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         if not self._alltoall:
             self._alltoall = True
             self._judge()
-            self.drop_schedule()
+            self.dispatch.drop()
 
     def _serve(
         self,
@@ -262,6 +255,9 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
 
         ``calls.py`` has sorted out what only CUTLASS serves: LoRA, unfinalized output, and ids from an all-to-all, which may
         hold a padding id.
+
+        Raises:
+            RuntimeError: the host has no path for the format, and no kernel serves so many tokens.
         """
         if isinstance(x, _HOST.Fp4QuantizedTensor):
             x, x_sf, swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
@@ -270,7 +266,9 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             token_final_scales = self._ones[: x.shape[0]]
         if kernel is None or token_selected_experts is None or token_final_scales is None:
             if self._alone and isinstance(x, torch.Tensor):
-                return self._empty_or_raise(x, moe_output)
+                if x.shape[0]:
+                    raise RuntimeError(f"no kernel serves {x.shape[0]} tokens of the MoE layer of {self._about()}")
+                return x if moe_output is None else moe_output
             return None
         addresses = self._addresses_now()
         if addresses != self._addresses:  # the kernel reads the parameters as they are now, also where no hook was called
@@ -282,12 +280,6 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         if moe_output is None:
             return result if output_dtype in (None, self._dtype) else result.to(output_dtype)
         return moe_output if direct is not None else moe_output.copy_(result)
-
-    def _empty_or_raise(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """Return ``out`` or ``x`` for an empty batch. Raise RuntimeError for others: nothing serves the layer."""
-        if x.shape[0]:
-            raise RuntimeError(f"no kernel serves {x.shape[0]} tokens of the MoE layer of {self._about()}")
-        return x if out is None else out
 
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
         """Quantize what ``quantize_input`` passed on in bf16 and no kernel serves, with the scale layout of this call."""

@@ -40,7 +40,7 @@ class Host:
     """Base class of our layer."""
     NVFP4CutlassFusedMoEMethod: Any
     MXFP8CutlassFusedMoEMethod: Any
-    """``NoMXFP8`` on hosts before August 2026."""
+    """``object`` on hosts before August 2026, which make no such layers."""
     TensorParallelMode: Any
     load_weight_shard: Callable[..., Any]
     ActivationType: Any
@@ -55,13 +55,6 @@ class Host:
     """Mixin for our layer: metaclass, calling convention and end of a load of this generation."""
     Weights: Any
     """Mixin for our quantization method: order in which weights are loaded."""
-
-
-class NoMXFP8:
-    """Stand-in for the MXFP8 method of hosts that do not know the format."""
-
-    def __init__(self) -> None:
-        raise UnsupportedHostError("this TensorRT-LLM has no MXFP8 experts: they came in August 2026")
 
 
 def installed() -> bool:
@@ -168,7 +161,7 @@ def _host(
         create_moe=create_moe,
         CutlassFusedMoE=cutlass,
         NVFP4CutlassFusedMoEMethod=quantization.NVFP4CutlassFusedMoEMethod,
-        MXFP8CutlassFusedMoEMethod=getattr(quantization, "MXFP8CutlassFusedMoEMethod", NoMXFP8),
+        MXFP8CutlassFusedMoEMethod=getattr(quantization, "MXFP8CutlassFusedMoEMethod", object),
         TensorParallelMode=quantization.TensorParallelMode,
         load_weight_shard=quantization.load_weight_shard,
         ActivationType=utils.ActivationType,

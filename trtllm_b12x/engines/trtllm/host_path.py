@@ -10,6 +10,7 @@ import torch
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import HOST
+from trtllm_b12x.dispatch.schedule import HOSTS
 from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
 from trtllm_b12x.kernels import Geometry
 
@@ -41,16 +42,13 @@ def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
 
 
 def _alike(other: Any, module: Any) -> bool:
-    try:
-        mine, its = module.schedule, other.schedule
-        return bool(
-            its.families.keys() == mine.families.keys()
-            and its.settled
-            and its.kernels[0].geometry == mine.kernels[0].geometry
-            and other.w2_weight.device == module.w2_weight.device
-        )
-    except AttributeError:
-        return False
+    mine, its = module.schedule, getattr(other, "schedule", HOSTS)
+    return bool(
+        its.families.keys() == mine.families.keys()
+        and its.settled
+        and its.kernels[0].geometry == mine.kernels[0].geometry
+        and other.w2_weight.device == module.w2_weight.device
+    )
 
 
 def route_sampler(module: Any, geometry: Geometry, device: torch.device) -> RouteSampler:

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    _Method: Any
-    """Our method and the host's, as the mixins see them."""
-else:
-    _Method = object
+_Method: Any = object
+"""Our method and the host's, as the mixins see them."""
 
 
 class DirectWeights(_Method):

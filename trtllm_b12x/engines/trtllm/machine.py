@@ -1,4 +1,4 @@
-"""Facts of this process for a decision, the kernel classes that it may use, and which of them serve a layer."""
+"""The kernel classes that this process may use, and which of them serve a layer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,6 @@ from . import host
 from .describe import Question
 
 
-def facts() -> Environment:
-    """Return the machine facts for a decision in this process.
-
-    The embedded host runs on any machine, so with it all facts except the switch are unknown.
-    """
-    known = environment.probe(host.state()) if host.installed() else Environment()
-    return replace(known, enabled=settings.ENABLED())
-
-
 def candidate_kernels(device: str | None = None, quant_algo: str | None = None) -> dict[str, type[Kernel]]:
     """Map each family to its kernel class, in order, for layers of a format on ``device`` (default: torch's default device).
 
@@ -35,7 +26,7 @@ def candidate_kernels(device: str | None = None, quant_algo: str | None = None) 
     """
     on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
     kernels: dict[str, type[Kernel]] = {}
-    for row in families.rows(settings.KERNELS.listed(), quant_algo):
+    for row in families.rows(settings.KERNELS(), quant_algo):
         kernel, in_torch = KERNELS[row.key]
         runs = _card_suits(kernel.features) if on_gpu else kernel.runs_on(torch.device("cpu"))
         kernels[row.name] = kernel if runs and kernel.available() else in_torch
@@ -47,18 +38,18 @@ def resolve(
 ) -> Resolution:
     """Return which families serve the layer in this process, and why the others do not.
 
-    Args:
-        question: from ``trtllm_b12x.engines.trtllm.describe``. If its format is unknown, every format is tried.
-        kernels: result of ``candidate_kernels`` for the layer's format.
-        plan_errors: first line of the error that planning the kernels of a family raised.
+    If the format is unknown, every format is tried. ``kernels`` is the result of ``candidate_kernels`` for the layer's format.
     """
     shape, deployment = question
+    # The embedded host runs on any machine, so with it all facts except the switch are unknown.
+    known = environment.probe(host.state()) if host.installed() else Environment()
+    facts = replace(known, enabled=settings.ENABLED())
     resolutions = []
     for quant_algo in formats.names() if shape.quant_algo is None and kernels is None else (shape.quant_algo,):
         candidates = candidate_kernels(quant_algo=quant_algo) if kernels is None else kernels
         features = {name: kernel.features for name, kernel in candidates.items()}
         one_format = replace(shape, quant_algo=quant_algo)
-        resolutions.append(decision.resolve(one_format, deployment, facts(), features, plan_errors))
+        resolutions.append(decision.resolve(one_format, deployment, facts, features, plan_errors))
     return next((resolution for resolution in resolutions if resolution.served), resolutions[0])
 
 

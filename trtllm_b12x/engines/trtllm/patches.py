@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-from trtllm_b12x.core import locks
+from trtllm_b12x.core import hook, locks
 
 building = locks.new()
 """Lock for building layers. Held while the host imports modules and constructs layers."""
@@ -16,71 +15,32 @@ lock = locks.new()
 """Lock for the patch list. Import nothing while holding it: the import hook takes it while it holds the module's import lock."""
 
 
-@dataclass
-class Promotion:
-    """State of promotion in this process."""
-
-    active: bool = False
-    refused: str = ""
-    """Reason why TensorRT-LLM stays unpatched in this process; empty if none is known."""
-
-
-promotion = Promotion()
+active = False
+"""Promotion is on in this process."""
+refused = ""
+"""Reason why TensorRT-LLM stays unpatched in this process; empty if none is known."""
+_patches: dict[tuple[ModuleType, str], tuple[Any, Any]] = {}
+"""Module, and the name that is rebound there, with the original and what took its place."""
 
 
-@dataclass(frozen=True)
-class Patch:
-    """Rebound name."""
-
-    owner: Any
-    """Module or class."""
-    name: str
-    original: Any
-    ours: Any
-
-    def __str__(self) -> str:
-        module = getattr(self.owner, "__module__", "")
-        return f"{module}{'.' if module else ''}{self.owner.__name__}.{self.name}"
-
-
-_patches: list[Patch] = []
-
-
-def rebind(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Rebind a name to ``wrapper(original)``."""
-    replacement = wrapper(vars(owner)[name])
-    replacement._trtllm_b12x = True
-    put(owner, name, replacement)
-
-
-def rebound(original: Any) -> bool:
-    """Return True if the function is already one of our wrappers."""
-    return getattr(original, "_trtllm_b12x", False)
-
-
-def put(owner: Any, name: str, ours: Any) -> None:
-    original = vars(owner)[name]
-    setattr(owner, name, ours)
-    _patches[:] = [entry for entry in _patches if entry.owner is not owner or entry.name != name]  # entries from before a reload
-    _patches.append(Patch(owner, name, original, ours))
+def put(module: ModuleType, name: str, ours: Any) -> None:
+    _patches[module, name] = vars(module)[name], ours  # after a reload it takes the place of the earlier entry
+    setattr(module, name, ours)
 
 
 def give_back() -> None:
-    """Restore the originals, except names that another package has rebound since."""
+    """Watch no more imports. Restore the originals, except names that another package has rebound since."""
     with lock:
-        for entry in reversed(_patches):
-            if vars(entry.owner).get(entry.name) is entry.ours:
-                setattr(entry.owner, entry.name, entry.original)
+        hook.stop()
+        for (module, name), (original, ours) in _patches.items():
+            if vars(module).get(name) is ours:
+                setattr(module, name, original)
         _patches.clear()
 
 
 def names() -> tuple[str, ...]:
     """Return ``module.name`` of each rebound name."""
-    return tuple(map(str, _patches))
-
-
-_lent: list[tuple[dict[str, Any], type]] = []
-"""Namespaces in which ``CutlassFusedMoE`` is temporarily our class, with the original class."""
+    return tuple(f"{module.__name__}.{name}" for module, name in tuple(_patches))
 
 
 @contextmanager
@@ -91,21 +51,8 @@ def known_as_cutlass(names: dict[str, Any], ours: type | None) -> Iterator[None]
     """
     with building:
         before = names["CutlassFusedMoE"]
-        _lent.append((names, before))
         names["CutlassFusedMoE"] = before if ours is None else ours
         try:
             yield
         finally:
             names["CutlassFusedMoE"] = before
-            _lent.remove((names, before))
-
-
-def _give_back_in_child() -> None:
-    """Restore names in a forked child if another thread was building a layer: that thread does not exist in the child."""
-    if not building._is_owned():
-        for names, before in _lent:
-            names["CutlassFusedMoE"] = before
-        _lent.clear()
-
-
-os.register_at_fork(after_in_child=_give_back_in_child)

@@ -19,9 +19,8 @@ from trtllm_b12x.decision import RejectReason, Resolution, Verdict, decide
 from trtllm_b12x.decision.announce import announce
 from trtllm_b12x.formats.geometry import LayerShape
 
-from . import autotuner, describe, guard, host, patches, status
+from . import describe, guard, host, patches, status
 from .host import Host
-from .patches import promotion
 
 
 def install() -> None:
@@ -46,9 +45,9 @@ def install() -> None:
 
 def _turn_on() -> None:
     with patches.lock:
-        if not promotion.active:
+        if not patches.active:
             log.configure()
-        promotion.active = True
+        patches.active = True
         process.in_server = host.installed()
 
 
@@ -59,13 +58,7 @@ def uninstall() -> None:
     ``create_moe_backend`` does not accept it.
     """
     with patches.lock:
-        promotion.active, promotion.refused, hook.failure = False, "", ""
-        _give_back()
-
-
-def _give_back() -> None:
-    with patches.lock:
-        hook.stop()
+        patches.active, patches.refused, hook.failure = False, "", ""
         patches.give_back()
 
 
@@ -84,8 +77,6 @@ def patch(module: ModuleType) -> None:
     ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves the format on this card.
     How: catch the error and return our base class. It can go when its tables accept classes from other packages.
 
-    ``AutoTuner._find_nearest_profile``: see ``trtllm_b12x.engines.trtllm.autotuner``.
-
     Raises:
         ValueError: the module lacks a name to rebind.
     """
@@ -93,9 +84,6 @@ def patch(module: ModuleType) -> None:
         return
     _turn_on()
     with patches.lock:
-        if module.__name__.rpartition(".")[2] == "autotuner":
-            autotuner.patch(module, lambda: promotion.active)
-            return
         backend = getattr(module, "create_moe_backend", None)
         if not callable(backend) or "moe_cls" not in inspect.signature(backend).parameters:
             raise ValueError("it has no create_moe_backend(moe_cls, ...)")
@@ -110,39 +98,37 @@ def patch(module: ModuleType) -> None:
             raise ValueError(f"it has no {' or no '.join(wrappers)}")
         for name, wrapper in wrappers.items():
             original = vars(module)[name]
-            if patches.rebound(original):
+            if hasattr(original, "_trtllm_b12x"):  # one of our wrappers
                 continue
-            patches.rebind(module, name, wrapper)
+            replacement = wrapper(original)
+            replacement._trtllm_b12x = True
+            patches.put(module, name, replacement)
             # A gate and a layer of the same model must call the same function.
             for path, other in list(sys.modules.items()):
                 if path.startswith("tensorrt_llm.") and isinstance(other, ModuleType) and vars(other).get(name) is original:
-                    patches.put(other, name, getattr(module, name))
+                    patches.put(other, name, replacement)
 
 
 def _adapter() -> Host | None:
     """Return the adapter of this TensorRT-LLM while promotion is on. None: leave it unpatched."""
-    if not promotion.active or promotion.refused:
+    if not patches.active or patches.refused:
         return None
     with patches.building:
-        if promotion.refused:
+        if patches.refused:
             return None
         try:
             return host.load()
         except host.UnsupportedHostError as error:
-            promotion.refused = str(error)
-            _give_back()  # no layer was promoted yet
+            patches.refused = str(error)
+            patches.give_back()  # no layer was promoted yet
             log.logger.warning("%s; the host's own classes run (trtllm-b12x doctor shows what differs)", error)
             return None
 
 
-def _resolve(question: describe.Question) -> Resolution:
+def _resolve(model_config: Any, quantization: dict[str, Any], arguments: dict[str, Any] | None = None) -> Resolution:
     from . import machine  # torch is imported by now
 
-    return machine.resolve(question)
-
-
-def _is_ours(moe_cls: Any) -> bool:
-    return "host_class" in getattr(moe_cls, "__dict__", ())
+    return machine.resolve(describe.from_config(model_config, quantization, arguments))
 
 
 def _our_class() -> Any:
@@ -218,13 +204,12 @@ def _class_for(moe_cls: Any, model_config: Any, override: Any) -> Any:
         return moe_cls
     moe_cls = _without_broken_b12x(moe_cls, trtllm)
     quantization = describe.quantization_of(model_config, override)
-    if quantization is None:
+    named = moe_cls is not trtllm.CutlassFusedMoE
+    if quantization is None or (named and moe_cls.__name__ not in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS)):
         return moe_cls
-    if moe_cls is not trtllm.CutlassFusedMoE:
-        without_kernel = moe_cls.__name__ in (_NO_SM12X_KERNEL, _NAMED_BY_MODELS)
-        if not without_kernel or environment.probe(host.state()).sm not in (120, 121):
-            return moe_cls
-    verdict = _resolve(describe.from_config(model_config, quantization))
+    if named and environment.probe(host.state()).sm not in (120, 121):
+        return moe_cls
+    verdict = _resolve(model_config, quantization)
     if moe_cls.__name__ == _NAMED_BY_MODELS:
         if verdict.served:
             _warn_of_trtllm(model_config)
@@ -244,7 +229,7 @@ def _class_without_host_path(model_config: Any, override: Any) -> Any:
     row = formats.find(quantization.get("quant_algo", ""))
     if row is None or row.hosts_path:
         return None
-    verdict = _resolve(describe.from_config(model_config, quantization))
+    verdict = _resolve(model_config, quantization)
     if verdict.served:
         return trtllm.CutlassFusedMoE
     announce(verdict, f"MoE layer in {row.name}", alone=True)
@@ -260,23 +245,21 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         try:
             call = signature.bind(*args, **kwargs)
         except TypeError:
-            call = None  # create_moe_backend raises the error itself
-        if call is None:
-            return create_moe_backend(*args, **kwargs)
-        asked = call.arguments["moe_cls"]
-        host_class = getattr(asked, "host_class", asked)
-        moe_cls, ours, verdict = _or_host((host_class, None, None), lambda: _backend_for(call, host_class))
+            return create_moe_backend(*args, **kwargs)  # raises the error itself
+        host_class = getattr(call.arguments["moe_cls"], "host_class", call.arguments["moe_cls"])
+        moe_cls, verdict = _or_host((host_class, None), lambda: _backend_for(call, host_class))
+        ours = hasattr(moe_cls, "host_class")
         call.arguments["moe_cls"] = moe_cls
         try:
-            with patches.known_as_cutlass(names, ours):
+            with patches.known_as_cutlass(names, moe_cls if ours else None):
                 module = create_moe_backend(*call.args, **call.kwargs)
         except Exception as error:
-            if ours is None:
+            if not ours:
                 raise
-            call.arguments["moe_cls"], ours, verdict = ours.host_class, None, None
+            call.arguments["moe_cls"] = moe_cls.host_class
             module = create_moe_backend(*call.args, **call.kwargs)  # or raise the host error
             refuse(error)
-        if ours is None and verdict is not None:
+        if verdict is not None and not ours:
             with guard.bookkeeping():
                 status.record(module, verdict, ready=True)
         return module
@@ -284,32 +267,31 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
     return wrapper
 
 
-def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, Any, Resolution | None]:
-    """Return the class to build, the same if it is ours, and the verdict on the layer if it uses the CUTLASS backend."""
+def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, Resolution | None]:
+    """Return the class to build, and the verdict on the layer if it uses the CUTLASS backend."""
     trtllm = _adapter()
     if trtllm is None:
-        return host_class, None, None
-    several = (p.name for p in call.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
-    asked, arguments = call.arguments["moe_cls"], {**call.arguments, **call.arguments.get(next(several, ""), {})}
+        return host_class, None
+    arguments = {**call.arguments, **call.kwargs}  # the second has those of a ** parameter
     model_config = arguments.get("model_config")
-    moe_cls = _without_broken_b12x(asked, trtllm)
-    promoted_before = _is_ours(asked)
+    moe_cls = _without_broken_b12x(arguments["moe_cls"], trtllm)
+    promoted_before = arguments["moe_cls"] is not host_class
     if not promoted_before and moe_cls is not trtllm.CutlassFusedMoE:
-        return moe_cls, None, None
+        return moe_cls, None
     # get_moe_cls may have decided by the quantization of one layer, which the model's is not.
     quantization = {} if promoted_before else describe.quantization_of(model_config) or {}
-    verdict = _resolve(describe.from_config(model_config, quantization, arguments))
+    verdict = _resolve(model_config, quantization, arguments)
     # If get_moe_cls exists, it has already decided. Otherwise the host always asks for CutlassFusedMoE.
     undecided = promoted_before or not trtllm.has_get_moe_cls
     if not verdict.served:
         if undecided:
             announce(verdict, "MoE layer", _rank(model_config))
-        return trtllm.CutlassFusedMoE, None, verdict
+        return trtllm.CutlassFusedMoE, verdict
     if not undecided:
-        return moe_cls, None, None  # the caller named the host class explicitly
+        return moe_cls, None  # the caller named the host class explicitly
     if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
         _warn_of_trtllm(model_config)
-    return _our_class(), _our_class(), verdict
+    return _our_class(), verdict
 
 
 def _warn_of_trtllm(model_config: Any) -> None:
@@ -321,9 +303,8 @@ def _warn_of_trtllm(model_config: Any) -> None:
 
 def refuse(error: Exception) -> None:
     """Turn promotion off for the rest of this process, with one warning. TensorRT-LLM then runs its own classes."""
-    promotion.refused = errors.first_line(error)
-    why = promotion.refused
-    log.logger.warning("promotion is off in this process, the host's own classes run: %s", why, exc_info=error)
+    patches.refused = errors.first_line(error)
+    log.logger.warning("promotion is off in this process, the host's own classes run: %s", patches.refused, exc_info=error)
 
 
 def _rank(model_config: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,13 +14,9 @@ from trtllm_b12x.formats.weights import Weights
 
 from .host import load
 
-if TYPE_CHECKING:
-    _Method: Any
-    """The host's class for the format, as the mixin sees it."""
-else:
-    _Method = object
-
 _HOST = load()
+_Method: Any = object
+"""The host's class for the format, as the mixin sees it."""
 
 
 class Method(_Method):

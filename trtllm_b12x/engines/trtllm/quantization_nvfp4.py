@@ -129,19 +129,6 @@ class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
             )
         return ratio
 
-    @staticmethod
-    def input_scales(module: Any) -> InputScales:
-        """FlashInfer divides activations by the checkpoint's ``input_scale``, the host multiplies by its reciprocal.
-
-        The host's alphas, ``weight_scale_2 * input_scale``, are the kernels' own.
-        """
-        return InputScales(
-            fc31_input_scale=module.fc31_input_scale.data,
-            fc2_input_scale=module.fc2_input_scale.data,
-            fc1_divisor=module.b12x_fc1_divisor,
-            fc2_divisor=module.b12x_fc2_divisor,
-        )
-
     @torch.no_grad()
     def fill(self, module: Any, generator: torch.Generator) -> None:
         """Codes of every value and block scales from 0.5 to 2."""
@@ -161,6 +148,9 @@ class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
         self.readable(module, _READ_BY_KERNELS)
         fc1 = module.w3_w1_weight.data.view(torch.uint8)
         fc2 = module.w2_weight.data.view(torch.uint8)
+        # FlashInfer divides activations by the checkpoint's ``input_scale``, the host multiplies by its reciprocal. The host's
+        # alphas, ``weight_scale_2 * input_scale``, are the kernels' own.
+        divisors = module.b12x_fc1_divisor, module.b12x_fc2_divisor
         weights = NVFP4Weights(
             fc1_weight=fc1,
             fc1_weight_sf=mma_scale_view(module.w3_w1_weight_scale.data, rows=fc1.shape[1], columns=2 * fc1.shape[2]),
@@ -168,9 +158,9 @@ class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
             fc2_weight=fc2,
             fc2_weight_sf=mma_scale_view(module.w2_weight_scale.data, rows=fc2.shape[1], columns=2 * fc2.shape[2]),
             fc2_alpha=module.fc2_alpha.data,
-            fc1_divisor=module.b12x_fc1_divisor,
-            fc2_divisor=module.b12x_fc2_divisor,
-            input_scales=self.input_scales(module),
+            fc1_divisor=divisors[0],
+            fc2_divisor=divisors[1],
+            input_scales=InputScales(module.fc31_input_scale.data, module.fc2_input_scale.data, *divisors),
             fc1_half_alphas=module.b12x_fc1_half_alphas if module.is_gated_activation else None,
         )
         weights.derive()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,14 +18,8 @@ from . import host, patches
 _lock = locks.new()
 
 
-@dataclass
-class _Entry:
-    module: weakref.ref[Any]
-    verdict: Resolution
-    ready: bool
-
-
-_entries: list[_Entry] = []
+_layers: weakref.WeakKeyDictionary[Any, tuple[Resolution, bool]] = weakref.WeakKeyDictionary()
+"""Latest verdict on each layer, and whether it is ready, in order of construction."""
 _last_line: tuple[int, int] = (0, 0)
 _collected = 0
 
@@ -62,19 +55,13 @@ class Status:
     """Kernels that serve each geometry, and those that failed the self-test, with its numbers."""
     crossovers: dict[str, str] = field(default_factory=dict)
     """Path per token count for each geometry, and the source of that choice."""
-    late_compiles: dict[str, int] = field(default_factory=dict)
-    """Number of compiles per kernel while a call waited. Should be empty."""
 
 
 def record(module: Any, verdict: Resolution, ready: bool) -> None:
     """Record a layer and its latest verdict. ``ready``: its weights are loaded, or nothing waits for them."""
     with _lock:
-        for entry in _entries:
-            if entry.module() is module:
-                entry.verdict, entry.ready = verdict, ready or entry.ready
-                break
-        else:
-            _entries.append(_Entry(weakref.ref(module), verdict, ready))
+        _, was_ready = _layers.get(module, (verdict, False))
+        _layers[module] = verdict, ready or was_ready
     if ready:
         _report()
 
@@ -86,8 +73,9 @@ def alive() -> list[tuple[Any, Resolution]]:
     Nor do layers of other pipeline ranks, whose weights the host removes (``modeling_utils.remove_weights``).
     """
     with _lock:
-        _entries[:] = [e for e in _entries if e.module() is not None and not getattr(e.module(), "_weights_removed", False)]
-        return [(entry.module(), entry.verdict) for entry in _entries]
+        for module in [module for module in _layers if getattr(module, "_weights_removed", False)]:
+            del _layers[module]
+        return [(module, verdict) for module, (verdict, _) in _layers.items()]
 
 
 def status() -> Status:
@@ -97,11 +85,10 @@ def status() -> Status:
     served = [module for module, verdict in layers if verdict.served]
     bound = [kernel for module in served for kernel in module.schedule.kernels]
     state, detail = host.state()
-    jit_monitor = sys.modules.get("trtllm_b12x.kernels.triton.jit_monitor")  # not imported without kernels
     return Status(
         generation="embedded" if state == "none" else state,
-        refused=patches.promotion.refused or hook.failure or detail,
-        active=patches.promotion.active,
+        refused=patches.refused or hook.failure or detail,
+        active=patches.active,
         patches=patches.names(),
         layers=len(layers),
         promoted=len(served),
@@ -110,10 +97,9 @@ def status() -> Status:
         reasons=dict(Counter(reason.name for _, verdict in layers for reason in verdict.reasons)),
         padding_bytes=sum(_bytes(module, "padding_bytes") for module in served),
         scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
-        workspace_bytes=sum({w.key: w.nbytes for w in (kernel.workspace for kernel in bound) if w is not None}.values()),
+        workspace_bytes=sum(dict(kernel.workspace for kernel in bound if kernel.workspace is not None).values()),
         kernels=_summaries(bound),
         crossovers={str(m.schedule.kernels[0].geometry): m.schedule.summary for m in served if m.schedule.kernels},
-        late_compiles=jit_monitor.compiles() if jit_monitor is not None else {},
     )
 
 
@@ -140,7 +126,7 @@ def _bytes(module: Any, what: str) -> int:
 def _forget() -> None:
     global _last_line, _collected
     with _lock:
-        _entries.clear()
+        _layers.clear()
         _last_line, _collected = (0, 0), 0
 
 
@@ -149,25 +135,24 @@ def _report() -> None:
     global _last_line, _collected
     layers = alive()
     with _lock:
-        waiting = not all(entry.ready for entry in _entries)
-        stale = waiting and _entries[-1].ready and _collected != len(_entries)
-    if stale:  # once per model: layers that wait may belong to a failed attempt and refer to each other
-        _collected = len(_entries)
+        ready = [ready for _, ready in _layers.values()]
+    if not all(ready) and ready[-1] and _collected != len(ready):
+        _collected = len(ready)  # once per model: layers that wait may belong to a failed attempt and refer to each other
         gc.collect()
         layers = alive()
     with _lock:
-        if not all(entry.ready for entry in _entries):
+        if not all(ready for _, ready in _layers.values()):
             return
         served = [module for module, verdict in layers if verdict.served]
         line = (len(served), len(layers))
         if not served or line == _last_line:
             return
         _last_line = line
-    first, *_, last = sorted(module.schedule.below for module in served) * 2
-    below = f"{first} to {last}" if first < last else str(last)
-    counts = "at every token count" if first == EVERY else f"decode below {below} tokens"
+    *limits, last = sorted({module.schedule.below for module in served if module.schedule.below != EVERY}) or [0]
+    counts = [f"decode below {f'{limits[0]} to ' if limits else ''}{last} tokens"] if last else []
+    counts += ["at every token count"] * any(module.schedule.below == EVERY for module in served)
     names = Counter("+".join(module.schedule.chosen) or "no kernel yet" for module in served)
     on = ", ".join(f"{count} on {name}" for name, count in names.items()) if len(names) > 1 else f"on {next(iter(names))}"
     caveats = dict.fromkeys(kernel.features.caveat for module in served for kernel in module.schedule.chosen.values())
-    where = (*line, on, counts, " and ".join(_formats(served)), "".join(f"; {text}" for text in caveats if text))
+    where = (*line, on, " or ".join(counts), " and ".join(_formats(served)), "".join(f"; {text}" for text in caveats if text))
     logger.info("rank %d: %d of %d MoE layers %s, %s (%s)%s", served[0].rank, *where)

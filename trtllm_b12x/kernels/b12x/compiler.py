@@ -19,8 +19,7 @@ import torch
 from trtllm_b12x.core import locks, process, settings
 from trtllm_b12x.environment import payload_child, prove
 from trtllm_b12x.kernels import Geometry, PlanError
-from trtllm_b12x.kernels.cards import card_of
-from trtllm_b12x.kernels.triton import jit_monitor
+from trtllm_b12x.kernels.cards import card_of, warmup_command
 
 from .launch import DIRECT_MICRO, STATIC, B12xKernelKind, Candidate, Signature
 from .scratch import Scratch
@@ -95,7 +94,7 @@ class Compiler:
             build: instead of FlashInfer's ``build_and_load_cute_dsl_kernel``, which compiles what its cache does not hold.
         """
         self.dispatch, self.geometry, self.workspace, self.device = dispatch, geometry, scratch.workspace, device
-        remedy = jit_monitor.remedy(geometry, card_of(device))
+        remedy = warmup_command(geometry, card_of(device))
         self._build = build or functools.partial(_build, dispatch.build_and_load_cute_dsl_kernel, remedy, device)
         self.signatures = signatures(dispatch)
         self.variants: dict[int, int] = {}

@@ -11,32 +11,27 @@ import functools
 import importlib
 import os
 import time
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trtllm_b12x import environment
-from trtllm_b12x.core import locks, process
 from trtllm_b12x.core.log import logger
-from trtllm_b12x.decision import families
+from trtllm_b12x.decision import OLDEST_FLASHINFER, families, version_tuple
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, Kernel, MoECall, PlanError, Workspace, first_line, routes
-from trtllm_b12x.kernels.cards import card_of
+from trtllm_b12x.kernels import Geometry, MoECall, routes
+from trtllm_b12x.kernels.cards import card_of, warmup_command
+from trtllm_b12x.kernels.plans import Plan, PlannedKernel
 from trtllm_b12x.kernels.self_test import Run, SelfTestCase, SelfTestResult, run_self_test
-from trtllm_b12x.kernels.triton import jit_monitor
 
+from . import precompile
 from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO
-from .precompile import assembled
 from .scratch import Scratch, fitting
 from .streams import StreamSerializer
-
-_NO_CACHE = "FLASHINFER_CUTE_DSL_DISABLE_CACHE"
 
 _RECIPROCALS = 0.02
 """Relative L2. Direct micro multiplies by reciprocals of scales also for ReLU2, where the others and the reference divide
@@ -45,21 +40,13 @@ two; seen: 0.014 over many tokens."""
 
 
 @dataclass
-class _Plan:
-    """Everything that layers of one geometry share on one device."""
-
-    geometry: Geometry
-    device: torch.device
+class _Plan(Plan):
     scratch: Scratch
     """Memory of eager calls; captured calls have memory from ``of_capture``."""
     pristine: torch.Tensor
     candidates: dict[int, list[Candidate]]
     """Candidates by token count, best first; after the self-test those that passed."""
     serializer: StreamSerializer
-    results: list[SelfTestResult] = field(default_factory=list)
-    tested: bool = False
-    """Nothing is served before."""
-    lock: Any = field(default_factory=locks.new)
     captured: tuple[int, Scratch] | None = None
 
     def of_capture(self, capture: int) -> Scratch:
@@ -74,12 +61,7 @@ class _Plan:
         return self.captured[1]
 
 
-_plans: weakref.WeakValueDictionary[tuple[Any, ...], _Plan] = weakref.WeakValueDictionary()
-_lock = locks.new()
-process.kept(_plans.clear)
-
-
-class B12xKernel(Kernel):
+class B12xKernel(PlannedKernel):
     """FlashInfer's static and direct micro kernel on one layer: views of its tensors, and the plan of its geometry."""
 
     _flashinfer = environment.inspect_flashinfer()
@@ -88,33 +70,26 @@ class B12xKernel(Kernel):
 
     @classmethod
     def available(cls) -> bool:
-        return bool(cls._flashinfer.exact_scales)
+        return version_tuple(cls._flashinfer.flashinfer or "") >= OLDEST_FLASHINFER
 
     @classmethod
     def assembled(cls, geometry: Geometry, card: Any, directory: Path) -> list[str]:
-        return assembled(geometry, card, directory)
+        """Compile static for two tokens, by FlashInfer's own compile function, 0.6.18 to 0.7.2."""
+        target = f"sm_{card.capability}a"
+        os.environ.update(CUTE_DSL_ARCH=target, CUTE_DSL_KEEP_PTX="1", CUTE_DSL_DUMP_DIR=str(directory))
+        os.environ.update({"CUTE_DSL_DISABLE_FILE_CACHING": "1", "FLASHINFER_CUTE_DSL_DISABLE_CACHE": "1"})
+        precompile.describe(card.multiprocessors, target)
+        dispatch, e = importlib.import_module(DISPATCH), geometry.num_experts
+        sizes = {"k": geometry.hidden_size, "n": geometry.intermediate_size, "num_topk": geometry.top_k}
+        dispatch._get_static_kernel(e, e, m=2, max_rows=2 * geometry.top_k, **sizes)
+        return [path.read_text(errors="replace") for path in directory.glob("*.ptx")]
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """Allocate one workspace and compile every kernel for up to ``capacity`` tokens, or share what another layer planned.
-
-        Raises:
-            ValueError: an activation or a size that the kernels do not take.
-            PlanError: compiling failed, or memory ran out; nothing is kept.
-        """
         self.check(geometry, (self.features.hidden_size_multiple, self.features.tile))
         asked, capacity = capacity, fitting(geometry, capacity)
-        self.geometry, self.capacity = geometry, capacity
+        self.geometry, self.capacity, self.device = geometry, capacity, device
         self.limited = f"FlashInfer has no offsets for more than {capacity} tokens of this geometry" if capacity < asked else ""
-        key = (geometry, capacity, str(device))
-        with _lock:
-            plan = _plans.get(key)
-            if plan is None:
-                try:
-                    with torch.inference_mode(False):  # whatever the host loads in: the tensors outlive it
-                        plan = _plans[key] = _cached_or_not(functools.partial(_make_plan, geometry, capacity, device))
-                except Exception as error:
-                    raise PlanError(first_line(error)) from error
-        self._plan, self._key = plan, key
+        self._share(("b12x", geometry, capacity, str(device)), lambda: _make_plan(geometry, capacity, device))
 
     def bind(self, weights: NVFP4Weights, first_expert: int = 0) -> None:
         weights.check(self.geometry)
@@ -128,43 +103,15 @@ class B12xKernel(Kernel):
         signatures = {c.kind.name: c.signature for candidates in self._plan.candidates.values() for c in candidates}
         return {name: signature.bind(scratch, self.weights) for name, signature in signatures.items()}
 
-    def self_test(self) -> None:
-        """Run every kernel of the plan on the card, once per plan, and drop those that miss their bound.
+    def _test(self) -> list[SelfTestResult] | None:
+        return run_self_test(self._cases(), self.geometry, self.weights, self.first_expert)
 
-        Weights that are all zero or not finite leave the test to the next layer or load. Nothing is served before.
-
-        Raises:
-            PlanError: no kernel is left for some token count; the message has the numbers.
-        """
-        plan = self._plan
-        with plan.lock:
-            if plan.tested:
-                return
-            started = time.monotonic()
-            try:
-                with jit_monitor.expected():
-                    results = run_self_test(self._cases(), self.geometry, self.weights, self.first_expert)
-                if results is None:
-                    logger.info("b12x kernels for %s: not tested yet, the weights are all zero or not finite", self.geometry)
-                    return
-                plan.results = results
-                bad = {(result.case.kernel, result.case.variant) for result in results if not result.passed}
-                for tokens, candidates in plan.candidates.items():
-                    plan.candidates[tokens] = [c for c in candidates if (c.kind.name, c.variant) not in bad]
-                    if not plan.candidates[tokens]:
-                        raise PlanError("; ".join(str(result) for result in results if not result.passed))
-            except Exception as error:
-                with _lock:
-                    _plans.pop(self._key, None)
-                raise PlanError(first_line(error)) from error
-            finally:
-                if self._plan.device.type == "cuda":
-                    torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
-            plan.tested = True
-            logger.info("b12x kernels for %s: tested in %.2f s", self.geometry, time.monotonic() - started)
-            for result in plan.results:
-                log = logger.debug if result.passed else logger.warning
-                log("self-test, %s: %s", self.geometry, result)
+    def _leave_out(self, failed: list[SelfTestResult]) -> None:
+        bad = {(result.case.kernel, result.case.variant) for result in failed}
+        for tokens, candidates in self._plan.candidates.items():
+            self._plan.candidates[tokens] = [c for c in candidates if (c.kind.name, c.variant) not in bad]
+            if not self._plan.candidates[tokens]:
+                super()._leave_out(failed)
 
     def _cases(self) -> dict[SelfTestCase, Run]:
         """Return each compiled kernel at the largest and the smallest token count that it could serve."""
@@ -183,10 +130,6 @@ class B12xKernel(Kernel):
     def runs_on(cls, device: torch.device) -> bool:
         return device.type == "cuda"
 
-    @property
-    def settled(self) -> bool:
-        return self._plan.tested
-
     def serves(self, tokens: int) -> bool:
         plan = self._plan
         return plan.tested and tokens in plan.candidates
@@ -202,17 +145,12 @@ class B12xKernel(Kernel):
         for tokens, candidates in self._plan.candidates.items():
             served.setdefault(candidates[0].kind.name, []).append(tokens)
         lines = [f"{name}: {_ranges(sizes)} tokens" for name, sizes in served.items()]
-        if not self._plan.tested:
-            return (*lines, "not before the self-test, which waits for weights that are neither all zero nor not finite")
-        return (*lines, *(f"left out: {result}" for result in self._plan.results if not result.passed))
+        left_out = (f"left out: {result}" for result in self._plan.results if not result.passed)
+        return (*lines, *self._pending(), *left_out)
 
     @property
-    def device(self) -> torch.device:
-        return self._plan.device
-
-    @property
-    def workspace(self) -> Workspace | None:
-        return Workspace(id(self._plan), self._plan.scratch.nbytes())
+    def workspace(self) -> tuple[int, int] | None:
+        return id(self._plan), self._plan.scratch.nbytes()
 
     def _launch(self, call: MoECall) -> None:
         tokens = call.x.shape[0]
@@ -255,23 +193,6 @@ def _ranges(numbers: list[int]) -> str:
 # ---- planning ------------------------------------------------------------------------------------------------------------
 
 
-def _cached_or_not(make: Callable[[], _Plan]) -> _Plan:
-    """Call ``make``; once more without FlashInfer's kernel cache if that failed, as in a home that cannot be written."""
-    before = os.environ.get(_NO_CACHE, "0")
-    try:
-        return make()
-    except OSError as error:
-        if before == "1":
-            raise
-        advice = "FLASHINFER_WORKSPACE_BASE names another folder"
-        logger.warning("FlashInfer cannot use its kernel cache, kernels are compiled at every start: %s (%s)", error, advice)
-    os.environ[_NO_CACHE] = "1"
-    try:
-        return make()
-    finally:
-        os.environ[_NO_CACHE] = before
-
-
 def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan:
     started = time.monotonic()
     logger.info("b12x kernels for %s: compiling, or loading from FlashInfer's cache", geometry)
@@ -279,8 +200,8 @@ def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan
     scratch = Scratch.allocate(dispatch, geometry, capacity, device)
     compiler = Compiler(dispatch, geometry, scratch, device)
     candidates = {tokens: list(compiler.candidates(tokens)) for tokens in sizes(dispatch, capacity)}
-    remedy = jit_monitor.remedy(geometry, card_of(device)) if device.type == "cuda" else ""
+    remedy = warmup_command(geometry, card_of(device)) if device.type == "cuda" else ""
     routes.warm_up(device, remedy)
     logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
     pristine = constants.kept(("b12x", geometry, capacity, device), scratch.pristine)
-    return _Plan(geometry, device, scratch, pristine, candidates, StreamSerializer.of(device))
+    return _Plan(scratch, pristine, candidates, StreamSerializer.of(device))

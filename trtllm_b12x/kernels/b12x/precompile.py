@@ -14,26 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from trtllm_b12x.environment import payload_child
 
-
-@dataclass(frozen=True)
-class _Job:
-    """Arguments of FlashInfer's ``build_and_load_cute_dsl_kernel``, and the card's number of multiprocessors."""
-
-    module: str
-    compile_kernel: Callable[[], Any]
-    files: tuple[Any, ...]
-    multiprocessors: int
-
-
-_jobs: dict[str, _Job] = {}
-"""Jobs by kernel name. The forked processes read them: functions cannot be sent."""
+_jobs: dict[str, tuple[str, Callable[[], Any], tuple[Any, ...], int]] = {}
+"""By kernel name: module, compile function and source files of FlashInfer's ``build_and_load_cute_dsl_kernel``, and the card's
+number of multiprocessors. The forked processes read them: functions cannot be sent."""
 
 
 def main() -> None:
@@ -62,7 +50,7 @@ def main() -> None:
 def _collect(request: dict[str, Any], target: str) -> None:
     import torch
 
-    _answer(max(request["multiprocessors"]), target)
+    describe(max(request["multiprocessors"]), target)
     from trtllm_b12x.kernels import Geometry
 
     from . import compiler as kernels
@@ -74,14 +62,14 @@ def _collect(request: dict[str, Any], target: str) -> None:
     capacity = fitting(geometry, request["capacity"])
     scratch = Scratch.allocate(dispatch, geometry, capacity, torch.device("cpu"))
     for count in request["multiprocessors"]:
-        _answer(count, target)
+        describe(count, target)
         dispatch.clear_sm120_moe_caches()
         kernels._compiled.clear()
 
         def collect(
             module: str, name: str, compile_kernel: Callable[[], Any], extra_key_files: Any = (), count: int = count
         ) -> object:
-            _jobs.setdefault(name, _Job(module, compile_kernel, tuple(extra_key_files), count))
+            _jobs.setdefault(name, (module, compile_kernel, tuple(extra_key_files), count))
             return object()
 
         compiler = kernels.Compiler(dispatch, geometry, scratch, torch.device("cpu"), collect)
@@ -89,7 +77,7 @@ def _collect(request: dict[str, Any], target: str) -> None:
             list(compiler.candidates(tokens))
 
 
-def _answer(multiprocessors: int, target: str) -> None:
+def describe(multiprocessors: int, target: str) -> None:
     """Describe the card to torch and FlashInfer."""
     import torch
 
@@ -102,12 +90,12 @@ def _answer(multiprocessors: int, target: str) -> None:
 def _store(name: str, target: str) -> dict[str, Any]:
     from flashinfer.jit import cute_dsl_core as core
 
-    job, started, cached, problem = _jobs[name], time.monotonic(), False, ""
+    (module, compile_kernel, files, multiprocessors), started, cached, problem = _jobs[name], time.monotonic(), False, ""
     try:
-        _answer(job.multiprocessors, target)
+        describe(multiprocessors, target)
         if core.cute_dsl_cache_disabled():
             raise RuntimeError("FLASHINFER_CUTE_DSL_DISABLE_CACHE=1: FlashInfer stores no kernel")
-        spec = core.JitSpecCuteDsl(job.module, name, job.compile_kernel, core._hash_source_files(job.files))
+        spec = core.JitSpecCuteDsl(module, name, compile_kernel, core._hash_source_files(files))
         cached = spec.try_load() is not None
         if not cached:
             # The second holds a lock of the module for all of the compile: one process at a time.
@@ -119,29 +107,6 @@ def _store(name: str, target: str) -> dict[str, Any]:
     return {"name": name, "cached": cached, "error": problem, "seconds": round(time.monotonic() - started, 3)}
 
 
-def assembled(geometry: Any, card: Any, directory: Path) -> list[str]:
-    """Return the PTX of FlashInfer's static kernel for two tokens, by its own compile function, 0.6.18 to 0.7.2."""
-    target = f"sm_{card.capability}a"
-    os.environ.update(
-        CUTE_DSL_ARCH=target,
-        CUTE_DSL_KEEP_PTX="1",
-        CUTE_DSL_DUMP_DIR=str(directory),
-        FLASHINFER_CUTE_DSL_DISABLE_CACHE="1",
-        CUTE_DSL_DISABLE_FILE_CACHING="1",
-    )
-    _answer(card.multiprocessors, target)
-    dispatch = importlib.import_module(payload_child.DISPATCH)
-    sizes = {"k": geometry.hidden_size, "n": geometry.intermediate_size, "num_topk": geometry.top_k}
-    dispatch._get_static_kernel(geometry.num_experts, geometry.num_experts, m=2, max_rows=2 * geometry.top_k, **sizes)
-    return [path.read_text(errors="replace") for path in directory.glob("*.ptx")]
-
-
 def fields(geometry: Any) -> dict[str, Any]:
     """Return the geometry's part of the request."""
     return {**dataclasses.asdict(geometry), "dtype": str(geometry.dtype).removeprefix("torch."), "bias": None}
-
-
-def cache_folder() -> Path:
-    """Return the folder of FlashInfer's compiled kernels, for all cards (``jit/env.py``)."""
-    base = os.environ.get("FLASHINFER_WORKSPACE_BASE")
-    return (Path(base) if base else Path.home()) / ".cache" / "flashinfer"

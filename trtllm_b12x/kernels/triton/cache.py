@@ -12,7 +12,7 @@ from trtllm_b12x.core import locks, log, settings
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import PlanError, first_line
 
-from . import compile_pool, jit_monitor
+from . import compile_pool
 from .variant import Variant
 
 _TIMEOUT_S = 600
@@ -37,17 +37,16 @@ def load(variants: Sequence[Variant], capability: int, remedy: str) -> tuple[dic
         raise PlanError("; ".join(map(str, faults)))
     obstacle = f"{settings.FREEZE.name}=1" if settings.FREEZE() else "; ".join(map(str, toolchain.tools_lacking()))
     processes = 0
-    with jit_monitor.expected():
-        if obstacle:
-            try:
-                with hits_only():
-                    return {variant.key: _loaded(variant) for variant in variants}, 0
-            except CacheMissError as missing:
-                raise PlanError(f"{missing} is not in Triton's cache and is not compiled: {obstacle} ({remedy})") from missing
-        if _missing(variants):
-            with _turn():
-                processes = compile_pool.fill(_missing(variants), capability)
-        return {variant.key: _loaded(variant) for variant in variants}, processes
+    if obstacle:
+        try:
+            with hits_only():
+                return {variant.key: _loaded(variant) for variant in variants}, 0
+        except CacheMissError as missing:
+            raise PlanError(f"{missing} is not in Triton's cache and is not compiled: {obstacle} ({remedy})") from missing
+    if _missing(variants):
+        with _turn():
+            processes = compile_pool.fill(_missing(variants), capability)
+    return {variant.key: _loaded(variant) for variant in variants}, processes
 
 
 def _loaded(variant: Variant) -> Any:

@@ -27,7 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-_MOST_PROCESSES = 16
+MOST_PROCESSES = 16
 """150 MB each."""
 _FEWEST_KERNELS = 3
 """For fewer, starting processes does not pay."""
@@ -60,7 +60,7 @@ def fill(
     from trtllm_b12x.core import child
     from trtllm_b12x.environment.triton import cache_folder
 
-    workers = min(workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES, len(variants))
+    workers = min(workers or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(variants))
     if not ahead and (workers < 2 or len(variants) < _FEWEST_KERNELS):
         return 0
     jobs = [

@@ -20,7 +20,6 @@ import torch
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.reference import MXFP8UnquantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
@@ -50,28 +49,43 @@ class LaunchConfig:
     """Number of tiles of the hidden size."""
 
 
-@dataclass(frozen=True)
-class KernelSpec:
-    """The constants that kernels are compiled for."""
+class TritonKernel(JitKernel):
+    """Decode of NVFP4 layers."""
 
-    geometry: Geometry
-    card: Card
-    overlap: bool
-    """A launch begins before the one ahead of it has ended (programmatic dependent launch)."""
-    gpu: bool
-    """False in Triton's interpreter."""
-    codes_per_int32: int = 8
-    tiles: Tiles | None = None
-    """Tiles of every call, in place of the rule's."""
+    features = families.triton(Environment())
+    reference: type[ReferenceKernel] = UnquantizedReferenceKernel
+    codes_per_int32 = 8
+
+    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        # 32-bit offsets reach every route's row.
+        largest = _LAST_INDEX // (geometry.top_k * max(geometry.hidden_size, geometry.intermediate_size))
+        super().describe(geometry, min(capacity, largest), device)
+        if geometry.top_k > _MAX_TOP_K or geometry.num_experts > _MAX_EXPERTS:
+            raise ValueError(f"top {geometry.top_k} of {geometry.num_experts} experts: at most {_MAX_TOP_K} of {_MAX_EXPERTS}")
+        self._overlap = device.type == "cuda" and self.card.capability >= 90
+        """A launch begins before the one ahead of it has ended (programmatic dependent launch)."""
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.geometry, self.capacity, self.card
+
+    def tiles(self, tokens: int) -> Tiles:
+        return tiles(self.geometry, tokens, self.card, self.geometry.ranks, self.codes_per_int32)
 
     def config(self, tokens: int) -> LaunchConfig:
-        g = self.geometry
-        chosen = self.tiles or tiles(g, tokens, self.card, g.ranks, self.codes_per_int32)
+        g, chosen = self.geometry, self.tiles(tokens)
         inline = chosen.routes == 1 or tokens * g.top_k <= INLINE_ROUTES
         columns = -(-g.hidden_size // chosen.fc2.rows)
         return LaunchConfig(tokens, chosen, blocks(g, tokens, chosen.routes), inline, columns)
 
-    def variants(
+    def variants(self) -> Iterator[Variant]:
+        quantized = (False, True) if self.features.quantized_input else (False,)
+        for config in map(self.config, range(1, self.capacity + 1)):
+            if config.inline:
+                yield from self.variants_of_call(config, True)
+            for types in product(quantized, ID_TYPES, ROUTER_WEIGHT_TYPES):
+                yield from self.variants_of_call(config, False, *types)
+
+    def variants_of_call(
         self,
         config: LaunchConfig,
         inline: bool,
@@ -90,10 +104,10 @@ class KernelSpec:
         x, byte, f, i = g.dtype, torch.uint8, torch.float32, torch.int32
         slots = 1 << max(g.top_k - 1, 1).bit_length()
         # Constants that a variant does not use do not make another.
-        common = {"TOP_K": g.top_k, "PDL": self.overlap}
+        common = {"TOP_K": g.top_k, "PDL": self._overlap}
         both = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": config.columns, "BM": chosen.routes}
         both |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "WORD": self.codes_per_int32}
-        both |= {"PTX": self.card.capability if self.gpu else 0}
+        both |= {"PTX": self.card.capability if self.device.type == "cuda" else 0}
         first = {"BN": chosen.fc1.rows, "BK": chosen.fc1.columns, "SPLIT": chosen.fc1.split}
         first |= {"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
         second = {"BN": chosen.fc2.rows, "BK": chosen.fc2.columns, "SPLIT": chosen.fc2.split}
@@ -117,56 +131,9 @@ class KernelSpec:
     def _variant(self, name: str, types: tuple[Any, ...], constants: dict[str, Any], tile: Tile | None) -> Variant:
         options: dict[str, Any] = {"num_warps": tile.num_warps if tile else 4, "num_stages": tile.num_stages if tile else 1}
         options["enable_fp_fusion"] = True  # the default until Triton 3.10
-        if self.gpu:
-            options["launch_pdl"] = self.overlap
+        if self.device.type == "cuda":
+            options["launch_pdl"] = self._overlap
         return Variant("triton.decode_kernels", name, types, constants, options)
-
-    def every(self, capacity: int) -> Iterator[Variant]:
-        """Yield every kernel that calls of 1 to ``capacity`` tokens may launch, in every form."""
-        seen: dict[tuple[Any, ...], Variant] = {}
-        quantized = (False, True) if self.codes_per_int32 == 8 else (False,)
-        for config in map(self.config, range(1, capacity + 1)):
-            forms = [self.variants(config, True)] * config.inline
-            forms += [self.variants(config, False, *types) for types in product(quantized, ID_TYPES, ROUTER_WEIGHT_TYPES)]
-            for variant in (variant for form in forms for variant in form):
-                seen.setdefault(variant.key, variant)
-        yield from seen.values()
-
-
-class TritonKernel(JitKernel):
-    """Decode of NVFP4 layers."""
-
-    features = families.triton(Environment())
-    reference: type[ReferenceKernel] = UnquantizedReferenceKernel
-    codes_per_int32 = 8
-
-    def __init__(self, card: Card | None = None, overlap: bool | None = None) -> None:
-        """
-        Args:
-            card: that tiles are chosen for, instead of the device's own.
-            overlap: a launch begins before the one ahead of it has ended (programmatic dependent launch); None: if the card can.
-        """
-        super().__init__(card)
-        self._overlap = overlap
-
-    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        super().describe(geometry, min(capacity, _max_tokens(geometry)), device)
-        if geometry.top_k > _MAX_TOP_K or geometry.num_experts > _MAX_EXPERTS:
-            raise ValueError(f"top {geometry.top_k} of {geometry.num_experts} experts: at most {_MAX_TOP_K} of {_MAX_EXPERTS}")
-        gpu, card = device.type == "cuda", self.card
-        overlap = gpu and (card.capability >= 90 if self._overlap is None else self._overlap)
-        self.spec = KernelSpec(geometry, card, overlap, gpu, self.codes_per_int32)
-
-    def variants(self) -> Iterator[Variant]:
-        return self.spec.every(self.capacity)
-
-    def samples(self) -> Iterator[Variant]:
-        """Yield the kernels that two tokens launch, and the largest number of tokens."""
-        for config in map(self.spec.config, (2, self.capacity)):
-            yield from self.spec.variants(config, config.inline)
-
-    def _identity(self) -> tuple[Any, ...]:
-        return self.spec, self.capacity
 
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
         s, extra = scalars_of(weights), weights.epilogue
@@ -185,45 +152,50 @@ class TritonKernel(JitKernel):
     def _tested_sizes(self) -> list[int]:
         """Return the smallest and the largest token count of each set of tiles."""
         sizes: dict[tuple[Tiles, bool], list[int]] = {}
-        for config in map(self.spec.config, range(1, self.capacity + 1)):
+        for config in map(self.config, range(1, self.capacity + 1)):
             sizes.setdefault((config.tiles, config.inline), []).append(config.tokens)
         return sorted({tokens for same in sizes.values() for tokens in (same[0], same[-1])})
 
     def summary(self) -> tuple[str, ...]:
-        if self._plan.tested:
-            return super().summary()
-        return (*super().summary(), "not before the self-test, which waits for weights that are neither all zero nor not finite")
+        return (*super().summary(), *self._pending())
 
     def _launch_plan(
         self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype, direct: bool
-    ) -> DecodeLaunchPlan:
-        g, config = self.geometry, self.spec.config(tokens)
+    ) -> LaunchPlan:
+        g, config = self.geometry, self.config(tokens)
         inline = config.inline and not quantized and (ids, router_weights) == (ID_TYPES[0], ROUTER_WEIGHT_TYPES[0])
-        variants = self.spec.variants(config, inline, quantized, ids, router_weights)
+        variants = self.variants_of_call(config, inline, quantized, ids, router_weights)
         across = tokens * g.top_k if inline else config.blocks
-        *_, fc1, fc2 = variants
+        *_, fc1_variant, fc2_variant = variants
         grids = [
             (1 + tokens, 1),
-            (-(-g.intermediate_size // fc1.constants["BN"]), across),
-            (-(-g.hidden_size // fc2.constants["BN"]), tokens if fc2.name == "fc2_token_kernel" else across),
+            (-(-g.intermediate_size // fc1_variant.constants["BN"]), across),
+            (-(-g.hidden_size // fc2_variant.constants["BN"]), tokens if fc2_variant.name == "fc2_token_kernel" else across),
         ]
-        launches = tuple(zip(self._launchers(variants, direct), grids[-len(variants) :], strict=True))
-        workspace = self._workspace(config, inline, quantized)
-        return DecodeLaunchPlan(tokens, workspace, quantized, launches, direct, config, g.num_experts)
-
-    def _workspace(self, config: LaunchConfig, inline: bool, quantized: bool) -> WorkspaceLayout:
-        """Return the layout of ``(tokens, H)`` of FC1's input type for input that arrives quantized, ``(routes, I)`` bfloat16,
-        ``(routes, H)`` float32, and int32 for ``routing.route_kernel``."""
-        g, tokens = self.geometry, config.tokens
-        numbers = tokens * (config.columns + 2)
+        *route, fc1, fc2 = self._launchers(variants, grids[-len(variants) :], direct)
+        numbers = tokens * (config.columns + 2)  # for ``routing.route_kernel``
         if not inline:
             numbers += tokens * g.top_k + (2 + config.tiles.routes) * config.blocks + g.num_experts
-        return WorkspaceLayout.of(
-            (2 * tokens * g.hidden_size if quantized else 16, g.dtype),  # an address that no kernel reads
-            (2 * tokens * g.top_k * g.intermediate_size, torch.bfloat16),
-            (4 * tokens * g.top_k * g.hidden_size, torch.float32),
+        workspace = WorkspaceLayout.of(
+            (2 * tokens * g.hidden_size if quantized else 16, g.dtype),  # FC1's input, if it arrives quantized
+            (2 * tokens * g.top_k * g.intermediate_size, torch.bfloat16),  # FC1's result
+            (4 * tokens * g.top_k * g.hidden_size, torch.float32),  # shares
             (4 * numbers, torch.int32),
         )
+
+        def launch(stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
+            (x, ids, router_weights, x_sf, swizzled, out), (staged, h, partial, numbers) = call, parts
+            sizes, first = (tokens, config.blocks), layer.first_expert
+            for sort in route:
+                places = config.columns, config.tiles.routes, swizzled
+                sort(stream, x, x_sf, ids, router_weights, staged, out, numbers, *sizes, first, *places)
+                ids, router_weights, first = numbers, partial, 0
+                x = staged if quantized else x
+            experts = first, g.num_experts
+            fc1(stream, x, *layer.fc1, ids, router_weights, out, h, numbers, *sizes, *experts, layer.steps[0])
+            fc2(stream, h, *layer.fc2, ids, router_weights, out, partial, numbers, *sizes, *experts, layer.steps[1])
+
+        return LaunchPlan(workspace, direct, launch)
 
 
 class TritonMXFP8Kernel(TritonKernel):
@@ -232,28 +204,3 @@ class TritonMXFP8Kernel(TritonKernel):
     features = families.triton_mxfp8(Environment())
     reference = MXFP8UnquantizedReferenceKernel
     codes_per_int32 = 4
-
-
-@dataclass(frozen=True)
-class DecodeLaunchPlan(LaunchPlan):
-    config: LaunchConfig
-    local_experts: int
-
-    def launch(self, stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
-        (x, ids, router_weights, x_sf, swizzled, out), (staged, h, partial, numbers) = call, parts
-        *route, (fc1, grid1), (fc2, grid2) = self.launches
-        tokens, blocks, first = self.tokens, self.config.blocks, layer.first_expert
-        if route:
-            (sort, grid), places = route[0], (self.config.columns, self.config.tiles.routes, swizzled)
-            sort(grid, stream, x, x_sf, ids, router_weights, staged, out, numbers, tokens, blocks, first, *places)
-            ids, router_weights, first = numbers, partial, 0
-            if self.quantized:
-                x = staged
-        sizes = tokens, blocks, first, self.local_experts
-        fc1(grid1, stream, x, *layer.fc1, ids, router_weights, out, h, numbers, *sizes, layer.steps[0])
-        fc2(grid2, stream, h, *layer.fc2, ids, router_weights, out, partial, numbers, *sizes, layer.steps[1])
-
-
-def _max_tokens(geometry: Geometry) -> int:
-    """Return the largest token count for which 32-bit offsets reach every route's row."""
-    return _LAST_INDEX // (geometry.top_k * max(geometry.hidden_size, geometry.intermediate_size))

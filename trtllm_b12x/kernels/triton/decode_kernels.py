@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from .epilogues import SWIGLU_BIAS, activate, along, half_alphas, share_of_one, shares_of_block
+from .epilogues import activate, along, half_alphas, share_of_one, shares_of_block
 from .numerics import rounded
 from .operands import FP4, SCALE, added, dot, loaded, matrix, own_columns, places, split_inputs
 from .routing import listed_block, localized, own_block, route_kernel, start_token
@@ -22,6 +22,68 @@ from .scales import first_scale, rows_of, scale_offsets
 _SIZES = ["tokens", "blocks", "first", "experts", "step"]
 _ANYWHERE = ["ids", "router_weights", "bias", "alpha", "input_scale", "half_alpha", "swiglu_alpha", "swiglu_beta", "swiglu_limit"]
 """Arguments at addresses that need not be multiples of 16."""
+
+
+@triton.jit
+def _products(
+    x, weight, weight_sf, e, tile, row, one, n, N: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, WORD: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """``BN`` rows of expert ``e``'s matrix, of each of its HALVES, times inputs: ``(BN, routes)``, or ``(BN,)`` where BM is 1.
+
+    A tensor core instruction has eight columns, whether they are used or not. Where a block is one route (BM 1), K is cut into
+    SPLIT stretches: the rows of the product are the tile's, once for each stretch, its columns the input's stretches, of which
+    each row keeps its own. So more warps read at a time.
+
+    Args:
+        x: rows of K.
+        row: of ``x``, for each of the ``n`` routes; ``one``: for the only one.
+        N: rows of a half.
+    """
+    width: tl.constexpr = row.shape[0]
+    columns: tl.constexpr = 512 // WORD
+    stretch: tl.constexpr = (K + SPLIT * BK - 1) // (SPLIT * BK) * BK
+    whole: tl.constexpr = K % (SPLIT * BK) == 0
+    rows = rows_of(tile, BN, N, SPLIT)
+    inside = rows < N
+    part = tl.arange(0, SPLIT * BN) // BN
+    weight += e * (HALVES * N * (K // WORD))
+    weight_sf += e * ((HALVES * N + 127) // 128 * ((K + columns - 1) // columns) * 512)
+    words = rows[:, None] * (K // WORD) + tl.arange(0, BK // WORD)[None, :]
+    up_sf_offsets = scale_offsets(tile, 0, BN, BK, N, K, SPLIT, WORD)
+    gate_sf_offsets = scale_offsets(tile, 1, BN, BK, N, K, SPLIT, WORD)
+    up_sf = weight_sf + first_scale(tile, 0, BN, N, K, WORD)
+    gate_sf = weight_sf + first_scale(tile, 1, BN, N, K, WORD)
+    if SPLIT > 1:
+        words += (part * (stretch // WORD))[:, None]
+        up_sf_offsets += (part * (stretch * WORD))[:, None]
+        gate_sf_offsets += (part * (stretch * WORD))[:, None]
+    if BM == 1:
+        x += one * K
+        offsets, present, column = places(tl.arange(0, width) * stretch, SPLIT, width, BK, WORD)
+        column = offsets
+    else:
+        offsets, present, column = places(row * K, n, width, BK, WORD)
+    up = tl.zeros((SPLIT * BN, width), tl.float32)
+    gate = tl.zeros((SPLIT * BN, width), tl.float32)
+    for k in range(0, stretch, BK):
+        operands = split_inputs(loaded(x, offsets, present, column, k, K, whole), width, BK, WORD)
+        w = matrix(
+            weight, up_sf, words, up_sf_offsets, k, part, inside, SPLIT, stretch, SPLIT * BN, BK, K, N % BN == 0, whole,
+            WORD, dtype, PTX,
+        )  # fmt: skip
+        up = dot(w, operands, up, WORD)
+        if HALVES == 2:
+            half = weight + N * (K // WORD)
+            w = matrix(
+                half, gate_sf, words, gate_sf_offsets, k, part, inside, SPLIT, stretch, SPLIT * BN, BK, K, N % BN == 0, whole,
+                WORD, dtype, PTX,
+            )  # fmt: skip
+            gate = dot(w, operands, gate, WORD)
+    if BM == 1:
+        up = added(own_columns(up, SPLIT, BN), SPLIT, BN)
+        gate = added(own_columns(gate, SPLIT, BN), SPLIT, BN)
+    return up, gate
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
@@ -35,10 +97,6 @@ def fc1_kernel(
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of routes (SORTED) or routes (at most ``ROUTES``).
 
     ``h (routes, SIZE)`` bfloat16 whatever x is: float16 has no room for every product of gate and up.
-
-    A tensor core instruction has eight columns, whether they are used or not. Where a block is one route (BM 1), H is cut into
-    SPLIT stretches: the rows of the product are the tile's, once for each stretch, its columns the input's stretches, of which
-    each row keeps its own. So more warps read at a time.
 
     Args:
         x: ``(tokens, H)`` bfloat16 or float16.
@@ -69,52 +127,13 @@ def fc1_kernel(
     own_alpha = 1.0
     if WORD == FP4:
         own_alpha = tl.load(alpha + e)  # of the end; asked for there, ptxas spills at gemma-4's sizes
-    columns: tl.constexpr = 512 // WORD
     halves: tl.constexpr = 2 if GATED else 1
-    stretch: tl.constexpr = (H + SPLIT * BK - 1) // (SPLIT * BK) * BK
-    whole: tl.constexpr = H % (SPLIT * BK) == 0
-    dtype: tl.constexpr = x.dtype.element_ty
-    rows = rows_of(tile, BN, SIZE, SPLIT)
-    there = rows < SIZE
-    part = tl.arange(0, SPLIT * BN) // BN
-    weight += e * (halves * SIZE * (H // WORD))
-    weight_sf += e * ((halves * SIZE + 127) // 128 * ((H + columns - 1) // columns) * 512)
-    words = rows[:, None] * (H // WORD) + tl.arange(0, BK // WORD)[None, :]
-    up_sf_offsets = scale_offsets(tile, 0, BN, BK, SIZE, H, SPLIT, WORD)
-    gate_sf_offsets = scale_offsets(tile, 1, BN, BK, SIZE, H, SPLIT, WORD)
-    up_sf = weight_sf + first_scale(tile, 0, BN, SIZE, H, WORD)
-    gate_sf = weight_sf + first_scale(tile, 1, BN, SIZE, H, WORD)
-    if SPLIT > 1:
-        words += (part * (stretch // WORD))[:, None]
-        up_sf_offsets += (part * (stretch * WORD))[:, None]
-        gate_sf_offsets += (part * (stretch * WORD))[:, None]
-    if BM == 1:
-        x += one // TOP_K * H
-        offsets, given, column = places(m * stretch, SPLIT, width, BK, WORD)
-        column = offsets
-    else:
-        offsets, given, column = places(route // TOP_K * H, n, width, BK, WORD)
-    up = tl.zeros((SPLIT * BN, width), tl.float32)
-    gate = tl.zeros((SPLIT * BN, width), tl.float32)
-    for k in range(0, stretch, BK):
-        operands = split_inputs(loaded(x, offsets, given, column, k, H, whole), width, BK, WORD)
-        w = matrix(
-            weight, up_sf, words, up_sf_offsets, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
-            WORD, dtype, PTX,
-        )  # fmt: skip
-        up = dot(w, operands, up, WORD)
-        if GATED:
-            half = weight + SIZE * (H // WORD)
-            w = matrix(
-                half, gate_sf, words, gate_sf_offsets, k, part, there, SPLIT, stretch, SPLIT * BN, BK, H, SIZE % BN == 0, whole,
-                WORD, dtype, PTX,
-            )  # fmt: skip
-            gate = dot(w, operands, gate, WORD)
+    up, gate = _products(
+        x, weight, weight_sf, e, tile, route // TOP_K, one // TOP_K, n, SIZE, H, halves, BM, BN, BK, SPLIT, WORD,
+        x.dtype.element_ty, PTX,
+    )  # fmt: skip
     rows = rows_of(tile, BN, SIZE, 1)
     there = rows < SIZE
-    if BM == 1:
-        up = added(own_columns(up, SPLIT, BN), SPLIT, BN)
-        gate = added(own_columns(gate, SPLIT, BN), SPLIT, BN)
     if WORD == FP4:
         scale = tl.load(input_scale + e * step)
         if GATED:
@@ -127,10 +146,7 @@ def fc1_kernel(
         up += along(tl.load(bias + e * (halves * SIZE) + rows, mask=there, other=0).to(tl.float32), BM)
         if GATED:
             gate += along(tl.load(bias + e * (halves * SIZE) + SIZE + rows, mask=there, other=0).to(tl.float32), BM)
-    if ACTIVATION == SWIGLU_BIAS:
-        result = activate(up, gate, tl.load(swiglu_alpha + e), tl.load(swiglu_beta + e), tl.load(swiglu_limit + e), ACTIVATION)
-    else:
-        result = activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION)
+    result = activate(up, gate, swiglu_alpha + e, swiglu_beta + e, swiglu_limit + e, ACTIVATION)
     result = rounded(result, tl.bfloat16)
     if BM == 1:
         tl.store(h + one * SIZE + rows, result, mask=there)
@@ -143,8 +159,10 @@ _FIRST = tl.constexpr(512)
 
 
 @triton.jit
-def _prefetch(addresses):
-    """Lines of 128 bytes into L2."""
+def _prefetch(rows, SIZE: tl.constexpr, WORD: tl.constexpr):
+    """Rows of ``SIZE`` codes, by pointers to their first words, into L2 in lines of 128 bytes."""
+    lines: tl.constexpr = triton.next_power_of_2((SIZE + 32 * WORD - 1) // (32 * WORD))
+    addresses = rows[:, None] + tl.minimum(tl.arange(0, lines) * 32, SIZE // WORD - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -182,45 +200,15 @@ def fc2_kernel(
         one = slot
     rows = rows_of(tile, BN, H, 1)
     e = tl.maximum(expert, 0).to(tl.int64)
-    columns: tl.constexpr = 512 // WORD
-    weight += e * (H * (SIZE // WORD))
-    weight_sf += e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
     if PDL:
         # Of use to programs that begin beside FC1's; for others a second look for each line.
         if not SORTED and (expert >= 0) & (slot * TILES + tile < _FIRST):
-            lines: tl.constexpr = triton.next_power_of_2((SIZE + 32 * WORD - 1) // (32 * WORD))
-            line = tl.arange(0, lines)
-            _prefetch(weight + rows[:, None] * (SIZE // WORD) + tl.minimum(line * 32, SIZE // WORD - 1)[None, :])
+            _prefetch(weight + e * (H * (SIZE // WORD)) + rows * (SIZE // WORD), SIZE, WORD)
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if expert < 0:
         return
-    stretch: tl.constexpr = (SIZE + SPLIT * BK - 1) // (SPLIT * BK) * BK
-    whole: tl.constexpr = SIZE % (SPLIT * BK) == 0
-    part = tl.arange(0, SPLIT * BN) // BN
-    copies = rows_of(tile, BN, H, SPLIT)
-    words = copies[:, None] * (SIZE // WORD) + tl.arange(0, BK // WORD)[None, :]
-    offsets = scale_offsets(tile, 0, BN, BK, H, SIZE, SPLIT, WORD)
-    weight_sf += first_scale(tile, 0, BN, H, SIZE, WORD)
-    if SPLIT > 1:
-        words += (part * (stretch // WORD))[:, None]
-        offsets += (part * (stretch * WORD))[:, None]
-    if BM == 1:
-        inputs, given, column = places(m * stretch, SPLIT, width, BK, WORD)
-        column = inputs
-        h += one * SIZE
-    else:
-        inputs, given, column = places(route * SIZE, n, width, BK, WORD)
-    sums = tl.zeros((SPLIT * BN, width), tl.float32)
-    for k in range(0, stretch, BK):
-        hs = split_inputs(loaded(h, inputs, given, column, k, SIZE, whole), width, BK, WORD)
-        w = matrix(
-            weight, weight_sf, words, offsets, k, part, copies < H, SPLIT, stretch, SPLIT * BN, BK, SIZE, H % BN == 0, whole,
-            WORD, tl.bfloat16, PTX,
-        )  # fmt: skip
-        sums = dot(w, hs, sums, WORD)
-    if BM == 1:
-        sums = added(own_columns(sums, SPLIT, BN), SPLIT, BN)
+    sums, _ = _products(h, weight, weight_sf, e, tile, route, one, n, H, SIZE, 1, BM, BN, BK, SPLIT, WORD, tl.bfloat16, PTX)
     if WORD == FP4:
         sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
     if BIAS:
@@ -256,9 +244,7 @@ def fc2_token_kernel(
     columns: tl.constexpr = 512 // WORD
     starts = e * (H * (SIZE // WORD)) + rows * (SIZE // WORD)
     if PDL:
-        lines: tl.constexpr = triton.next_power_of_2((SIZE + 32 * WORD - 1) // (32 * WORD))
-        line = tl.arange(0, lines)
-        _prefetch((weight + starts)[:, None] + tl.minimum(line * 32, SIZE // WORD - 1)[None, :])
+        _prefetch(weight + starts, SIZE, WORD)
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     words = starts[:, None] + tl.arange(0, BK // WORD)[None, :]

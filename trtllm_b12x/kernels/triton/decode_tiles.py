@@ -26,13 +26,9 @@ class Tile:
     split: int = 1
     """1, 2, 4 or 8 stretches of the sum side by side, where a block is one route: so many times the rows are a product's."""
 
-    def scales_by_four(self, codes_per_int32: int, experts: int = 1) -> bool:
-        """Return True if a thread loads four bytes of scales or more in a step; fewer are not copied asynchronously.
-
-        Args:
-            experts: number of experts whose rows are one product's.
-        """
-        return experts * self.split * self.rows * self.columns * codes_per_int32 // 128 >= 128 * self.num_warps
+    def scales_by_four(self, codes_per_int32: int) -> bool:
+        """Return True if a thread loads four bytes of scales or more in a step; fewer are not copied asynchronously."""
+        return self.split * self.rows * self.columns * codes_per_int32 // 128 >= 128 * self.num_warps
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ GELU = tl.constexpr(5)
 
 @triton.jit
 def activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
-    """float32; ``fc1`` is up's half where there is a ``gate``."""
+    """float32; ``fc1`` is up's half where there is a ``gate``. ``alpha``, ``beta`` and ``limit`` are pointers."""
     if ACTIVATION == SWIGLU:
         return gate / (1 + tl.exp(-gate)) * fc1
     if ACTIVATION == SWIGLU_BIAS:
+        alpha, beta, limit = tl.load(alpha), tl.load(beta), tl.load(limit)
         gate = tl.where(gate > limit, limit, gate)  # NaN stays
         fc1 = tl.where(fc1 > limit, limit, tl.where(fc1 < -limit, -limit, fc1))
         return gate / (1 + tl.exp(-alpha * gate)) * (fc1 + beta)
@@ -58,11 +59,10 @@ def along(values, BM: tl.constexpr):
 
 @triton.jit
 def _weights_of(router_weights, route, there, SORTED: tl.constexpr):
+    weights = tl.load(router_weights + route, mask=there, other=0)
     if SORTED:
-        found = tl.load(router_weights + route, mask=there, other=0).to(tl.float32, bitcast=True)
-    else:
-        found = tl.load(router_weights + route, mask=there, other=0.0)
-    return found
+        weights = weights.to(tl.float32, bitcast=True)
+    return weights
 
 
 @triton.jit

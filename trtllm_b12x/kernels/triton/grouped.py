@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from trtllm_b12x.core import log
-from trtllm_b12x.decision import Environment, families, version_tuple
+from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.layouts import scales_of_tokens
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
@@ -35,8 +35,6 @@ _COLUMNS = 1024
 _ROWS = 4
 _SORTED = 4096
 """Routes that a program reads at a time."""
-_INTERPRETED_FROM = (3, 8)
-"""Triton whose interpreter has ``tl.dot_scaled``."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,6 @@ class Tile:
     columns: int
     num_warps: int
     num_stages: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -92,10 +86,6 @@ class GroupedKernel(JitKernel):
     weights_class: ClassVar[type[Weights]] = MXFP8Weights
     table: ClassVar[tuple[TileRule, ...]] = MXFP8_TABLE
 
-    @classmethod
-    def runs_on(cls, device: torch.device) -> bool:
-        return super().runs_on(device) and (device.type == "cuda" or version_tuple(toolchain.version()) >= _INTERPRETED_FROM)
-
     # ---- plan --------------------------------------------------------------------------------------------------------
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
@@ -110,15 +100,11 @@ class GroupedKernel(JitKernel):
     @property
     def _native(self) -> bool:
         """True if Triton has an instruction for block-scaled products here; else it has none, or a slow one of bfloat16."""
-        return self._device.type == "cuda" and toolchain.block_scaled(self.card.capability)
+        return self.device.type == "cuda" and toolchain.block_scaled(self.card.capability)
 
     def variants(self) -> Iterator[Variant]:
-        """Yield the kernels of every rule of the table."""
-        seen: dict[tuple[Any, ...], Variant] = {}
         for rule, ids, router_weights in product(self.table, ID_TYPES, ROUTER_WEIGHT_TYPES):
-            for variant in self.variants_of_call(rule, ids, router_weights):
-                seen.setdefault(variant.key, variant)
-        yield from seen.values()
+            yield from self.variants_of_call(rule, ids, router_weights)
 
     def variants_of_call(self, rule: TileRule, ids: torch.dtype, router_weights: torch.dtype) -> tuple[Variant, ...]:
         """Return the kernels of a call in the order of their launches: quantize, sort, FC1, FC2, sum."""
@@ -130,10 +116,11 @@ class GroupedKernel(JitKernel):
 
         def product_of(name: str, types: tuple[Any, ...], tile: Tile, **constants: Any) -> Variant:
             constants |= {"BM": tile.routes, "BN": tile.rows, "BK": tile.columns, "WARPS": tile.num_warps}
-            return Variant("triton.grouped_kernels", name, types, constants | sizes | experts | form, tile.options)
+            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+            return Variant("triton.grouped_kernels", name, types, constants | sizes | experts | form, options)
 
-        quantize_types, sort_types = (g.dtype, f, codes, torch.uint8, 2), (ids, router_weights, i, i, f, 2, 1)
-        fc1_types = (codes, i, codes, i, *[f] * 6, i, i, codes, torch.uint8, 1)  # scales in words of four
+        quantize_types, sort_types = (g.dtype, f, codes, i, 2), (ids, router_weights, i, i, f, 2, 1)
+        fc1_types = (codes, i, codes, i, *[f] * 6, i, i, codes, i, 1)  # scales in words of four
         constants = {"TOP_K": g.top_k, "ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated}
         quantize = {**by_token, "ROWS": _ROWS, "GATED": g.gated, **form}
         return (
@@ -161,10 +148,6 @@ class GroupedKernel(JitKernel):
         sizes = {1} | {int(rule.max_routes / per_token) + 1 for rule in self.table[:-1]}
         return sorted(size for size in sizes if size <= self.capacity)
 
-    def serves(self, tokens: int) -> bool:
-        """Untested too, if the weights are all zero or not finite: the host has no path for them."""
-        return super(JitKernel, self).serves(tokens) and (self._plan.tested or self._plan.untestable)
-
     # ---- run ---------------------------------------------------------------------------------------------------------
 
     def rule(self, tokens: int) -> TileRule:
@@ -173,7 +156,7 @@ class GroupedKernel(JitKernel):
 
     def _launch_plan(
         self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype, direct: bool
-    ) -> GroupedLaunchPlan:
+    ) -> LaunchPlan:
         g, form, rule = self.geometry, self.weights_class, self.rule(tokens)
         routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
         grids = (
@@ -183,16 +166,32 @@ class GroupedKernel(JitKernel):
             (-(-hidden // rule.fc2.rows), self._max_blocks(routes, rule.fc2)),
             (tokens, -(-hidden // _COLUMNS)),
         )
-        launches = self._launchers(self.variants_of_call(rule, ids, router_weights), direct)
-        byte, i = torch.uint8, torch.int32
+        variants = self.variants_of_call(rule, ids, router_weights)
+        quantize, sort, fc1, fc2, add = self._launchers(variants, grids, direct)
+        i = torch.int32
         rows = 0 if quantized else tokens
+        # Codes and scales of the tokens; order, starts and router weights of the sorted routes; codes and scales of FC1's result;
+        # shares.
         workspace = WorkspaceLayout.of(
-            (rows * hidden // form.packed, form.code_dtype), (rows * self._scale_bytes(hidden), byte), (-1, i),
+            (rows * hidden // form.packed, form.code_dtype), (rows * self._scale_bytes(hidden), i),
             (4 * routes, i), (4 * (g.num_experts + 1), i), (4 * routes, torch.float32),
-            (routes * size // form.packed, form.code_dtype), (routes * self._scale_bytes(size), byte), (-1, i),
+            (routes * size // form.packed, form.code_dtype), (routes * self._scale_bytes(size), i),
             (2 * routes * hidden, torch.bfloat16),
         )  # fmt: skip
-        return GroupedLaunchPlan(tokens, workspace, quantized, tuple(zip(launches, grids, strict=True)), direct, routes)
+
+        def launch(stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
+            x, ids, router_weights, x_sf, _, out = call
+            codes, scales, order, starts, weights, h, h_scales, shares = parts
+            if quantized:
+                codes, scales = x, x_sf
+            else:
+                quantize(stream, x, *layer.quantize, codes, scales, tokens)
+            sort(stream, ids, router_weights, order, starts, weights, routes, layer.first_expert)
+            fc1(stream, codes, scales, *layer.fc1, order, starts, h, h_scales, layer.steps[1])
+            fc2(stream, h, h_scales, *layer.fc2, order, starts, weights, shares)
+            add(stream, shares, ids, out, layer.first_expert)
+
+        return LaunchPlan(workspace, direct, launch)
 
     def _scale_bytes(self, columns: int) -> int:
         """Return the bytes of a row's scales, whole words of four."""
@@ -213,10 +212,6 @@ class GroupedNVFP4Kernel(GroupedKernel):
     weights_class = NVFP4Weights
     table = NVFP4_TABLE
 
-    @classmethod
-    def runs_on(cls, device: torch.device) -> bool:
-        return super(GroupedKernel, cls).runs_on(device)
-
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         """Take the layer's tensors.
 
@@ -227,33 +222,9 @@ class GroupedNVFP4Kernel(GroupedKernel):
             raise ValueError("the kernels take the host's input scales, and of FC1 one for all experts")
         super().bind(weights, first_expert)
 
-    def serves(self, tokens: int) -> bool:
-        return self._plan.tested and super().serves(tokens)
-
     def _launch(self, call: MoECall) -> None:
         if call.x_sf is not None:
             rows = scales_of_tokens(call.x_sf, call.x.shape[0], self.geometry.hidden_size // 16, call.swizzled)
             rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
             call = call._replace(x_sf=aligned16(rows).view(torch.int32))
         super()._launch(call)
-
-
-@dataclass(frozen=True)
-class GroupedLaunchPlan(LaunchPlan):
-    """The workspace has codes, scales, and scales as words of the tokens; order, starts and router weights of the sorted routes;
-    codes, scales, and scales as words of FC1's result; shares."""
-
-    routes: int
-
-    def launch(self, stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
-        x, ids, router_weights, x_sf, _, out = call
-        codes, scales, words, order, starts, weights, h, h_scales, h_words, shares = parts
-        (quantize, by_tokens), (sort, by_expert), (fc1, grid1), (fc2, grid2), (add, by_columns) = self.launches
-        if self.quantized:
-            codes, words = x, x_sf
-        else:
-            quantize(by_tokens, stream, x, *layer.quantize, codes, scales, self.tokens)
-        sort(by_expert, stream, ids, router_weights, order, starts, weights, self.routes, layer.first_expert)
-        fc1(grid1, stream, codes, words, *layer.fc1, order, starts, h, h_scales, layer.steps[1])
-        fc2(grid2, stream, h, h_words, *layer.fc2, order, starts, weights, shares)
-        add(by_columns, stream, shares, ids, out, layer.first_expert)

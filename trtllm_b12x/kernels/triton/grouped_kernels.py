@@ -35,8 +35,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decode_kernels import SWIGLU_BIAS, activate, half_alphas  # whose kernels are hashed first, see there
-from .numerics import E2M1, INTERPRETED, NAN, e2m1, e4m3_scales, quantized, rounded
+from .decode_kernels import activate, half_alphas  # whose kernels are hashed first, see there
+from .numerics import E2M1, INTERPRETED, NAN, e2m1, e4m3, e4m3_scales, e8m0, quantized, rounded
 from .routing import sort_kernel
 from .scales import first_words, scales_of
 
@@ -52,7 +52,7 @@ def quantize_kernel(
         x: ``(tokens, H)`` bfloat16 or float16.
         factor: of NVFP4, one float32: what the host multiplies FC1's input by.
         codes: ``(tokens, H)`` E4M3, or ``(tokens, H / 2)`` bytes of two E2M1, written.
-        codes_sf: ``(tokens, H / 32)`` bytes, or ``(tokens, H / 16)``, written; rows of whole words of four.
+        codes_sf: ``(tokens, H / 32)`` bytes, or ``(tokens, H / 16)``, written; rows of whole int32 words of four.
     """
     size: tl.constexpr = 16 if FORMAT == E2M1 else 32
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
@@ -65,7 +65,8 @@ def quantize_kernel(
     values = tl.load(x + at * H + column[None, :], mask=inside & (column < H)[None, :], other=0.0).to(tl.float32)
     code, scale = quantized(values, tl.div_rn(1.0, tl.load(factor)), ROWS, COLUMNS, GATED, FORMAT, NATIVE)
     tl.store(codes + at * (H // packed) + place[None, :], code, mask=inside & (place < H // packed)[None, :])
-    tl.store(codes_sf + at * ((H // size + 3) // 4 * 4) + block[None, :], scale, mask=inside & (block < H // size)[None, :])
+    places = codes_sf.to(tl.pointer_type(tl.uint8), bitcast=True) + at * ((H // size + 3) // 4 * 4) + block[None, :]
+    tl.store(places, scale, mask=inside & (block < H // size)[None, :])
 
 
 @triton.jit
@@ -111,36 +112,16 @@ by itself, and stores them for the tensor cores two bytes at a time: a quarter m
 
 @triton.jit
 def _decoded_mxfp8(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """MXFP8 ``(ROWS, BYTES)`` to bfloat16, exactly."""
+    """MXFP8 ``(ROWS, BYTES)`` to bfloat16, exactly; in Triton's interpreter to float32."""
     byte = codes.to(tl.uint8, bitcast=True)
+    if INTERPRETED:
+        values = tl.reshape(e4m3(byte.to(tl.int32)), (ROWS, BYTES // 32, 32))
+        return tl.reshape(values * e8m0(scales.to(tl.int32))[:, :, None], (ROWS, BYTES))
     values = tl.inline_asm_elementwise(_BITS, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4)
     values = (values * 1.329227995784916e36).to(tl.bfloat16)
     scale = scales.to(tl.int16)
     power = tl.where(scale == 0, 0x40, tl.where(scale == NAN, 0x7FC0, scale << 7)).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.reshape(tl.reshape(values, (ROWS, BYTES // 32, 32)) * power[:, :, None], (ROWS, BYTES))
-
-
-@triton.jit
-def _multiplied(
-    x, x_sf, codes, factors, sums, BM: tl.constexpr, BN: tl.constexpr, BYTES: tl.constexpr, FORMAT: tl.constexpr,
-    NATIVE: tl.constexpr,
-):  # fmt: skip
-    """``sums`` plus ``x (BM, BYTES)`` times ``codes (BYTES, BN)``."""
-    if FORMAT != E2M1:
-        if NATIVE or INTERPRETED:
-            sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
-        else:
-            w = _decoded_mxfp8(tl.trans(codes), factors, BN, BYTES)
-            sums = tl.dot(_decoded_mxfp8(x, x_sf, BM, BYTES), tl.trans(w), sums)
-    elif NATIVE:
-        x_sf, factors = x_sf.to(tl.float8e4nv, bitcast=True), factors.to(tl.float8e4nv, bitcast=True)
-        sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
-    else:
-        even, odd = _decoded(x, x_sf, BM, BYTES)
-        w_even, w_odd = _decoded(tl.trans(codes), factors, BN, BYTES)
-        sums = tl.dot(even, tl.trans(w_even), sums)
-        sums = tl.dot(odd, tl.trans(w_odd), sums)
-    return sums
 
 
 @triton.jit
@@ -167,7 +148,21 @@ def _product(
         codes = tl.load(w + rows[None, :] * width + column[:, None])
     x_sf = scales_of(a_sf, k, 1, K, BM, BK, FORMAT, WARPS)
     factors = scales_of(w_sf, k, 128, K, BN, BK, FORMAT, WARPS)
-    return _multiplied(x, x_sf, codes, factors, sums, BM, BN, BK // packed, FORMAT, NATIVE)
+    if FORMAT != E2M1:
+        if NATIVE:
+            sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
+        else:
+            decoded = _decoded_mxfp8(tl.trans(codes), factors, BN, BK // packed)
+            sums = tl.dot(_decoded_mxfp8(x, x_sf, BM, BK // packed), tl.trans(decoded), sums)
+    elif NATIVE:
+        x_sf, factors = x_sf.to(tl.float8e4nv, bitcast=True), factors.to(tl.float8e4nv, bitcast=True)
+        sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
+    else:
+        even, odd = _decoded(x, x_sf, BM, BK // packed)
+        w_even, w_odd = _decoded(tl.trans(codes), factors, BN, BK // packed)
+        sums = tl.dot(even, tl.trans(w_even), sums)
+        sums = tl.dot(odd, tl.trans(w_odd), sums)
+    return sums
 
 
 @triton.jit(
@@ -230,11 +225,7 @@ def fc1_kernel(
         else:
             up *= own_alpha
         divisor = tl.div_rn(1.0, tl.load(factor + expert * step))
-    if ACTIVATION == SWIGLU_BIAS:
-        alphas, betas, limits = swiglu_alpha + expert, swiglu_beta + expert, swiglu_limit + expert
-        result = activate(up, gate, tl.load(alphas), tl.load(betas), tl.load(limits), ACTIVATION)
-    else:
-        result = activate(up, gate, 1.0, 0.0, 0.0, ACTIVATION)
+    result = activate(up, gate, swiglu_alpha + expert, swiglu_beta + expert, swiglu_limit + expert, ACTIVATION)
     result = rounded(result, tl.bfloat16).to(tl.float32)
     code, scale = quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
     column = tile * (BN // packed) + tl.arange(0, BN // packed)
@@ -243,7 +234,8 @@ def fc1_kernel(
     written = there[:, None] & (column < SIZE // packed)[None, :]
     tl.store(h + place * (SIZE // packed) + column[None, :], code, mask=written)
     whole = there[:, None] & (block < SIZE // size)[None, :]
-    tl.store(h_sf + place * ((SIZE // size + 3) // 4 * 4) + block[None, :], scale, mask=whole)
+    places = h_sf.to(tl.pointer_type(tl.uint8), bitcast=True) + place * ((SIZE // size + 3) // 4 * 4) + block[None, :]
+    tl.store(places, scale, mask=whole)
 
 
 @triton.jit(do_not_specialize_on_alignment=["alpha"])

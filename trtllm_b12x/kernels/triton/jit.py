@@ -1,7 +1,6 @@
 """Base of the kernel families that Triton compiles.
 
-A plan comes from Triton's cache (``cache.py``), into which processes compile what it lacks (``compile_pool.py``). The layers of a
-geometry on a device share it. The first of them whose weights are neither all zero nor not finite tests it on the card.
+A plan comes from Triton's cache (``cache.py``), into which processes compile what it lacks (``compile_pool.py``).
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trtllm_b12x.core import locks, process
+from trtllm_b12x.core import settings
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, Kernel, MoECall, PlanError, first_line
-from trtllm_b12x.kernels.cards import Card, card_of
+from trtllm_b12x.kernels import Geometry, MoECall, PlanError
+from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
+from trtllm_b12x.kernels.plans import Plan, PlannedKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.kernels.self_test import run_quick_self_test
+from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
-from . import cache, jit_monitor, launcher
+from . import cache, launcher
 from .launcher import LaunchPlan, LayerTensors
 from .variant import Variant
 
@@ -35,25 +35,15 @@ ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
 """Names of the host's ``ActivationType``, in the order of ``epilogues.py``'s constants. GELU is exact, alone and in Geglu, as in
 CUTLASS (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
 _PROOF_TOKENS = 63
-"""Tokens of the call that ``assembled`` compiles."""
+"""Largest call whose kernels ``assembled`` compiles."""
 
 
 @dataclass
-class Plan:
-    """State that layers of one geometry share on one device."""
-
+class CompiledPlan(Plan):
     compiled: Mapping[tuple[Any, ...], Any] | None
     """Kernels by variant key; None if Triton's JIT or its interpreter launches."""
     calls: dict[tuple[Any, ...], LaunchPlan] = field(default_factory=dict)
-    """Launches by tokens, form and types of a call, and by whether they go past the JIT."""
-    tested: bool = False
-    untestable: bool = False
-    """The weights were all zero or not finite."""
-
-
-_plans: dict[tuple[Any, ...], Plan] = {}
-_lock = locks.new()
-process.kept(_plans.clear)
+    """Launches by tokens, form and types of a call."""
 
 
 def interpreted() -> bool:
@@ -61,14 +51,14 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-class JitKernel(Kernel):
+class JitKernel(PlannedKernel):
     """Our own kernels on one layer."""
 
     reference: type[ReferenceKernel]
     """Torch kernel that the self-test compares with."""
     first_expert: int
     instruction = "mma.sync"
-    _plan: Plan
+    _plan: CompiledPlan
     _layers: dict[bool, tuple[LayerTensors, LayerTensors]]
     """Tensors of the layer and their addresses, by whether the input arrives quantized."""
 
@@ -95,15 +85,7 @@ class JitKernel(Kernel):
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Compile every kernel for 1 to ``capacity`` tokens, or share what another layer compiled."""
         self.describe(geometry, capacity, device)
-        self._key = (type(self), *self._identity(), str(device))
-        with _lock:
-            if self._key not in _plans:
-                try:
-                    compiled = self._compile()
-                    _plans[self._key] = Plan(compiled if compiled and launcher.known() else None)
-                except Exception as error:
-                    raise PlanError(first_line(error)) from error
-            self._plan = _plans[self._key]
+        self._share((type(self), *self._identity(), str(device)), self._make_plan)
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Set the sizes that ``variants`` depends on; compile nothing.
@@ -112,43 +94,39 @@ class JitKernel(Kernel):
             ValueError: no kernel of the family serves ``geometry``.
         """
         self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
-        self.geometry, self.capacity, self._device = geometry, capacity, device
+        self.geometry, self.capacity, self.device = geometry, capacity, device
+        self.card = self._card or card_of(device)
 
     @abstractmethod
     def variants(self) -> Iterator[Variant]:
-        """Yield every kernel that a call may launch. Call ``describe`` first."""
+        """Yield every kernel that a call may launch, some more than once. Call ``describe`` first."""
 
     @classmethod
     def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
         kernel = cls(card)
         kernel.describe(geometry, _PROOF_TOKENS, torch.device("cuda"))
-        return (variant.assemble(card.capability).asm["ptx"] for variant in kernel.samples())
-
-    def samples(self) -> Iterator[Variant]:
-        """Yield those of ``variants`` that ``assembled`` compiles."""
-        return self.variants()
+        one_of_each = {variant.name: variant for variant in kernel.variants()}
+        return (variant.compile_for(card.capability).asm["ptx"] for variant in one_of_each.values())
 
     @abstractmethod
     def _identity(self) -> tuple[Any, ...]:
         """Return the key that tells plans of a family apart, besides the device."""
 
-    @property
-    def card(self) -> Card:
-        return self._card or card_of(self._device)
-
-    def _compile(self) -> Mapping[tuple[Any, ...], Any] | None:
-        if self._device.type != "cuda":
+    def _make_plan(self) -> CompiledPlan:
+        if self.device.type != "cuda":
             if not interpreted():
-                raise PlanError(f"Triton's kernels do not run on {self._device}")
-            return None
+                raise PlanError(f"Triton's kernels do not run on {self.device}")
+            return CompiledPlan(None)
+        if settings.FREEZE() and not launcher.known():
+            raise PlanError(f"Triton {toolchain.version()} launches through its JIT, which may compile: {settings.FREEZE.name}=1")
         name, capability = self.features.name, self.card.capability
-        started, variants = time.monotonic(), list(self.variants())
+        started, variants = time.monotonic(), list({variant.key: variant for variant in self.variants()}.values())
         logger.info("%s kernels for %s: compiling, or loading from Triton's cache", name, self.geometry)
-        with torch.cuda.device(self._device), torch.inference_mode(False):
-            compiled, processes = cache.load(variants, capability, jit_monitor.remedy(self.geometry, self.card))
+        with torch.cuda.device(self.device):
+            compiled, processes = cache.load(variants, capability, warmup_command(self.geometry, self.card))
         took = time.monotonic() - started
         logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
-        return compiled
+        return CompiledPlan(compiled if launcher.known() else None)
 
     # ---- bind --------------------------------------------------------------------------------------------------------
 
@@ -168,55 +146,24 @@ class JitKernel(Kernel):
     def _tested_sizes(self) -> Sequence[int]:
         """Return token counts that reach every kernel."""
 
-    def self_test(self) -> None:
-        """Test the plan once. Weights that are all zero or not finite (a dummy load) leave it to a later layer.
-
-        Raises:
-            PlanError: a kernel is wrong; the message has the numbers.
-        """
-        if self._plan.tested:
-            return
-        try:
-            with jit_monitor.expected():
-                results = run_quick_self_test(self, self.reference, self.first_expert, self._tested_sizes())
-            failed = [str(result) for result in results or () if not result.passed]
-            if failed:
-                raise PlanError("; ".join(failed))
-        except Exception as error:
-            with _lock:
-                _plans.pop(self._key, None)
-            raise PlanError(first_line(error)) from error
-        finally:
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
-        if results is None:
-            what = f"{self.features.name} kernels for {self.geometry}"
-            logger.info("%s: not tested yet, the weights are all zero or not finite", what)
-        self._plan.tested, self._plan.untestable = results is not None, results is None
-
-    @property
-    def settled(self) -> bool:
-        return self._plan.tested
+    def _test(self) -> list[SelfTestResult] | None:
+        return run_quick_self_test(self, self.reference(), self.first_expert, self._tested_sizes())
 
     def serves(self, tokens: int) -> bool:
-        return self._plan.tested and super().serves(tokens)
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        # Weights that are all zero or not finite are served too where the host has no path for them.
+        return (self._plan.tested or (self._plan.untestable and self.features.every_count)) and super().serves(tokens)
 
     # ---- run ---------------------------------------------------------------------------------------------------------
 
     def _launch(self, call: MoECall) -> None:
         plan, quantized = self._plan, call.x_sf is not None
-        direct = plan.compiled is not None and not launcher.watched()
-        key = (call.x.shape[0], quantized, call.ids.dtype, call.router_weights.dtype, direct)
+        key = (call.x.shape[0], quantized, call.ids.dtype, call.router_weights.dtype)
         launch_plan = plan.calls.get(key)
         if launch_plan is None:
             if not 0 < key[0] <= self.capacity:
                 raise ValueError(f"no kernel is planned for {key[0]} tokens, only for 1 to {self.capacity}")
-            launch_plan = plan.calls[key] = self._launch_plan(*key)
-        launch_plan.start(self.geometry, self._layers[quantized], call)
+            launch_plan = plan.calls[key] = self._launch_plan(*key, plan.compiled is not None)
+        launch_plan.start(self._layers[quantized], call)
 
     @abstractmethod
     def _launch_plan(
@@ -224,9 +171,10 @@ class JitKernel(Kernel):
     ) -> LaunchPlan:
         """Prepare the launches of calls of this form, past Triton's JIT if ``direct``."""
 
-    def _launchers(self, variants: Sequence[Variant], direct: bool) -> list[launcher.Launch]:
+    def _launchers(self, variants: Sequence[Variant], grids: Sequence[tuple[int, int]], direct: bool) -> list[launcher.Launch]:
         compiled = self._plan.compiled if direct else None
-        return [launcher.launcher(variant, compiled and compiled[variant.key]) for variant in variants]
+        calls = zip(variants, grids, strict=True)
+        return [launcher.launcher(variant, grid, compiled and compiled[variant.key]) for variant, grid in calls]
 
 
 # ---- a layer's tensors ---------------------------------------------------------------------------------------------------

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from trtllm_b12x.decision import version_tuple
-from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import MoECall
 
-from . import jit_monitor
 from .variant import Variant
 
 _NEWEST = (3, 9)
@@ -21,7 +19,7 @@ _NEWEST = (3, 9)
 enter_hook, exit_hook, *arguments)``, as 3.5 does, and to take addresses for pointers (``runtime/jit.py``, ``driver.c``)."""
 
 Launch = Callable[..., Any]
-"""Takes a grid ``(x, y)``, a stream and the kernel's arguments without its constants."""
+"""Takes a stream and the kernel's arguments without its constants."""
 
 
 class LayerTensors(NamedTuple):
@@ -41,44 +39,35 @@ class LayerTensors(NamedTuple):
 
 
 class WorkspaceLayout(NamedTuple):
-    """One allocation, and its parts at multiples of 128 bytes."""
+    """One allocation, and where its parts begin: at multiples of 128 bytes."""
 
     nbytes: int
     begins: tuple[int, ...]
-    ends: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
+    parts: tuple[tuple[int, torch.dtype], ...]
+    """Bytes and dtype."""
 
     @classmethod
     def of(cls, *parts: tuple[int, torch.dtype]) -> WorkspaceLayout:
-        """Place parts of so many bytes one after the other. A part of -1 bytes is the one before it, as another dtype."""
-        begins, ends = [0], [0]
-        for size, _ in parts:
-            begins.append(begins[-1] if size < 0 else -(-ends[-1] // 128) * 128)
-            ends.append(ends[-1] if size < 0 else begins[-1] + size)
-        return cls(max(ends[-1], 1), tuple(begins[1:]), tuple(ends[1:]), tuple(dtype for _, dtype in parts))
+        *begins, nbytes = accumulate((-(-size // 128) * 128 for size, _ in parts), initial=0)
+        return cls(max(nbytes, 1), tuple(begins), parts)
 
     def cut(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        spans = zip(self.begins, self.ends, self.dtypes, strict=True)
-        return [memory[begin:end].view(dtype) for begin, end, dtype in spans]
+        places = zip(self.begins, self.parts, strict=True)
+        return [memory[begin : begin + size].view(dtype) for begin, (size, dtype) in places]
 
 
 @dataclass(frozen=True)
-class LaunchPlan(ABC):
-    """State that calls of one token count and form share: kernels with their grids, and the layout of scratch memory."""
+class LaunchPlan:
+    """State that calls of one token count and form share."""
 
-    tokens: int
     workspace: WorkspaceLayout
-    quantized: bool
-    """The input arrives quantized."""
-    launches: tuple[tuple[Launch, tuple[int, int]], ...]
+    """Of scratch memory."""
     direct: bool
     """Launches take addresses and a stream."""
+    launch: Callable[[int, LayerTensors, Any, Any], None]
+    """Takes a stream, the layer, the fields of a MoECall and the parts of the workspace, as tensors or addresses."""
 
-    @abstractmethod
-    def launch(self, stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
-        """Launch the kernels of ``call``, which has the fields of a MoECall, as tensors or addresses."""
-
-    def start(self, geometry: Geometry, layer: tuple[LayerTensors, LayerTensors], call: MoECall) -> None:
+    def start(self, layer: tuple[LayerTensors, LayerTensors], call: MoECall) -> None:
         """Allocate scratch memory and launch the kernels of a prepared call.
 
         Args:
@@ -93,26 +82,18 @@ class LaunchPlan(ABC):
             addresses = (x.data_ptr(), *routes, x_sf.data_ptr(), int(swizzled), result)
             self.launch(stream, layer[1], addresses, [base + begin for begin in self.workspace.begins])
             return
-        with jit_monitor.may_compile(geometry):
-            self.launch(0, layer[0], (x, ids, router_weights, x_sf, int(swizzled), out), self.workspace.cut(memory))
+        self.launch(0, layer[0], (x, ids, router_weights, x_sf, int(swizzled), out), self.workspace.cut(memory))
 
 
-def launcher(variant: Variant, kernel: Any) -> Launch:
+def launcher(variant: Variant, grid: tuple[int, int], kernel: Any) -> Launch:
     """Return the launch of a compiled ``kernel``, which takes addresses; of None through Triton's JIT, which takes tensors."""
     if kernel is None:
         function, keywords = variant.function, {**variant.constants, **variant.options}
-        return lambda grid, stream, *arguments: function[grid](*arguments, **keywords)
+        return lambda stream, *arguments: function[grid](*arguments, **keywords)
     constants = tuple(variant.constants[name] for name in variant.function.arg_names[len(variant.types) :])
     run = kernel.run  # loads the kernel on the current device
     head = kernel.function, kernel.packed_metadata, None, None, None
-    return lambda grid, stream, *arguments: run(*grid, 1, stream, *head, *arguments, *constants)
-
-
-@cache
-def _knobs() -> Any:
-    from triton import knobs
-
-    return knobs.runtime
+    return lambda stream, *arguments: run(*grid, 1, stream, *head, *arguments, *constants)
 
 
 def known() -> bool:
@@ -120,9 +101,3 @@ def known() -> bool:
     import triton
 
     return version_tuple(triton.__version__)[:2] <= _NEWEST
-
-
-def watched() -> bool:
-    """Return True if a profiler asks to see each launch. Triton's JIT shows it."""
-    enter, leave = _knobs().launch_enter_hook, _knobs().launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

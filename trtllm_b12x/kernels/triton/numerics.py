@@ -138,7 +138,5 @@ def quantized(
 ):  # fmt: skip
     """float32 ``(ROWS, COLUMNS)`` to codes in ``(ROWS, bytes)`` and the bytes of scales ``(ROWS, blocks)``."""
     if FORMAT == E2M1:
-        code, scale = _to_nvfp4(values, divisor, ROWS, COLUMNS, GATED, NATIVE)
-    else:
-        code, scale = _to_mxfp8(values, ROWS, COLUMNS)
-    return code, scale
+        return _to_nvfp4(values, divisor, ROWS, COLUMNS, GATED, NATIVE)
+    return _to_mxfp8(values, ROWS, COLUMNS)

@@ -238,15 +238,8 @@ def _product(w, x, sums):
 
 @triton.jit
 def dot(w, x, sums, WORD: tl.constexpr):
-    sums = _product(w[0], x[0], sums)
-    sums = _product(w[1], x[1], sums)
-    sums = _product(w[2], x[2], sums)
-    sums = _product(w[3], x[3], sums)
-    if WORD == FP4:
-        sums = _product(w[4], x[4], sums)
-        sums = _product(w[5], x[5], sums)
-        sums = _product(w[6], x[6], sums)
-        sums = _product(w[7], x[7], sums)
+    for j in tl.static_range(WORD):
+        sums = _product(w[j], x[j], sums)
     return sums
 
 

@@ -114,11 +114,6 @@ def start_token(
         tl.store(out + token * H + begin + at, zeros, mask=begin + at < end)
 
 
-@triton.jit
-def _cumulative(values):
-    return tl.cumsum(values, axis=0) - values
-
-
 @triton.jit(
     do_not_specialize=["tokens", "blocks", "first", "tiles", "size", "swizzled"],
     do_not_specialize_on_alignment=["ids", "router_weights", "x_sf"],
@@ -162,7 +157,7 @@ def route_kernel(
             held = (r < routes) & (local >= 0)
             count += tl.histogram(tl.where(held, local, 0), PADDED_EXPERTS, mask=held)
         own = (count + (size - 1)) // size
-        place = _cumulative(own)
+        place = tl.cumsum(own, axis=0) - own
         tl.store(cursors + e, place * size, mask=e < EXPERTS)
         tl.debug_barrier()
         for begin in range(0, routes, BLOCK):

@@ -9,16 +9,9 @@ from typing import Any
 
 import torch
 
+from . import compile_pool
+
 PACKAGE = "trtllm_b12x.kernels"
-_POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.uint8: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 
 
 @dataclass(frozen=True)
@@ -48,21 +41,11 @@ class Variant:
         """Compile the kernel for the current device as the JIT does, or find it in Triton's cache."""
         return self.function.warmup(*self.types, grid=(1,), **self.constants, **self.options)
 
-    def assemble(self, capability: int) -> Any:
-        """Compile the kernel as the JIT would for another card, with every pointer at a multiple of 16 that may be."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+    def compile_for(self, capability: int) -> Any:
+        """Compile the kernel as the JIT does for another card. Triton compiles for that card in this process from then on."""
+        from triton.runtime import driver
 
-        jit = self.function
-        signature = dict.fromkeys(jit.arg_names, "constexpr")
-        types = zip(jit.arg_names, self.types, strict=False)
-        signature |= {argument: _POINTERS[kind] if isinstance(kind, torch.dtype) else "i32" for argument, kind in types}
-        # What alignment changes is specialized by it at a launch too.
-        aligned = {
-            (place,): [["tt.divisibility", 16]]
-            for place, parameter in enumerate(jit.params)
-            if signature[parameter.name].startswith("*") and not parameter.do_not_specialize_on_alignment
-        }
-        source = ASTSource(jit, signature=signature, constexprs=self.constants, attrs=aligned)
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+        card = compile_pool.driver(capability)
+        card.get_current_device = lambda: capability  # Triton keeps the target of each device number
+        driver.set_active(card)
+        return self.warm_up()

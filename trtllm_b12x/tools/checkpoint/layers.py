@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,10 +15,10 @@ import torch
 from trtllm_b12x import formats
 from trtllm_b12x.formats.geometry import LayerShape
 
-from .config import activation, moe_layers
-from .files import CheckpointError, Section, TensorFiles, expect_directory, read_json
+from .activation import activation
+from .files import CheckpointError, Section, TensorFiles, read_json
 from .quantization import Quantization
-from .storage import STORAGE, UNQUANTIZED, storage_of
+from .storage import UNQUANTIZED, storage_of
 
 _EXPERT_TENSOR = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>[0-9]{1,9})\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\."
@@ -90,18 +91,13 @@ class LayerWeights(Mapping[str, torch.Tensor]):
     def __init__(self, checkpoint: Checkpoint, layer: MoELayer) -> None:
         self._checkpoint, self._layer = checkpoint, layer
         self._storage = storage_of(layer.quant_algo)
-        self._scalars: dict[str, torch.Tensor] = {}  # read many times, by every consumer
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        if key in self._scalars:
-            return self._scalars[key]
         name, tensor = self._read(key)
         kind = key.rpartition(".")[2]
         if fault := self._storage.fault(kind, tensor):
             problem = f"{name} {fault}, a scale must be finite and not negative"
             raise CheckpointError(self._checkpoint.file_of(name), problem, "calibrate and export the model again")
-        if kind in self._storage.scalars:
-            tensor = self._scalars[key] = tensor.clone()
         return tensor
 
     def _read(self, key: str) -> tuple[str, torch.Tensor]:
@@ -137,7 +133,7 @@ class LayerWeights(Mapping[str, torch.Tensor]):
 
 
 class Checkpoint:
-    """A checkpoint directory; a context manager that closes its files.
+    """A checkpoint directory.
 
     Raises:
         CheckpointError: the directory, its configuration or a tensor header cannot be used.
@@ -145,7 +141,11 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        expect_directory(self.directory)
+        if not os.path.isdir(directory):  # also if the path is too long or holds a NUL
+            remedy = "give the folder that holds config.json"
+            if re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", str(directory)):
+                remedy = f"for a Hugging Face name, give the folder that this prints: hf download {directory}"
+            raise CheckpointError(str(directory)[:300], "no such directory", remedy)
         config = read_json(self.directory / "config.json")
         # Multimodal configurations nest the language model's.
         nested: dict[str, Any] = next(
@@ -155,12 +155,6 @@ class Checkpoint:
         self._quantization = Quantization.from_files(self.directory, self._config)
         self._files = TensorFiles(self.directory)
         self.file_of, self.tensor = self._files.file_of, self._files.tensor
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
 
     def weights(self, layer: MoELayer) -> LayerWeights:
         return LayerWeights(self, layer)
@@ -192,32 +186,8 @@ class Checkpoint:
         if not names:
             problem = "no MoE layers (no tensors named *.experts.N.*_proj.weight or *.experts.gate_up_proj)"
             raise CheckpointError(self.directory, problem, "give a mixture-of-experts checkpoint")
-        if not self._quantization.present:
-            self._expect_unquantized(names)
-        self._expect_every_layer(names)
-        algorithms = self._quantization.of_experts(names)
-        layers = (self._layer(name, tensors, *algorithms[name]) for name, tensors in names.items())
+        layers = (self._layer(name, tensors, *self._quantization.of_experts(name)) for name, tensors in names.items())
         return sorted(layers, key=lambda layer: (layer.index, layer.name))
-
-    def _expect_unquantized(self, names: Mapping[str, _TensorNames]) -> None:
-        kinds = {kind for tensors in names.values() for kind in tensors.kinds}
-        algo = next((algo for algo, storage in STORAGE.items() if storage.marker in kinds), None)
-        if algo is not None:
-            problem = f"missing, but the tensor names show that the experts are {algo}"
-            raise CheckpointError(self.directory / "hf_quant_config.json", problem, "copy it from the export")
-
-    def _expect_every_layer(self, names: Mapping[str, _TensorNames]) -> None:
-        """Expect experts in each layer that the configuration makes an MoE layer."""
-        expected = moe_layers(self._config)
-        if expected is None:
-            return
-        by_module: dict[str, set[int]] = {}  # a multi-token-prediction module counts its layers from 0 again
-        for name in names:
-            by_module.setdefault(re.sub(r"\.[0-9]+\.", ".", f".{name}."), set()).add(_index(name))
-        indices = max(by_module.values(), key=len)
-        missing = next((index for index in expected if index not in indices), None)
-        if missing is not None:
-            raise CheckpointError(self._config.path, f"layer {missing} should have experts, but the files hold no tensor of them")
 
     def _layer(self, name: str, names: _TensorNames, algo: str, group_size: int | None) -> MoELayer:
         top_k = self._config.typed(int, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
@@ -241,7 +211,12 @@ class Checkpoint:
             inner, rows = matrix if inner_first else reversed(matrix)
             rows //= 2
         else:
-            num_experts = self._num_experts(name, names)
+            num_experts, last = len(names.experts), max(names.experts)
+            expected = self._config.typed(int, "num_experts", "num_local_experts", "n_routed_experts")
+            expected = last + 1 if expected is None else expected
+            if (num_experts, last) != (expected, expected - 1):
+                problem = f"{name} has tensors of {num_experts} experts, numbered up to {last}, expected {expected}"
+                raise CheckpointError(self.directory, problem)
             weight = f"{prefix}0.{projections['w1']}.weight"
             rows, inner = self._shape(weight, 2)
             inner_first = False
@@ -250,8 +225,9 @@ class Checkpoint:
             sizes = f"{num_experts} experts of {rows} x {inner * packed} with top_k {top_k}"
             raise CheckpointError(file, f"{weight} gives {sizes}")
         if algo == "none" and self._files.header(weight)[0] == "U8":
-            problem = f"{weight} is packed, but {self._quantization.path.name} says that it is not quantized"
-            raise CheckpointError(file, problem, "restore its list of excluded modules")
+            problem = f"{weight} is packed, but {self._quantization.path.name} does not say how it is quantized"
+            remedy = "copy hf_quant_config.json from the export, or restore its list of excluded modules"
+            raise CheckpointError(file, problem, remedy)
         activation_name, constants, swiglu = activation(self._config, gated="w3" in projections)
         layer = MoELayer(
             name=name,
@@ -276,17 +252,6 @@ class Checkpoint:
         )
         self._check(layer)
         return layer
-
-    def _num_experts(self, name: str, names: _TensorNames) -> int:
-        actual = len(names.experts)
-        expected = self._config.typed(int, "num_experts", "num_local_experts", "n_routed_experts")
-        expected = actual if expected is None else expected
-        if expected != actual or max(names.experts) != expected - 1:
-            missing = next((e for e in range(min(expected, actual + 1)) if e not in names.experts), None)
-            unexpected = min((e for e in names.experts if e >= expected), default=None)
-            detail = f"expert {unexpected} is unexpected" if missing is None else f"expert {missing} is missing"
-            raise CheckpointError(self.directory, f"{name} has tensors of {actual} experts, expected {expected} ({detail})")
-        return expected
 
     def _check(self, layer: MoELayer) -> None:
         """Check dtype and shape of every expert tensor by its header, if the layer has a format that we serve."""

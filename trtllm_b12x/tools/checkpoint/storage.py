@@ -27,8 +27,6 @@ class StorageFormat:
     """Names of tensors in checkpoints of other producers, to ours."""
     quant_methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """``quant_method`` in config.json to the settings it stands for, as TensorRT-LLM reads it."""
-    marker: str = ""
-    """A tensor that only this format has."""
 
     @property
     def scalars(self) -> frozenset[str]:
@@ -58,7 +56,6 @@ STORAGE = {
         {"weight": 2, "weight_scale": _GROUP_SIZE["NVFP4"]},
         _nvfp4_fault,
         quant_methods={"nvfp4": {"quant_algo": "NVFP4", "ignore": ["*.mlp.gate", "lm_head"]}},
-        marker="weight_scale_2",
     ),
     "MXFP8": StorageFormat(
         {"weight": "F8_E4M3", "weight_scale": "U8"},

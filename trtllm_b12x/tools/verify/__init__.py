@@ -5,10 +5,9 @@ from trtllm_b12x.tools.options import Ranks
 from .bounds import Tolerances, relative_l2
 from .draw import Case, draw_activations
 from .layer import kernel_calls, resolve_on_ranks, verify_layer
-from .report import BytesReport, CaseReport, LayerReport
+from .report import CaseReport, LayerReport
 
 __all__ = [
-    "BytesReport",
     "Case",
     "CaseReport",
     "LayerReport",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,13 +27,9 @@ def count_bytes(backend: Any, total: BytesReport) -> None:
     """Add one rank's bytes."""
     parameters = {p.untyped_storage().data_ptr() for p in backend.parameters()}
     weights, tensors = backend.kernel.weights, backend.kernel.weights.tensors()
-
-    def extra(names: Sequence[str]) -> int:
-        return sum(tensors[n].nbytes for n in names if tensors[n].untyped_storage().data_ptr() not in parameters)
-
+    read = [tensors[name] for name in weights.stored_fields]
     total.padding += sum(getattr(backend, name).nbytes for name in backend.quant_method.stored)
-    total.extra_payload += extra(weights.payload)
-    total.extra_scales += extra(weights.block_scales)
+    total.extra += sum(tensor.nbytes for tensor in read if tensor.untyped_storage().data_ptr() not in parameters)
     total.scalars += backend.quant_method.scalar_bytes(backend)
 
 
@@ -66,10 +61,6 @@ def wrong_scalars(backend: Any, weights: LayerWeights, layer: MoELayer) -> list[
 
 def _holds(padded: torch.Tensor, plain: torch.Tensor) -> bool:
     """Return whether ``padded`` (uint8) has ``plain`` in its upper left corner and zeros elsewhere."""
-    rows, columns = plain.shape
-    corner = padded[:rows, :columns]
-    return (
-        bool(torch.equal(corner, plain.contiguous().view(torch.uint8).to(padded.device)))
-        and not bool(padded[rows:].any())
-        and not bool(padded[:, columns:].any())
-    )
+    expected = torch.zeros_like(padded)
+    expected[: plain.shape[0], : plain.shape[1]] = plain.contiguous().view(torch.uint8)
+    return torch.equal(padded, expected)

@@ -66,6 +66,7 @@ def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: i
         raise CheckpointError(checkpoint.directory, f"{layer.name} {error}", "calibrate and export the model again") from None
     generator = torch.Generator().manual_seed(seed * 1_000_003 + layer.index)
     order = torch.randperm(layer.num_experts, generator=generator)
+    turns = max(1, layer.top_k // 2)
     pool_size = min(layer.num_experts, max(EXPERTS, 2 * layer.top_k))
     batches = []
     for position, case in enumerate(cases):
@@ -75,10 +76,10 @@ def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: i
         first = 0
         for _ in range(calls):
             x = draw_activations(case.tokens, layer.hidden_size, largest, case.outliers, generator)
-            logits = _router_logits(case.tokens, layer, pool, first, generator).to(device)
+            logits = _router_logits(case.tokens, layer, pool, first, turns, generator).to(device)
             call = MoECall(dequantizer.move_off_ties(x).to(device), *routing.apply(logits))
             batches.append(Batch(case, logits, call))
-            first += case.tokens * _experts_in_turn(layer)
+            first += case.tokens * turns
     return routing, batches
 
 
@@ -96,19 +97,16 @@ def draw_activations(tokens: int, hidden_size: int, largest: float, outliers: fl
     return x.to(torch.bfloat16)
 
 
-def _router_logits(tokens: int, layer: MoELayer, pool: torch.Tensor, first: int, generator: torch.Generator) -> torch.Tensor:
+def _router_logits(
+    tokens: int, layer: MoELayer, pool: torch.Tensor, first: int, turns: int, generator: torch.Generator
+) -> torch.Tensor:
     """Draw router logits ``(tokens, num_experts)`` that choose experts of ``pool`` only.
 
-    Half of each token's experts come in turn, from entry ``first`` on, the other half at random.
+    ``turns`` of each token's experts come in turn, from entry ``first`` on, the others at random.
     """
     logits = torch.full((tokens, layer.num_experts), -100.0)
     inside = torch.randn(tokens, len(pool), generator=generator)
-    turns = _experts_in_turn(layer)
     chosen = (first + torch.arange(tokens * turns)).view(tokens, turns) % len(pool)
     inside.scatter_add_(1, chosen, torch.full(chosen.shape, 8.0))
     logits[:, pool] = inside
     return logits
-
-
-def _experts_in_turn(layer: MoELayer) -> int:
-    return max(1, layer.top_k // 2)

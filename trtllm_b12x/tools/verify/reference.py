@@ -34,7 +34,6 @@ def outputs(
     calls: Sequence[MoECall],
     arithmetics: Sequence[Arithmetic],
     device: torch.device | str = "cpu",
-    on_expert: Callable[[], None] = lambda: None,
     quant_algo: str = "NVFP4",
     activation: str = "Swiglu",
     swiglu: tuple[float, float, float] | None = None,
@@ -43,11 +42,10 @@ def outputs(
 
     Args:
         weights: by the names of ``ReferenceDequantizer``. Without ``weight_scale`` they are plain weights, and activations stay
-            unquantized.
+            unquantized. Experts without tokens are not read.
         gated: compute ``activation`` if true, else squared ReLU.
         calls: ids are global; negative ids are not routed.
         arithmetics: one output for each.
-        on_expert: called after each expert that has tokens. The other experts are not read.
         quant_algo: format of the weights.
         activation: ``Swiglu``, or ``Geglu`` (tanh approximation, as gemma-4 has it).
         swiglu: alpha, beta and limit (MiniMax-M3): ``g * sigmoid(alpha * g) * (u + beta)``, with ``g = min(gate, limit)`` and
@@ -89,7 +87,6 @@ def outputs(
         fc2 = (torch.cat(inner) @ matrices["w2"].T).chunk(len(rounded))
         for arithmetic, result, total in zip(rounded, fc2, sums, strict=True):
             total.index_add_(0, token, router_weight * _bf16(result, arithmetic is Arithmetic.CUTLASS))
-        on_expert()
     sums = [_bf16(total, a in _ROUNDS_TO_BF16) for a, total in zip(arithmetics, sums, strict=True)]
     per_call = zip(*(total.split([call.x.shape[0] for call in calls]) for total in sums), strict=True)
     return [list(call) for call in per_call]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -90,10 +89,6 @@ class ReferenceDequantizer:
         """Move values of ``x (n, K)`` that two correct implementations may round differently, by one bf16 step."""
         return x
 
-    def baked_weight_error(self, experts: Iterable[int], device: torch.device | str = "cpu") -> float | None:
-        """Return the relative L2 change of the weights for kernels without a scale per matrix. None if the format has none."""
-        return None
-
 
 class _NVFP4(ReferenceDequantizer):
     """E2M1 codes, an E4M3 scale for each 16 of them, and a float32 scale for each matrix and each input."""
@@ -133,17 +128,6 @@ class _NVFP4(ReferenceDequantizer):
 
     def move_off_ties(self, x: torch.Tensor) -> torch.Tensor:
         return move_off_ties(x, float(self._input_scales[0]))
-
-    def baked_weight_error(self, experts: Iterable[int], device: torch.device | str = "cpu") -> float:
-        """Fold ``weight_scale_2`` into the E4M3 block scales, as peers do (vLLM PR 48536, SGLang PR 32119)."""
-        difference = norm = 0.0
-        for expert, name in itertools.product(experts, self.names):
-            codes, scales, scale_2 = (tensor.to(device) for tensor in self._tensors(expert, name))
-            values = decode_fp4(codes).view(-1, 16).square().sum(1).double()
-            exact = (scales.float() * scale_2.reshape(())).flatten()
-            difference += float((values * (_nearest(exact, _E4M3) - exact).square()).sum())
-            norm += float((values * exact.double().square()).sum())
-        return (difference / norm) ** 0.5 if norm else 0.0
 
     def _numbers(self, name: str, kind: str, experts: Sequence[int]) -> torch.Tensor:
         return torch.tensor([float(self.weights[f"{expert}.{name}.{kind}"]) for expert in experts], dtype=torch.float64)

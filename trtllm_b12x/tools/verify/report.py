@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from trtllm_b12x.tools.checkpoint import MoELayer
+
 
 @dataclass
 class CaseReport:
@@ -40,27 +42,16 @@ class BytesReport:
     """Payload and block scales in the checkpoint."""
     padding: int
     """Payload and block scales of the module beyond those."""
-    extra_payload: int
-    """Payload that the kernel reads from outside the module's parameters."""
-    extra_scales: int
+    extra: int
+    """Payload and block scales that the kernel reads from outside the module's parameters."""
     scalars: int
     """Per-expert values that the host does not have."""
-
-    @property
-    def extra(self) -> int:
-        return self.extra_payload + self.extra_scales
 
 
 @dataclass
 class LayerReport:
-    name: str
-    index: int
-    activation: str
-    quant_algo: str
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
+    layer: MoELayer
+    """Its fields stand beside the others in the JSON report."""
     served_by: str
     reasons: list[str]
     warnings: list[str] = field(default_factory=list)
@@ -74,7 +65,6 @@ class LayerReport:
     """Experts that received a token in any case. The others are compared by their bits and scales only."""
     reference_error: float | None = None
     """Cost of quantizing calibrated activations, in the float32 reference."""
-    baked_weight_error: float | None = None
     weight_error: float | None = None
     """Distance of the quantized weights from the unquantized model's."""
     cases: list[CaseReport] = field(default_factory=list)

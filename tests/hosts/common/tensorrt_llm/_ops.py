@@ -19,7 +19,7 @@ _library.define(
 
 @torch.library.impl(_library, "fp4_quantize", "CompositeExplicitAutograd")
 def fp4_quantize(x, scale, vec, ue8m0=False, swizzled=True):
-    return ops.fp4_quantize(x, scale, vec, ue8m0, swizzled)
+    return ops.fp4_quantize(x, scale, swizzled)
 
 
 @torch.library.impl(_library, "block_scale_interleave", "CompositeExplicitAutograd")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from tensorrt_llm._torch.utils import get_model_extra_attrs, is_torch_compiling
-from trtllm_b12x.engines.trtllm.embedded.communication import AllGatherReduceScatter, all_reduce
+from tests.communication import AllGatherReduceScatter, all_reduce
 
 
 class Delegating:

@@ -16,7 +16,6 @@ import torch
 class QuantAlgo(str, Enum):
     NVFP4 = "NVFP4"
     NVFP4_AWQ = "NVFP4_AWQ"
-    W4A16_NVFP4 = "W4A16_NVFP4"
     MXFP8 = "MXFP8"
     FP8 = "FP8"
     W4A16_AWQ = "W4A16_AWQ"
@@ -39,14 +38,6 @@ class Mapping:
     moe_tp_size: int = 1
     moe_ep_size: int = 1
     enable_attention_dp: bool = False
-
-    def __post_init__(self) -> None:
-        if self.moe_tp_size * self.moe_ep_size != self.tp_size:
-            raise ValueError(
-                f"moe_tp_size ({self.moe_tp_size}) * moe_ep_size ({self.moe_ep_size}) must equal tp_size ({self.tp_size})"
-            )
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is outside world_size {self.world_size}")
 
     @property
     def tp_rank(self) -> int:
@@ -98,10 +89,6 @@ class ActivationType(IntEnum):
 
 def is_gated_activation(activation_type: ActivationType) -> bool:
     return activation_type in (ActivationType.Swiglu, ActivationType.SwigluBias, ActivationType.Geglu)
-
-
-class AuxStreamType(Enum):
-    MoeChunkingOverlap = 3
 
 
 class MoEWeightLoadingMode(Enum):

@@ -9,12 +9,11 @@ import torch
 from . import ops
 from .config import ActivationType, Fp4QuantizedTensor, ModelConfig, QuantAlgo
 from .interface import MoE
-from .quantization import FusedMoEMethodBase, MXFP8CutlassFusedMoEMethod, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
+from .quantization import FusedMoEMethodBase, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
 
 METHODS: dict[QuantAlgo | None, type[FusedMoEMethodBase]] = {
     None: UnquantizedFusedMoEMethod,
     QuantAlgo.NVFP4: NVFP4CutlassFusedMoEMethod,
-    QuantAlgo.MXFP8: MXFP8CutlassFusedMoEMethod,
 }
 
 
@@ -22,7 +21,6 @@ class CutlassFusedMoE(MoE):
     """Layer of NVFP4 or unquantized experts. ``__init__`` ends with ``create_weights`` unless the model config defers it."""
 
     quant_scales: Any
-    scaling_vector_size: int
     fc31_input_scale: torch.nn.Parameter
     w3_w1_weight: torch.nn.Parameter
     w2_weight: torch.nn.Parameter
@@ -32,18 +30,12 @@ class CutlassFusedMoE(MoE):
         *,
         model_config: ModelConfig,
         apply_router_weight_on_input: bool = False,
-        without_comm: bool = False,
         **arguments: Any,
     ) -> None:
         super().__init__(model_config=model_config, **arguments)
-        del without_comm  # no communication is embedded
-        self.moe_max_num_tokens = model_config.moe_max_num_tokens
         self.apply_router_weight_on_input = apply_router_weight_on_input
         if not model_config.skip_create_weights_in_init:
             self.create_weights()
-
-    def _supports_load_balancer(self) -> bool:
-        return True
 
     def _get_quant_method(self) -> FusedMoEMethodBase:
         algo = self.quant_algo
@@ -83,7 +75,7 @@ class CutlassFusedMoE(MoE):
                 return x, None
             assert not x.is_sf_swizzled, "Fp4QuantizedTensor should not be swizzled before communication"
             return x.fp4_tensor, x.scaling_factor.view(x.shape[0], -1)
-        packed, x_sf = ops.fp4_quantize(x, self.fc31_input_scale, self.scaling_vector_size, False, not post_quant_comm)
+        packed, x_sf = ops.fp4_quantize(x, self.fc31_input_scale, is_sf_swizzled_layout=not post_quant_comm)
         return packed, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
 
     def run_moe(
@@ -100,9 +92,6 @@ class CutlassFusedMoE(MoE):
         enable_alltoall: bool | None = None,
     ) -> torch.Tensor:
         """Run the experts on ``x`` (from ``quantize_input``), ids ``[T, k]`` and scales ``[T, k]``. Return ``[T, H]``."""
-        del tuner_num_tokens, tuner_top_k, enable_alltoall
-        if isinstance(self.quant_method, MXFP8CutlassFusedMoEMethod):
-            raise NotImplementedError("CUTLASS multiplies MXFP8 experts on SM100 and SM103 alone")
         if isinstance(x, Fp4QuantizedTensor):
             x, x_sf, is_sf_swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
         if output_dtype is None:

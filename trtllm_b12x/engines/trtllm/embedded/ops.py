@@ -20,11 +20,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def fp4_quantize(
-    x: torch.Tensor,
-    global_scale: torch.Tensor,
-    sf_vec_size: int = BLOCK_SIZE,
-    sf_use_ue8m0: bool = False,
-    is_sf_swizzled_layout: bool = True,
+    x: torch.Tensor, global_scale: torch.Tensor, is_sf_swizzled_layout: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize activations to NVFP4.
 
@@ -36,8 +32,6 @@ def fp4_quantize(
         FP4 bytes ``[T, H/2]`` (uint8) and a flat uint8 tensor of E4M3 block scales: ``T * H/16`` of them row by row, or
         padded to 128 rows and 4 columns in the 128x4 layout.
     """
-    if sf_vec_size != BLOCK_SIZE or sf_use_ue8m0:
-        raise ValueError(f"the embedded host quantizes to NVFP4 only, not sf_vec_size={sf_vec_size}, ue8m0={sf_use_ue8m0}")
     blocks = x.float().unflatten(-1, (-1, BLOCK_SIZE))
     scale = global_scale.float()
     # The kernel multiplies by reciprocals, in this order. A division would round some scales differently.
@@ -178,19 +172,17 @@ def _activate(
     beta: torch.Tensor | None = None,
     limit: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if activation_type == ActivationType.Relu2:
+        return torch.relu(fc1_output) ** 2
+    up, gate = fc1_output.chunk(2, dim=-1)
     if activation_type == ActivationType.SwigluBias:
-        up, gate = fc1_output.chunk(2, dim=-1)
         if limit is not None:
             up, gate = torch.maximum(torch.minimum(up, limit), -limit), torch.minimum(gate, limit)
         return gate * torch.sigmoid(gate if alpha is None else alpha * gate) * (up if beta is None else up + beta)
     if activation_type == ActivationType.Swiglu:
-        up, gate = fc1_output.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
     if activation_type == ActivationType.Geglu:
-        up, gate = fc1_output.chunk(2, dim=-1)
         return torch.nn.functional.gelu(gate) * up  # exact GELU, as in CUTLASS (``moe_kernels.cu``)
-    if activation_type == ActivationType.Relu2:
-        return torch.relu(fc1_output) ** 2
     raise ValueError(
         f"the embedded host computes Swiglu, SwigluBias, Geglu and Relu2, not {ActivationType(activation_type).name}"
     )

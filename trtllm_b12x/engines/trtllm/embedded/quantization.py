@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,15 +23,6 @@ NVFP4_ROW_ALIGNMENT = 128
 class TensorParallelMode(str, Enum):
     COLUMN = "column"
     ROW = "row"
-
-
-class FusedMoEQuantScalesNVFP4(NamedTuple):
-    fc1_act_global: torch.Tensor
-    fc1_weight_block: torch.Tensor
-    fc1_global: torch.Tensor
-    fc2_act_global: torch.Tensor
-    fc2_weight_block: torch.Tensor
-    fc2_global: torch.Tensor
 
 
 def load_weight_shard(
@@ -122,48 +113,16 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         self.setup_quant_scales(module)
 
 
-class FusedMoEQuantScalesMXFP8(NamedTuple):
-    fc31_weight_block_scale: torch.Tensor
-    fc2_weight_block_scale: torch.Tensor
-
-
 class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
-    """Method for E4M3 weights ``(E, r*I, H)`` and ``(E, H, I)`` with E8M0 scales, four per int32, 128x4-interleaved (C2,
-    3729c14d). It loads no scales, because nothing here multiplies by them."""
-
-    BLOCK_SIZE = 32
-    BLOCK_SCALES_DTYPE = torch.int32
-
-    def create_weights(self, module: Any) -> None:  # type: ignore[override]
-        module.scaling_vector_size = self.BLOCK_SIZE
-        experts, hidden, size = module.expert_size_per_partition, module.hidden_size, module.intermediate_size_per_partition
-        rows = size * (1 + module.is_gated_activation)
-        super().create_weights(module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, size))
-        assert hidden % 128 == size % 128 == 0, "MXFP8 MoE packs the scales of 128 columns"
-        for name, shape in (("w3_w1_weight_scale", (rows, hidden // 128)), ("w2_weight_scale", (hidden, size // 128))):
-            scales = torch.empty((experts, *shape), dtype=self.BLOCK_SCALES_DTYPE)
-            module.register_parameter(name, nn.Parameter(scales, requires_grad=False))
-        self.setup_quant_scales(module)
-
-    def setup_quant_scales(self, module: Any) -> None:
-        module.quant_scales = FusedMoEQuantScalesMXFP8(
-            fc31_weight_block_scale=module.w3_w1_weight_scale, fc2_weight_block_scale=module.w2_weight_scale
-        )
+    """Base of our MXFP8 method. Hosts create such parameters for SM100 and SM103 alone."""
 
 
 class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
     """Method for FP4 codes, 128x4-interleaved block scales, reciprocal input scales and alphas.
 
-    With E local experts, I this rank's intermediate size, r = 2 if gated else 1 and R = round_up(r * I, 128):
-
-    ==========================  =========================  =======================================================
-    ``w3_w1_weight``            ``(E, R, H/16)`` int64     16 FP4 each; rows [w3; w1], zero rows at the bottom
-    ``w2_weight``               ``(E, H, R/r/16)`` int64   zero columns at the end
-    ``w3_w1_weight_scale``      ``(E, R, H/64)`` int32     four E4M3 each, interleaved per expert
-    ``w2_weight_scale``         ``(E, H, R/r/64)`` int32   the same
-    ``fc31/fc2_input_scale``    ``()`` float32             1 / max of ``input_scale`` over all experts of the model
-    ``fc31/fc2_alpha``          ``(E,)`` float32           ``weight_scale_2 / fcX_input_scale``
-    ==========================  =========================  =======================================================
+    Shapes and dtypes are those of ``NVFP4Sm12xFusedMoEMethod`` with T = round_up(r * I, 128) / r: rows [w3; w1], then zero rows
+    at the bottom, and zero columns at the end of w2. ``fcX_input_scale`` is 1 / max of ``input_scale`` over all experts of the
+    model, ``fcX_alpha`` is ``weight_scale_2 / fcX_input_scale``.
     """
 
     def create_weights(self, module: Any) -> None:  # type: ignore[override]
@@ -208,14 +167,9 @@ class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
             alpha2[slot].copy_(1.0 / (module.fc2_input_scale.data * (1.0 / scale_2)))
 
     def setup_quant_scales(self, module: Any) -> None:
-        module.quant_scales = FusedMoEQuantScalesNVFP4(
-            fc1_act_global=module.fc31_input_scale,
-            fc1_weight_block=module.w3_w1_weight_scale,
-            fc1_global=module.fc31_alpha,
-            fc2_act_global=module.fc2_input_scale,
-            fc2_weight_block=module.w2_weight_scale,
-            fc2_global=module.fc2_alpha,
-        )
+        # In the order of ``ops.fused_moe``: input scale, block scales and alpha of FC1, then those of FC2.
+        fc1 = module.fc31_input_scale, module.w3_w1_weight_scale, module.fc31_alpha
+        module.quant_scales = (*fc1, module.fc2_input_scale, module.w2_weight_scale, module.fc2_alpha)
 
     def load_expert_w3_w1_weight_scale_nvfp4(
         self,

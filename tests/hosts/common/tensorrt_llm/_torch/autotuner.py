@@ -1,4 +1,4 @@
-"""The part of the autotuner that a call reaches: a tactic for the shapes of an operator.  Before PR 12310, hence unguarded.
+"""The part of the autotuner that a call reaches: a tactic for the shapes of an operator.
 
 Source: id 3648310208.
 """
@@ -22,17 +22,9 @@ class DynamicTensorSpec:
     map_to_tuning_buckets: Callable[[int], int] = lambda x: x
 
 
-@dataclass(unsafe_hash=True)
-class ConstraintSpec:
-    input_idx: int
-    dim_idx: int
-    infer_shape: Callable[[Any], int]
-
-
 @dataclass(frozen=True)
 class TuningConfig:
     dynamic_tensor_specs: tuple[DynamicTensorSpec, ...] = ()
-    constraint_specs: tuple[ConstraintSpec, ...] = ()
     tune_max_num_tokens: int | None = None
 
 
@@ -48,15 +40,15 @@ class AutoTuner:
     def choose_one(self, custom_op, runners, tuning_config, inputs, **kwargs):
         """Runner and tactic.  While it tunes, every bucket up to the given size is profiled."""
         shapes = [tuple(tensor.size()) if isinstance(tensor, torch.Tensor) else (0,) for tensor in inputs]
-        specs, constraints = tuning_config.dynamic_tensor_specs, tuning_config.constraint_specs
-        wanted = self._key(custom_op, shapes, specs, constraints, tuning_config.tune_max_num_tokens)
+        specs = tuning_config.dynamic_tensor_specs
+        wanted = self._key(custom_op, shapes, specs, tuning_config.tune_max_num_tokens)
         if wanted not in self.cache and self.is_tuning_mode:
             for spec in specs:
                 for size in spec.gen_tuning_buckets(shapes[spec.input_idx][spec.dim_idx]):
                     shape = list(shapes[spec.input_idx])
                     shape[spec.dim_idx] = size
                     profile = [*shapes[: spec.input_idx], tuple(shape), *shapes[spec.input_idx + 1 :]]
-                    self.cache[self._key(custom_op, profile, specs, constraints, None, False)] = 0
+                    self.cache[self._key(custom_op, profile, specs, None, False)] = 0
         elif wanted not in self.cache:
             self.missed.append(wanted)
         return runners[0], self.cache.get(wanted, -1)
@@ -72,18 +64,13 @@ class AutoTuner:
 
     @classmethod
     @cache
-    def _find_nearest_profile(
-        cls, shapes, dynamic_tensor_specs, constraint_specs, tune_max_num_tokens=None, apply_map_to_tuning_buckets=True
-    ):
+    def _find_nearest_profile(cls, shapes, dynamic_tensor_specs, tune_max_num_tokens=None, apply_map_to_tuning_buckets=True):
         profile = [list(shape) for shape in shapes]
         for spec in dynamic_tensor_specs:
             if apply_map_to_tuning_buckets:
                 profile[spec.input_idx][spec.dim_idx] = spec.map_to_tuning_buckets(profile[spec.input_idx][spec.dim_idx])
             if tune_max_num_tokens is not None:
                 profile[spec.input_idx][spec.dim_idx] = min(profile[spec.input_idx][spec.dim_idx], tune_max_num_tokens)
-        for constraint in constraint_specs:
-            if profile[constraint.input_idx] != [0]:
-                profile[constraint.input_idx][constraint.dim_idx] = -1
         return tuple(tuple(shape) for shape in profile)
 
 

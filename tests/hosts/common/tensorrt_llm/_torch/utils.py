@@ -1,6 +1,6 @@
-from trtllm_b12x.engines.trtllm.embedded.config import ActivationType, AuxStreamType, Fp4QuantizedTensor, is_gated_activation
+from trtllm_b12x.engines.trtllm.embedded.config import ActivationType, Fp4QuantizedTensor, is_gated_activation
 
-__all__ = ["ActivationType", "AuxStreamType", "Fp4QuantizedTensor", "is_gated_activation"]
+__all__ = ["ActivationType", "Fp4QuantizedTensor", "is_gated_activation"]
 
 _extra_attrs = {}
 _compiling = False

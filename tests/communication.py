@@ -25,19 +25,19 @@ class AllGatherReduceScatter:
         token_selected_slots: torch.Tensor,
         token_final_scales: torch.Tensor | None,
         all_rank_num_tokens: list[int],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        use_dp_padding: bool | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:
         """Gather the rows of all ranks, in rank order. None stays None."""
         self._sizes = all_rank_num_tokens
-        return (
-            self._gather(hidden_states),
-            None if hidden_states_sf is None else self._gather(hidden_states_sf),
-            self._gather(token_selected_slots),
-            None if token_final_scales is None else self._gather(token_final_scales),
-        )
+        tensors = hidden_states, hidden_states_sf, token_selected_slots, token_final_scales
+        return tuple(None if rows is None else self._gather(rows) for rows in tensors)
 
-    def combine(self, final_hidden_states: torch.Tensor) -> torch.Tensor:
+    def combine(self, final_hidden_states: torch.Tensor, all_rank_max_num_tokens: int | None = None) -> torch.Tensor:
         """Sum over the ranks and keep this rank's rows."""
         return all_reduce(final_hidden_states).split(self._sizes)[self.rank]
+
+    def destroy(self) -> None:
+        pass
 
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
         padded = rows.new_zeros(max(self._sizes), *rows.shape[1:])

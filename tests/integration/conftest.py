@@ -1,12 +1,10 @@
-"""The bed as a pytest fixture: name this module in ``pytest_plugins``."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
 
-from .bed import Bed, sm12x_on_hopper
+from .sm12x_on_hopper import Bed, sm12x_on_hopper
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,106 @@
+"""Plans: what layers of one geometry share on one device. A plan is made once, and tested once on the card.
+
+The first layer whose weights are neither all zero nor not finite tests it. A plan is freed with the last layer that uses it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trtllm_b12x.core import locks, process
+from trtllm_b12x.core.log import logger
+
+from .base import Kernel, PlanError, first_line
+from .self_test import SelfTestResult
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """State that layers of one geometry share on one device."""
+
+    tested: bool = False
+    untestable: bool = False
+    """The weights of the last test were all zero or not finite."""
+    results: list[SelfTestResult] = field(default_factory=list)
+
+
+_plans: weakref.WeakValueDictionary[tuple[Any, ...], Plan] = weakref.WeakValueDictionary()
+_lock = locks.new()
+process.kept(_plans.clear)
+
+
+class PlannedKernel(Kernel):
+    """A kernel with a shared plan."""
+
+    _plan: Any
+    _key: tuple[Any, ...]
+
+    def _share(self, key: tuple[Any, ...], make: Callable[[], Plan]) -> None:
+        """Take the plan of ``key``, or make it.
+
+        Raises:
+            PlanError: compiling or allocating failed.
+        """
+        with _lock:
+            plan = _plans.get(key)
+            if plan is None:
+                try:
+                    with torch.inference_mode(False):  # whatever the host loads in: the tensors outlive it
+                        plan = _plans[key] = make()
+                except Exception as error:
+                    raise PlanError(first_line(error)) from error
+        self._plan, self._key = plan, key
+
+    @abstractmethod
+    def _test(self) -> list[SelfTestResult] | None:
+        """Compare every kernel of the plan with the reference; None if the weights are all zero or not finite."""
+
+    def _leave_out(self, failed: list[SelfTestResult]) -> None:
+        """Serve without the kernels that failed.
+
+        Raises:
+            PlanError: no kernel is left for some token count; the message has the numbers.
+        """
+        raise PlanError("; ".join(map(str, failed)))
+
+    def self_test(self) -> None:
+        plan, name = self._plan, f"{self.features.name} kernels for {self.geometry}"
+        with _lock:
+            if plan.tested:
+                return
+            started = time.monotonic()
+            try:
+                results = self._test()
+                if failed := [result for result in results or () if not result.passed]:
+                    self._leave_out(failed)
+            except Exception as error:
+                _plans.pop(self._key, None)
+                raise PlanError(first_line(error)) from error
+            finally:
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+            plan.tested, plan.untestable, plan.results = results is not None, results is None, results or []
+        if not plan.tested:
+            logger.info("%s: not tested yet, the weights are all zero or not finite", name)
+            return
+        logger.info("%s: tested in %.2f s", name, time.monotonic() - started)
+        for result in plan.results:
+            log = logger.debug if result.passed else logger.warning
+            log("self-test, %s: %s", self.geometry, result)
+
+    @property
+    def settled(self) -> bool:
+        return bool(self._plan.tested)
+
+    def _pending(self) -> tuple[str, ...]:
+        """Return the line of ``summary`` for kernels that are not tested yet."""
+        if self._plan.tested:
+            return ()
+        return ("not before the self-test, which waits for weights that are neither all zero nor not finite",)
