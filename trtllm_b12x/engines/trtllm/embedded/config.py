@@ -79,7 +79,6 @@ class ActivationType(IntEnum):
     """Activation types of ``tensorrt_llm/_torch/utils.py``, which follow the C++ enum."""
 
     Gelu = 2
-    Relu = 3
     Silu = 4
     Swiglu = 5
     Geglu = 6
