@@ -48,6 +48,7 @@ bench: $(VENV)/.demo
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 $(VENV)/.demo: requirements/demo.txt requirements/constraints.txt pyproject.toml

@@ -24,8 +24,8 @@ Nothing on this page was measured on SM12x, but for what others have published.
 Megabytes at batch 1, {context} tokens behind the sequence:
 """
 _HITS = """
-Of T tokens that choose k of E experts, each for itself, E (1 - (1 - k/E)^T) are hit on average; skewed, the expert of rank r is
-liked by 1/r. Experts of a layer that are hit, uniform and skewed:
+T tokens that each choose k of E experts hit E (1 - (1 - k/E)^T) of them on average. Where routing is skewed, the expert of rank r
+is liked by 1/r. Experts of a layer that are hit, uniform and skewed:
 """
 _BESIDE = """
 ## Beside what is published

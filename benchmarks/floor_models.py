@@ -132,17 +132,19 @@ def _qwen36() -> Model:
         8,
         3 * hidden * 512 * NVFP4,
         {
-            "shared experts": 40 * 3 * hidden * 512 * FP8,
+            "shared experts": 40 * 3 * hidden * 512 * NVFP4,
             "attention": full * attention * FP8,
             "Mamba, linear attention": linear * delta * FP8,
             "router": 40 * hidden * 256 * BF16,
-            "LM head": vocabulary * hidden * BF16,
+            "LM head": vocabulary * hidden * NVFP4,
         },
         vocabulary * hidden * BF16,
         lambda context: full * 2 * 2 * 256 * context * FP8,
         2 * linear * (32 * 128 * 128 * FP32 + 3 * (2 * keys + values) * BF16),
-        "config.json of Qwen3.5-35B-A3B (the defaults of transformers' Qwen3_5MoeTextConfig), whose form 3.6 has",
-        "FP8 attention, linear attention and shared experts, BF16 router and LM head, FP8 KV cache, float32 state",
+        "config.json of Qwen3.5-35B-A3B (the defaults of transformers' Qwen3_5MoeTextConfig), whose form 3.6 has; precisions of "
+        "nvidia/Qwen3.6-35B-A3B-NVFP4: NVFP4 experts, shared experts and LM head (SGLang issues 27906, 32959). TensorRT-LLM "
+        "reads such an LM head as it is since pull request 17976, so published figures before it had a higher floor",
+        "FP8 attention and linear attention, BF16 router, FP8 KV cache, float32 state",
     )
 
 

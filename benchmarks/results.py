@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import floor
+from benchmarks import blocks, floor
 from benchmarks.markdown import table
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- results: begin, written by python -m benchmarks.results -->", "<!-- results: end -->"
 NOWHERE = "not measured"
 _FACTS = {"gpu", "copy", "torch", "triton", "format", "lines"}
 
@@ -41,6 +40,12 @@ SOURCES = (
         "host time and scratch memory of the driver of FlashInfer's kernels",
         "python -m benchmarks.decode",
         lambda found: "host microseconds" in found,
+    ),
+    Source(
+        "warmup.json",
+        "time of kernels that are compiled ahead of time",
+        "python -m benchmarks.warmup",
+        lambda found: found.keys() >= {"rows", "card", "geometry"},
     ),
     Source(
         "sm12x-on-hopper.json",
@@ -180,9 +185,9 @@ def _of_layers(found: dict[str, Any]) -> list[list[str]]:
 def _of_the_driver(found: dict[str, Any]) -> list[list[str]]:
     lines = []
     for row in found["memory"]:
-        (many, total), *_ = ((name, value) for name, value in row.items() if name.endswith(" of them"))
-        what = f"scratch memory, {row['layers']} layers of {row['layer']} on b12x"
-        other = f"{_size(total)}: a B12xMoEWrapper per layer for 8,192 tokens ({many})"
+        what = f"scratch memory, {row['layers']} layers of {row['layer']} on b12x, up to {row['capacity']} tokens"
+        total = row["layers"] * row["B12xMoEWrapper per layer, sized by the crossover"]
+        other = f"{_size(total)}: FlashInfer's B12xMoEWrapper for as many tokens, one a layer"
         lines.append([what, _size(row["ours, all layers"]), other, found["gpu"], "decode.json"])
     row = next((r for r in found["host microseconds"] if not r["stubbed"] and r["tokens"] == 1), None)
     if row:
@@ -241,13 +246,13 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     cards = {name: report for name, report in found.items() if name.startswith("on-card/")}
     for name, report in cards.items():
         rows.append(["kernels and whole models, with and without the package", _where_card(report), f"[{name}]({name})"])
-    text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short, as in the README:", "", *_table(found), _INFERRED]
+    text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short:", "", *_table(found), _INFERRED]
     return "\n".join([*text, *_open(found, cards)]) + "\n"
 
 
 def _where(found: dict[str, Any]) -> str:
     versions = found.get("versions") or {name: found[name] for name in ("torch", "triton")}
-    gpu = found.get("gpu") or versions.get("GPU")
+    gpu = found.get("gpu") or versions.get("GPU") or "no GPU"
     return f"{gpu}; " + ", ".join(f"{name} {version}" for name, version in versions.items() if name != "GPU")
 
 
@@ -276,34 +281,30 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _table(found: dict[str, dict[str, Any]], link: str = "") -> list[str]:
-    rows = [[*cells, f"[{file}]({link}{file})"] for *cells, file in gains(found)]
+def in_short(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the README's table: a whole model, a decode layer and scratch memory of one model."""
+    return _table(found, "docs/", "Qwen3-30B-A3B")
+
+
+def _table(found: dict[str, dict[str, Any]], link: str = "", model: str = "") -> list[str]:
+    rows = [
+        [*cells, f"[{file}]({link}{file})"] for *cells, file in gains(found) if model in cells[0] or file.startswith("on-card/")
+    ]
     if not _of_cards(found):
         rows.insert(0, ["time of a token, served whole", NOWHERE, "-", "no SM12x card yet", "`python -m benchmarks.on_card`"])
     return table(["", "with the package", "otherwise", "measured on", "in"], rows)
 
 
-def readme(text: str, found: dict[str, dict[str, Any]]) -> str:
-    """README with its table anew.
-
-    Raises:
-        ValueError: the marks are not there.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md: the lines {BEGIN} and {END} have to be there once")
-    before, rest = text.split(BEGIN)
-    return "\n".join([before + BEGIN, "", *_table(found, "docs/"), "", END + rest.split(END)[1]])
-
-
 def pages(root: Path = ROOT) -> dict[Path, str]:
-    """Every page as it has to be."""
+    """Return every page that holds figures or tables of the code, as it has to be."""
     docs = root / "docs"
     found = load(docs)
-    return {
-        docs / "results.md": page(found),
-        docs / "floor.md": floor.page(),
-        root / "README.md": readme((root / "README.md").read_text(encoding="utf-8"), found),
-    }
+    written = {docs / "results.md": page(found), docs / "floor.md": floor.page()}
+    parts = {**blocks.BLOCKS, "results": in_short}
+    for path in sorted([*root.glob("*.md"), *docs.glob("*.md")]):
+        if path not in written:
+            written[path] = blocks.fill(path.read_text(encoding="utf-8"), found, parts)
+    return written
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def measured(name: str) -> dict[str, Any]:
 def main() -> None:
     rows = [measured(name) for name in (sys.argv[2:] or SETS)]
     print(*table(list(rows[0]), [list(row.values()) for row in rows]), sep="\n")
-    Path(sys.argv[1]).with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    versions = {name: metadata.version(name) for name in ("triton", "flashinfer-python", "nvidia-cutlass-dsl")}
+    results = {"versions": versions, "geometry": GEOMETRY, "card": CARD, "rows": rows}
+    Path(sys.argv[1]).with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def test_numbers_that_json_has_no_word_for(directory: Path) -> None:
 
 def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
     for arguments, message in (
-        ((directory, "--layers", "7"), "--layers 7: no MoE layer; choose of 0, 1"),
+        ((directory, "--layers", "7"), "--layers 7: no MoE layer; choose from 0, 1"),
         ((directory, "--layers", "x"), "such as 1,8,60-64; got 'x'"),
         ((directory, "--tokens", "0"), "must be 1 to 64 numbers from 1 to 16384, such as"),
         ((directory, "--device", "quantum"), "must be cpu, cuda, cuda:1, ...; got 'quantum'"),

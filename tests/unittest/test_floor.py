@@ -28,17 +28,18 @@ def test_an_mxfp8_layer_is_that_which_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "router", "total", "within"),
+    ("name", "widths", "total", "within"),
     [
-        ("Qwen3-30B-A3B", 9 / 16, 2, 30.53e9, 1e-3),
-        ("Nemotron-3-Super", 2, 4, 123.61e9 - 2.94e9, 5e-4),  # without the MTP layer: attention, MoE, a projection of 8192 x 4096
-        ("Qwen3.6-35B-A3B", 1, 2, 35e9, 0.01),
+        ("Qwen3-30B-A3B", {"attention": 9 / 16}, 30.53e9, 1e-3),
+        # Without the MTP layer: attention, MoE, a projection of 8192 x 4096.
+        ("Nemotron-3-Super", {"attention": 2, "router": 4}, 123.61e9 - 2.94e9, 5e-4),
+        ("Qwen3.6-35B-A3B", {"LM head": 9 / 16, "shared experts": 9 / 16}, 35e9, 0.01),
     ],
 )
-def test_parameters_are_those_of_the_model(name: str, attention: float, router: int, total: float, within: float) -> None:
+def test_parameters_are_those_of_the_model(name: str, widths: dict[str, float], total: float, within: float) -> None:
     """Bytes over the width of each part."""
     model = BY_NAME[name]
-    widths = {"attention": attention, "router": router, "LM head": 2, "latent projections": 2}
+    widths = {"router": 2, "LM head": 2, "latent projections": 2, **widths}
     fixed = sum(size / widths.get(part, 1) for part, size in model.fixed.items()) + model.embedding / 2
     experts = model.moe_layers * model.experts * model.expert_bytes * 16 / 9
     assert fixed + experts == pytest.approx(total, rel=within)

@@ -144,9 +144,9 @@ def test_a_checkpoint_has_a_table_for_each_geometry(card: Clock, tmp_path: Path)
 
 def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, words in (
-        ([], "give a CHECKPOINT, or all of --experts, --top-k, --hidden, --intermediate"),
-        (SIZES[:6], "give a CHECKPOINT, or all of"),
-        ([tmp_path, *SIZES[:2]], "give a CHECKPOINT, or all of"),
+        ([], "give a CHECKPOINT or all of --experts, --top-k, --hidden, --intermediate, not both"),
+        (SIZES[:6], "give a CHECKPOINT or all of"),
+        ([tmp_path, *SIZES[:2]], "give a CHECKPOINT or all of"),
         ([*SIZES, "--json", tmp_path / "none" / "a.json"], "its folder does not exist; create it first"),
         ([*SIZES, "--activation", "tanh"], "activation 'tanh': there are kernels for "),
         ([*SIZES, "--activation", "gelu"], "ACTIVATION"),

@@ -124,7 +124,7 @@ def test_ranks_that_start_together_compile_each_kernel_once(variables: dict[str,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "give a CHECKPOINT, or all of --experts, --top-k, --hidden, --intermediate"),
+        ([], "give a CHECKPOINT or all of --experts, --top-k, --hidden, --intermediate, not both"),
         (sizes(intermediate=100, tp=3), "--tp 3 does not divide intermediate size 100"),
         ([*sizes(), "--card", "RTX 9090"], "'RTX 9090' is no card of sm_120a; there are RTX PRO 6000, RTX 5090"),
         ([*sizes(), "--activation", "tanh"], "activation 'tanh': there are kernels for"),

@@ -128,10 +128,7 @@ def deployment_findings(d: Deployment, f: KernelFeatures) -> Iterator[Finding]:
 
 def _other_format(quant_algo: str, f: KernelFeatures) -> str:
     if quant_algo == "W4A16_NVFP4":
-        what = "W4A16_NVFP4: NVFP4 weights for bf16 activations"
-        if f.arithmetic == "UNQUANTIZED":
-            return f"{what}, whose block scales the host keeps in another layout"
-        return f"{what}, the kernels quantize activations to FP4"
+        return "W4A16_NVFP4: NVFP4 weights for bf16 activations, in a layout that the kernels do not read"
     return f"{'not quantized' if quant_algo == 'none' else quant_algo}, not {' or '.join(sorted(f.quantizations))}"
 
 

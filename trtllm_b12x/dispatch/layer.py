@@ -105,7 +105,3 @@ class LayerDispatch:
         schedule = self.schedule if self.schedule.kernels else self.detached
         self.schedule, self.detached = HOSTS, schedule
         return bool(schedule.kernels) and all(kernel.runs_on(device) for kernel in schedule.kernels)
-
-    def without_kernels(self) -> LayerDispatch:
-        """Return what a copy of the layer starts with: it is served by the host until its weights are loaded."""
-        return LayerDispatch(self.kernels, self.max_num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +68,6 @@ class LayerShape:
         )
 
 
-def _bfloat16() -> torch.dtype:
-    import torch
-
-    return torch.bfloat16
-
-
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of one layer on one rank as a kernel sees them: local experts, intermediate size padded to the kernel's tile."""
@@ -83,7 +78,7 @@ class Geometry:
     intermediate_size: int
     activation: str
     """Name of a member of TensorRT-LLM's ``ActivationType``."""
-    dtype: torch.dtype = field(default_factory=_bfloat16)
+    dtype: torch.dtype = field(default_factory=lambda: importlib.import_module("torch").bfloat16)
     """Dtype of activations: bfloat16 or float16."""
     ranks: int = 1
     """Number of ranks that share the experts (EP)."""

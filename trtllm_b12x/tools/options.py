@@ -78,7 +78,7 @@ def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, e
     missing = [name for name in _SIZES if sizes[name] is None]
     if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(_SIZES)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in _SIZES)
-        raise click.UsageError(f"give a CHECKPOINT, or all of {names}")
+        raise click.UsageError(f"give a CHECKPOINT or all of {names}, not both")
     if checkpoint is not None:
         shapes = {name: shape for name, shape in shapes_in(checkpoint).items() if shape.quant_algo in formats.names()}
         if not shapes:

@@ -224,7 +224,7 @@ def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -
         known = sorted({layer.index for layer in chosen})
         unknown = sorted(set(indices) - set(known))
         if unknown:
-            raise CheckpointError(f"--layers {unknown[0]}", "no MoE layer", f"choose of {', '.join(map(str, known))}")
+            raise CheckpointError(f"--layers {unknown[0]}", "no MoE layer", f"choose from {', '.join(map(str, known))}")
         chosen = [layer for layer in chosen if layer.index in indices]
     if not any(layer.quant_algo in names for layer in chosen):
         algorithms = ", ".join(sorted({layer.quant_algo for layer in chosen})).replace("none", "not quantized")

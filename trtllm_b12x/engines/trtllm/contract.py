@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import json
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from trtllm_b12x.environment import packages
 
 GENERATIONS = ("A", "B", "C1", "C2")
 """Generations, oldest first: 1.2, 1.3, 1.3 with ``run_moe(ctx)``, and the new package path."""
@@ -138,16 +139,9 @@ def recognize() -> str:
     )
 
 
-def _is_there(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the parent package is missing too
-        return False
-
-
 def _differences(generation: str) -> Iterator[str]:
     known = facts()[generation]
-    if not _is_there(known["package"]):
+    if packages.origin(known["package"]) is None:
         yield f"there is no {known['package']}"
         return
     if _STAGED_METHOD[0] not in " ".join(relied_on(generation)):

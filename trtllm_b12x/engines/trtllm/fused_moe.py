@@ -292,7 +292,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the kernels, whose views and workspace are this layer's. A copy runs on CUTLASS until it loads weights."""
-        return {**self.__dict__, "dispatch": self.dispatch.without_kernels(), "_memory": {}}
+        return {**self.__dict__, "dispatch": LayerDispatch(self.dispatch.kernels, self._max_num_tokens), "_memory": {}}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or convert the layer. The kernels follow, or wait until it is back where they can run."""

@@ -1,0 +1,122 @@
+"""Which known models the package serves: the table of README.md and docs/models.md, as the rules of ``decision`` answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.markdown import table
+from trtllm_b12x.decision import Deployment, Environment, families
+from trtllm_b12x.decision.decide import resolve
+from trtllm_b12x.decision.verdicts import KernelFeatures, RejectReason
+from trtllm_b12x.formats.geometry import LayerShape
+
+CARD = Environment(
+    enabled=True,
+    host="none",
+    sm=120,
+    toolkit_cuda=(13, 0),
+    dsl="4.8.1",
+    payload_cuda=(13, 0),
+    flashinfer="0.7.2",
+    expert_parallel=True,
+    tile=256,
+    triton_lacks=(),
+)
+"""An SM120 card with everything installed."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Experts of published checkpoints."""
+
+    names: str
+    """Names on the Hugging Face hub."""
+    shape: LayerShape
+    """Sizes are None where no rule depends on them."""
+    without: str
+    """What TensorRT-LLM does with them on SM12x without the package."""
+
+
+CUTLASS = "CUTLASS"
+MODELS = (
+    Model("nvidia/Qwen3-30B-A3B-FP4", LayerShape(128, 8, 2048, 768, "Swiglu", "NVFP4", 16, "bfloat16"), CUTLASS),
+    Model(
+        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
+        LayerShape(512, 22, 1024, 2688, "Relu2", "NVFP4", 16, "bfloat16"),
+        CUTLASS,
+    ),
+    Model("nvidia/Gemma-4-26B-A4B-NVFP4", LayerShape(128, 8, 2816, 704, "Geglu", "NVFP4", 16, "bfloat16"), CUTLASS),
+    Model("nvidia/MiniMax-M2.7-NVFP4", LayerShape(activation="Swiglu", quant_algo="NVFP4", group_size=16), CUTLASS),
+    Model(
+        "MiniMax-M3-MXFP8; gemma-4, Qwen3-MoE and others exported with MXFP8_DEFAULT_CFG",
+        LayerShape(activation="Swiglu", activation_constants=True, quant_algo="MXFP8", group_size=32),
+        "refused",
+    ),
+    # hf_quant_config.json: MIXED_PRECISION, experts W4A16_NVFP4; triton_dequant_nvfp4.py (TensorRT-LLM, file id 65972117462).
+    Model(
+        "nvidia/Qwen3.6-35B-A3B-NVFP4",
+        LayerShape(256, 8, 2048, 512, "Swiglu", "W4A16_NVFP4", 16, "bfloat16"),
+        "CUTLASS, by way of bf16",
+    ),
+    Model(
+        "Qwen3.6-35B-A3B, exported with NVFP4_DEFAULT_CFG",
+        LayerShape(256, 8, 2048, 512, "Swiglu", "NVFP4", 16, "bfloat16"),
+        CUTLASS,
+    ),
+    # get_mxfp4_quant_algo (TensorRT-LLM, file id 60599514144): W4A8_MXFP4_MXFP8 from SM100 on.
+    Model(
+        "openai/gpt-oss-20b, gpt-oss-120b",
+        LayerShape(None, 4, 2880, 2880, "Swiglu", "W4A8_MXFP4_MXFP8", 32, "bfloat16", activation_constants=True),
+        CUTLASS,
+    ),
+    Model(
+        "deepseek-ai/DeepSeek-V4-Flash",
+        LayerShape(256, 6, 4096, 2048, "Swiglu", "W4A8_MXFP4_MXFP8", 32, "bfloat16", activation_constants=True),
+        CUTLASS,
+    ),
+)
+
+
+def features(quant_algo: str | None) -> dict[str, KernelFeatures]:
+    return {family.name: family.features(CARD) for family in families.rows(("b12x", "triton", "grouped"), quant_algo)}
+
+
+def answer(shape: LayerShape) -> str:
+    """Return which families serve the layer, or "not yet"."""
+    kernels = features(shape.quant_algo)
+    resolution = resolve(shape, Deployment(ep_size=1, tp_size=1), CARD, kernels)
+    if not resolution.served:
+        return "not yet"
+    decode = [f"`{name}`" for name in resolution.families if not kernels[name].measured_from and not kernels[name].every_count]
+    every = any(kernels[name].every_count for name in resolution.families)
+    return f"yes: decode on {' or '.join(decode)}, prefill on {'`grouped`' if every else 'CUTLASS or `grouped`'}"
+
+
+def served() -> list[str]:
+    """Return the table of models."""
+    rows = [[m.names, str(m.shape.quant_algo), answer(m.shape), m.without] for m in MODELS]
+    return table(["model", "experts", "with the package", "without"], rows)
+
+
+def capabilities() -> list[str]:
+    """Return the table of what each family serves."""
+    rows = []
+    for family in families.FAMILIES:
+        f = family.features(CARD)
+        tokens = "every call" if f.every_count else f"from {f.measured_from} tokens, if measured" if f.measured_from else "decode"
+        sizes = f"hidden by {f.hidden_size_multiple}, intermediate by {f.group_size}"
+        gathers = f.quantized_input or RejectReason.ATTENTION_DP not in f.bound_by
+        ranks = [name for name, yes in (("EP", f.negative_ids), ("attention DP", gathers)) if yes]
+        activations = ", ".join(sorted(f.activations))
+        rows.append(
+            [
+                f"`{family.name}`",
+                family.format,
+                tokens,
+                activations,
+                ", ".join(sorted(f.dtypes)),
+                sizes,
+                ", ".join(["TP", *ranks]),
+            ]
+        )
+    return table(["family", "experts", "serves", "activations", "dtype", "multiples", "ranks"], rows)

@@ -1,0 +1,86 @@
+"""README, guide and docs: links and anchors lead somewhere, sentences are short, the front page is one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import blocks, models
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+REPORTS = sorted(ROOT.glob("docs/flashinfer-*.md"))
+"""What one would paste into an issue there."""
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def prose(text: str) -> str:
+    """Drop code, tables and what a run wrote."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "\n\n", text, flags=re.DOTALL)
+    return "\n".join("" if line.startswith("|") else line for line in text.splitlines())
+
+
+def sentences(text: str) -> list[str]:
+    """Split paragraphs, items and headings into sentences."""
+    parts = re.split(r"\n\s*\n|\n(?=[-#]|\d+\. )", prose(text))
+    return [sentence for part in parts for sentence in re.split(r"(?<=[.!?:])\s+", " ".join(part.split()))]
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    for target in _LINK.findall(page.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in REPORTS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_sentence_has_more_than_thirty_words(page: Path) -> None:
+    long = [sentence for sentence in sentences(page.read_text(encoding="utf-8")) if len(sentence.split()) > 30]
+    assert not long
+
+
+def test_the_rules_see_what_is_wrong() -> None:
+    assert sentences("# A b\n\n- One. Two\n  lines\n- " + "word " * 31)[-1].split() == ["-", *["word"] * 31]
+    assert "".join(sentences("```\ncode\n```\n| a | b |\n<!-- x -->")) == ""
+    assert anchors("## Does it serve my `model`?\n```\n# no\n```") == {"does-it-serve-my-model"}
+
+
+def test_sizes() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 150
+    assert len(readme.encode()) <= 9000
+    assert len((ROOT / "MOE_DEVELOPER_GUIDE.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_a_block_is_written_anew_and_an_unknown_one_is_named() -> None:
+    page = "a\n<!-- {0}: begin, written by python -m benchmarks.results -->\nearlier\n<!-- {0}: end -->\nb\n"
+    text = blocks.fill(page.format("warmup"), {}, blocks.BLOCKS)
+    assert blocks.NOT_MEASURED in text
+    assert "earlier" not in text
+    assert blocks.fill(text, {}, blocks.BLOCKS) == text
+    with pytest.raises(ValueError, match="no block nothing"):
+        blocks.fill(page.format("nothing"), {}, blocks.BLOCKS)
+
+
+def test_models_are_served_as_the_rules_say() -> None:
+    answers = {model.names: models.answer(model.shape) for model in models.MODELS}
+    assert answers["nvidia/Qwen3-30B-A3B-FP4"] == "yes: decode on `b12x` or `triton`, prefill on CUTLASS or `grouped`"
+    assert answers["nvidia/Gemma-4-26B-A4B-NVFP4"].startswith("yes: decode on `triton`,")
+    assert answers["openai/gpt-oss-20b, gpt-oss-120b"] == answers["nvidia/Qwen3.6-35B-A3B-NVFP4"] == "not yet"
+    assert (
+        next(text for names, text in answers.items() if "MiniMax-M3" in names) == "yes: decode on `triton`, prefill on `grouped`"
+    )
