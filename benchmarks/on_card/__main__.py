@@ -67,6 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
         if not host.is_model(model):
             name = recipes.RECIPES[0].hf_name
             return _wrong(f"--model {model} is neither a folder that exists nor a Hugging Face name such as {name}")
+    known = {load.concurrency for model in models for load in recipes.recipe_for(model).loads if load.concurrency}
+    if models and set(concurrency) - known:
+        return _wrong(
+            f"--concurrency {' '.join(map(str, concurrency))}: these models are run at {sorted(known)}; choose among them"
+        )
     wanted = plan.Wanted(tuple(models), tuple(geometries), tuple(tokens), given.layers, given.seconds, tuple(concurrency))
     steps = plan.steps(wanted)
     unknown = sorted(set(given.again or ()) - {step.name for step in steps})

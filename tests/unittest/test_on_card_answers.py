@@ -202,6 +202,12 @@ def test_wrong_usage_is_explained(arguments: list[str], said: str, capsys: pytes
     assert capsys.readouterr().err.rstrip().endswith(said)
 
 
+def test_a_concurrency_of_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing would be served, and the report would not say why."""
+    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "99") == 2
+    assert "--concurrency 1 99: these models are run at [1, 4, 8]; choose among them" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     """Not even by root."""
     assert run(Path("/proc/nowhere")) == 2
