@@ -1,4 +1,4 @@
-"""``python -m benchmarks.on_card OUT``: measure, then write OUT/report.md, report.json and, with matplotlib, plots."""
+"""``python -m benchmarks.on_card OUT``: measure, then write OUT/report.html, report.md, report.json and plots."""
 
 from __future__ import annotations
 
@@ -24,53 +24,65 @@ _ALL, _SOME, _NOTHING, _INTERRUPTED = 0, 1, 2, 130
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.on_card",
-        description="Measure the package on this card: kernels beside their peers, and trtllm-bench with and without it.",
+        description="Measure the package on this card: kernels beside their peers, then each model with and without the package: "
+        "trtllm-bench, and the answers to 32 greedy prompts. OUT/report.html has it all in one file.",
         epilog="Run it in a checkout with the Python of TensorRT-LLM, in which the package is installed (pip install .).  "
         "A second start with the same OUT goes on where the first was interrupted.  "
         "Exit status: 0 all was measured, 1 the report says what was not, 2 wrong usage or no GPU, 130 interrupted.",
     )
     made.add_argument("out", type=Path, metavar="OUT", help="folder of the report")
     made.add_argument("--model", action="append", default=[], help="a checkpoint's folder or Hugging Face name; again for more")
-    made.add_argument("--concurrency", type=_positive, nargs="+", default=[], help="of the recipes' runs these only")
+    made.add_argument("--concurrency", type=_positive, nargs="+", default=[], help="only runs with so many requests at a time")
     made.add_argument(
-        "--geometry", action="append", choices=list(GEOMETRIES), help=f"layers to time; default {', '.join(_USUAL)}"
+        "--geometry",
+        action="append",
+        choices=list(GEOMETRIES),
+        help=f"layers to time; again for more (default: those of the models, or {', '.join(_USUAL)})",
     )
-    made.add_argument("--tokens", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of a decode call")
-    made.add_argument("--layers", type=_positive, default=8, help="with weights of their own, as memory allows (default 8)")
-    made.add_argument("--seconds", type=_positive, default=240, help="most, for the table of one geometry (default 240)")
-    made.add_argument("--no-kernels", action="store_true", help="trtllm-bench alone")
-    made.add_argument("--timeout", type=_positive, default=90, metavar="MINUTES", help="most, for one command (default 90)")
-    made.add_argument("--again", nargs="*", metavar="STEP", help="measure anew: all steps, or those named")
+    counts = [1, 2, 4, 8, 16, 32, 64]
+    made.add_argument("--tokens", type=_positive, nargs="+", default=counts, help="of a decode call (default: 1, 2, 4 ... 64)")
+    made.add_argument("--layers", type=_positive, default=8, help="layers with weights of their own (default: 8)")
+    made.add_argument("--seconds", type=_positive, default=240, help="limit for the table of one geometry (default: 240)")
+    made.add_argument("--no-kernels", action="store_true", help="skip the kernels: models alone")
+    made.add_argument("--timeout", type=_positive, default=90, metavar="MINUTES", help="limit for one command (default: 90)")
+    made.add_argument("--again", nargs="*", metavar="STEP", help="measure all steps again, or those named")
     made.add_argument("--dry-run", action="store_true", help="print the steps and how long they may take, measure nothing")
     made.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
     return made
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = parser().parse_args(arguments)
-    geometries = [] if given.no_kernels else given.geometry or list(_USUAL)
+    of_models = [name for model in given.model if (name := recipes.recipe_for(model).model) in GEOMETRIES]
+    geometries = [] if given.no_kernels else given.geometry or of_models or list(_USUAL)
     unique = [list(dict.fromkeys(values)) for values in (given.model, geometries, sorted(given.tokens), given.concurrency)]
     models, geometries, tokens, concurrency = unique
     for model in models:
         if not host.is_model(model):
-            return _wrong(f"--model {model}: no such folder, and no Hugging Face name such as {recipes.RECIPES[0].hf_name}")
+            name = recipes.RECIPES[0].hf_name
+            return _wrong(f"--model {model} is neither a folder that exists nor a Hugging Face name such as {name}")
+    known = {load.concurrency for model in models for load in recipes.recipe_for(model).loads if load.concurrency}
+    if models and set(concurrency) - known:
+        return _wrong(
+            f"--concurrency {' '.join(map(str, concurrency))}: these models are run at {sorted(known)}; choose among them"
+        )
     wanted = plan.Wanted(tuple(models), tuple(geometries), tuple(tokens), given.layers, given.seconds, tuple(concurrency))
     steps = plan.steps(wanted)
     unknown = sorted(set(given.again or ()) - {step.name for step in steps})
     if unknown:
-        return _wrong(f"--again {' '.join(unknown)}: the steps are {', '.join(step.name for step in steps)}")
+        names = ", ".join(step.name for step in steps)
+        return _wrong(f"--again {' '.join(unknown)}: no such step; with these options the steps are {names}")
     out: Path = given.out.absolute()
     try:
         (out / "steps").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return _wrong(f"{out}: cannot be written ({error.strerror}); choose another folder")
+        return _wrong(f"OUT {out} must be a folder that can be written ({error.strerror}); choose another one")
     left_out = sorted(name for name in os.environ if name.startswith("TRTLLM_B12X") and not _ours(name))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM_B12X")}
     say: Callable[[str], None] = (lambda text: print(text, file=sys.stderr, flush=True)) if given.json else _say
@@ -91,7 +103,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(host.fits(model, facts.get("card", {}).get("total_memory")), file=sys.stderr if given.json else sys.stdout)
         return _ALL
     if not facts.get("card"):
-        return _wrong("torch sees no GPU: run it where torch.cuda.is_available(); --dry-run prints the plan anywhere")
+        return _wrong(
+            "torch sees no GPU. Run this where torch.cuda.is_available() is True (trtllm-b12x doctor shows the driver); "
+            "--dry-run prints the plan anywhere"
+        )
     status = _ALL
     try:
         try:
@@ -101,11 +116,12 @@ def main(arguments: list[str] | None = None) -> int:
             say("interrupted: what was measured is kept, the same command goes on")
         found = report.write(out, facts, left_out, steps, records, bool(models))
     except OSError as error:
-        return _wrong(f"{error.filename or out}: cannot be written ({error.strerror}); mend that, and the same command goes on")
+        return _wrong(f"{error.filename or out}: cannot be written ({error.strerror}); fix that, then run the same command again")
     if given.json:
         print(json.dumps(found))
     else:
-        say(f"{out / 'report.md'}: {len(found['done'])} of {len(steps)} steps measured")
+        say(f"{out / 'report.html'}: {len(found['done'])} of {len(steps)} steps measured; report.md and report.json say the same")
+        print(f"Line for an issue:\n{found['issue']}", flush=True)
     return status or (_SOME if found["not_measured"] else _ALL)
 
 

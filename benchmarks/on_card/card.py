@@ -66,7 +66,8 @@ def identity(found: dict[str, Any]) -> dict[str, Any]:
     smi = (found.get("nvidia_smi") or [{}])[0]
     return {
         "card": found.get("card", {}).get("name"),
-        **{name: smi.get(name) for name in ("uuid", "driver_version")},
+        "uuid": smi.get("uuid") or found.get("card", {}).get("gpu"),
+        "driver_version": smi.get("driver_version"),
         "versions": found["versions"],
     }
 

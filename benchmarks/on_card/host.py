@@ -115,17 +115,27 @@ def bench(runner: Runner, name: str, model: str, recipe: Recipe, load: Load, wit
     if not files["report"].exists():
         raise StepError(f"{COMMAND} ended with 0 and wrote no report; out of memory looks so: {done.log}")
     found = read(files["report"])
-    text = done.log.read_text(encoding="utf-8", errors="replace")
-    served, said = ([line.strip() for line in dict.fromkeys(form.findall(text))] for form in (_SERVED, _SAID))
-    if with_it and not served:
-        why = " / ".join(said[-5:]) or "it said nothing; trtllm-b12x doctor may know"
-        raise StepError(f"the package served no layer, so the host would be compared with itself: {why}")
-    if served and not with_it:
-        raise StepError(f"the package was not off: {served[0]}")
-    found |= {"served": served, "said": said, "clocks": done.clocks, "command": command, "options": options(load)}
+    lines, said = served(done.log, with_it)
+    found |= {"served": lines, "said": said, "clocks": done.clocks, "command": command, "options": options(load)}
     if found["requests"] != load.requests:
         raise StepError(f"{load.requests} requests were asked for, {found['requests']} are in {files['report']}")
     return found
+
+
+def served(log: Path, with_it: bool) -> tuple[list[str], list[str]]:
+    """Return the package's lines on what it serves, and all of its lines.
+
+    Raises:
+        StepError: it served nothing, or it served though it was switched off.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace")
+    found, said = ([line.strip() for line in dict.fromkeys(form.findall(text))] for form in (_SERVED, _SAID))
+    if with_it and not found:
+        why = " / ".join(said[-5:]) or "it said nothing; trtllm-b12x doctor may know"
+        raise StepError(f"the package served no layer, so the host would be compared with itself: {why}")
+    if found and not with_it:
+        raise StepError(f"the package was not off: {found[0]}")
+    return found, said
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.geometries import GEOMETRIES
-from benchmarks.on_card import host
+from benchmarks.on_card import greedy, host
 from benchmarks.on_card.recipes import Load, Recipe, recipe_for
 from benchmarks.on_card.steps import Runner, Step, StepError
 
@@ -52,6 +52,7 @@ def steps(wanted: Wanted) -> list[Step]:
                 continue
             for with_it in (True, False):
                 found.append(_bench(model, recipe, load, with_it))
+        found += [_answers(model, recipe, with_it) for with_it in (True, False)]
     return found
 
 
@@ -62,6 +63,15 @@ def _bench(model: str, recipe: Recipe, load: Load, with_it: bool) -> Step:
     asked = {"model": model, "recipe": recipe.model, "load": asdict(load), "with": with_it}
     measure = functools.partial(host.bench, name=name, model=model, recipe=recipe, load=load, with_it=with_it)
     return Step(name, title, asked, measure, load.minutes, needs=("trtllm-bench",))
+
+
+def _answers(model: str, recipe: Recipe, with_it: bool) -> Step:
+    label, which = Path(model).name, "with" if with_it else "without"
+    name = f"answers-{label}-{which}"
+    asked = {"model": model, "load": asdict(recipe.loads[0]), "prompts": greedy.PROMPTS, "max_tokens": greedy.MAX_TOKENS}
+    title = f"{label}, {len(greedy.PROMPTS)} greedy prompts, {which} the package"
+    measure = functools.partial(greedy.ask, name=name, model=model, recipe=recipe, with_it=with_it)
+    return Step(name, title, {**asked, "with": with_it}, measure, 3)
 
 
 def _doctor(runner: Runner) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""OUT/report.json, report.md and plots, of what the steps wrote."""
+"""Write OUT/report.json, report.md, report.html and plots from what the steps wrote."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 import time
@@ -12,12 +13,18 @@ from typing import Any
 from benchmarks import published
 from benchmarks.floor_models import MODELS
 from benchmarks.markdown import table
+from benchmarks.on_card import greedy, page
 from benchmarks.on_card.recipes import recipe_for
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
 from benchmarks.other_kernels import PEERS
 from benchmarks.plots import axes, by_tokens, save
 
 FORM = 1
+_PLOTS = {
+    "kernels.png": "Fraction of the copy bandwidth that a layer reaches, by tokens",
+    "bench.png": "TPOT P50 of each model, with and without the package",
+}
+_ISSUE_VERSIONS = ("trtllm-b12x", "tensorrt-llm", "flashinfer-python", "nvidia-cutlass-dsl", "torch", "triton")
 _HELD = 0.9
 """Of the highest clock: a card that holds less under load was throttled, or is in a slow state."""
 
@@ -30,7 +37,7 @@ def write(
     records: dict[str, dict[str, Any]],
     models: bool,
 ) -> dict[str, Any]:
-    """Returns what report.json holds."""
+    """Write the files. Return what report.json holds."""
     done = {name: record for name, record in records.items() if record["state"] == DONE}
     lacking = [
         {"step": s.name, "title": s.title, "because": records.get(s.name, {}).get("because", "the run was interrupted before it")}
@@ -52,12 +59,16 @@ def write(
         "kernels": _of(done, "kernels-"),
         "paths": _of(done, "paths-"),
         "bench": [_bench(r) for name, r in done.items() if name.startswith("bench-")],
+        "answers": _answers(done),
         "seconds": {name: record["seconds"] for name, record in done.items()},
         "done": list(done),
         "not_measured": lacking,
     }
+    found["issue"] = issue(found)
     write_json(out / "report.json", found)
-    write_text(out / "report.md", markdown(found, plots(out, found)))
+    text = markdown(found, plots(out, found))
+    write_text(out / "report.md", text)
+    write_text(out / "report.html", page.html(text, out))
     return found
 
 
@@ -68,6 +79,15 @@ def _of(done: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _bench(record: dict[str, Any]) -> dict[str, Any]:
     asked = record["asked"]
     return {"model": asked["model"], "load": asked["load"], "with": asked["with"], **record["result"]}
+
+
+def _answers(done: dict[str, Any]) -> list[dict[str, Any]]:
+    """Compare the answers of each model that was asked with and without the package."""
+    by: dict[str, dict[bool, dict[str, Any]]] = {}
+    for name, record in done.items():
+        if name.startswith("answers-"):
+            by.setdefault(record["asked"]["model"], {})[record["asked"]["with"]] = record["result"]
+    return [{"model": model, **greedy.compare(runs[True], runs[False])} for model, runs in by.items() if len(runs) == 2]
 
 
 def pairs(found: dict[str, Any]) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
@@ -97,7 +117,7 @@ def markdown(found: dict[str, Any], drawn: Sequence[str] = ()) -> str:
     ]
     if found["settings_left_out"]:
         lines += [f"Set, and left out of every step: {', '.join(found['settings_left_out'])}.", ""]
-    lines += _benchmarks(found) + _kernels(found) + _clocks(found)
+    lines += _benchmarks(found) + greedy.section(found["answers"]) + _kernels(found) + _clocks(found)
     if found["doctor"]:
         lines += [
             "",
@@ -109,8 +129,31 @@ def markdown(found: dict[str, Any], drawn: Sequence[str] = ()) -> str:
     lines += [f"- {line['step']} ({line['title']}): {line['because']}" for line in found["not_measured"]] or [
         "Nothing is missing."
     ]
-    lines += ["", *(f"![{name}]({name})" for name in drawn)]
+    lines += ["", *(line for name in drawn for line in (f"![{_PLOTS[name]}]({name})", ""))]
+    if not drawn and (found["kernels"] or found["bench"]) and importlib.util.find_spec("matplotlib") is None:
+        lines += ["No plots: matplotlib is not installed (`pip install matplotlib`, then the same command draws them)."]
+    lines += ["", "## Line for an issue", "", "```", issue(found), "```"]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def issue(found: dict[str, Any]) -> str:
+    """Write the result of a card as one line: card, driver, versions, and for each model TPOT and answers."""
+    card, versions = found["card"], found["card"]["versions"]
+    driver = (card.get("nvidia_smi") or [{}])[0].get("driver_version", "unknown")
+    parts = [f"{card.get('card', {}).get('name', 'no GPU')}, driver {driver}"]
+    parts[0] += "".join(f", {name} {versions[name]}" for name in _ISSUE_VERSIONS if name in versions)
+    runs = [(a, b) for a, b in pairs(found) if a and b]
+    for model in dict.fromkeys([a["model"] for a, _ in runs] + [one["model"] for one in found["answers"]]):
+        said = []
+        for with_it, without in [(a, b) for a, b in runs if a["model"] == model][:1]:
+            load, values = with_it["load"], [run["tpot_ms"]["p50"] for run in (with_it, without)]
+            said.append(f"{load['input_tokens']} in, {load['output_tokens']} out, {load['concurrency'] or 'all'} at a time")
+            change = 100 * (values[0] / values[1] - 1)
+            said.append(f"TPOT P50 {values[0]:.2f} ms with, {values[1]:.2f} ms without ({change:+.1f} %)")
+        for one in (each for each in found["answers"] if each["model"] == model):
+            said.append(f"{one['equal']} of {one['prompts']} greedy answers equal, worst margin {greedy.worst(one)}")
+        parts.append(f"{Path(model).name}: {', '.join(said)}")
+    return "; ".join(parts if len(parts) > 1 else [*parts, "no model measured with and without the package"])
 
 
 def _benchmarks(found: dict[str, Any]) -> list[str]:
@@ -132,7 +175,7 @@ def _benchmarks(found: dict[str, Any]) -> list[str]:
         if with_it:
             notes.append(f"- {name}, {label[1]}, {label[2]}: {'; '.join(with_it['served'])}")
             notes += _floor(found, with_it, f"{name}, {label[1]}, {label[2]}")
-    titles = ("model", "in / out", "at a time", "", "with", "without", "change", "better", "published, others' kernels")
+    titles = ("model", "in / out", "at a time", "metric", "with", "without", "change", "better", "published, others' kernels")
     return ["## trtllm-bench, with and without the package", "", *table(titles, rows), "", *notes, ""]
 
 
@@ -211,7 +254,8 @@ def _us(value: float | None) -> str:
 def _clocks(found: dict[str, Any]) -> list[str]:
     """What the card's clocks were, alone and under load."""
     rows = [[name, value] for name, value in (found["card"].get("clocks") or [{}])[0].items()]
-    lines = ["## Clocks", "", *(table(("before the run", ""), rows) if rows else ["nvidia-smi says nothing of them."]), ""]
+    none = ["nvidia-smi gives no clocks here (WSL2, GB10 and some drivers hide them)."]
+    lines = ["## Clocks", "", *(table(("before the run", ""), rows) if rows else none), ""]
     most = (found["card"].get("clocks") or [{}])[0].get("clocks.max.sm")
     loaded = [(r["load"], r["with"], r["clocks"]) for r in found["bench"]]
     runs = [(f"bench {load['input_tokens']}/{load['output_tokens']}, with={w}", clocks) for load, w, clocks in loaded]
@@ -222,7 +266,8 @@ def _clocks(found: dict[str, Any]) -> list[str]:
         cells = [[_range(clocks.get(key)) for key in names] for _, clocks in shown]
         titles = ["step (least, median, most)", *names]
         lines += [*table(titles, [[name, *row] for (name, _), row in zip(shown, cells, strict=True)]), ""]
-    slow = [name for name, clocks in shown if most and clocks.get("clocks.sm", {}).get("most", most) < _HELD * most]
+    known = isinstance(most, (int, float))
+    slow = [name for name, clocks in shown if known and clocks.get("clocks.sm", {}).get("most", most) < _HELD * most]
     if slow:
         lines += [
             f"Never at {_HELD:.0%} of {most:.0f} MHz: {', '.join(slow)}. Lock the clock (`sudo nvidia-smi -lgc {most:.0f}`; a "

@@ -13,10 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trtllm_b12x.environment.gpu import smi_program
+
 ROOT = Path(__file__).parents[2]
 DONE, FAILED = "done", "failed"
 _SAMPLED = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 _EVERY_S = 10.0
+_UNKNOWN = {"", "n/a", "not supported", "not available", "unknown", "unknown error", "err!"}
+"""What nvidia-smi writes, with brackets or without, for a field that it does not know (WSL2, GB10, older drivers)."""
+_TEXT = {"name", "uuid", "driver_version", "vbios_version"}
+"""Fields that stay text: as a number, driver 581.80 would be 581.8."""
 _LAST_LINES = 15
 
 
@@ -163,10 +169,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def gpu_state(fields: Sequence[str], gpu: str = "") -> list[dict[str, Any]]:
-    """What ``nvidia-smi`` says of one GPU or of each: numbers as such, nothing that it does not know; empty where it is not."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *([f"--id={gpu}"] if gpu else [])]
+    """Ask ``nvidia-smi`` for one GPU or for each. Numbers are float.
+
+    A field that it does not know is left out. Empty if it is missing, fails or lists no GPU.
+    """
+    query = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *([f"--id={gpu}"] if gpu else [])]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run([smi_program() or "nvidia-smi", *query], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     if done.returncode:  # a field that this driver does not have: ask for each alone
@@ -175,11 +184,16 @@ def gpu_state(fields: Sequence[str], gpu: str = "") -> list[dict[str, Any]]:
         apart = [gpu_state([one], gpu) for one in fields]
         count = max(map(len, apart), default=0)
         return [{k: v for gpus in apart if len(gpus) > i for k, v in gpus[i].items()} for i in range(count)]
-    found = []
-    for line in done.stdout.splitlines():
-        cells = zip(fields, (cell.strip() for cell in line.split(",")), strict=False)
-        found.append({name: _number(cell) for name, cell in cells if not cell.startswith("[")})
-    return found
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return [
+        {name: cell if name in _TEXT else _number(cell) for name, cell in zip(fields, row, strict=True) if _known(cell)}
+        for row in rows
+        if len(row) == len(fields)
+    ]
+
+
+def _known(cell: str) -> bool:
+    return not cell.startswith("[") and cell.lower() not in _UNKNOWN
 
 
 def _number(text: str) -> Any:

@@ -231,6 +231,14 @@ def test_what_triton_lacks(monkeypatch: pytest.MonkeyPatch, every_family: None) 
     assert report(monkeypatch, facts)["environment"]["triton_lacks"][0]["what"] == "no C compiler"
 
 
+def test_where_libcuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the card that is here, and for no other."""
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/nowhere")
+    expected = "not in /nowhere: set TRITON_LIBCUDA_PATH to its folder, for warmup and for the server"
+    assert dict(report(monkeypatch, GOOD)["facts"])["libcuda"] == expected
+    assert "libcuda" not in dict(report(monkeypatch, GOOD, "--target", "sm_121a")["facts"])
+
+
 def test_what_to_know_of_kernels_that_would_serve(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
     slow = "Triton 3.5.1 multiplies bfloat16 on sm_120, which is slow; Triton 3.6 and newer have block-scaled products"
     facts = dataclasses.replace(GOOD, tile=128, flashinfer="0.6.18", upcast=slow)

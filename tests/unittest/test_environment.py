@@ -17,7 +17,7 @@ from tests.installations import distribution, program
 from trtllm_b12x import environment
 from trtllm_b12x.core import disk
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.environment import cute_dsl, gpu, packages
+from trtllm_b12x.environment import cute_dsl, gpu, packages, triton
 
 
 @pytest.fixture
@@ -87,10 +87,37 @@ def test_no_usable_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: st
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environment.gpu_sm() == 0
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(gpu, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
+    devices = tmp_path / "nvidiactl", tmp_path / "dxg"
+    monkeypatch.setattr(gpu, "_DRIVER_DEVICES", devices)
     assert environment.gpu_sm() == 0
-    (tmp_path / "nvidiactl").touch()
-    assert environment.gpu_sm() is None
+    for device in devices:
+        device.touch()
+        assert environment.gpu_sm() is None
+        device.unlink()
+
+
+def test_nvidia_smi_of_wsl2_need_not_be_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "wsl" / "nvidia-smi"
+    file.parent.mkdir()
+    file.write_text("#!/bin/sh\necho 0, GPU-a, 12.0\n")  # nothing else is on PATH
+    file.chmod(0o755)
+    monkeypatch.setattr(gpu, "WSL_FOLDER", str(file.parent))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert environment.gpu_sm() == 120
+
+
+def test_where_libcuda_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WSL2 has it in a folder of its own; a folder that warmup does not know is named by TRITON_LIBCUDA_PATH."""
+    monkeypatch.delenv("TRITON_LIBCUDA_PATH", raising=False)
+    assert triton.driver_folders()[-1] == "/usr/lib/wsl/lib"
+    monkeypatch.setattr(triton, "driver_folders", lambda: [str(tmp_path / "lib64"), str(tmp_path / "wsl")])
+    assert triton.libcuda() == (
+        f"not in {tmp_path}/lib64, {tmp_path}/wsl: set TRITON_LIBCUDA_PATH to its folder, for warmup and for the server"
+    )
+    (tmp_path / "wsl").mkdir()
+    (tmp_path / "wsl" / "libcuda.so.1").touch()
+    assert triton.libcuda() == str(tmp_path / "wsl")
 
 
 def test_a_slow_nvidia_smi_is_not_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

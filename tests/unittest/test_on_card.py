@@ -19,7 +19,7 @@ from benchmarks import published
 from benchmarks.on_card import __main__ as on_card
 from benchmarks.on_card import host, plan, recipes, steps
 from benchmarks.on_card.steps import Runner, Step, StepError, gpu_state, write_json
-from tests import trtllm_bench
+from tests import llm_api, trtllm_bench
 
 SUPER = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"
 FACTS: dict[str, Any] = {
@@ -42,7 +42,10 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     calls.touch()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("STAND_IN_CALLS", str(calls))
-    monkeypatch.delenv("STAND_IN", raising=False)
+    llm_api.install(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    for name in ("STAND_IN", "STAND_IN_LLM"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(on_card, "_card", lambda runner: FACTS)
     monkeypatch.setattr(plan, "_doctor", lambda runner: {"active": True, "facts": [["GPU", "SM120"]], "verdicts": []})
     return calls
@@ -120,15 +123,17 @@ def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest
     capsys.readouterr()
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "8", "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:6] for line in lines[:-2]] == ["  done"] * 4 + ["   5 m"] * 2
+    assert [line[:6] for line in lines[:-2]] == ["  done"] * 4 + ["   5 m"] * 2 + ["  done"] * 2
     assert lines[-2].startswith("about 10 minutes")
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "8", "--dry-run", "--json") == 0
     planned = json.loads(capsys.readouterr().out)
-    assert [step["done"] for step in planned] == [True] * 4 + [False] * 2
+    assert [step["done"] for step in planned] == [True] * 4 + [False] * 2 + [True] * 2
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "--json") == 0
     assert json.loads(capsys.readouterr().out) == read(tmp_path)
     assert run(tmp_path, "--model", SUPER, "--again", "nothing") == 2
-    assert "--again nothing: the steps are doctor, trtllm-bench, bench-" in capsys.readouterr().err
+    assert (
+        "--again nothing: no such step; with these options the steps are doctor, trtllm-bench, bench-" in capsys.readouterr().err
+    )
 
 
 def test_a_dry_run_looks_at_the_model_the_disk_and_the_gpu(
@@ -138,7 +143,9 @@ def test_a_dry_run_looks_at_the_model_the_disk_and_the_gpu(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for model in (str(tmp_path / "nonexistent"), "nonexistent"):
         assert run(tmp_path, "--model", model, "--dry-run") == 2
-        assert f"--model {model}: no such folder, and no Hugging Face name" in capsys.readouterr().err
+        assert (
+            f"--model {model} is neither a folder that exists nor a Hugging Face name such as nvidia/" in capsys.readouterr().err
+        )
     for free, memory, few in ((500e9, 96e9, 0), (50e9, 96e9, 1), (500e9, 32e9, 1)):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         facts = {**FACTS, "card": {**FACTS["card"], "total_memory": memory}}
@@ -239,14 +246,14 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: Any) -> None:
         plan._kernels(Runner(tmp_path, 60), plan.Wanted((), ("Qwen3-30B-A3B",), (1,), 2, 10, ()), "Qwen3-30B-A3B")
     (tmp_path / "file").touch()
     assert run(tmp_path / "file") == 2
-    assert "cannot be written (Not a directory)" in capsys.readouterr().err
+    assert "must be a folder that can be written (Not a directory); choose another one" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written(bench: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "report.json").mkdir()
     assert run(tmp_path) == 2
     assert "report.json" in (said := capsys.readouterr().err)
-    assert "cannot be written (Is a directory); mend that, and the same command goes on" in said
+    assert "cannot be written (Is a directory); fix that, then run the same command again" in said
 
 
 def test_a_defect_costs_one_step(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def built(variables: dict[str, str]) -> list[dict[str, Any]]:
     found = []
     for form, kernels in (("nvfp4", "triton"), ("mxfp8", "grouped"), ("mxfp8", "grouped")):
         arguments = [*sizes(format=form, target="sm_120a", card=170), "--json"]
-        result = run(*arguments, **{**variables, "TRTLLM_B12X_KERNELS": kernels})
+        # The build does not know where the server's libcuda is.
+        result = run(*arguments, **{**variables, "TRTLLM_B12X_KERNELS": kernels, "TRITON_LIBCUDA_PATH": ""})
         assert result.exit_code == 0, result.output
         found.append(json.loads(result.stdout))
     return found
@@ -77,8 +78,9 @@ def test_every_kernel_is_compiled_once(built: list[dict[str, Any]], variables: d
     assert built[0]["caches"]["triton"] == variables["TRITON_CACHE_DIR"]
 
 
+@pytest.mark.parametrize("libcuda", [warm_start.LIBCUDA, "/usr/lib/wsl/lib"])
 def test_a_server_without_compilers_plans_every_kernel(
-    built: list[dict[str, Any]], variables: dict[str, str], folder: Path
+    built: list[dict[str, Any]], variables: dict[str, str], folder: Path, libcuda: str
 ) -> None:
     """Another geometry is refused with the command that mends it; calls of every form compile nothing, and what does is said."""
     asked = [
@@ -86,7 +88,8 @@ def test_a_server_without_compilers_plans_every_kernel(
         {**FIELDS, "family": "grouped", "capacity": 4096, "format": "MXFP8"},
         {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1},
     ]
-    triton, grouped, other = warm_start.start(warm_start.driver(folder), asked, CARD, variables)
+    server = {**variables, "TRITON_LIBCUDA_PATH": libcuda}
+    triton, grouped, other = warm_start.start(warm_start.driver(folder), asked, CARD, server)
     for found, kernels in ((triton, 12), (grouped, 13)):
         assert (found["error"], found["kernels"], found["compiled"]) == ("", kernels, 0)
     assert other["error"].startswith("PlanError: fc1_kernel is not in Triton's cache and is not compiled: no C compiler")

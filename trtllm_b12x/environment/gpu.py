@@ -12,7 +12,15 @@ from pathlib import Path
 from .packages import origin, source
 
 TIMEOUT_S = 30
-_DRIVER_DEVICE = Path("/dev/nvidiactl")
+WSL_FOLDER = "/usr/lib/wsl/lib"
+"""Libraries and nvidia-smi of the Windows driver under WSL2. Services and ssh may lack it on PATH."""
+_DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Of the driver, and of WSL2's."""
+
+
+def smi_program() -> str | None:
+    """Return the path of nvidia-smi, or None."""
+    return shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=WSL_FOLDER)
 
 
 def _smi(*arguments: str) -> str | None:
@@ -20,9 +28,9 @@ def _smi(*arguments: str) -> str | None:
 
     Unknown is not "no GPU": the driver may be starting up, or a container may hide the program.
     """
-    program = shutil.which("nvidia-smi")
+    program = smi_program()
     if program is None:
-        return None if _DRIVER_DEVICE.exists() else ""
+        return None if any(device.exists() for device in _DRIVER_DEVICES) else ""
     try:
         return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
     except subprocess.CalledProcessError:

@@ -6,6 +6,7 @@ Nothing is imported. Each ptxas is run for its version.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from trtllm_b12x.decision import Lacking, version_tuple
 
 from . import packages
-from .gpu import TIMEOUT_S
+from .gpu import TIMEOUT_S, WSL_FOLDER
 
 OLDEST = (3, 5)
 _BLOCK_SCALED_FROM = {120: (3, 6), 121: (3, 8)}
@@ -131,6 +132,19 @@ def cache_folder() -> Path:
     """Return Triton's cache folder (``triton/knobs.py``)."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
+
+
+def driver_folders() -> list[str]:
+    """List the folders where a server may have libcuda.so.1: TRITON_LIBCUDA_PATH, or those of the usual systems and of WSL2."""
+    path, triplet = os.environ.get("TRITON_LIBCUDA_PATH"), f"{platform.machine()}-linux-gnu"
+    return [path] if path else [f"/lib/{triplet}", f"/usr/lib/{triplet}", "/lib64", "/usr/lib64", WSL_FOLDER]
+
+
+def libcuda() -> str:
+    """Return the first of those folders that has libcuda.so.1, or where to look and what to set."""
+    folders = driver_folders()
+    found = (folder for folder in folders if (Path(folder) / "libcuda.so.1").exists())
+    return next(found, f"not in {', '.join(folders)}: set TRITON_LIBCUDA_PATH to its folder, for warmup and for the server")
 
 
 def _cache_folder() -> Lacking | None:

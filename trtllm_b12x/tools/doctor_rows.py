@@ -41,6 +41,7 @@ def doctor_rows(e: Environment, target: str | None, driver: tuple[int, int] | No
         ("CuTe DSL", "not installed" if e.dsl == "none" else _payload(e)),
         *(("", line) for line in [_versions(*e.dsl_wheels)] if line),
         *(("Triton", line) for line in [_triton(e)] if line),
+        *(("libcuda", line) for line in [environment.triton.libcuda()] if e.sm and target is None),
         *(("cache", line) for line in _caches()),
     ]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from trtllm_b12x.core import locks, log, settings
 from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.environment.gpu import WSL_FOLDER
 from trtllm_b12x.kernels import PlanError, first_line
 
 from . import compile_pool
@@ -119,7 +120,7 @@ def _named(filename: str) -> str:
     name = Path(filename).name.split(".")[0]
     if name != "cuda_utils":
         return name
-    place = "set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1, the same for trtllm-b12x warmup and for the server"
+    place = f"set TRITON_LIBCUDA_PATH to it, {WSL_FOLDER} under WSL2, the same for trtllm-b12x warmup and for the server"
     return f"Triton's own {name} for this folder of libcuda.so.1 ({place})"
 
 

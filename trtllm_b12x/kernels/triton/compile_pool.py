@@ -11,7 +11,6 @@ import ctypes
 import importlib
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -58,7 +57,7 @@ def fill(
     import triton
 
     from trtllm_b12x.core import child
-    from trtllm_b12x.environment.triton import cache_folder
+    from trtllm_b12x.environment.triton import cache_folder, driver_folders
 
     workers = min(workers or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(variants))
     if not ahead and (workers < 2 or len(variants) < _FEWEST_KERNELS):
@@ -75,7 +74,7 @@ def fill(
     with ExitStack() as stack:
         if ahead:
             folder = stack.enter_context(_libcuda())
-            request |= {"libcuda": folder, "drivers": _driver_folders()}
+            request |= {"libcuda": folder, "drivers": driver_folders()}
             env["LIBRARY_PATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("LIBRARY_PATH"))))
         command = [sys.executable, str(Path(__file__))]
         status = child.answers(command, request, env, report or (lambda answer: None), None if ahead else _TIMEOUT_S)
@@ -100,12 +99,6 @@ def _libcuda() -> Iterator[str]:
         subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
         (Path(folder) / "libcuda.so").symlink_to(library)  # what Triton 3.5 links with
         yield folder
-
-
-def _driver_folders() -> list[str]:
-    """List the folders where a server may have libcuda: TRITON_LIBCUDA_PATH, or those of the usual systems."""
-    path, triplet = os.environ.get("TRITON_LIBCUDA_PATH"), f"{platform.machine()}-linux-gnu"
-    return [path] if path else [f"/lib/{triplet}", f"/usr/lib/{triplet}", "/lib64", "/usr/lib64"]
 
 
 # ---- the program ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,126 @@
+"""A stand-in for ``tensorrt_llm``: the part of its LLM API that ``benchmarks/on_card/answers.py`` calls, without a model.
+
+Names, defaults and refusals as TensorRT-LLM has them: ``sampling_params.py`` (a98a9061), ``executor/result.py`` (a678b91a),
+``llmapi/llm.py`` (4c05a748), ``llmapi/__init__.py`` (5ca85aff), ``MoeConfig`` of 1.3.0rc27. ``install`` writes it as a package.
+Environment: ``STAND_IN_LLM`` is a way to fail, or ``floats``: log-probabilities of the sampled tokens alone.
+
+With the package on, three answers differ: one at its likeliest other token, one at a token that is not listed, one by its end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KIND = os.environ.get("STAND_IN_LLM", "")
+PARTS = {"The capital": (5, 0.2, 1), "1, 1, 2": (3, 0.9, 7)}
+"""Beginning of a prompt: the first other token, the margin to the second likeliest, and how far the other token's id is."""
+ENDS = "Die drei"
+LENGTH = 64
+
+
+def install(folder: Path) -> None:
+    package = folder / "tensorrt_llm"
+    package.mkdir()
+    (package / "__init__.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    (package / "llmapi.py").write_text("from . import CudaGraphConfig, KvCacheConfig, MoeConfig\n")
+
+
+@dataclass(kw_only=True)
+class MoeConfig:
+    backend: str = "AUTO"
+    max_num_tokens: int | None = None
+    load_balancer: object | None = None
+    disable_finalize_fusion: bool = False
+    use_low_precision_moe_combine: bool = False
+
+
+@dataclass(kw_only=True)
+class KvCacheConfig:
+    enable_block_reuse: bool = True
+    free_gpu_memory_fraction: float | None = None
+    dtype: str = "auto"
+
+
+@dataclass(kw_only=True)
+class CudaGraphConfig:
+    batch_sizes: list[int] | None = None
+    max_batch_size: int = 0
+    enable_padding: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    max_tokens: int = 32
+    top_k: int | None = None
+    top_p: float | None = None
+    temperature: float | None = None
+    logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+class RequestOutput:
+    def __init__(self, outputs: list[CompletionOutput]) -> None:
+        self.outputs = outputs
+
+
+class LLM:
+    def __init__(self, model: str, trust_remote_code: bool = False, **kwargs: Any) -> None:
+        known = {"moe_config": MoeConfig, "kv_cache_config": KvCacheConfig, "cuda_graph_config": CudaGraphConfig}
+        for name, value in kwargs.items():
+            if name not in {*known, "max_batch_size", "max_num_tokens", "max_seq_len"}:
+                raise ValueError(f"LLM got invalid argument: {name}")
+            if name in known and not isinstance(value, known[name]):
+                raise ValueError(f"{name} is no {known[name].__name__}")
+        if kwargs["moe_config"].backend != "CUTLASS" or not trust_remote_code:
+            raise ValueError("not as trtllm-bench has it")
+        if settings := [name for name in os.environ if name.startswith("TRTLLM_B12X_")]:
+            raise ValueError(f"settings of the package: {settings}")
+        if KIND == "crash":
+            raise RuntimeError("CUDA out of memory")
+        self._on = os.environ.get("TRTLLM_B12X", "1") != "0" and KIND != "unserved"
+        if self._on:
+            print(
+                "[trtllm_b12x] [INFO] rank 0: 40 of 40 MoE layers on b12x+triton, decode below 64 tokens (NVFP4)", file=sys.stderr
+            )
+        self._asked = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def generate(self, inputs: str, sampling_params: SamplingParams | None = None, use_tqdm: bool = True) -> RequestOutput:
+        params = sampling_params or SamplingParams()
+        assert params.top_k == 1
+        self._asked += 1
+        tokens = [zlib.crc32(f"{inputs}{place}".encode()) % 50_000 for place in range(min(params.max_tokens, LENGTH))]
+        part, gap, other = next((found for start, found in PARTS.items() if inputs.startswith(start)), (0, 1.5, 0))
+        logprobs = [{t: Logprob(-0.1, 1), t + 1: Logprob(-0.1 - gap, 2)} for t in tokens][: params.logprobs and len(tokens)]
+        if self._on:
+            if other:
+                tokens[part:] = [token + other for token in tokens[part:]]
+            if inputs.startswith(ENDS):
+                del tokens[10:]
+        if not self._on and self._asked == 40:  # a second round that is not the first
+            tokens[-1] += 1
+        text = " ".join(map(str, tokens))
+        shown: list[Any] = [entry[min(entry)].logprob for entry in logprobs] if KIND == "floats" else logprobs
+        return RequestOutput([CompletionOutput(0, text, tokens, shown[: len(tokens)])])
