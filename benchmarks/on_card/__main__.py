@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of a decode call")
     made.add_argument("--layers", type=_positive, default=8, help="with weights of their own, as memory allows (default 8)")
     made.add_argument("--seconds", type=_positive, default=240, help="most, for the table of one geometry (default 240)")
+    made.add_argument("--vllm", metavar="FOLDER", default="", help="parts of vLLM's wheel (python -m benchmarks.peers --parts)")
     made.add_argument("--no-kernels", action="store_true", help="trtllm-bench alone")
     made.add_argument("--timeout", type=_positive, default=90, metavar="MINUTES", help="most, for one command (default 90)")
     made.add_argument("--again", nargs="*", metavar="STEP", help="measure anew: all steps, or those named")
@@ -61,7 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
     for model in models:
         if not host.is_model(model):
             return _wrong(f"--model {model}: no such folder, and no Hugging Face name such as {recipes.RECIPES[0].hf_name}")
-    wanted = plan.Wanted(tuple(models), tuple(geometries), tuple(tokens), given.layers, given.seconds, tuple(concurrency))
+    vllm = str(Path(given.vllm).absolute()) if given.vllm else ""
+    wanted = plan.Wanted(tuple(models), tuple(geometries), tuple(tokens), given.layers, given.seconds, tuple(concurrency), vllm)
     steps = plan.steps(wanted)
     unknown = sorted(set(given.again or ()) - {step.name for step in steps})
     if unknown:

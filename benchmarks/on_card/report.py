@@ -14,7 +14,7 @@ from benchmarks.floor_models import MODELS
 from benchmarks.markdown import table
 from benchmarks.on_card.recipes import recipe_for
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
-from benchmarks.other_kernels import PEERS
+from benchmarks.peers.others import PEERS
 from benchmarks.plots import axes, by_tokens, save
 
 FORM = 1
