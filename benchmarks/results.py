@@ -21,7 +21,7 @@ from benchmarks.markdown import table
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = "not measured"
-_FACTS = {"gpu", "copy", "torch", "triton", "format", "lines"}
+_FACTS = {"gpu", "copy", "format", "lines"}
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,11 @@ def _of_layers(found: dict[str, Any]) -> list[list[str]]:
         here = f"{us} us: {share} of the bandwidth of a copy"
         lines.append([what, here, "-", found["gpu"], "moe-decode.json"])
     for peer, whose in (
+        ("marlin", "vLLM's Marlin, NVFP4"),
         ("triton_kernels", "OpenAI's triton_kernels, MXFP4"),
         ("torch_grouped", "torch._grouped_mm on bfloat16 experts, products alone"),
     ):
-        at = {(x["geometry"], x["tokens"]): x["us"] for x in found.get(peer, [])}
+        at = {(x["geometry"], x["tokens"]): x["us"] for x in found.get(peer, []) if x["us"] is not None}
         for name in dict.fromkeys(geometry for geometry, _ in at):
             counts = [tokens for tokens in (1, 8, 64) if (name, tokens) in at and (name, tokens) in own]
             if counts:

@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=_positive, nargs="+", default=counts, help="of a decode call (default: 1, 2, 4 ... 64)")
     made.add_argument("--layers", type=_positive, default=8, help="layers with weights of their own (default: 8)")
     made.add_argument("--seconds", type=_positive, default=240, help="limit for the table of one geometry (default: 240)")
+    made.add_argument("--vllm", metavar="FOLDER", default="", help="parts of vLLM's wheel (python -m benchmarks.peers --parts)")
     made.add_argument("--no-kernels", action="store_true", help="skip the kernels: models alone")
     made.add_argument("--timeout", type=_positive, default=90, metavar="MINUTES", help="limit for one command (default: 90)")
     made.add_argument("--again", nargs="*", metavar="STEP", help="measure all steps again, or those named")
@@ -72,7 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _wrong(
             f"--concurrency {' '.join(map(str, concurrency))}: these models are run at {sorted(known)}; choose among them"
         )
-    wanted = plan.Wanted(tuple(models), tuple(geometries), tuple(tokens), given.layers, given.seconds, tuple(concurrency))
+    vllm = str(Path(given.vllm).absolute()) if given.vllm else ""
+    wanted = plan.Wanted(tuple(models), tuple(geometries), tuple(tokens), given.layers, given.seconds, tuple(concurrency), vllm)
     steps = plan.steps(wanted)
     unknown = sorted(set(given.again or ()) - {step.name for step in steps})
     if unknown:

@@ -30,12 +30,20 @@ class Wanted:
     """Most, of the kernel table of a geometry."""
     concurrency: tuple[int, ...]
     """Of the recipes' runs; empty: all."""
+    vllm: str = ""
+    """Folder with parts of vLLM's wheel; empty: the installed vLLM."""
 
 
 def steps(wanted: Wanted) -> list[Step]:
     found = [Step("doctor", "doctor: which kernels will serve here", {}, _doctor, 0.5)]
     for name in wanted.geometries:
-        asked = {"geometry": name, "tokens": wanted.tokens, "layers": wanted.layers, "seconds": wanted.seconds}
+        asked = {
+            "geometry": name,
+            "tokens": wanted.tokens,
+            "layers": wanted.layers,
+            "seconds": wanted.seconds,
+            "vllm": wanted.vllm,
+        }
         measure = functools.partial(_kernels, wanted=wanted, geometry=name)
         found.append(Step(f"kernels-{name}", f"kernels of a layer of {name}", asked, measure, 1.5))
     for name in wanted.geometries:
@@ -91,6 +99,7 @@ def _kernels(runner: Runner, wanted: Wanted, geometry: str) -> dict[str, Any]:
     file = runner.path(f"kernels-{geometry}", ".peers.json")
     file.unlink(missing_ok=True)
     command = [_PYTHON, "-m", "benchmarks.peers", str(file), "--geometry", geometry, "--split", "TP1"]
+    command += ["--vllm", wanted.vllm] if wanted.vllm else []
     command += ["--layers", str(wanted.layers), "--seconds", str(wanted.seconds), "--tokens", *map(str, wanted.tokens)]
     done = runner.command(f"kernels-{geometry}", command)
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from benchmarks.markdown import table
 from benchmarks.on_card import greedy, page
 from benchmarks.on_card.recipes import recipe_for
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
-from benchmarks.other_kernels import PEERS
+from benchmarks.peers.others import PEERS
 from benchmarks.plots import axes, by_tokens, save
 
 FORM = 1

@@ -1,0 +1,208 @@
+"""Time whole MoE layers on our Triton kernels, beside other kernels for the same experts and the card's bandwidth.
+
+``python -m benchmarks.peers OUT`` on a GPU of capability 8.0 or newer (8.9 for MXFP8) writes OUT.json, OUT.md and, with
+matplotlib, OUT.png. The defaults take at most 9 minutes; ``--help`` lists the rest.
+
+Marlin and triton_kernels are vLLM's: the installed one, or parts of its wheel, which ``--parts WHEEL FOLDER`` takes out and
+``--vllm FOLDER`` uses. Bytes are what must be read once: codes and scales of the experts that are hit. The bandwidth is that of a
+copy in the same run, read plus written. TensorRT-LLM's own CUTLASS is measured by ``trtllm-b12x tune``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks import require_gpu
+from benchmarks.geometries import GEOMETRIES, MXFP8
+from benchmarks.on_card.steps import gpu_state, write_json, write_text
+from benchmarks.peers import pages, parts
+from benchmarks.peers.layers import l2_bytes, measure_peer, stack
+from benchmarks.peers.others import PEERS
+from benchmarks.peers.ours import BOUND, KERNELS, QUANTIZATION, SPLITS, Layers, Line, measure, split
+from trtllm_b12x.core.version import __version__
+from trtllm_b12x.dispatch.timing import copy_bandwidth
+
+LAYERS = {"nvfp4": GEOMETRIES, "mxfp8": MXFP8}
+TOKENS = {"triton": (1, 2, 4, 8, 16, 32, 64, 128, 256), "grouped": (1, 16, 64, 128, 256, 1024, 4096)}
+SPLIT_TOKENS = (1, 8, 64)
+_CLOCKS = ("clocks.sm", "clocks.mem")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="path of the results without suffix")
+    parser.add_argument("--format", choices=list(KERNELS), default="nvfp4", help="default: %(default)s")
+    parser.add_argument("--kernel", choices=list(TOKENS), nargs="+", help="default: triton; for mxfp8 both")
+    parser.add_argument("--geometry", action="append", help=f"default: {', '.join(pages.SHOWN)}; for mxfp8 all of the format")
+    parser.add_argument("--split", action="append", choices=list(SPLITS), help="default: TP1; peers are measured on TP1 alone")
+    parser.add_argument("--routing", choices=("random", "skewed"), nargs="+", default=["random"], help="default: random")
+    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--layers", type=int, default=8, help="with weights of their own, as memory allows (default: 8)")
+    parser.add_argument(
+        "--peer", choices=list(PEERS), nargs="*", default=list(PEERS), help="default: all; none with an empty list"
+    )
+    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="parts of vLLM's wheel; default: the installed vLLM")
+    parser.add_argument(
+        "--seconds", type=float, default=500, help="begin no further kernel of a layer after this time (default: 500)"
+    )
+    parser.add_argument(
+        "--parts", type=Path, nargs=2, metavar=("WHEEL", "FOLDER"), help="take the parts out of vLLM's wheel, no more"
+    )
+    parser.add_argument(
+        "--plot", type=Path, nargs="+", metavar="FILE", help="draw the last FILE, a PNG, of the others, JSON; no more"
+    )
+    options = parser.parse_args()
+    known = LAYERS[options.format]
+    options.geometry = options.geometry or list(pages.SHOWN if options.format == "nvfp4" else known)
+    if not {*options.geometry} <= known.keys():
+        parser.error(f"--geometry: {options.format} has {', '.join(known)}")
+    options.kernel = options.kernel or (["triton"] if options.format == "nvfp4" else list(TOKENS))
+    options.split = options.split or ["TP1"]
+    if options.plot and len(options.plot) < 2:
+        parser.error("--plot takes at least one JSON and the PNG")
+    try:
+        options.vllm = parts.find(options.vllm)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def measure_ours(options: argparse.Namespace, name: str, part: str, layers: Any, copy: float, deadline: float) -> Iterator[Line]:
+    """Yield the lines of one layer."""
+    whole = replace(LAYERS[options.format][name], format=options.format.upper())
+    for family in options.kernel:
+        counts = options.tokens or [n for n in TOKENS[family] if part == "TP1" or n in SPLIT_TOKENS]
+        kernels = Layers(KERNELS[options.format][family], split(whole, *SPLITS[part]), layers, max(counts))
+        for tokens in counts:
+            for routing in options.routing if family == "triton" else ("random",):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"stopped before {family} at {tokens} tokens; --seconds gives it longer")
+                numbers = measure(kernels, whole, tokens, routing == "skewed", copy)
+                yield Line(name, family, part, routing, tokens, **numbers, quantization=QUANTIZATION[options.format][family])
+
+
+def clocks() -> dict[str, Any]:
+    """Return SM and memory clock in MHz, idle and while a copy runs; None where nvidia-smi does not say."""
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", "")
+    gpu = f"GPU-{uuid}" if uuid else ""
+    a = torch.rand(2**28, device="cuda")
+    torch.cuda.synchronize()
+    before = gpu_state(_CLOCKS, gpu)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(1000):
+            a.mul_(1.0)
+        asked = pool.submit(gpu_state, _CLOCKS, gpu)
+        while not asked.done():
+            for _ in range(50):
+                a.mul_(1.0)
+            torch.cuda.synchronize()
+    return {"before": next(iter(before), None), "under load": next(iter(asked.result()), None)}
+
+
+def facts(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what every number depends on."""
+    driver = next(iter(gpu_state(("driver_version",))), {}).get("driver_version")
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "vllm": parts.version(options.vllm)}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "copy": copy_bandwidth(),
+        "l2_megabytes": l2_bytes() / 1e6,
+        "clocks": clocks(),
+        "versions": {**versions, "driver": driver, "trtllm-b12x": __version__},
+        "format": options.format.upper(),
+        "lines": [],
+        **{peer: [] for peer in PEERS},
+        "not_measured": [],
+    }
+
+
+def run(options: argparse.Namespace, results: dict[str, Any], deadline: float) -> Iterator[None]:
+    """Add lines to ``results``; yield after each kernel of a layer, whether it was measured or failed."""
+    for part in options.split:
+        for name in options.geometry:
+            whole = replace(LAYERS[options.format][name], format=results["format"])
+            if time.monotonic() > deadline:
+                results["not_measured"].append(f"{name}, {part}: no time was left; --seconds gives it longer")
+                continue
+            torch.cuda.empty_cache()
+            try:
+                layers: Any = stack(split(whole, *SPLITS[part]), options.layers)
+                for line in measure_ours(options, name, part, layers, results["copy"], deadline):
+                    results["lines"].append(asdict(line))
+                    print(" | ".join(pages.row(results["lines"][-1])), "WRONG" if line.error > BOUND else "", flush=True)
+            except Exception as error:  # one kernel's fault must not cost the others
+                results["not_measured"].append(f"ours, {name}, {part}: {_reason(error)}")
+                print(results["not_measured"][-1], flush=True)
+            yield
+            for peer in options.peer if part == "TP1" else ():
+                why = ""
+                try:
+                    why = PEERS[peer].lacks(whole, options.vllm)
+                    if not why and time.monotonic() > deadline:
+                        why = "no time was left; --seconds gives it longer"
+                    counts = options.tokens or sorted({n for family in options.kernel for n in TOKENS[family]})
+                    for found in measure_peer(PEERS[peer], whole, layers, counts) if not why else ():
+                        results[peer].append({"geometry": name, **found})
+                        print(f"{peer}, {name}: {found}", flush=True)
+                        if time.monotonic() > deadline and found["tokens"] != counts[-1]:
+                            raise TimeoutError(f"stopped after {found['tokens']} tokens; --seconds gives it longer")
+                except Exception as error:  # the peer's own fault
+                    why = _reason(error)
+                if why:
+                    results["not_measured"].append(f"{peer}, {name}: {why}")
+                    print(results["not_measured"][-1], flush=True)
+                torch.cuda.empty_cache()
+                yield
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def main() -> int:
+    options = arguments()
+    if options.parts:
+        try:
+            sizes = parts.take(*options.parts)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        print(*(f"{part}: {size / 2**20:.1f} MiB" for part, size in sizes.items()), sep="\n")
+        return 0
+    if options.plot:
+        *files, target = options.plot
+        if not pages.plot([json.loads(file.read_text(encoding="utf-8")) for file in files], target):
+            print("error: matplotlib is not installed", file=sys.stderr)
+            return 2
+        return 0
+    require_gpu()
+    started = time.monotonic()
+    results = facts(options)
+    print(results, flush=True)
+    for _ in run(options, results, started + options.seconds):
+        results["seconds"] = round(time.monotonic() - started, 1)
+        if options.out:
+            write_json(options.out.with_suffix(".json"), results)
+    text = pages.markdown(results)
+    print(text)
+    if options.out:
+        write_json(options.out.with_suffix(".json"), results)
+        write_text(options.out.with_suffix(".md"), text)
+        if results["lines"] and not pages.plot([results], options.out.with_suffix(".png")):
+            print("no plot: matplotlib is not installed")
+    return 1 if any(line.startswith("ours") for line in results["not_measured"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

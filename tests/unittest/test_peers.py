@@ -1,0 +1,227 @@
+"""The kernels beside ours in ``benchmarks.peers``: vLLM's parts, weights in Marlin's order, errors, the page and the plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.peers import __main__ as command
+from benchmarks.peers import layers, marlin, pages, parts, torch_grouped, triton_kernels
+from benchmarks.peers.others import PEERS
+from tests.nvfp4_layer import distance, random_layer
+from trtllm_b12x.kernels import Geometry
+
+QWEN = GEOMETRIES["Qwen3-30B-A3B"]
+SMALL = Geometry(4, 2, 256, 128, "Swiglu")
+ON_A_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """A wheel with the names of vLLM's, and more than is needed."""
+    names = ["vllm/_moe_C.abi3.so", "vllm/_C_stable_libtorch.abi3.so", "vllm/third_party/triton_kernels/routing.py"]
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as archive:
+        for name in [*names, "vllm/_C.abi3.so", "vllm/__init__.py", "vllm/third_party/deep_gemm/a.py"]:
+            archive.writestr(name, "no library")
+        archive.writestr("vllm-0.22.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 0.22.1\n")
+    return tmp_path / "vllm.whl"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["peers", *map(str, words)])
+    return command.main()
+
+
+def test_only_the_needed_parts_are_taken(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--parts", wheel, tmp_path / "parts") == 0
+    assert capsys.readouterr().out.splitlines()[0] == "Marlin: 0.0 MiB"
+    found = sorted(str(path.relative_to(tmp_path / "parts")) for path in (tmp_path / "parts").rglob("*") if path.is_file())
+    assert found == [
+        "vllm-0.22.1.dist-info/METADATA",
+        "vllm/_C_stable_libtorch.abi3.so",
+        "vllm/_moe_C.abi3.so",
+        "vllm/third_party/triton_kernels/routing.py",
+    ]
+    vllm = parts.find(tmp_path / "parts")
+    assert vllm == tmp_path / "parts" / "vllm"
+    assert parts.version(vllm) == "0.22.1"
+    error = marlin.lacks(QWEN, vllm)
+    assert error.startswith(f"_moe_C.abi3.so does not load under torch {torch.__version__}: ")
+
+
+def test_a_wheel_without_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
+        archive.writestr("vllm/_moe_C.abi3.so", "")
+    assert run(monkeypatch, "--parts", tmp_path / "other.whl", tmp_path / "parts") == 2
+    assert "other.whl has no vllm/_C_stable_libtorch*.so: expected a wheel of vLLM 0.22" in capsys.readouterr().err
+    (tmp_path / "text.whl").write_text("text")
+    assert run(monkeypatch, "--parts", tmp_path / "text.whl", tmp_path / "parts") == 2
+    assert "text.whl is not a wheel that can be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--vllm", tmp_path)
+    assert f"--vllm {tmp_path} has no folder vllm" in capsys.readouterr().err
+
+
+def test_what_is_lacking_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert marlin.lacks(QWEN, None) == triton_kernels.lacks(QWEN, None) == parts.MISSING
+    (tmp_path / "vllm").mkdir()
+    assert marlin.lacks(QWEN, tmp_path / "vllm") == f"{tmp_path / 'vllm'} has no _moe_C*.so"
+    geglu = Geometry(4, 2, 256, 128, "Geglu", format="MXFP8")
+    assert (
+        marlin.lacks(geglu, tmp_path) == triton_kernels.lacks(geglu, tmp_path) == "this comparison has no MXFP8 layer with Geglu"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    assert triton_kernels.lacks(QWEN, tmp_path) == "vLLM runs it on capability 9.0 to 10.x, this is 12.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert triton_kernels.lacks(QWEN, tmp_path).startswith("triton_kernels does not import: ModuleNotFoundError")
+    assert PEERS["flashinfer"].lacks(QWEN, None) == "its kernels are for SM12x, this is SM90"
+
+
+@pytest.mark.skipif(ON_A_GPU, reason="without a GPU every kernel fails")
+def test_a_kernel_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers", "--geometry", "Qwen3-30B-A3B", "--peer", "marlin", "torch_grouped"])
+    options = command.arguments()
+    results: dict[str, Any] = {
+        "lines": [],
+        "marlin": [],
+        "torch_grouped": [],
+        "not_measured": [],
+        "format": "NVFP4",
+        "copy": 1e12,
+    }
+    assert len(list(command.run(options, results, deadline=float("inf")))) == 3
+    assert [line.split(",")[0].split(":")[0] for line in results["not_measured"]] == ["ours", "marlin", "torch_grouped"]
+    if options.vllm is None:
+        assert results["not_measured"][1] == f"marlin, Qwen3-30B-A3B: {parts.MISSING}"
+
+
+# ---- weights and errors --------------------------------------------------------------------------------------------------
+
+
+def test_codes_in_marlins_tiles() -> None:
+    """The first words of a tile as vLLM 0.22.1 orders it (``get_weight_perm(4)`` and ``marlin_weights``)."""
+    weight = (torch.arange(64 * 8) * 7 % 256).to(torch.uint8).view(1, 64, 8)
+    words = [int(word) & 0xFFFFFFFF for word in marlin.codes_in_tiles(weight).flatten()[:6]]
+    assert words == [3692085440, 1419296960, 3692085440, 1419296960, 3961534263, 1688745783]
+
+
+def test_scales_in_marlins_order() -> None:
+    """Every E4M3 scale of 0 to 15 keeps its value; the order is that of vLLM 0.22.1's ``marlin_permute_scales``."""
+    values = torch.arange(0, 88, dtype=torch.uint8)[torch.arange(128) % 88].view(torch.float8_e4m3fn).view(1, 64, 2)
+    ordered, factor = marlin.scales_in_order(values)
+    assert factor == 16.0
+    bits = ordered.view(torch.uint8).to(torch.int16) << 7  # float16 without its sign
+    restored = bits.view(torch.float16).float() / (factor * 2**7)
+    expected = values.float()[0].T  # (2, 64)
+    output = [8 * j + i for i in range(8) for j in (0, 2, 1, 3, 4, 6, 5, 7)]
+    assert torch.equal(restored[0], expected[:, output])
+
+
+@pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Relu2"])
+def test_a_layer_in_marlins_form(activation: str) -> None:
+    """Sizes that Marlin's tiles do not divide are padded with zeros; rows are gate, up."""
+    g = Geometry(2, 2, 288, 96, activation, bias=torch.bfloat16)
+    layer = random_layer(g)
+    made = marlin.MarlinLayer(layer, torch.zeros(1, dtype=torch.int32))
+    gated = 2 if g.gated else 1
+    assert made.first.codes.shape == (2, 512 // 16, 2 * 128 * gated)
+    assert made.second.scales.shape == (2, 128 // 16, 512)
+    assert made.expert_bytes == 512 * 128 * (gated + 1) * 9 / 16
+    ordered = marlin.rows(g, layer.w1, 128)
+    up, gate = layer.w1.chunk(2, 1) if g.gated else (layer.w1, layer.w1)
+    place = {"Swiglu": (3, 128 + 3), "SwigluBias": (6, 7), "Relu2": (3, 3)}[activation]
+    assert torch.equal(ordered[:, place[0]], gate[:, 3])
+    assert torch.equal(ordered[:, place[1]], up[:, 3])
+    assert int(ordered.count_nonzero()) == int(layer.w1.count_nonzero())
+
+
+@pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Relu2", "Geglu"])
+def test_the_error_of_the_grouped_product(activation: str) -> None:
+    g = Geometry(4, 2, 64, 32, activation)
+    layer = torch_grouped.GroupedLayer(g, "cpu")
+    x, ids, weights = torch.randn(5, 64).bfloat16(), torch.tensor([[0, 3], [3, 1], [0, 1], [1, 3], [3, 0]]), torch.rand(5, 2)
+    expected = layer.expected(x, ids, weights)
+    assert 0 < distance(layer.output(*layer.prepare(x, ids, weights)), expected) < 0.01
+    assert distance(layer.output(*layer.prepare(x, ids.flip(1), weights)), expected) > 0.1
+
+
+def test_the_activation_is_that_of_our_layers() -> None:
+    for activation in ("Swiglu", "SwigluBias", "Relu2", "Geglu"):
+        layer = random_layer(Geometry(2, 1, 64, 32, activation))
+        if layer.epilogue.swiglu_limit is not None:
+            layer.epilogue.swiglu_limit.fill_(layers.LIMIT)
+        gate, up = 8 * torch.randn(3, 32), 8 * torch.randn(3, 32)
+        if layer.geometry.gated:
+            expected, inner = layer._gated(1, up, gate), torch.cat((gate, up), 1)
+        else:
+            expected, inner = torch.relu(gate) ** 2, gate
+        torch.testing.assert_close(layers.activated(layer.geometry, inner), expected)
+
+
+# ---- page and plot -------------------------------------------------------------------------------------------------------
+
+
+def results() -> dict[str, Any]:
+    """Numbers of an H100 (Qwen3-30B-A3B, Nemotron-3-Super), in the form of OUT.json."""
+
+    def ours(geometry: str, tokens: int, us: float) -> dict[str, Any]:
+        names = {"geometry": geometry, "kernel": "triton", "split": "TP1", "routing": "random", "tokens": tokens, "us": us}
+        sizes = {"experts": 8.0, "megabytes": 21.2, "replay_megabytes": 339.7, "fraction": 0.42, "error": 0.0022}
+        return {**names, **sizes, "bytes_per_clock_sm": 4.8, "tflops": 1.0, "host_us": 35.0, "quantization": "W4A16 NVFP4"}
+
+    def other(geometry: str, tokens: int, us: float | None, products: float) -> dict[str, Any]:
+        return {"geometry": geometry, "tokens": tokens, "us": us, "products_us": products, "error": 0.0047}
+
+    return {
+        "gpu": "NVIDIA H100",
+        "copy": 3.01e12,
+        "l2_megabytes": 50.0,
+        "clocks": {"before": {"clocks.sm": 345.0, "clocks.mem": 2619.0}, "under load": None},
+        "versions": {"torch": "2.11.0", "triton": "3.6.0", "vllm": "0.22.1", "driver": None, "trtllm-b12x": "0.1.0"},
+        "format": "NVFP4",
+        "lines": [ours("Qwen3-30B-A3B", 1, 17.0), ours("Qwen3-30B-A3B", 256, 253.7), ours("Nemotron-3-Super", 1, 41.7)],
+        "marlin": [other("Qwen3-30B-A3B", 1, 31.5, 23.6), other("Qwen3-30B-A3B", 256, 229.1, 220.0)],
+        "triton_kernels": [other("Qwen3-30B-A3B", 256, 196.2, 180.0), other("Nemotron-3-Super", 1, None, 50.0)],
+        "not_measured": ["flashinfer, Qwen3-30B-A3B: its kernels are for SM12x, this is SM90"],
+    }
+
+
+def test_the_page_says_where_ours_is_behind() -> None:
+    page = pages.markdown(results())
+    assert "NVIDIA H100, copy 3.01 TB/s (read and write); torch 2.11.0, triton 3.6.0, vllm 0.22.1, trtllm-b12x 0.1.0." in page
+    assert "Clocks before: SM 345.0, memory 2619.0 MHz." in page
+    assert "under load" not in page
+    assert "| 1 | 17.0 | 0.42 | 0.0022 | 31.5 | 23.6 | 0.0047 | - | - | - | 1.85x faster than marlin |" in page
+    assert "196.2 | 180.0 | 0.0047 | **1.29x slower** than triton_kernels |" in page
+    assert "| 1 | 41.7 | 0.42 | 0.0022 | - | 50.0 | 0.0047 | - |" in page
+    assert "OpenAI's triton_kernels us, W4A16 MXFP4" in page
+    assert "Not measured: flashinfer, Qwen3-30B-A3B: its kernels are for SM12x, this is SM90" in page
+    assert "| Qwen3-30B-A3B | triton | TP1 | random | 1 | 17.0 | 8.0 | 21.2 | 340 | 0.42 |" in page
+
+
+def test_the_plot_is_drawn_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "a.json").write_text(json.dumps(results()))
+    tune = {"tables": [{"microseconds": {"1": {"triton": 17.0, "host": 60.0}, "8": {"host": 90.0}, "512": {"host": 400.0}}}]}
+    card = {"kernels": {"Qwen3-30B-A3B": {"peers": results()}}, "paths": {"Qwen3-30B-A3B": {"tune": tune}}}
+    (tmp_path / "card.json").write_text(json.dumps(card))
+    for name in ("a.png", "a.svg"):
+        assert run(monkeypatch, "--plot", tmp_path / "a.json", tmp_path / "card.json", tmp_path / name) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "a.svg").read_text()
+    for text in ("tokens", "microseconds a layer, lower is better", "256", "Nemotron-3-Super", "One MoE layer on NVIDIA H100"):
+        assert f"<!-- {text}" in drawn
+    for curve in (pages.CUTLASS, "vLLM's Marlin, W4A16 NVFP4", f"{pages.OURS}, W4A16 NVFP4"):
+        assert drawn.count(f"<!-- {curve} -->") == 1
+    found = pages.curves(card)["Qwen3-30B-A3B"]
+    assert found[pages.CUTLASS] == [(1, 60.0), (8, 90.0)]
+    assert "OpenAI's triton_kernels, W4A16 MXFP4" not in pages.curves(results())["Nemotron-3-Super"]
