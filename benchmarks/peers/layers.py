@@ -101,6 +101,8 @@ class Peer:
     quantization: str
     lacks: Callable[..., str]
     """Function of the geometry and vLLM's folder to the reason why the peer cannot be measured, or ""."""
+    note: str
+    """How its calls differ from ours, for the page."""
     layers: Callable[[Geometry, Sequence[Any], int], list[Any]]
     """Function of the geometry, our layers and the largest token count to as many ``PeerLayer`` or, if memory is short, fewer."""
 

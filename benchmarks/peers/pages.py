@@ -83,13 +83,13 @@ def markdown(results: dict[str, Any]) -> str:
             rows.append([*cells, verdict(line["us"], {peer: us for peer, us in times.items() if us})])
         text += [f"## {name}", "", *table([*titles, "ours"], rows), ""]
     text += [
-        "us: microseconds of a whole layer from x, ids and router weights; triton_kernels starts from logits.",
-        "products us: without the sorting of routes; `torch._grouped_mm` has no activation and no sum either.",
-        "error: relative L2 from float32 on dequantized weights with activations that are not quantized.",
+        "- us: microseconds of a whole layer from x, ids and router weights. products us: without the sorting of routes.",
+        "- error: relative L2 from float32 on dequantized weights with activations that are not quantized.",
+        *(f"- {PEERS[peer].note}" for peer in PEERS if results.get(peer)),
         "",
     ]
     if results["not_measured"]:
-        text += [*(f"Not measured: {line}" for line in results["not_measured"]), ""]
+        text += [*(f"- Not measured: {line}" for line in results["not_measured"]), ""]
     return "\n".join([*text, "## Our lines", "", *table(_TITLES, map(row, results["lines"]))]) + "\n"
 
 

@@ -205,6 +205,8 @@ def test_the_page_says_where_ours_is_behind() -> None:
     assert "| 1 | 41.7 | 0.42 | 0.0022 | - | 50.0 | 0.0047 | - |" in page
     assert "OpenAI's triton_kernels us, W4A16 MXFP4" in page
     assert "Not measured: flashinfer, Qwen3-30B-A3B: its kernels are for SM12x, this is SM90" in page
+    assert "- Marlin has our weights, with hidden size padded to 256" in page
+    assert "bfloat16 weights" not in page
     assert "| Qwen3-30B-A3B | triton | TP1 | random | 1 | 17.0 | 8.0 | 21.2 | 340 | 0.42 |" in page
 
 
