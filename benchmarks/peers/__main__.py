@@ -57,10 +57,10 @@ def arguments() -> argparse.Namespace:
         "--seconds", type=float, default=500, help="begin no further kernel of a layer after this time (default: 500)"
     )
     parser.add_argument(
-        "--parts", type=Path, nargs=2, metavar=("WHEEL", "FOLDER"), help="take the parts out of vLLM's wheel, no more"
+        "--parts", type=Path, nargs=2, metavar=("WHEEL", "FOLDER"), help="only take the parts out of vLLM's wheel"
     )
     parser.add_argument(
-        "--plot", type=Path, nargs="+", metavar="FILE", help="draw the last FILE, a PNG, of the others, JSON; no more"
+        "--plot", type=Path, nargs="+", metavar="FILE", help="only draw the last FILE, a PNG, of the others, JSON"
     )
     options = parser.parse_args()
     known = LAYERS[options.format]
@@ -184,8 +184,11 @@ def main() -> int:
         return 0
     if options.plot:
         *files, target = options.plot
-        if not pages.plot([json.loads(file.read_text(encoding="utf-8")) for file in files], target):
-            print("error: matplotlib is not installed", file=sys.stderr)
+        try:
+            if not pages.plot([json.loads(file.read_text(encoding="utf-8")) for file in files], target):
+                raise ValueError("matplotlib is not installed")
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            print(f"error: {target} cannot be drawn: {type(error).__name__}: {error}", file=sys.stderr)
             return 2
         return 0
     require_gpu()

@@ -124,7 +124,7 @@ def curves(results: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float
         return found
     found = {}
     for name, lines in whole_layers(results).items():
-        format_ = next(iter(lines.values())).get("quantization") or f"W4A16 {results['format']}"
+        format_ = next(iter(lines.values())).get("quantization") or f"W4A16 {results.get('format', 'NVFP4')}"
         found[name] = {f"{OURS}, {format_}": [(n, line["us"]) for n, line in lines.items() if n <= 256]}
         for peer in ("marlin", "triton_kernels", "flashinfer"):
             points = [(n, line["us"]) for n, line in of_peer(results, peer, name).items() if line["us"] and n <= 256]
@@ -134,12 +134,18 @@ def curves(results: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float
 
 
 def plot(files: list[dict[str, Any]], path: Path) -> bool:
-    """Draw at most three layers. Later files add kernels to the layers of the first. Return False without matplotlib."""
+    """Draw at most three layers. Later files add kernels to the layers of the first. Return False without matplotlib.
+
+    Raises:
+        LookupError, TypeError, ValueError: a file holds no whole layers, or has another form.
+    """
     first = files[0]
     found = curves(first)
     for other in files[1:]:
         for name, more in curves(other).items():
             found[name] = more | found.get(name, {})
+    if not found:
+        raise ValueError("no line of a whole layer with random routing")
     names = [name for name in SHOWN if name in found] or list(found)
     one = first if "gpu" in first else next(iter(first["kernels"].values()))["peers"]
     title = f"One MoE layer on {one['gpu']} (copy {one['copy'] / 1e12:.2f} TB/s)"

@@ -210,7 +210,7 @@ def test_the_page_says_where_ours_is_behind() -> None:
     assert "| Qwen3-30B-A3B | triton | TP1 | random | 1 | 17.0 | 8.0 | 21.2 | 340 | 0.42 |" in page
 
 
-def test_the_plot_is_drawn_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_is_drawn_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "a.json").write_text(json.dumps(results()))
     tune = {"tables": [{"microseconds": {"1": {"triton": 17.0, "host": 60.0}, "8": {"host": 90.0}, "512": {"host": 400.0}}}]}
@@ -218,6 +218,9 @@ def test_the_plot_is_drawn_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "card.json").write_text(json.dumps(card))
     for name in ("a.png", "a.svg"):
         assert run(monkeypatch, "--plot", tmp_path / "a.json", tmp_path / "card.json", tmp_path / name) == 0
+    (tmp_path / "none.json").write_text(json.dumps({"gpu": "A", "copy": 1.0, "lines": []}))
+    assert run(monkeypatch, "--plot", tmp_path / "none.json", tmp_path / "none.png") == 2
+    assert "none.png cannot be drawn: ValueError: no line of a whole layer" in capsys.readouterr().err
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     drawn = (tmp_path / "a.svg").read_text()
     for text in ("tokens", "microseconds a layer, lower is better", "256", "Nemotron-3-Super", "One MoE layer on NVIDIA H100"):
