@@ -47,10 +47,16 @@ _STYLES = (("#1f5fbf", "o", 2.8), ("#d9480f", "s", 1.8), ("#2b8a3e", "^", 1.8), 
 """Color, marker and line width of each kernel."""
 
 
-def panels(path: Path, layers: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], title: str, label: str) -> bool:
+def panels(
+    path: Path, layers: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], title: str, label: str, limit: str = ""
+) -> bool:
     """Draw time over tokens on log2 axes, a panel for each layer and a curve for each kernel.
 
-    Return False without matplotlib.
+    Args:
+        limit: name of the curve that kernels are compared with, dashed.
+
+    Returns:
+        False without matplotlib.
     """
     if axes(1, 1) is None:
         return False
@@ -60,7 +66,9 @@ def panels(path: Path, layers: Mapping[str, Mapping[str, Sequence[tuple[int, flo
     names = list(dict.fromkeys(name for curves in layers.values() for name in curves))
     figure, drawn = pyplot.subplots(1, len(layers), figsize=(4.6 * len(layers) + 0.6, 4.9), squeeze=False, facecolor="white")
     for axis, (layer, curves) in zip(drawn[0], layers.items(), strict=True):
-        for name, (color, marker, width) in zip(names, _STYLES, strict=False):
+        if limit in curves:
+            axis.plot(*zip(*curves[limit], strict=True), "--", color="#777777", linewidth=1.6, label=limit)
+        for name, (color, marker, width) in zip([name for name in names if name != limit], _STYLES, strict=False):
             if name in curves:
                 tokens, values = zip(*curves[name], strict=True)
                 axis.plot(tokens, values, marker=marker, color=color, linewidth=width, markersize=6, label=name)

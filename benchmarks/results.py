@@ -18,6 +18,8 @@ from typing import Any
 
 from benchmarks import blocks, floor
 from benchmarks.markdown import table
+from benchmarks.on_card import greedy
+from benchmarks.peers.others import PEERS
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = "not measured"
@@ -108,7 +110,8 @@ def _of_a_card(found: dict[str, Any]) -> dict[str, Any]:
     ]
     lacking = [{"step": line["step"], "title": line["title"]} for line in found["not_measured"]]
     kept = {name: found[name] for name in ("form", "written", "kernels", "paths")}
-    return {**kept, "card": card, "bench": runs, "not_measured": lacking}
+    answers = [one | {"model": Path(one["model"]).name} for one in found.get("answers", [])]
+    return {**kept, "card": card, "bench": runs, "answers": answers, "not_measured": lacking}
 
 
 def _finite(value: Any) -> Any:
@@ -143,13 +146,16 @@ def _of_cards(found: dict[str, dict[str, Any]]) -> list[list[str]]:
     for file, report in found.items():
         if not file.startswith("on-card/"):
             continue
+        card = report["card"]["card"]["name"]
+        for one in report.get("answers", []):
+            said = f"{one['equal']} of {one['prompts']} as without, worst margin {greedy.worst(one)}"
+            lines.append([f"greedy answers of {one['model']}", said, "-", card, file])
         runs = {(r["model"], _load(r["load"]), r["with"]): r for r in report["bench"]}
         for (model, load, with_it), run in runs.items():
             other = runs.get((model, load, False))
             if with_it and other:
                 times = [f"{r['tpot_ms']['p50']:.2f} ms, {r['output_tokens_per_second']:.0f} tokens/s" for r in (run, other)]
-                name = report["card"]["card"]["name"]
-                lines.append([f"a token of {model}, {load} (TPOT P50)", times[0], f"{times[1]}: the host's CUTLASS", name, file])
+                lines.append([f"a token of {model}, {load} (TPOT P50)", times[0], f"{times[1]}: the host's CUTLASS", card, file])
     return lines
 
 
@@ -247,8 +253,32 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     cards = {name: report for name, report in found.items() if name.startswith("on-card/")}
     for name, report in cards.items():
         rows.append(["kernels and whole models, with and without the package", _where_card(report), f"[{name}]({name})"])
-    text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short:", "", *_table(found), _INFERRED]
+    text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short:", "", *_table(found), ""]
+    text += [*_every_layer(found), _INFERRED.strip(), ""]
     return "\n".join([*text, *_open(found, cards)]) + "\n"
+
+
+def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a table of whole layers for each file of peers: a row for each kernel, a column for each token count."""
+    text = []
+    for file in ("moe-decode.json", "moe-mxfp8.json"):
+        results = found.get(file, {"lines": []})
+        usual = {"split": "TP1", "routing": "random"}
+        ours = [line for line in results["lines"] if {**usual, **line}.items() >= usual.items()]
+        cells: dict[tuple[str, str], dict[int, str]] = {}
+        for line in ours:
+            kernel = f"`{line.get('kernel', 'triton')}`"
+            cells.setdefault((line["geometry"], kernel), {})[line["tokens"]] = f"{line['us']:.0f} ({line['fraction']:.2f})"
+        for peer, about in PEERS.items():
+            for line in results.get(peer) or []:
+                us = "-" if line["us"] is None else f"{line['us']:.0f}"
+                cells.setdefault((line["geometry"], f"{about.title}, {about.quantization}"), {})[line["tokens"]] = us
+        if ours:
+            counts = sorted({tokens for times in cells.values() for tokens in times})
+            rows = [[*key, *(times.get(n, "-") for n in counts)] for key, times in sorted(cells.items())]
+            head = f"One {results['format']} layer by tokens, microseconds (share of the bandwidth of a copy), [{file}]({file}):"
+            text += [head, "", *table(["layer", "kernel", *map(str, counts)], rows), ""]
+    return text
 
 
 def _where(found: dict[str, Any]) -> str:
@@ -291,7 +321,7 @@ def _table(found: dict[str, dict[str, Any]], link: str = "", model: str = "") ->
     rows = [
         [*cells, f"[{file}]({link}{file})"] for *cells, file in gains(found) if model in cells[0] or file.startswith("on-card/")
     ]
-    if not _of_cards(found):
+    if not any(row[0].startswith("a token of") for row in rows):
         rows.insert(0, ["time of a token, served whole", NOWHERE, "-", "no SM12x card yet", "`python -m benchmarks.on_card`"])
     return table(["", "with the package", "otherwise", "measured on", "in"], rows)
 

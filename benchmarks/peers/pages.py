@@ -13,6 +13,7 @@ from benchmarks.plots import panels
 SHOWN = ("Qwen3-30B-A3B", "Nemotron-3-Super", "gpt-oss-120b-like")
 """Layers of the default run and of the plot."""
 OURS, CUTLASS = "trtllm-b12x (ours)", "TensorRT-LLM's CUTLASS, W4A4 NVFP4"
+COPY = "its bytes at the bandwidth of a copy"
 _TITLES = (
     *("layer", "kernel", "split", "routing", "tokens", "us", "experts", "MB", "MB/replay"),
     *("of copy", "B/clock/SM", "TFLOP/s", "host us", "error"),
@@ -125,11 +126,13 @@ def curves(results: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float
     found = {}
     for name, lines in whole_layers(results).items():
         format_ = next(iter(lines.values())).get("quantization") or f"W4A16 {results.get('format', 'NVFP4')}"
-        found[name] = {f"{OURS}, {format_}": [(n, line["us"]) for n, line in lines.items() if n <= 256]}
+        few = {n: line for n, line in lines.items() if n <= 256}
+        found[name] = {f"{OURS}, {format_}": [(n, line["us"]) for n, line in few.items()]}
         for peer in ("marlin", "triton_kernels", "flashinfer"):
             points = [(n, line["us"]) for n, line in of_peer(results, peer, name).items() if line["us"] and n <= 256]
             if points:
                 found[name][f"{PEERS[peer].title}, {PEERS[peer].quantization}"] = points
+        found[name][COPY] = [(n, line["us"] * line["fraction"]) for n, line in few.items()]
     return found
 
 
@@ -149,4 +152,4 @@ def plot(files: list[dict[str, Any]], path: Path) -> bool:
     names = [name for name in SHOWN if name in found] or list(found)
     one = first if "gpu" in first else next(iter(first["kernels"].values()))["peers"]
     title = f"One MoE layer on {one['gpu']} (copy {one['copy'] / 1e12:.2f} TB/s)"
-    return panels(path, {name: found[name] for name in names[:3]}, title, "microseconds a layer, lower is better")
+    return panels(path, {name: found[name] for name in names[:3]}, title, "microseconds a layer, lower is better", COPY)

@@ -56,6 +56,7 @@ def _on_card() -> dict[str, Any]:
         "kernels": {"Qwen3-30B-A3B": {"peers": _decode(), "clocks": {}}},
         "paths": {},
         "doctor": {"facts": ["/home/me"]},
+        "answers": [{"model": "/home/me/Nemotron-3-Super", "prompts": 32, "equal": 32, "differences": []}],
     }
 
 
@@ -70,6 +71,7 @@ def test_runs_are_taken_in(root: Path, tmp_path: Path) -> None:
         in readme
     )
     assert "11.50 ms, 86 tokens/s | 14.00 ms, 71 tokens/s: the host's CUTLASS | A stand-in" in readme
+    assert "| greedy answers of Nemotron-3-Super | 32 of 32 as without, worst margin none | - | A stand-in" in readme
     assert "not measured" not in readme
     assert "Any time on an SM12x card" not in page
     assert "Nemotron-3-Super served whole" not in page
