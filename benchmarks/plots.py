@@ -20,10 +20,10 @@ def axes(width: float, height: float) -> Any:
 
 
 def save(drawn: Any, path: Path) -> None:
-    """Write the figure of these axes, with a legend."""
+    """Write the figure of these axes, with a legend above them that hides nothing."""
     from matplotlib import pyplot
 
-    drawn.legend()
+    drawn.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
     drawn.figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(drawn.figure)
 

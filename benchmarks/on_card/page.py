@@ -14,7 +14,7 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1rem; }
 main { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .875rem; }
+table { border-collapse: collapse; font-size: .875rem; margin: .75rem 0; }
 th, td { border: 1px solid GrayText; padding: .25rem .5rem; text-align: start; vertical-align: top; }
 code { font-family: ui-monospace, monospace; font-size: .875em; overflow-wrap: anywhere; }
 pre { border: 1px solid GrayText; padding: .5rem; white-space: pre-wrap; }

@@ -117,6 +117,7 @@ def markdown(found: dict[str, Any], drawn: Sequence[str] = ()) -> str:
     ]
     if found["settings_left_out"]:
         lines += [f"Set, and left out of every step: {', '.join(found['settings_left_out'])}.", ""]
+    lines += [line for name in reversed(drawn) for line in (f"![{_PLOTS[name]}]({name})", "")]
     lines += _benchmarks(found) + greedy.section(found["answers"]) + _kernels(found) + _clocks(found)
     if found["doctor"]:
         lines += [
@@ -129,7 +130,6 @@ def markdown(found: dict[str, Any], drawn: Sequence[str] = ()) -> str:
     lines += [f"- {line['step']} ({line['title']}): {line['because']}" for line in found["not_measured"]] or [
         "Nothing is missing."
     ]
-    lines += ["", *(line for name in drawn for line in (f"![{_PLOTS[name]}]({name})", ""))]
     if not drawn and (found["kernels"] or found["bench"]) and importlib.util.find_spec("matplotlib") is None:
         lines += ["No plots: matplotlib is not installed (`pip install matplotlib`, then the same command draws them)."]
     lines += ["", "## Line for an issue", "", "```", issue(found), "```"]
