@@ -1,7 +1,7 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
 # `make test` takes about five minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
 # kernels that FlashInfer's compiler makes, ranks, Ray, environments of real wheels, the kernels as other Tritons compile them.
-# `make results` writes docs/results.md, docs/floor.md and the README's table of the files that runs wrote.
+# `make results` writes the figures on pages from the files that runs wrote, and the table of models from the code.
 # `make environments` makes the table tests/integration/environments.json anew: an hour.
 # `make device` runs FlashInfer's SM120 kernels, translated, on a Hopper GPU and keeps the numbers in docs/sm12x-on-hopper.json.
 PYTHON ?= python3

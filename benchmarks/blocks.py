@@ -60,15 +60,15 @@ def hopper(found: Found) -> list[str]:
     for title, lines in (("", run["numbers"]), (", 48 SMs", run["GB10"]), (", staggered", run["staggered"])):
         for case, kernel in dict.fromkeys((line["case"], line["kernel"]) for line in lines):
             of = [line for line in lines if (line["case"], line["kernel"]) == (case, kernel)]
-            worst = [max(line[column] for line in of) for column in ("kernel_points", "unquantized", "reruns")]
+            worst = [max(line[column] for line in of) for column in ("kernel_points", "unquantized", "torch_kernel", "reruns")]
             tokens = sorted({line["tokens"] for line in of})
             span = f"{tokens[0]} to {tokens[-1]}" if len(tokens) > 1 else str(tokens[0])
-            cells = [f"{worst[0]:.4f}", f"{worst[1]:.3f}", f"{worst[2]:g}"]
+            cells = [f"{worst[0]:.2g}", f"{worst[1]:.3f}", *(f"{value:.2g}" for value in worst[2:])]
             rows.append([f"{case}{title}", "direct micro" if kernel == "direct" else kernel, span, *cells])
     versions = run["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("flashinfer-python", "nvidia-cutlass-dsl", "torch", "triton"))
     head = f"{versions['GPU']}, {versions['date']}, {packages} ([every number](sm12x-on-hopper.json)):"
-    return [head, "", *table(["layer", "kernel", "tokens", "kernel points", "unquantized", "reruns"], rows)]
+    return [head, "", *table(["layer", "kernel", "tokens", "kernel points", "unquantized", "torch kernel", "reruns"], rows)]
 
 
 def baked(found: Found) -> list[str]:

@@ -50,13 +50,13 @@ MODELS = (
     Model(
         "MiniMax-M3-MXFP8; gemma-4, Qwen3-MoE and others exported with MXFP8_DEFAULT_CFG",
         LayerShape(activation="Swiglu", activation_constants=True, quant_algo="MXFP8", group_size=32),
-        "refused",
+        "TensorRT-LLM refuses them",
     ),
     # hf_quant_config.json: MIXED_PRECISION, experts W4A16_NVFP4; triton_dequant_nvfp4.py (TensorRT-LLM, file id 65972117462).
     Model(
         "nvidia/Qwen3.6-35B-A3B-NVFP4",
         LayerShape(256, 8, 2048, 512, "Swiglu", "W4A16_NVFP4", 16, "bfloat16"),
-        "CUTLASS, by way of bf16",
+        "CUTLASS, which rewrites experts to bf16 at every call",
     ),
     Model(
         "Qwen3.6-35B-A3B, exported with NVFP4_DEFAULT_CFG",

@@ -57,13 +57,13 @@ SOURCES = (
     ),
     Source(
         "moe-decode.json",
-        "time of whole NVFP4 layers on the Triton kernels, beside other kernels",
+        "time of whole NVFP4 layers on the Triton kernels",
         "python -m benchmarks.peers",
         lambda found: found.keys() >= _FACTS and found["format"] == "NVFP4" and "split" in (found["lines"] or [{}])[0],
     ),
     Source(
         "moe-mxfp8.json",
-        "time of whole MXFP8 layers on the Triton and grouped kernels, beside torch's grouped product in bfloat16",
+        "time of whole MXFP8 layers on the Triton and grouped kernels",
         "python -m benchmarks.peers --format mxfp8",
         lambda found: found.keys() >= _FACTS and found["format"] == "MXFP8" and "split" in (found["lines"] or [{}])[0],
     ),
@@ -252,7 +252,8 @@ def page(found: dict[str, dict[str, Any]]) -> str:
             rows.append([source.what, f"no file: `{source.command} OUT`, then `--take`", source.file])
     cards = {name: report for name, report in found.items() if name.startswith("on-card/")}
     for name, report in cards.items():
-        rows.append(["kernels and whole models, with and without the package", _where_card(report), f"[{name}]({name})"])
+        what = "kernels and whole models, with and without the package" if report["bench"] else "time of layers, no model served"
+        rows.append([what, _where_card(report), f"[{name}]({name})"])
     text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short:", "", *_table(found), ""]
     text += [*_every_layer(found), _INFERRED.strip(), ""]
     return "\n".join([*text, *_open(found, cards)]) + "\n"

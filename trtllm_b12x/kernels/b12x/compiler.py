@@ -29,7 +29,7 @@ ACTIVATIONS = {"Swiglu": "silu", "Relu2": "relu2"}
 """Names of the host's ``ActivationType`` to FlashInfer's."""
 FIXED_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40, 48, 56, 64)
 """Token counts that are planned if a kernel is compiled for only one (FlashInfer before 0.7.2): the host's default batch sizes
-of CUDA graphs. CUTLASS serves other counts."""
+of CUDA graphs. Triton's kernels or CUTLASS serve other counts."""
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 """Kernels that FlashInfer does not hold. Never emptied: a captured graph launches them without holding them."""
