@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.integration.exports import export, gemma4, llama4, minimax_m3, mixtra
 from trtllm_b12x.tools.checkpoint import Checkpoint
 from trtllm_b12x.tools.cli import main
 from trtllm_b12x.tools.verify import reference
+
+ROOT = Path(__file__).parents[2]
 
 
 def verify(checkpoint: Path, tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
@@ -41,6 +44,22 @@ def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) 
         assert layer["reference_error"] < 0.4
         assert {case["path"] for case in layer["cases"]} == {"b12x"}
         assert all(case["experts"] == 8 for case in layer["cases"])
+
+
+def test_the_pages_show_what_the_demo_prints(tmp_path: Path, every_family: None) -> None:
+    """Other machines may differ in the last digits."""
+    checkpoint = export(qwen3_moe(), tmp_path, original=True)
+    command = ["verify", str(checkpoint), "--original", str(tmp_path / "original"), "--require-b12x"]
+    printed = CliRunner().invoke(main, command).output
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/measure.md")]
+    shown = [line for page in pages for line in page.splitlines() if line.startswith(("PASS: ", "model.layers.0.mlp "))]
+    assert len(shown) == 4
+    numbers = re.compile(r"\d+\.\d+")
+    for line in shown:
+        same = [each for each in printed.splitlines() if numbers.sub("", each).split() == numbers.sub("", line).split()]
+        assert same, f"{line} is not in {printed}"
+        values = [list(map(float, numbers.findall(each))) for each in (same[0], line)]
+        assert values[0] == pytest.approx(values[1], rel=0.05, abs=2e-4)
 
 
 def test_shards_exclusions_and_the_original(tmp_path: Path) -> None:
