@@ -27,7 +27,8 @@ def run(device: str) -> tuple[dict[str, Any], float]:
     layer = random_layer(GEOMETRY, device)
     names: dict[str, Any] = {"geometry": GEOMETRY, "device": torch.device(device), "weights": layer.kernel_weights()}
     names["x"], names["ids"], names["router_weights"] = call = random_call(GEOMETRY, 5, device=device)
-    exec(code()[0], names)
+    # Triton's interpreter takes a minute for kernels of 64 tokens.
+    exec(code()[0] if device != "cpu" else code()[0].replace("plan(geometry, 64,", "plan(geometry, 8,"), names)
     return names, distance(names["output"], layer.expected(*call))
 
 

@@ -15,8 +15,11 @@ from tests.hosts.machine import HOSTS, OURS, Double, Machine, site
 LINE = "rank 0: 2 of 3 MoE layers on {}, decode below 64 tokens (NVFP4)"
 
 
-@pytest.mark.parametrize("timing", ["before_import", "after_import", "by_itself", "spawned", "mpi_worker"])
-@pytest.mark.parametrize("card", ["12.1", "9.0"])
+TIMINGS = ("before_import", "after_import", "by_itself", "spawned", "mpi_worker")
+OTHER_CARD = [pytest.param("9.0", timing, marks=[pytest.mark.all] * (timing != "by_itself")) for timing in TIMINGS]
+
+
+@pytest.mark.parametrize(("card", "timing"), [*(("12.1", timing) for timing in TIMINGS), *OTHER_CARD])
 def test_a_model_is_promoted_on_its_cards_only(double: Double, card: str, timing: str) -> None:
     result = double.scenario(f"starts.{timing}", FAKE_COMPUTE_CAP=card, DOUBLE_SM="121")
     assert result["generation"] == double.generation
