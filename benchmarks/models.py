@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.markdown import table
-from trtllm_b12x.decision import Deployment, Environment, families
+from tests.facts import GOOD
+from trtllm_b12x.decision import Deployment, families
 from trtllm_b12x.decision.decide import resolve
 from trtllm_b12x.decision.verdicts import KernelFeatures, RejectReason
 from trtllm_b12x.formats.geometry import LayerShape
 
-CARD = Environment(
-    enabled=True,
-    host="none",
-    sm=120,
-    toolkit_cuda=(13, 0),
-    dsl="4.8.1",
-    payload_cuda=(13, 0),
-    flashinfer="0.7.2",
-    expert_parallel=True,
-    tile=256,
-    triton_lacks=(),
-)
+CARD = replace(GOOD, triton_lacks=())
 """An SM120 card with everything installed."""
 
 
