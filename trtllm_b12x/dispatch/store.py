@@ -25,6 +25,8 @@ FORM = 3
 """Version of the file format."""
 _PARTS = {"card": "another card", "geometry": "another geometry", "paths": "other kernels", "conditions": "other versions"}
 """Fields of ``Key``, and what a table is of that has another value there."""
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What reading a file raises that somebody cut off, edited or wrote as another user."""
 _PACKAGES = ("torch", "triton", "flashinfer-python", "nvidia-cutlass-dsl", "tensorrt_llm")
 
 
@@ -71,7 +73,7 @@ def load(key: Key) -> Timings | None:
             return _timings(table)
     except FileNotFoundError:
         return None
-    except Exception as error:
+    except _UNREADABLE as error:
         problem = first_line(error)
     logger.info("the stored crossover is not used, %s: %s", file, problem)
     return None
@@ -91,7 +93,7 @@ def load_file(path: Path, key: Key) -> Timings:
             if not problem:
                 return _timings(table)
             problems.append(problem)
-    except Exception as error:
+    except _UNREADABLE as error:
         raise ValueError(f"{path}: {first_line(error)}") from error
     raise ValueError(f"{path}: {problems[0] if problems else 'no table'}")
 
@@ -105,7 +107,7 @@ def keep(key: Key, timings: Timings) -> None:
     try:
         disk.make(folder)
         disk.replace(folder / key.file, json.dumps(record(key, timings)))
-    except Exception as error:
+    except OSError as error:
         logger.info("the crossover is measured at every start, %s cannot be written: %s", folder, first_line(error))
 
 

@@ -80,7 +80,7 @@ def _look_here() -> dict[str, Any]:
         from cutlass.base_dsl.version_info import CUDA_VERSION
 
         return {**loaded, "cuda": [CUDA_VERSION.major, CUDA_VERSION.minor]}
-    except Exception as error:
+    except (ImportError, AttributeError) as error:
         return {**loaded, "error": first_line(error), "fault": PayloadFault.IMPORT.name}
 
 

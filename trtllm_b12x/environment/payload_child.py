@@ -51,33 +51,35 @@ def answer_for_the_gpu(torch: Any, sm_count: int, major: int, minor: int) -> Non
     torch.cuda.current_stream = lambda *arguments: type("Stream", (), {"cuda_stream": 0})()
 
 
-def main() -> None:
-    file = file_of("cutlass")
-    try:
-        from cutlass.base_dsl.version_info import CUDA_VERSION
+def look_at_cutlass() -> None:
+    from cutlass.base_dsl.version_info import CUDA_VERSION
 
-        module = sys.modules["cutlass"]
-        version = str(getattr(module, "__version__", "") or "")
-        say("cutlass", cuda=[CUDA_VERSION.major, CUDA_VERSION.minor], version=version, file=module.__file__ or file)
-    except Exception as error:
-        say("cutlass", error=error_of(error), file=file)
+    module = sys.modules["cutlass"]
+    version, file = str(getattr(module, "__version__", "") or ""), module.__file__ or file_of("cutlass")
+    say("cutlass", cuda=[CUDA_VERSION.major, CUDA_VERSION.minor], version=version, file=file)
+
+
+def look_at_flashinfer() -> None:
+    init = file_of("flashinfer")
+    if not init:
         return
-    try:
-        init = file_of("flashinfer")
-        if not init:
-            return
-        kernels = os.path.join(os.path.dirname(init), *DISPATCH.split(".")[1:]) + ".py"
-        if not os.path.exists(kernels):  # older than b12x (see its version), or damaged (see RECORD)
-            say("flashinfer", error="", file=init)
-            return
+    kernels = os.path.join(os.path.dirname(init), *DISPATCH.split(".")[1:]) + ".py"
+    if os.path.exists(kernels):  # else older than b12x (see its version), or damaged (see RECORD)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # set after the DSL chose its payload: torch must not use the GPU
         import torch
 
         answer_for_the_gpu(torch, 188, 12, 0)
         importlib.import_module(DISPATCH)
-        say("flashinfer", error="", file=file_of("flashinfer"))
-    except Exception as error:
-        say("flashinfer", error=error_of(error), file=file_of("flashinfer"))
+    say("flashinfer", error="", file=init)
+
+
+def main() -> None:
+    for package, look_at in (("cutlass", look_at_cutlass), ("flashinfer", look_at_flashinfer)):
+        try:
+            look_at()
+        except Exception as error:
+            say(package, error=error_of(error), file=file_of(package))
+            return
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,14 @@ _lock = locks.new()
 process.kept(_plans.clear)
 
 
+@contextmanager
+def _any_error_as_plan_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise PlanError(first_line(error)) from error
+
+
 class PlannedKernel(Kernel):
     """A kernel with a shared plan."""
 
@@ -51,11 +60,9 @@ class PlannedKernel(Kernel):
         with _lock:
             plan = _plans.get(key)
             if plan is None:
-                try:
-                    with torch.inference_mode(False):  # whatever the host loads in: the tensors outlive it
-                        plan = _plans[key] = make()
-                except Exception as error:
-                    raise PlanError(first_line(error)) from error
+                # Whatever mode the host loads in: the tensors outlive it.
+                with _any_error_as_plan_error(), torch.inference_mode(False):
+                    plan = _plans[key] = make()
         self._plan, self._key = plan, key
 
     @abstractmethod
@@ -76,16 +83,16 @@ class PlannedKernel(Kernel):
             if plan.tested:
                 return
             started = time.monotonic()
+            _plans.pop(self._key, None)  # no other layer may take it if the test fails
             try:
-                results = self._test()
-                if failed := [result for result in results or () if not result.passed]:
-                    self._leave_out(failed)
-            except Exception as error:
-                _plans.pop(self._key, None)
-                raise PlanError(first_line(error)) from error
+                with _any_error_as_plan_error():
+                    results = self._test()
+                    if failed := [result for result in results or () if not result.passed]:
+                        self._leave_out(failed)
             finally:
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+            _plans[self._key] = plan
             plan.tested, plan.untestable, plan.results = results is not None, results is None, results or []
         if not plan.tested:
             logger.info("%s: not tested yet, the weights are all zero or not finite", name)

@@ -102,7 +102,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, on_signal)
     try:
         yield
-    except Exception as error:
+    except (ValueError, RuntimeError) as error:
         if pressed:
             raise KeyboardInterrupt from error
         raise

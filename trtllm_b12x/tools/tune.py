@@ -44,7 +44,7 @@ def tune(ctx: click.Context, json_file: Path | None, **layer: Any) -> None:
 def _gpu() -> str:
     try:
         import torch
-    except Exception as error:
+    except (ImportError, OSError) as error:
         raise UnusableError(f"torch does not import: {first_line(error)}") from None
     if not torch.cuda.is_available():
         raise UnusableError("no GPU: torch sees none, and times of another machine say nothing; run it on the one with the card")

@@ -85,8 +85,8 @@ def load() -> Host:
             return _loaded
         except UnsupportedHostError as error:
             failure = error
-        except Exception as error:  # a name that the contract does not check
-            failure = UnsupportedHostError(f"TensorRT-LLM cannot be adapted: {first_line(error)}")
+        except Exception as error:  # its import, or a name that the contract does not check
+            failure = UnsupportedHostError(f"TensorRT-LLM cannot be imported or adapted: {first_line(error)}")
         _failure = str(failure)
         raise failure
 
@@ -124,10 +124,7 @@ def _in_torch() -> Host:
 
 
 def _tensorrt_llm() -> Host:
-    try:
-        importlib.import_module("tensorrt_llm")
-    except Exception as error:
-        raise UnsupportedHostError(f"importing tensorrt_llm fails: {first_line(error)}") from error
+    importlib.import_module("tensorrt_llm")
     generation = contract.recognize()
     package = contract.facts()[generation]["package"]
     # Use import_module: as a package attribute, create_moe is the function.

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.core.log import logger
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.schedule import HOSTS
 from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
 from trtllm_b12x.kernels import Geometry
 
-from . import status
+from . import guard, status
 from .host import load
 
 _LAYERS = 32
@@ -56,12 +55,10 @@ def route_sampler(module: Any, geometry: Geometry, device: torch.device) -> Rout
 
     def sample(tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logits = timing.router_logits(geometry, tokens, seed, skewed).to(device)
-        try:
+        with guard.bookkeeping():
             ids, router_weights = module.routing_method.apply(logits)
             if ids.shape == router_weights.shape == (tokens, geometry.top_k):
                 return ids.to(torch.int32), router_weights.float()
-        except Exception as error:
-            logger.debug("router of %s", geometry, exc_info=error)
         values, ids = logits.topk(geometry.top_k, dim=1)
         return ids.to(torch.int32), values.softmax(1)
 

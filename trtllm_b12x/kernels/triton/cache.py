@@ -137,6 +137,6 @@ def _turn() -> Iterator[None]:
             folder = toolchain.cache_folder()
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(FileLock(folder / "trtllm_b12x.lock", timeout=_TIMEOUT_S))
-        except Exception as error:
+        except (OSError, NotImplementedError) as error:
             log.once(f"Triton's kernels are compiled without waiting for other processes: {first_line(error)}")
         yield

@@ -31,6 +31,8 @@ MOST_PROCESSES = 16
 _FEWEST_KERNELS = 3
 """For fewer, starting processes does not pay."""
 _TIMEOUT_S = 600
+_LACKING = (ImportError, AttributeError, TypeError, OSError, RuntimeError, subprocess.SubprocessError)
+"""A name or an argument that this Triton does not have, no C compiler, or one that fails."""
 
 
 def fill(
@@ -128,7 +130,7 @@ def main() -> None:
 
     runtime.driver.set_active(driver(request["capability"]))
     for name in {job["module"] for job in request["jobs"]}:
-        with suppress(Exception):  # each of its jobs reports it
+        with suppress(*_LACKING):  # each of its jobs reports it
             importlib.import_module(f"trtllm_b12x.kernels.{name}")
     if folder := request.get("libcuda"):
         ctypes.CDLL(os.path.join(folder, "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # what is compiled is also loaded
@@ -157,7 +159,7 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
         arguments = [MockTensor(kind) if isinstance(kind, str) else kind for kind in job["types"]]
         function = getattr(importlib.import_module(f"trtllm_b12x.kernels.{job['module']}"), job["name"])
         kernel = function.warmup(*arguments, grid=(1,), **job["constants"], **job["options"])
-        with suppress(Exception):  # Triton before 3.7 compiles a launcher in C for each signature
+        with suppress(*_LACKING):  # Triton before 3.7 compiles a launcher in C for each signature
             importlib.import_module("triton.backends.nvidia.driver").CudaLauncher(kernel.src, kernel.metadata)
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
@@ -172,7 +174,7 @@ def _compile_utilities(folder: str) -> None:
     knobs.nvidia.libcuda_path = folder
     cuda.libcuda_dirs.cache_clear()
     cuda.library_dirs.cache_clear()
-    with suppress(Exception):
+    with suppress(*_LACKING):
         cuda.CudaUtils()
 
 
