@@ -108,10 +108,19 @@ def rows(geometry: Geometry, values: torch.Tensor, intermediate: int) -> torch.T
     return halves.flatten(1, 2)
 
 
-def matrix(codes: torch.Tensor, scales: torch.Tensor, scale_2: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+def matrix(
+    codes: torch.Tensor, scales: torch.Tensor, scale_2: torch.Tensor, bias: torch.Tensor | None, weighted: bool = False
+) -> Matrix:
+    """
+    Args:
+        weighted: the call multiplies by router weights. The kernel of vLLM 0.22.1 then multiplies by the global scale after it
+            adds the bias, so the bias is divided by it.
+    """
     ordered, factor = scales_in_order(scales.view(torch.float8_e4m3fn))
     # bfloat16's exponent bias less E2M1's, less the 2**7 of the block scales
     global_scales = scale_2.float() * 2.0 ** (126 - 7) / factor
+    if bias is not None and weighted:
+        bias = bias.float() / global_scales.unsqueeze(1)
     return Matrix(codes_in_tiles(codes), ordered, global_scales, None if bias is None else bias_in_order(bias.bfloat16()))
 
 
@@ -138,6 +147,7 @@ class MarlinLayer:
             pad(layer.s2.view(torch.uint8), hidden, inner // 16),
             layer.scale_2,
             None if bias_2 is None else pad(bias_2, hidden),
+            weighted=True,
         )
         stored = (self.first.codes, self.first.scales, self.second.codes, self.second.scales)
         self.expert_bytes = sum(part.nbytes for part in stored) / g.num_experts
