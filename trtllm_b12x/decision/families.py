@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from trtllm_b12x import formats
+
 from .inputs import Environment
 from .remedies import FLASHINFERS
 from .verdicts import KernelFeatures, RejectReason
@@ -80,6 +82,38 @@ def triton(e: Environment) -> KernelFeatures:
     )
 
 
+def triton_w4a16(e: Environment) -> KernelFeatures:
+    """Return the capabilities for W4A16_NVFP4 decode. Ranks of attention-DP send each other 16-bit tokens."""
+    known = triton(e)
+    return replace(
+        known,
+        quantizations=frozenset({"W4A16_NVFP4"}),
+        hidden_size_multiple=64,
+        quantized_input=False,
+        bound_by=known.bound_by - {RejectReason.ATTENTION_DP},
+    )
+
+
+def grouped_w4a16(e: Environment) -> KernelFeatures:
+    """Return the capabilities for W4A16_NVFP4 prefill. Only token counts measured to be faster than CUTLASS are used."""
+    return replace(triton_w4a16(e), name="grouped", arithmetic="UNQUANTIZED", oldest_sm=89, measured_from=64)
+
+
+def triton_mxfp4(e: Environment) -> KernelFeatures:
+    """Return the capabilities for MXFP4 decode. The host pads each rank's part, so that every intermediate size suits."""
+    known = triton(e)
+    return replace(
+        known,
+        quantizations=frozenset({"W4A8_MXFP4_MXFP8"}),
+        group_size=32,
+        tile=128,
+        hidden_size_multiple=32,
+        dtypes=frozenset({"bfloat16"}),
+        quantized_input=False,
+        bound_by=known.bound_by - {RejectReason.BIAS, RejectReason.INTERMEDIATE_SIZE} | {RejectReason.ROUTER_WEIGHT_ON_INPUT},
+    )
+
+
 def triton_mxfp8(e: Environment) -> KernelFeatures:
     """Return the capabilities for MXFP8 decode. The host has no path for MXFP8; ``grouped`` serves prefill under equal rules."""
     known = triton(e)
@@ -119,15 +153,18 @@ def grouped_nvfp4(e: Environment) -> KernelFeatures:
 FAMILIES: tuple[Family, ...] = (
     Family("b12x", "NVFP4", b12x),
     Family("triton", "NVFP4", triton),
+    Family("triton", "W4A16_NVFP4", triton_w4a16),
+    Family("triton", "MXFP4", triton_mxfp4),
     Family("triton", "MXFP8", triton_mxfp8),
     Family("grouped", "NVFP4", grouped_nvfp4),
+    Family("grouped", "W4A16_NVFP4", grouped_w4a16),
     Family("grouped", "MXFP8", grouped),
 )
 """Rows in order of preference. A card uses the first suitable family that ``TRTLLM_B12X_KERNELS`` lists."""
 
 
 def rows(names: Iterable[str], quant_algo: str | None = None) -> Iterator[Family]:
-    """Yield one row per family: the row for ``quant_algo`` if it has one. If no family serves the format, the first row."""
-    served = any(family.format == quant_algo for family in FAMILIES)
+    """Yield each family's row for the format. If no family serves it, the first row of each."""
+    form = formats.find(quant_algo)
     for name in names:
-        yield from [family for family in FAMILIES if family.name == name and (not served or family.format == quant_algo)][:1]
+        yield from [family for family in FAMILIES if family.name == name and (form is None or family.format == form.name)][:1]

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TILES, ROWS = "128x4", "rows"
+"""Order of block scales: interleaved tiles of 128 rows by 4 blocks, or rows of blocks."""
+UP_GATE, GATE_UP, BY_TURNS = "up, gate", "gate, up", "gate and up by turns"
+"""Order of FC1's rows if the layer has a gate."""
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How an engine stores the matrices of a layer. Kernels read them in place."""
+
+    scales: str = TILES
+    fc1: str = UP_GATE
+    hidden_multiple: int = 1
+    """FC1's columns and FC2's rows are padded to a multiple of this."""
+
+    def stored_hidden(self, hidden_size: int) -> int:
+        return -(-hidden_size // self.hidden_multiple) * self.hidden_multiple
+
+
+DEFAULT_LAYOUT = WeightLayout()
+
 
 @dataclass(frozen=True)
 class Format:
     """Number format: codes and block scales."""
 
     name: str
-    """The host's ``QuantAlgo`` member."""
     recipe: str
     """nvidia-modelopt's configuration that exports it."""
     code_bits: int
@@ -20,6 +40,16 @@ class Format:
     """Activations of usual checkpoints, which ``doctor`` asks about."""
     hosts_path: bool = True
     """True if TensorRT-LLM serves the format on SM12x by itself. If not, our kernels serve every call."""
+    quantizes_input: bool = True
+    """True if the checkpoint prescribes activations in a low-precision format too."""
+    layout: WeightLayout = DEFAULT_LAYOUT
+    """How TensorRT-LLM stores it for CUTLASS."""
+    algorithm: str = ""
+    """TensorRT-LLM's ``QuantAlgo`` member on SM12x; empty: ``name``."""
+
+    @property
+    def quant_algo(self) -> str:
+        return self.algorithm or self.name
 
 
 FORMATS: tuple[Format, ...] = (
@@ -28,6 +58,23 @@ FORMATS: tuple[Format, ...] = (
         "NVFP4_DEFAULT_CFG",
         code_bits=4,
         group_size=16,
+    ),
+    Format(
+        "W4A16_NVFP4",
+        "W4A16_NVFP4_CFG",
+        code_bits=4,
+        group_size=16,
+        quantizes_input=False,
+        layout=WeightLayout(scales=ROWS),
+    ),
+    Format(
+        "MXFP4",
+        "MXFP4_DEFAULT_CFG",
+        code_bits=4,
+        group_size=32,
+        activations=("SwigluBias",),
+        layout=WeightLayout(hidden_multiple=128),
+        algorithm="W4A8_MXFP4_MXFP8",
     ),
     Format(
         "MXFP8",
@@ -44,9 +91,9 @@ def names() -> tuple[str, ...]:
     return tuple(row.name for row in FORMATS)
 
 
-def find(name: str) -> Format | None:
-    """Return the format of this name, or None for an unquantized layer and for other algorithms."""
-    return next((row for row in FORMATS if row.name == name), None)
+def find(name: str | None) -> Format | None:
+    """Return the format of this name or ``QuantAlgo``, or None for an unquantized layer and for other algorithms."""
+    return next((row for row in FORMATS if name in (row.name, row.algorithm) and name), None)
 
 
 def group_size(name: str) -> int | None:

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import FORMATS
+from . import DEFAULT_LAYOUT, FORMATS, WeightLayout, find
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,8 @@ class LayerShape:
         import torch
 
         sizes: Any = self
+        form = find(self.quant_algo)
+        assert form is not None
         return Geometry(
             num_experts=sizes.num_experts // ep,
             top_k=sizes.top_k,
@@ -64,7 +66,9 @@ class LayerShape:
             activation=str(self.kernel_activation),
             dtype=getattr(torch, str(self.dtype)),
             ranks=ep,
-            format=str(self.quant_algo),
+            bias=getattr(torch, str(self.dtype)) if self.bias else None,
+            format=form.name,
+            layout=form.layout,
         )
 
 
@@ -86,6 +90,12 @@ class Geometry:
     """Dtype of FC1's and FC2's bias, or None without one."""
     format: str = "NVFP4"
     """Number format of the weights, a name of ``formats.FORMATS``."""
+    layout: WeightLayout = DEFAULT_LAYOUT
+
+    @property
+    def stored_hidden(self) -> int:
+        """FC1's columns and FC2's rows as they are stored, padding included."""
+        return self.layout.stored_hidden(self.hidden_size)
 
     @property
     def expert_parallel(self) -> bool:

@@ -69,12 +69,5 @@ class MXFP8Weights(Weights):
     fc2_weight_sf: torch.Tensor
     """``(32, 4, H/128, 4, T/128, E)`` uint8."""
 
-    def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        return {
-            "weight": (self.fc1_weight[slot].view(torch.uint8), self.fc2_weight[slot].view(torch.uint8)),
-            "weight_scale": (self.row_scales(slot, "fc1_weight"), self.row_scales(slot, "fc2_weight")),
-        }
-
-    def matrix(self, slot: int, name: str) -> torch.Tensor:
-        """Return a local expert's ``fc1_weight`` or ``fc2_weight`` in float32."""
-        return dequantize(getattr(self, name)[slot], self.row_scales(slot, name))
+    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return dequantize(codes, scales)

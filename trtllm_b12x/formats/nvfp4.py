@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .layouts import plain_scales
 from .weights import Weights
 
 BLOCK_SIZE = 16
@@ -165,13 +164,5 @@ class NVFP4Weights(Weights):
         if self.input_scales is not None:
             self.input_scales.derive()
 
-    def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        fc1, fc2 = (plain_scales(scales[..., slot : slot + 1])[0] for scales in (self.fc1_weight_sf, self.fc2_weight_sf))
-        return {
-            "weight": (self.fc1_weight[slot], self.fc2_weight[slot]),
-            "weight_scale": (fc1.view(torch.uint8), fc2.view(torch.uint8)),
-        }
-
-    def matrix(self, slot: int, name: str) -> torch.Tensor:
-        """Return a local expert's ``fc1_weight`` or ``fc2_weight`` in float32, without ``weight_scale_2``."""
-        return dequantize(getattr(self, name)[slot], self.row_scales(slot, name))
+    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return dequantize(codes, scales)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from . import constants
+from . import BY_TURNS, DEFAULT_LAYOUT, GATE_UP, ROWS, WeightLayout, constants
 from .geometry import Geometry
 from .layouts import plain_scales
 
@@ -66,6 +66,7 @@ class Weights(ABC):
     packed: ClassVar[int] = 1
     """Codes in one element of ``code_dtype``."""
     epilogue: Epilogue = field(default_factory=Epilogue, kw_only=True)
+    layout: WeightLayout = field(default=DEFAULT_LAYOUT, kw_only=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that kernels read, by field."""
@@ -74,28 +75,57 @@ class Weights(ABC):
     def check(self, geometry: Geometry) -> None:
         """Raise ValueError, naming the tensor, if a shape or dtype is not what kernels of ``geometry`` take.
 
-        Block scales fill tiles of 128 rows by 4 blocks, the last ones padded. Other fields are float32, one for each expert.
+        Block scales fill tiles of 128 rows by 4 blocks, the last ones padded, or lie in rows, ``(E, rows, blocks)``. Other fields
+        are float32, one for each expert.
         """
-        experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
+        if self.layout != geometry.layout:
+            raise ValueError(f"the weights are laid out as {self.layout}, the kernel is planned for {geometry.layout}")
+        experts, hidden, size = geometry.num_experts, geometry.stored_hidden, geometry.intermediate_size
         rows, width = (2 if geometry.gated else 1) * size, 4 * self.group_size
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"fc1_half_alphas": ((2, experts), torch.float32)}
         for name, height, columns in (("fc1_weight", rows, hidden), ("fc2_weight", hidden, size)):
             expected[name] = (experts, height, columns // self.packed), self.code_dtype
-            expected[f"{name}_sf"] = (32, 4, -(-height // 128), 4, -(-columns // width), experts), self.scale_dtype
+            if self.layout.scales == ROWS:
+                shape: tuple[int, ...] = (experts, height, columns // self.group_size)
+            else:
+                shape = (32, 4, -(-height // 128), 4, -(-columns // width), experts)
+            expected[f"{name}_sf"] = shape, self.scale_dtype
         for name, tensor in self.tensors().items():
             shape, dtype = expected.get(name, ((experts,), torch.float32))
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the kernel takes {shape} {dtype}")
         self.epilogue.check(experts, rows, hidden, geometry.bias, self.device)
 
-    @abstractmethod
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return a local expert's FC1 (rows [up; gate]) and FC2, uint8 ``(rows, bytes)``, by the checkpoint's kind of tensor."""
+        fields = self.tensors()
+        codes = fields["fc1_weight"][slot], fields["fc2_weight"][slot]
+        scales = self.row_scales(slot, "fc1_weight"), self.row_scales(slot, "fc2_weight")
+        kinds = {"weight": codes, "weight_scale": scales}
+        return {
+            kind: (self.ordered(fc1.view(torch.uint8)), fc2.contiguous().view(torch.uint8)) for kind, (fc1, fc2) in kinds.items()
+        }
+
+    @abstractmethod
+    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Multiply codes ``(rows, K / packed)`` by block scales ``(rows, blocks)``: float32 ``(rows, K)``."""
+
+    def matrix(self, slot: int, name: str) -> torch.Tensor:
+        """Return a local expert's ``fc1_weight`` (rows [up; gate]) or ``fc2_weight`` in float32, without per-expert scales."""
+        values = self.dequantized(getattr(self, name)[slot], self.row_scales(slot, name))
+        return self.ordered(values) if name == "fc1_weight" else values
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return FC1's rows, or its bias, of one expert in the order [up; gate]."""
+        if self.layout.fc1 == GATE_UP:
+            return torch.cat(rows.chunk(2)[::-1])
+        return torch.cat((rows[1::2], rows[0::2])) if self.layout.fc1 == BY_TURNS else rows
 
     def row_scales(self, slot: int, name: str) -> torch.Tensor:
-        """Return the block scales of a local expert's ``fc1_weight`` or ``fc2_weight`` in rows, ``(rows, blocks)`` (a copy)."""
+        """Return the block scales of a local expert's ``fc1_weight`` or ``fc2_weight`` in rows, ``(rows, blocks)``."""
         rows, columns = getattr(self, name).shape[1:]
-        plain = plain_scales(getattr(self, f"{name}_sf")[..., slot : slot + 1])[0]
+        scales: torch.Tensor = getattr(self, f"{name}_sf")
+        plain = scales[slot] if self.layout.scales == ROWS else plain_scales(scales[..., slot : slot + 1])[0]
         return plain[:rows, : columns * self.packed // self.group_size]
 
     def typical_input(self) -> float:

@@ -5,20 +5,26 @@ from __future__ import annotations
 from .b12x.kernel import B12xKernel
 from .base import Kernel
 from .reference import (
+    MXFP4UnquantizedReferenceKernel,
     MXFP8ReferenceKernel,
     MXFP8UnquantizedReferenceKernel,
     QuantizedReferenceKernel,
     ReferenceKernel,
     UnquantizedReferenceKernel,
+    W4A16ReferenceKernel,
+    W4A16UnquantizedReferenceKernel,
 )
-from .triton.decode import TritonKernel, TritonMXFP8Kernel
-from .triton.grouped import GroupedKernel, GroupedNVFP4Kernel
+from .triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
+from .triton.grouped import GroupedKernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
 
 KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel]]] = {
     ("b12x", "NVFP4"): (B12xKernel, ReferenceKernel),
     ("triton", "NVFP4"): (TritonKernel, UnquantizedReferenceKernel),
+    ("triton", "W4A16_NVFP4"): (TritonW4A16Kernel, W4A16UnquantizedReferenceKernel),
+    ("triton", "MXFP4"): (TritonMXFP4Kernel, MXFP4UnquantizedReferenceKernel),
     ("triton", "MXFP8"): (TritonMXFP8Kernel, MXFP8UnquantizedReferenceKernel),
     ("grouped", "NVFP4"): (GroupedNVFP4Kernel, QuantizedReferenceKernel),
+    ("grouped", "W4A16_NVFP4"): (GroupedW4A16Kernel, W4A16ReferenceKernel),
     ("grouped", "MXFP8"): (GroupedKernel, MXFP8ReferenceKernel),
 }
 """Kernel class and torch class of each family and number format."""

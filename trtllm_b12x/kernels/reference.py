@@ -32,7 +32,7 @@ import torch
 from trtllm_b12x.decision import Environment, KernelFeatures, families
 from trtllm_b12x.formats import mxfp8, nvfp4
 from trtllm_b12x.formats.layouts import scales_of_tokens
-from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX
+from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, NVFP4Weights
 
 from . import Geometry, Kernel, MoECall
 from .routes import ExpertRange, of_known_types
@@ -57,6 +57,8 @@ class ReferenceKernel(Kernel):
     """Activations are rounded to the format of the weights before each product."""
     partial_columns: ClassVar[int] = 256
     """FC2's product is rounded to bf16 per so many columns, before alpha and router weight; 0: it is not."""
+    rounds_shares: ClassVar[bool] = True
+    """Each route's share is rounded to bf16."""
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         self.check(geometry, (self.features.hidden_size_multiple, self.multiple))
@@ -100,13 +102,13 @@ class ReferenceKernel(Kernel):
             x = x if arrived else self._quantized(x, divisor_1)
         elif arrived:
             x = x * w.fc1_divisor[0]  # the host has one input scale for all experts where it quantizes for them
-        fc1 = x.float() @ w.matrix(expert, "fc1_weight").T * scale_1
+        fc1 = x.float() @ w.matrix(expert, "fc1_weight")[:, : g.hidden_size].T * scale_1
         if extra.fc1_bias is not None:
-            fc1 = fc1 + extra.fc1_bias[expert].float()
+            fc1 = fc1 + w.ordered(extra.fc1_bias[expert]).float()
         constants = (float(tensor[expert]) for tensor in extra.swiglu(g.num_experts, fc1.device)) if g.gated else ()
         inner = activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants).to(torch.bfloat16)
         inner = self._quantized(inner, divisor_2) if self.quantizes else inner.float()
-        fc2 = w.matrix(expert, "fc2_weight")
+        fc2 = w.matrix(expert, "fc2_weight")[: g.hidden_size]
         if self.quantizes and self.partial_columns:
             factor = (router_weights * scale_2).to(torch.bfloat16)
             for columns, rows in zip(inner.split(self.partial_columns, 1), fc2.split(self.partial_columns, 1), strict=True):
@@ -114,14 +116,14 @@ class ReferenceKernel(Kernel):
             return
         share = inner @ fc2.T * scale_2
         if extra.fc2_bias is not None:
-            share = share + extra.fc2_bias[expert].float()
+            share = share + extra.fc2_bias[expert, : g.hidden_size].float()
         share = share * router_weights
-        yield share.to(torch.bfloat16).float() if self.quantizes else share
+        yield share.to(torch.bfloat16).float() if self.rounds_shares else share
 
     def _scales(self, expert: int) -> tuple[Any, Any, Any, Any]:
         """Return what a local expert's sums are multiplied by (FC1: per row), and what quantizes its activations."""
         w, g = self.weights, self.geometry
-        if isinstance(w, mxfp8.MXFP8Weights):
+        if not isinstance(w, NVFP4Weights):
             return 1.0, 1.0, None, None
         alpha_1 = w.half_alphas(expert).repeat_interleave(g.intermediate_size) if g.gated else w.fc1_alpha[expert]
         alpha_2, divisor_1, divisor_2 = w.fc2_alpha[expert], w.fc1_divisor[expert], w.fc2_divisor[expert]
@@ -152,7 +154,28 @@ class UnquantizedReferenceKernel(ReferenceKernel):
 
     features = dataclasses.replace(families.triton(Environment()), name="reference W4A16", graph_safe=False)
     multiple = 16
+    quantizes = rounds_shares = False
+
+
+class W4A16UnquantizedReferenceKernel(UnquantizedReferenceKernel):
+    """The Triton decode kernels for W4A16_NVFP4."""
+
+    features = dataclasses.replace(families.triton_w4a16(Environment()), name="reference W4A16", graph_safe=False)
+
+
+class W4A16ReferenceKernel(ReferenceKernel):
+    """The grouped W4A16_NVFP4 kernels: activations as they are, each route's share in bf16."""
+
+    features = dataclasses.replace(families.grouped_w4a16(Environment()), name="reference W4A16", graph_safe=False)
+    multiple = 16
     quantizes = False
+
+
+class MXFP4UnquantizedReferenceKernel(UnquantizedReferenceKernel):
+    """The Triton decode kernels for MXFP4."""
+
+    features = dataclasses.replace(families.triton_mxfp4(Environment()), name="reference W4A16", graph_safe=False)
+    multiple = 32
 
 
 class QuantizedReferenceKernel(ReferenceKernel):
@@ -175,7 +198,7 @@ class MXFP8UnquantizedReferenceKernel(MXFP8ReferenceKernel):
     """The Triton decode kernels for MXFP8 (W8A16)."""
 
     features = dataclasses.replace(families.triton_mxfp8(Environment()), name="reference W8A16", graph_safe=False)
-    quantizes = False
+    quantizes = rounds_shares = False
 
 
 def activate(

@@ -1,4 +1,4 @@
-"""Decode kernels in Triton on 16-bit activations, on the host's own tensors: NVFP4 (W4A16) and MXFP8 (W8A16) experts.
+"""Decode kernels in Triton on 16-bit activations, on the host's own tensors: experts in NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
 
 A call of few routes is two launches: FC1 with its activation, and FC2 with the weighted sum. A call of more routes, or of input
 that arrives quantized, has a third one first, which sorts routes by expert. Nothing depends on values and nothing is shared
@@ -18,13 +18,19 @@ from typing import Any
 import torch
 
 from trtllm_b12x.decision import Environment, families
-from trtllm_b12x.formats import constants
+from trtllm_b12x.formats import ROWS, constants
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.reference import MXFP8UnquantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.kernels.reference import (
+    MXFP4UnquantizedReferenceKernel,
+    MXFP8UnquantizedReferenceKernel,
+    ReferenceKernel,
+    UnquantizedReferenceKernel,
+    W4A16UnquantizedReferenceKernel,
+)
 from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
 from .decode_tiles import INLINE_ROUTES, Tile, Tiles, blocks, tiles
-from .jit import ACTIVATIONS, JitKernel, scalars_of, scales_in_memory, swiglu
+from .jit import ACTIVATIONS, ORDERS, JitKernel, scalars_of, scales_in_memory, swiglu
 from .launcher import LaunchPlan, LayerTensors, WorkspaceLayout
 from .variant import Variant
 
@@ -107,8 +113,10 @@ class TritonKernel(JitKernel):
         common = {"TOP_K": g.top_k, "PDL": self._overlap}
         both = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": config.columns, "BM": chosen.routes}
         both |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "WORD": self.codes_per_int32}
+        both |= {"GROUP": self.features.group_size, "LINEAR": g.layout.scales == ROWS, "PADDED": g.stored_hidden}
         both |= {"PTX": self.card.capability if self.device.type == "cuda" else 0}
         first = {"BN": chosen.fc1.rows, "BK": chosen.fc1.columns, "SPLIT": chosen.fc1.split}
+        first |= {"ORDER": ORDERS.index(g.layout.fc1)}
         first |= {"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
         second = {"BN": chosen.fc2.rows, "BK": chosen.fc2.columns, "SPLIT": chosen.fc2.split}
         bias, call = g.bias or f, (i, config.tokens, 1, 0, 1, 0)
@@ -116,7 +124,7 @@ class TritonKernel(JitKernel):
         made = [self._variant("fc1_kernel", types, common | both | first, chosen.fc1)]
         types = (torch.bfloat16, i, byte, f, f, bias, i, f, x, f, *call)
         if inline and chosen.token is not None:
-            constants = {name: both[name] for name in ("H", "SIZE", "BIAS", "WORD", "PTX")}
+            constants = {name: both[name] for name in ("H", "SIZE", "BIAS", "PADDED", "WORD", "GROUP", "LINEAR", "PTX")}
             constants |= {"BN": chosen.token.rows, "BK": chosen.token.columns}
             made.append(self._variant("fc2_token_kernel", types, common | constants, chosen.token))
         else:
@@ -139,9 +147,9 @@ class TritonKernel(JitKernel):
         s, extra = scalars_of(weights), weights.epilogue
         none = s.fc2_alpha  # an address for what is not read
         bias1, bias2 = (none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
-        head = weights.fc1_weight.view(torch.int32), scales_in_memory(weights.fc1_weight_sf), s.fc1_alpha
+        head = weights.fc1_weight.view(torch.int32), scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha
         tail = s.fc1_half_alphas, bias1, *swiglu(self.geometry, weights, none)
-        fc2 = weights.fc2_weight.view(torch.int32), scales_in_memory(weights.fc2_weight_sf), s.fc2_alpha, s.fc2_input, bias2
+        fc2 = weights.fc2_weight.view(torch.int32), scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input, bias2
         # Input that arrives quantized is in units of the input scale, which the alpha contains.
         one = constants.filled(1.0, (1,), weights.device)
         return {
@@ -204,3 +212,17 @@ class TritonMXFP8Kernel(TritonKernel):
     features = families.triton_mxfp8(Environment())
     reference = MXFP8UnquantizedReferenceKernel
     codes_per_int32 = 4
+
+
+class TritonW4A16Kernel(TritonKernel):
+    """Decode of W4A16_NVFP4 layers."""
+
+    features = families.triton_w4a16(Environment())
+    reference = W4A16UnquantizedReferenceKernel
+
+
+class TritonMXFP4Kernel(TritonKernel):
+    """Decode of MXFP4 layers."""
+
+    features = families.triton_mxfp4(Environment())
+    reference = MXFP4UnquantizedReferenceKernel

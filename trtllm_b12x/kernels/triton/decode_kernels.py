@@ -15,19 +15,26 @@ from triton.language.extra import cuda
 
 from .epilogues import activate, along, half_alphas, share_of_one, shares_of_block
 from .numerics import rounded
-from .operands import FP4, SCALE, added, dot, loaded, matrix, own_columns, places, split_inputs
+from .operands import NVFP4_GROUP, SCALE, added, dot, loaded, matrix, own_columns, places, split_inputs
 from .routing import listed_block, localized, own_block, route_kernel, start_token
-from .scales import first_scale, rows_of, scale_offsets
+from .scales import first_scale, rows_of, scale_bytes, scale_offsets
 
 _SIZES = ["tokens", "blocks", "first", "experts", "step"]
 _ANYWHERE = ["ids", "router_weights", "bias", "alpha", "input_scale", "half_alpha", "swiglu_alpha", "swiglu_beta", "swiglu_limit"]
 """Arguments at addresses that need not be multiples of 16."""
 
 
+UP_GATE = tl.constexpr(0)
+GATE_UP = tl.constexpr(1)
+BY_TURNS = tl.constexpr(2)
+"""Orders of FC1's rows, as ``trtllm_b12x.formats`` names them."""
+
+
 @triton.jit
 def _products(
-    x, weight, weight_sf, e, tile, row, one, n, N: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, WORD: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
+    x, weight, weight_sf, e, tile, row, one, n, X: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HEIGHT: tl.constexpr,
+    HALVES: tl.constexpr, ORDER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    WORD: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """``BN`` rows of expert ``e``'s matrix, of each of its HALVES, times inputs: ``(BN, routes)``, or ``(BN,)`` where BM is 1.
 
@@ -36,48 +43,53 @@ def _products(
     each row keeps its own. So more warps read at a time.
 
     Args:
-        x: rows of K.
+        x: rows of X columns, at most K.
         row: of ``x``, for each of the ``n`` routes; ``one``: for the only one.
         N: rows of a half.
+        K: columns of the matrix, padding included, of HEIGHT rows.
+        ORDER: of the halves' rows.
     """
     width: tl.constexpr = row.shape[0]
-    columns: tl.constexpr = 512 // WORD
     stretch: tl.constexpr = (K + SPLIT * BK - 1) // (SPLIT * BK) * BK
     whole: tl.constexpr = K % (SPLIT * BK) == 0
-    rows = rows_of(tile, BN, N, SPLIT)
+    step: tl.constexpr = 2 if HALVES == 2 and ORDER == BY_TURNS else 1
+    second: tl.constexpr = 1 if ORDER == BY_TURNS else N
+    up_row: tl.constexpr = second if HALVES == 2 and ORDER != UP_GATE else 0
+    gate_row: tl.constexpr = second - up_row
+    rows = rows_of(tile, BN, N, SPLIT, LINEAR)
     inside = rows < N
     part = tl.arange(0, SPLIT * BN) // BN
-    weight += e * (HALVES * N * (K // WORD))
-    weight_sf += e * ((HALVES * N + 127) // 128 * ((K + columns - 1) // columns) * 512)
-    words = rows[:, None] * (K // WORD) + tl.arange(0, BK // WORD)[None, :]
-    up_sf_offsets = scale_offsets(tile, 0, BN, BK, N, K, SPLIT, WORD)
-    gate_sf_offsets = scale_offsets(tile, 1, BN, BK, N, K, SPLIT, WORD)
-    up_sf = weight_sf + first_scale(tile, 0, BN, N, K, WORD)
-    gate_sf = weight_sf + first_scale(tile, 1, BN, N, K, WORD)
+    weight += e * (HEIGHT * (K // WORD))
+    weight_sf += e * scale_bytes(HEIGHT, K, GROUP, LINEAR)
+    words = rows[:, None] * (step * (K // WORD)) + tl.arange(0, BK // WORD)[None, :]
+    up_sf_offsets = scale_offsets(tile, up_row, BN, BK, N, K, SPLIT, GROUP, LINEAR, step)
+    gate_sf_offsets = scale_offsets(tile, gate_row, BN, BK, N, K, SPLIT, GROUP, LINEAR, step)
+    up_sf = weight_sf + first_scale(tile, up_row, BN, N, K, GROUP, LINEAR, step)
+    gate_sf = weight_sf + first_scale(tile, gate_row, BN, N, K, GROUP, LINEAR, step)
     if SPLIT > 1:
         words += (part * (stretch // WORD))[:, None]
-        up_sf_offsets += (part * (stretch * WORD))[:, None]
-        gate_sf_offsets += (part * (stretch * WORD))[:, None]
+        length: tl.constexpr = stretch // GROUP if LINEAR else stretch * 128 // GROUP
+        up_sf_offsets += (part * length)[:, None]
+        gate_sf_offsets += (part * length)[:, None]
     if BM == 1:
-        x += one * K
+        x += one * X
         offsets, present, column = places(tl.arange(0, width) * stretch, SPLIT, width, BK, WORD)
         column = offsets
     else:
-        offsets, present, column = places(row * K, n, width, BK, WORD)
+        offsets, present, column = places(row * X, n, width, BK, WORD)
     up = tl.zeros((SPLIT * BN, width), tl.float32)
     gate = tl.zeros((SPLIT * BN, width), tl.float32)
     for k in range(0, stretch, BK):
-        operands = split_inputs(loaded(x, offsets, present, column, k, K, whole), width, BK, WORD)
+        operands = split_inputs(loaded(x, offsets, present, column, k, X, whole and X == K), width, BK, WORD)
         w = matrix(
-            weight, up_sf, words, up_sf_offsets, k, part, inside, SPLIT, stretch, SPLIT * BN, BK, K, N % BN == 0, whole,
-            WORD, dtype, PTX,
+            weight + up_row * (K // WORD), up_sf, words, up_sf_offsets, k, part, inside, SPLIT, stretch, SPLIT * BN, BK, K,
+            N % BN == 0, whole, WORD, GROUP, LINEAR, dtype, PTX,
         )  # fmt: skip
         up = dot(w, operands, up, WORD)
         if HALVES == 2:
-            half = weight + N * (K // WORD)
             w = matrix(
-                half, gate_sf, words, gate_sf_offsets, k, part, inside, SPLIT, stretch, SPLIT * BN, BK, K, N % BN == 0, whole,
-                WORD, dtype, PTX,
+                weight + gate_row * (K // WORD), gate_sf, words, gate_sf_offsets, k, part, inside, SPLIT, stretch, SPLIT * BN, BK,
+                K, N % BN == 0, whole, WORD, GROUP, LINEAR, dtype, PTX,
             )  # fmt: skip
             gate = dot(w, operands, gate, WORD)
     if BM == 1:
@@ -92,7 +104,8 @@ def fc1_kernel(
     h, workspace, tokens, blocks, first, experts, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    SORTED: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, ORDER: tl.constexpr,
+    WORD: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of routes (SORTED) or routes (at most ``ROUTES``).
 
@@ -100,7 +113,7 @@ def fc1_kernel(
 
     Args:
         x: ``(tokens, H)`` bfloat16 or float16.
-        weight: int32 words of ``(E, r * SIZE, H)`` codes, WORD in each, r = 2 with GATED (rows [up; gate]).
+        weight: int32 words of ``(E, r * SIZE, PADDED)`` codes, WORD in each, r = 2 with GATED (rows in ORDER).
         alpha: ``(E,)`` float32, ``weight_scale_2`` times input scale; like the next two of NVFP4 alone.
         input_scale: float32, the reciprocal of that scale, of expert ``e`` at ``e * step``; 1 where x is in units of it.
         half_alpha: with GATED, ``(2, E)`` float32, the alphas of up and gate (``half_alphas``).
@@ -125,16 +138,16 @@ def fc1_kernel(
         return
     e = expert.to(tl.int64)
     own_alpha = 1.0
-    if WORD == FP4:
+    if GROUP == NVFP4_GROUP:
         own_alpha = tl.load(alpha + e)  # of the end; asked for there, ptxas spills at gemma-4's sizes
     halves: tl.constexpr = 2 if GATED else 1
     up, gate = _products(
-        x, weight, weight_sf, e, tile, route // TOP_K, one // TOP_K, n, SIZE, H, halves, BM, BN, BK, SPLIT, WORD,
-        x.dtype.element_ty, PTX,
+        x, weight, weight_sf, e, tile, route // TOP_K, one // TOP_K, n, H, SIZE, PADDED, halves * SIZE, halves, ORDER, BM, BN, BK,
+        SPLIT, WORD, GROUP, LINEAR, x.dtype.element_ty, PTX,
     )  # fmt: skip
-    rows = rows_of(tile, BN, SIZE, 1)
+    rows = rows_of(tile, BN, SIZE, 1, LINEAR)
     there = rows < SIZE
-    if WORD == FP4:
+    if GROUP == NVFP4_GROUP:
         scale = tl.load(input_scale + e * step)
         if GATED:
             up_alpha, gate_alpha = half_alphas(half_alpha, own_alpha, e, experts)
@@ -143,9 +156,13 @@ def fc1_kernel(
         else:
             up *= own_alpha * SCALE * scale
     if BIAS:
-        up += along(tl.load(bias + e * (halves * SIZE) + rows, mask=there, other=0).to(tl.float32), BM)
+        step: tl.constexpr = 2 if GATED and ORDER == BY_TURNS else 1
+        second: tl.constexpr = 1 if ORDER == BY_TURNS else SIZE
+        up_row: tl.constexpr = second if GATED and ORDER != UP_GATE else 0
+        bias += e * (halves * SIZE) + rows * step
+        up += along(tl.load(bias + up_row, mask=there, other=0).to(tl.float32), BM)
         if GATED:
-            gate += along(tl.load(bias + e * (halves * SIZE) + SIZE + rows, mask=there, other=0).to(tl.float32), BM)
+            gate += along(tl.load(bias + (second - up_row), mask=there, other=0).to(tl.float32), BM)
     result = activate(up, gate, swiglu_alpha + e, swiglu_beta + e, swiglu_limit + e, ACTIVATION)
     result = rounded(result, tl.bfloat16)
     if BM == 1:
@@ -173,8 +190,8 @@ def fc2_kernel(
     h, weight, weight_sf, alpha, input_scale, bias, ids, router_weights, out, partial, workspace, tokens, blocks, first, experts,
     step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr, WORD: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, ROUTES: tl.constexpr, PADDED: tl.constexpr,
+    WORD: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``TILES`` tiles of ``BN`` columns of the hidden size, by blocks or routes as ``fc1_kernel``; so is SPLIT.
 
@@ -182,9 +199,9 @@ def fc2_kernel(
 
     Args:
         h: ``(routes, SIZE)`` bfloat16.
-        weight: int32 words of ``(E, H, SIZE)`` codes.
+        weight: int32 words of ``(E, PADDED, SIZE)`` codes.
         alpha, input_scale: as ``fc1_kernel``.
-        bias: with BIAS, ``(E, H)``.
+        bias: with BIAS, ``(E, PADDED)``.
         out: ``(tokens, H)``.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
@@ -198,21 +215,24 @@ def fc2_kernel(
     else:
         expert, n, route = own_block(ids, slot, routes, first, experts, BM, width, ROUTES)
         one = slot
-    rows = rows_of(tile, BN, H, 1)
+    rows = rows_of(tile, BN, H, 1, LINEAR)
     e = tl.maximum(expert, 0).to(tl.int64)
     if PDL:
         # Of use to programs that begin beside FC1's; for others a second look for each line.
         if not SORTED and (expert >= 0) & (slot * TILES + tile < _FIRST):
-            _prefetch(weight + e * (H * (SIZE // WORD)) + rows * (SIZE // WORD), SIZE, WORD)
+            _prefetch(weight + e * (PADDED * (SIZE // WORD)) + rows * (SIZE // WORD), SIZE, WORD)
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if expert < 0:
         return
-    sums, _ = _products(h, weight, weight_sf, e, tile, route, one, n, H, SIZE, 1, BM, BN, BK, SPLIT, WORD, tl.bfloat16, PTX)
-    if WORD == FP4:
+    sums, _ = _products(
+        h, weight, weight_sf, e, tile, route, one, n, SIZE, H, SIZE, PADDED, 1, UP_GATE, BM, BN, BK, SPLIT, WORD, GROUP, LINEAR,
+        tl.bfloat16, PTX,
+    )  # fmt: skip
+    if GROUP == NVFP4_GROUP:
         sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
     if BIAS:
-        sums += along(tl.load(bias + e * H + rows, mask=rows < H, other=0).to(tl.float32), BM)
+        sums += along(tl.load(bias + e * PADDED + rows, mask=rows < H, other=0).to(tl.float32), BM)
     if BM == 1:
         share_of_one(sums, router_weights, out, partial, workspace, tokens, one, tile, rows, H, TOP_K, TILES, SORTED)
     else:
@@ -224,7 +244,7 @@ def fc2_token_kernel(
     h, weight, weight_sf, alpha, input_scale, bias, ids, router_weights, out, partial, workspace, tokens, blocks, first, experts,
     step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
-    WORD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    PADDED: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All routes of a token, at most eight, each with its own expert; arguments as ``fc2_kernel``.
 
@@ -239,34 +259,34 @@ def fc2_token_kernel(
     route = token * TOP_K + part
     expert = localized(tl.load(ids + route, mask=routed, other=-1), first, experts)
     e = tl.maximum(expert, 0).to(tl.int64)
-    rows = rows_of(tile, BN, H, 8)
+    rows = rows_of(tile, BN, H, 8, LINEAR)
     there = (rows < H) & (expert >= 0)
-    columns: tl.constexpr = 512 // WORD
-    starts = e * (H * (SIZE // WORD)) + rows * (SIZE // WORD)
+    starts = e * (PADDED * (SIZE // WORD)) + rows * (SIZE // WORD)
     if PDL:
         _prefetch(weight + starts, SIZE, WORD)
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     words = starts[:, None] + tl.arange(0, BK // WORD)[None, :]
-    factors = e * ((H + 127) // 128 * ((SIZE + columns - 1) // columns) * 512)
-    factors = (factors + first_scale(tile, 0, BN, H, SIZE, WORD))[:, None] + scale_offsets(tile, 0, BN, BK, H, SIZE, 8, WORD)
+    factors = e * scale_bytes(PADDED, SIZE, GROUP, LINEAR) + first_scale(tile, 0, BN, H, SIZE, GROUP, LINEAR)
+    factors = factors[:, None] + scale_offsets(tile, 0, BN, BK, H, SIZE, 8, GROUP, LINEAR)
     inputs, given, column = places((token * TOP_K + m) * SIZE, TOP_K, 8, BK, WORD)
     sums = tl.zeros((8 * BN, 8), tl.float32)
     whole: tl.constexpr = SIZE % BK == 0
     for k in range(0, SIZE, BK):
         hs = split_inputs(loaded(h, inputs, given, column, k, SIZE, whole), 8, BK, WORD)
         w = matrix(
-            weight, weight_sf, words, factors, k, part, there, 1, SIZE, 8 * BN, BK, SIZE, False, whole, WORD, tl.bfloat16, PTX
-        )
+            weight, weight_sf, words, factors, k, part, there, 1, SIZE, 8 * BN, BK, SIZE, False, whole, WORD, GROUP, LINEAR,
+            tl.bfloat16, PTX,
+        )  # fmt: skip
         sums = dot(w, hs, sums, WORD)
     shares = own_columns(sums, 8, BN)
-    if WORD == FP4:
+    if GROUP == NVFP4_GROUP:
         shares *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
     if BIAS:
-        shares += tl.load(bias + e * H + rows, mask=there, other=0).to(tl.float32)
+        shares += tl.load(bias + e * PADDED + rows, mask=there, other=0).to(tl.float32)
     shares *= tl.load(router_weights + route, mask=routed, other=0.0)
     total = added(tl.where(there, shares, 0.0), 8, BN)
-    rows = rows_of(tile, BN, H, 1)
+    rows = rows_of(tile, BN, H, 1, LINEAR)
     tl.store(out + token * H + rows, rounded(total, out.dtype.element_ty), mask=rows < H)
 
 

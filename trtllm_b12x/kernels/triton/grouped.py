@@ -1,8 +1,8 @@
 """Grouped kernels in Triton: block-scaled products for any number of tokens (``grouped_kernels.py``).
 
-MXFP8, which the host has no path for, at every token count; NVFP4 (W4A4) beside the host's CUTLASS, at the counts where the card
-has measured it to be faster. Scratch memory comes from torch's allocator call by call: per route the codes of FC1's result and a
-share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a hidden size of 2048.
+MXFP8, which the host has no path for, at every token count; NVFP4 (W4A4) and W4A16_NVFP4 beside the host's CUTLASS, at the counts
+where the card has measured it to be faster. Scratch memory comes from torch's allocator call by call: per route FC1's result and
+a share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a hidden size of 2048.
 """
 
 from __future__ import annotations
@@ -17,16 +17,23 @@ import torch
 from trtllm_b12x.core import log
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.formats import ROWS
 from trtllm_b12x.formats.layouts import scales_of_tokens
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
+from trtllm_b12x.formats.w4a16_nvfp4 import W4A16NVFP4Weights
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.call import aligned16
-from trtllm_b12x.kernels.reference import MXFP8ReferenceKernel, QuantizedReferenceKernel, ReferenceKernel
+from trtllm_b12x.kernels.reference import (
+    MXFP8ReferenceKernel,
+    QuantizedReferenceKernel,
+    ReferenceKernel,
+    W4A16ReferenceKernel,
+)
 from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
-from .jit import ACTIVATIONS, JitKernel, scalars_of, scales_in_memory, swiglu
+from .jit import ACTIVATIONS, ORDERS, JitKernel, scalars_of, scales_in_memory, swiglu
 from .launcher import LaunchPlan, LayerTensors, WorkspaceLayout
 from .variant import Variant
 
@@ -75,6 +82,15 @@ NVFP4_TABLE = (
 routes a third to half of a loop's instructions are products."""
 
 
+W4A16_TABLE = (
+    TileRule(8, Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+    TileRule(24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 3)),
+    TileRule(96, Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+    TileRule(float("inf"), Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
+)
+"""All fit the 99 KB of SM120; not measured there."""
+
+
 class GroupedKernel(JitKernel):
     """MXFP8 by MXFP8."""
 
@@ -85,6 +101,8 @@ class GroupedKernel(JitKernel):
     """``FORMAT`` of ``grouped_kernels.py``, of weights and activations."""
     weights_class: ClassVar[type[Weights]] = MXFP8Weights
     table: ClassVar[tuple[TileRule, ...]] = MXFP8_TABLE
+    act16: ClassVar[bool] = False
+    """Activations stay in 16 bits."""
 
     # ---- plan --------------------------------------------------------------------------------------------------------
 
@@ -94,13 +112,19 @@ class GroupedKernel(JitKernel):
         if slow:
             log.once(f"grouped kernels: {slow}")
 
+    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        super().describe(geometry, capacity, device)
+        words = 4 * self.weights_class.group_size
+        if geometry.layout.scales == ROWS and (geometry.stored_hidden % words or geometry.intermediate_size % words):
+            raise ValueError(f"scales in rows: hidden and intermediate size must be multiples of {words}, a word of four blocks")
+
     def _identity(self) -> tuple[Any, ...]:
         return self.geometry, self._native
 
     @property
     def _native(self) -> bool:
         """True if Triton has an instruction for block-scaled products here; else it has none, or a slow one of bfloat16."""
-        return self.device.type == "cuda" and toolchain.block_scaled(self.card.capability)
+        return not self.act16 and self.device.type == "cuda" and toolchain.block_scaled(self.card.capability)
 
     def variants(self) -> Iterator[Variant]:
         for rule, ids, router_weights in product(self.table, ID_TYPES, ROUTER_WEIGHT_TYPES):
@@ -110,6 +134,8 @@ class GroupedKernel(JitKernel):
         """Return the kernels of a call in the order of their launches: quantize, sort, FC1, FC2, sum."""
         g, codes, f, i = self.geometry, self.weights_class.code_dtype, torch.float32, torch.int32
         form = {"FORMAT": self.elements, "NATIVE": self._native}
+        stored = {"GROUP": self.weights_class.group_size, "LINEAR": g.layout.scales == ROWS, "PADDED": g.stored_hidden}
+        stored["ACT16"] = self.act16
         experts = {"EXPERTS": g.num_experts}
         sizes = {"H": g.hidden_size, "SIZE": g.intermediate_size, "PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
         by_token = {"H": g.hidden_size, "COLUMNS": _COLUMNS}
@@ -117,17 +143,19 @@ class GroupedKernel(JitKernel):
         def product_of(name: str, types: tuple[Any, ...], tile: Tile, **constants: Any) -> Variant:
             constants |= {"BM": tile.routes, "BN": tile.rows, "BK": tile.columns, "WARPS": tile.num_warps}
             options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-            return Variant("triton.grouped_kernels", name, types, constants | sizes | experts | form, options)
+            return Variant("triton.grouped_kernels", name, types, constants | sizes | experts | form | stored, options)
 
         quantize_types, sort_types = (g.dtype, f, codes, i, 2), (ids, router_weights, i, i, f, 2, 1)
-        fc1_types = (codes, i, codes, i, *[f] * 6, i, i, codes, i, 1)  # scales in words of four
+        x, h = (g.dtype, torch.bfloat16) if self.act16 else (codes, codes)
+        fc1_types = (x, i, codes, i, *[f] * 6, i, i, h, i, 1)  # scales in words of four
         constants = {"TOP_K": g.top_k, "ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated}
+        constants["ORDER"] = ORDERS.index(g.layout.fc1)
         quantize = {**by_token, "ROWS": _ROWS, "GATED": g.gated, **form}
         return (
-            Variant("triton.grouped_kernels", "quantize_kernel", quantize_types, quantize, {}),
+            *(() if self.act16 else (Variant("triton.grouped_kernels", "quantize_kernel", quantize_types, quantize, {}),)),
             Variant("triton.routing", "sort_kernel", sort_types, {**experts, "BLOCK": _SORTED}, {"num_warps": 8}),
             product_of("fc1_kernel", fc1_types, rule.fc1, **constants),
-            product_of("fc2_kernel", (codes, i, codes, i, f, i, i, f, torch.bfloat16), rule.fc2),
+            product_of("fc2_kernel", (h, i, codes, i, f, f, i, i, f, torch.bfloat16, 1), rule.fc2),
             Variant("triton.grouped_kernels", "sum_kernel", (torch.bfloat16, ids, g.dtype, 1),
                     {**by_token, **experts, "TOP_K": g.top_k}, {}),
         )  # fmt: skip
@@ -136,10 +164,12 @@ class GroupedKernel(JitKernel):
 
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
         s = scalars_of(weights)
-        sf1, sf2 = (scales_in_memory(sf).view(torch.int32) for sf in (weights.fc1_weight_sf, weights.fc2_weight_sf))
+        sf1, sf2 = (scales_in_memory(weights, name).view(torch.int32) for name in ("fc1_weight_sf", "fc2_weight_sf"))
         constants = swiglu(self.geometry, weights, s.fc1_alpha)
-        fc1 = weights.fc1_weight, sf1, s.fc1_alpha, s.fc2_input, s.fc1_half_alphas, *constants
-        layer = LayerTensors(fc1, (weights.fc2_weight, sf2, s.fc2_alpha), first_expert, s.steps, (s.fc1_input,))
+        steps = s.steps if self.act16 else (s.steps[1], 0)
+        fc1 = weights.fc1_weight, sf1, s.fc1_alpha, s.fc1_input if self.act16 else s.fc2_input, s.fc1_half_alphas, *constants
+        fc2 = weights.fc2_weight, sf2, s.fc2_alpha, s.fc2_input
+        layer = LayerTensors(fc1, fc2, first_expert, steps, (s.fc1_input,))
         return dict.fromkeys((False, True), layer)
 
     def _tested_sizes(self) -> list[int]:
@@ -167,28 +197,29 @@ class GroupedKernel(JitKernel):
             (tokens, -(-hidden // _COLUMNS)),
         )
         variants = self.variants_of_call(rule, ids, router_weights)
-        quantize, sort, fc1, fc2, add = self._launchers(variants, grids, direct)
+        *quantize, sort, fc1, fc2, add = self._launchers(variants, grids[-len(variants) :], direct)
         i = torch.int32
-        rows = 0 if quantized else tokens
+        rows = 0 if quantized or self.act16 else tokens
+        inner = (2 * routes * size, torch.bfloat16) if self.act16 else (routes * size // form.packed, form.code_dtype)
         # Codes and scales of the tokens; order, starts and router weights of the sorted routes; codes and scales of FC1's result;
         # shares.
         workspace = WorkspaceLayout.of(
             (rows * hidden // form.packed, form.code_dtype), (rows * self._scale_bytes(hidden), i),
             (4 * routes, i), (4 * (g.num_experts + 1), i), (4 * routes, torch.float32),
-            (routes * size // form.packed, form.code_dtype), (routes * self._scale_bytes(size), i),
+            inner, (0 if self.act16 else routes * self._scale_bytes(size), i),
             (2 * routes * hidden, torch.bfloat16),
         )  # fmt: skip
 
         def launch(stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
             x, ids, router_weights, x_sf, _, out = call
             codes, scales, order, starts, weights, h, h_scales, shares = parts
-            if quantized:
+            if quantized or self.act16:
                 codes, scales = x, x_sf
             else:
-                quantize(stream, x, *layer.quantize, codes, scales, tokens)
+                quantize[0](stream, x, *layer.quantize, codes, scales, tokens)
             sort(stream, ids, router_weights, order, starts, weights, routes, layer.first_expert)
-            fc1(stream, codes, scales, *layer.fc1, order, starts, h, h_scales, layer.steps[1])
-            fc2(stream, h, h_scales, *layer.fc2, order, starts, weights, shares)
+            fc1(stream, codes, scales, *layer.fc1, order, starts, h, h_scales, layer.steps[0])
+            fc2(stream, h, h_scales, *layer.fc2, order, starts, weights, shares, layer.steps[1])
             add(stream, shares, ids, out, layer.first_expert)
 
         return LaunchPlan(workspace, direct, launch)
@@ -228,3 +259,15 @@ class GroupedNVFP4Kernel(GroupedKernel):
             rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
             call = call._replace(x_sf=aligned16(rows).view(torch.int32))
         super()._launch(call)
+
+
+class GroupedW4A16Kernel(GroupedKernel):
+    """NVFP4 by 16 bits."""
+
+    features = families.grouped_w4a16(Environment())
+    reference = W4A16ReferenceKernel
+    instruction = "mma.sync"
+    elements = "e2m1"
+    weights_class: ClassVar[type[Weights]] = W4A16NVFP4Weights
+    table = W4A16_TABLE
+    act16 = True

@@ -5,24 +5,27 @@ result, FC2 with the router's weight, the sum over a token's routes. ``tl.dot_sc
 3.6 on and on SM121 from 3.8 on. FC1's result is rounded to bfloat16 before it is quantized; each route's share of a token is
 rounded to bfloat16.
 
-``FORMAT`` names the elements:
+``FORMAT`` names the elements, ``GROUP`` the columns of a scale:
 
-``e4m3``, MXFP8
+``e4m3``, 32: MXFP8
     E8M0 scales of 32 columns (``mma.sync ... kind::mxf8f6f4.block_scale``). Activations are quantized as OCP Microscaling
     Formats 1.0 has it (6.3): a block gets the power of two ``floor(log2(amax)) - 8``, 8 being E4M3's largest exponent, and its
     values are rounded to nearest even and saturate at 448. A block that holds NaN or infinity gets the scale NaN.
 
-``e2m1``, NVFP4
+``e2m1``, 16: NVFP4
     Two codes in a byte, the even column in the low nibble, and E4M3 scales of 16 columns (``kind::mxf4nvf4``); what scales all of
     a matrix is multiplied to the sums. Activations are quantized by a static scale, with b12x's rounding points
     (reciprocals with a gate, divisions without); what is beyond it saturates, and a block that holds NaN gets the scale NaN.
     The host's own quantization differs from that in exact ties alone.
 
+With ACT16 activations stay as they are, in 16 bits, and weights are decoded: W4A16_NVFP4 (``e2m1``, 16) and MXFP4 (``e2m1``, 32).
+Nothing is quantized then: a call is four launches.
+
 Without NATIVE the products are of bfloat16, in which every code times its scale is exact (E4M3's own NaN is no code here:
 checkpoints that hold one are refused). A block scale that is NaN makes NaN; a negative one is a number, but with NATIVE, whose
 instruction has unsigned scales: checkpoints that hold one are refused too.
 
-Weights are the host's bytes: row-major codes, and scales in the 128x4 layout (``scales.py``).
+Weights are the host's bytes: row-major codes, FC1's rows in any ORDER, and scales in the 128x4 layout or in rows (``scales.py``).
 
 Sums are float32 in a fixed order, and a route's results depend on nothing but its own token.
 """
@@ -35,10 +38,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decode_kernels import activate, half_alphas  # whose kernels are hashed first, see there
+from .decode_kernels import BY_TURNS, UP_GATE, activate, half_alphas  # whose kernels are hashed first, see there
 from .numerics import E2M1, INTERPRETED, NAN, e2m1, e4m3, e4m3_scales, e8m0, quantized, rounded
+from .operands import NVFP4_GROUP, SCALE
 from .routing import sort_kernel
-from .scales import first_words, scales_of
+from .scales import first_words, scales_of, word_count
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
@@ -124,18 +128,74 @@ def _decoded_mxfp8(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
     return tl.reshape(tl.reshape(values, (ROWS, BYTES // 32, 32)) * power[:, :, None], (ROWS, BYTES))
 
 
-@triton.jit
-def _product(
-    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
+_NIBBLES = tl.constexpr("""{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    and.b32 c, a, 0x00070007; shl.b32 c, c, 6; shl.b32 d, a, 12; and.b32 d, d, 0x80008000; or.b32 $0, c, d;
+    and.b32 c, b, 0x00070007; shl.b32 c, c, 6; shl.b32 d, b, 12; and.b32 d, d, 0x80008000; or.b32 $1, c, d;
+    and.b32 c, a, 0x00700070; shl.b32 c, c, 2; shl.b32 d, a, 8; and.b32 d, d, 0x80008000; or.b32 $2, c, d;
+    and.b32 c, b, 0x00700070; shl.b32 c, c, 2; shl.b32 d, b, 8; and.b32 d, d, 0x80008000; or.b32 $3, c, d;
+}""")
+"""Four bytes of E2M1 codes to bfloat16 times 2**-126: the low nibbles, then the high ones."""
 
-    Args:
-        a: pointers to rows, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
-        a_sf, w_sf: pointers to the first word of rows' scales, ``(BM, 1)`` and ``(BN, 1)``.
-        w: of the expert's matrix; ``rows (BN,)`` of it.
-    """
+
+@triton.jit
+def _decoded_w4(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):
+    """E2M1 ``(ROWS, BYTES)`` times its scales to ``dtype`` ``(ROWS, 2 * BYTES)``; of E4M3 scales 2**-8 times as large."""
+    if INTERPRETED:
+        wide = codes.to(tl.int32)
+        low, high = e2m1(wide), e2m1(wide >> 4)
+        if GROUP == NVFP4_GROUP:
+            factor = e4m3_scales(scales, False) * 0.00390625
+        else:
+            factor = e8m0(scales.to(tl.int32))
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        if GROUP == NVFP4_GROUP:
+            factor = (e4m3_scales(scales, True) * 3.32306998946229e35).to(tl.bfloat16)
+        else:
+            low, high = (low * 8.507059173023462e37).to(tl.bfloat16), (high * 8.507059173023462e37).to(tl.bfloat16)
+            bits = scales.to(tl.int16)
+            bits = tl.where(scales == 0, 0x40, tl.where(scales == NAN, 0x7FC0, bits << 7)).to(tl.int16)
+            factor = bits.to(tl.bfloat16, bitcast=True)
+    values = tl.reshape(tl.join(low, high), (ROWS, 2 * BYTES // GROUP, GROUP)) * factor[:, :, None]
+    values = tl.reshape(values, (ROWS, 2 * BYTES))
+    if INTERPRETED:
+        return values
+    return values.to(dtype)
+
+
+@triton.jit
+def _product_of_16_bits(
+    sums, a, a_there, w, w_sf, rows, rows_there, k, X: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, LINEAR: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    place = k + tl.arange(0, BK)
+    column = k // 2 + tl.arange(0, BK // 2)
+    codes = w + rows[:, None] * (K // 2) + column[None, :]
+    if X % BK != 0:
+        x = tl.load(a + place[None, :], mask=a_there[:, None] & (place < X)[None, :], other=0.0)
+    else:
+        x = tl.load(a + place[None, :])
+    if K % BK != 0:
+        codes = tl.load(codes, mask=rows_there[:, None] & (column < K // 2)[None, :], other=0)
+    else:
+        codes = tl.load(codes)
+    factors = scales_of(w_sf, k, 1 if LINEAR else 128, K, BN, BK, GROUP, WARPS)
+    decoded = tl.trans(_decoded_w4(codes, factors, BN, BK // 2, GROUP, x.dtype))
+    if INTERPRETED:
+        x = x.to(tl.float32)
+    return tl.dot(x, decoded, sums)
+
+
+@triton.jit
+def _product_of_codes(
+    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     width: tl.constexpr = K // packed
     column = k // packed + tl.arange(0, BK // packed)
@@ -146,8 +206,8 @@ def _product(
     else:
         x = tl.load(a + column[None, :])
         codes = tl.load(w + rows[None, :] * width + column[:, None])
-    x_sf = scales_of(a_sf, k, 1, K, BM, BK, FORMAT, WARPS)
-    factors = scales_of(w_sf, k, 128, K, BN, BK, FORMAT, WARPS)
+    x_sf = scales_of(a_sf, k, 1, K, BM, BK, GROUP, WARPS)
+    factors = scales_of(w_sf, k, 1 if LINEAR else 128, K, BN, BK, GROUP, WARPS)
     if FORMAT != E2M1:
         if NATIVE:
             sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
@@ -165,6 +225,28 @@ def _product(
     return sums
 
 
+@triton.jit
+def _product(
+    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, X: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ACT16: tl.constexpr, LINEAR: tl.constexpr, NATIVE: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
+
+    Args:
+        a: pointers to rows of X columns, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
+        a_sf, w_sf: pointers to the first word of rows' scales, ``(BM, 1)`` and ``(BN, 1)``; ``a_sf`` is not read with ACT16.
+        w: of the expert's matrix of K columns; ``rows (BN,)`` of it.
+    """
+    if ACT16:
+        sums = _product_of_16_bits(sums, a, a_there, w, w_sf, rows, rows_there, k, X, K, BN, BK, GROUP, LINEAR, WARPS)
+    else:
+        sums = _product_of_codes(
+            sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K, BM, BN, BK, FORMAT, GROUP, LINEAR, NATIVE, WARPS
+        )
+    return sums
+
+
 @triton.jit(
     do_not_specialize=["step"],
     do_not_specialize_on_alignment=["alpha", "factor", "half_alpha", "swiglu_alpha", "swiglu_beta", "swiglu_limit"],
@@ -172,21 +254,22 @@ def _product(
 def fc1_kernel(
     x, x_sf, weight, weight_sf, alpha, factor, half_alpha, swiglu_alpha, swiglu_beta, swiglu_limit, order, starts, h, h_sf, step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
+    PADDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    ORDER: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ACT16: tl.constexpr, LINEAR: tl.constexpr,
+    NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
 
     Args:
-        x, x_sf: of ``quantize_kernel``; scales, also the weights', as int32 words of four.
-        weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows [up; gate]).
+        x, x_sf: of ``quantize_kernel``; scales, also the weights', as int32 words of four. With ACT16 ``x (tokens, H)``.
+        weight: ``(E, r * SIZE, PADDED)`` codes, r = 2 with GATED (rows in ORDER).
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale, the larger one of up and gate.
         half_alpha: of NVFP4 with GATED, ``(2, E)`` float32, the alphas of up and gate (``half_alphas``).
-        factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
+        factor: of NVFP4, float32: what the host multiplies FC2's input by, with ACT16 FC1's, of expert ``e`` at ``e * step``.
         swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, ``(E,)`` float32.
         order: ``(routes,)`` int32, by expert.
         starts: ``(E + 1,)`` int32, places in ``order``.
-        h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written.
+        h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written; with ACT16 ``h`` bfloat16 alone.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     expert, first, n = _block_of(starts, slot, EXPERTS, PADDED_EXPERTS, BM)
@@ -197,58 +280,77 @@ def fc1_kernel(
     token = (tl.load(order + first + m, mask=there, other=0) // TOP_K).to(tl.int64)
     rows = tile * BN + tl.arange(0, BN)
     inside = rows < SIZE
-    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     halves: tl.constexpr = 2 if GATED else 1
-    weight += expert.to(tl.int64) * (halves * SIZE * (H // packed))
-    groups: tl.constexpr = (H // size + 3) // 4
-    weight_sf += expert.to(tl.int64) * ((halves * SIZE + 127) // 128 * groups * 128)
+    weight += expert.to(tl.int64) * (halves * SIZE * (PADDED // packed))
+    groups: tl.constexpr = (PADDED // GROUP + 3) // 4
+    weight_sf += expert.to(tl.int64) * word_count(halves * SIZE, groups, LINEAR)
     if SIZE % BN != 0:
         rows = tl.minimum(rows, SIZE - 1)
-    a, a_sf = x + token[:, None] * (H // packed), x_sf + token[:, None] * groups
-    up_sf = weight_sf + first_words(rows, groups)[:, None]
-    gate_sf = weight_sf + first_words(rows + SIZE, groups)[:, None]
+    a = x + token[:, None] * (H if ACT16 else H // packed)
+    a_sf = x_sf + token[:, None] * groups
+    turns: tl.constexpr = 2 if GATED and ORDER == BY_TURNS else 1
+    second: tl.constexpr = 1 if ORDER == BY_TURNS else SIZE
+    up_row: tl.constexpr = second if GATED and ORDER != UP_GATE else 0
+    up_rows, gate_rows = rows * turns + up_row, rows * turns + (second - up_row)
+    up_sf = weight_sf + first_words(up_rows, groups, LINEAR)[:, None]
+    gate_sf = weight_sf + first_words(gate_rows, groups, LINEAR)[:, None]
     up = tl.zeros((BM, BN), tl.float32)
     gate = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, H, BK):
-        up = _product(up, a, a_sf, there, weight, up_sf, rows, inside, k, H, BM, BN, BK, FORMAT, NATIVE, WARPS)
+    for k in range(0, PADDED, BK):
+        up = _product(
+            up, a, a_sf, there, weight, up_sf, up_rows, inside, k, H, PADDED, BM, BN, BK, FORMAT, GROUP, ACT16, LINEAR, NATIVE,
+            WARPS,
+        )  # fmt: skip
         if GATED:
             gate = _product(
-                gate, a, a_sf, there, weight, gate_sf, rows + SIZE, inside, k, H, BM, BN, BK, FORMAT, NATIVE, WARPS
+                gate, a, a_sf, there, weight, gate_sf, gate_rows, inside, k, H, PADDED, BM, BN, BK, FORMAT, GROUP, ACT16, LINEAR,
+                NATIVE, WARPS,
             )  # fmt: skip
     divisor = 1.0
-    if FORMAT == E2M1:
+    if GROUP == NVFP4_GROUP:
         own_alpha = tl.load(alpha + expert)
+        scale = tl.load(factor + expert * step)
+        if ACT16:
+            up *= SCALE * scale
+            gate *= SCALE * scale
+        else:
+            divisor = tl.div_rn(1.0, scale)
         if GATED:
             up_alpha, gate_alpha = half_alphas(half_alpha, own_alpha, expert, EXPERTS)
             up, gate = up * up_alpha, gate * gate_alpha
         else:
             up *= own_alpha
-        divisor = tl.div_rn(1.0, tl.load(factor + expert * step))
     result = activate(up, gate, swiglu_alpha + expert, swiglu_beta + expert, swiglu_limit + expert, ACTIVATION)
-    result = rounded(result, tl.bfloat16).to(tl.float32)
-    code, scale = quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
-    column = tile * (BN // packed) + tl.arange(0, BN // packed)
-    block = tile * (BN // size) + tl.arange(0, BN // size)
     place = (first + m).to(tl.int64)[:, None]
-    written = there[:, None] & (column < SIZE // packed)[None, :]
-    tl.store(h + place * (SIZE // packed) + column[None, :], code, mask=written)
-    whole = there[:, None] & (block < SIZE // size)[None, :]
-    places = h_sf.to(tl.pointer_type(tl.uint8), bitcast=True) + place * ((SIZE // size + 3) // 4 * 4) + block[None, :]
-    tl.store(places, scale, mask=whole)
+    if ACT16:
+        column = tile * BN + tl.arange(0, BN)
+        tl.store(h + place * SIZE + column[None, :], rounded(result, tl.bfloat16), mask=there[:, None] & inside[None, :])
+    else:
+        result = rounded(result, tl.bfloat16).to(tl.float32)
+        code, scale = quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
+        column = tile * (BN // packed) + tl.arange(0, BN // packed)
+        block = tile * (BN // GROUP) + tl.arange(0, BN // GROUP)
+        written = there[:, None] & (column < SIZE // packed)[None, :]
+        tl.store(h + place * (SIZE // packed) + column[None, :], code, mask=written)
+        whole = there[:, None] & (block < SIZE // GROUP)[None, :]
+        places = h_sf.to(tl.pointer_type(tl.uint8), bitcast=True) + place * ((SIZE // GROUP + 3) // 4 * 4) + block[None, :]
+        tl.store(places, scale, mask=whole)
 
 
-@triton.jit(do_not_specialize_on_alignment=["alpha"])
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["alpha", "factor"])
 def fc2_kernel(
-    h, h_sf, weight, weight_sf, alpha, order, starts, router_weights, shares,
-    H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
+    h, h_sf, weight, weight_sf, alpha, factor, order, starts, router_weights, shares, step,
+    H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ACT16: tl.constexpr,
+    LINEAR: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the hidden size, by blocks as ``fc1_kernel``.
 
     Args:
-        weight: ``(E, H, SIZE)`` codes.
+        weight: ``(E, PADDED, SIZE)`` codes.
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale.
+        factor: of NVFP4 with ACT16, float32: the reciprocal of that scale, of expert ``e`` at ``e * step``.
         router_weights: ``(routes,)`` float32, by place.
         shares: ``(routes, H)`` bfloat16, by route, written.
     """
@@ -261,21 +363,26 @@ def fc2_kernel(
     route = tl.load(order + first + m, mask=there, other=0).to(tl.int64)
     rows = tile * BN + tl.arange(0, BN)
     inside = rows < H
-    size: tl.constexpr = 16 if FORMAT == E2M1 else 32
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
-    weight += expert.to(tl.int64) * (H * (SIZE // packed))
-    groups: tl.constexpr = (SIZE // size + 3) // 4
-    weight_sf += expert.to(tl.int64) * ((H + 127) // 128 * groups * 128)
+    weight += expert.to(tl.int64) * (PADDED * (SIZE // packed))
+    groups: tl.constexpr = (SIZE // GROUP + 3) // 4
+    weight_sf += expert.to(tl.int64) * word_count(PADDED, groups, LINEAR)
     if H % BN != 0:
         rows = tl.minimum(rows, H - 1)
     place = (first + tl.minimum(m, n - 1)).to(tl.int64)[:, None]
-    a, a_sf = h + place * (SIZE // packed), h_sf + place * groups
-    weight_sf += first_words(rows, groups)[:, None]
+    a = h + place * (SIZE if ACT16 else SIZE // packed)
+    a_sf = h_sf + place * groups
+    weight_sf += first_words(rows, groups, LINEAR)[:, None]
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, SIZE, BK):
-        sums = _product(sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BM, BN, BK, FORMAT, NATIVE, WARPS)
-    if FORMAT == E2M1:
+        sums = _product(
+            sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, SIZE, BM, BN, BK, FORMAT, GROUP, ACT16, LINEAR,
+            NATIVE, WARPS,
+        )  # fmt: skip
+    if GROUP == NVFP4_GROUP:
         sums *= tl.load(alpha + expert)
+        if ACT16:
+            sums *= SCALE * tl.load(factor + expert * step)
     sums *= tl.load(router_weights + first + m, mask=there, other=0.0)[:, None]
     column = tile * BN + tl.arange(0, BN)
     tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])

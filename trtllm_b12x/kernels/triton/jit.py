@@ -18,8 +18,8 @@ import torch
 from trtllm_b12x.core import settings
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.formats import constants
-from trtllm_b12x.formats.mxfp8 import MXFP8Weights
+from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS, UP_GATE, constants
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall, PlanError
 from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
@@ -34,6 +34,8 @@ from .variant import Variant
 ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
 """Names of the host's ``ActivationType``, in the order of ``epilogues.py``'s constants. GELU is exact, alone and in Geglu, as in
 CUTLASS (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
+ORDERS = (UP_GATE, GATE_UP, BY_TURNS)
+"""Orders of FC1's rows, as ``decode_kernels.py`` numbers them."""
 _PROOF_TOKENS = 63
 """Largest call whose kernels ``assembled`` compiles."""
 
@@ -184,7 +186,7 @@ def check(geometry: Geometry, weights: Weights) -> None:
     """Raise ValueError, naming the tensor, if one is not laid out as the kernels read it."""
     weights.check(geometry)
     for name, tensor in weights.tensors().items():
-        plain = tensor.permute(5, 2, 4, 0, 1, 3) if name.endswith("_sf") else tensor
+        plain = scales_in_memory(weights, name) if name.endswith("_sf") else tensor
         if not plain.is_contiguous() or ("weight" in name and tensor.data_ptr() % 16):
             raise ValueError(f"{name} is not contiguous, or not at a multiple of 16 bytes")
 
@@ -208,7 +210,7 @@ def scalars_of(weights: Any) -> Scalars:
     Raises:
         ValueError: the input scales are given as divisors alone.
     """
-    if isinstance(weights, MXFP8Weights):
+    if not isinstance(weights, NVFP4Weights):
         none = constants.filled(1.0, (1,), weights.device)
         return Scalars(none, none, none, none, none, (0, 0))
     inputs, halves = weights.input_scales, weights.fc1_half_alphas
@@ -227,6 +229,7 @@ def swiglu(geometry: Geometry, weights: Weights, none: torch.Tensor) -> tuple[to
     return weights.epilogue.swiglu(geometry.num_experts, weights.device)
 
 
-def scales_in_memory(block_scales: torch.Tensor) -> torch.Tensor:
-    """Return the 6-D view of block scales as they lie in memory, uint8."""
-    return block_scales.permute(5, 2, 4, 0, 1, 3).view(torch.uint8)
+def scales_in_memory(weights: Weights, name: str) -> torch.Tensor:
+    """Return block scales as they lie in memory, uint8."""
+    scales = weights.tensors()[name].view(torch.uint8)
+    return scales if weights.layout.scales == ROWS else scales.permute(5, 2, 4, 0, 1, 3)

@@ -1,13 +1,13 @@
 """Weights and 16-bit inputs as the operands of tensor cores, in an order of columns that moves no code from its lane.
 
-Weights are the host's bytes: row-major codes, ``WORD`` in an int32, and scales of ``128 / WORD`` columns in the 128x4 layout
-(``scales.py``). NVFP4 has 8 E2M1 codes in a word, the even column in the low nibble, and E4M3 scales; MXFP8 4 E4M3 codes and E8M0
-scales. A program multiplies ``BN`` rows of one expert by up to ``BM`` routes, ``BK`` columns at a time; E2M1 times E4M3 has
+Weights are the host's bytes: row-major codes, ``WORD`` in an int32, and scales of ``GROUP`` columns (``scales.py``). A word has 8
+E2M1 codes, the even column in the low nibble, or 4 E4M3 codes (MXFP8). Scales of 16 columns are E4M3 (NVFP4), of 32 E8M0 (MXFP4,
+MXFP8). A program multiplies ``BN`` rows of one expert by up to ``BM`` routes, ``BK`` columns at a time; E2M1 times E4M3 has
 at most 6 significant bits, so a weight is exact in bfloat16 and, 2**-8 times as large, in float16. E4M3 times a power of two is
 exact in bfloat16, as far as it has an exponent for it.
 
-A row is read in words. Two neighboring words of NVFP4 are one scale block, and become eight pairs of 16-bit floats, one for each
-of eight products of ``BK / 8`` columns: column ``2 b + p`` of product ``j`` is the row's ``16 b + 8 (j // 4) + 4 p +
+A row is read in words. Two neighboring words of E2M1 lie in one block, and become eight pairs of 16-bit floats, one for each of
+eight products of ``BK / 8`` columns: column ``2 b + p`` of product ``j`` is the row's ``16 b + 8 (j // 4) + 4 p +
 j % 4``, so that a pair is the same nibble of a word's two halves and no code changes its lane. In MXFP8 two words become four
 pairs: column ``2 b + p`` of product ``j`` is the row's ``8 b + 2 j + p``. ``split_inputs`` permutes the other side the same way;
 the sum over columns does not depend on the order.
@@ -27,7 +27,9 @@ import triton.language as tl
 from .numerics import INTERPRETED, e2m1, e4m3, e4m3_scales, e8m0
 
 FP4 = tl.constexpr(8)
-"""``WORD`` of NVFP4; MXFP8 has 4."""
+"""``WORD`` of E2M1; E4M3 has 4."""
+NVFP4_GROUP = tl.constexpr(16)
+"""``GROUP`` of E4M3 scales, which come with a scale for each expert; E8M0 scales have 32 and come alone."""
 SCALE = tl.constexpr(256.0)
 """NVFP4 weights are multiplied 2**-8 times as large as they are."""
 
@@ -66,6 +68,37 @@ E2M1_FLOAT16 = tl.constexpr(
     }"""
 )
 _E2M1_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,f,f")
+# The same with E8M0, whose range takes two steps: 0x7e80 is 2**126, a scale's byte at bit 7 its power of two; 0 is 2**-127,
+# subnormal there, and 255 infinity, which times zero is the NaN that is added. The value is not made smaller.
+MX_E2M1_BFLOAT16 = tl.constexpr(
+    """{
+    .reg .b32 s, m, z, h, n, c;
+    mov.b32 z, 0x80008000;
+    mov.b32 c, 0x7e807e80;
+    mul.lo.u32 s, $10, 0x00800080;
+    max.u32 s, s, 0x00400040;
+    fma.rn.bf16x2 n, s, z, z;
+    shr.u32 h, $8, 8;
+    and.b32 m, $8, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
+    fma.rn.bf16x2 $0, m, s, n;
+    and.b32 m, $8, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
+    fma.rn.bf16x2 $1, m, s, n;
+    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
+    fma.rn.bf16x2 $2, m, s, n;
+    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
+    fma.rn.bf16x2 $3, m, s, n;
+    shr.u32 h, $9, 8;
+    and.b32 m, $9, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
+    fma.rn.bf16x2 $4, m, s, n;
+    and.b32 m, $9, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
+    fma.rn.bf16x2 $5, m, s, n;
+    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
+    fma.rn.bf16x2 $6, m, s, n;
+    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
+    fma.rn.bf16x2 $7, m, s, n;
+    }"""
+)
+_MX_E2M1_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 # Two words and their scale to four pairs. A code's exponent and mantissa at the bottom of bfloat16's exponent are the value
 # times 2**-120, subnormals too, and 0x7b80 is 2**120. A scale's byte at bit 7 is its power of two; 0 is 2**-127, subnormal
 # there, and 255 infinity, which times zero is the NaN that is added.  (E4M3's own NaN is no weight: checkpoints that hold one
@@ -102,19 +135,33 @@ def _pairs(words, scales, LOW: tl.constexpr, HIGH: tl.constexpr, WORD: tl.conste
 
 
 @triton.jit
-def _decoded_e2m1(words, block_scales, rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    blocks: tl.constexpr = columns // 16
+def _decoded_e2m1(
+    words, block_scales, rows: tl.constexpr, columns: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    blocks: tl.constexpr = columns // GROUP
+    size: tl.constexpr = GROUP // 8
     if PTX:
-        wide = e4m3_scales(block_scales, PTX >= 89)
-        wide *= 64.0 if dtype == tl.float16 else 3.32306998946229e35
-        wide = tl.reshape(tl.broadcast_to(wide[:, :, None], (rows, blocks, 2)), (rows, 2 * blocks))
-        if dtype == tl.float16:
+        if GROUP == NVFP4_GROUP:
+            wide = e4m3_scales(block_scales, PTX >= 89)
+            wide *= 64.0 if dtype == tl.float16 else 3.32306998946229e35
+        else:
+            wide = block_scales.to(tl.int32)
+        wide = tl.reshape(tl.broadcast_to(wide[:, :, None], (rows, blocks, size)), (rows, size * blocks))
+        if GROUP != NVFP4_GROUP:
+            w = tl.inline_asm_elementwise(
+                MX_E2M1_BFLOAT16, _MX_E2M1_REGISTERS, [words, wide], (tl.bfloat16,) * 8, is_pure=True, pack=2
+            )
+        elif dtype == tl.float16:
             w = tl.inline_asm_elementwise(E2M1_FLOAT16, _E2M1_REGISTERS, [words, wide], (tl.float16,) * 8, is_pure=True, pack=2)
         else:
             w = tl.inline_asm_elementwise(E2M1_BFLOAT16, _E2M1_REGISTERS, [words, wide], (tl.bfloat16,) * 8, is_pure=True, pack=2)
         return w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
-    s = e4m3_scales(block_scales, False) * 0.00390625
-    even, odd = tl.split(tl.reshape(words, (rows, blocks, 2)))
+    if GROUP == NVFP4_GROUP:
+        s = e4m3_scales(block_scales, False) * 0.00390625
+    else:
+        s = e8m0(block_scales.to(tl.int32))
+    s = tl.reshape(tl.broadcast_to(s[:, :, None], (rows, blocks, GROUP // 16)), (rows, columns // 16))
+    even, odd = tl.split(tl.reshape(words, (rows, columns // 16, 2)))
     p0, p1 = _pairs(even, s, 0, 16, FP4, dtype), _pairs(even, s, 4, 20, FP4, dtype)
     p2, p3 = _pairs(even, s, 8, 24, FP4, dtype), _pairs(even, s, 12, 28, FP4, dtype)
     p4, p5 = _pairs(odd, s, 0, 16, FP4, dtype), _pairs(odd, s, 4, 20, FP4, dtype)
@@ -138,14 +185,15 @@ def _decoded_e4m3(words, block_scales, rows: tl.constexpr, columns: tl.constexpr
 
 @triton.jit
 def decoded(
-    words, block_scales, rows: tl.constexpr, columns: tl.constexpr, WORD: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr
+    words, block_scales, rows: tl.constexpr, columns: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """int32 words ``(rows, columns / WORD)`` and bytes of scales to WORD tensors ``(rows, columns / WORD)`` of ``dtype``.
 
     PTX is the card's capability, or 0 in Triton's interpreter; the bits are the same. A scale of NaN makes NaN.
     """
     if WORD == FP4:
-        parts = _decoded_e2m1(words, block_scales, rows, columns, dtype, PTX)
+        parts = _decoded_e2m1(words, block_scales, rows, columns, GROUP, dtype, PTX)
     else:
         parts = _decoded_e4m3(words, block_scales, rows, columns, PTX)
     return parts
@@ -246,8 +294,8 @@ def dot(w, x, sums, WORD: tl.constexpr):
 @triton.jit
 def matrix(
     weight, weight_sf, words, sf_offsets, k, part, there, SPLIT: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr,
-    BK: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr, WHOLE: tl.constexpr, WORD: tl.constexpr, dtype: tl.constexpr,
-    PTX: tl.constexpr,
+    BK: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr, WHOLE: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr,
+    LINEAR: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Columns ``k`` to ``k + BK`` of a program's ROWS, as ``decoded`` returns them; zeros where no row or column is ``there``.
 
@@ -255,9 +303,12 @@ def matrix(
         part: ``(ROWS,)``, which of the SPLIT stretches of ``LENGTH`` columns a row is in.
         EVERY: each row is there.
         WHOLE: so is each column.
+        LINEAR: the scales lie in rows.
     """
-    size: tl.constexpr = 128 // WORD
-    beyond = k * WORD  # 512 bytes for four blocks of columns
+    if LINEAR:
+        beyond = k // GROUP
+    else:
+        beyond = k * (128 // GROUP)  # 512 bytes for four blocks of columns
     if EVERY and WHOLE:
         codes = tl.load(weight + words + k // WORD)
         factors = tl.load(weight_sf + sf_offsets + beyond)
@@ -266,17 +317,20 @@ def matrix(
         factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None], other=0)
     else:
         column = (k // WORD + tl.arange(0, BK // WORD))[None, :]  # in words, so that Triton sees which masks are of one stretch
-        block = (k // size + tl.arange(0, BK // size))[None, :]
+        block = (k // GROUP + tl.arange(0, BK // GROUP))[None, :]
         if SPLIT > 1:
             column += (part * (LENGTH // WORD))[:, None]
-            block += (part * (LENGTH // size))[:, None]
+            block += (part * (LENGTH // GROUP))[:, None]
         codes = tl.load(weight + words + k // WORD, mask=there[:, None] & (column < K // WORD), other=0)
         # Four at a time, as they lie: fewer are not copied asynchronously. What lies beyond may be anything.
-        group = tl.max_constancy(block // 4 < (K // size + 3) // 4, (1, 4))
-        factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None] & group, other=0)
-        if K // size % 4 != 0:
-            factors = tl.where(block < K // size, factors, 0)
-    return decoded(codes, factors, ROWS, BK, WORD, dtype, PTX)
+        if LINEAR and K // GROUP % 4 != 0:
+            inside = block < K // GROUP
+        else:
+            inside = tl.max_constancy(block // 4 < (K // GROUP + 3) // 4, (1, 4))
+        factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None] & inside, other=0)
+        if K // GROUP % 4 != 0:
+            factors = tl.where(block < K // GROUP, factors, 0)
+    return decoded(codes, factors, ROWS, BK, WORD, GROUP, dtype, PTX)
 
 
 @triton.jit

@@ -1,0 +1,41 @@
+"""MXFP4: E2M1 codes, and an E8M0 scale for each 32 of them (OCP Microscaling Formats 1.0, 5.3 and 5.4.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import mxfp8, nvfp4
+from .weights import Weights
+
+BLOCK_SIZE = 32
+"""Elements that share one E8M0 scale."""
+
+
+def dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply FP4 bytes ``(..., K / 2)`` by E8M0 bytes ``(..., K / 32)``: float32, exact except for underflow."""
+    blocks = nvfp4.decode_e2m1(nvfp4.unpack_fp4(packed)).unflatten(-1, (-1, BLOCK_SIZE))
+    return (blocks * mxfp8.decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
+
+
+@dataclass(frozen=True)
+class MXFP4Weights(Weights):
+    """E local experts, H hidden size as stored, T intermediate size, r = 2 if gated else 1."""
+
+    code_dtype = torch.uint8
+    scale_dtype = torch.uint8
+    group_size = BLOCK_SIZE
+    packed = 2
+
+    fc1_weight: torch.Tensor
+    """``(E, r*T, H/2)`` uint8, two FP4 per byte."""
+    fc1_weight_sf: torch.Tensor
+    """E8M0, uint8: ``(32, 4, r*T/128, 4, H/128, E)``, or ``(E, r*T, H/32)`` in rows."""
+    fc2_weight: torch.Tensor
+    """``(E, H, T/2)`` uint8."""
+    fc2_weight_sf: torch.Tensor
+    """``(32, 4, H/128, 4, T/128, E)`` uint8, or ``(E, H, T/32)``."""
+
+    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return dequantize(codes, scales)
