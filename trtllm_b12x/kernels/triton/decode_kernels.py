@@ -156,10 +156,10 @@ def fc1_kernel(
         else:
             up *= own_alpha * SCALE * scale
     if BIAS:
-        step: tl.constexpr = 2 if GATED and ORDER == BY_TURNS else 1
+        turns: tl.constexpr = 2 if GATED and ORDER == BY_TURNS else 1
         second: tl.constexpr = 1 if ORDER == BY_TURNS else SIZE
         up_row: tl.constexpr = second if GATED and ORDER != UP_GATE else 0
-        bias += e * (halves * SIZE) + rows * step
+        bias += e * (halves * SIZE) + rows * turns
         up += along(tl.load(bias + up_row, mask=there, other=0).to(tl.float32), BM)
         if GATED:
             gate += along(tl.load(bias + (second - up_row), mask=there, other=0).to(tl.float32), BM)
