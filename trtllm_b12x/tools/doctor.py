@@ -22,7 +22,7 @@ from trtllm_b12x.decision.families import Family
 from trtllm_b12x.formats.geometry import LayerShape
 
 from .doctor_rows import doctor_rows
-from .options import TARGETS, probe_machine, resolve_layer, shapes_in
+from .options import TARGETS, opened, probe_machine, resolve_layer, shapes_in
 from .progress import UnusableError
 
 
@@ -89,7 +89,8 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
             raise UnusableError("--compile needs torch, which is not installed")
         card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
         proofs = {name: prove.prove(card, name) for name in settings.KERNELS()}
-    shapes = _usual_shapes() if checkpoint is None else shapes_in(checkpoint).values()
+    source = None if checkpoint is None else opened(checkpoint)
+    shapes = _usual_shapes() if source is None else shapes_in(source).values()
     layers = [_Layer(shape, resolve_layer(shape, environment)) for shape in shapes]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((family for family in layer.decoding if family not in failed), "") for layer in layers]
@@ -97,6 +98,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     caveats = dict.fromkeys(row.features(environment).caveat for layer in layers for row in layer.rows)
     rows = [*doctor_rows(environment, target, driver), *(("note", caveat) for caveat in caveats if caveat)]
     rows += [("setting", complaint) for complaint in complaints]
+    rows += [("checkpoint", remark) for remark in (source.remarks if source else ())]
     if as_json:
         report = {
             "trtllm_b12x": __version__,
@@ -119,7 +121,7 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
 def _usual_shapes() -> list[LayerShape]:
     """Return layers of usual checkpoints, in the formats that some listed family has kernels for."""
     return [
-        LayerShape(quant_algo=row.name, dtype="bfloat16", activation=activation)
+        LayerShape(quant_algo=row.quant_algo, dtype="bfloat16", activation=activation)
         for row in formats.FORMATS
         if any(families.rows(settings.KERNELS(), row.name))
         for activation in row.activations

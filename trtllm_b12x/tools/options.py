@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from trtllm_b12x.decision import Deployment, Environment, Resolution, families, 
 from trtllm_b12x.formats.geometry import LayerShape
 
 from .progress import UnusableError
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
 
 TARGETS = {"sm_120a": 120, "sm_121a": 121}
 _SIZES = ("experts", "top_k", "hidden", "intermediate")
@@ -80,7 +83,7 @@ def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, e
         names = ", ".join(f"--{name.replace('_', '-')}" for name in _SIZES)
         raise click.UsageError(f"give a CHECKPOINT or all of {names}, not both")
     if checkpoint is not None:
-        shapes = {name: shape for name, shape in shapes_in(checkpoint).items() if shape.quant_algo in formats.names()}
+        shapes = {name: shape for name, shape in shapes_in(opened(checkpoint)).items() if formats.find(shape.quant_algo)}
         if not shapes:
             raise UnusableError(f"{checkpoint}: has no {' or '.join(formats.names())} MoE layer")
         for shape in shapes.values():
@@ -91,8 +94,10 @@ def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, e
             raise UnusableError(f"--top-k {top_k} exceeds --experts {experts}")
         name = _activation(activation)
         constants = name == "SwigluBias"
+        row = formats.find(form.upper())
+        algorithm = None if row is None else row.quant_algo
         shape = LayerShape(
-            experts, top_k, hidden, intermediate, "Swiglu" if constants else name, form.upper(), activation_constants=constants
+            experts, top_k, hidden, intermediate, "Swiglu" if constants else name, algorithm, activation_constants=constants
         )
         shapes = {f"{experts} experts, top {top_k}, {hidden} x {intermediate}": shape}
     for shape in shapes.values():
@@ -100,14 +105,22 @@ def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, e
     return shapes
 
 
-def shapes_in(checkpoint: Path) -> dict[str, LayerShape]:
-    """Map the name of the first layer with each shape to the shape, in the model's order."""
+def opened(checkpoint: Path) -> Checkpoint:
+    """
+    Raises:
+        UnusableError: the folder cannot be used, or torch is missing.
+    """
     try:
         from .checkpoint import Checkpoint
     except ImportError as error:
         raise UnusableError(f"reading a checkpoint needs torch: {error}") from None
+    return Checkpoint(checkpoint)
+
+
+def shapes_in(checkpoint: Checkpoint) -> dict[str, LayerShape]:
+    """Map the name of the first layer with each shape to the shape, in the model's order."""
     names: dict[LayerShape, str] = {}
-    for layer in Checkpoint(checkpoint).layers:
+    for layer in checkpoint.layers:
         names.setdefault(layer.shape, layer.name)
     return {name: shape for shape, name in names.items()}
 

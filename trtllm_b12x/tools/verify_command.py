@@ -101,7 +101,7 @@ def _families(ctx: click.Context, param: click.Parameter, text: str | None) -> s
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for stdout.")
 @click.pass_context
 def verify(ctx: click.Context, kernels: str, **options: Any) -> None:
-    """Check the MoE layers of a quantized CHECKPOINT (a folder that nvidia-modelopt exported).
+    """Check the MoE layers of a quantized CHECKPOINT (a folder with config.json and *.safetensors).
 
     Each layer is loaded as TensorRT-LLM loads it, once for each kernel family that serves it, run at token counts that the
     family serves, and compared with a float32 reference that dequantizes the checkpoint's own tensors. Kernels that keep
@@ -153,6 +153,7 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
         "kernel": "+".join(dict.fromkeys(kernels)),
         "crossover": default_crossover(),
         "tolerances": asdict(Tolerances()),
+        "warnings": source.remarks,
     }
     options |= {"original": plain_model, "ranks": Ranks(tp, ep)}
     reports: list[LayerReport] = []
@@ -183,6 +184,8 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
         if reports:
             if plain_model is None and any(report.compared for report in reports):
                 line("without --original verify cannot see swapped experts, layers, or gate and up, nor weights of another model")
+            for remark in source.remarks:
+                line(f"warning: {remark}")
             line(_summary(reports, errors, status, len(source.layers)))
     except KeyboardInterrupt:
         line(f"interrupted: {len(reports)} of {len(chosen)} layers were verified")
@@ -219,37 +222,35 @@ def _status(reports: list[LayerReport], errors: dict[str, str]) -> str:
 def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -> list[MoELayer]:
     from .checkpoint import CheckpointError
 
-    chosen, names = source.layers, formats.names()
+    chosen = source.layers
     if indices is not None:
         known = sorted({layer.index for layer in chosen})
         unknown = sorted(set(indices) - set(known))
         if unknown:
             raise CheckpointError(f"--layers {unknown[0]}", "no MoE layer", f"choose from {', '.join(map(str, known))}")
         chosen = [layer for layer in chosen if layer.index in indices]
-    if not any(layer.quant_algo in names for layer in chosen):
+    if not any(formats.find(layer.quant_algo) for layer in chosen):
         algorithms = ", ".join(sorted({layer.quant_algo for layer in chosen})).replace("none", "not quantized")
         raise CheckpointError(
             source.directory,
-            f"not an {' or '.join(names)} checkpoint, its experts are {algorithms}",
+            f"its experts are {algorithms}, none of {', '.join(formats.names())}",
             f"quantize it with nvidia-modelopt's {' or '.join(row.recipe for row in formats.FORMATS)}",
         )
     if sample is not None and sample < len(chosen):
-        chosen = [layer for layer in chosen if layer.quant_algo in names]
+        chosen = [layer for layer in chosen if formats.find(layer.quant_algo)]
         last = len(chosen) - 1
         chosen = [chosen[i] for i in sorted({round(last * n / max(sample - 1, 1)) for n in range(min(sample, last + 1))})]
     return chosen
 
 
 def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in_all: int) -> str:
-    from .verify import Tolerances
-
     served = [report for report in reports if report.served_by != "cutlass"]
     on = "+".join(dict.fromkeys(report.served_by for report in served)) or "+".join(settings.KERNELS())
     names = {report.layer.name for report in reports}
     if status == "nothing compared":
         return f"NOTHING COMPARED: 0 of {len(names)} MoE layers on {on}, CUTLASS serves every one for the reasons above"
     cases = [case for report in served for case in report.cases if case.rel_l2_kernel is not None]
-    distances = [(case.rel_l2_kernel, max(Tolerances().kernel, case.rounding)) for case in cases]
+    distances = [(case.rel_l2_kernel, case.bound) for case in cases]
     sizes = {report.layer.name: report.bytes for report in served[::-1] if report.bytes}  # the first family's
     looked_at = len(names | errors.keys())
     parts = [f"{len({report.layer.name for report in served})} of {looked_at} MoE layers on {on}"]

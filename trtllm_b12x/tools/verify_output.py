@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtllm_b12x import formats
 from trtllm_b12x.decision import Environment
 from trtllm_b12x.decision.families import FAMILIES
 
@@ -17,13 +18,18 @@ from .progress import is_replaceable, plain, write
 if TYPE_CHECKING:
     from .verify import CaseReport, LayerReport
 
-_UNQUANTIZED = frozenset(row.name for row in FAMILIES if row.features(Environment()).arithmetic == "UNQUANTIZED")
-"""Families that do not quantize activations. They have no error against the reference that does."""
+_UNQUANTIZED = frozenset(row.key for row in FAMILIES if row.features(Environment()).arithmetic == "UNQUANTIZED")
+"""Family and format of kernels that do not quantize activations. They have no error against the reference that does."""
 
 
 def _worst(cases: list[CaseReport], name: str) -> str:
     values = [value for case in cases if (value := getattr(case, name)) is not None]
     return f"{max(values):.4f}" if values else "-"
+
+
+def _quantizes(report: LayerReport, case: CaseReport) -> bool:
+    form = formats.find(report.layer.quant_algo)
+    return form is not None and (case.path, form.name) not in _UNQUANTIZED
 
 
 def percent(value: float | None) -> str:
@@ -34,7 +40,7 @@ _COLUMNS: dict[str, tuple[int, Callable[[LayerReport], str]]] = {
     "served by": (14, lambda r: r.served_by),
     "E/k/H/I": (16, lambda r: f"{r.layer.num_experts}/{r.layer.top_k}/{r.layer.hidden_size}/{r.layer.intermediate_size}"),
     "kernel": (6, lambda r: _worst(r.cases, "rel_l2_kernel")),
-    "float32": (7, lambda r: _worst([case for case in r.cases if case.path not in _UNQUANTIZED], "rel_l2_none")),
+    "float32": (7, lambda r: _worst([case for case in r.cases if _quantizes(r, case)], "rel_l2_none")),
     "ratio": (6, lambda r: _worst(r.cases, "ratio")),
     "bf16 x": (6, lambda r: _worst(r.cases, "error")),
     "padding": (13, lambda r: f"{r.bytes.padding:,}" if r.bytes else "-"),
@@ -50,8 +56,8 @@ def heading(name_width: int) -> list[str]:
 
     bounds = Tolerances()
     return [
-        f"relative L2 (worst case); bounds: kernel {bounds.kernel:g}; float32 {bounds.none:g} and ratio {bounds.ratio:g} "
-        "over many tokens; bf16 x: against float32 with unquantized activations",
+        f"relative L2 (worst case); bounds: kernel {bounds.kernel:g}, with bf16 activations {bounds.unquantized:g}; "
+        f"float32 {bounds.none:g} and ratio {bounds.ratio:g} over many tokens; bf16 x: against float32 with bf16 activations",
         _row("layer".ljust(name_width), _COLUMNS),
     ]
 

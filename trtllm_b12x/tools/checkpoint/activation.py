@@ -22,8 +22,12 @@ def activation(config: Section, gated: bool) -> tuple[str, bool, tuple[float, fl
     word = config.typed(str, "mlp_hidden_act", "hidden_act", "hidden_activation")
     if word is None:
         raise CheckpointError(config.path, "hidden_act is missing, so the experts' activation is unknown", "restore it")
-    if gated and (word == "swigluoai" or str(config.get("model_type", "")).startswith("minimax_m3")):
-        # MiniMax-M3: TensorRT-LLM, modeling_minimaxm3.py, MiniMaxM3MoE. transformers writes "silu" when it saves the model.
-        alpha, limit = (config.typed(float, key) for key in ("swiglu_alpha", "swiglu_limit"))
+    model = str(config.get("model_type", ""))
+    alpha, limit = (config.typed(float, key) for key in ("swiglu_alpha", "swiglu_limit"))
+    if gated and (word == "swigluoai" or model.startswith(("minimax_m3", "gpt_oss"))):
+        # TensorRT-LLM: modeling_minimaxm3.py, modeling_gpt_oss.py (file id 65972516900). transformers writes "silu" for both.
         return "SwigluBias", True, (1.702 if alpha is None else alpha, 1.0, 7.0 if limit is None else limit)
+    if gated and word == "silu" and model.startswith("deepseek_v4") and limit is not None:
+        # TensorRT-LLM, modeling_deepseekv4.py (file id 60455498896): the limit alone.
+        return "SwigluBias", True, (1.0, 0.0, limit)
     return _NAMES.get((gated, word), word), any(config.get(key) is not None for key in _CONSTANTS), None

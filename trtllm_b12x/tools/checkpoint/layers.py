@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,20 +18,23 @@ from trtllm_b12x.formats.geometry import LayerShape
 
 from .activation import activation
 from .files import CheckpointError, Section, TensorFiles, read_json
-from .quantization import Quantization
-from .storage import UNQUANTIZED, storage_of
+from .quantization import BLOCK_FP8, Quantization
+from .storage import UNQUANTIZED, algorithm, storage_of
 
 _EXPERT_TENSOR = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>[0-9]{1,9})\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\."
-    r"(?P<kind>weight|weight_scale|weight_scale_inv|weight_scale_2|input_scale|pre_quant_scale|bias)"
+    r"(?P<kind>weight|weight_scale|weight_scale_inv|weight_scale_2|input_scale|pre_quant_scale|bias"
+    r"|scale|weight_packed|weight_global_scale|input_global_scale)"
 )
-"""One tensor per expert: Qwen3-MoE ``model.layers.N.mlp``, Nemotron-H ``backbone.layers.N.mixer``, Mixtral's w1, w2, w3."""
+"""One tensor per expert: Qwen3-MoE ``model.layers.N.mlp``, Nemotron-H ``backbone.layers.N.mixer``, DeepSeek-V4 ``layers.N.ffn``,
+Mixtral's w1, w2, w3. The last three kinds are compressed-tensors', ``scale`` is DeepSeek-V4's."""
 
 _STACKED_TENSOR = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<projection>gate_up_proj|down_proj)"
-    r"(?P<kind>|_weight_scale|_weight_scale_2|_input_scale|_pre_quant_scale|_bias)"
+    r"(?P<kind>|_weight_scale|_weight_scale_2|_input_scale|_pre_quant_scale|_bias|_blocks|_scales)"
 )
-"""All experts in one tensor, gate before up. nvidia-modelopt 0.47 writes Llama 4 with the inner dimension first."""
+"""All experts in one tensor, gate before up; in gpt-oss gate and up by turns, in MXFP4 as ``_blocks`` and ``_scales``.
+nvidia-modelopt 0.47 writes Llama 4 with the inner dimension first."""
 
 _PROJECTIONS = (
     {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
@@ -62,6 +66,10 @@ class MoELayer(LayerShape):
     """All experts share one tensor per projection."""
     inner_first: bool
     """Stacked with the inner dimension before the rows. transformers stores newer models with the rows first."""
+    by_turns: bool
+    """Stacked with rows of gate and up by turns (gpt-oss)."""
+    kinds: tuple[str, ...]
+    """Tensors that each matrix has: ``weight``, ``weight_scale`` ..., ``bias``."""
     aliases: Mapping[str, str]
     """Last part of a tensor's name to the one that this checkpoint uses instead."""
 
@@ -104,25 +112,30 @@ class LayerWeights(Mapping[str, torch.Tensor]):
         """Return the checkpoint's name of a tensor, and the tensor in the host's orientation, ``(rows, K)``."""
         number, projection, kind = key.split(".")
         layer, expert = self._layer, int(number)
-        if kind not in self._storage.dtypes or not 0 <= expert < layer.num_experts:
+        if kind not in layer.kinds or not 0 <= expert < layer.num_experts:
             raise KeyError(key)
         name = layer.tensor_name(expert, projection, kind)
         if not layer.stacked or kind in self._storage.scalars:
-            return name, self._checkpoint.tensor(name)
+            tensor = self._checkpoint.tensor(name)
+            if layer.aliases.get(kind) in self._storage.reciprocals:
+                tensor = torch.where(tensor > 0, 1 / tensor.float(), 0.0)  # 0: never calibrated, as TensorRT-LLM reads it
+            return name, _as_bytes(tensor)
         matrix = self._checkpoint.tensor(name, expert)
-        if layer.inner_first:
+        if matrix.dim() == 3:  # blocks of codes
+            matrix = matrix.flatten(1)
+        if layer.inner_first and matrix.dim() == 2:
             matrix = matrix.T
         if projection != "w2":
-            gate, up = matrix.split(layer.intermediate_size)
+            gate, up = (matrix[0::2], matrix[1::2]) if layer.by_turns else matrix.split(layer.intermediate_size)
             matrix = gate if projection == "w1" else up
-        return name, matrix.contiguous()
+        return name, _as_bytes(matrix.contiguous())
 
     def __iter__(self) -> Iterator[str]:
         experts, projections = range(self._layer.num_experts), self._layer.projections
-        return (f"{e}.{p}.{kind}" for e in experts for p in projections for kind in self._storage.dtypes)
+        return (f"{e}.{p}.{kind}" for e in experts for p in projections for kind in self._layer.kinds)
 
     def __len__(self) -> int:
-        return self._layer.num_experts * len(self._layer.projections) * len(self._storage.dtypes)
+        return self._layer.num_experts * len(self._layer.projections) * len(self._layer.kinds)
 
     @property
     def nbytes(self) -> int:
@@ -162,10 +175,16 @@ class Checkpoint:
     def unequal_scales(self, layer: MoELayer) -> bool:
         """Return whether gate and up of some expert differ in ``weight_scale_2``. Read two scalars per expert."""
         weights, kind = self.weights(layer), "weight_scale_2"
-        if not layer.gated or kind not in storage_of(layer.quant_algo).scalars:
+        if not layer.gated or kind not in layer.kinds:
             return False
         pairs = ((weights[f"{e}.w1.{kind}"], weights[f"{e}.w3.{kind}"]) for e in range(layer.num_experts))
         return any(not torch.equal(gate, up) for gate, up in pairs)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines on what TensorRT-LLM does with this checkpoint if it does not load it."""
+        modules = {name.rpartition(".")[0] for name in self._files}
+        return self._quantization.remarks(modules, str(self._config.get("model_type", "")))
 
     @cached_property
     def layers(self) -> list[MoELayer]:
@@ -182,19 +201,20 @@ class Checkpoint:
                 layer = names.setdefault(groups["layer"], _TensorNames())
                 layer.kinds.add(groups["kind"].removeprefix("_") or "weight")
                 layer.stacked |= "expert" not in groups
+                layer.modules.add(name.rpartition(".")[0])
                 layer.experts.setdefault(int(groups.get("expert", 0)), set()).add(groups["projection"])
         if not names:
             problem = "no MoE layers (no tensors named *.experts.N.*_proj.weight or *.experts.gate_up_proj)"
             raise CheckpointError(self.directory, problem, "give a mixture-of-experts checkpoint")
-        layers = (self._layer(name, tensors, *self._quantization.of_experts(name)) for name, tensors in names.items())
+        layers = (
+            self._layer(name, tensors, *self._quantization.of_experts(name, tensors.modules)) for name, tensors in names.items()
+        )
         return sorted(layers, key=lambda layer: (layer.index, layer.name))
 
     def _layer(self, name: str, names: _TensorNames, algo: str, group_size: int | None) -> MoELayer:
         top_k = self._config.typed(int, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
         if top_k is None:
             raise CheckpointError(self._config.path, "num_experts_per_tok is missing", "restore it")
-        storage = storage_of(algo)
-        packed = storage.elements["weight"]
         spelled = names.experts.get(0, set())
         projections = next((known for known in _PROJECTIONS if set(known.values()) == spelled), None)
         if projections is None:
@@ -203,10 +223,18 @@ class Checkpoint:
                 self.directory, f"{problem}, expected gate_proj, up_proj and down_proj, or up_proj and down_proj"
             )
         prefix = f"{name}.experts."
+        fp4_codes = next((kind for kind in ("blocks", "weight_packed") if kind in names.kinds), "")
         if names.stacked:
-            weight = prefix + projections["w1"]
+            weight, down = (prefix + projections[half] + f"_{fp4_codes}" * bool(fp4_codes) for half in ("w1", "w2"))
+        else:
+            weight = f"{prefix}0.{projections['w1']}.{fp4_codes or 'weight'}"
+        if algo == BLOCK_FP8 and self._header(weight)[0] == "I8":  # DeepSeek-V4; TensorRT-LLM looks at the same header
+            algo, group_size = (algorithm("MXFP4"), formats.group_size("MXFP4"))
+        storage = storage_of(algo)
+        packed = storage.elements["weight"]
+        if names.stacked:
             num_experts, *matrix = self._shape(weight, 3)
-            height, width = self._shape(prefix + projections["w2"], 3)[1:]
+            height, width = self._shape(down, 3)[1:]
             inner_first = matrix != [2 * packed * width, height // packed]  # no sizes fit both ways
             inner, rows = matrix if inner_first else reversed(matrix)
             rows //= 2
@@ -217,17 +245,17 @@ class Checkpoint:
             if (num_experts, last) != (expected, expected - 1):
                 problem = f"{name} has tensors of {num_experts} experts, numbered up to {last}, expected {expected}"
                 raise CheckpointError(self.directory, problem)
-            weight = f"{prefix}0.{projections['w1']}.weight"
             rows, inner = self._shape(weight, 2)
             inner_first = False
         file = self.file_of(weight)
         if not (num_experts > 0 and rows and inner and 0 < top_k <= num_experts):
             sizes = f"{num_experts} experts of {rows} x {inner * packed} with top_k {top_k}"
             raise CheckpointError(file, f"{weight} gives {sizes}")
-        if algo == "none" and self._files.header(weight)[0] == "U8":
+        if algo == "none" and self._header(weight)[0] == "U8":
             problem = f"{weight} is packed, but {self._quantization.path.name} does not say how it is quantized"
             remedy = "copy hf_quant_config.json from the export, or restore its list of excluded modules"
             raise CheckpointError(file, problem, remedy)
+        kinds = {storage.aliases.get(kind, kind) for kind in names.kinds}
         activation_name, constants, swiglu = activation(self._config, gated="w3" in projections)
         layer = MoELayer(
             name=name,
@@ -245,6 +273,8 @@ class Checkpoint:
             projections=projections,
             stacked=names.stacked,
             inner_first=inner_first,
+            by_turns=names.stacked and self._config.get("model_type") == "gpt_oss",
+            kinds=tuple(kind for kind in (*storage.dtypes, "bias") if kind in kinds or kind not in (*storage.optional, "bias")),
             aliases={ours: other for other, ours in storage.aliases.items() if other in names.kinds},
             bias="bias" in names.kinds,
             pre_quant_scale="pre_quant_scale" in names.kinds,
@@ -261,38 +291,45 @@ class Checkpoint:
         h, i = layer.hidden_size, layer.intermediate_size
         for projection in layer.projections:
             rows, columns = (h, i) if projection == "w2" else (i, h)
-            for kind, dtype in storage.dtypes.items():
+            for kind, dtypes in storage.dtypes.items():
+                if kind not in layer.kinds:
+                    continue
                 shape = [] if kind in storage.scalars else [rows, columns // storage.elements[kind]]
                 if not layer.stacked:
                     for expert in range(layer.num_experts):
-                        self._expect(layer.tensor_name(expert, projection, kind), dtype, shape)
+                        self._expect(layer.tensor_name(expert, projection, kind), dtypes, shape)
                 elif projection != "w3":  # w1 and w3 share a tensor
                     name = layer.tensor_name(0, projection, kind)
                     if shape:
                         height, inner = rows * (2 if projection == "w1" else 1), shape[1]
                         shape = [layer.num_experts, *((inner, height) if layer.inner_first else (height, inner))]
-                        if self._files.header(name)[1] == [layer.num_experts, columns, height // storage.elements[kind]] != shape:
+                        if self._header(name)[1] == [layer.num_experts, columns, height // storage.elements[kind]] != shape:
                             raise CheckpointError(
                                 self.file_of(name),
                                 f"{name} scales blocks along the rows, as nvidia-modelopt writes stacked experts in MXFP8 "
                                 "(Llama 4, gpt-oss). Products need blocks along the inner dimension",
                                 "export the experts as NVFP4, or not quantized",
                             )
-                    self._expect(name, dtype, shape)
+                    self._expect(name, dtypes, shape)
 
-    def _expect(self, name: str, expected_dtype: str, expected: list[int]) -> None:
-        dtype, shape = self._files.header(name)
+    def _expect(self, name: str, dtypes: tuple[str, ...], expected: list[int]) -> None:
+        dtype, shape = self._header(name)
         if shape == [1] and expected == []:
             shape = []
-        if (dtype, shape) != (expected_dtype, expected):
+        if dtype not in dtypes or shape != expected:
             raise CheckpointError(
                 self.file_of(name),
-                f"{name} is {dtype} {shape}, expected {expected_dtype} {expected}",
+                f"{name} is {dtype} {shape}, expected {' or '.join(dtypes)} {expected}",
                 "export the checkpoint again, or exclude the layer in hf_quant_config.json if it is not quantized",
             )
 
+    def _header(self, name: str) -> tuple[str, list[int]]:
+        """Return dtype and shape. gpt-oss' blocks ``(E, rows, K / 32, 16)`` count as ``(E, rows, K / 2)``."""
+        dtype, shape = self._files.header(name)
+        return dtype, [*shape[:2], math.prod(shape[2:])] if len(shape) == 4 else shape
+
     def _shape(self, name: str, dimensions: int) -> list[int]:
-        _, shape = self._files.header(name)
+        _, shape = self._header(name)
         if len(shape) != dimensions:
             raise CheckpointError(self.file_of(name), f"{name} has shape {shape}, expected {dimensions} dimensions")
         return shape
@@ -305,7 +342,13 @@ class _TensorNames:
     experts: dict[int, set[str]] = field(default_factory=dict)
     """Expert to the projections it has."""
     kinds: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
     stacked: bool = False
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View codes and E8M0 scales, which producers store in several dtypes, as uint8."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.int8, torch.float8_e8m0fnu) else tensor
 
 
 def _index(name: str) -> int:

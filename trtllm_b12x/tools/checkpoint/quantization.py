@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from trtllm_b12x import formats
 
+from . import compressed_tensors
 from .files import CheckpointError, Section, read_json
-from .storage import STORAGE
+from .storage import STORAGE, algorithm
+
+BLOCK_FP8 = "FP8_BLOCK_SCALES"
+"""TensorRT-LLM's name for blocks of 128 x 128 in FP8. DeepSeek-V4 declares it, and stores its routed experts in FP4."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Quantization:
     exclude: tuple[str, ...]
     per_layer: Mapping[str, tuple[str | None, int | None]]
     """Module to its algorithm and group size."""
+    groups: tuple[compressed_tensors.Group, ...] = ()
+    """Schemes of compressed-tensors; empty for other producers."""
 
     @classmethod
     def from_files(cls, directory: Path, config: Section) -> Quantization:
@@ -44,30 +50,62 @@ class Quantization:
             excluded = [name for key in keys for name in section.typed(list, key) or ()]
             groups = section.section("config_groups")
             group_size = next((groups.section(name).section("weights").typed(int, "group_size") for name in groups), None)
+        schemes: tuple[compressed_tensors.Group, ...] = ()
+        if section.get("quant_method") == compressed_tensors.METHOD and "quant_algo" not in section:
+            schemes = compressed_tensors.groups_of(section)
         # nvidia-modelopt 0.47 with transformers 5.23 appends "\0" and a sentinel to names it renames back.
         patterns = tuple(str(pattern).split("\0")[0].rstrip(".") for pattern in excluded or ())
         layers = section.section("quantized_layers")
         entries = {name: layers.section(name) for name in layers}
         per_layer = {name: (entry.typed(str, "quant_algo"), entry.typed(int, "group_size")) for name, entry in entries.items()}
-        return cls(section.path, section.typed(str, "quant_algo"), group_size, patterns, per_layer)
+        algo = section.typed(str, "quant_algo") if not schemes else schemes[0].algo if len(schemes) == 1 else "MIXED_PRECISION"
+        return cls(section.path, algo, group_size, patterns, per_layer, schemes)
 
-    def of_experts(self, layer: str) -> tuple[str, int | None]:
-        """Return the algorithm of a layer's experts (``none`` if they are not quantized), and its group size."""
-        if self.algo is None or self._excludes(layer):
+    def of_experts(self, layer: str, modules: Iterable[str]) -> tuple[str, int | None]:
+        """Return the algorithm of a layer's experts (``none`` if they are not quantized), and its group size.
+
+        Args:
+            modules: names of the modules that hold the tensors of the experts.
+        """
+        if self.algo is None or (len(self.groups) < 2 and self._excludes(layer)):
             return "none", None
-        if self.algo != "MIXED_PRECISION":
-            return self.algo, self.group_size or formats.group_size(self.algo)
-        entries = {entry for module, entry in self.per_layer.items() if module.startswith(f"{layer}.experts")}
+        entries: set[tuple[str | None, int | None]] = {(self.algo, self.group_size)}
+        if len(self.groups) > 1:
+            owners = {compressed_tensors.group_of(module, self.groups, self.exclude) for module in modules}
+            entries = {("none", None) if owner is None else (owner.algo, owner.group_size) for owner in owners}
+        elif self.algo == "MIXED_PRECISION":
+            prefix = _plain(f"{layer}.experts")
+            entries = {entry for module, entry in self.per_layer.items() if _plain(module).startswith(prefix)}
         if len(entries) != 1:
             return ("MIXED_PRECISION" if entries else "none"), None
-        algo, group_size = entries.pop()
-        return str(algo), group_size or formats.group_size(str(algo))
+        label, group_size = entries.pop()
+        algo = algorithm(str(label))
+        return algo, group_size or formats.group_size(algo)
+
+    def remarks(self, modules: Iterable[str], model_type: str) -> list[str]:
+        """Return lines on what TensorRT-LLM does with such a checkpoint on SM120 and SM121 if it does not load it.
+
+        Args:
+            modules: names of all modules that have tensors.
+            model_type: of config.json.
+        """
+        labels = {self.algo, *(algo for algo, _ in self.per_layer.values()), *(group.algo for group in self.groups)}
+        fates = {label: fate for storage in STORAGE.values() for label, fate in storage.labels.items()}
+        found = [f"{fate} ({label})" for label, fate in fates.items() if label in labels]
+        if self.groups:
+            found += compressed_tensors.remarks(self.groups, modules, model_type)
+        return [f"{self.path.name}: TensorRT-LLM {each}" for each in found]
 
     def _excludes(self, layer: str) -> bool:
         """Match as the host does: a pattern names the projection or any module around it, with wildcards or after "re:"."""
         parts = f"{layer}.experts.0.down_proj".split(".")
         modules = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(_matches(pattern, module) for pattern in self.exclude for module in modules)
+
+
+def _plain(module: str) -> str:
+    """Drop the nesting of multimodal models, which configurations and tensors name differently."""
+    return module.replace("language_model.", "")
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -85,7 +123,9 @@ def _with_method(section: Section) -> Section:
     for storage in STORAGE.values():
         if method in storage.quant_methods:
             return Section(section.path, {**storage.quant_methods[method], **section})
-    if method is not None and "quant_algo" not in section:
-        problem = f"quant_method is {method[:40]}, which is not an export of nvidia-modelopt"
+    if method == "fp8" and section.get("weight_block_size") is not None:
+        return Section(section.path, {"quant_algo": BLOCK_FP8, **section})
+    if method not in (None, compressed_tensors.METHOD) and "quant_algo" not in section:
+        problem = f"quant_method is {method[:40]}, which verify does not read"
         raise CheckpointError(section.path, problem, "export the unquantized model with nvidia-modelopt's NVFP4_DEFAULT_CFG")
     return section

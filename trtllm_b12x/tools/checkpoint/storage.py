@@ -1,4 +1,4 @@
-"""Describe how a checkpoint stores the matrices of each number format."""
+"""Describe how checkpoints store the matrices of each number format, one row a format."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ _GROUP_SIZE = {row.name: row.group_size for row in formats.FORMATS}
 class StorageFormat:
     """The tensors of one matrix, by the last part of their names."""
 
-    dtypes: Mapping[str, str]
-    """Tensor to its dtype in safetensors; empty: any."""
+    dtypes: Mapping[str, tuple[str, ...]]
+    """Tensor to the dtypes in safetensors that may hold it; empty: any."""
     elements: Mapping[str, int]
     """Tensor to the weights of a row that one entry holds or scales. A tensor that is not listed is a scalar."""
     fault: Callable[[str, torch.Tensor], str] = lambda name, tensor: ""
     """Return why a tensor cannot be used, or an empty string."""
+    optional: frozenset[str] = frozenset()
+    """Tensors that a checkpoint may lack."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors in checkpoints of other producers, to ours."""
+    reciprocals: frozenset[str] = frozenset()
+    """Other producers' names whose values are the reciprocals of ours."""
     quant_methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """``quant_method`` in config.json to the settings it stands for, as TensorRT-LLM reads it."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Other values of ``quant_algo`` for the format, to what TensorRT-LLM does with such a checkpoint on SM12x."""
 
     @property
     def scalars(self) -> frozenset[str]:
@@ -48,17 +54,42 @@ def _mxfp8_fault(name: str, tensor: torch.Tensor) -> str:
     return "holds NaN" if bool(nan.any()) else ""
 
 
-UNQUANTIZED = StorageFormat({"weight": ""}, {"weight": 1})
+def _mxfp4_fault(name: str, tensor: torch.Tensor) -> str:
+    return "holds NaN" if name == "weight_scale" and bool((tensor == 0xFF).any()) else ""
+
+
+UNQUANTIZED = StorageFormat({"weight": ()}, {"weight": 1}, aliases={"weight_packed": "weight", "blocks": "weight"})
+
+_FP4: dict[str, Any] = {
+    "dtypes": {"weight": ("U8",), "weight_scale": ("F8_E4M3",), "weight_scale_2": ("F32",), "input_scale": ("F32",)},
+    "elements": {"weight": 2, "weight_scale": _GROUP_SIZE["NVFP4"]},
+    "fault": _nvfp4_fault,
+    # compressed-tensors; as TensorRT-LLM renames them (checkpoints/hf/compressed_tensors.py, file id 57889776691).
+    "aliases": {"weight_packed": "weight", "weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"},
+    "reciprocals": frozenset({"weight_global_scale", "input_global_scale"}),
+}
+_NO_MEMBER = "raises ValueError: its QuantAlgo has no such member"
 
 STORAGE = {
-    "NVFP4": StorageFormat(
-        {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"},
-        {"weight": 2, "weight_scale": _GROUP_SIZE["NVFP4"]},
-        _nvfp4_fault,
-        quant_methods={"nvfp4": {"quant_algo": "NVFP4", "ignore": ["*.mlp.gate", "lm_head"]}},
+    "NVFP4": StorageFormat(**_FP4, quant_methods={"nvfp4": {"quant_algo": "NVFP4", "ignore": ["*.mlp.gate", "lm_head"]}}),
+    # nvidia-modelopt writes no input scale, nvidia/Qwen3.6-35B-A3B-NVFP4 has them.
+    "W4A16_NVFP4": StorageFormat(**_FP4, optional=frozenset({"input_scale"})),
+    "MXFP4": StorageFormat(
+        {"weight": ("U8", "I8"), "weight_scale": ("U8", "F8_E8M0")},
+        {"weight": 2, "weight_scale": _GROUP_SIZE["MXFP4"]},
+        _mxfp4_fault,
+        # gpt-oss: blocks and scales. DeepSeek-V4: weight and scale. compressed-tensors: weight_packed.
+        aliases={"blocks": "weight", "weight_packed": "weight", "scales": "weight_scale", "scale": "weight_scale"},
+        quant_methods={"mxfp4": {"quant_algo": "W4A8_MXFP4_MXFP8"}},
+        # nvidia-modelopt 0.47 and 0.48; model_config.py (file id 60599514144), fused_moe_cutlass.py (57675435166).
+        labels={
+            "mxfp4": _NO_MEMBER,
+            "MXFP4": _NO_MEMBER,
+            "W4A16_MXFP4": "refuses it on SM120 and SM121: it has W4A16_MXFP4 kernels for SM90 alone",
+        },
     ),
     "MXFP8": StorageFormat(
-        {"weight": "F8_E4M3", "weight_scale": "U8"},
+        {"weight": ("F8_E4M3",), "weight_scale": ("U8",)},
         {"weight": 1, "weight_scale": _GROUP_SIZE["MXFP8"]},
         _mxfp8_fault,
         # MiniMax-M3-MXFP8 and trainers write this name; TensorRT-LLM accepts both.
@@ -70,4 +101,12 @@ STORAGE = {
 
 def storage_of(quant_algo: str) -> StorageFormat:
     """Return the storage of a format, or that of plain weights for any other algorithm."""
-    return STORAGE.get(quant_algo, UNQUANTIZED)
+    form = formats.find(quant_algo)
+    return UNQUANTIZED if form is None else STORAGE[form.name]
+
+
+def algorithm(label: str) -> str:
+    """Return TensorRT-LLM's ``QuantAlgo`` for a checkpoint's label; an unknown label stays as it is."""
+    name = next((name for name, storage in STORAGE.items() if label in storage.labels), label)
+    form = formats.find(name)
+    return label if form is None else form.quant_algo

@@ -14,7 +14,7 @@ from .report import BytesReport
 
 def zero_matrices(weights: LayerWeights, layer: MoELayer) -> list[str]:
     """Return the names of expert matrices whose codes or scales are all zero: no input reaches their output."""
-    kinds = {key.rpartition(".")[2] for key in weights} - {"input_scale"}
+    kinds = set(layer.kinds) - {"input_scale", "bias"}
     return [
         f"expert {expert} {name}"
         for expert in range(layer.num_experts)

@@ -42,14 +42,14 @@ def outputs(
 
     Args:
         weights: by the names of ``ReferenceDequantizer``. Without ``weight_scale`` they are plain weights, and activations stay
-            unquantized. Experts without tokens are not read.
+            unquantized. ``bias`` is added to the product of its matrix. Experts without tokens are not read.
         gated: compute ``activation`` if true, else squared ReLU.
         calls: ids are global; negative ids are not routed.
         arithmetics: one output for each.
         quant_algo: format of the weights.
         activation: ``Swiglu``, or ``Geglu`` (tanh approximation, as gemma-4 has it).
-        swiglu: alpha, beta and limit (MiniMax-M3): ``g * sigmoid(alpha * g) * (u + beta)``, with ``g = min(gate, limit)`` and
-            ``u = clamp(up, -limit, limit)``.
+        swiglu: alpha, beta and limit (MiniMax-M3, gpt-oss, DeepSeek-V4): ``g * sigmoid(alpha * g) * (u + beta)``, with
+            ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
 
     Returns:
         ``result[call][arithmetic]``, float32 ``(T, H)``.
@@ -67,10 +67,11 @@ def outputs(
         if token.numel() == 0:
             continue
         matrices = {name: dequantizer.matrix(expert, name).to(device) for name in names}
+        biases = {name: _on(device, dequantizer.bias(expert, name)) for name in names}
         router_weight = router_weights[token, slot].unsqueeze(1)
         # One product for all arithmetics, so that each matrix is read from memory once.
         rows = torch.cat([values[token] for values in inputs])
-        fc1 = [(rows @ matrices[name].T).chunk(len(rounded)) for name in names[:-1]]
+        fc1 = [(rows @ matrices[name].T + biases[name]).chunk(len(rounded)) for name in names[:-1]]
         inner = []
         for position, arithmetic in enumerate(rounded):
             every_step = arithmetic is Arithmetic.CUTLASS
@@ -84,7 +85,7 @@ def outputs(
             if arithmetic is not Arithmetic.UNQUANTIZED:
                 hidden = dequantizer.quantize(hidden, 2, arithmetic)
             inner.append(hidden)
-        fc2 = (torch.cat(inner) @ matrices["w2"].T).chunk(len(rounded))
+        fc2 = (torch.cat(inner) @ matrices["w2"].T + biases["w2"]).chunk(len(rounded))
         for arithmetic, result, total in zip(rounded, fc2, sums, strict=True):
             total.index_add_(0, token, router_weight * _bf16(result, arithmetic is Arithmetic.CUTLASS))
     sums = [_bf16(total, a in _ROUNDS_TO_BF16) for a, total in zip(arithmetics, sums, strict=True)]
@@ -101,6 +102,10 @@ _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def _swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
     gate = gate.clamp(max=limit)
     return gate / (1 + torch.exp(-alpha * gate)) * (up.clamp(-limit, limit) + beta)
+
+
+def _on(device: torch.device | str, bias: torch.Tensor | None) -> torch.Tensor | float:
+    return 0.0 if bias is None else bias.to(device)
 
 
 def _bf16(values: torch.Tensor, rounds: bool) -> torch.Tensor:

@@ -59,7 +59,7 @@ class ReferenceDequantizer:
     """
 
     quantized = False
-    """The format quantizes activations."""
+    """The format quantizes activations. If not, every ``Arithmetic`` keeps them as they are."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], num_experts: int, gated: bool) -> None:
         self.weights, self.num_experts, self.gated = weights, num_experts, gated
@@ -68,6 +68,11 @@ class ReferenceDequantizer:
     def matrix(self, expert: int, name: str) -> torch.Tensor:
         """Return a float32 matrix ``(rows, K)`` on the device of the tensors."""
         return self.weights[f"{expert}.{name}.weight"].float()
+
+    def bias(self, expert: int, name: str) -> torch.Tensor | None:
+        """Return what is added to the product of a matrix, float32 ``(rows,)``, or None."""
+        tensor = self.weights.get(f"{expert}.{name}.bias")
+        return None if tensor is None else tensor.float()
 
     def quantize(self, values: torch.Tensor, fc: int, arithmetic: Arithmetic) -> torch.Tensor:
         """Quantize and dequantize float32 ``(n, K)``, the input of FC1 or FC2 (``fc`` 1 or 2)."""
@@ -139,6 +144,30 @@ class _NVFP4(ReferenceDequantizer):
         return torch.stack([largest[name] for name in self.names[:-1]]).max(), largest["w2"]
 
 
+class _W4A16NVFP4(_NVFP4):
+    """NVFP4 for weights alone. Input scales, which a checkpoint may lack, cancel and have no effect on a result."""
+
+    quantized = False
+
+    def largest_input(self) -> float:
+        return super().largest_input() if "0.w1.input_scale" in self.weights else 1.0
+
+    def move_off_ties(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @functools.cached_property
+    def _input_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return super()._input_scales if "0.w1.input_scale" in self.weights else (torch.ones(()), torch.ones(()))
+
+
+class _MXFP4(ReferenceDequantizer):
+    """E2M1 codes and a power of two for each 32 of them (OCP Microscaling Formats 1.0). Checkpoints prescribe weights alone:
+    that TensorRT-LLM's CUTLASS quantizes activations to MXFP8 is its own choice."""
+
+    def matrix(self, expert: int, name: str) -> torch.Tensor:
+        return dequantize_mxfp4(self.weights[f"{expert}.{name}.weight"], self.weights[f"{expert}.{name}.weight_scale"])
+
+
 class _MXFP8(ReferenceDequantizer):
     """E4M3 elements and a power of two for each 32 of them (OCP Microscaling Formats 1.0)."""
 
@@ -151,7 +180,12 @@ class _MXFP8(ReferenceDequantizer):
         return fake_quantize_mxfp8(values)
 
 
-DEQUANTIZERS: dict[str, type[ReferenceDequantizer]] = {"NVFP4": _NVFP4, "MXFP8": _MXFP8}
+DEQUANTIZERS: dict[str, type[ReferenceDequantizer]] = {
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _W4A16NVFP4,
+    "W4A8_MXFP4_MXFP8": _MXFP4,
+    "MXFP8": _MXFP8,
+}
 
 
 def reference_for(
@@ -181,10 +215,19 @@ def dequantize_nvfp4(weight: torch.Tensor, weight_scale: torch.Tensor, weight_sc
 
 def dequantize_mxfp8(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
     """Return float32 ``(rows, K)`` of E4M3 ``(rows, K)`` in any 8-bit dtype and E8M0 bytes ``(rows, K / 32)``."""
-    exponents = weight_scale.view(torch.uint8).to(torch.int32)
-    powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents - 127)
-    powers = torch.where(exponents == 255, torch.nan, powers).repeat_interleave(_MX_BLOCK, dim=1)
-    return (weight.view(torch.float8_e4m3fn).double() * powers).float()
+    return (weight.view(torch.float8_e4m3fn).double() * _powers(weight_scale).repeat_interleave(_MX_BLOCK, dim=1)).float()
+
+
+def dequantize_mxfp4(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """Return float32 ``(rows, K)`` of FP4 codes, two in a byte, and E8M0 bytes ``(rows, K / 32)``."""
+    return (decode_fp4(weight).double() * _powers(weight_scale).repeat_interleave(_MX_BLOCK, dim=1)).float()
+
+
+def _powers(scales: torch.Tensor) -> torch.Tensor:
+    """Decode E8M0 bytes to float64: two to the power of the byte minus 127, NaN for 255."""
+    exponents = scales.view(torch.uint8).to(torch.int32)
+    powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64, device=scales.device), exponents - 127)
+    return torch.where(exponents == 255, torch.nan, powers)
 
 
 def fake_quantize_nvfp4(values: torch.Tensor, global_scale: torch.Tensor, arithmetic: Arithmetic, gated: bool) -> torch.Tensor:

@@ -20,17 +20,22 @@ class CaseReport:
     rel_l2_none: float
     error: float
     """Against the same layer with unquantized activations."""
-    reference_error: float
-    """Same, of the float32 reference."""
+    reference_error: float | None
+    """Same, of the float32 reference. None if the format leaves activations unquantized."""
     rel_l2_kernel: float | None = None
     """Against the rounding points of ``path``; None if a call did not run on one of our kernels."""
     rounding: float = 0.0
-    """Error that the kernel itself expects (``Kernel.rounding``); the bound if it is larger."""
+    """Error that the kernel itself expects (``Kernel.rounding``)."""
+    bound: float = 0.0
+    """Of ``rel_l2_kernel``: the format's, or ``rounding`` if it is larger."""
     original_error: float | None = None
     failures: list[str] = field(default_factory=list)
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
+        """Error over the reference's own, or None if that has none."""
+        if self.reference_error is None:
+            return None
         return self.error / self.reference_error if self.reference_error else math.inf if self.error else 1.0
 
 
