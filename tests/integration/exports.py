@@ -110,8 +110,24 @@ minimax_m3 = partial(
     mlp_layer_types=["dense", "sparse"],
     swiglu_limit=0.1,
 )
+# Expert biases, gate and up by turns, SwiGLU with alpha, beta and limit; sizes off the tile of 128.
+gpt_oss = partial(build, "gpt_oss", "GptOssConfig", "GptOssForCausalLM", **_SMALL, num_experts_per_tok=2, swiglu_limit=0.1)
+# SwiGLU with a limit alone.
+deepseek_v4 = partial(
+    build,
+    "deepseek_v4",
+    "DeepseekV4Config",
+    "DeepseekV4ForCausalLM",
+    **_SMALL,
+    moe_intermediate_size=96,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    swiglu_limit=0.1,
+)
 MODELS = {
+    "deepseek-v4": deepseek_v4,
     "gemma4": gemma4,
+    "gpt-oss": gpt_oss,
     "llama4": llama4,
     "minimax-m3": minimax_m3,
     "mixtral": mixtral,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .files import CheckpointError, Section
+from .storage import storage_of
 
 METHOD = "compressed-tensors"
 _PATTERN = "re:"
@@ -76,7 +77,7 @@ def remarks(groups: Sequence[Group], modules: Iterable[str], model_type: str) ->
         names = list(modules)
         unmatched = sorted(t for group in groups for t in group.targets if not any(_matches(t, name) for name in names))
         found += [f"raises ValueError: target {target[:80]} of config_groups matches no module" for target in unmatched]
-    if model_type not in _MAPPED and any("NVFP4" in group.algo for group in groups):
+    if model_type not in _MAPPED and any(storage_of(group.algo).reciprocals for group in groups):
         names_of = "weight_packed, weight_global_scale and input_global_scale"
         found.append(f"has no known mapping of {names_of} in its weight mapper of {model_type or 'this model'}: loading fails")
     return found
