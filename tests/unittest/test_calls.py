@@ -197,4 +197,4 @@ def test_what_a_deployment_refuses() -> None:
     balanced.layer_load_balancer = type("Balancer", (), {"is_dynamic_routing": lambda self: True})()
     balanced.create_weights()
     assert balanced.verdict.reasons == (RejectReason.LOAD_BALANCER,)
-    assert type(balanced.quant_method) is host.NVFP4CutlassFusedMoEMethod
+    assert type(balanced.quant_method) is host.methods["NVFP4"]

@@ -97,7 +97,7 @@ def flow(ratio: float = 1.0) -> tuple[Any, list[torch.Tensor]]:
 
 def overrides(name: str) -> bool:
     """It stands in the place of a method that the host has, and calls."""
-    parents = (layers.host.CutlassFusedMoE, layers.host.NVFP4CutlassFusedMoEMethod)
+    parents = (layers.host.CutlassFusedMoE, layers.host.methods["NVFP4"])
     modules = tuple(f"engines.trtllm.{name}" for name in ("fused_moe.", "quantization", "calls.", "load_hooks."))
     return name.startswith(modules) and any(hasattr(parent, name.rpartition(".")[2]) for parent in parents)
 

@@ -97,7 +97,7 @@ def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPa
     trtllm_b12x.install()
     module = built()
     assert module.backend.verdict.reasons == (RejectReason.HOST,)
-    assert type(module.backend.quant_method) is host.NVFP4CutlassFusedMoEMethod
+    assert type(module.backend.quant_method) is host.methods["NVFP4"]
 
 
 def test_whatever_goes_wrong_the_host_builds_what_it_would_have_built(

@@ -65,7 +65,7 @@ def test_sums_of_atomics_are_named_after_the_load(caplog: pytest.LogCaptureFixtu
 
 def test_while_a_layer_is_built_and_where_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may ask at any time."""
-    create_weights = layers.host.NVFP4CutlassFusedMoEMethod.create_weights
+    create_weights = layers.host.methods["NVFP4"].create_weights
     seen = []
 
     def asking(self: Any, module: Any) -> None:
@@ -73,7 +73,7 @@ def test_while_a_layer_is_built_and_where_it_is_given_up(monkeypatch: pytest.Mon
         create_weights(self, module)
         seen.append(trtllm_b12x.status())
 
-    monkeypatch.setattr(layers.host.NVFP4CutlassFusedMoEMethod, "create_weights", asking)
+    monkeypatch.setattr(layers.host.methods["NVFP4"], "create_weights", asking)
     module = layers.create(4, 128, 192)
     assert [(status.promoted, status.padding_bytes) for status in seen] == [(1, 0), (1, 0)]
     assert trtllm_b12x.status().padding_bytes > 0

@@ -103,9 +103,17 @@ FREEZE = Switch(
     "1 compiles nothing in a server: kernels that are not in the caches (trtllm-b12x warmup) do not serve, and say so",
 )
 KERNELS = Switch(f"{_PREFIX}_KERNELS", _families, ",".join(FAMILIES), FAMILIES, "kernel families to consider, in this order")
+W4A4_PREFILL = Switch(
+    f"{_PREFIX}_W4A4_PREFILL",
+    _on_off,
+    "0",
+    ("0", "1"),
+    "1 serves W4A16_NVFP4 experts as NVFP4: CUTLASS prefills them with activations in FP4, which changes numbers; it needs "
+    "input scales in the checkpoint",
+)
 LOG = Switch(f"{_PREFIX}_LOG", _level, "INFO", LEVELS, "level of the logger trtllm_b12x")
 
-SWITCHES = (ENABLED, CROSSOVER, FREEZE, KERNELS, LOG)
+SWITCHES = (ENABLED, CROSSOVER, FREEZE, KERNELS, W4A4_PREFILL, LOG)
 
 
 def complaints() -> list[str]:

@@ -80,10 +80,13 @@ def machine_findings(e: Environment) -> Iterator[Finding]:
 def layer_findings(p: LayerShape, d: Deployment, f: KernelFeatures) -> Iterator[Finding]:
     """Yield why kernels with these capabilities cannot serve the layer."""
     if p.quant_algo not in (None, *f.quantizations):
-        yield RejectReason.QUANTIZATION, f"the experts are {_other_format(str(p.quant_algo), f)}"
+        name = "not quantized" if p.quant_algo == "none" else p.quant_algo
+        yield RejectReason.QUANTIZATION, f"the experts are {name}, not {' or '.join(sorted(f.quantizations))}"
     # 128 is the QuantConfig default of the host, i.e. unset. NVFP4 methods ignore the field or (2026) reject other values.
     if p.quant_algo in f.quantizations and p.group_size not in (None, f.group_size, 128):
-        yield RejectReason.GROUP_SIZE, f"{p.quant_algo} with group size {p.group_size}"
+        # create_weights of W4A16NVFP4CutlassFusedMoEMethod never reads the field, and pads the scales (commit 02320c35).
+        silent = ", which TensorRT-LLM loads with wrong block scales" if p.quant_algo == "W4A16_NVFP4" else ""
+        yield RejectReason.GROUP_SIZE, f"{p.quant_algo} with group size {p.group_size}{silent}"
     if p.pre_quant_scale:
         yield RejectReason.PRE_QUANT_SCALE, "the experts carry AWQ pre-quantization scales"
     if p.unequal_scales:
@@ -124,12 +127,6 @@ def deployment_findings(d: Deployment, f: KernelFeatures) -> Iterator[Finding]:
         yield RejectReason.LORA, "LoRA on the experts"
     if d.cuda_graphs and f.graph_safe is False:
         yield RejectReason.CUDA_GRAPHS, f"kernel {f.name} cannot be captured in a CUDA graph"
-
-
-def _other_format(quant_algo: str, f: KernelFeatures) -> str:
-    if quant_algo == "W4A16_NVFP4":
-        return "W4A16_NVFP4: NVFP4 weights for bf16 activations, in a layout that the kernels do not read"
-    return f"{'not quantized' if quant_algo == 'none' else quant_algo}, not {' or '.join(sorted(f.quantizations))}"
 
 
 def _size_per_rank(p: LayerShape, d: Deployment) -> float | None:

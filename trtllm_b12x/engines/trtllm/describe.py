@@ -11,10 +11,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Deployment
 from trtllm_b12x.formats.geometry import LayerShape
 
-from .host import UnsupportedHostError, load
+from .host import UnsupportedHostError, lacks, load
 
 if TYPE_CHECKING:
     import torch
@@ -178,8 +179,14 @@ def quant_algo(quant_config: Any) -> str:
     return "none" if algo is None else str(getattr(algo, "value", algo))
 
 
+def served_as(quant_algo: str) -> str:
+    """Return the algorithm that experts of this one are built in: W4A16_NVFP4 as NVFP4 if the user asks for W4A4 prefill."""
+    w4a4 = quant_algo == "W4A16_NVFP4" and settings.W4A4_PREFILL() and not lacks(quant_algo)
+    return "NVFP4" if w4a4 else quant_algo
+
+
 def _quantization(quant_config: Any) -> dict[str, Any]:
-    return {"quant_algo": quant_algo(quant_config), "group_size": getattr(quant_config, "group_size", None)}
+    return {"quant_algo": served_as(quant_algo(quant_config)), "group_size": getattr(quant_config, "group_size", None)}
 
 
 def _dtype_name(dtype: Any) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x import formats, kernels
-from trtllm_b12x.core import log
+from trtllm_b12x.core import log, settings
 from trtllm_b12x.decision import RejectReason, Resolution
 from trtllm_b12x.decision.announce import announce
 from trtllm_b12x.dispatch import crossover
@@ -23,15 +23,25 @@ from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.schedule import Schedule
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.geometry import LayerShape
-from trtllm_b12x.formats.weights import Epilogue
+from trtllm_b12x.formats.weights import Weights
 
 from . import contract, describe, guard, host_path, machine, status
 from .host import load
 from .quantization import Method
+from .quantization_mxfp4 import MXFP4Sm12xFusedMoEMethod
 from .quantization_mxfp8 import MXFP8Sm12xFusedMoEMethod
 from .quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod
+from .quantization_w4a16_nvfp4 import W4A16NVFP4Sm12xFusedMoEMethod
 
-METHODS: dict[str, type[Method]] = {method.format: method for method in (NVFP4Sm12xFusedMoEMethod, MXFP8Sm12xFusedMoEMethod)}
+METHODS: dict[str, type[Method]] = {
+    method.format: method
+    for method in (
+        NVFP4Sm12xFusedMoEMethod,
+        W4A16NVFP4Sm12xFusedMoEMethod,
+        MXFP4Sm12xFusedMoEMethod,
+        MXFP8Sm12xFusedMoEMethod,
+    )
+}
 
 _HOST = load()
 Layer: Any = _HOST.Layer
@@ -69,6 +79,8 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     """Router weights for a host that applies them to the input and passes none on."""
     _alone = False
     """True if CUTLASS cannot run this format (MXFP8)."""
+    _as_w4a4 = False
+    """True if the experts are W4A16_NVFP4 and built as NVFP4 (``TRTLLM_B12X_W4A4_PREFILL``)."""
     _memory: Mapping[tuple[str, torch.device, torch.dtype], torch.Tensor] = MappingProxyType({})
     """Our buffers on each device where they have been."""
 
@@ -91,9 +103,10 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def _get_quant_method(self) -> Any:
-        self._our_method, self._alone, self.scale_ratio = None, False, 1.0
+        self._our_method, self._alone, self._as_w4a4, self.scale_ratio = None, False, False, 1.0
         with guard.host_takes_over(self):
-            algorithm = describe.quant_algo(self.quant_config)
+            label = describe.quant_algo(self.quant_config)
+            algorithm = describe.served_as(label)
             self._dtype = self.dtype or torch.bfloat16
             # The host may create weights anew, for another quantization.
             self.dispatch = LayerDispatch(machine.candidate_kernels(quant_algo=algorithm), self._max_num_tokens)
@@ -102,6 +115,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             if self.verdict.served and row is not None:
                 tiles = (self.dispatch.kernels[name].features.tile for name in self.verdict.families)
                 self._our_method, self._alone = METHODS[row.name](math.lcm(*tiles)), not row.hosts_path
+                self._as_w4a4 = algorithm != label
                 return self._our_method
         return super()._get_quant_method()
 
@@ -111,7 +125,13 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         Raises:
             RuntimeError: no kernel serves every call of a format that the host has no path for. Its first call would raise
                 while other ranks wait in the reduction.
+            ValueError: the experts are to run in W4A4, and the checkpoint has no input scales. The host leaves those at 1.
         """
+        if self._as_w4a4 and not self.w2_weight.is_meta and bool((self.fc31_input_scale == 1).all()):
+            raise ValueError(
+                f"MoE layer {getattr(self, 'layer_idx', '?')}: {settings.W4A4_PREFILL.name}=1 needs input_scale of every expert, "
+                f"and the checkpoint has none: unset {settings.W4A4_PREFILL.name}"
+            )
         with guard.host_takes_over(self):
             self._load_kernels()
         if self._alone and not self.w2_weight.is_meta and not self.schedule.base:
@@ -133,8 +153,8 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             # AWQ scales show only now.
             self._judge(dict.fromkeys(self.dispatch.kernels, self._fault) if self._fault else {})
         if self._our_method is not None and self.verdict.served:
-            geometry, device = self._geometry(), self.w2_weight.device
-            weights = self._kernel_weights()
+            weights, device = self._kernel_weights(), self.w2_weight.device
+            geometry = self._geometry(weights)
             self._addresses = self._addresses_now()
             if errors := self.dispatch.load(geometry, weights, device, self.slot_start, self.verdict.families):
                 self._judge(errors)  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
@@ -166,7 +186,8 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0), self._alone)
             status.record(self, self.verdict, ready=ready)
 
-    def _geometry(self) -> kernels.Geometry:
+    def _geometry(self, weights: Weights) -> kernels.Geometry:
+        bias = weights.epilogue.fc1_bias
         return kernels.Geometry(
             num_experts=self.expert_size_per_partition,
             top_k=self.routing_method.experts_per_token,
@@ -175,14 +196,17 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             activation=str(self._shape.kernel_activation),
             dtype=self._dtype,
             ranks=self.ep_size,
+            bias=None if bias is None else bias.dtype,
             format=self.quant_method.format,
+            layout=weights.layout,
         )
 
-    def _kernel_weights(self) -> Any:
+    def _kernel_weights(self) -> Weights:
         """Return the layer's weights as the kernels read them, with biases and activation constants."""
-        weights, extra = self.quant_method.kernel_weights(self), describe.activation_tensors(self)
+        weights: Weights = self.quant_method.kernel_weights(self)
         self._swiglu_tensors = tuple(describe.activation_tensor_names(self).values())
-        return dataclasses.replace(weights, epilogue=Epilogue(**extra)) if extra else weights
+        epilogue = dataclasses.replace(weights.epilogue, **describe.activation_tensors(self))
+        return dataclasses.replace(weights, epilogue=epilogue)
 
     def _addresses_now(self) -> tuple[int, ...]:
         """Addresses of the host's tensors that the kernels read: parameters, and SwiGLU's constants."""

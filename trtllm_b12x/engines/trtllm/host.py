@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,14 @@ from . import contract
 from .calls import ContextCalls, EndsWithCachedState, EndsWithPostLoad, KeywordCalls
 from .contract import UnsupportedHostError
 from .load_hooks import CachedWeights, DirectWeights, StagedWeights
+
+METHODS = {
+    "NVFP4": "NVFP4CutlassFusedMoEMethod",
+    "W4A16_NVFP4": "W4A16NVFP4CutlassFusedMoEMethod",
+    "MXFP4": "W4A8MXFP4MXFP8CutlassFusedMoEMethod",
+    "MXFP8": "MXFP8CutlassFusedMoEMethod",
+}
+"""TensorRT-LLM's quantization method for CUTLASS, by number format."""
 
 _embedded = False
 _loaded: Host | None = None
@@ -38,9 +46,8 @@ class Host:
     create_moe: ModuleType
     CutlassFusedMoE: Any
     """Base class of our layer."""
-    NVFP4CutlassFusedMoEMethod: Any
-    MXFP8CutlassFusedMoEMethod: Any
-    """``object`` on hosts before August 2026, which make no such layers."""
+    methods: Mapping[str, Any]
+    """Those of ``METHODS`` that this generation has: MXFP8 from August 2026 on, W4A16_NVFP4 from June 2026 on."""
     TensorParallelMode: Any
     load_weight_shard: Callable[..., Any]
     ActivationType: Any
@@ -89,6 +96,11 @@ def load() -> Host:
             failure = UnsupportedHostError(f"TensorRT-LLM cannot be imported or adapted: {first_line(error)}")
         _failure = str(failure)
         raise failure
+
+
+def lacks(form: str) -> bool:
+    """Return True if the host of this process is loaded and has no quantization method for this number format."""
+    return _loaded is not None and form not in _loaded.methods
 
 
 def state() -> tuple[str, str]:
@@ -157,8 +169,7 @@ def _host(
         generation=generation,
         create_moe=create_moe,
         CutlassFusedMoE=cutlass,
-        NVFP4CutlassFusedMoEMethod=quantization.NVFP4CutlassFusedMoEMethod,
-        MXFP8CutlassFusedMoEMethod=getattr(quantization, "MXFP8CutlassFusedMoEMethod", object),
+        methods={form: getattr(quantization, name) for form, name in METHODS.items() if hasattr(quantization, name)},
         TensorParallelMode=quantization.TensorParallelMode,
         load_weight_shard=quantization.load_weight_shard,
         ActivationType=utils.ActivationType,

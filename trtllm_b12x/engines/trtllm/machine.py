@@ -10,7 +10,7 @@ import torch
 
 from trtllm_b12x import decision, environment, formats
 from trtllm_b12x.core import settings
-from trtllm_b12x.decision import Environment, KernelFeatures, Resolution, families
+from trtllm_b12x.decision import Environment, KernelFeatures, RejectReason, Resolution, families
 from trtllm_b12x.kernels import Kernel
 from trtllm_b12x.kernels.catalog import KERNELS
 
@@ -46,6 +46,11 @@ def resolve(
     facts = replace(known, enabled=settings.ENABLED())
     resolutions = []
     for quant_algo in formats.names() if shape.quant_algo is None and kernels is None else (shape.quant_algo,):
+        form = formats.find(quant_algo)
+        if form is not None and host.lacks(form.name):
+            detail = f"this TensorRT-LLM has no {host.METHODS[form.name]}"
+            resolutions.append(Resolution.left_to_the_host(RejectReason.QUANTIZATION, detail))
+            continue
         candidates = candidate_kernels(quant_algo=quant_algo) if kernels is None else kernels
         features = {name: kernel.features for name, kernel in candidates.items()}
         one_format = replace(shape, quant_algo=quant_algo)

@@ -297,7 +297,7 @@ def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, Re
 def _warn_of_trtllm(model_config: Any) -> None:
     """Warn about backend TRTLLM. From C1 on the host itself uses CUTLASS instead, but the model still assumes TRTLLM."""
     if not _rank(model_config):
-        message = "moe_backend TRTLLM has no NVFP4 kernels for this card, and models expect what only it does"
+        message = "moe_backend TRTLLM has no FP4 kernels for this card, and models expect what only it does"
         log.once(f"{message}: set moe_config.backend: CUTLASS, whose decode is then ours")
 
 

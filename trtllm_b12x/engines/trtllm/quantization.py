@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from trtllm_b12x import formats
+from trtllm_b12x.formats import WeightLayout
 from trtllm_b12x.formats.layouts import interleave, interleaved_rows
 from trtllm_b12x.formats.weights import Weights
 
@@ -36,6 +38,59 @@ class Method(_Method):
     def __init__(self, tile: int) -> None:
         super().__init__()
         self.tile = tile
+
+    @abstractmethod
+    def kernel_weights(self, module: Any) -> Weights:
+        """Return the kernels' arguments as views of the module's storage. Keep the object alive with the module.
+
+        Raises:
+            ValueError: a parameter is not contiguous or not aligned. The message names it.
+        """
+
+    @classmethod
+    def layout(cls) -> WeightLayout:
+        row = formats.find(cls.format)
+        assert row is not None
+        return row.layout
+
+    @staticmethod
+    def readable(module: Any, names: Iterable[str]) -> None:
+        """Raise ValueError if a parameter is not contiguous or not aligned, as kernels need it."""
+        for name in names:
+            tensor = getattr(module, name)
+            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+                raise ValueError(
+                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
+                )
+
+    @abstractmethod
+    def intermediate_size(self, module: Any) -> int:
+        """Return the intermediate size on this rank, padded to the kernels' tile."""
+
+    @abstractmethod
+    def fill(self, module: Any, generator: torch.Generator) -> None:
+        """Fill in random weights that give outputs of about one. ``generator`` is on the parameters' device."""
+
+    def scale_ratio(self, module: Any) -> float:
+        """Return the largest ratio of gate's and up's scales of an expert, 1 if CUTLASS applies both. Synchronizes."""
+        return 1.0
+
+    def addresses(self, module: Any) -> tuple[int, ...]:
+        return tuple(map(torch.Tensor.data_ptr, self.read_by_kernels(module._parameters)))
+
+    def padding_bytes(self, module: Any) -> int:
+        """Return the bytes of zero padding in codes and block scales on this rank, including the host's own padding."""
+        logical, padded = module.intermediate_size_per_partition, self.intermediate_size(module)
+        total = sum(getattr(module, name).data.nbytes for name in self.stored)
+        return int(total * (padded - logical) // padded)
+
+    def scalar_bytes(self, module: Any) -> int:
+        """Return the bytes of this method's buffers."""
+        return sum(int(tensor.nbytes) for name, tensor in module.named_buffers(recurse=False) if name.startswith("b12x_"))
+
+
+class PaddedMethod(Method):
+    """Base of a method that pads each half of FC1, and the columns of FC2, to the tile, after tensor parallelism has cut them."""
 
     # The host looks at the names of these arguments (``inspect.getfullargspec``) before it passes the last two.
 
@@ -86,46 +141,3 @@ class Method(_Method):
         if shard.shape != destination.shape:
             destination.zero_()
         destination[: shard.shape[0], : shard.shape[1]].copy_(shard)
-
-    @abstractmethod
-    def kernel_weights(self, module: Any) -> Weights:
-        """Return the kernels' arguments as views of the module's storage. Keep the object alive with the module.
-
-        Raises:
-            ValueError: a parameter is not contiguous or not aligned. The message names it.
-        """
-
-    @staticmethod
-    def readable(module: Any, names: Iterable[str]) -> None:
-        """Raise ValueError if a parameter is not contiguous or not aligned, as kernels need it."""
-        for name in names:
-            tensor = getattr(module, name)
-            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-                raise ValueError(
-                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
-                )
-
-    @abstractmethod
-    def intermediate_size(self, module: Any) -> int:
-        """Return the intermediate size on this rank, padded to the kernels' tile."""
-
-    @abstractmethod
-    def fill(self, module: Any, generator: torch.Generator) -> None:
-        """Fill in random weights that give outputs of about one. ``generator`` is on the parameters' device."""
-
-    def scale_ratio(self, module: Any) -> float:
-        """Return the largest ratio of gate's and up's scales of an expert, 1 if CUTLASS applies both. Synchronizes."""
-        return 1.0
-
-    def addresses(self, module: Any) -> tuple[int, ...]:
-        return tuple(map(torch.Tensor.data_ptr, self.read_by_kernels(module._parameters)))
-
-    def padding_bytes(self, module: Any) -> int:
-        """Return the bytes of zero padding in codes and block scales on this rank, including the host's own padding."""
-        logical, padded = module.intermediate_size_per_partition, self.intermediate_size(module)
-        total = sum(getattr(module, name).data.nbytes for name in self.stored)
-        return int(total * (padded - logical) // padded)
-
-    def scalar_bytes(self, module: Any) -> int:
-        """Return the bytes of this method's buffers."""
-        return sum(int(tensor.nbytes) for name, tensor in module.named_buffers(recurse=False) if name.startswith("b12x_"))

@@ -14,9 +14,9 @@ from trtllm_b12x.formats.layouts import mma_scale_view
 from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
 
 from .host import load
-from .quantization import Method
+from .quantization import PaddedMethod
 
-MXFP8CutlassFusedMoEMethod: Any = load().MXFP8CutlassFusedMoEMethod
+MXFP8CutlassFusedMoEMethod: Any = load().methods.get("MXFP8", object)
 
 _TILE = 128
 """Rows, and columns in four blocks, that a tile of interleaved scales has."""
@@ -26,7 +26,7 @@ _ONE = 127
 """As E8M0."""
 
 
-class MXFP8Sm12xFusedMoEMethod(Method, MXFP8CutlassFusedMoEMethod):
+class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
     """MXFP8 method for our kernels. The host's is for SM100: its parameters are kept, and its operator is never called.
 
     With E local experts, T the intermediate size of this rank on the tile, and r = 2 if gated: ``w3_w1_weight (E, r*T, H)`` and
@@ -36,7 +36,7 @@ class MXFP8Sm12xFusedMoEMethod(Method, MXFP8CutlassFusedMoEMethod):
     """
 
     format = "MXFP8"
-    read_by_kernels = itemgetter(*Method.stored)
+    read_by_kernels = itemgetter(*PaddedMethod.stored)
 
     def create_weights(self, module: Any) -> None:
         """

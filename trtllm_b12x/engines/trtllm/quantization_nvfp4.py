@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,13 +17,13 @@ from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 
 from . import guard
 from .host import load
-from .quantization import Method
+from .quantization import PaddedMethod
 
 _HOST = load()
 Weights: Any = _HOST.Weights
-NVFP4CutlassFusedMoEMethod: Any = _HOST.NVFP4CutlassFusedMoEMethod
+NVFP4CutlassFusedMoEMethod: Any = _HOST.methods["NVFP4"]
 
-_READ_BY_KERNELS = (*Method.stored, "fc31_alpha", "fc2_alpha")
+_READ_BY_KERNELS = (*PaddedMethod.stored, "fc31_alpha", "fc2_alpha")
 """Parameters of the host whose memory the kernels read."""
 
 _SAME = 2e-5
@@ -32,7 +32,7 @@ _INPUT_SCALES = (0.01, 0.0005)
 """Input scales of FC1 and FC2 for random weights: amax / 2688 of typical activations."""
 
 
-class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
+class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod):
     """NVFP4 method with one set of tensors for CUTLASS and our kernels.
 
     The parameters are the host's own (names, dtypes, meaning, 128x4-interleaved scales). Only the intermediate dimension
@@ -50,6 +50,7 @@ class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
     """
 
     format = "NVFP4"
+    weights_class: ClassVar[type[NVFP4Weights]] = NVFP4Weights
     # Every call derives the divisors of its activations from the last two.
     read_by_kernels = itemgetter(*_READ_BY_KERNELS, "fc31_input_scale", "fc2_input_scale")
 
@@ -151,17 +152,22 @@ class NVFP4Sm12xFusedMoEMethod(Method, Weights, NVFP4CutlassFusedMoEMethod):
         # FlashInfer divides activations by the checkpoint's ``input_scale``, the host multiplies by its reciprocal. The host's
         # alphas, ``weight_scale_2 * input_scale``, are the kernels' own.
         divisors = module.b12x_fc1_divisor, module.b12x_fc2_divisor
-        weights = NVFP4Weights(
+        weights = self.weights_class(
             fc1_weight=fc1,
-            fc1_weight_sf=mma_scale_view(module.w3_w1_weight_scale.data, rows=fc1.shape[1], columns=2 * fc1.shape[2]),
+            fc1_weight_sf=self._scale_view(module.w3_w1_weight_scale.data),
             fc1_alpha=module.fc31_alpha.data,
             fc2_weight=fc2,
-            fc2_weight_sf=mma_scale_view(module.w2_weight_scale.data, rows=fc2.shape[1], columns=2 * fc2.shape[2]),
+            fc2_weight_sf=self._scale_view(module.w2_weight_scale.data),
             fc2_alpha=module.fc2_alpha.data,
             fc1_divisor=divisors[0],
             fc2_divisor=divisors[1],
             input_scales=InputScales(module.fc31_input_scale.data, module.fc2_input_scale.data, *divisors),
             fc1_half_alphas=module.b12x_fc1_half_alphas if module.is_gated_activation else None,
+            layout=self.layout(),
         )
         weights.derive()
         return weights
+
+    def _scale_view(self, scales: torch.Tensor) -> torch.Tensor:
+        """View int32 ``(E, rows, K/64)`` as kernels read block scales."""
+        return mma_scale_view(scales, scales.shape[1], 64 * scales.shape[2])

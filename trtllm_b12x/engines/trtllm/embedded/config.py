@@ -15,6 +15,8 @@ import torch
 
 class QuantAlgo(str, Enum):
     NVFP4 = "NVFP4"
+    W4A16_NVFP4 = "W4A16_NVFP4"
+    W4A8_MXFP4_MXFP8 = "W4A8_MXFP4_MXFP8"
     NVFP4_AWQ = "NVFP4_AWQ"
     MXFP8 = "MXFP8"
     FP8 = "FP8"

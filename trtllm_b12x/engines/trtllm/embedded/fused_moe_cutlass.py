@@ -9,18 +9,29 @@ import torch
 from . import ops
 from .config import ActivationType, Fp4QuantizedTensor, ModelConfig, QuantAlgo
 from .interface import MoE
-from .quantization import FusedMoEMethodBase, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
+from .quantization import (
+    FusedMoEMethodBase,
+    NVFP4CutlassFusedMoEMethod,
+    UnquantizedFusedMoEMethod,
+    W4A8MXFP4MXFP8CutlassFusedMoEMethod,
+    W4A16NVFP4CutlassFusedMoEMethod,
+)
 
 METHODS: dict[QuantAlgo | None, type[FusedMoEMethodBase]] = {
     None: UnquantizedFusedMoEMethod,
     QuantAlgo.NVFP4: NVFP4CutlassFusedMoEMethod,
+    QuantAlgo.W4A16_NVFP4: W4A16NVFP4CutlassFusedMoEMethod,
+    QuantAlgo.W4A8_MXFP4_MXFP8: W4A8MXFP4MXFP8CutlassFusedMoEMethod,
 }
 
 
 class CutlassFusedMoE(MoE):
-    """Layer of NVFP4 or unquantized experts. ``__init__`` ends with ``create_weights`` unless the model config defers it."""
+    """Layer of quantized or unquantized experts. ``__init__`` ends with ``create_weights`` unless the model config defers it."""
 
     quant_scales: Any
+    quant_method: Any
+    w3_w1_bias: torch.nn.Parameter | None
+    w2_bias: torch.nn.Parameter | None
     fc31_input_scale: torch.nn.Parameter
     w3_w1_weight: torch.nn.Parameter
     w2_weight: torch.nn.Parameter
@@ -47,7 +58,7 @@ class CutlassFusedMoE(MoE):
         if self._weights_created:
             return
         self.quant_method = self._get_quant_method()
-        self.quant_method.create_weights(self)  # type: ignore[call-arg]
+        self.quant_method.create_weights(self)
         self._weights_created = True
 
     def load_weights(self, weights: list[Any], allow_partial_loading: bool = False) -> None:
@@ -68,7 +79,12 @@ class CutlassFusedMoE(MoE):
 
         An ``Fp4QuantizedTensor`` is split into both before communication, and returned unchanged otherwise.
         """
-        if self.quant_algo is not QuantAlgo.NVFP4:
+        if isinstance(self.quant_method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
+            assert isinstance(x, torch.Tensor)
+            x, x_sf = ops.mxfp8_quantize(x, not post_quant_comm, alignment=self.quant_method.weight_alignment)
+            return x, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
+        # W4A16_NVFP4 counts as NVFP4 there too, but for the method.
+        if self.quant_algo not in (QuantAlgo.NVFP4, QuantAlgo.W4A16_NVFP4) or self._is_w4a16:
             return x, None
         if isinstance(x, Fp4QuantizedTensor):
             if not post_quant_comm:
@@ -77,6 +93,10 @@ class CutlassFusedMoE(MoE):
             return x.fp4_tensor, x.scaling_factor.view(x.shape[0], -1)
         packed, x_sf = ops.fp4_quantize(x, self.fc31_input_scale, is_sf_swizzled_layout=not post_quant_comm)
         return packed, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
+
+    @property
+    def _is_w4a16(self) -> bool:
+        return isinstance(self.quant_method, W4A16NVFP4CutlassFusedMoEMethod)
 
     def run_moe(
         self,
@@ -98,14 +118,17 @@ class CutlassFusedMoE(MoE):
             output_dtype = x.dtype  # as the real op infers it; fails for quantized input, as there
         if output_dtype is torch.uint8:
             raise RuntimeError("Invalid output type Byte: pass output_dtype when x is quantized")
+        weights, quant_scales = (self.w3_w1_weight, self.w2_weight), self.quant_scales
+        if self._is_w4a16:
+            weights = self.quant_method.dequant_active_experts_to_hp(self, token_selected_experts, output_dtype)
+            quant_scales = ()
         return ops.fused_moe(
             x,
             token_selected_experts,
             token_final_scales,
-            self.w3_w1_weight,
-            self.w2_weight,
+            *weights,
             output_dtype,
-            quant_scales=self.quant_scales,
+            quant_scales=quant_scales,
             input_sf=x_sf,
             swizzled_input_sf=is_sf_swizzled,
             ep_size=self.ep_size,
@@ -115,4 +138,8 @@ class CutlassFusedMoE(MoE):
             swiglu_alpha=self.swiglu_alpha,
             swiglu_beta=self.swiglu_beta,
             swiglu_limit=self.swiglu_limit,
+            fc1_expert_biases=self.w3_w1_bias,
+            fc2_expert_biases=self.w2_bias,
+            tp_rank=self.tp_rank,
+            unpadded_hidden_size=self.hidden_size,
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from trtllm_b12x.formats import mxfp4, mxfp8
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
 
 from .config import ActivationType, is_gated_activation
@@ -42,6 +43,22 @@ def fp4_quantize(
     if is_sf_swizzled_layout:
         return pack_fp4(codes), block_scale_interleave(block_scale.view(torch.uint8)).flatten()
     return pack_fp4(codes), block_scale.view(torch.uint8).flatten()
+
+
+def mxfp8_quantize(x: torch.Tensor, is_sf_swizzled_layout: bool = True, alignment: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize activations to MXFP8. Columns are padded to ``alignment`` with zeros.
+
+    Returns:
+        float8_e4m3fn ``[T, columns]`` and a flat uint8 tensor of E8M0 scales, in the 128x4 layout or row by row. A scale is
+        ``amax / 448``, rounded up to a power of two (``cvt_warp_fp16_to_mxfp8``).
+    """
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % alignment))
+    blocks = padded.unflatten(-1, (-1, mxfp8.BLOCK_SIZE))
+    mantissa, exponent = torch.frexp(blocks.abs().amax(-1) / mxfp8.E4M3_MAX)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)
+    codes = torch.ldexp(blocks, -exponent.unsqueeze(-1)).clamp(-mxfp8.E4M3_MAX, mxfp8.E4M3_MAX).to(torch.float8_e4m3fn)
+    scales = (exponent + 127).to(torch.uint8)
+    return codes.flatten(-2), block_scale_interleave(scales) if is_sf_swizzled_layout else scales.flatten()
 
 
 def block_scale_interleave(block_scales: torch.Tensor) -> torch.Tensor:
@@ -87,27 +104,34 @@ def fused_moe(
     swiglu_alpha: torch.Tensor | None = None,
     swiglu_beta: torch.Tensor | None = None,
     swiglu_limit: torch.Tensor | None = None,
+    fc1_expert_biases: torch.Tensor | None = None,
+    fc2_expert_biases: torch.Tensor | None = None,
+    tp_rank: int = 0,
+    unpadded_hidden_size: int | None = None,
 ) -> torch.Tensor:
-    """Run the CUTLASS grouped GEMM path, NVFP4 (six ``quant_scales``) or unquantized (none).
+    """Run the CUTLASS grouped GEMM path: NVFP4 (six ``quant_scales``), MXFP4 with MXFP8 activations (four) or unquantized (none).
 
     Gate and up are split at half of FC1's rows, whatever those rows hold (``moeOp.cpp``): padding below ``[w3; w1]`` moves the
     split. Rounds to bf16 after each GEMM and after the activation. Sums the routes in float32, as the unfused finalize does.
 
     Args:
-        x: NVFP4: FP4 bytes ``[T, H/2]`` with ``input_sf`` (flat or ``[T, H/16]`` uint8); unquantized: ``[T, H]``.
+        x: NVFP4: FP4 bytes ``[T, H/2]`` with ``input_sf`` (flat or ``[T, H/16]`` uint8); MXFP4: E4M3 ``[T, H]`` with ``input_sf``
+            (flat or ``[T, H/32]``); unquantized: ``[T, H]``.
         token_selected_experts: ``[T, k]`` integers, global ids; ids of other ranks and out of range are skipped.
         token_final_scales: ``[T, k]`` float32, or None for ones.
-        fc1_expert_weights: NVFP4 ``[E, R, H/16]`` int64, unquantized ``[E, R, H]``; rows ``[w3; w1]``, or w1 alone.
-        fc2_expert_weights: NVFP4 ``[E, H, I/16]`` int64, unquantized ``[E, H, I]``.
+        fc1_expert_weights: FP4 ``[E, R, H/16]`` int64, unquantized ``[E, R, H]``; rows ``[w3; w1]``, or w1 alone.
+        fc2_expert_weights: FP4 ``[E, H, I/16]`` int64, unquantized ``[E, H, I]``.
         swiglu_alpha, swiglu_beta, swiglu_limit: ``[E]`` float32; with any of them the activation is SwigluBias.
+        fc1_expert_biases, fc2_expert_biases: ``[E, R]`` and ``[E, H]``; the second counts on ``tp_rank`` 0 alone, as in
+            ``finalizeMoeRoutingKernelLauncher``.
 
     Returns:
-        ``[T, H]`` in ``output_dtype``; ``out_tensor`` itself if passed.
+        ``[T, unpadded_hidden_size]`` in ``output_dtype``; ``out_tensor`` itself if passed.
 
     Raises:
         ValueError: shapes do not match, in the cases that the C++ op checks.
     """
-    nvfp4 = len(quant_scales) > 0
+    nvfp4, mxfp4_weights = len(quant_scales) == 6, len(quant_scales) == 4
     constants = (swiglu_alpha, swiglu_beta, swiglu_limit)
     for name, tensor in zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), constants, strict=True):
         if tensor is not None:
@@ -116,7 +140,7 @@ def fused_moe(
             activation_type = ActivationType.SwigluBias
     gated = is_gated_activation(activation_type)
     num_local = fc1_expert_weights.shape[0]
-    inter_size = fc2_expert_weights.shape[2] * (16 if nvfp4 else 1)
+    inter_size = fc2_expert_weights.shape[2] * (16 if quant_scales else 1)
     if fc1_expert_weights.shape[1] != inter_size * (2 if gated else 1):
         raise ValueError(
             f"fc1_expert_weights has {fc1_expert_weights.shape[1]} rows, fc2_expert_weights an inner size of {inter_size}: "
@@ -124,13 +148,19 @@ def fused_moe(
         )
     tokens = token_selected_experts.shape[0]
     hidden = fc2_expert_weights.shape[1]
-    weights_dtype = torch.bfloat16 if nvfp4 else x.dtype
+    rounded = output_dtype if quant_scales else x.dtype
     if nvfp4:
         _, block1, alpha1, act2, block2, alpha2 = quant_scales
-        sf1 = _expert_scales(block1, fc1_expert_weights.shape[1], hidden)
-        sf2 = _expert_scales(block2, hidden, inter_size)
+        sf1 = _expert_scales(block1, fc1_expert_weights.shape[1], hidden).view(torch.float8_e4m3fn)
+        sf2 = _expert_scales(block2, hidden, inter_size).view(torch.float8_e4m3fn)
         assert input_sf is not None
-        x_codes = _dequantize_activations(x, input_sf, swizzled_input_sf, hidden)
+        x_scales = _token_scales(input_sf, tokens, hidden // BLOCK_SIZE, swizzled_input_sf)
+        x_codes = dequantize(x.view(torch.uint8), x_scales.view(torch.float8_e4m3fn))
+    elif mxfp4_weights:
+        sf1 = _expert_scales(quant_scales[0], fc1_expert_weights.shape[1], hidden, mxfp4.BLOCK_SIZE)
+        sf2 = _expert_scales(quant_scales[2], hidden, inter_size, mxfp4.BLOCK_SIZE)
+        assert input_sf is not None
+        x_codes = mxfp8.dequantize(x, _token_scales(input_sf, tokens, hidden // mxfp4.BLOCK_SIZE, swizzled_input_sf))
     else:
         x_codes = x.float()
     result = torch.zeros(tokens, hidden, dtype=torch.float32, device=x.device)
@@ -143,19 +173,31 @@ def fused_moe(
             fc2 = dequantize(fc2_expert_weights[local].view(torch.uint8), sf2[local])
             fc1_scale, fc2_scale = alpha1[local], alpha2[local]
         else:
-            fc1, fc2 = fc1_expert_weights[local].float(), fc2_expert_weights[local].float()
             fc1_scale = fc2_scale = torch.ones((), device=x.device)
-        inner = ((x_codes[token] @ fc1.T) * fc1_scale).to(weights_dtype).float()
+            if mxfp4_weights:
+                fc1 = mxfp4.dequantize(fc1_expert_weights[local].view(torch.uint8), sf1[local])
+                fc2 = mxfp4.dequantize(fc2_expert_weights[local].view(torch.uint8), sf2[local])
+            else:
+                fc1, fc2 = fc1_expert_weights[local].float(), fc2_expert_weights[local].float()
+        inner = ((x_codes[token] @ fc1.T) * fc1_scale).to(rounded).float()
+        if fc1_expert_biases is not None:
+            inner = inner + fc1_expert_biases[local].float()
         local_constants = (None if tensor is None else tensor[local] for tensor in constants)
-        inner = _activate(inner, activation_type, *local_constants).to(weights_dtype).float()
+        inner = _activate(inner, activation_type, *local_constants).to(rounded).float()
         if nvfp4:
             global_scale = act2[local] if act2.dim() else act2
             packed, sf = fp4_quantize(inner, global_scale, is_sf_swizzled_layout=False)
             inner = dequantize(packed, sf.view(torch.float8_e4m3fn).view(inner.shape[0], -1))
-        partial = ((inner @ fc2.T) * fc2_scale).to(weights_dtype).float()
+        elif mxfp4_weights:
+            codes, sf = mxfp8_quantize(inner, is_sf_swizzled_layout=False)
+            inner = mxfp8.dequantize(codes, sf.view(inner.shape[0], -1))
+        partial = ((inner @ fc2.T) * fc2_scale).to(rounded).float()
+        if fc2_expert_biases is not None and tp_rank == 0:
+            partial = partial + fc2_expert_biases[local].float()
         if token_final_scales is not None:
             partial = partial * token_final_scales[token, slot].float().unsqueeze(-1)
         result.index_add_(0, token, partial)
+    result = result[:, :unpadded_hidden_size]
     if out_tensor is None:
         return result.to(output_dtype)
     if out_tensor.shape != result.shape or out_tensor.dtype != output_dtype:
@@ -188,20 +230,17 @@ def _activate(
     )
 
 
-def _expert_scales(block_scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Convert int32 interleaved block scales ``[E, ...]`` to row-major E4M3 ``[E, rows, columns/16]``."""
+def _expert_scales(block_scales: torch.Tensor, rows: int, columns: int, block: int = BLOCK_SIZE) -> torch.Tensor:
+    """Convert int32 interleaved block scales ``[E, ...]`` to row-major bytes ``[E, rows, columns/block]``."""
     groups = block_scales.shape[0]
-    padded = (_round_up(rows, 128), _round_up(columns // BLOCK_SIZE, 4))
+    padded = (_round_up(rows, 128), _round_up(columns // block, 4))
     plain = block_scale_interleave_reverse(block_scales.view(torch.uint8).reshape(groups, *padded))
-    return plain[:, :rows, : columns // BLOCK_SIZE].view(torch.float8_e4m3fn)
+    return plain[:, :rows, : columns // block].contiguous()
 
 
-def _dequantize_activations(x: torch.Tensor, sf: torch.Tensor, swizzled: bool, hidden: int) -> torch.Tensor:
-    """Dequantize FP4 activations to float32 ``[T, H]``, without the global scale (which is part of alpha)."""
-    tokens, columns = x.shape[0], hidden // BLOCK_SIZE
-    if swizzled:
-        padded = (_round_up(tokens, 128), _round_up(columns, 4))
-        plain = block_scale_interleave_reverse(sf.view(torch.uint8).reshape(padded))[:tokens, :columns]
-    else:
-        plain = sf.view(torch.uint8).reshape(tokens, columns)
-    return dequantize(x.view(torch.uint8), plain.contiguous().view(torch.float8_e4m3fn))
+def _token_scales(sf: torch.Tensor, tokens: int, columns: int, swizzled: bool) -> torch.Tensor:
+    """Return the block scales of quantized activations as row-major bytes ``[T, columns]``."""
+    if not swizzled:
+        return sf.view(torch.uint8).reshape(tokens, columns)
+    padded = (_round_up(tokens, 128), _round_up(columns, 4))
+    return block_scale_interleave_reverse(sf.view(torch.uint8).reshape(padded))[:tokens, :columns].contiguous()

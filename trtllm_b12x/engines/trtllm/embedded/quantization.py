@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trtllm_b12x.formats.nvfp4 import dequantize
+
 from .config import MoEWeightLoadingMode
 from .ops import block_scale_interleave
 
@@ -48,12 +50,16 @@ class FusedMoEMethodBase:
         weight_dtype: torch.dtype,
         w3_w1_weight_shape: tuple[int, int, int],
         w2_weight_shape: tuple[int, int, int],
+        *bias_shapes: tuple[int, int],
     ) -> None:
         for name, shape in (("w3_w1_weight", w3_w1_weight_shape), ("w2_weight", w2_weight_shape)):
             module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=weight_dtype), requires_grad=False))
-        if module.bias:
-            raise NotImplementedError("the embedded host has no expert bias")
         module.w3_w1_bias = module.w2_bias = None
+        if module.bias and not bias_shapes:
+            raise NotImplementedError("the embedded host has expert bias in MXFP4 alone")
+        for name, size in zip(("w3_w1_bias", "w2_bias"), bias_shapes if module.bias else (), strict=False):
+            delattr(module, name)
+            module.register_parameter(name, nn.Parameter(torch.empty(size, dtype=module.dtype), requires_grad=False))
 
     def load_weights(self, module: Any, weights: Mapping[str, torch.Tensor], weight_loading_mode: MoEWeightLoadingMode) -> None:
         if weight_loading_mode is not MoEWeightLoadingMode.VANILLA:
@@ -66,6 +72,10 @@ class FusedMoEMethodBase:
                 module.w3_w1_weight.data[slot],
             )
             self.load_expert_w2_weight(module, weights[f"{expert}.w2.weight"], module.w2_weight.data[slot])
+            if module.bias:
+                gate, up, down = (weights[f"{expert}.{half}.bias"] for half in ("w1", "w3", "w2"))
+                self.load_expert_w3_w1_weight(module, gate, up, module.w3_w1_bias.data[slot])
+                self.load_expert_w2_weight(module, down, module.w2_bias.data[slot])
         self.load_quant_scales(module, weights)
 
     def post_load_weights(self, module: Any) -> None:
@@ -147,13 +157,14 @@ class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
     def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
         halves = ("w1", "w3") if module.is_gated_activation else ("w1",)
         every = range(module.num_experts)
-        # Over all experts, not only the local ones: every rank must quantize the same tokens identically.
-        fc31 = torch.stack([weights[f"{e}.{w}.input_scale"].reshape(()) for e in every for w in halves])
-        pairs = fc31.view(-1, len(halves))
-        assert torch.allclose(pairs, pairs[:, :1]), "w1_input_scale != w3_input_scale"
-        fc2 = torch.stack([weights[f"{e}.w2.input_scale"].reshape(()) for e in every])
-        module.fc31_input_scale.data.copy_(fc31.float().max().reciprocal())
-        module.fc2_input_scale.data.copy_(fc2.float().max().reciprocal())
+        if "0.w2.input_scale" in weights:  # without input scales the parameters stay 1, as in 2026's versions
+            # Over all experts, not only the local ones: every rank must quantize the same tokens identically.
+            fc31 = torch.stack([weights[f"{e}.{w}.input_scale"].reshape(()) for e in every for w in halves])
+            pairs = fc31.view(-1, len(halves))
+            assert torch.allclose(pairs, pairs[:, :1]), "w1_input_scale != w3_input_scale"
+            fc2 = torch.stack([weights[f"{e}.w2.input_scale"].reshape(()) for e in every])
+            module.fc31_input_scale.data.copy_(fc31.float().max().reciprocal())
+            module.fc2_input_scale.data.copy_(fc2.float().max().reciprocal())
         alpha1, alpha2 = module.fc31_alpha.data, module.fc2_alpha.data
         for slot, expert in enumerate(module.initial_local_expert_ids):
             up = _up(module, weights, expert, "weight_scale")
@@ -187,6 +198,103 @@ class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
     ) -> None:
         self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
         _interleave(dst_w2_weight_scale)
+
+
+class W4A16NVFP4CutlassFusedMoEMethod(NVFP4CutlassFusedMoEMethod):
+    """Method for NVFP4 weights with 16-bit activations: block scales in rows, experts dequantized at every call."""
+
+    def load_expert_w3_w1_weight_scale_nvfp4(
+        self,
+        module: Any,
+        w1_weight_scale: torch.Tensor,
+        w3_weight_scale: torch.Tensor,
+        dst_w3_w1_weight_scale: torch.Tensor,
+    ) -> None:
+        self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
+
+    def load_expert_w2_weight_scale_nvfp4(
+        self, module: Any, w2_weight_scale: torch.Tensor, dst_w2_weight_scale: torch.Tensor
+    ) -> None:
+        self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
+
+    def dequant_active_experts_to_hp(
+        self, module: Any, token_selected_experts: torch.Tensor, out_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write every expert, ``(E, rows, K)``. TensorRT-LLM writes those that have tokens (``triton_dequant_nvfp4.py``)."""
+        found = []
+        for name, fc in (("w3_w1", "fc31"), ("w2", "fc2")):
+            codes, scales = (getattr(module, f"{name}_{kind}").data for kind in ("weight", "weight_scale"))
+            scale_2 = getattr(module, f"{fc}_alpha").data * getattr(module, f"{fc}_input_scale").data
+            values = dequantize(codes.view(torch.uint8), scales.view(torch.float8_e4m3fn))
+            found.append((values * scale_2.view(-1, 1, 1)).to(out_dtype))
+        return found[0], found[1]
+
+
+class MXFP4Tensors:
+    """Parameters and load hooks of ``W4A8MXFP4MXFP8CutlassFusedMoEMethod``, before the ``FusedMoEMethodBase`` of any generation.
+
+    Shapes and dtypes are those of ``MXFP4Sm12xFusedMoEMethod``. Rows and columns are padded before they are cut for tensor
+    parallelism (1.2, file 287529276; commit 02320c35).
+    """
+
+    weight_alignment = 128
+
+    def create_weights(self, module: Any) -> None:
+        module.scaling_vector_size = 32
+        experts, align = module.expert_size_per_partition, self.weight_alignment
+        size, hidden = (-(-value // align) * align for value in (module.intermediate_size_per_partition, module.hidden_size))
+        parameters = {
+            "fake_input_scale": torch.empty(experts, dtype=torch.float32),
+            "w3_w1_weight_scale": torch.empty(experts, 2 * size, hidden // 128, dtype=torch.int32),
+            "w2_weight_scale": torch.empty(experts, hidden, size // 128, dtype=torch.int32),
+        }
+        for name, tensor in parameters.items():
+            module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        weights, biases = (
+            ((experts, 2 * size, hidden // 16), (experts, hidden, size // 16)),
+            ((experts, 2 * size), (experts, hidden)),
+        )
+        super().create_weights(module, torch.int64, *weights, *biases)  # type: ignore[misc]
+        self.setup_quant_scales(module)
+
+    def load_expert_w3_w1_weight(
+        self, module: Any, w1_weight: torch.Tensor, w3_weight: torch.Tensor, dst_w3_w1_weight: torch.Tensor
+    ) -> None:
+        for half, destination in zip((w3_weight, w1_weight), dst_w3_w1_weight.chunk(2), strict=True):
+            _copy_shard(module, half, 0, destination)
+
+    def load_expert_w2_weight(self, module: Any, w2_weight: torch.Tensor, dst_w2_weight: torch.Tensor) -> None:
+        _copy_shard(module, w2_weight, 1, dst_w2_weight)
+
+    def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        module.fake_input_scale.data.fill_(1.0)
+        for slot, expert in enumerate(module.initial_local_expert_ids):
+            gate, up, down = (weights[f"{expert}.{half}.weight_scale"] for half in ("w1", "w3", "w2"))
+            self.load_expert_w3_w1_weight(module, gate, up, module.w3_w1_weight_scale.data[slot])
+            self.load_expert_w2_weight(module, down, module.w2_weight_scale.data[slot])
+            _interleave(module.w3_w1_weight_scale.data[slot])
+            _interleave(module.w2_weight_scale.data[slot])
+
+    def setup_quant_scales(self, module: Any) -> None:
+        fake = module.fake_input_scale
+        module.quant_scales = (module.w3_w1_weight_scale, fake, module.w2_weight_scale, fake)
+
+
+def _copy_shard(module: Any, tensor: torch.Tensor, dim: int, destination: torch.Tensor) -> None:
+    """Copy this rank's part of a padded matrix or bias. FC2's bias is not cut."""
+    if tensor.dim() == 2:
+        tensor, destination = tensor.view(torch.uint8), destination.view(torch.uint8)
+    sizes, start = list(destination.shape), 0
+    if dim < tensor.dim():
+        start = module.tp_rank * sizes[dim]
+        sizes[dim] *= module.tp_size
+    padding = [side for size, own in zip(reversed(sizes), reversed(tensor.shape), strict=True) for side in (0, size - own)]
+    padded = nn.functional.pad(tensor, padding)
+    destination.copy_(padded.narrow(dim, start, destination.shape[dim]) if dim < tensor.dim() else padded)
+
+
+class W4A8MXFP4MXFP8CutlassFusedMoEMethod(MXFP4Tensors, FusedMoEMethodBase):  # type: ignore[misc]
+    """Method for FP4 codes with E8M0 scales of 32 elements, and activations in MXFP8."""
 
 
 def _interleave(block_scales: torch.Tensor) -> None:

@@ -1,0 +1,81 @@
+"""``MXFP4Sm12xFusedMoEMethod``: the host's MXFP4 parameters as they are, and the kernels' view of them."""
+
+from __future__ import annotations
+
+import math
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from trtllm_b12x.formats import constants
+from trtllm_b12x.formats.layouts import mma_scale_view
+from trtllm_b12x.formats.mxfp4 import BLOCK_SIZE, MXFP4Weights
+from trtllm_b12x.formats.weights import Epilogue
+
+from .host import load
+from .quantization import Method
+
+W4A8MXFP4MXFP8CutlassFusedMoEMethod: Any = load().methods.get("MXFP4", object)
+
+_BIASES = ("w3_w1_bias", "w2_bias")
+_ONE = 127
+"""As E8M0."""
+
+
+class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
+    """MXFP4 method for our kernels. The host creates and loads the tensors, and its path reads them with activations in MXFP8.
+
+    With E local experts, T = round_up(I, 128) and Hp = round_up(H, 128): ``w3_w1_weight (E, 2T, Hp/16)`` and ``w2_weight (E, Hp,
+    T/16)`` int64; ``w3_w1_weight_scale (E, 2T, Hp/128)`` and ``w2_weight_scale (E, Hp, T/128)`` int32, four E8M0 each, 128x4-
+    interleaved per expert; ``w3_w1_bias (E, 2T)`` and ``w2_bias (E, Hp)``. Each half is padded to ``tp_size * T`` before it is
+    cut, so that a rank may hold more real rows than I, or none (``MXFP4WeightCutlassFusedMoEMethod``, ``quantization.py`` of
+    commit 02320c35).
+    """
+
+    format = "MXFP4"
+    read_by_kernels = itemgetter(*Method.stored)
+    _biases_of = itemgetter(*_BIASES)
+
+    @torch.no_grad()
+    def fill(self, module: Any, generator: torch.Generator) -> None:
+        """Codes of every value, scales of two neighboring powers, and small biases."""
+        module.fake_input_scale.fill_(1.0)
+        for weight, scale in ((module.w3_w1_weight, module.w3_w1_weight_scale), (module.w2_weight, module.w2_weight_scale)):
+            weight.data.view(torch.uint8).random_(0, 256, generator=generator)
+            byte = _ONE - 2 - round(math.log2(16 * weight.shape[2]) / 2)
+            scale.data.view(torch.uint8).random_(byte, byte + 2, generator=generator)
+        for bias in self._biases_of(module._parameters) if module.bias else ():
+            bias.normal_(0, 0.1, generator=generator)
+
+    def addresses(self, module: Any) -> tuple[int, ...]:
+        biases = self._biases_of(module._parameters) if module.bias else ()
+        return (*super().addresses(module), *map(torch.Tensor.data_ptr, biases))
+
+    def intermediate_size(self, module: Any) -> int:
+        return int(module.w3_w1_weight.shape[1]) // 2
+
+    def kernel_weights(self, module: Any) -> MXFP4Weights:
+        self.readable(module, (*self.stored, *(_BIASES if module.bias else ())))
+        return MXFP4Weights(
+            fc1_weight=module.w3_w1_weight.data.view(torch.uint8),
+            fc1_weight_sf=_scale_view(module.w3_w1_weight_scale.data),
+            fc2_weight=module.w2_weight.data.view(torch.uint8),
+            fc2_weight_sf=_scale_view(module.w2_weight_scale.data),
+            epilogue=self._biases(module) if module.bias else Epilogue(),
+            layout=self.layout(),
+        )
+
+    def _biases(self, module: Any) -> Epilogue:
+        """Return the biases. FC2's counts on tensor-parallel rank 0 alone (``finalizeMoeRoutingKernelLauncher``)."""
+        fc1, fc2 = module.w3_w1_bias.data, module.w2_bias.data
+        if module.tp_rank:
+            form = {"dtype": fc2.dtype, "device": fc2.device}
+            shape = tuple(fc2.shape)
+            fc2 = constants.kept(("zeros", shape, *form.values()), lambda: torch.zeros(shape, **form))
+        return Epilogue(fc1_bias=fc1, fc2_bias=fc2)
+
+
+def _scale_view(scales: torch.Tensor) -> torch.Tensor:
+    """View int32 ``(E, rows, K/128)`` as kernels read block scales."""
+    return mma_scale_view(scales, scales.shape[1], 4 * BLOCK_SIZE * scales.shape[2], BLOCK_SIZE, torch.uint8)
