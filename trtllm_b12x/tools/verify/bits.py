@@ -37,18 +37,31 @@ def bits_exact(backend: Any, weights: LayerWeights, layer: MoELayer) -> bool:
     """Return whether the kernel reads the checkpoint's codes and block scales, and zeros in the padding."""
     tensors = backend.kernel.weights
     halves = ("w3", "w1") if layer.gated else ("w1",)
-    size = layer.intermediate_size // backend.tp_size
-    first = size * backend.tp_rank
+    first, last = _part(backend, layer)
     for slot, expert in enumerate(backend.initial_local_expert_ids):
         for kind, (fc1, fc2) in tensors.stored(slot).items():
             for half, rows in zip(halves, fc1.chunk(len(halves)), strict=True):
-                if not _holds(rows, weights[f"{expert}.{half}.{kind}"][first : first + size]):
+                if not _holds(rows, weights[f"{expert}.{half}.{kind}"][first:last]):
                     return False
             down = weights[f"{expert}.w2.{kind}"]
             per_column = layer.intermediate_size // down.shape[1]
-            if not _holds(fc2, down[:, first // per_column : (first + size) // per_column]):
+            if not _holds(fc2, down[:, first // per_column : last // per_column]):
                 return False
     return True
+
+
+def _part(backend: Any, layer: MoELayer) -> tuple[int, int]:
+    """Return the first and the last of the layer's intermediate columns that this rank holds.
+
+    Most methods cut the layer's size for tensor parallelism and pad each part, MXFP4's pads the whole and cuts that.
+    """
+    from trtllm_b12x.engines.trtllm.quantization import PaddedMethod
+
+    size = layer.intermediate_size // backend.tp_size
+    if not isinstance(backend.quant_method, PaddedMethod):
+        size = backend.quant_method.intermediate_size(backend)
+    first = min(size * backend.tp_rank, layer.intermediate_size)
+    return first, min(first + size, layer.intermediate_size)
 
 
 def wrong_scalars(backend: Any, weights: LayerWeights, layer: MoELayer) -> list[str]:

@@ -141,7 +141,7 @@ class _Run:
         for rank in range(count):
             mapping = embedded.Mapping(count, rank, tp_size=count, moe_tp_size=ranks.tp, moe_ep_size=ranks.ep)
             module = self._load(mapping)
-            backend, schedule = module.backend, module.backend.schedule
+            backend, schedule = module.backend, getattr(module.backend, "schedule", HOSTS)
             kernels |= schedule.families.keys() or {"cutlass"}
             if schedule.kernels:
                 report.scale_ratio = max(report.scale_ratio, backend.scale_ratio)
@@ -150,7 +150,7 @@ class _Run:
                 if wrong := wrong_scalars(backend, self.weights, layer):
                     report.failures.append(f"rank {rank}: {', '.join(wrong)} differ from the checkpoint's scales")
             else:
-                report.failures.append(f"rank {rank} left {self.families[0]}: {backend.verdict}")
+                report.failures.append(f"rank {rank} left {self.families[0]}: {getattr(backend, 'verdict', 'CUTLASS was built')}")
             if schedule.limited and schedule.below < self.limit:
                 self.limit = schedule.below
                 report.notes.append(f"{'+'.join(kernels)} serves fewer than {self.limit} tokens: {schedule.limited}")
