@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trtllm_b12x import formats
+
 
 def build(family: str, config_class: str, model_class: str, **sizes: Any) -> Any:
     """Build a model of ``transformers`` with random weights in bf16."""
@@ -25,6 +27,9 @@ def build(family: str, config_class: str, model_class: str, **sizes: Any) -> Any
     config = getattr(configuration, config_class)(vocab_size=256, num_attention_heads=4, num_key_value_heads=2, **sizes)
     torch.manual_seed(0)
     model = getattr(modeling, model_class)(config).to(torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj_bias"):  # of experts; transformers leaves them zero
+            parameter.data.normal_(0, 0.02)
     model.config.architectures = [model_class]  # the exporter reads it
     return model
 
@@ -110,8 +115,17 @@ minimax_m3 = partial(
     mlp_layer_types=["dense", "sparse"],
     swiglu_limit=0.1,
 )
-# Expert biases, gate and up by turns, SwiGLU with alpha, beta and limit; sizes off the tile of 128.
-gpt_oss = partial(build, "gpt_oss", "GptOssConfig", "GptOssForCausalLM", **_SMALL, num_experts_per_tok=2, swiglu_limit=0.1)
+# Expert biases, gate and up by turns, SwiGLU with alpha, beta and a limit that small weights meet; sizes off the tile of 128.
+gpt_oss = partial(
+    build,
+    "gpt_oss",
+    "GptOssConfig",
+    "GptOssForCausalLM",
+    **_SMALL,
+    num_experts_per_tok=2,
+    initializer_range=0.1,
+    swiglu_limit=0.03,
+)
 # SwiGLU with a limit alone.
 deepseek_v4 = partial(
     build,
@@ -122,7 +136,7 @@ deepseek_v4 = partial(
     moe_intermediate_size=96,
     n_routed_experts=4,
     num_experts_per_tok=2,
-    swiglu_limit=0.1,
+    swiglu_limit=0.01,
 )
 MODELS = {
     "deepseek-v4": deepseek_v4,
@@ -144,11 +158,11 @@ def export(
     form: str = "nvfp4",
     **export_arguments: Any,
 ) -> Path:
-    """Calibrate on random tokens, quantize with ``NVFP4_DEFAULT_CFG`` and write ``directory/nvfp4``; returns that path.
+    """Calibrate on random tokens, quantize with the recipe of a format and write ``directory/FORM``; returns that path.
 
     Args:
         exclude: wildcard names of quantizers to switch off.
-        form: another, ``mxfp8``.
+        form: name of a format, or of one of nvidia-modelopt's recipes.
     """
     import copy
 
@@ -162,7 +176,8 @@ def export(
         if original:
             model.save_pretrained(directory / "original")
             model.config.dtype = model.dtype  # saving turned it into a string, which the exporter cannot read
-        config = copy.deepcopy(getattr(mtq, f"{form.upper()}_DEFAULT_CFG"))
+        row = formats.find(form.upper())
+        config = copy.deepcopy(getattr(mtq, form if row is None else row.recipe))
         for pattern in exclude:
             config["quant_cfg"].append({"quantizer_name": pattern, "enable": False})
         tokens = torch.randint(0, model.config.vocab_size, (8, 128), generator=torch.Generator().manual_seed(0))

@@ -68,6 +68,22 @@ def _converted(
     return directory
 
 
+def qwen36_form(export: Path) -> Path:
+    """Turn a W4A16_NVFP4 export into what nvidia/Qwen3.6-35B-A3B-NVFP4 is: MIXED_PRECISION with an entry for the experts of each
+    layer, names of a multimodal model, and an input scale for each projection."""
+    tensors = load_file(export / "model.safetensors")
+    scales = {name.removesuffix("_scale_2"): tensor for name, tensor in tensors.items() if name.endswith("weight_scale_2")}
+    inputs = {name.replace("weight", "input_scale"): torch.tensor(4.0 / 2688) for name in scales if ".experts." in name}
+    renamed = {name.replace("model.", "model.language_model.", 1): t for name, t in (tensors | inputs).items()}
+    save_file(renamed, export / "model.safetensors")
+    layers = sorted({name.partition(".experts.")[0] for name in renamed if ".experts." in name})
+    entries = {f"{layer}.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16} for layer in layers}
+    file = export / "hf_quant_config.json"
+    section = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": entries, "exclude_modules": []}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization": section}))
+    return export
+
+
 def compressed(original: Path, directory: Path, schemes: Mapping[str, Sequence[str]], ignore: Sequence[str] = ()) -> Path:
     """Quantize the experts of ``original`` with compressed-tensors, and write what its ``ModelCompressor`` writes.
 
