@@ -45,7 +45,8 @@ def resolve(
     known = environment.probe(host.state()) if host.installed() else Environment()
     facts = replace(known, enabled=settings.ENABLED())
     resolutions = []
-    for quant_algo in formats.names() if shape.quant_algo is None and kernels is None else (shape.quant_algo,):
+    every_format = shape.quant_algo is None and kernels is None
+    for quant_algo in [row.quant_algo for row in formats.FORMATS] if every_format else [shape.quant_algo]:
         form = formats.find(quant_algo)
         if form is not None and host.lacks(form.name):
             detail = f"this TensorRT-LLM has no {host.METHODS[form.name]}"
