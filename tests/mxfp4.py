@@ -1,0 +1,68 @@
+"""MXFP4 experts without an exporter, as checkpoints have them, and the layer in float32 with unquantized activations."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+GPT_OSS = (1.702, 1.0, 7.0)
+"""alpha, beta and limit."""
+_GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def quantize_weight(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """float32 ``(rows, K)`` to ``weight (rows, K/2)`` and E8M0 ``weight_scale (rows, K/32)``, both uint8."""
+    blocks = weight.view(weight.shape[0], -1, 32)
+    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / 6))
+    values = (blocks / torch.exp2(exponent).unsqueeze(-1)).view(weight.shape)
+    codes = (values.abs().unsqueeze(-1) - _GRID).abs().argmin(-1) + 8 * (values < 0)
+    packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    return {"weight": packed, "weight_scale": (exponent + 127).to(torch.uint8)}
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    table = torch.cat([_GRID, -_GRID])
+    codes = torch.stack([weight & 15, weight >> 4], -1).flatten(1).long()
+    return table[codes] * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
+
+
+def random_experts(
+    num_experts: int, hidden_size: int, intermediate_size: int, bias: bool = False, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """One layer by the host's names; products of about one, and biases that tell."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for expert in range(num_experts):
+        for name in ("w1", "w3", "w2"):
+            rows, columns = (hidden_size, intermediate_size) if name == "w2" else (intermediate_size, hidden_size)
+            weight = torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
+            for kind, tensor in quantize_weight(weight).items():
+                tensors[f"{expert}.{name}.{kind}"] = tensor
+            if bias:
+                tensors[f"{expert}.{name}.bias"] = torch.randn(rows, generator=generator).to(torch.bfloat16)
+    return tensors
+
+
+def expected(
+    tensors: dict[str, torch.Tensor],
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    router_weights: torch.Tensor,
+    swiglu: tuple[float, float, float] | None = None,
+) -> torch.Tensor:
+    """float32 ``(tokens, H)``: SwiGLU, with alpha, beta and limit if given."""
+    alpha, beta, limit = swiglu or (1.0, 0.0, math.inf)
+    result = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+
+        def product(values: torch.Tensor, name: str, expert: int = expert) -> torch.Tensor:
+            matrix = dequantize(tensors[f"{expert}.{name}.weight"], tensors[f"{expert}.{name}.weight_scale"])
+            return values @ matrix.T + tensors.get(f"{expert}.{name}.bias", torch.zeros(())).float()
+
+        rows = x[token].float()
+        gate, up = product(rows, "w1").clamp(max=limit), product(rows, "w3").clamp(-limit, limit)
+        inner = gate * torch.sigmoid(alpha * gate) * (up + beta)
+        result.index_add_(0, token, product(inner, "w2") * router_weights[token, slot].float().unsqueeze(1))
+    return result

@@ -1,0 +1,200 @@
+"""MXFP4 experts through the host's own layer, on the host's own tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import trtllm_b12x
+from tests import layers, mxfp4
+from tests.layers import host, swiglu_constants
+from trtllm_b12x.formats.layouts import plain_scales
+from trtllm_b12x.tools.verify import kernel_calls
+
+pytestmark = pytest.mark.usefixtures("every_family")
+EXPERTS, TOP_K = 6, 2
+SIZES = [(160, 288), (256, 128)]
+"""H and I of the model. The first is gpt-oss's 2880 x 2880 made small: neither is a multiple of 128, and at TP 4 rank 0 holds 128
+real rows, rank 2 32 and rank 3 none, where I / 4 is 72."""
+
+
+def built(weights: dict[str, torch.Tensor], hidden: int, size: int, swiglu: Any = None, **arguments: Any) -> Any:
+    local = EXPERTS // arguments.get("mapping", {}).get("moe_ep_size", 1)
+    given = dict(zip(("alpha", "beta", "limit"), swiglu or (), strict=False))
+    constants = swiglu_constants(**{name: torch.full((local,), value) for name, value in given.items()}) if given else {}
+    config = host.QuantConfig(quant_algo=host.QuantAlgo.W4A8_MXFP4_MXFP8, group_size=32)
+    layer = layers.create(EXPERTS, hidden, size, TOP_K, quant_config=config, **{**arguments, **constants})
+    return layers.load(layer, weights)
+
+
+def call(hidden: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
+    return x, torch.randn(tokens, EXPERTS, generator=generator)
+
+
+def ranks(tp: int, ep: int) -> list[dict[str, int]]:
+    count = tp * ep
+    sizes = {"world_size": count, "tp_size": count, "moe_tp_size": tp, "moe_ep_size": ep}
+    return [{"rank": rank, **sizes} for rank in range(count)]
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize(("hidden", "size"), SIZES)
+def test_numbers_over_ranks(hidden: int, size: int, bias: bool, tp: int, ep: int) -> None:
+    """Decode on our kernels with activations as they are; each rank adds its part, FC2's bias once."""
+    swiglu = mxfp4.GPT_OSS if bias else None
+    weights = mxfp4.random_experts(EXPERTS, hidden, size, bias)
+    x, logits = call(hidden, 5)
+    total, served = torch.zeros(x.shape), []
+    for mapping in ranks(tp, ep):
+        layer = built(weights, hidden, size, swiglu, mapping=mapping, bias=bias)
+        with kernel_calls(layer.backend) as reached:
+            total += layer(x, logits).float()
+        served += reached
+    assert served == ["triton"] * tp * ep
+    wanted = mxfp4.expected(weights, x, *layer.routing_method.apply(logits), swiglu)
+    assert distance(total, wanted) < 0.004
+    without = {name: tensor for name, tensor in weights.items() if not name.endswith("w2.bias")}
+    if bias:
+        assert distance(mxfp4.expected(without, x, *layer.routing_method.apply(logits), swiglu), wanted) > 0.04
+
+
+def test_the_limit_alone_makes_it_swiglu_bias() -> None:
+    """As DeepSeek-V4 has it: a limit, no alpha, no beta, no bias."""
+    hidden, size = SIZES[0]
+    weights = mxfp4.random_experts(EXPERTS, hidden, size)
+    x, logits = call(hidden, 5)
+    layer = built(weights, hidden, size, **swiglu_constants(limit=torch.full((EXPERTS,), 0.4)))
+    assert layer.backend.kernel.geometry.activation == "SwigluBias"
+    routes = layer.routing_method.apply(logits)
+    wanted = mxfp4.expected(weights, x, *routes, (1.0, 0.0, 0.4))
+    assert distance(layer(x, logits), wanted) < 0.004
+    assert distance(mxfp4.expected(weights, x, *routes), wanted) > 0.04
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_hosts_path_serves_prefill_with_mxfp8_activations(tp: int) -> None:
+    hidden, size = SIZES[0]
+    weights = mxfp4.random_experts(EXPERTS, hidden, size, bias=True)
+    x, logits = call(hidden, 200)
+    total, alone = torch.zeros(x.shape), torch.zeros(x.shape)
+    for mapping in ranks(tp, 1):
+        layer = built(weights, hidden, size, mxfp4.GPT_OSS, mapping=mapping, bias=True)
+        with kernel_calls(layer.backend) as reached:
+            total += layer(x, logits).float()
+        assert not reached
+        assert layer.backend.quantize_input(x)[0].dtype == torch.float8_e4m3fn  # what ranks send each other
+        alone += built(weights, hidden, size, mxfp4.GPT_OSS, mapping=mapping, bias=True, promote=False)(x, logits).float()
+    assert torch.equal(total, alone)
+    wanted = mxfp4.expected(weights, x, *layer.routing_method.apply(logits), mxfp4.GPT_OSS)
+    assert 0.005 < distance(total, wanted) < 0.05
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_kernels_read_the_hosts_tensors(tp: int) -> None:
+    """The same state dict, byte for byte, and no storage but its own."""
+    hidden, size = SIZES[0]
+    weights = mxfp4.random_experts(EXPERTS, hidden, size, bias=True)
+    for mapping in ranks(tp, 1):
+        layer, plain = (
+            built(weights, hidden, size, mxfp4.GPT_OSS, mapping=mapping, bias=True, promote=promote) for promote in (True, False)
+        )
+        mine, its = layer.state_dict(), plain.state_dict()
+        assert mine.keys() == its.keys()
+        assert all(torch.equal(mine[name].view(torch.uint8), its[name].view(torch.uint8)) for name in its)
+        method, backend = layer.backend.quant_method, layer.backend
+        kernel_weights = method.kernel_weights(backend)
+        stored = {parameter.untyped_storage().data_ptr() for parameter in backend.parameters()}
+        for name, tensor in kernel_weights.tensors().items():
+            assert tensor.untyped_storage().data_ptr() in stored, name
+        epilogue = kernel_weights.epilogue
+        assert epilogue.fc1_bias.data_ptr() == backend.w3_w1_bias.data_ptr()
+        assert (epilogue.fc2_bias.data_ptr() == backend.w2_bias.data_ptr()) == (mapping["rank"] == 0)
+        assert bool(epilogue.fc2_bias.any()) == (mapping["rank"] == 0)
+        assert method.scalar_bytes(backend) == 0
+        # Rows of this rank as the checkpoint has them: each half from rank * 128 on.
+        rows, part = slice(tp_start := mapping["rank"] * _rows(tp, size), tp_start + _rows(tp, size)), _rows(tp, size)
+        codes, scales = kernel_weights.fc1_weight[3], plain_scales(kernel_weights.fc1_weight_sf)[3]
+        for half, name in enumerate(("w3", "w1")):
+            real = weights[f"3.{name}.weight"][rows], weights[f"3.{name}.weight_scale"][rows]
+            here = slice(half * part, half * part + len(real[0]))
+            assert torch.equal(codes[here, : hidden // 2], real[0])
+            assert torch.equal(scales[here, : hidden // 32], real[1])
+            assert not codes[half * part + len(real[0]) : (half + 1) * part].any()
+
+
+def _rows(tp: int, size: int) -> int:
+    return -(-(size // tp) // 128) * 128
+
+
+def test_a_refit_is_followed() -> None:
+    hidden, size = SIZES[0]
+    old, new = (mxfp4.random_experts(EXPERTS, hidden, size, bias=True, seed=seed) for seed in (0, 1))
+    layer = built(old, hidden, size, mxfp4.GPT_OSS, bias=True)
+    layers.load(layer, new)
+    x, logits = call(hidden, 3)
+    assert torch.equal(layer(x, logits), built(new, hidden, size, mxfp4.GPT_OSS, bias=True)(x, logits))
+
+
+def test_a_bias_that_is_moved_is_followed() -> None:
+    """A host may replace a parameter without calling a hook."""
+    hidden, size = SIZES[0]
+    weights = mxfp4.random_experts(EXPERTS, hidden, size, bias=True)
+    layer = built(weights, hidden, size, mxfp4.GPT_OSS, bias=True)
+    x, logits = call(hidden, 3)
+    before = layer(x, logits)
+    layer.backend.w2_bias.data = torch.zeros_like(layer.backend.w2_bias)
+    without = {name: tensor for name, tensor in weights.items() if not name.endswith("w2.bias")}
+    wanted = mxfp4.expected(without, x, *layer.routing_method.apply(logits), mxfp4.GPT_OSS)
+    assert distance(layer(x, logits), wanted) < 0.004 < distance(before, wanted)
+
+
+def test_the_host_is_timed_on_16_bit_tokens() -> None:
+    hidden, size = SIZES[0]
+    weights = mxfp4.random_experts(EXPERTS, hidden, size, bias=True)
+    layer, plain = (built(weights, hidden, size, mxfp4.GPT_OSS, bias=True, promote=promote) for promote in (True, False))
+    assert _as_the_host(layer, 7) == _bits(plain(*call(hidden, 7)))
+
+
+def _as_the_host(layer: Any, tokens: int) -> list[int]:
+    """Bits of the host's path, called as the crossover's measurement does."""
+    from trtllm_b12x.kernels import MoECall
+
+    x, logits = call(layer.hidden_size, tokens)
+    seen: list[Any] = []
+    layer.backend.dispatch.decided = False
+    layer.backend._ask = seen.append
+    layer(x, logits)
+    return _bits(layer.backend.run_as_the_host(seen[0], MoECall(x, *layer.routing_method.apply(logits))))
+
+
+def _bits(tensor: torch.Tensor) -> list[int]:
+    found: list[int] = tensor.view(torch.int16).flatten().tolist()
+    return found
+
+
+DP = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"dtype": torch.float16}, "ACTIVATION_DTYPE"),
+        ({"mapping": DP}, "ATTENTION_DP"),
+        ({"apply_router_weight_on_input": True}, "ROUTER_WEIGHT_ON_INPUT"),
+        ({"quant_config": host.QuantConfig(quant_algo=host.QuantAlgo.W4A8_MXFP4_MXFP8, group_size=16)}, "GROUP_SIZE"),
+    ],
+)
+def test_what_is_left_to_the_host(arguments: dict[str, Any], reason: str) -> None:
+    config = host.QuantConfig(quant_algo=host.QuantAlgo.W4A8_MXFP4_MXFP8, group_size=32)
+    layer = layers.create(EXPERTS, 160, 288, TOP_K, **{"quant_config": config, **arguments})
+    assert type(layer.backend.quant_method) is host.methods["MXFP4"]
+    assert trtllm_b12x.status().reasons == {reason: 1}

@@ -1,0 +1,203 @@
+"""W4A16_NVFP4 experts through the host's own layer: block scales in rows, activations in 16 bits throughout."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import trtllm_b12x
+from tests import layers
+from tests.checkpoints import random_experts
+from tests.layers import host
+from trtllm_b12x.core import settings
+from trtllm_b12x.engines.trtllm.quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod
+from trtllm_b12x.kernels import MoECall
+from trtllm_b12x.tools.verify import kernel_calls
+from trtllm_b12x.tools.verify.reference import Arithmetic
+
+pytestmark = pytest.mark.usefixtures("every_family")
+BOUND, HOSTS_BOUND = 0.004, 0.008
+"""Relative L2 from float32 with unquantized activations; the host rounds weights to bf16 first."""
+STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
+CONFIG = host.QuantConfig(quant_algo=host.QuantAlgo.W4A16_NVFP4, group_size=16)
+
+
+def experts(size: int, gated: bool = True, input_scales: bool = True, **arguments: Any) -> dict[str, torch.Tensor]:
+    tensors = random_experts(4, 128, size, gated, **arguments)
+    return {name: tensor for name, tensor in tensors.items() if input_scales or not name.endswith("input_scale")}
+
+
+def built(tensors: dict[str, torch.Tensor], size: int, **arguments: Any) -> Any:
+    return layers.load(layers.create(4, 128, size, **{"quant_config": CONFIG, **arguments}), tensors)
+
+
+def call(module: Any, tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 128, generator=generator).to(dtype)
+    return x, torch.randn(tokens, module.num_experts, generator=generator)
+
+
+def distance(module: Any, x: torch.Tensor, logits: torch.Tensor, result: torch.Tensor, tensors: dict[str, torch.Tensor]) -> float:
+    scales = {name.replace("weight_scale_2", "input_scale"): torch.ones(()) for name in tensors if name.endswith("scale_2")}
+    return layers.errors(module, x, logits, result, {**scales, **tensors}, Arithmetic.UNQUANTIZED)[1]
+
+
+@pytest.mark.parametrize("input_scales", [True, False], ids=["calibrated", "weights alone"])
+@pytest.mark.parametrize("up_to_gate", [1.0, 3.0])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("size", [64, 192, 224, 352])
+def test_numbers_at_every_count(size: int, gated: bool, up_to_gate: float, input_scales: bool) -> None:
+    """Decode is ours, the rest the host's, on the same tensors: also of sizes that the host misplaces by itself."""
+    tensors = experts(size, gated, input_scales, up_to_gate=up_to_gate)
+    module = built(tensors, size, gated=gated)
+    for tokens, served in ((1, ["triton"]), (63, ["triton"]), (200, [])):
+        x, logits = call(module, tokens)
+        with kernel_calls(module.backend) as reached:
+            result = module(x, logits)
+        assert reached == served
+        # Where the scales of gate and up differ, the host applies the larger one to both.
+        right = bool(served) or up_to_gate == 1 or not gated
+        assert (distance(module, x, logits, result, tensors) < (BOUND if served else HOSTS_BOUND)) == right
+
+
+def test_the_host_misplaces_what_ours_does_not() -> None:
+    tensors = experts(224)
+    alone = built(tensors, 224, promote=False)
+    x, logits = call(alone, 200)
+    assert distance(alone, x, logits, alone(x, logits), tensors) > 0.5
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("size", [64, 128, 192])
+def test_the_parameters_are_the_hosts_to_the_bit(size: int, gated: bool) -> None:
+    tensors = experts(size, gated, up_to_gate=2.0)
+    ours, hosts = (built(tensors, size, gated=gated, promote=promote) for promote in (True, False))
+    mine, its = ours.backend.state_dict(), hosts.backend.state_dict()
+    assert mine.keys() == its.keys()
+    assert all(torch.equal(mine[name], its[name]) for name in its)
+    x, logits = call(ours, 200)
+    assert torch.equal(ours(x, logits), hosts(x, logits))
+
+
+def test_the_kernels_read_the_hosts_scales_in_rows() -> None:
+    """0 extra bytes of codes and scales, and each row of a scale where the checkpoint has it."""
+    tensors = experts(224)
+    backend = built(tensors, 224).backend
+    weights = backend.quant_method.kernel_weights(backend)
+    for name, parameter in zip(("fc1_weight", "fc2_weight", "fc1_weight_sf", "fc2_weight_sf"), STORED, strict=True):
+        assert getattr(weights, name).data_ptr() == getattr(backend, parameter).data_ptr()
+    for half, name in enumerate(("w3", "w1")):
+        rows = slice(256 * half, 256 * half + 224)
+        assert torch.equal(weights.fc1_weight_sf[2, rows].view(torch.uint8), tensors[f"2.{name}.weight_scale"].view(torch.uint8))
+        assert torch.equal(weights.fc1_weight[2, rows], tensors[f"2.{name}.weight"])
+        assert not weights.fc1_weight_sf[2, rows.stop : 256 * (half + 1)].view(torch.uint8).any()
+    assert torch.equal(weights.fc2_weight_sf[2, :, :14].view(torch.uint8), tensors["2.w2.weight_scale"].view(torch.uint8))
+    assert not weights.fc2_weight_sf[2, :, 14:].view(torch.uint8).any()
+    assert backend.quant_method.scalar_bytes(backend) == 16 * 4
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_add_up(tp: int, ep: int) -> None:
+    tensors, count = experts(448), tp * ep
+    x, logits = call(built(tensors, 448), 5)
+    total = torch.zeros(x.shape)
+    for rank in range(count):
+        mapping = {"world_size": count, "rank": rank, "tp_size": count, "moe_tp_size": tp, "moe_ep_size": ep}
+        module = built(tensors, 448, mapping=mapping)
+        with kernel_calls(module.backend) as reached:
+            total += module(x, logits).float()
+        assert reached == ["triton"]
+    assert distance(module, x, logits, total, tensors) < BOUND
+
+
+def test_fp16() -> None:
+    tensors = experts(192)
+    module = built(tensors, 192, dtype=torch.float16)
+    for tokens in (5, 200):
+        x, logits = call(module, tokens, torch.float16)
+        result = module(x, logits)
+        assert result.dtype == torch.float16
+        assert distance(module, x, logits, result, tensors) < BOUND
+
+
+def test_a_refit_is_followed() -> None:
+    module = built(experts(224), 224)
+    layers.load(module, tensors := experts(224, seed=3, up_to_gate=0.5))
+    x, logits = call(module, 5)
+    assert torch.equal(module(x, logits), built(tensors, 224)(x, logits))
+
+
+def test_ranks_of_attention_dp_send_16_bit_tokens() -> None:
+    """Before communication and after it, with us as without."""
+    mapping = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}
+    module = built(experts(192), 192, mapping=mapping)
+    assert module.backend.verdict.families == ("triton", "grouped")
+    x, _ = call(module, 200)
+    for after in (True, False):
+        sent, scales = module.backend.quantize_input(x, post_quant_comm=after)
+        assert sent is x
+        assert scales is None
+
+
+def test_the_host_is_timed_on_16_bit_tokens() -> None:
+    tensors = experts(192)
+    module, alone = (built(tensors, 192, promote=promote) for promote in (True, False))
+    seen: list[Any] = []
+    module.backend.dispatch.decided = False
+    module.backend._ask = seen.append
+    x, logits = call(module, 7)
+    module(x, logits)
+    result = module.backend.run_as_the_host(seen[0], MoECall(x, *module.routing_method.apply(logits)))
+    assert torch.equal(result, alone(x, logits))
+
+
+def test_a_group_of_32_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """The host loads it with half of the scales zero, and says nothing."""
+    config = host.QuantConfig(quant_algo=host.QuantAlgo.W4A16_NVFP4, group_size=32)
+    module = layers.create(4, 128, 192, quant_config=config)
+    assert type(module.backend.quant_method) is host.methods["W4A16_NVFP4"]
+    assert trtllm_b12x.status().reasons == {"GROUP_SIZE": 1}
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "W4A16_NVFP4 with group size 32" in line
+
+
+def test_explain() -> None:
+    for algo, families in {"W4A16_NVFP4": ("triton", "grouped"), "W4A8_MXFP4_MXFP8": ("triton",)}.items():
+        config = host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algo)))
+        assert trtllm_b12x.explain(config).families == families
+
+
+def test_a_host_without_the_method_keeps_its_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    methods = layers._host.load().methods
+    monkeypatch.delitem(methods, "W4A16_NVFP4")  # type: ignore[arg-type]
+    module = layers.create(4, 128, 192, quant_config=CONFIG)
+    assert type(module.backend) is host.CutlassFusedMoE
+    assert trtllm_b12x.status().reasons == {"QUANTIZATION": 1}
+    assert caplog.text.count("this TensorRT-LLM has no W4A16NVFP4CutlassFusedMoEMethod") == 1
+
+
+# ---- W4A4 prefill, by a switch -------------------------------------------------------------------------------------------
+
+
+def test_w4a4_prefill_is_nvfp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = experts(192)
+    weights_alone = built(tensors, 192)
+    monkeypatch.setenv(settings.W4A4_PREFILL.name, "1")
+    monkeypatch.setenv(settings.KERNELS.name, "triton")
+    module, nvfp4 = built(tensors, 192), layers.load(layers.create(4, 128, 192), tensors)
+    assert type(module.backend.quant_method) is NVFP4Sm12xFusedMoEMethod
+    assert trtllm_b12x.status().formats == {"W4A16_NVFP4": 1, "NVFP4": 2}
+    for tokens in (5, 200):
+        x, logits = call(module, tokens)
+        assert torch.equal(module(x, logits), nvfp4(x, logits))
+    assert not torch.equal(module(x, logits), weights_alone(x, logits))
+    assert module.backend.quantize_input(x)[0].dtype == torch.uint8
+
+
+def test_w4a4_prefill_needs_input_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.W4A4_PREFILL.name, "1")
+    with pytest.raises(ValueError, match=r"MoE layer 7: TRTLLM_B12X_W4A4_PREFILL=1 needs input_scale .*: unset TRTLLM_B12X_W4A4"):
+        built(experts(192, input_scales=False), 192, layer_idx=7)
