@@ -319,12 +319,14 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
 
 def in_short(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return the README's table: a whole model, a decode layer and scratch memory of one model."""
-    return _table(found, "docs/", "a Qwen3-30B-A3B")
+    return _table(found, "docs/", "Qwen3-30B-A3B")
 
 
 def _table(found: dict[str, dict[str, Any]], link: str = "", model: str = "") -> list[str]:
     rows = [
-        [*cells, f"[{file}]({link}{file})"] for *cells, file in gains(found) if model in cells[0] or file.startswith("on-card/")
+        [*cells, f"[{file}]({link}{file})"]
+        for *cells, file in gains(found)
+        if not model or f" a {model}" in cells[0] or f" of {model}" in cells[0] or file.startswith("on-card/")
     ]
     if not any(row[0].startswith("a token of") for row in rows):
         rows.insert(0, ["time of a token, served whole", NOWHERE, "-", "no SM12x card yet", "`python -m benchmarks.on_card`"])
