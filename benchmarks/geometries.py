@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from trtllm_b12x.dispatch.timing import router_logits
+from trtllm_b12x.formats import ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry
 
 GEOMETRIES: dict[str, Geometry] = {
@@ -19,6 +22,16 @@ MXFP8 = {
     "gemma-4-26B-A4B": Geometry(128, 8, 2816, 704, "Geglu"),
     "MiniMax-M3, TP 8": Geometry(128, 4, 6144, 384, "SwigluBias"),
 }
+W4A16 = {
+    name: replace(GEOMETRIES[name], format="W4A16_NVFP4", layout=WeightLayout(scales=ROWS))
+    for name in ("Qwen3.6-35B-A3B", "Qwen3-30B-A3B")
+}
+MXFP4 = {
+    "gpt-oss-120b": replace(
+        GEOMETRIES["gpt-oss-120b-like"], intermediate_size=2944, format="MXFP4", layout=WeightLayout(hidden_multiple=128)
+    ),
+}
+"""As TensorRT-LLM stores them: intermediate size 2880 padded to 2944."""
 
 
 def routes(geometry: Geometry, tokens: int, seed: int, skewed: bool = False) -> torch.Tensor:

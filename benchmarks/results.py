@@ -36,6 +36,15 @@ class Source:
     is_it: Callable[[dict[str, Any]], bool]
 
 
+def _of_peers(file: str, form: str, kernels: str) -> Source:
+    command = "python -m benchmarks.peers" + (f" --format {form.lower()}" if form != "NVFP4" else "")
+
+    def is_it(found: dict[str, Any]) -> bool:
+        return found.keys() >= _FACTS and found["format"] == form and "split" in (found["lines"] or [{}])[0]
+
+    return Source(file, f"time of whole {form} layers on the {kernels}", command, is_it)
+
+
 SOURCES = (
     Source(
         "decode.json",
@@ -55,18 +64,10 @@ SOURCES = (
         "make device",
         lambda found: "GB10" in found,
     ),
-    Source(
-        "moe-decode.json",
-        "time of whole NVFP4 layers on the Triton kernels",
-        "python -m benchmarks.peers",
-        lambda found: found.keys() >= _FACTS and found["format"] == "NVFP4" and "split" in (found["lines"] or [{}])[0],
-    ),
-    Source(
-        "moe-mxfp8.json",
-        "time of whole MXFP8 layers on the Triton and grouped kernels",
-        "python -m benchmarks.peers --format mxfp8",
-        lambda found: found.keys() >= _FACTS and found["format"] == "MXFP8" and "split" in (found["lines"] or [{}])[0],
-    ),
+    _of_peers("moe-decode.json", "NVFP4", "Triton kernels"),
+    _of_peers("moe-w4a16.json", "W4A16_NVFP4", "Triton and grouped kernels"),
+    _of_peers("moe-mxfp4.json", "MXFP4", "Triton kernels"),
+    _of_peers("moe-mxfp8.json", "MXFP8", "Triton and grouped kernels"),
 )
 
 
@@ -132,8 +133,9 @@ def gains(found: dict[str, dict[str, Any]]) -> list[list[str]]:
     A line: what, with the package, otherwise and whose that is, where it was measured, the file.
     """
     lines = _of_cards(found)
-    if "moe-decode.json" in found:
-        lines += _of_layers(found["moe-decode.json"])
+    for file in ("moe-decode.json", "moe-w4a16.json", "moe-mxfp4.json"):
+        if file in found:
+            lines += _of_layers(found[file], file)
     if "decode.json" in found:
         lines += _of_the_driver(found["decode.json"])
     if "sm12x-on-hopper.json" in found:
@@ -163,20 +165,21 @@ def _load(load: dict[str, Any]) -> str:
     return f"{load['input_tokens']} in, {load['output_tokens']} out, {load['concurrency'] or 'all'} at a time"
 
 
-def _of_layers(found: dict[str, Any]) -> list[list[str]]:
+def _of_layers(found: dict[str, Any], file: str) -> list[list[str]]:
     whole = [x for x in found["lines"] if (x["split"], x["routing"], x.get("kernel", "triton")) == ("TP1", "random", "triton")]
     own = {(x["geometry"], x["tokens"]): x["us"] for x in whole}
     shares = {(x["geometry"], x["tokens"]): x["fraction"] for x in whole}
-    lines = []
+    lines, form = [], "" if found["format"] == "NVFP4" else f"{found['format']} "
     for name in dict.fromkeys(x["geometry"] for x in whole):
         counts = [tokens for tokens in (1, 8, 64) if (name, tokens) in own]
         us, share = ", ".join(f"{own[name, t]:.0f}" for t in counts), ", ".join(f"{shares[name, t]:.0%}" for t in counts)
-        what = f"decode of a {name} layer, {' / '.join(map(str, counts))} tokens"
+        what = f"decode of a {form}{name} layer, {' / '.join(map(str, counts))} tokens"
         here = f"{us} us: {share} of the bandwidth of a copy"
-        lines.append([what, here, "-", found["gpu"], "moe-decode.json"])
+        lines.append([what, here, "-", found["gpu"], file])
     for peer, whose in (
-        ("marlin", "vLLM's Marlin, NVFP4"),
+        ("marlin", f"vLLM's Marlin, {found['format']}"),
         ("triton_kernels", "OpenAI's triton_kernels, MXFP4"),
+        ("dequantize", "experts written to bfloat16, then multiplied, as TensorRT-LLM does"),
         ("torch_grouped", "torch._grouped_mm on bfloat16 experts, products alone"),
     ):
         at = {(x["geometry"], x["tokens"]): x["us"] for x in found.get(peer, []) if x["us"] is not None}
@@ -184,8 +187,8 @@ def _of_layers(found: dict[str, Any]) -> list[list[str]]:
             counts = [tokens for tokens in (1, 8, 64) if (name, tokens) in at and (name, tokens) in own]
             if counts:
                 here, there = (", ".join(f"{times[name, t]:.0f}" for t in counts) for times in (own, at))
-                what = f"decode of a {name} layer, {' / '.join(map(str, counts))} tokens"
-                lines.append([what, f"{here} us", f"{there} us: {whose}", found["gpu"], "moe-decode.json"])
+                what = f"decode of a {form}{name} layer, {' / '.join(map(str, counts))} tokens"
+                lines.append([what, f"{here} us", f"{there} us: {whose}", found["gpu"], file])
     return lines
 
 
@@ -262,7 +265,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
 def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return a table of whole layers for each file of peers: a row for each kernel, a column for each token count."""
     text = []
-    for file in ("moe-decode.json", "moe-mxfp8.json"):
+    for file in ("moe-decode.json", "moe-w4a16.json", "moe-mxfp4.json", "moe-mxfp8.json"):
         results = found.get(file, {"lines": []})
         usual = {"split": "TP1", "routing": "random"}
         ours = [line for line in results["lines"] if {**usual, **line}.items() >= usual.items()]
@@ -272,8 +275,9 @@ def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
             cells.setdefault((line["geometry"], kernel), {})[line["tokens"]] = f"{line['us']:.0f} ({line['fraction']:.2f})"
         for peer, about in PEERS.items():
             for line in results.get(peer) or []:
-                us = "-" if line["us"] is None else f"{line['us']:.0f}"
-                cells.setdefault((line["geometry"], f"{about.title}, {about.quantization}"), {})[line["tokens"]] = us
+                if line["us"] is not None:
+                    kernel = f"{about.title}, {line.get('quantization') or about.quantization}"
+                    cells.setdefault((line["geometry"], kernel), {})[line["tokens"]] = f"{line['us']:.0f}"
         if ours:
             counts = sorted({tokens for times in cells.values() for tokens in times})
             rows = [[*key, *(times.get(n, "-") for n in counts)] for key, times in sorted(cells.items())]
@@ -320,7 +324,9 @@ def in_short(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def _table(found: dict[str, dict[str, Any]], link: str = "", model: str = "") -> list[str]:
     rows = [
-        [*cells, f"[{file}]({link}{file})"] for *cells, file in gains(found) if model in cells[0] or file.startswith("on-card/")
+        [*cells, f"[{file}]({link}{file})"]
+        for *cells, file in gains(found)
+        if not model or f" a {model}" in cells[0] or f" of {model}" in cells[0] or file.startswith("on-card/")
     ]
     if not any(row[0].startswith("a token of") for row in rows):
         rows.insert(0, ["time of a token, served whole", NOWHERE, "-", "no SM12x card yet", "`python -m benchmarks.on_card`"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from trtllm_b12x.formats import ROWS
 from trtllm_b12x.formats.layouts import interleave, mma_scale_view
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.formats.weights import Epilogue
@@ -34,11 +35,20 @@ def random_experts(
 
 
 def random_weights(geometry: Geometry, device: torch.device | str = "cpu", seed: int = 0) -> MXFP8Weights:
-    """What kernels of ``geometry`` are given: random codes, and scales of six neighboring powers of two."""
+    """What kernels of ``geometry`` are given: random codes, and scales of six neighboring powers of two.
+
+    Rows of any order are as good as those of another: weights are random.
+    """
     experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
     generator = torch.Generator(device).manual_seed(seed)
     rows = (2 if geometry.gated else 1) * size
     found = []
+    if geometry.layout.scales == ROWS:
+        for height, width in ((rows, hidden), (hidden, size)):
+            values = torch.randn(experts, height, width, generator=generator, device=device).mul_(60).clamp_(-448, 448)
+            plain = torch.empty(experts, height, width // 32, dtype=torch.uint8, device=device)
+            found += [values.to(torch.float8_e4m3fn), plain.random_(110, 116, generator=generator)]
+        return MXFP8Weights(*found, layout=geometry.layout)
     for height, width in ((rows, hidden), (hidden, size)):
         codes = torch.empty(experts, height, width, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.zeros(experts, -(-height // 128) * 128, -(-width // 128), dtype=torch.int32, device=device)

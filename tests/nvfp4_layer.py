@@ -1,4 +1,4 @@
-"""Random NVFP4 experts as a host stores them, and the layer in float32 with unquantized activations.
+"""Random experts of four-bit codes (NVFP4, W4A16_NVFP4, MXFP4) in any layout, and the layer in float32 on 16-bit activations.
 
 Every activation, bias and padding that a kernel may be given; :mod:`trtllm_b12x.tools.verify.reference` has the checkpoint's
 tensors and two activations only.
@@ -7,11 +7,15 @@ tensors and two activations only.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS
+from trtllm_b12x.formats.mxfp4 import MXFP4Weights
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+from trtllm_b12x.formats.w4a16_nvfp4 import W4A16NVFP4Weights
 from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.tools.verify.reference_formats import decode_fp4
@@ -28,11 +32,11 @@ class Layer:
     w1: torch.Tensor
     """``(E, r*I, H/2)`` uint8."""
     s1: torch.Tensor
-    """``(E, r*I, H/16)`` float8_e4m3fn, in rows."""
+    """``(E, r*I, H/16)`` float8_e4m3fn, in rows; of MXFP4 ``(E, r*I, H/32)`` uint8."""
     w2: torch.Tensor
     """``(E, H, I/2)`` uint8."""
     s2: torch.Tensor
-    """``(E, H, I/16)`` float8_e4m3fn."""
+    """``(E, H, I/16)`` float8_e4m3fn, or ``(E, H, I/32)`` uint8."""
     scale_1: torch.Tensor
     """``(E,)`` float32: ``weight_scale_2`` of FC1, the larger one of up and gate."""
     scale_2: torch.Tensor
@@ -40,8 +44,9 @@ class Layer:
     """``(2, E)`` float32: up's and gate's own scale over ``scale_1``; one of the two is 1."""
     epilogue: Epilogue
 
-    def kernel_weights(self, one_for_all: bool = True) -> NVFP4Weights:
-        """
+    def kernel_weights(self, one_for_all: bool = True) -> Any:
+        """As the layer's format and layout have them.
+
         Args:
             one_for_all: experts have one input scale of FC1 in common; of FC2 each has its own.
         """
@@ -53,19 +58,40 @@ class Layer:
         divisors = torch.empty_like(self.scale_1), torch.empty_like(self.scale_1)
         inputs = InputScales(fc31_input_scale, fc2_input_scale, *divisors)
         inputs.derive()
-        return NVFP4Weights(
-            fc1_weight=self.w1,
-            fc1_weight_sf=interleaved(self.s1),
+        layout = self.geometry.layout
+        hidden = self.geometry.stored_hidden
+        w1, s1, w2, s2 = self.stored(self.w1), self.stored(self.s1), self.w2, self.s2
+        if hidden != self.geometry.hidden_size:
+            w1, s1 = padded(w1, 2, hidden // 2), padded(s1, 2, hidden * s1.shape[2] // self.geometry.hidden_size)
+            w2, s2 = padded(w2, 1, hidden), padded(s2, 1, hidden)
+        extra = self.epilogue
+        if extra.fc1_bias is not None and extra.fc2_bias is not None:
+            extra = replace(extra, fc1_bias=self.stored(extra.fc1_bias), fc2_bias=padded(extra.fc2_bias, 1, hidden))
+        s1, s2 = (s.contiguous() if layout.scales == ROWS else interleaved(s) for s in (s1, s2))
+        if self.geometry.format == "MXFP4":
+            return MXFP4Weights(w1, s1, w2, s2, epilogue=extra, layout=layout)
+        kind = W4A16NVFP4Weights if self.geometry.format == "W4A16_NVFP4" else NVFP4Weights
+        return kind(
+            fc1_weight=w1,
+            fc1_weight_sf=s1,
             fc1_alpha=self.scale_1 * fc1,
-            fc2_weight=self.w2,
-            fc2_weight_sf=interleaved(self.s2),
+            fc2_weight=w2,
+            fc2_weight_sf=s2,
             fc2_alpha=self.scale_2 * fc2,
             fc2_divisor=inputs.fc2_divisor,
             fc1_divisor=inputs.fc1_divisor,
             input_scales=inputs,
             fc1_half_alphas=self.scale_1 * fc1 * self.shares if self.geometry.gated else None,
-            epilogue=self.epilogue,
+            epilogue=extra,
+            layout=layout,
         )
+
+    def stored(self, rows: torch.Tensor) -> torch.Tensor:
+        """FC1's rows, ``(E, r*I, ...)``, in the order of the layout."""
+        up, gate = rows.chunk(2, dim=1)
+        if self.geometry.layout.fc1 == GATE_UP:
+            return torch.cat((gate, up), dim=1)
+        return torch.stack((gate, up), dim=2).flatten(1, 2) if self.geometry.layout.fc1 == BY_TURNS else rows
 
     def expected(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, first: int = 0) -> torch.Tensor:
         """float32 ``(tokens, H)``."""
@@ -113,18 +139,33 @@ def plain(activation: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def dequantized(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """E2M1 times E4M3 of 16 columns, or E8M0 (uint8) of 32."""
     values = decode_fp4(weight)
-    return (values.unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)).flatten(-2)
+    if scales.dtype is torch.uint8:
+        powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
+        factors, block = torch.where(scales == 255, torch.nan, powers), 32
+    else:
+        factors, block = scales.float(), 16
+    return (values.unflatten(-1, (-1, block)) * factors.unsqueeze(-1)).flatten(-2)
+
+
+def padded(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Zeros behind what is there."""
+    shape = list(tensor.shape)
+    shape[dim] = size
+    result = torch.zeros(shape, dtype=torch.uint8, device=tensor.device) if tensor.itemsize == 1 else tensor.new_zeros(shape)
+    result.narrow(dim, 0, tensor.shape[dim]).copy_(tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor)
+    return result.view(tensor.dtype)
 
 
 def interleaved(scales: torch.Tensor) -> torch.Tensor:
     """Row-major ``(E, rows, blocks)`` to what the kernels take, tiles of 128 rows and 4 blocks padded with what is no number."""
     experts, rows, blocks = scales.shape
     tall, wide = -(-rows // 128), -(-blocks // 4)
-    padded = torch.full((experts, tall * 128, wide * 4), 0x7F, dtype=torch.uint8, device=scales.device)
-    padded[:, :rows, :blocks] = scales.view(torch.uint8)
-    tiles = padded.view(experts, tall, 4, 32, wide, 4).permute(0, 1, 4, 3, 2, 5).contiguous()
-    return tiles.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
+    filled = torch.full((experts, tall * 128, wide * 4), 0xFF, dtype=torch.uint8, device=scales.device)
+    filled[:, :rows, :blocks] = scales.view(torch.uint8)
+    tiles = filled.view(experts, tall, 4, 32, wide, 4).permute(0, 1, 4, 3, 2, 5).contiguous()
+    return tiles.view(scales.dtype).permute(3, 4, 1, 5, 2, 0)
 
 
 def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, ratio: bool = False) -> Layer:
@@ -140,6 +181,9 @@ def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, ratio: 
         return torch.rand(shape, device=device, generator=generator)
 
     def scales(*shape: int) -> torch.Tensor:
+        if g.format == "MXFP4":  # powers of two about a tenth over the root of the row's length
+            middle = 127 + round(math.log2(0.2 / math.sqrt(32 * shape[-1])))
+            return torch.randint(middle - 2, middle + 3, shape, dtype=torch.uint8, device=device, generator=generator)
         drawn = uniform(*shape) * 2 + 0.1
         small = uniform(*shape)
         return torch.where(small < 0.1, drawn * 2**-8, torch.where(small > 0.98, drawn * 8, drawn)).to(torch.float8_e4m3fn)
@@ -164,8 +208,12 @@ def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, ratio: 
         ),
     )
     experts, hidden, inner = g.num_experts, g.hidden_size, g.intermediate_size
-    w1, s1 = codes(experts, rows, hidden // 2), scales(experts, rows, hidden // 16)
-    w2, s2 = codes(experts, hidden, inner // 2), scales(experts, hidden, inner // 16)
+    block = 32 if g.format == "MXFP4" else 16
+    w1, s1 = codes(experts, rows, hidden // 2), scales(experts, rows, hidden // block)
+    w2, s2 = codes(experts, hidden, inner // 2), scales(experts, hidden, inner // block)
+    if g.format == "MXFP4":
+        one = torch.ones(experts, device=device)
+        return Layer(g, w1, s1, w2, s2, one, one, torch.ones(2, experts, device=device), extra)
     return Layer(g, w1, s1, w2, s2, size(hidden), size(inner), shares, extra)
 
 

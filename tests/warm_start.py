@@ -168,7 +168,7 @@ def late() -> None:
         weights = nvfp4_layer.random_layer(geometry).kernel_weights()
         alphas = (torch.cat((alpha.new_zeros(1), alpha))[1:] for alpha in (weights.fc1_alpha, weights.fc2_alpha))
         shifted = dict(zip(("fc1_alpha", "fc2_alpha"), alphas, strict=True))
-        for bound in (weights, dataclasses.replace(weights, **shifted)):  # type: ignore[arg-type]
+        for bound in (weights, dataclasses.replace(weights, **shifted)):
             kernel.bind(bound)
             with compiles() as names:
                 for tokens in (1, 15, 16):

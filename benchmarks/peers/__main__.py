@@ -24,7 +24,7 @@ import torch
 import triton
 
 from benchmarks import require_gpu
-from benchmarks.geometries import GEOMETRIES, MXFP8
+from benchmarks.geometries import GEOMETRIES, MXFP4, MXFP8, W4A16
 from benchmarks.on_card.steps import gpu_state, write_json, write_text
 from benchmarks.peers import pages, parts
 from benchmarks.peers.layers import l2_bytes, measure_peer, stack
@@ -33,7 +33,7 @@ from benchmarks.peers.ours import BOUND, KERNELS, QUANTIZATION, SPLITS, Layers, 
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.dispatch.timing import copy_bandwidth
 
-LAYERS = {"nvfp4": GEOMETRIES, "mxfp8": MXFP8}
+LAYERS = {"nvfp4": GEOMETRIES, "w4a16_nvfp4": W4A16, "mxfp4": MXFP4, "mxfp8": MXFP8}
 TOKENS = {"triton": (1, 2, 4, 8, 16, 32, 64, 128, 256), "grouped": (1, 16, 64, 128, 256, 1024, 4096)}
 SPLIT_TOKENS = (1, 8, 64)
 _CLOCKS = ("clocks.sm", "clocks.mem")
@@ -43,8 +43,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="path of the results without suffix")
     parser.add_argument("--format", choices=list(KERNELS), default="nvfp4", help="default: %(default)s")
-    parser.add_argument("--kernel", choices=list(TOKENS), nargs="+", help="default: triton; for mxfp8 both")
-    parser.add_argument("--geometry", action="append", help=f"default: {', '.join(pages.SHOWN)}; for mxfp8 all of the format")
+    parser.add_argument("--kernel", choices=list(TOKENS), nargs="+", help="default: all of the format; for nvfp4 triton")
+    parser.add_argument("--geometry", action="append", help=f"default: all of the format; for nvfp4 {', '.join(pages.SHOWN)}")
     parser.add_argument("--split", action="append", choices=list(SPLITS), help="default: TP1; peers are measured on TP1 alone")
     parser.add_argument("--routing", choices=("random", "skewed"), nargs="+", default=["random"], help="default: random")
     parser.add_argument("--tokens", type=int, nargs="+")
@@ -67,7 +67,9 @@ def arguments() -> argparse.Namespace:
     options.geometry = options.geometry or list(pages.SHOWN if options.format == "nvfp4" else known)
     if not {*options.geometry} <= known.keys():
         parser.error(f"--geometry: {options.format} has {', '.join(known)}")
-    options.kernel = options.kernel or (["triton"] if options.format == "nvfp4" else list(TOKENS))
+    options.kernel = options.kernel or (["triton"] if options.format == "nvfp4" else list(KERNELS[options.format]))
+    if not {*options.kernel} <= KERNELS[options.format].keys():
+        parser.error(f"--kernel: {options.format} has {', '.join(KERNELS[options.format])}")
     options.split = options.split or ["TP1"]
     if options.plot and len(options.plot) < 2:
         parser.error("--plot takes at least one JSON and the PNG")

@@ -119,7 +119,8 @@ def measure_peer(peer: Peer, geometry: Geometry, ours: Sequence[Any], tokens: Se
         layer, arguments = calls[0]
         output = layer.output(*arguments)
         expected = None if output is None else layer.expected(drawn.x, drawn.calls[0][1], drawn.router_weights)
-        line: dict[str, Any] = {"tokens": count, "us": None, "quantization": peer.quantization}
+        line: dict[str, Any] = {"tokens": count, "us": None}
+        line["quantization"] = getattr(layer, "quantization", peer.quantization)
         line["error"] = math.nan if expected is None or output is None else distance(output, expected)
         for key in layer.timed:
 

@@ -1,4 +1,4 @@
-"""vLLM's Marlin on NVFP4 experts, W4A16: the operators of its extension libraries, called as vLLM calls them for a whole layer.
+"""vLLM's Marlin on NVFP4 and MXFP4 experts, W4A16: its libraries' operators, called as vLLM calls them for a whole layer.
 
 A call is the sorting of routes, FC1, the activation, FC2 with the router weights, and the sum over routes. Sizes that Marlin's
 tiles do not divide are padded as vLLM pads gpt-oss (hidden size to 256, intermediate size to 128), and a call then pads x.
@@ -30,7 +30,7 @@ _BLOCKS_PER_SM = 4
 
 def lacks(geometry: Geometry, vllm: Path | None) -> str:
     """Return why the layer cannot be measured, or an empty string."""
-    if geometry.format != "NVFP4" or geometry.activation not in ("Swiglu", "SwigluBias", "Relu2"):
+    if geometry.format not in ("NVFP4", "W4A16_NVFP4", "MXFP4") or geometry.activation not in ("Swiglu", "SwigluBias", "Relu2"):
         return f"this comparison has no {geometry.format} layer with {geometry.activation}"
     if vllm is None:
         return parts.MISSING
@@ -45,8 +45,8 @@ class Matrix(NamedTuple):
     codes: torch.Tensor
     """``(E, K / 16, 2 * N)`` int32."""
     scales: torch.Tensor
-    """``(E, K / 16, N)`` float8_e4m3fn that holds 5 exponent and 3 mantissa bits."""
-    global_scales: torch.Tensor
+    """``(E, K / 16, N)`` float8_e4m3fn that holds 5 exponent and 3 mantissa bits; of MXFP4 ``(E, K / 32, N)`` float8_e8m0fnu."""
+    global_scales: torch.Tensor | None
     """``(E,)`` float32."""
     bias: torch.Tensor | None
     """``(E, N)`` bfloat16."""
@@ -72,13 +72,18 @@ def scales_in_order(scales: torch.Tensor) -> tuple[torch.Tensor, float]:
     The kernel reads 5 exponent and 3 mantissa bits, the upper ones of ``scale * factor * 2**7`` in float16 without its sign. The
     factor, a power of two, uses the range of E4M3.
     """
-    experts, n, groups = scales.shape
     largest = float(scales.float().max())
     factor = float(2.0 ** torch.tensor(448.0 / largest).log2().floor()) if 0 < largest < 448 else 1.0
     half = (scales.float() * (factor * 2**7)).half().transpose(1, 2)
-    half = half.reshape(experts, groups, n // 64, 2, 2, 2, 8).permute(0, 1, 2, 6, 3, 5, 4).reshape(experts, groups, n)
+    half = _of_threads(half)
     bits = torch.where(half < 2, 0, half).view(torch.int16) << 1
     return bits.view(torch.uint8)[..., 1::2].contiguous().view(torch.float8_e4m3fn), factor
+
+
+def _of_threads(scales: torch.Tensor) -> torch.Tensor:
+    """Reorder ``(E, groups, N)`` as threads read them."""
+    experts, groups, n = scales.shape
+    return scales.reshape(experts, groups, n // 64, 2, 2, 2, 8).permute(0, 1, 2, 6, 3, 5, 4).reshape(experts, groups, n)
 
 
 def bias_in_order(bias: torch.Tensor) -> torch.Tensor:
@@ -116,6 +121,9 @@ def matrix(
         weighted: the call multiplies by router weights. The kernel of vLLM 0.22.1 then multiplies by the global scale after it
             adds the bias, so the bias is divided by it.
     """
+    if scales.shape[2] * 16 == codes.shape[2]:  # MXFP4: a scale for 32 codes, of two a byte
+        powers = _of_threads(scales.transpose(1, 2)).contiguous().view(torch.float8_e8m0fnu)
+        return Matrix(codes_in_tiles(codes), powers, None, None if bias is None else bias_in_order(bias.bfloat16()))
     ordered, factor = scales_in_order(scales.view(torch.float8_e4m3fn))
     # bfloat16's exponent bias less E2M1's, less the 2**7 of the block scales
     global_scales = scale_2.float() * 2.0 ** (126 - 7) / factor
@@ -132,19 +140,21 @@ class MarlinLayer:
         self.layer, self.workspace = layer, workspace
         self.hidden, self.inner = hidden, inner = padded(g.hidden_size, 256), padded(g.intermediate_size, 128)
         bias_1, bias_2 = layer.epilogue.fc1_bias, layer.epilogue.fc2_bias
+        group = 32 if g.format == "MXFP4" else 16
+        self.quantization = f"W4A16 {'MXFP4' if g.format == 'MXFP4' else 'NVFP4'}"
 
         def first(values: torch.Tensor, width: int) -> torch.Tensor:
             return pad(rows(g, values.view(torch.uint8), inner), width)
 
         self.first = matrix(
             first(layer.w1, hidden // 2),
-            first(layer.s1, hidden // 16),
+            first(layer.s1, hidden // group),
             layer.scale_1,
             None if bias_1 is None else rows(g, bias_1, inner),
         )
         self.second = matrix(
             pad(layer.w2, hidden, inner // 2),
-            pad(layer.s2.view(torch.uint8), hidden, inner // 16),
+            pad(layer.s2.view(torch.uint8), hidden, inner // group),
             layer.scale_2,
             None if bias_2 is None else pad(bias_2, hidden),
             weighted=True,
@@ -198,7 +208,7 @@ class MarlinLayer:
     ) -> torch.Tensor:
         """Multiply ``a (m, K)`` by the experts' matrices; return ``(m * top_k, N)``."""
         sorted_ids, experts, total, block = order
-        n, k = b.scales.shape[2], 16 * b.scales.shape[1]
+        n, k = b.scales.shape[2], 16 * b.codes.shape[1]
         result: torch.Tensor = torch.ops._moe_C.moe_wna16_marlin_gemm(
             a=a,
             c_or_none=torch.empty(m * top_k, n, dtype=a.dtype, device=a.device),

@@ -17,16 +17,20 @@ from tests.nvfp4_layer import Layer, distance
 from trtllm_b12x.dispatch.timing import expert_bytes, graph_seconds
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall
-from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
 from trtllm_b12x.kernels.triton.jit import JitKernel
 
 KERNELS: dict[str, dict[str, type[JitKernel]]] = {
     "nvfp4": {"triton": TritonKernel, "grouped": GroupedNVFP4Kernel},
+    "w4a16_nvfp4": {"triton": TritonW4A16Kernel, "grouped": GroupedW4A16Kernel},
+    "mxfp4": {"triton": TritonMXFP4Kernel},
     "mxfp8": {"triton": TritonMXFP8Kernel, "grouped": GroupedKernel},
 }
 QUANTIZATION = {
     "nvfp4": {"triton": "W4A16 NVFP4", "grouped": "W4A4 NVFP4"},
+    "w4a16_nvfp4": {"triton": "W4A16 NVFP4", "grouped": "W4A16 NVFP4"},
+    "mxfp4": {"triton": "W4A16 MXFP4"},
     "mxfp8": {"triton": "W8A16 MXFP8", "grouped": "W8A8 MXFP8"},
 }
 SPLITS: dict[str, tuple[int, int]] = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "EP4": (1, 4)}

@@ -51,6 +51,11 @@ def of_peer(results: dict[str, Any], peer: str, geometry: str) -> dict[int, dict
     return {line["tokens"]: line for line in results.get(peer) or [] if line["geometry"] == geometry}
 
 
+def quantization_of(peer: str, lines: dict[int, dict[str, Any]]) -> str:
+    """Return the formats of a peer's weights and activations on one layer."""
+    return str(next(iter(lines.values())).get("quantization") or PEERS[peer].quantization)
+
+
 def verdict(ours: float, peers: dict[str, float]) -> str:
     """Say how ours compares with the fastest peer that runs whole layers."""
     if not peers:
@@ -67,7 +72,7 @@ def markdown(results: dict[str, Any]) -> str:
         peers = {peer: found for peer in PEERS if (found := of_peer(results, peer, name))}
         titles = ["tokens", f"ours us, {next(iter(lines.values())).get('quantization') or results['format']}", "of copy", "error"]
         for peer, found in peers.items():
-            titles += [f"{PEERS[peer].title} us, {PEERS[peer].quantization}", "error"]
+            titles += [f"{PEERS[peer].title} us, {quantization_of(peer, found)}", "error"]
             titles[-1:-1] = ["products us"] if any("products_us" in line for line in found.values()) else []
         rows = []
         for tokens, line in lines.items():
@@ -128,10 +133,11 @@ def curves(results: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float
         format_ = next(iter(lines.values())).get("quantization") or f"W4A16 {results.get('format', 'NVFP4')}"
         few = {n: line for n, line in lines.items() if n <= 256}
         found[name] = {f"{OURS}, {format_}": [(n, line["us"]) for n, line in few.items()]}
-        for peer in ("marlin", "triton_kernels", "flashinfer"):
-            points = [(n, line["us"]) for n, line in of_peer(results, peer, name).items() if line["us"] and n <= 256]
+        for peer in ("marlin", "triton_kernels", "flashinfer", "dequantize"):
+            lines_of_peer = of_peer(results, peer, name)
+            points = [(n, line["us"]) for n, line in lines_of_peer.items() if line["us"] and n <= 256]
             if points:
-                found[name][f"{PEERS[peer].title}, {PEERS[peer].quantization}"] = points
+                found[name][f"{PEERS[peer].title}, {quantization_of(peer, lines_of_peer)}"] = points
         found[name][COPY] = [(n, line["us"] * line["fraction"]) for n, line in few.items()]
     return found
 

@@ -27,7 +27,7 @@ _ABSENT = -30.0
 
 def lacks(geometry: Geometry, vllm: Path | None) -> str:
     """Return why the layer cannot be measured, or an empty string."""
-    if geometry.format != "NVFP4" or geometry.activation not in ("Swiglu", "SwigluBias", "Relu2"):
+    if geometry.format not in ("NVFP4", "W4A16_NVFP4", "MXFP4") or geometry.activation not in ("Swiglu", "SwigluBias", "Relu2"):
         return f"this comparison has no {geometry.format} layer with {geometry.activation}"
     if vllm is None:
         return parts.MISSING

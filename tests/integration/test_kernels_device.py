@@ -15,13 +15,14 @@ import torch
 from tests import layers, mxfp8
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, distance, random_call, random_layer
+from trtllm_b12x import formats
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, MoECall
-from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
 from trtllm_b12x.kernels.triton.jit import ACTIVATIONS
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
@@ -37,8 +38,11 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 KINDS: dict[tuple[str, str], type[Any]] = {
     ("triton", "NVFP4"): TritonKernel,
+    ("triton", "W4A16_NVFP4"): TritonW4A16Kernel,
+    ("triton", "MXFP4"): TritonMXFP4Kernel,
     ("triton", "MXFP8"): TritonMXFP8Kernel,
     ("grouped", "NVFP4"): GroupedNVFP4Kernel,
+    ("grouped", "W4A16_NVFP4"): GroupedW4A16Kernel,
     ("grouped", "MXFP8"): GroupedKernel,
 }
 BOUNDS = {"triton": 0.004, "grouped": 0.005}
@@ -46,12 +50,22 @@ TOKENS = {"triton": (1, 2, 7, 8, 16, 33, 63, 128, 256), "grouped": (1, 33, 64, 1
 SIZES = {
     ("triton", "NVFP4"): [(144, 80), (2880, 720), (512, 192), (272, 2688), (7168, 256)],
     ("grouped", "NVFP4"): [(2816, 704), (192, 64)],
+    ("triton", "W4A16_NVFP4"): [(192, 80), (2816, 352), (2048, 512)],
+    ("triton", "MXFP4"): [(160, 128), (2880, 768), (4096, 256)],
+    ("grouped", "W4A16_NVFP4"): [(2816, 704), (192, 64), (2048, 512)],
     ("triton", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
     ("grouped", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
 }
 Kind = tuple[str, str]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+
+
+def geometry_of(kind: Kind, experts: int, top_k: int, hidden: int, size: int, **options: Any) -> Geometry:
+    """The sizes in the kind's format, laid out as TensorRT-LLM has it."""
+    form = formats.find(kind[1])
+    assert form is not None
+    return Geometry(experts, top_k, hidden, size, format=form.name, layout=form.layout, **options)
 
 
 def weights_of(geometry: Geometry) -> Any:
@@ -87,7 +101,7 @@ def expected(yardstick: Any, x: torch.Tensor, ids: torch.Tensor, router_weights:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @every_kind
 def test_numbers(kind: Kind, activation: str) -> None:
-    geometry = Geometry(16, 4, 512, 256, activation, format=kind[1])
+    geometry = geometry_of(kind, 16, 4, 512, 256, activation=activation)
     kernel, yardstick = planned(kind, geometry)
     for tokens in TOKENS[kind[0]]:
         call = drawn(kind, geometry, tokens)
@@ -96,7 +110,7 @@ def test_numbers(kind: Kind, activation: str) -> None:
 
 @pytest.mark.parametrize(("kind", "sizes"), [(kind, size) for kind, sizes in SIZES.items() for size in sizes], ids=str)
 def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
-    geometry = Geometry(8, 3, *sizes, "Swiglu", format=kind[1])
+    geometry = geometry_of(kind, 8, 3, *sizes, activation="Swiglu")
     kernel, yardstick = planned(kind, geometry)
     for tokens in (1, 5, 63, *((200, 700) if kind[0] == "grouped" else ())):
         call = drawn(kind, geometry, tokens)
@@ -109,7 +123,7 @@ def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
 @every_kind
 def test_a_rank_of_several(kind: Kind, ids_type: torch.dtype, scales_type: torch.dtype) -> None:
     """Ids outside, -1, and tokens without a route."""
-    geometry = Geometry(8, 4, 512, 256, "Swiglu", ranks=4, format=kind[1])
+    geometry = geometry_of(kind, 8, 4, 512, 256, activation="Swiglu", ranks=4)
     for first in (0, 24):
         kernel, yardstick = planned(kind, geometry, first)
         for tokens in (1, 9, 63, *((400,) if kind[0] == "grouped" else ())):
@@ -127,7 +141,7 @@ def test_a_rank_of_several(kind: Kind, ids_type: torch.dtype, scales_type: torch
 @every_kind
 def test_reruns_graphs_quantized_input_and_neighbors(kind: Kind) -> None:
     """The same bits again, in a graph, of input that arrives quantized, and beside a token that is not a number."""
-    geometry = Geometry(32, 4, 512, 256, "Swiglu", format=kind[1])
+    geometry = geometry_of(kind, 32, 4, 512, 256, activation="Swiglu")
     kernel, _ = planned(kind, geometry)
     for tokens in (3, 63, *((900,) if kind[0] == "grouped" else (256,))):
         x, ids, router_weights = drawn(kind, geometry, tokens)
@@ -152,6 +166,25 @@ def test_reruns_graphs_quantized_input_and_neighbors(kind: Kind) -> None:
         after = kernel.run(MoECall(x, ids, router_weights))
         assert torch.equal(after[:-1], first[:-1])
         assert after[-1].isnan().all()
+
+
+@pytest.mark.parametrize("order", [formats.GATE_UP, formats.BY_TURNS])
+@pytest.mark.parametrize("form", ["W4A16_NVFP4", "MXFP4", "MXFP8"])
+def test_rows_as_vllm_has_them(form: str, order: str) -> None:
+    """Gate before up or by turns, scales in rows, gpt-oss's bias and constants; a code's neighbors are another half's."""
+    layout = formats.WeightLayout(formats.ROWS, order)
+    activation, bias = ("SwigluBias", torch.bfloat16) if form == "MXFP4" else ("Swiglu", None)
+    geometry = Geometry(8, 3, 512, 384, activation, format=form, bias=bias, layout=layout)
+    kernel = KINDS["triton", form]()
+    kernel.plan(geometry, 64, CUDA)
+    yardstick = kernel.reference()
+    yardstick.plan(geometry, 64, CUDA)
+    weights = weights_of(geometry)
+    for each in (kernel, yardstick):
+        each.bind(weights)
+    for tokens in (1, 8, 64):
+        call = random_call(geometry, tokens, device="cuda", seed=tokens)
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS["triton"], tokens
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] == "MXFP8"], ids=" ".join)

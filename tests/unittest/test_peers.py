@@ -13,9 +13,11 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import layers, marlin, pages, parts, torch_grouped, triton_kernels
+from benchmarks.peers import dequantize, layers, marlin, pages, parts, torch_grouped, triton_kernels
 from benchmarks.peers.others import PEERS
-from tests.nvfp4_layer import distance, random_layer
+from tests import forks
+from tests.nvfp4_layer import distance, random_call, random_layer
+from trtllm_b12x.formats import ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry
 
 QWEN = GEOMETRIES["Qwen3-30B-A3B"]
@@ -142,6 +144,37 @@ def test_a_layer_in_marlins_form(activation: str) -> None:
     assert torch.equal(ordered[:, place[0]], gate[:, 3])
     assert torch.equal(ordered[:, place[1]], up[:, 3])
     assert int(ordered.count_nonzero()) == int(layer.w1.count_nonzero())
+
+
+def test_mxfp4_in_marlins_form() -> None:
+    """Scales are the same bytes in the order of NVFP4's, one for 32 inputs; there is none for an expert."""
+    g = Geometry(2, 2, 256, 128, "SwigluBias", bias=torch.bfloat16, format="MXFP4")
+    layer = random_layer(g)
+    made = marlin.MarlinLayer(layer, torch.zeros(1, dtype=torch.int32))
+    assert made.quantization == "W4A16 MXFP4"
+    assert made.first.global_scales is made.second.global_scales is None
+    assert made.second.scales.shape == (2, 128 // 32, 256)
+    output = [8 * j + i for i in range(8) for j in (0, 2, 1, 3, 4, 6, 5, 7)]
+    assert torch.equal(made.second.scales.view(torch.uint8)[1, 3, :64], layer.s2[1, output, 3])
+    assert made.expert_bytes == 3 * 256 * 128 * 17 / 32
+
+
+def dequantized_in_the_interpreter() -> list[float]:
+    """The error of the layer, and the largest value of an expert that no route takes."""
+    layer = random_layer(Geometry(4, 2, 96, 64, "Swiglu", format="W4A16_NVFP4", layout=WeightLayout(scales=ROWS)))
+    (made,) = dequantize.layers(layer.geometry, [layer], 8)
+    for part in made.memory:
+        part.zero_()
+    x, ids, router_weights = random_call(layer.geometry, 5, experts=3)
+    output = made.output(*made.prepare(x, ids, router_weights))
+    return [distance(output, made.expected(x, ids, router_weights)), float(max(part[3].abs().max() for part in made.memory))]
+
+
+def test_experts_are_written_out_and_multiplied() -> None:
+    error, unrouted = forks.in_the_interpreter(f"{__name__}:dequantized_in_the_interpreter")
+    assert error < 0.01  # the interpreter cuts bfloat16 off
+    assert unrouted == 0.0
+    assert dequantize.lacks(QWEN, None) == "TensorRT-LLM dequantizes W4A16_NVFP4 experts; this is NVFP4, Swiglu"
 
 
 @pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Relu2", "Geglu"])

@@ -15,10 +15,11 @@ import triton
 
 from trtllm_b12x.environment import prove
 from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.formats import BY_TURNS, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
 from trtllm_b12x.kernels.triton.decode_tiles import Card
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
 from trtllm_b12x.kernels.triton.variant import Variant
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
@@ -130,6 +131,55 @@ def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, .
         for name in ["route_kernel"] * several + ["fc1_kernel", "fc2_kernel" if several else "fc2_token_kernel"]
         if not only or name in only
     ]
+
+
+GPT_OSS: dict[str, Any] = {"activation": "SwigluBias", "bias": torch.bfloat16, "format": "MXFP4"}
+OTHER_FORMATS = {
+    "Qwen3.6 W4A16": (
+        TritonW4A16Kernel, Geometry(256, 8, 2048, 512, "Swiglu", format="W4A16_NVFP4", layout=WeightLayout(scales=ROWS)), 7.6,
+    ),
+    "gpt-oss": (TritonMXFP4Kernel, Geometry(128, 4, 2880, 2944, layout=WeightLayout(hidden_multiple=128), **GPT_OSS), 7.2),
+    "gpt-oss by turns": (
+        TritonMXFP4Kernel, Geometry(128, 4, 2880, 2944, layout=WeightLayout(ROWS, BY_TURNS, 128), **GPT_OSS), 7.6,
+    ),
+}  # fmt: skip
+"""Kernel, geometry, and lane instructions per byte of codes on SM120; seen: 6.0 to 7.2, 6.5 to 6.9 and 6.5 to 7.3."""
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+@pytest.mark.parametrize(("capability", "tokens"), [(90, 8), (120, 1), (120, 64)])
+def test_other_formats_spill_nothing_and_read_ahead(name: str, capability: int, tokens: int, tmp_path: Path) -> None:
+    kind, geometry, limit = OTHER_FORMATS[name]
+    for variant in launched(CARDS[capability], geometry, tokens, kind=kind):
+        made, cubin = assembled(variant, capability, tmp_path)
+        used, constants = resources(cubin), variant.constants
+        assert used["LOCAL"] == 0, (variant.name, used)
+        assert used["STACK"] <= 8, (variant.name, used)  # a predicate of gpt-oss's FC2, outside of the loop
+        if variant.name == "route_kernel":
+            continue
+        assert 2 * (made.metadata.shared + 1024) <= CARDS[capability].shared_memory
+        loop = product_loop(cubin)
+        assert any(code.startswith("LDGSTS") for code in loop)
+        assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), (variant.name, loop)
+        parts = {"fc1_kernel": 2, "fc2_kernel": 1, "fc2_token_kernel": 8}[variant.name] * constants.get("SPLIT", 1)
+        size = parts * constants["BN"] * constants["BK"] // 2
+        assert loop.total() * variant.options["num_warps"] * 32 / size <= (10.2 if capability == 90 else limit), variant.name
+
+
+@pytest.mark.parametrize("capability", [90, 120])
+def test_products_of_16_bits_spill_nothing(capability: int, tmp_path: Path) -> None:
+    kernel = GroupedW4A16Kernel(CARDS[capability])
+    kernel.describe(OTHER_FORMATS["Qwen3.6 W4A16"][1], 4096, torch.device("cuda"))
+    names = set()
+    for variant in {variant.key: variant for variant in kernel.variants()}.values():
+        names.add(variant.name)
+        made, cubin = assembled(variant, capability, tmp_path)
+        used = resources(cubin)
+        assert used["STACK"] == used["LOCAL"] == 0, (variant.name, used)
+        assert made.metadata.shared <= 99 << 10
+        if variant.name in ("fc1_kernel", "fc2_kernel"):
+            assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in product_loop(cubin)), variant.name
+    assert names == {"sort_kernel", "fc1_kernel", "fc2_kernel", "sum_kernel"}
 
 
 @pytest.mark.parametrize("capability", [120, 121])

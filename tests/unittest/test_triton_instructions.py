@@ -9,7 +9,7 @@ import torch
 
 from trtllm_b12x.formats.mxfp8 import decode_e8m0
 from trtllm_b12x.formats.nvfp4 import decode_e2m1
-from trtllm_b12x.kernels.triton import operands
+from trtllm_b12x.kernels.triton import grouped_kernels, operands
 
 Registers = dict[str, torch.Tensor]
 """32 bits each, as int64."""
@@ -58,14 +58,19 @@ def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
         elif name == "lop3.b32":
             assert int(operands[3]) == 0xEA  # (a and b) or c
             state[target] = operands[0] & operands[1] | operands[2]
+        elif name == "or.b32":
+            state[target] = operands[0] | operands[1]
         elif name == "prmt.b32":
             source_bytes = operands[0] | operands[1] << 32
             picked = [source_bytes >> 8 * (int(operands[2]) >> 4 * i & 7) & 0xFF for i in range(4)]
             state[target] = picked[0] | picked[1] << 8 | picked[2] << 16 | picked[3] << 24
         elif re.match(r"(fma|mul)\.rn\.(bf16x2|f16x2)", name):
-            if name.startswith("fma"):
-                assert (operands[2] == 0x80008000).all()  # plus negative zero
             state[target] = multiplied(operands[0], operands[1].expand_as(operands[0]), dtype)
+            if name.startswith("fma"):  # plus negative zero, or NaN
+                added = floats(operands[2].expand_as(state[target]), dtype)
+                assert ((added == 0) & added.signbit() | added.isnan()).all()
+                product = floats(state[target], dtype)
+                state[target] = packed(*torch.where(added.isnan(), torch.nan, product).to(dtype))
         elif re.match(r"cvt\.rn\.(bf16x2|f16x2)\.f32", name):
             high, low = ((bits - ((bits & 0x80000000) << 1)).int().view(torch.float32).to(dtype) for bits in operands)
             state[target] = packed(low, high)
@@ -96,6 +101,35 @@ def test_every_code_times_every_scale(dtype: torch.dtype) -> None:
             assert torch.equal(found[parity].isnan(), ~number)
             assert torch.equal(found[parity][number], expected[number]), (product, parity)
             assert torch.equal(found[parity][number].signbit(), ((code >= 8) ^ scales.signbit())[number])
+
+
+def test_every_code_times_every_power_of_two() -> None:
+    """E8M0 from 2**-127 on, exact as far as bfloat16 has an exponent for the product; 255 is NaN."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([*range(253), 255]).repeat_interleave(16)
+    codes = torch.stack([torch.randperm(16, generator=generator) for _ in scales])
+    words = (codes.view(-1, 2, 8) << 4 * torch.arange(8)).sum(2)
+    inputs = {"$8": words[:, 0], "$9": words[:, 1], "$10": scales, "$11": scales}
+    state = execute(str(operands.MX_E2M1_BFLOAT16.value), inputs, torch.bfloat16)
+    number = scales != 255
+    for product in range(8):
+        found = floats(state[f"${product}"], torch.bfloat16)
+        for parity in range(2):
+            code = codes[:, 8 * (product // 4) + 4 * parity + product % 4]
+            expected = decode_e2m1(code).double() * decode_e8m0(scales.to(torch.uint8)).double()
+            assert torch.equal(found[parity].isnan(), ~number)
+            assert torch.equal(found[parity][number], expected[number]), (product, parity)
+
+
+def test_every_byte_of_two_codes() -> None:
+    """Low and high nibble of four bytes, bfloat16 times 2**-126."""
+    codes = torch.arange(256).view(-1, 4)
+    words = (codes << 8 * torch.arange(4)).sum(1)
+    state = execute(str(grouped_kernels._NIBBLES.value), {"$4": words}, torch.bfloat16)
+    found = torch.stack([floats(state[f"${i}"], torch.bfloat16).T for i in range(4)], 1)  # (n, register, half)
+    low, high = found[:, :2].reshape(-1, 4), found[:, 2:].reshape(-1, 4)
+    assert torch.equal(low * 2.0**126, decode_e2m1(codes & 15).double())
+    assert torch.equal(high * 2.0**126, decode_e2m1(codes >> 4).double())
 
 
 def test_every_e4m3_times_every_scale() -> None:

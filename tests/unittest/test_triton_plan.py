@@ -47,14 +47,14 @@ H100, RTX_PRO_6000 = Card(132, 228 << 10, 90), Card(188, 100 << 10, 120)
 )
 def test_every_call_has_tiles_that_fit(geometry: Geometry, codes: int, card: Card) -> None:
     for tokens in range(1, 257):
-        found = tiles(geometry, tokens, card, codes_per_int32=codes)
+        found = tiles(geometry, tokens, card, codes_per_int32=codes, group_size=128 // codes)
         for tile, parts in ((found.fc1, 1 + geometry.gated), (found.fc2, 1), (found.token, 8)):
             if tile is not None:
                 assert tile.rows in (16, 32, 64, 128)
                 assert tile.columns in (128, 256)
                 assert 16 * tile.num_warps <= parts * tile.split * tile.rows <= 64 * tile.num_warps
                 assert tile.split == 1 or (found.routes == 1 and tile.split <= 8)  # the columns of one product
-                assert tile is found.token or tile.scales_by_four(codes)
+                assert tile is found.token or tile.scales_by_four(128 // codes)
         assert found.token is None or geometry.top_k <= 8  # the columns of one product
         routes = tokens * geometry.top_k
         # Every expert's routes, however they fall, find a block.
@@ -91,7 +91,7 @@ def test_long_rows_take_more_programs_with_stretches_side_by_side() -> None:
     """Of MiniMax-M3 on eight ranks: with as many programs as rows of 2 KB get, an H200 takes 1.3 to 2.4 times as long."""
     layer = Geometry(128, 4, 6144, 384, "SwigluBias")
     for codes, rows in ((8, (16, 16, 32)), (4, (16, 16, 16))):
-        found = [tiles(layer, tokens, H100, codes_per_int32=codes).fc1 for tokens in (1, 2, 4)]
+        found = [tiles(layer, tokens, H100, codes_per_int32=codes, group_size=128 // codes).fc1 for tokens in (1, 2, 4)]
         assert tuple(tile.rows for tile in found) == rows
         assert all(tile.split > 1 and tile.num_warps == 4 for tile in found)
     assert tiles(layer, 16, H100).fc1.split == 1  # of blocks of several routes, whose columns the inputs are
@@ -102,7 +102,9 @@ def test_long_rows_take_more_programs_with_stretches_side_by_side() -> None:
 )
 def test_no_stretch_of_zeros(codes: int, size: int, split: int) -> None:
     """Three steps of 128 columns are no two stretches, six no four."""
-    assert tiles(Geometry(128, 4, 2048, size, "Swiglu"), 1, H100, codes_per_int32=codes).fc2.split == split
+    assert (
+        tiles(Geometry(128, 4, 2048, size, "Swiglu"), 1, H100, codes_per_int32=codes, group_size=128 // codes).fc2.split == split
+    )
 
 
 def test_one_token_of_a_small_layer_takes_narrower_tiles() -> None:
@@ -119,7 +121,10 @@ def test_sizes_that_no_wide_tile_divides() -> None:
     long = tiles(NEMOTRON_SUPER, 8, H100).fc2
     assert (long.columns, long.num_stages) == (128, 6)
     # All routes of a token as one product only where no step of FC2 is half empty.
-    assert [tiles(layer, 4, H100, codes_per_int32=4).token is None for layer in (QWEN3_30B, GEMMA4)] == [False, True]
+    assert [tiles(layer, 4, H100, codes_per_int32=4, group_size=32).token is None for layer in (QWEN3_30B, GEMMA4)] == [
+        False,
+        True,
+    ]
 
 
 def test_blocks_grow_with_the_routes_of_an_expert() -> None:

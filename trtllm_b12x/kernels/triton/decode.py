@@ -75,7 +75,7 @@ class TritonKernel(JitKernel):
         return self.geometry, self.capacity, self.card
 
     def tiles(self, tokens: int) -> Tiles:
-        return tiles(self.geometry, tokens, self.card, self.geometry.ranks, self.codes_per_int32)
+        return tiles(self.geometry, tokens, self.card, self.geometry.ranks, self.codes_per_int32, self.features.group_size)
 
     def config(self, tokens: int) -> LaunchConfig:
         g, chosen = self.geometry, self.tiles(tokens)

@@ -26,9 +26,9 @@ class Tile:
     split: int = 1
     """1, 2, 4 or 8 stretches of the sum side by side, where a block is one route: so many times the rows are a product's."""
 
-    def scales_by_four(self, codes_per_int32: int) -> bool:
+    def scales_by_four(self, group_size: int) -> bool:
         """Return True if a thread loads four bytes of scales or more in a step; fewer are not copied asynchronously."""
-        return self.split * self.rows * self.columns * codes_per_int32 // 128 >= 128 * self.num_warps
+        return self.split * self.rows * self.columns // group_size >= 128 * self.num_warps
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,12 @@ _IDLE = 1.25
 """So many times its columns a sum may have in stretches side by side."""
 
 
-def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, codes_per_int32: int = 8) -> Tiles:
+def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, codes_per_int32: int = 8, group_size: int = 16) -> Tiles:
     """Return the tiles of a call.
 
     Args:
         ranks: number of ranks that share the experts; a rank has so many times fewer routes.
+        group_size: columns that share a block scale.
     """
     of_mxfp8 = MXFP8_UNEVEN if geometry.intermediate_size % 128 else MXFP8
     table = (TABLE if codes_per_int32 == 8 else of_mxfp8)[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
@@ -130,20 +131,31 @@ def tiles(geometry: Geometry, tokens: int, card: Card, ranks: int = 1, codes_per
     row = next(row for row in table if routes <= row.max_routes * geometry.num_experts)
     hidden, size = geometry.hidden_size, geometry.intermediate_size
     few = routes <= _FEW * geometry.num_experts
-    fc1 = fitted(row.gated if geometry.gated else row.plain, size, hidden, row.routes, 1 + geometry.gated, few, codes_per_int32)
-    fc2 = fitted(row.short if size <= SHORT else row.long, hidden, size, row.routes, few=few, codes_per_int32=codes_per_int32)
+    first, second = row.gated if geometry.gated else row.plain, row.short if size <= SHORT else row.long
+    fc1 = fitted(_by_four(first, group_size), size, hidden, row.routes, 1 + geometry.gated, few, group_size)
+    fc2 = fitted(_by_four(second, group_size), hidden, size, row.routes, few=few, group_size=group_size)
     if row.routes > 16:  # narrower tiles of so many routes spill
         return Tiles(row.routes, fc1, fc2)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / experts
     longer = max(1, 4 * hidden / codes_per_int32 / _LONG_ROW) if row.routes == 1 else 1
     token = row.token if size <= SHORT and 4 < geometry.top_k <= 8 and ranks == 1 else None
-    fc1 = _divided(fc1, size, hidden, wanted * longer, codes_per_int32, longer > 1)
-    return Tiles(row.routes, fc1, _divided(fc2, hidden, size, wanted, codes_per_int32), token)
+    token = None if token is None else _by_four(token, group_size, 8)
+    fc1 = _divided(fc1, size, hidden, wanted * longer, group_size, longer > 1)
+    return Tiles(row.routes, fc1, _divided(fc2, hidden, size, wanted, group_size), token)
 
 
-def fitted(
-    tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, few: bool = True, codes_per_int32: int = 8
-) -> Tile:
+def _by_four(tile: Tile, group_size: int, experts: int = 1) -> Tile:
+    """Take fewer warps where a step of all would load fewer than four bytes of scales each.
+
+    Args:
+        experts: whose rows a step takes beside each other.
+    """
+    while tile.num_warps > 1 and not replace(tile, rows=experts * tile.rows).scales_by_four(group_size):
+        tile = replace(tile, num_warps=tile.num_warps // 2)
+    return tile
+
+
+def fitted(tile: Tile, rows: int, inner: int, routes: int = 8, parts: int = 1, few: bool = True, group_size: int = 16) -> Tile:
     """Take half the columns, or fewer stretches, if the last step of the sum would multiply zeros for half of its time.
 
     Args:
@@ -161,10 +173,11 @@ def fitted(
         return tile
     if routes == 1 and few:
         split = 256 // (parts * tile.rows)
-        return replace(tile, columns=128, num_warps=min(split * tile.rows * codes_per_int32 // 128, 8), num_stages=3, split=split)
+        return replace(tile, columns=128, num_warps=min(split * tile.rows // group_size, 8), num_stages=3, split=split)
     if rows % 128 and rows % tile.rows == 0:  # gpt-oss's sizes: half the columns take a seventh more time from 4 tokens on
         return tile
-    return replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
+    half = replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
+    return half if half.scales_by_four(group_size) else tile
 
 
 def _idles(columns: int, inner: int) -> bool:
@@ -172,13 +185,13 @@ def _idles(columns: int, inner: int) -> bool:
     return -(-inner // columns) * columns > _IDLE * inner
 
 
-def _divided(tile: Tile, rows: int, inner: int, programs: float, codes_per_int32: int, stretches: bool = False) -> Tile:
+def _divided(tile: Tile, rows: int, inner: int, programs: float, group_size: int, stretches: bool = False) -> Tile:
     """Take fewer rows, for at least so many programs per expert; with ``stretches``, more of those side by side too."""
     while tile.rows > 16 and rows // tile.rows < programs:
         split = tile.split < 8 and (stretches or tile.split > 1) and not _idles(2 * tile.split * tile.columns, inner)
         warps = tile.num_warps if split else max(1, tile.num_warps // 2)
         half = replace(tile, rows=tile.rows // 2, num_warps=warps, split=tile.split * (1 + split))
-        if not half.scales_by_four(codes_per_int32):
+        if not half.scales_by_four(group_size):
             break
         tile = half
     return tile

@@ -51,14 +51,13 @@ def scale_offsets(
     Where rows come in whole programs but not in 128 they are those of every program and half, which keeps them once: a third
     fewer registers. So are those of scales in rows.
     """
+    tl.static_assert(LINEAR or STEP == 1, "gate and up by turns have their scales in rows")
     groups: tl.constexpr = (K + 4 * GROUP - 1) // (4 * GROUP)
-    b = tl.arange(0, BK // GROUP)
+    b = tl.arange(0, BK // GROUP)[None, :]
     p = tl.arange(0, COPIES * BN) % BN
     if LINEAR:
-        return (p * (STEP * (K // GROUP)))[:, None] + b[None, :]
-    tl.static_assert(STEP == 1, "gate and up by turns have their scales in rows")
-    columns = (b // 4 * 512 + b % 4)[None, :]
-    if N % 128 == 0:
+        rows = p * (STEP * (K // GROUP))
+    elif N % 128 == 0:
         first = tile * BN
         rows = (FIRST + first // 128 * 128) * (groups * 4) + first % 128 * 4 + p * 4
     elif N % BN == 0:
@@ -66,7 +65,9 @@ def scale_offsets(
     else:
         r = FIRST + rows_of(tile, BN, N, COPIES, LINEAR)
         rows = r // 128 * (groups * 512) + r % 32 * 16 + r % 128 // 32 * 4
-    return rows[:, None] + columns
+    if not LINEAR:
+        b = b // 4 * 512 + b % 4
+    return rows[:, None] + b
 
 
 @triton.jit
