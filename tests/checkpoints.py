@@ -25,18 +25,6 @@ def quantize_weight(weight: torch.Tensor, scale_2: float | None = None) -> dict[
     return {"weight": packed, "weight_scale": block_scale, "weight_scale_2": scale}
 
 
-def quantize_mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """float32 ``(rows, K)`` to FP4 codes, low nibble first, and E8M0 bytes: the block's power of two is that of its largest."""
-    blocks = weight.view(weight.shape[0], -1, 32)
-    exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 3  # 6 is 0.75 * 2**3
-    values = blocks / torch.exp2(exponent.float()).unsqueeze(-1)
-    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    codes = (values.abs().unsqueeze(-1) - grid).abs().argmin(-1) + 8 * (values < 0)
-    codes = codes.view(weight.shape)
-    packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
-    return {"weight": packed, "weight_scale": (exponent + 127).to(torch.uint8)}
-
-
 def random_experts(
     num_experts: int,
     hidden_size: int,

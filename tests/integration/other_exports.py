@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.checkpoints import quantize_mxfp4
+from tests.mxfp4 import quantize_weight
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,7 +32,7 @@ def gpt_oss_form(original: Path, directory: Path) -> Path:
     def stored(name: str, tensor: torch.Tensor) -> Tensors:
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             return {name: tensor}
-        parts = [quantize_mxfp4(matrix.float().T.contiguous()) for matrix in tensor]
+        parts = [quantize_weight(matrix.float().T.contiguous()) for matrix in tensor]
         blocks = torch.stack([part["weight"] for part in parts]).unflatten(-1, (-1, 16))
         return {f"{name}_blocks": blocks, f"{name}_scales": torch.stack([part["weight_scale"] for part in parts])}
 
@@ -46,7 +46,7 @@ def deepseek_v4_form(original: Path, directory: Path) -> Path:
     def stored(name: str, tensor: torch.Tensor) -> Tensors:
         if ".ffn.experts." not in name:
             return {name: tensor}
-        parts = quantize_mxfp4(tensor.float())
+        parts = quantize_weight(tensor.float())
         scale = parts["weight_scale"].view(torch.float8_e8m0fnu)
         return {name: parts["weight"].view(torch.int8), name.replace(".weight", ".scale"): scale}
 

@@ -66,7 +66,7 @@ def test_decode_is_float32s_with_the_checkpoints_own_bytes(form: str, made: Any,
         assert [case["path"] for case in layer["cases"]] == ["triton"] * 3
         assert max(case["error"] for case in layer["cases"]) < 0.004
         assert 0.08 < layer["weight_error"] < 0.12
-        assert all(case["original_error"] < 0.3 for case in layer["cases"] if case["outliers"] < 1)
+        assert all(case["original_error"] < 0.4 for case in layer["cases"] if case["outliers"] < 1)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,19 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["w4a16_nvfp4", "gpt-oss", "deepseek-v4"])
-@pytest.mark.parametrize("mutation", ["nibbles", "scale row", "bias", "limit"])
+@pytest.mark.parametrize(
+    ("mutation", "form"),
+    [
+        *((mutation, form) for mutation in ("nibbles", "scale row") for form in ("w4a16_nvfp4", "gpt-oss", "deepseek-v4")),
+        ("bias", "gpt-oss"),
+        ("limit", "gpt-oss"),
+        ("limit", "deepseek-v4"),
+    ],
+)
 def test_a_mistake_misses_the_bound_by_ten_times(
     mutation: str, form: str, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mistake is made in the reference, which is the same distance as one in the kernels."""
-    if (mutation == "bias" and form != "gpt-oss") or (mutation == "limit" and form == "w4a16_nvfp4"):
-        pytest.skip("the format has none")
     if mutation == "limit":
         outputs = verify_layer.reference.outputs
 

@@ -14,10 +14,12 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from tests import mxfp8
+from tests import mxfp4, mxfp8
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.unittest.test_checkpoint import E0, edit_json, edit_tensors, quantize
-from trtllm_b12x.tools.checkpoint import Checkpoint
+from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
+from trtllm_b12x.tools.checkpoint.files import read_json
+from trtllm_b12x.tools.checkpoint.quantization import Quantization
 from trtllm_b12x.tools.cli import main
 
 
@@ -44,10 +46,60 @@ def quantize_in_config(directory: Path, **section: Any) -> None:
     edit_json(directory / "config.json", quantization_config=section)
 
 
-@pytest.mark.parametrize("method", ["compressed-tensors", "fp8", "mxfp4", "gptq"])
+@pytest.mark.parametrize("method", ["awq", "fp8", "gptq"])
 def test_other_formats_are_named(directory: Path, method: str) -> None:
     quantize_in_config(directory, quant_method=method, config_groups={"group_0": {"weights": {"num_bits": 4}}})
-    assert f"config.json: quant_method is {method}, which is not an export of nvidia-modelopt; export" in refusal(directory)
+    assert f"config.json: quant_method is {method}, which verify does not read; export" in refusal(directory)
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"quant_method": "compressed-tensors"}, "config.json: quantization_config has no config_groups; copy config.json"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": INT4, "input_activations": None}}},
+            "its experts are compressed-tensors 4-bit int by group, none of NVFP4, W4A16_NVFP4, MXFP4, MXFP8; quantize",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {**INT4, "num_bits": "4"}}}},
+            'config.json: num_bits is "4", not a whole number',
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "its experts are FP8_BLOCK_SCALES, none of NVFP4"),
+    ],
+)
+def test_other_schemes_are_named(directory: Path, section: dict[str, Any], words: str) -> None:
+    quantize_in_config(directory, **section)
+    assert words in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "expected"),
+    [
+        # Exact names come before patterns, and of the patterns the first in the alphabet.
+        (({"NVFP4": r"re:.*mlp.*"}, {"FP8": r"re:.*layers\.2.*"}), (), ["NVFP4", "NVFP4", "FP8"]),
+        (({"NVFP4": "Linear"}, {"FP8": r"re:.*layers\.2.*"}), (), ["NVFP4", "NVFP4", "FP8"]),
+        (({"NVFP4": "Linear"}, {"FP8": r"re:lm_head"}), (r"re:.*layers\.0\..*",), ["none", "NVFP4", "NVFP4"]),
+        # Matched from the start, not in full; one expert of another scheme makes the layer a mixture.
+        (({"NVFP4": r"re:model"}, {"FP8": r"model.layers.1.mlp.experts.1.up_proj"}), (), ["NVFP4", "MIXED_PRECISION", "NVFP4"]),
+        # Not recursive in several groups: the name of a module around the experts excludes nothing.
+        (({"NVFP4": "Linear"}, {"FP8": "re:lm_head"}), ("model.layers.0.mlp",), ["NVFP4", "NVFP4", "NVFP4"]),
+    ],
+)
+def test_config_groups_of_compressed_tensors(directory: Path, targets: Any, ignore: Any, expected: list[str]) -> None:
+    fp4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    schemes: dict[str, dict[str, Any]] = {
+        "NVFP4": {"weights": fp4, "input_activations": fp4},
+        "FP8": {"weights": {"num_bits": 8}, "input_activations": {}},
+    }
+    groups = {f"group_{n}": {**schemes[name], "targets": [one]} for n, each in enumerate(targets) for name, one in each.items()}
+    quantize_in_config(directory, quant_method="compressed-tensors", config_groups=groups, ignore=list(ignore))
+    quantization = Quantization.from_files(directory, read_json(directory / "config.json"))
+    modules = [[f"model.layers.{i}.mlp.experts.{e}.{p}" for e in (0, 1) for p in ("gate_proj", "up_proj")] for i in range(3)]
+    found = [quantization.of_experts(f"model.layers.{i}.mlp", modules[i])[0] for i in range(3)]
+    assert [algo.replace("compressed-tensors 8-bit None by None", "FP8") for algo in found] == expected
 
 
 def test_huggingface_nvfp4_is_read_as_by_the_host(directory: Path) -> None:
@@ -93,10 +145,42 @@ def test_mxfp8_tensors_that_cannot_be_used(published: Path, kind: str, tensor: t
     assert f"{E0}up_proj.{kind}{words}" in refusal(published)
 
 
-@pytest.mark.parametrize("algo", ["W4A16_NVFP4", "FP8_PB_WO"])
-def test_other_algorithms_of_modelopt_are_named(directory: Path, algo: str) -> None:
-    quantize(directory, quant_algo=algo)
-    assert f"not an NVFP4 or MXFP8 checkpoint, its experts are {algo}; quantize it with" in refusal(directory)
+def test_other_algorithms_of_modelopt_are_named(directory: Path) -> None:
+    quantize(directory, quant_algo="FP8_PB_WO")
+    assert "its experts are FP8_PB_WO, none of NVFP4, W4A16_NVFP4, MXFP4, MXFP8; quantize it with" in refusal(directory)
+
+
+@pytest.mark.parametrize("label", ["mxfp4", "MXFP4", "W4A16_MXFP4"])
+def test_labels_of_mxfp4(tmp_path: Path, label: str) -> None:
+    """Of nvidia-modelopt 0.47 and 0.48; nothing of TensorRT-LLM's on these cards takes them."""
+    tensors = mxfp4.random_experts(2, 128, 64)
+    directory = write_checkpoint(tmp_path, [tensors], top_k=1, quantization={"quant_algo": label, "group_size": None})
+    checkpoint = Checkpoint(directory)
+    (layer,) = checkpoint.layers
+    assert (layer.quant_algo, layer.group_size) == ("W4A8_MXFP4_MXFP8", 32)
+    (remark,) = checkpoint.remarks
+    assert remark.startswith("hf_quant_config.json: TensorRT-LLM r")
+    assert remark.endswith(f"({label})")
+    assert ("SM90 alone" in remark) == (label == "W4A16_MXFP4")
+
+
+def test_scales_of_mxfp4_that_are_no_numbers(tmp_path: Path) -> None:
+    tensors = mxfp4.random_experts(2, 128, 64)
+    tensors["0.w3.weight_scale"][3, 1] = 255
+    write_checkpoint(tmp_path, [tensors], top_k=1, quantization={"quant_algo": "MXFP4", "group_size": 32})
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_scale holds NaN, a scale must be finite"):
+        _ = checkpoint.weights(checkpoint.layers[0])["0.w3.weight_scale"]
+
+
+@pytest.mark.parametrize("lacking", [("input_scale",), ("0.w2.input_scale",)])
+def test_input_scales_of_w4a16_nvfp4_are_all_there_or_none(tmp_path: Path, lacking: tuple[str, ...]) -> None:
+    tensors = {name: t for name, t in random_experts(2, 128, 64).items() if not name.endswith(lacking)}
+    write_checkpoint(tmp_path, [tensors], top_k=1, quantization={"quant_algo": "W4A16_NVFP4"})
+    if len(tensors) == 18:
+        assert set(Checkpoint(tmp_path).weights(Checkpoint(tmp_path).layers[0])) == set(tensors)
+    else:
+        assert "experts.0.down_proj.input_scale is missing" in refusal(tmp_path)
 
 
 # ---- folders and files -----------------------------------------------------------------------------------------------
@@ -141,14 +225,16 @@ def test_a_second_file_beside_the_index(tmp_path: Path) -> None:
 # ---- what the configuration says -------------------------------------------------------------------------------------
 
 
-def test_the_constants_of_minimax_m3(directory: Path) -> None:
+def test_the_constants_of_swiglu(directory: Path) -> None:
     """What TensorRT-LLM takes where the configuration does not say; of other models nobody knows here."""
     for changes, expected in (
         ({"hidden_act": "swigluoai"}, ("SwigluBias", True, (1.702, 1.0, 7.0))),
         ({"model_type": "minimax_m3_vl_text", "swiglu_alpha": 1, "swiglu_limit": 5}, ("SwigluBias", True, (1, 1.0, 5))),
-        ({"model_type": "gpt_oss", "swiglu_limit": 7.0}, ("Swiglu", True, None)),
+        ({"model_type": "gpt_oss", "swiglu_limit": 7.0}, ("SwigluBias", True, (1.702, 1.0, 7.0))),
+        ({"model_type": "deepseek_v4", "swiglu_limit": 10.0}, ("SwigluBias", True, (1.0, 0.0, 10.0))),
+        ({"model_type": "another", "swiglu_limit": 7.0}, ("Swiglu", True, None)),
     ):
-        edit_json(directory / "config.json", **{"hidden_act": "silu", **changes})
+        edit_json(directory / "config.json", **{"hidden_act": "silu", "swiglu_alpha": None, **changes})
         layer = Checkpoint(directory).layers[0]
         assert (layer.activation, layer.activation_constants, layer.swiglu) == expected
 
