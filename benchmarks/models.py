@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 from benchmarks.markdown import table
 from tests.facts import GOOD
+from trtllm_b12x import formats
 from trtllm_b12x.decision import Deployment, families
 from trtllm_b12x.decision.decide import resolve
 from trtllm_b12x.decision.verdicts import KernelFeatures, RejectReason
 from trtllm_b12x.formats.geometry import LayerShape
+from trtllm_b12x.tools.checkpoint import compressed_tensors
 
 CARD = replace(GOOD, triton_lacks=())
 """An SM120 card with everything installed."""
@@ -19,73 +21,89 @@ CARD = replace(GOOD, triton_lacks=())
 class Model:
     """Experts of published checkpoints."""
 
-    names: str
-    """Names on the Hugging Face hub."""
+    names: tuple[str, ...]
+    """Names on the Hugging Face hub, or of a kind of export."""
     shape: LayerShape
     """Sizes are None where no rule depends on them."""
     without: str
     """What TensorRT-LLM does with them on SM12x without the package."""
+    compressed: str = ""
+    """``model_type`` of a compressed-tensors checkpoint; empty for other producers."""
+
+    @property
+    def format(self) -> str:
+        row = formats.find(self.shape.quant_algo)
+        return f"{row.name if row else self.shape.quant_algo}{' in compressed-tensors' if self.compressed else ''}"
 
 
 CUTLASS = "CUTLASS"
+_GEMMA = LayerShape(128, 8, 2816, 704, "Geglu", "NVFP4", 16, "bfloat16")
+_GPT_OSS = LayerShape(None, 4, 2880, 2880, "Swiglu", "W4A8_MXFP4_MXFP8", 32, "bfloat16", activation_constants=True, bias=True)
 MODELS = (
-    Model("nvidia/Qwen3-30B-A3B-FP4", LayerShape(128, 8, 2048, 768, "Swiglu", "NVFP4", 16, "bfloat16"), CUTLASS),
-    Model(
-        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
-        LayerShape(512, 22, 1024, 2688, "Relu2", "NVFP4", 16, "bfloat16"),
-        CUTLASS,
-    ),
-    Model("nvidia/Gemma-4-26B-A4B-NVFP4", LayerShape(128, 8, 2816, 704, "Geglu", "NVFP4", 16, "bfloat16"), CUTLASS),
-    Model("nvidia/MiniMax-M2.7-NVFP4", LayerShape(activation="Swiglu", quant_algo="NVFP4", group_size=16), CUTLASS),
-    Model(
-        "MiniMax-M3-MXFP8; gemma-4, Qwen3-MoE and others exported with MXFP8_DEFAULT_CFG",
-        LayerShape(activation="Swiglu", activation_constants=True, quant_algo="MXFP8", group_size=32),
-        "TensorRT-LLM refuses them",
-    ),
     # hf_quant_config.json: MIXED_PRECISION, experts W4A16_NVFP4; triton_dequant_nvfp4.py (TensorRT-LLM, file id 65972117462).
     Model(
-        "nvidia/Qwen3.6-35B-A3B-NVFP4",
+        ("nvidia/Qwen3.6-35B-A3B-NVFP4",),
         LayerShape(256, 8, 2048, 512, "Swiglu", "W4A16_NVFP4", 16, "bfloat16"),
         "CUTLASS, which rewrites experts to bf16 at every call",
     ),
+    Model(("nvidia/Qwen3-30B-A3B-FP4",), LayerShape(128, 8, 2048, 768, "Swiglu", "NVFP4", 16, "bfloat16"), CUTLASS),
+    Model(("nvidia/Gemma-4-26B-A4B-NVFP4",), _GEMMA, CUTLASS),
+    Model(("RedHatAI/gemma-4-26B-A4B-it-NVFP4",), _GEMMA, "does not load it", "gemma4"),
     Model(
-        "Qwen3.6-35B-A3B, exported with NVFP4_DEFAULT_CFG",
-        LayerShape(256, 8, 2048, 512, "Swiglu", "NVFP4", 16, "bfloat16"),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",),
+        LayerShape(512, 22, 1024, 2688, "Relu2", "NVFP4", 16, "bfloat16"),
+        CUTLASS,
+    ),
+    # Sizes: config.json of NVIDIA-Nemotron-3-Nano-30B-A3B (file id 53261316862).
+    Model(
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",),
+        LayerShape(128, 6, 2688, 1856, "Relu2", "NVFP4", 16, "bfloat16"),
         CUTLASS,
     ),
     # get_mxfp4_quant_algo (TensorRT-LLM, file id 60599514144): W4A8_MXFP4_MXFP8 from SM100 on.
+    Model(("openai/gpt-oss-20b", "openai/gpt-oss-120b"), _GPT_OSS, CUTLASS),
+    Model(("nvidia/MiniMax-M2.7-NVFP4",), LayerShape(activation="Swiglu", quant_algo="NVFP4", group_size=16), CUTLASS),
     Model(
-        "openai/gpt-oss-20b, gpt-oss-120b",
-        LayerShape(None, 4, 2880, 2880, "Swiglu", "W4A8_MXFP4_MXFP8", 32, "bfloat16", activation_constants=True),
-        CUTLASS,
-    ),
-    Model(
-        "deepseek-ai/DeepSeek-V4-Flash",
+        ("deepseek-ai/DeepSeek-V4-Flash",),
         LayerShape(256, 6, 4096, 2048, "Swiglu", "W4A8_MXFP4_MXFP8", 32, "bfloat16", activation_constants=True),
         CUTLASS,
     ),
+    Model(
+        ("MiniMax-M3-MXFP8", "models exported with MXFP8_DEFAULT_CFG"),
+        LayerShape(activation="Swiglu", activation_constants=True, quant_algo="MXFP8", group_size=32),
+        "refuses them",
+    ),
 )
+
+
+def known(name: str) -> Model | None:
+    """Return the model of this name on the hub."""
+    return next((model for model in MODELS if name.lower() in map(str.lower, model.names)), None)
 
 
 def features(quant_algo: str | None) -> dict[str, KernelFeatures]:
     return {family.name: family.features(CARD) for family in families.rows(("b12x", "triton", "grouped"), quant_algo)}
 
 
-def answer(shape: LayerShape) -> str:
-    """Return which families serve the layer, or "not yet"."""
-    kernels = features(shape.quant_algo)
-    resolution = resolve(shape, Deployment(ep_size=1, tp_size=1), CARD, kernels)
+def answer(model: Model) -> str:
+    """Return which families serve the layers, or why none does."""
+    if model.compressed and model.compressed not in compressed_tensors.MAPPED:
+        return "no: TensorRT-LLM's weight mapper does not rename its tensors"
+    kernels = features(model.shape.quant_algo)
+    resolution = resolve(model.shape, Deployment(ep_size=1, tp_size=1), CARD, kernels)
     if not resolution.served:
-        return "not yet"
-    decode = [f"`{name}`" for name in resolution.families if not kernels[name].measured_from and not kernels[name].every_count]
-    every = any(kernels[name].every_count for name in resolution.families)
-    return f"yes: decode on {' or '.join(decode)}, prefill on {'`grouped`' if every else 'CUTLASS or `grouped`'}"
+        return "no: " + ", ".join(dict.fromkeys(rejection.reason.name for _, rejection in resolution.refused))
+    served = [kernels[name] for name in resolution.families]
+    decode = [f"`{f.name}`" for f in served if not f.measured_from and not f.every_count]
+    every = any(f.every_count for f in served)
+    prefill = "`grouped`" if every else "CUTLASS or `grouped`" if any(f.measured_from for f in served) else "CUTLASS"
+    return f"yes: decode on {' or '.join(decode)}, prefill on {prefill}"
 
 
 def served() -> list[str]:
     """Return the table of models."""
-    rows = [[m.names, str(m.shape.quant_algo), answer(m.shape), m.without] for m in MODELS]
-    return table(["model", "experts", "with the package", "without"], rows)
+    rows = [[", ".join(m.names), m.format, answer(m), m.without] for m in MODELS]
+    return table(["model", "experts", "with the package", "TensorRT-LLM alone"], rows)
 
 
 def capabilities() -> list[str]:

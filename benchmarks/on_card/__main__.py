@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.geometries import GEOMETRIES
-from benchmarks.on_card import card, host, plan, recipes, report
+from benchmarks.on_card import card, host, plan, recipes, report, served
 from benchmarks.on_card.steps import DONE, FAILED, Runner, Step, StepError
 
 _USUAL = ("Qwen3-30B-A3B", "Nemotron-3-Super", "Qwen3.6-35B-A3B")
@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not host.is_model(model):
             name = recipes.RECIPES[0].hf_name
             return _wrong(f"--model {model} is neither a folder that exists nor a Hugging Face name such as {name}")
+        if why := served.refusal(model):
+            return _wrong(f"--model {model}: {why}. With and without the package would be the same; choose another model")
     known = {load.concurrency for model in models for load in recipes.recipe_for(model).loads if load.concurrency}
     if models and set(concurrency) - known:
         return _wrong(

@@ -90,10 +90,8 @@ def test_other_schemes_are_named(directory: Path, section: dict[str, Any], words
 )
 def test_config_groups_of_compressed_tensors(directory: Path, targets: Any, ignore: Any, expected: list[str]) -> None:
     fp4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    schemes: dict[str, dict[str, Any]] = {
-        "NVFP4": {"weights": fp4, "input_activations": fp4},
-        "FP8": {"weights": {"num_bits": 8}, "input_activations": {}},
-    }
+    nvfp4 = {"weights": fp4, "input_activations": fp4}
+    schemes: dict[str, Any] = {"NVFP4": nvfp4, "FP8": {"weights": {"num_bits": 8}, "input_activations": {}}}
     groups = {f"group_{n}": {**schemes[name], "targets": [one]} for n, each in enumerate(targets) for name, one in each.items()}
     quantize_in_config(directory, quant_method="compressed-tensors", config_groups=groups, ignore=list(ignore))
     quantization = Quantization.from_files(directory, read_json(directory / "config.json"))

@@ -17,9 +17,10 @@ import torch
 
 from benchmarks import published
 from benchmarks.on_card import __main__ as on_card
-from benchmarks.on_card import host, plan, recipes, steps
+from benchmarks.on_card import host, plan, recipes, served, steps
 from benchmarks.on_card.steps import Runner, Step, StepError, gpu_state, write_json
-from tests import llm_api, trtllm_bench
+from tests import llm_api, mxfp4, trtllm_bench
+from tests.checkpoints import random_experts, write_checkpoint
 
 SUPER = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"
 FACTS: dict[str, Any] = {
@@ -104,6 +105,43 @@ def test_a_model_with_and_without(bench: Path, tmp_path: Path, generation: str, 
     assert "Nothing is missing." in page
 
 
+MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}}}
+PLAIN = {f"{e}.{n}.weight": torch.zeros((128, 64) if n == "w2" else (64, 128)) for e in (0, 1) for n in ("w1", "w2", "w3")}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({}, ""),
+        ({"quantization": {"quant_algo": "W4A16_NVFP4"}}, ""),
+        ({"quantization": MIXED}, ""),  # one of two layers is served
+        ({"quantization": {"group_size": 32}}, "model.layers.0.mlp is not served (GROUP_SIZE: NVFP4 with group size 32"),
+        ({"config": {"hidden_act": "gelu"}}, "is not served (ACTIVATION: activation gelu"),
+        ({"quantization": {"quant_algo": "W4A16_MXFP4", "group_size": 32}}, "TensorRT-LLM refuses it on SM120 and SM121"),
+        ({"quantization": {"quant_algo": "FP8"}}, "is not served (QUANTIZATION: the experts are FP8"),
+    ],
+)
+def test_a_model_that_the_package_would_not_serve_is_refused(
+    bench: Path, tmp_path: Path, written: dict[str, Any], expected: str, capsys: Any
+) -> None:
+    """Before anything is measured; the tests' own choice of families does not count."""
+    folder = tmp_path / "model"
+    tensors = mxfp4.random_experts(2, 128, 64) if "MXFP4" in str(written) else random_experts(2, 128, 64)
+    write_checkpoint(folder, [tensors, *([PLAIN] if written.get("quantization") is MIXED else [])], top_k=1, **written)
+    assert run(tmp_path, "--model", str(folder), "--dry-run") == (2 if expected else 0)
+    assert expected in capsys.readouterr().err
+    assert called(bench) == []
+
+
+def test_a_name_on_the_hub_that_the_package_would_not_serve_is_refused(bench: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(tmp_path, "--model", "RedHatAI/gemma-4-26B-A4B-it-NVFP4") == 2
+    error = capsys.readouterr().err
+    assert "its NVFP4 in compressed-tensors experts are not served: TensorRT-LLM's weight mapper does not rename" in error
+    assert called(bench) == []
+    for name in ("nvidia/Qwen3.6-35B-A3B-NVFP4", "openai/gpt-oss-20b", "somebody/unknown"):
+        assert served.refusal(name) == ""
+
+
 def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0
@@ -156,10 +194,7 @@ def test_a_dry_run_looks_at_the_model_the_disk_and_the_gpu(
         assert f"{free / 1e9:.0f} GB free" in line
         assert f"the GPU has {memory / 1e9:.0f} GB" in line
         assert line.count("TOO FEW") == few
-    (tmp_path / "model").mkdir()
-    assert run(tmp_path, "--model", str(tmp_path / "model"), "--dry-run") == 0
-    assert "holds no *.safetensors" in capsys.readouterr().out
-    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(2_000_000))
+    write_checkpoint(tmp_path / "model", [random_experts(2, 128, 64)], top_k=1)
     assert run(tmp_path, "--model", str(tmp_path / "model"), "--dry-run") == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path / 'model'}: about 0 GB; the GPU has 32 GB"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,16 @@ def test_a_block_is_written_anew_and_an_unknown_one_is_named() -> None:
 
 
 def test_models_are_served_as_the_rules_say() -> None:
-    answers = {model.names: models.answer(model.shape) for model in models.MODELS}
+    answers = {name: models.answer(model) for model in models.MODELS for name in model.names}
     assert answers["nvidia/Qwen3-30B-A3B-FP4"] == "yes: decode on `b12x` or `triton`, prefill on CUTLASS or `grouped`"
     assert answers["nvidia/Gemma-4-26B-A4B-NVFP4"].startswith("yes: decode on `triton`,")
-    assert answers["openai/gpt-oss-20b, gpt-oss-120b"] == answers["nvidia/Qwen3.6-35B-A3B-NVFP4"] == "not yet"
+    assert answers["nvidia/Qwen3.6-35B-A3B-NVFP4"] == "yes: decode on `triton`, prefill on CUTLASS or `grouped`"
     assert (
-        next(text for names, text in answers.items() if "MiniMax-M3" in names) == "yes: decode on `triton`, prefill on `grouped`"
+        answers["openai/gpt-oss-120b"]
+        == answers["deepseek-ai/DeepSeek-V4-Flash"]
+        == "yes: decode on `triton`, prefill on CUTLASS"
     )
+    assert answers["MiniMax-M3-MXFP8"] == "yes: decode on `triton`, prefill on `grouped`"
+    assert answers["RedHatAI/gemma-4-26B-A4B-it-NVFP4"].startswith("no: TensorRT-LLM's weight mapper")
+    fp8 = replace(models.MODELS[0], shape=replace(models.MODELS[0].shape, quant_algo="FP8"))
+    assert models.answer(fp8) == "no: QUANTIZATION"

@@ -16,7 +16,7 @@ from .storage import storage_of
 METHOD = "compressed-tensors"
 _PATTERN = "re:"
 
-_MAPPED = frozenset({"laguna"})
+MAPPED = frozenset({"laguna"})
 """``model_type`` whose weight mapper in TensorRT-LLM renames compressed-tensors NVFP4 (file id 52458855290). Those of qwen3_moe,
 qwen3_5, nemotron_h and gemma4 do not (9329947851, 56570860004, 68795118873, 57461093125)."""
 
@@ -77,7 +77,7 @@ def remarks(groups: Sequence[Group], modules: Iterable[str], model_type: str) ->
         names = list(modules)
         unmatched = sorted(t for group in groups for t in group.targets if not any(_matches(t, name) for name in names))
         found += [f"raises ValueError: target {target[:80]} of config_groups matches no module" for target in unmatched]
-    if model_type not in _MAPPED and any(storage_of(group.algo).reciprocals for group in groups):
+    if model_type not in MAPPED and any(storage_of(group.algo).reciprocals for group in groups):
         names_of = "weight_packed, weight_global_scale and input_global_scale"
         found.append(f"has no known mapping of {names_of} in its weight mapper of {model_type or 'this model'}: loading fails")
     return found
