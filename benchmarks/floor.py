@@ -12,6 +12,8 @@ from benchmarks.floor_models import CARDS, CONTEXT, MODELS, Card, Model
 from benchmarks.markdown import table
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+DRAFTS = (2, 3, 4)
+"""Tokens of a sequence in one step, with multi-token prediction or another drafter."""
 
 _HEAD = """# The floor of a decode step
 
@@ -26,6 +28,13 @@ Megabytes at batch 1, {context} tokens behind the sequence:
 _HITS = """
 T tokens that each choose k of E experts hit E (1 - (1 - k/E)^T) of them on average. Where routing is skewed, the expert of rank r
 is liked by 1/r. Experts of a layer that are hit, uniform and skewed:
+"""
+_MTP = """
+## Several tokens of a sequence in a step
+
+With multi-token prediction (MTP) a step checks 2 to 4 tokens of each sequence. They go to more experts; weights, KV cache and
+recurrent states are read once. The drafter's own steps are not counted. Milliseconds by batch on RTX PRO 6000, whose bandwidth
+RTX 5090 has too; uniform routing, in parentheses skewed:
 """
 _BESIDE = """
 ## Beside what is published
@@ -42,7 +51,7 @@ is {server:.2f} ms.
 """
 _COMMON = """- Figures of a config.json are those that public code quotes; they add up to the published numbers of parameters.
 - A weight that a step needs is read once; nothing is left in L2 from the step before (96 MB on RTX 5090).
-- One card; one token a sequence (no speculative decoding); tokens choose experts independently of each other.
+- One card; one token a sequence if a table does not say otherwise; tokens choose experts independently of each other.
 - Activations, router scores, norms and biases are not counted: below one percent. Nor are launches, sampling and the host.
 """
 
@@ -54,9 +63,11 @@ def page() -> str:
     names = list(dict.fromkeys(name for one in parts.values() for name in one))
     text = [_HEAD.format(context=CONTEXT)]
     rows = [[f"{parts[m.name][n] / 1e6:,.0f}" if parts[m.name].get(n) else "-" for n in names] for m in MODELS]
-    ends = [[f"{sum(parts[m.name].values()) / 1e6:,.0f}", f"{m.weights / 1e9:.1f}"] for m in MODELS]
+    sums = [sum(parts[m.name].values()) for m in MODELS]
+    fast = max(CARDS, key=lambda card: card.bandwidth).bandwidth
+    ends = [[f"{s / 1e6:,.0f}", f"{fast / s:,.0f}", f"{m.weights / 1e9:.1f}"] for m, s in zip(MODELS, sums, strict=True)]
     text += table(
-        ["model", *names, "sum", "all weights, GB"],
+        ["model", *names, "sum", f"tokens/s at {fast / 1e9:,.0f} GB/s", "all weights, GB"],
         [[m.name, *row, *end] for m, row, end in zip(MODELS, rows, ends, strict=True)],
     )
     text += [_HITS]
@@ -66,6 +77,10 @@ def page() -> str:
     )
     text += ["", "## Milliseconds of a step at the floor", "", "By batch; uniform routing, in parentheses skewed.", ""]
     text += table(["model", "card", *columns], [[m.name, c.name, *_floors(m, c)] for m in MODELS for c in CARDS])
+    text += [_MTP]
+    card = next(card for card in CARDS if card.name == "RTX PRO 6000")
+    rows = [[m.name, str(draft), *_floors(m, card, draft)] for m in MODELS for draft in (1, *DRAFTS)]
+    text += table(["model", "tokens a sequence", *columns], rows)
     text += [_BESIDE]
     text += table(["model", "card", "at a time", "experts by", "published", "floor", "floor is", "source"], _beside())
     text += [_AFTER.format(server=_least("Nemotron-3-Super", "RTX PRO 6000 Server", 1))]
@@ -74,10 +89,11 @@ def page() -> str:
     return "\n".join(text) + "\n" + _COMMON
 
 
-def _floors(model: Model, card: Card) -> list[str]:
+def _floors(model: Model, card: Card, draft: int = 1) -> list[str]:
     if not model.fits(card):
         return ["does not fit", *["-"] * (len(BATCHES) - 1)]
-    return [f"{1e3 * model.floor(card, batch):.2f} ({1e3 * model.floor(card, batch, skewed=True):.2f})" for batch in BATCHES]
+    pairs = [[1e3 * model.floor(card, batch, skewed=skewed, draft=draft) for skewed in (False, True)] for batch in BATCHES]
+    return [f"{uniform:.2f} ({skewed:.2f})" for uniform, skewed in pairs]
 
 
 def _least(model: str, card: str, batch: int) -> float:

@@ -59,14 +59,14 @@ class Model:
         shares = zipf(self.experts, self.top_k) if skewed else [self.top_k / self.experts] * self.experts
         return sum(1 - (1 - share) ** tokens for share in shares)
 
-    def parts(self, batch: int, context: int = CONTEXT, skewed: bool = False) -> dict[str, float]:
-        """Bytes of a step by what they are."""
-        routed = self.moe_layers * self.hits(batch, skewed) * self.expert_bytes
+    def parts(self, batch: int, context: int = CONTEXT, skewed: bool = False, draft: int = 1) -> dict[str, float]:
+        """Bytes of a step by what they are. ``draft``: tokens of each sequence in it."""
+        routed = self.moe_layers * self.hits(batch * draft, skewed) * self.expert_bytes
         return {"experts": routed, **self.fixed, "KV cache": batch * self.cache(context), "state": batch * self.state}
 
-    def floor(self, card: Card, batch: int, context: int = CONTEXT, skewed: bool = False) -> float:
+    def floor(self, card: Card, batch: int, context: int = CONTEXT, skewed: bool = False, draft: int = 1) -> float:
         """Seconds."""
-        return sum(self.parts(batch, context, skewed).values()) / card.bandwidth
+        return sum(self.parts(batch, context, skewed, draft).values()) / card.bandwidth
 
     @property
     def weights(self) -> float:
@@ -142,8 +142,8 @@ def _qwen36() -> Model:
         lambda context: full * 2 * 2 * 256 * context * FP8,
         2 * linear * (32 * 128 * 128 * FP32 + 3 * (2 * keys + values) * BF16),
         "config.json of Qwen3.5-35B-A3B (the defaults of transformers' Qwen3_5MoeTextConfig), whose form 3.6 has; precisions of "
-        "nvidia/Qwen3.6-35B-A3B-NVFP4: NVFP4 experts, shared experts and LM head (SGLang issues 27906, 32959). TensorRT-LLM "
-        "reads such an LM head as it is since pull request 17976, so published figures before it had a higher floor",
+        "nvidia/Qwen3.6-35B-A3B-NVFP4: experts, shared experts and LM head in W4A16_NVFP4 (SGLang issues 27906, 32959). "
+        "TensorRT-LLM reads such an LM head as it is since pull request 17976, so published figures before it had a higher floor",
         "FP8 attention and linear attention, BF16 router, FP8 KV cache, float32 state",
     )
 
@@ -194,7 +194,7 @@ def _gpt_oss() -> Model:
         lambda context: layers // 2 * 2 * 8 * 64 * (context + min(context, 128)) * FP8,
         0,
         "config.json of openai/gpt-oss-120b (the defaults of transformers' GptOssConfig)",
-        "FP8 KV cache. This package does not serve MXFP4",
+        "FP8 KV cache",
     )
 
 

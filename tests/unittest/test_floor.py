@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 
-from benchmarks.floor_models import MODELS, Model, zipf
+from benchmarks import floor
+from benchmarks.floor_models import CARDS, MODELS, Model, zipf
 from benchmarks.geometries import GEOMETRIES, MXFP8, routes
 from trtllm_b12x.dispatch.timing import expected_hits, expert_bytes
 
@@ -43,6 +44,22 @@ def test_parameters_are_those_of_the_model(name: str, widths: dict[str, float], 
     fixed = sum(size / widths.get(part, 1) for part, size in model.fixed.items()) + model.embedding / 2
     experts = model.moe_layers * model.experts * model.expert_bytes * 16 / 9
     assert fixed + experts == pytest.approx(total, rel=within)
+
+
+def test_qwen36_as_its_checkpoint_is() -> None:
+    """Experts, shared experts and LM head in W4A16_NVFP4: 2,403 MB a step, 746 tokens/s on an RTX 5090."""
+    model, card = BY_NAME["Qwen3.6-35B-A3B"], next(card for card in CARDS if card.name == "RTX 5090")
+    assert sum(model.parts(1).values()) == pytest.approx(2403e6, rel=1e-3)
+    assert 1 / model.floor(card, 1) == pytest.approx(746, rel=1e-3)
+
+
+def test_drafted_tokens_read_more_experts_and_nothing_else() -> None:
+    for model in MODELS:
+        one, several, as_many = model.parts(4), model.parts(4, draft=3), model.parts(12)
+        assert several["experts"] == as_many["experts"] > one["experts"]
+        assert {**several, "experts": 0} == {**one, "experts": 0}
+    rows = [line for line in floor.page().splitlines() if line.startswith("| Qwen3.6-35B-A3B | ") and line.count("(") == 7]
+    assert len(rows) == len(CARDS) + 4
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Nemotron-3-Super"])

@@ -37,7 +37,8 @@ class _Layer:
     def name(self) -> str:
         s = self.shape
         sizes = f" {s.num_experts} experts, top {s.top_k}, {s.hidden_size} x {s.intermediate_size}"
-        return f"{s.quant_algo or ''} {s.activation or ''}" + ("" if s.num_experts is None else sizes)
+        row = formats.find(s.quant_algo)
+        return f"{row.name if row else s.quant_algo or ''} {s.activation or ''}" + ("" if s.num_experts is None else sizes)
 
     @property
     def rows(self) -> list[Family]:

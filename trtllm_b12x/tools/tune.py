@@ -30,7 +30,7 @@ _DEVICE = "cuda:0"
 def tune(ctx: click.Context, json_file: Path | None, **layer: Any) -> None:
     """Measure each kernel family and TensorRT-LLM's own path on this card, as a server does at warm-up.
 
-    Measures each geometry of an NVFP4 or MXFP8 CHECKPOINT, or one given by its sizes. MXFP8 families are compared with each
+    Measures each geometry of a CHECKPOINT in a known format, or one given by its sizes. MXFP8 families are compared with each
     other. Weights are random: times do not depend on them. The table is stored where a server of this installation looks for it.
     A --json file serves other machines with the same kind of card through TRTLLM_B12X_CROSSOVER=FILE.
 

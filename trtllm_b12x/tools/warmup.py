@@ -49,7 +49,7 @@ def warmup(
 ) -> None:
     """Compile every kernel that serving will take into the caches that a server reads: Triton's and FlashInfer's.
 
-    For each geometry of an NVFP4 or MXFP8 CHECKPOINT, or for one that is given by its sizes; for all families that can serve it
+    For each geometry of a CHECKPOINT in a known format, or for one that is given by its sizes; for all families that can serve it
     with what is installed here. It is meant for the build of an image: no GPU is needed, and the server then needs no compiler.
 
     Exit status: 0 all is in the caches, 1 a kernel could not be compiled, 2 there is nothing to compile, or nothing to compile
