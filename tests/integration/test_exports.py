@@ -11,7 +11,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.integration.exports import export, gemma4, llama4, minimax_m3, mixtral, nemotron_h, qwen3_moe
+from tests.integration.exports import (
+    deepseek_v4,
+    export,
+    gemma4,
+    gpt_oss,
+    llama4,
+    minimax_m3,
+    mixtral,
+    nemotron_h,
+    qwen3_moe,
+)
 from trtllm_b12x.tools.checkpoint import Checkpoint
 from trtllm_b12x.tools.cli import main
 from trtllm_b12x.tools.verify import reference
@@ -94,7 +104,7 @@ def test_llama4(tmp_path: Path) -> None:
     assert [layer["bits_exact"] for layer in report["layers"]] == [True, True]
 
 
-@pytest.mark.parametrize("make", [qwen3_moe, mixtral, nemotron_h, minimax_m3])
+@pytest.mark.parametrize("make", [qwen3_moe, mixtral, nemotron_h, minimax_m3, gpt_oss, deepseek_v4])
 def test_the_judge_agrees_with_the_model_itself(make: Any, tmp_path: Path) -> None:
     """The reference shares the names of gate, up and down with what it judges: here transformers' own experts speak."""
     model = make()
