@@ -172,7 +172,7 @@ def test_explain() -> None:
 
 def test_a_host_without_the_method_keeps_its_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     methods = layers._host.load().methods
-    monkeypatch.delitem(methods, "W4A16_NVFP4")  # type: ignore[arg-type]
+    monkeypatch.delitem(methods, "W4A16_NVFP4")
     module = layers.create(4, 128, 192, quant_config=CONFIG)
     assert type(module.backend) is host.CutlassFusedMoE
     assert trtllm_b12x.status().reasons == {"QUANTIZATION": 1}
