@@ -75,6 +75,7 @@ def test_every_backend_and_card_of_weight_only_formats(double: Double) -> None:
         outcomes.add((algo, promoted))
     assert ("W4A8_MXFP4_MXFP8", OURS) in outcomes
     assert (("W4A16_NVFP4", OURS) in outcomes) == double.has_contexts
+    assert result["stderr"].count("has no W4A16NVFP4CutlassFusedMoEMethod") == (0 if double.has_contexts else 1)
 
 
 def test_no_hook_is_left_to_itself(double: Double) -> None:
