@@ -47,12 +47,12 @@ def random_experts(
 def expected(
     tensors: dict[str, torch.Tensor],
     x: torch.Tensor,
-    ids: torch.Tensor,
-    router_weights: torch.Tensor,
+    routes: tuple[torch.Tensor, torch.Tensor],
     swiglu: tuple[float, float, float] | None = None,
 ) -> torch.Tensor:
     """float32 ``(tokens, H)``: SwiGLU, with alpha, beta and limit if given."""
     alpha, beta, limit = swiglu or (1.0, 0.0, math.inf)
+    ids, router_weights = routes
     result = torch.zeros(x.shape, dtype=torch.float32)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)

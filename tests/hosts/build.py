@@ -54,6 +54,7 @@ DIFFERENCES = {
             "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode, allow_partial_loading)\n",
         ),
         ("quantization", _HOOK, _NO_HOOK),
+        ("quantization", "class W4A16NVFP4CutlassFusedMoEMethod(", "class _OfJune("),
         ("quantization", "        if weights:\n            module._weights_transformed = False\n", ""),
         ("quantization", "        load_expert_ids=None,\n    ):", "    ):"),
         ("quantization", "*alphas, None, None, module.initial_local_expert_ids", "*alphas"),

@@ -53,7 +53,7 @@ SEAMS = (
 )
 """The guards themselves, and what stands in the host's place."""
 PLACING = (
-    "engines.trtllm.quantization.Method._place",
+    "engines.trtllm.quantization.PaddedMethod._place",
     "formats.layouts.interleave",
     "formats.layouts.interleaved_rows",
 )

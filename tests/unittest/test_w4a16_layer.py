@@ -13,7 +13,9 @@ from tests import layers
 from tests.checkpoints import random_experts
 from tests.layers import host
 from trtllm_b12x.core import settings
+from trtllm_b12x.engines.trtllm import build_layer
 from trtllm_b12x.engines.trtllm.quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod
+from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.kernels import MoECall
 from trtllm_b12x.tools.verify import kernel_calls
 from trtllm_b12x.tools.verify.reference import Arithmetic
@@ -164,6 +166,27 @@ def test_a_group_of_32_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> N
     assert "W4A16_NVFP4 with group size 32" in line
 
 
+@pytest.mark.embedded
+@pytest.mark.parametrize("backend", ["CUTLASS", "AUTO"])
+def test_one_layer_of_a_mixed_checkpoint(backend: str) -> None:
+    """As nvidia/Qwen3.6-35B-A3B-NVFP4 is labeled: MIXED_PRECISION, and a configuration of its own for the experts."""
+    mixed = host.QuantConfig(quant_algo=host.QuantAlgo.MIXED_PRECISION)
+    module = built(experts(192), 192, quant_config=mixed, override_quant_config=CONFIG, moe_backend=backend)
+    assert module.backend.quant_method.format == "W4A16_NVFP4"
+    assert module.backend.verdict.families == ("triton", "grouped")
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("shape", [("Swiglu", "W4A16_NVFP4", None), ("Swiglu", "W4A8_MXFP4_MXFP8", True)])
+def test_random_weights_give_outputs_of_about_one(shape: tuple[str, str, bool | None]) -> None:
+    """What ``trtllm-b12x tune`` measures."""
+    activation, algorithm, bias = shape
+    sizes = LayerShape(4, 2, 128, 192, activation, algorithm, activation_constants=bias, bias=bias)
+    (module,) = build_layer.build(sizes, torch.device("cpu"))
+    x, logits = call(module, 5)
+    assert 0.1 < float(module(x, logits).float().pow(2).mean().sqrt()) < 3
+
+
 def test_explain() -> None:
     for algo, families in {"W4A16_NVFP4": ("triton", "grouped"), "W4A8_MXFP4_MXFP8": ("triton",)}.items():
         config = host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algo)))
@@ -172,7 +195,7 @@ def test_explain() -> None:
 
 def test_a_host_without_the_method_keeps_its_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     methods = layers._host.load().methods
-    monkeypatch.delitem(methods, "W4A16_NVFP4")  # type: ignore[arg-type]
+    monkeypatch.delitem(methods, "W4A16_NVFP4")
     module = layers.create(4, 128, 192, quant_config=CONFIG)
     assert type(module.backend) is host.CutlassFusedMoE
     assert trtllm_b12x.status().reasons == {"QUANTIZATION": 1}

@@ -1,7 +1,7 @@
 """``CutlassFusedMoE`` of generation A, which can also forward by itself (``ENABLE_CONFIGURABLE_MOE=0``)."""
 
 import torch
-from tensorrt_llm._ops import run_operator
+from tensorrt_llm._ops import quantized_to_mxfp8, run_operator
 from tensorrt_llm._scheduling import KeywordScheduler
 from tensorrt_llm._torch.utils import Fp4QuantizedTensor
 from tensorrt_llm.models.modeling_utils import QuantAlgo
@@ -9,9 +9,13 @@ from tensorrt_llm.models.modeling_utils import QuantAlgo
 from ...model_config import ModelConfig
 from .communication import CommunicationFactory
 from .interface import MoE
-from .quantization import NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
+from .quantization import NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod, W4A8MXFP4MXFP8CutlassFusedMoEMethod
 
-_METHODS = {None: UnquantizedFusedMoEMethod, QuantAlgo.NVFP4: NVFP4CutlassFusedMoEMethod}
+_METHODS = {
+    None: UnquantizedFusedMoEMethod,
+    QuantAlgo.NVFP4: NVFP4CutlassFusedMoEMethod,
+    QuantAlgo.W4A8_MXFP4_MXFP8: W4A8MXFP4MXFP8CutlassFusedMoEMethod,
+}
 
 
 class CutlassFusedMoE(MoE):
@@ -60,6 +64,8 @@ class CutlassFusedMoE(MoE):
         self.quant_method.post_load_weights(self)
 
     def quantize_input(self, x, post_quant_comm=True, **kwargs):
+        if self.quant_algo is QuantAlgo.W4A8_MXFP4_MXFP8:
+            return quantized_to_mxfp8(self, x, post_quant_comm)
         if not self.has_nvfp4:
             return x, None
         if getattr(self, "fc31_act_scale", None) is not None:

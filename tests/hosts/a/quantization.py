@@ -7,8 +7,13 @@ import torch
 from tensorrt_llm._experts import of_expert
 
 from trtllm_b12x.engines.trtllm.embedded.quantization import FusedMoEMethodBase as EmbeddedMethodBase
+from trtllm_b12x.engines.trtllm.embedded.quantization import (
+    MXFP4Tensors,
+    TensorParallelMode,
+    UnquantizedFusedMoEMethod,
+    load_weight_shard,
+)
 from trtllm_b12x.engines.trtllm.embedded.quantization import NVFP4CutlassFusedMoEMethod as EmbeddedCutlassMethod
-from trtllm_b12x.engines.trtllm.embedded.quantization import TensorParallelMode, UnquantizedFusedMoEMethod, load_weight_shard
 
 from .interface import MoEWeightLoadingMode
 
@@ -63,3 +68,7 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod, EmbeddedCutlassMethod):
 
     def load_expert_w2_weight_scale_nvfp4(self, module, w2_weight_scale, dst_w2_weight_scale):
         super().load_expert_w2_weight_scale_nvfp4(module, w2_weight_scale, dst_w2_weight_scale)
+
+
+class W4A8MXFP4MXFP8CutlassFusedMoEMethod(MXFP4Tensors, FusedMoEMethodBase):
+    """Eager, and the same in every generation (file 287529276; commit 02320c35)."""

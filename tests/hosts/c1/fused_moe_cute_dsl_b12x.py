@@ -15,7 +15,8 @@ class CuteDslB12xFusedMoE(CutlassFusedMoE):
 
     @classmethod
     def rejection(cls, p, d):
-        if d.sm not in (120, 121) or p.quant_algo is not QuantAlgo.NVFP4 or p.swiglu_gptoss_style or d.ep_size != 1:
+        quantized = p.quant_algo in (QuantAlgo.NVFP4, QuantAlgo.W4A16_NVFP4)
+        if d.sm not in (120, 121) or not quantized or p.swiglu_gptoss_style or d.ep_size != 1:
             return f"CuteDslB12xFusedMoE has no {p} on {d}"
         return None
 

@@ -1,7 +1,7 @@
 """``CutlassFusedMoE`` from C1 on: called with a context, wrapped always."""
 
 import torch
-from tensorrt_llm._ops import run_operator
+from tensorrt_llm._ops import quantized_to_mxfp8, run_operator
 from tensorrt_llm._torch.utils import Fp4QuantizedTensor
 from tensorrt_llm.models.modeling_utils import QuantAlgo
 
@@ -10,18 +10,28 @@ from ._generation import misaligned, operator_constants
 from .impl_base import MoEImplBase, apply_moe_impl_construction_state
 from .impl_contract import MoEInputRequirement, MoEStaticCapability, require_comm_plan
 from .moe_lora import has_moe_lora_targets
-from .quantization import MXFP8CutlassFusedMoEMethod, NVFP4CutlassFusedMoEMethod, UnquantizedFusedMoEMethod
+from .quantization import (
+    MXFP8CutlassFusedMoEMethod,
+    NVFP4CutlassFusedMoEMethod,
+    UnquantizedFusedMoEMethod,
+    W4A8MXFP4MXFP8CutlassFusedMoEMethod,
+    W4A16NVFP4CutlassFusedMoEMethod,
+)
 
 _RUNS_ON = {
     None: lambda sm: True,
     QuantAlgo.FP8: lambda sm: sm >= 89,
     QuantAlgo.NVFP4: lambda sm: sm in (100, 103, 120, 121),
     QuantAlgo.MXFP8: lambda sm: sm in (100, 103),
+    QuantAlgo.W4A16_NVFP4: lambda sm: sm >= 80,
+    QuantAlgo.W4A8_MXFP4_MXFP8: lambda sm: sm in (100, 103, 120, 121),
 }
 _METHODS = {
     None: UnquantizedFusedMoEMethod,
     QuantAlgo.NVFP4: NVFP4CutlassFusedMoEMethod,
     QuantAlgo.MXFP8: MXFP8CutlassFusedMoEMethod,
+    QuantAlgo.W4A16_NVFP4: W4A16NVFP4CutlassFusedMoEMethod,
+    QuantAlgo.W4A8_MXFP4_MXFP8: W4A8MXFP4MXFP8CutlassFusedMoEMethod,
 }
 
 
@@ -36,7 +46,8 @@ class CutlassFusedMoE(MoEImplBase):
 
     @classmethod
     def rejection(cls, p, d):
-        if p.swiglu_gptoss_style and (p.quant_algo not in (None, QuantAlgo.NVFP4) or (p.quant_algo and p.bias)):
+        takes = (None, QuantAlgo.W4A8_MXFP4_MXFP8) if p.bias else (None, QuantAlgo.W4A8_MXFP4_MXFP8, QuantAlgo.NVFP4)
+        if p.swiglu_gptoss_style and p.quant_algo not in takes:
             return f"CutlassFusedMoE cannot load a gpt-oss bias for {p.quant_algo}"
         if p.quant_algo not in _RUNS_ON or not _RUNS_ON[p.quant_algo](d.sm):
             return f"CutlassFusedMoE has no {p.quant_algo} on SM{d.sm}"
@@ -75,8 +86,10 @@ class CutlassFusedMoE(MoEImplBase):
         return _METHODS[algo]()
 
     def quantize_input(self, x, post_quant_comm=True, **kwargs):
-        if self.quant_algo is None:
+        if self.quant_algo is None or isinstance(self.quant_method, W4A16NVFP4CutlassFusedMoEMethod):
             return x, None
+        if self.quant_algo is QuantAlgo.W4A8_MXFP4_MXFP8:
+            return quantized_to_mxfp8(self, x, post_quant_comm)
         if getattr(self, "fc31_act_scale", None) is not None:
             x = x * self.fc31_act_scale
         if isinstance(x, Fp4QuantizedTensor):
@@ -96,6 +109,10 @@ class CutlassFusedMoE(MoEImplBase):
             rows = ctx.all_rank_num_tokens
             tuner_num_tokens = sum(rows) if rows is not None else ctx.x.shape[0] * self.mapping.tp_size
             tuner_top_k = self.routing_method.top_k
+        dtype, dequantized = ctx.output_dtype, None
+        if isinstance(self.quant_method, W4A16NVFP4CutlassFusedMoEMethod):
+            dtype = dtype or ctx.x.dtype
+            dequantized = self.quant_method.dequant_active_experts_to_hp(self, ctx.token_selected_experts, dtype)
         return run_operator(
             self,
             ctx.x,
@@ -104,7 +121,8 @@ class CutlassFusedMoE(MoEImplBase):
             ctx.x_sf,
             plan.moe_output,
             swizzled_input_sf=plan.input_sf_swizzled,
-            output_dtype=ctx.output_dtype,
+            output_dtype=dtype,
+            dequantized=dequantized,
             enable_alltoall=plan.enable_alltoall,
             tuner_num_tokens=tuner_num_tokens,
             tuner_top_k=tuner_top_k,

@@ -56,7 +56,7 @@ class MoEWeightOwnerMixin:
 
     @property
     def has_nvfp4(self):
-        return self.quant_algo is QuantAlgo.NVFP4
+        return self.quant_algo in (QuantAlgo.NVFP4, QuantAlgo.W4A16_NVFP4)
 
 
 class MoEEplbWeightLayoutMixin:

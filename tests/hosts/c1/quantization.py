@@ -12,6 +12,9 @@ from tensorrt_llm._experts import of_expert
 from tensorrt_llm._torch.modules.linear import TensorParallelMode, load_weight_shard
 from torch import nn
 
+from trtllm_b12x.engines.trtllm.embedded.quantization import MXFP4Tensors
+from trtllm_b12x.engines.trtllm.embedded.quantization import W4A16NVFP4CutlassFusedMoEMethod as EmbeddedW4A16Method
+
 from .interface import MoEWeightLoadingMode
 
 __all__ = ["MoEWeightLoadingMode", "TensorParallelMode", "load_weight_shard"]
@@ -38,10 +41,14 @@ def _named(hook, **arguments):
 
 
 class FusedMoEMethodBase:
-    def create_weights(self, module, weight_dtype, w3_w1_weight_shape, w2_weight_shape):
+    def create_weights(self, module, weight_dtype, w3_w1_weight_shape, w2_weight_shape, *bias_shapes):
         shapes = {"w3_w1_weight": w3_w1_weight_shape, "w2_weight": w2_weight_shape}
         _register(module, {name: torch.empty(shape, dtype=weight_dtype) for name, shape in shapes.items()})
-        module.w3_w1_bias = module.w2_bias = None
+        if module.bias:
+            biases = dict(zip(("w3_w1_bias", "w2_bias"), bias_shapes, strict=True))
+            _register(module, {name: torch.empty(shape, dtype=module.dtype) for name, shape in biases.items()})
+        else:
+            module.w3_w1_bias = module.w2_bias = None
         module.rebuild_tensor_metadata = {}
 
     def load_weights(self, module, weights, weight_loading_mode, allow_partial_loading=False):
@@ -53,6 +60,10 @@ class FusedMoEMethodBase:
             more = _named(self.load_expert_w2_weight, allow_partial_loading=allow_partial_loading)
             self.load_expert_w2_weight(module, given.get("w2"), module.w2_weight.data[slot], **more)
             module._add_raw_shared_weights_for_unmap(list(given.values()))
+            if module.bias:
+                biases = of_expert(module, weights, expert, "bias")
+                self.load_expert_w3_w1_weight(module, biases["w1"], biases["w3"], module.w3_w1_bias.data[slot])
+                self.load_expert_w2_weight(module, biases["w2"], module.w2_bias.data[slot])
         self.load_quant_scales(module, weights)
         if weights:
             module._weights_transformed = False
@@ -273,3 +284,24 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
         for scale in module.w2_weight_scale.data:
             self._interleave_w2_weight_scale(scale)
         super().process_weights_after_loading(module)
+
+
+class W4A16NVFP4CutlassFusedMoEMethod(NVFP4CutlassFusedMoEMethod):
+    """Interleaves as its parent does, then reverses both whole parameters, loaded or not (commit 02320c35)."""
+
+    def process_weights_after_loading(self, module):
+        super().process_weights_after_loading(module)
+        for parameter in (module.w3_w1_weight_scale, module.w2_weight_scale):
+            scales = parameter.data.view(torch.uint8)
+            scales.copy_(torch.ops.trtllm.block_scale_interleave_reverse(scales))
+
+    dequant_active_experts_to_hp = EmbeddedW4A16Method.dequant_active_experts_to_hp
+
+
+class W4A8MXFP4MXFP8CutlassFusedMoEMethod(MXFP4Tensors, FusedMoEMethodBase):
+    """Eager; refuses parts."""
+
+    def load_weights(self, module, weights, weight_loading_mode, allow_partial_loading=False):
+        if allow_partial_loading:
+            raise NotImplementedError("partial loading of MXFP4")
+        super().load_weights(module, weights, weight_loading_mode)

@@ -10,7 +10,10 @@ def model_config(backend: str = "CUTLASS", algo: str | None = "NVFP4", **argumen
     from tensorrt_llm._torch.model_config import ModelConfig
     from tensorrt_llm.models.modeling_utils import QuantAlgo, QuantConfig
 
-    quant_config = QuantConfig(quant_algo=None if algo is None else QuantAlgo(algo), group_size=16)
+    from trtllm_b12x import formats
+
+    group_size = formats.group_size(algo or "") or 16
+    quant_config = QuantConfig(quant_algo=None if algo is None else QuantAlgo(algo), group_size=group_size)
     return ModelConfig(quant_config=quant_config, moe_backend=backend, **arguments)
 
 

@@ -16,7 +16,8 @@ def _equal(module: Any, tensors: dict[str, Any]) -> bool:
     from trtllm_b12x.tools.verify.reference import Arithmetic
 
     kernel = getattr(module, "backend", module).kernel
-    reference = layers.load(layers.create(4, 128, 192, gated=module.is_gated_activation), tensors)
+    built = {"gated": module.is_gated_activation, "quant_config": module.quant_config}
+    reference = layers.load(layers.create(4, 128, 192, **built), tensors)
     if kernel is None:
         return False
     points = Arithmetic[kernel.features.arithmetic]
@@ -30,16 +31,16 @@ def _equal(module: Any, tensors: dict[str, Any]) -> bool:
     return True
 
 
-def _model() -> Any:
+def _model(algo: str = "NVFP4") -> Any:
     from tensorrt_llm._torch.models.modeling_double import Model
 
     import trtllm_b12x
 
     trtllm_b12x.install()
-    return Model(model_config(skip_create_weights_in_init=True), 1)
+    return Model(model_config(algo=algo, skip_create_weights_in_init=True), 1)
 
 
-def from_a_peer(form: str) -> dict[str, Any]:
+def from_a_peer(form: str, algo: str = "NVFP4") -> dict[str, Any]:
     """``checkpoint_format: MX``: parameters by name, as loaded or with what the source derived from them; nothing is loaded.
 
     What arrives is the host's: one scale for gate and up, the larger one.
@@ -52,8 +53,8 @@ def from_a_peer(form: str) -> dict[str, Any]:
     equal = {}
     for ratio in (1.0, 0.4, 3.0):
         tensors, peer = random_experts(4, 128, 192, up_to_gate=ratio), model_loader.Peer(transformed=form == "transformed")
-        source = model_loader.load(_model, {"layer0": tensors}, peer)
-        target = model_loader.load(_model, {}, peer)
+        source = model_loader.load(lambda: _model(algo), {"layer0": tensors}, peer)
+        target = model_loader.load(lambda: _model(algo), {}, peer)
         assert target.built_once
         shared = dict(tensors)
         for expert in range(4):
@@ -63,7 +64,7 @@ def from_a_peer(form: str) -> dict[str, Any]:
     return {"equal": equal}
 
 
-def in_groups() -> dict[str, Any]:
+def in_groups(algo: str = "NVFP4") -> dict[str, Any]:
     """A stream of groups, an expert each, after which the loader processes neither the wrapper nor its backend."""
     from tensorrt_llm._torch.pyexecutor import model_loader
 
@@ -71,11 +72,11 @@ def in_groups() -> dict[str, Any]:
 
     tensors = random_experts(4, 128, 192, up_to_gate=1.7)
     groups = [{name: tensor for name, tensor in tensors.items() if name.startswith(f"{expert}.")} for expert in (2, 0, 3, 1)]
-    model = model_loader.load(_model, [{"layer0": group} for group in groups])
+    model = model_loader.load(lambda: _model(algo), [{"layer0": group} for group in groups])
     return {"equal": _equal(model.layer0, tensors)}
 
 
-def in_buckets(promote: str) -> dict[str, Any]:
+def in_buckets(promote: str, algo: str = "NVFP4") -> dict[str, Any]:
     """RLHF: updates one after the other, each in buckets of any order, whose memory the trainer then uses again."""
 
     import torch
@@ -86,7 +87,8 @@ def in_buckets(promote: str) -> dict[str, Any]:
 
     equal = []
     for gated in (True, False):
-        layer = layers.create(4, 128, 192, gated=gated, promote=promote == "yes")
+        config = model_config(algo=algo).quant_config
+        layer = layers.create(4, 128, 192, gated=gated, promote=promote == "yes", quant_config=config)
         model = torch.nn.ModuleDict({"layer": layers.load(layer, random_experts(4, 128, 192, gated))})
         for seed, ratio in ((1, 2.0), (2, 1.0), (3, 0.5)):
             tensors = random_experts(4, 128, 192, gated, seed=seed, up_to_gate=ratio)

@@ -118,7 +118,7 @@ def plain_subclass(order: str = "") -> dict[str, Any]:
     return result
 
 
-def every_backend_quantization_and_card() -> dict[str, Any]:
+def every_backend_quantization_and_card(algorithms: str = "NVFP4,FP8,") -> dict[str, Any]:
     """Backend x quantization x SM: the host alone, and with us."""
     host = layers.host
 
@@ -140,7 +140,7 @@ def every_backend_quantization_and_card() -> dict[str, Any]:
             if payload == "12":  # found for real in tests/integration/test_payload.py
                 environment.inspect_payload = functools.partial(dataclasses.replace, dsl="4.8.1", payload_cuda=(12, 9))
             for backend in ("CUTLASS", "TRTLLM", "CUTEDSL", "VANILLA", "DEEPGEMM"):
-                for algo in ("NVFP4", "FP8", None):
+                for algo in (name or None for name in algorithms.split(",")):
                     trtllm_b12x.uninstall()
                     alone = answer(backend, algo)
                     trtllm_b12x.install()

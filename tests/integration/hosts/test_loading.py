@@ -38,5 +38,15 @@ def test_buckets_in_any_order(double: Double) -> None:
         assert answer["equal"] == [True] * 6
 
 
+@pytest.mark.parametrize("double", of("C1", "C2"), indirect=True)
+def test_w4a16_in_every_form(double: Double) -> None:
+    """Scales stay in rows, however often the host ends a load, whose own method would reverse them again."""
+    algo, kernels = "W4A16_NVFP4", {"TRTLLM_B12X_KERNELS": "triton"}
+    assert double.scenario("loading.in_buckets", "yes", algo, **kernels)["equal"] == [True] * 6
+    assert double.scenario("loading.in_groups", algo, **kernels)["equal"]
+    for form in ("loaded", "transformed"):
+        assert double.scenario("loading.from_a_peer", form, algo, **kernels)["equal"] == EQUAL
+
+
 def test_fused_gate_and_up(double: Double) -> None:
     assert double.scenario("loading.fused_gate_up")["equal"]

@@ -61,6 +61,23 @@ def test_every_backend_quantization_and_card(double: Double) -> None:
         assert promoted == expected, (payload, sm, backend, algo, alone)
 
 
+def test_every_backend_and_card_of_weight_only_formats(double: Double) -> None:
+    """Hosts before C1 have no W4A16_NVFP4; CUTEDSL's own b12x stays while its kernels compile."""
+    scenario, algorithms = "promotion.every_backend_quantization_and_card", "W4A16_NVFP4,W4A8_MXFP4_MXFP8"
+    result = double.scenario(scenario, algorithms, TRTLLM_B12X_KERNELS="triton")
+    assert len(result["rows"]) == 2 * 4 * 5 * 2
+    outcomes = set()
+    for payload, sm, backend, algo, alone, promoted in result["rows"]:
+        known = double.has_contexts or algo != "W4A16_NVFP4"
+        ours = (alone == HOSTS and known) or (alone == "CuteDslB12xFusedMoE" and payload == "12")
+        expected = OURS if ours and sm in (120, 121) else alone
+        assert promoted == expected, (payload, sm, backend, algo, alone)
+        outcomes.add((algo, promoted))
+    assert ("W4A8_MXFP4_MXFP8", OURS) in outcomes
+    assert (("W4A16_NVFP4", OURS) in outcomes) == double.has_contexts
+    assert result["stderr"].count("has no W4A16NVFP4CutlassFusedMoEMethod") == (0 if double.has_contexts else 1)
+
+
 def test_no_hook_is_left_to_itself(double: Double) -> None:
     streamed = [] if double.generation != "C1" else ["finalize_streamed_expert"]  # C2's
     assert double.scenario("contract.orphaned_hooks")["orphans"] == streamed

@@ -103,7 +103,7 @@ def create(shape: LayerShape, tp: int = 1, ep: int = 1) -> Any:
             swiglu = kind == trtllm.ActivationType.Swiglu
             activation = {"activation": records.SwigluActivation() if swiglu else records.SimpleActivation(kind)}
     sizes = experts, shape.hidden_size, shape.intermediate_size
-    module = create_moe(routing, *sizes, dtype=torch.bfloat16, model_config=config, **activation)
+    module = create_moe(routing, *sizes, dtype=torch.bfloat16, model_config=config, bias=bool(shape.bias), **activation)
     if not getattr(module, "backend", module)._weights_created:
         module.create_weights()
     return module

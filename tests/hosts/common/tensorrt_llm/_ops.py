@@ -7,10 +7,12 @@ from trtllm_b12x.engines.trtllm.embedded.config import ActivationType
 
 _library = torch.library.Library("trtllm", "DEF")
 _library.define("fp4_quantize(Tensor x, Tensor scale, int vec, bool ue8m0=False, bool swizzled=True) -> (Tensor, Tensor)")
+_library.define("mxfp8_quantize(Tensor x, bool swizzled=True, int alignment=32) -> (Tensor, Tensor)")
 _library.define("block_scale_interleave(Tensor scales) -> Tensor")
 _library.define("block_scale_interleave_reverse(Tensor scales) -> Tensor")
 _library.define(
     "fused_moe(Tensor x, Tensor experts, Tensor? scales, Tensor fc1, Tensor fc2, ScalarType output_dtype, *, "
+    "Tensor? fc1_expert_biases, Tensor? fc2_expert_biases, int tp_rank, int unpadded_hidden_size, "
     "Tensor[] quant_scales, Tensor? input_sf, bool swizzled_input_sf, Tensor? swiglu_alpha, Tensor? swiglu_beta, "
     "Tensor? swiglu_limit, int ep_size, int ep_rank, bool enable_alltoall, int? tuner_num_tokens, int? tuner_top_k, "
     "int activation_type, Tensor(a!)? out_tensor) -> Tensor[]"
@@ -20,6 +22,11 @@ _library.define(
 @torch.library.impl(_library, "fp4_quantize", "CompositeExplicitAutograd")
 def fp4_quantize(x, scale, vec, ue8m0=False, swizzled=True):
     return ops.fp4_quantize(x, scale, swizzled)
+
+
+@torch.library.impl(_library, "mxfp8_quantize", "CompositeExplicitAutograd")
+def mxfp8_quantize(x, swizzled=True, alignment=32):
+    return ops.mxfp8_quantize(x, swizzled, alignment)
 
 
 @torch.library.impl(_library, "block_scale_interleave", "CompositeExplicitAutograd")
@@ -57,16 +64,25 @@ def fused_moe(
     return [] if out_tensor is not None else [result]
 
 
-def run_operator(module, x, experts, scales, x_sf, moe_output, *, output_dtype, **named):
-    """``run_moe`` of a backend of any generation."""
+def quantized_to_mxfp8(module, x, post_quant_comm):
+    """``quantize_input`` of MXFP4 layers, in every generation."""
+    x, x_sf = torch.ops.trtllm.mxfp8_quantize(x, not post_quant_comm, alignment=module.quant_method.weight_alignment)
+    return x, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
+
+
+def run_operator(module, x, experts, scales, x_sf, moe_output, *, output_dtype, dequantized=None, **named):
+    """``run_moe`` of a backend of any generation; ``dequantized``: experts in 16 bits, of the moment."""
     results = torch.ops.trtllm.fused_moe(
         x,
         experts,
         scales,
-        module.w3_w1_weight,
-        module.w2_weight,
+        *(dequantized or (module.w3_w1_weight, module.w2_weight)),
         output_dtype,
-        quant_scales=list(module.quant_scales),
+        fc1_expert_biases=module.w3_w1_bias,
+        fc2_expert_biases=module.w2_bias,
+        tp_rank=module.tp_rank,
+        unpadded_hidden_size=module.hidden_size,
+        quant_scales=[] if dequantized else list(module.quant_scales),
         input_sf=x_sf,
         ep_size=module.ep_size,
         ep_rank=module.ep_rank,
