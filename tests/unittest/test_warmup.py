@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from tests import layers, warm_start
 from tests.checkpoints import random_experts, write_checkpoint
+from trtllm_b12x import formats
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.kernels.cards import MODELS, models
 from trtllm_b12x.tools.cli import main
@@ -140,23 +141,24 @@ def test_what_cannot_be_warmed_up(arguments: list[Any], said: str, variables: di
     assert said in result.output
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "MXFP8"])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "W4A8_MXFP4_MXFP8", "MXFP8"])
 @pytest.mark.parametrize(("size", "tp", "ep"), [(192, 1, 1), (320, 2, 1), (416, 1, 4), (448, 2, 2)])
 def test_the_geometry_is_the_one_of_the_host_s_layer(
     algorithm: str, size: int, tp: int, ep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the kernels' tile, of one rank."""
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton,grouped")
-    config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algorithm), group_size=32 if algorithm == "MXFP8" else 16)
+    config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algorithm), group_size=formats.group_size(algorithm))
+    families = ("triton",) if algorithm == "W4A8_MXFP4_MXFP8" else ("triton", "grouped")
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
     backend = layers.create(8, 128, size, quant_config=config, mapping=ranks).backend
     shapes = {"": LayerShape(8, 2, 128, size, "Swiglu", algorithm, dtype="bfloat16")}
-    for crossover, planned in (("auto", ("triton", "grouped")), ("64", ("triton", "grouped")[: 1 + (algorithm == "MXFP8")])):
+    for crossover, planned in (("auto", families), ("64", families[: 1 + (algorithm == "MXFP8")])):
         monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", crossover)  # what is to be measured is not compiled where nothing is
         tasks, _ = warmup._tasks(shapes, "sm_120a", Ranks(tp, ep))
         assert {task.geometry for task in tasks} == {backend._geometry()}
         assert tuple(task.kind.features.name for task in tasks) == planned
-    assert backend.verdict.families == ("triton", "grouped")
+    assert backend.verdict.families == families
 
 
 def test_a_host_that_does_not_import_is_not_asked(tmp_path: Path) -> None:
