@@ -149,16 +149,16 @@ def test_the_geometry_is_the_one_of_the_host_s_layer(
     """On the kernels' tile, of one rank."""
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton,grouped")
     config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algorithm), group_size=formats.group_size(algorithm))
+    families = ("triton",) if algorithm == "W4A8_MXFP4_MXFP8" else ("triton", "grouped")
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
     backend = layers.create(8, 128, size, quant_config=config, mapping=ranks).backend
     shapes = {"": LayerShape(8, 2, 128, size, "Swiglu", algorithm, dtype="bfloat16")}
-    measured = ("triton", "grouped")[: 2 - ("MXFP4" in algorithm)]
-    for crossover, planned in (("auto", measured), ("64", measured if algorithm == "MXFP8" else ("triton",))):
+    for crossover, planned in (("auto", families), ("64", families[: 1 + (algorithm == "MXFP8")])):
         monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", crossover)  # what is to be measured is not compiled where nothing is
         tasks, _ = warmup._tasks(shapes, "sm_120a", Ranks(tp, ep))
-        assert {task.geometry for task in tasks} == {backend._geometry(backend._kernel_weights())}
+        assert {task.geometry for task in tasks} == {backend._geometry()}
         assert tuple(task.kind.features.name for task in tasks) == planned
-    assert backend.verdict.families == measured
+    assert backend.verdict.families == families
 
 
 def test_a_host_that_does_not_import_is_not_asked(tmp_path: Path) -> None:

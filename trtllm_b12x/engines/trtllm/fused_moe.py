@@ -153,8 +153,8 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             # AWQ scales show only now.
             self._judge(dict.fromkeys(self.dispatch.kernels, self._fault) if self._fault else {})
         if self._our_method is not None and self.verdict.served:
-            weights, device = self._kernel_weights(), self.w2_weight.device
-            geometry = self._geometry(weights)
+            geometry, device = self._geometry(), self.w2_weight.device
+            weights = self._kernel_weights()
             self._addresses = self._addresses_now()
             if errors := self.dispatch.load(geometry, weights, device, self.slot_start, self.verdict.families):
                 self._judge(errors)  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
@@ -186,8 +186,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             announce(self.verdict, f"MoE layer {getattr(self, 'layer_idx', '?')}", getattr(self, "rank", 0), self._alone)
             status.record(self, self.verdict, ready=ready)
 
-    def _geometry(self, weights: Weights) -> kernels.Geometry:
-        bias = weights.epilogue.fc1_bias
+    def _geometry(self) -> kernels.Geometry:
         return kernels.Geometry(
             num_experts=self.expert_size_per_partition,
             top_k=self.routing_method.experts_per_token,
@@ -196,9 +195,9 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             activation=str(self._shape.kernel_activation),
             dtype=self._dtype,
             ranks=self.ep_size,
-            bias=None if bias is None else bias.dtype,
+            bias=self._dtype if self.bias else None,
             format=self.quant_method.format,
-            layout=weights.layout,
+            layout=self.quant_method.layout(),
         )
 
     def _kernel_weights(self) -> Weights:
