@@ -62,7 +62,7 @@ def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float |
     call = reference.MoECall(x, *module.routing_method.apply(logits))
     routes = call.token_selected_experts, call.token_final_scales
     ((wanted,),) = reference.outputs(tensors, 4, gated, [call], [Arithmetic.KERNEL])
-    kernel, yardstick = planned(backend._geometry(weights := backend._kernel_weights()), weights)
+    kernel, yardstick = planned(backend._geometry(), backend._kernel_weights())
     found = kernel.run(MoECall(x, *routes))
     result: dict[str, float | bool] = {
         "from the strict reference": distance(found, wanted),
