@@ -27,6 +27,10 @@ class _OneByOne(dict):
         super().__init__(weights)
         self._module = module
 
+    def __contains__(self, name):
+        """Asked of input scales, which a checkpoint may lack."""
+        return super().__contains__(name) or (name.endswith("w2.input_scale") and "down_proj_input_scale" in self)
+
     def __missing__(self, name):
         expert, half, kind = name.split(".")
         return of_expert(self._module, self, int(expert), kind)[half]
