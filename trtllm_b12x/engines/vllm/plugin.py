@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -27,7 +28,8 @@ def register() -> None:
         if settings.ENABLED():
             install()
     except Exception as error:
-        log.once(f"vLLM {facts.version()} keeps all its experts: {first_line(error)}", logging.INFO)
+        with contextlib.suppress(Exception):
+            log.once(f"vLLM {facts.version()} keeps all its experts: {first_line(error)}", logging.INFO)
 
 
 def install(sm: int | None = None) -> None:
@@ -79,7 +81,8 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             call = signature.bind(*args, **kwargs).arguments
             return choose(theirs, call["config"], call.get("weight_key"), call.get("activation_key"), len(call) == 1)
         except Exception as error:
-            log.once(f"vLLM's own experts serve: {first_line(error)}")
+            with contextlib.suppress(Exception):
+                log.once(f"vLLM's own experts serve after an error of ours: {first_line(error)}")
             return theirs
 
     return select
