@@ -78,7 +78,7 @@ def measure(name: str, form: str, sizes: tuple[int, int, int, int], activation: 
     with crossover.unmeasured() if form == "NVFP4" else nullcontext():
         for made, layer in built["ours"]:  # the profile run
             if form == "NVFP4":
-                made.moe_kernel.fused_experts._measured = True
+                made.moe_kernel.fused_experts.measured = True
             vllm_layers.call(made, layer, x, weights, ids)
     ours = built["ours"][0][0].moe_kernel.fused_experts
     print(name, form, ours.dispatch.schedule.summary, flush=True)

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 EXTENSIONS = ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so")
+_ANY_NAME = "def __getattr__(name):\n    return type(name, (), {})\n"
 STAND_INS = {
     "vllm/vllm_flash_attn/__init__.py": "def __getattr__(name):\n    return None\n",
-    "xgrammar/__init__.py": "def __getattr__(name):\n    return type(name, (), {})\n",
-    "llguidance/__init__.py": "def __getattr__(name):\n    return type(name, (), {})\n",
+    **dict.fromkeys((f"xgrammar/{name}.py" for name in ("__init__", "structural_tag", "openai_tool_call_schema")), _ANY_NAME),
+    **dict.fromkeys((f"llguidance/{name}.py" for name in ("__init__", "hf", "torch")), _ANY_NAME),
 }
 """Modules that no layer calls, and that are large: attention, and grammars for structured output."""
 _MAGIC = struct.pack("<IHH", 0xBA55ED50, 1, 16)

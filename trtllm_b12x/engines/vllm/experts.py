@@ -47,8 +47,8 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         self._first_expert = 0
         self._scattered = False
         """This rank's experts are not neighbors: ids are mapped call by call."""
-        self._measured = False
-        self._fault = ""
+        self.measured = False
+        self.fault = ""
 
     # ---- selection ---------------------------------------------------------------------------------------------------
 
@@ -145,10 +145,10 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         own, served = self._own, False
         try:
             ones = topk_weights if not apply_router_weight_on_input else torch.ones_like(topk_weights)
-            served = not self._fault and self.call(hidden_states, w1, w2, ones, topk_ids, expert_map, output, theirs)
+            served = not self.fault and self.call(hidden_states, w1, w2, ones, topk_ids, expert_map, output, theirs)
         except Exception as error:
-            self._fault = first_line(error)
-            log.once(f"vLLM's own {self.slot.backend} serves {self.geometry} after an error of ours: {self._fault}")
+            self.fault = first_line(error)
+            log.once(f"vLLM's own {self.slot.backend} serves {self.geometry} after an error of ours: {self.fault}")
         if not served:
             theirs(hidden_states, topk_ids, topk_weights, output)
 
@@ -161,7 +161,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         """Run a kernel. Return False if none serves so many tokens."""
         if self._tensors(w1, w2).addresses() != self._addresses:
             self.load(w1, w2, expert_map)
-        if not self._measured:
+        if not self.measured:
             self._measure(x, theirs)
         kernel = self.dispatch.schedule.at(x.shape[0])
         if kernel is None:
@@ -208,14 +208,17 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         self._first_expert = 0 if self._scattered else first
 
     def _measure(self, x: torch.Tensor, theirs: Callable[..., None] | None) -> None:
-        """Measure the crossover once per geometry, at the first eager call after every kernel is tested."""
-        device = x.device
-        if not timing.possible(device) or self.dispatch.schedule.base == "triton":
-            self._measured = True
-        elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
-            paths = functools.partial(self._paths, theirs)
-            self.dispatch.measure(device, paths, self._sample_routes, f"vLLM {facts.version()}")
-            self._measured = not self.dispatch.should_measure()
+        """Measure the crossover once per geometry, at the first eager call. An error costs the measurement."""
+        try:
+            if not timing.possible(x.device) or self.dispatch.schedule.base == "triton":
+                self.measured = True
+            elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
+                paths = functools.partial(self._paths, theirs)
+                self.dispatch.measure(x.device, paths, self._sample_routes, f"vLLM {facts.version()}")
+                self.measured = not self.dispatch.should_measure()
+        except Exception as error:
+            self.measured = True
+            log.once(f"the crossover stays as it is: {first_line(error)}")
 
     def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
         schedule, paths = self.dispatch.schedule, {}

@@ -162,11 +162,20 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
         scales |= {"g1_alphas": layer.w13_weight_scale_2, "g2_alphas": layer.w2_weight_scale_2}
         quant = FusedMoEQuantConfig.make("nvfp4", a1_gscale=first, a2_gscale=second, **scales)
     experts = experts_class(config, quant)
+    experts.measured = True  # not here
     experts.process_weights_after_loading(layer)
     experts.load(tensors.w1, tensors.w2, None)
     x = torch.ones(1, geometry.hidden_size, dtype=geometry.dtype, device=device)
     ids = torch.arange(geometry.top_k, dtype=torch.int32, device=device).unsqueeze(0)
-    experts.call(x, tensors.w1, tensors.w2, torch.ones_like(ids, dtype=torch.float32), ids, None, torch.empty_like(x))
+    out, ones = torch.empty_like(x), torch.ones_like(ids, dtype=torch.float32)
+    sizes = 1, tensors.w1.shape[1], geometry.hidden_size, geometry.top_k, config.num_experts, geometry.num_experts
+    experts.workspace_shapes(*sizes, None, config.activation)
+    experts.finalize_weight_and_reduce_impl()
+    if experts.expects_unquantized_inputs:
+        activation = config.activation, config.num_experts
+        experts.apply(out, x, tensors.w1, tensors.w2, ones, ids, *activation, None, None, None, None, None, None, False)
+    if experts.fault:
+        raise RuntimeError(experts.fault)
     kept = []
     for name, kernel in experts.dispatch.schedule.families.items():
         kept.append(experts.dispatch.kernels[name]())
