@@ -22,7 +22,8 @@ from trtllm_b12x.engines.vllm import facts, machine, plugin, problem
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not in this environment: make vllm")
 ROOT = Path(__file__).parents[3]
 SIZES = 8, 2, 256, 128
-FORMATS = {"MXFP8": ("MARLIN", "TRITON_MXFP8"), "NVFP4": ("VLLM_CUTLASS",) * 2, "W4A16_NVFP4": ("MARLIN", "EMULATION")}
+_CUTLASS = "VLLM_CUTLASS" if importlib.util.find_spec("flashinfer") is None else "FLASHINFER_CUTLASS"
+FORMATS = {"MXFP8": ("MARLIN", "TRITON_MXFP8"), "NVFP4": (_CUTLASS, _CUTLASS), "W4A16_NVFP4": ("MARLIN", "EMULATION")}
 """Backend of vLLM's own choice, and of ours."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"has_bias": True}, "BIAS"),
@@ -216,7 +217,7 @@ def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen("MXFP8")[0] == "MARLIN"
 
 
-@pytest.mark.parametrize(("fact", "value"), [("APPLY", ("self",)), ("ABSTRACT", frozenset()), ("CONFIG", ("no_such_field",))])
+@pytest.mark.parametrize(("fact", "value"), [("APPLY", ("self",)), ("ABSTRACT", ()), ("CONFIG", ("no_such_field",))])
 def test_an_unknown_vllm_is_left_alone_with_one_line(
     fact: str, value: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,7 +236,9 @@ def test_the_output_given_is_written_and_workspaces_suffice_for_both_of_a_pair()
     method, layer = layers.loaded("NVFP4", config, experts)
     ours = experts_of(method)
     shape = 5, 256, 256, 2, 8, 8, None, config.activation
-    assert ours.workspace_shapes(*shape) == ours._own.workspace_shapes(*shape)
+    theirs = 5, 256, 256 if ours._own.expects_unquantized_inputs else 128, 2, 8, 8, None, config.activation
+    assert ours.workspace_shapes(*shape) == ours._own.workspace_shapes(*theirs)
+    assert ours.workspace_shapes(*shape)[2] == (5, 256)
     x, weights, ids = layers.routes(config, 5)
     out = torch.full_like(x, torch.nan)
     arguments = {name: None for name in facts.APPLY if name != "self"}
@@ -249,6 +252,8 @@ def test_theirs_serves_beyond_ours_and_after_a_fault(monkeypatch: pytest.MonkeyP
     config = layers.config_of(*SIZES)
     method, layer = layers.loaded("NVFP4", config, layers.random_experts("NVFP4", SIZES[0], *SIZES[2:]))
     seen: list[int] = []
+    quantize = "trtllm_b12x.engines.vllm.experts._quantize_input"
+    monkeypatch.setattr(quantize, lambda x, config: (x, None))
     monkeypatch.setattr(type(experts_of(method)._own), "apply", lambda self, out, x, *rest: seen.append(len(x)) or out.fill_(7))
     assert bool((layers.call(method, layer, *layers.routes(config, 200)) == 7).all())
     assert not bool((layers.call(method, layer, *layers.routes(config, 5)) == 7).any())

@@ -35,7 +35,7 @@ REBOUND = (
         "select_mxfp8_moe_backend",
         ("config",),
         "No registry of experts exists; its list of backends ends at MARLIN on family 120, whose weights are packed anew.",
-        "fused_moe/oracle/mxfp8.py; by name in modelopt, compressed_tensors_moe_w8a8_mxfp8, online/mxfp8, quark_moe, inc_mxfp8_moe",
+        "fused_moe/oracle/mxfp8.py; by name in modelopt, compressed_tensors_moe_w8a8_mxfp8, online, quark, inc",
     ),
     ReboundName(
         f"{FUSED_MOE}.oracle.nvfp4",
@@ -79,21 +79,20 @@ SLOTS = (
     Slot("W4A16_NVFP4", ("kNvfp4Static", None), *_NVFP4, "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN"),
 )
 
-ABSTRACT = frozenset(
-    "_supports_activation _supports_current_device _supports_no_act_and_mul _supports_parallel_config _supports_quant_scheme "
-    "activation_format apply finalize_weight_and_reduce_impl workspace_shapes".split()
+ABSTRACT, APPLY, IS_SUPPORTED, CONFIG = (
+    tuple(names.split())
+    for names in (
+        "_supports_activation _supports_current_device _supports_no_act_and_mul _supports_parallel_config _supports_quant_scheme "
+        "activation_format apply finalize_weight_and_reduce_impl workspace_shapes",
+        "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale a2_scale "
+        "workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input",
+        "cls moe_config weight_key activation_key activation_format",
+        "activation device experts_per_token has_bias hidden_dim in_dtype intermediate_size intermediate_size_per_partition "
+        "is_lora_enabled moe_backend moe_parallel_config num_experts num_local_experts swiglu_alpha swiglu_beta swiglu_limit",
+    )
 )
-"""Abstract methods of ``FusedMoEExpertsModular`` (fused_moe/modular_kernel.py). vLLM 0.22 has one more."""
-APPLY = tuple(
-    "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale a2_scale "
-    "workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input".split()
-)
-IS_SUPPORTED = ("cls", "moe_config", "weight_key", "activation_key", "activation_format")
-CONFIG = (
-    "activation device experts_per_token has_bias hidden_dim in_dtype intermediate_size intermediate_size_per_partition "
-    "is_lora_enabled moe_backend moe_parallel_config num_experts num_local_experts swiglu_alpha swiglu_beta swiglu_limit".split()
-)
-"""Fields of ``FusedMoEConfig`` (fused_moe/config.py) that are read."""
+"""Abstract methods of ``FusedMoEExpertsModular`` (fused_moe/modular_kernel.py; vLLM 0.22 has one more), parameters of ``apply``
+and ``is_supported_config``, and the fields of ``FusedMoEConfig`` (fused_moe/config.py) that are read."""
 
 
 class UnknownVLLMError(RuntimeError):
@@ -125,7 +124,7 @@ def check() -> None:
 def _differences() -> Iterator[str]:
     modular = importlib.import_module(f"{FUSED_MOE}.modular_kernel")
     experts = modular.FusedMoEExpertsModular
-    if changed := experts.__abstractmethods__ ^ ABSTRACT:
+    if changed := experts.__abstractmethods__ ^ set(ABSTRACT):
         yield f"FusedMoEExpertsModular is abstract in other methods: {', '.join(sorted(changed))}"
     for function, expected in ((experts.apply, APPLY), (modular.FusedMoEExperts.is_supported_config, IS_SUPPORTED)):
         if (names := _parameters(function)) != expected:
