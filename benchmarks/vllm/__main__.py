@@ -97,14 +97,18 @@ def measure(name: str, form: str, sizes: tuple[int, int, int, int], activation: 
         for who, pairs in built.items():
 
             def run(pairs: Any = pairs, x: Any = x, weights: Any = weights, on_device: Any = on_device) -> list[torch.Tensor]:
-                return [vllm_layers.call(*pairs[i], x, weights, ids) for i, ids in on_device]
+                return [_call(pairs[i], x, weights, ids) for i, ids in on_device]
 
-            result = vllm_layers.call(*pairs[0], x, weights, on_device[0][1])
+            result = _call(pairs[0], x, weights, on_device[0][1])
             row[f"{who} error"] = vllm_layers.distance(result, expected)
             row[f"{who} us"] = 1e6 * graph_seconds(run, REPLAYS) / len(on_device)
-            once = functools.partial(vllm_layers.call, *pairs[0], x, weights, on_device[0][1])
+            once = functools.partial(_call, pairs[0], x, weights, on_device[0][1])
             row[f"{who} host us"] = host_microseconds(once)
         yield row
+
+
+def _call(built: tuple[Any, Any], x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return vllm_layers.call(*built, x, weights, ids)
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ LIGHT = (
     "engines/trtllm/status",
     "engines/vllm/facts",
     "engines/vllm/plugin",
+    "engines/vllm/report",
 )
 """Imported without torch: in every process of the host, or by a command on a machine that has none."""
 
@@ -126,7 +127,9 @@ def test_engines_know_nothing_of_each_other() -> None:
     for name in FILES:
         for mine, other in (("trtllm", "vllm"), ("vllm", "trtllm")):
             if within(name, f"engines/{mine}"):
-                assert not {found for found in imports(name, types=True) if found.startswith(f"trtllm_b12x.engines.{other}")}, name
+                assert not {found for found in imports(name, types=True) if found.startswith(f"trtllm_b12x.engines.{other}")}, (
+                    name
+                )
 
 
 def test_what_must_do_without_torch_does() -> None:

@@ -29,7 +29,7 @@ def pretend_sm120() -> None:
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 
-    class Sm120(CudaPlatformBase):  # type: ignore[misc]
+    class Sm120(CudaPlatformBase):
         visible = False
         get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(12, 0))
         get_device_name = classmethod(lambda cls, device_id=0: "SM120, pretended")
@@ -39,7 +39,7 @@ def pretend_sm120() -> None:
     importlib.import_module("vllm.model_executor.layers.quantization.modelopt")
     Sm120.visible = True
     torch.accelerator.empty_cache = lambda: None  # asks for a device
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -159,6 +159,8 @@ def random_experts(
 class Layer(torch.nn.Module):
     """What ModelOpt's methods use of vLLM's RoutedExperts."""
 
+    w13_weight: torch.nn.Parameter
+    w2_weight: torch.nn.Parameter
     apply_router_weight_on_input = False
     expert_map: torch.Tensor | None = None
 

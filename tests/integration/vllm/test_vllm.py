@@ -53,7 +53,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plugin.uninstall()
 
 
-def chosen(form: str, **more: Any) -> tuple[str, type]:
+def chosen(form: str, **more: Any) -> tuple[str, Any]:
     """Ask vLLM's oracle as its ModelOpt method does."""
     method = layers.method_of(form, layers.config_of(*SIZES, **more))
     backend = method.mxfp8_backend if form == "MXFP8" else method.nvfp4_backend
@@ -241,7 +241,7 @@ def test_the_output_given_is_written_and_workspaces_suffice_for_both_of_a_pair()
     assert ours.workspace_shapes(*shape)[2] == (5, 256)
     x, weights, ids = layers.routes(config, 5)
     out = torch.full_like(x, torch.nan)
-    arguments = {name: None for name in facts.APPLY if name != "self"}
+    arguments: dict[str, Any] = {name: None for name in facts.APPLY if name != "self"}
     arguments |= {"output": out, "hidden_states": x, "w1": layer.w13_weight, "w2": layer.w2_weight, "topk_weights": weights}
     ours.apply(**arguments | {"topk_ids": ids, "apply_router_weight_on_input": False})
     assert layers.distance(out, experts.expected(x, weights, ids)) < 0.004
@@ -252,9 +252,14 @@ def test_theirs_serves_beyond_ours_and_after_a_fault(monkeypatch: pytest.MonkeyP
     config = layers.config_of(*SIZES)
     method, layer = layers.loaded("NVFP4", config, layers.random_experts("NVFP4", SIZES[0], *SIZES[2:]))
     seen: list[int] = []
+
+    def theirs(self: Any, out: torch.Tensor, x: torch.Tensor, *rest: Any) -> None:
+        seen.append(len(x))
+        out.fill_(7)
+
     quantize = "trtllm_b12x.engines.vllm.experts._quantize_input"
     monkeypatch.setattr(quantize, lambda x, config: (x, None))
-    monkeypatch.setattr(type(experts_of(method)._own), "apply", lambda self, out, x, *rest: seen.append(len(x)) or out.fill_(7))
+    monkeypatch.setattr(type(experts_of(method)._own), "apply", theirs)
     assert bool((layers.call(method, layer, *layers.routes(config, 200)) == 7).all())
     assert not bool((layers.call(method, layer, *layers.routes(config, 5)) == 7).any())
     monkeypatch.setattr(experts_of(method), "call", lambda *args: 1 / 0)
@@ -330,3 +335,13 @@ def test_in_tritons_interpreter() -> None:
     ).split(" ")
     assert name == "TritonMXFP8KernelInChunks"
     assert float(error) < 0.004
+
+
+def test_doctor_says_what_the_oracles_would_answer() -> None:
+    from trtllm_b12x.decision import Environment
+    from trtllm_b12x.engines.vllm.report import vllm_lines
+
+    recognized, *lines = vllm_lines(Environment(sm=120))
+    assert recognized == f"{facts.version()}, recognized"
+    assert [line.split(" experts run on ")[0] for line in lines] == ["NVFP4", "W4A16_NVFP4", "MXFP8"]
+    assert all("SM: the GPU is SM90" in line for line in list(vllm_lines(Environment(sm=90)))[1:])

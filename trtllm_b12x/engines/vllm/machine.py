@@ -21,9 +21,7 @@ from trtllm_b12x.kernels.catalog import KERNELS
 from . import problem, weights
 from .chunks import in_chunks
 from .facts import Slot
-
-FAMILIES = ("triton", "grouped")
-"""Families that read vLLM's layouts."""
+from .report import FAMILIES
 
 assumed_sm: int | None = None
 """Card to assume, as major * 10 + minor, instead of the one that vLLM sees: for tests and benchmarks."""

@@ -115,7 +115,7 @@ def choose(theirs: Any, config: Any, weight_key: Any, activation_key: Any, mxfp8
         return theirs if reason else _left(theirs, slot.format, drop)
     if not reason and slot.instead != backend.name:
         reason = "our kernels read no weights in the layout of this backend"
-    reason = reason or ours.is_supported_config(ours, config, *keys)[1]
+    reason = reason or ours.is_supported_config(ours, config, *keys)[1] or ""
     if reason:
         return _left(theirs, slot.format, reason)
     beyond = f", with vLLM's {backend.name} for many tokens" if slot.pair else f", in place of vLLM's {backend.name}"
