@@ -40,10 +40,12 @@ def method(form: str, config: Any, marlin: Any) -> Any:
     """Return vLLM's method with our experts. On Hopper the NVFP4 oracle ends at Marlin, so the slot is put in by hand, alone."""
     if form != "NVFP4":
         return vllm_layers.method_of(form, config)
+    from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
+
     from trtllm_b12x.engines.vllm.experts import experts_class
 
     slot = next(slot for slot in facts.SLOTS if slot.backend == "FLASHINFER_CUTLASS")
-    ours = experts_class(slot, None)
+    ours = experts_class(slot, FlashInferExperts)
     with crossover.unmeasured():
         if reason := machine.rehearse(ours, config):
             raise RuntimeError(reason)

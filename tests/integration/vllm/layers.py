@@ -147,12 +147,13 @@ def random_experts(
         parameters[f"{name}_weight"], parameters[f"{name}_weight_scale"] = torch.stack(codes), torch.stack(scales)
         wide[name] = torch.stack(values)
         if globals_:
+            largest = 6 if name == "w13" else 16  # of the calibrated activations
             shape = (experts, 2 if gated else 1) if name == "w13" else (experts,)
             column = torch.stack(globals_)
             parameters[f"{name}_weight_scale_2"] = (
                 (column[:, None] if name == "w13" else column).expand(shape).float().contiguous()
             )
-            parameters[f"{name}_input_scale"] = torch.full(shape, 1 / 300, dtype=torch.float32, device=device)
+            parameters[f"{name}_input_scale"] = torch.full(shape, largest / 2688, dtype=torch.float32, device=device)
     return Experts(parameters, wide["w13"], wide["w2"])
 
 
