@@ -1,6 +1,7 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
 # `make test` takes about five minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
 # kernels that FlashInfer's compiler makes, ranks, Ray, environments of real wheels, the kernels as other Tritons compile them.
+# `make vllm` makes an environment for each wheel of vLLM that requirements/ names, and tests the door into it: four minutes.
 # `make results` writes the figures on pages from the files that runs wrote, and the table of models from the code.
 # `make environments` makes the table tests/integration/environments.json anew: an hour.
 # `make device` runs FlashInfer's SM120 kernels, translated, on a Hopper GPU and keeps the numbers in docs/sm12x-on-hopper.json.
@@ -13,9 +14,9 @@ BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
 
 # A worker runs whole files, whose fixtures are made once, on one thread of torch's: two workers with a thread per core each take
 # four times as long.
-test test-all: export OMP_NUM_THREADS := 1
+test test-all vllm: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all environments device results lint bench clean
+.PHONY: demo test test-all vllm environments device results lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
@@ -26,6 +27,10 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m all $(TESTS)
+
+vllm: .venv-vllm-0.33/.test .venv-vllm-0.28/.test
+	.venv-vllm-0.33/bin/python -m pytest tests/integration/vllm
+	.venv-vllm-0.28/bin/python -m pytest tests/integration/vllm -k "not interpreter"
 
 environments: $(VENV)/.test
 	$(BIN)/python -m tests.integration.environments --again
@@ -62,5 +67,11 @@ $(VENV)/.test: $(VENV)/.demo requirements/test.txt
 	$(BIN)/python -m pip install --quiet -r requirements/test.txt
 	touch $@
 
+.venv-vllm-%/.test: requirements/vllm-%.txt requirements/vllm.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
+	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(DEMO) .kernels .device .environments
+	rm -rf $(VENV) .venv-vllm-* $(DEMO) .kernels .device .environments

@@ -42,6 +42,9 @@ LIGHT = (
     "dispatch/schedule",
     "engines/trtllm/promote",
     "engines/trtllm/status",
+    "engines/vllm/facts",
+    "engines/vllm/plugin",
+    "engines/vllm/report",
 )
 """Imported without torch: in every process of the host, or by a command on a machine that has none."""
 
@@ -116,7 +119,17 @@ def test_neighbors_have_one_door_each() -> None:
         found = {module.partition(".")[0] for module in imports(name)}
         assert "tensorrt_llm" not in found or within(name, "engines/trtllm"), name
         outside = not within(name, "kernels") and not within(name, "environment")
+        assert "vllm" not in found or within(name, "engines/vllm"), name
         assert not (found & {"flashinfer", "cutlass", "triton"} and outside), name
+
+
+def test_engines_know_nothing_of_each_other() -> None:
+    for name in FILES:
+        for mine, other in (("trtllm", "vllm"), ("vllm", "trtllm")):
+            if within(name, f"engines/{mine}"):
+                assert not {found for found in imports(name, types=True) if found.startswith(f"trtllm_b12x.engines.{other}")}, (
+                    name
+                )
 
 
 def test_what_must_do_without_torch_does() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import platform
 import sys
 
@@ -10,6 +11,7 @@ from trtllm_b12x import environment
 from trtllm_b12x.core import disk
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment
+from trtllm_b12x.engines.vllm.report import vllm_lines
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment.flashinfer import cache_folder
 
@@ -32,6 +34,7 @@ def doctor_rows(e: Environment, target: str | None, driver: tuple[int, int] | No
         ("Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}"),
         ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
         ("TensorRT-LLM", f"{host_version}, {recognized}" if host_version else recognized),
+        *((name, line) for name, line in zip(itertools.chain(["vLLM"], itertools.repeat("")), vllm_lines(e), strict=False)),
         ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
         *(("", card) for card in environment.cards()),
         ("driver", cuda(driver)),

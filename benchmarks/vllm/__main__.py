@@ -1,0 +1,143 @@
+"""Time whole layers in vLLM's modular kernel: our experts beside its MarlinExperts, from the same checkpoint tensors.
+
+``python -m benchmarks.vllm OUT`` writes ``OUT/vllm.json`` and prints a line for each token count. Graphs cycle through several
+layers, so that no weight is in the L2 cache. vLLM must be importable: ``benchmarks.vllm.pack`` makes a file for a machine without
+a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers.layers import REPLAYS, draw
+from benchmarks.peers.ours import host_microseconds
+from tests.integration.vllm import layers as vllm_layers
+from trtllm_b12x.dispatch import crossover
+from trtllm_b12x.dispatch.timing import graph_seconds
+from trtllm_b12x.engines.vllm import facts, machine, plugin
+from trtllm_b12x.kernels import Geometry
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+LAYERS = 3
+CASES = (
+    ("Qwen3-30B-A3B", "MXFP8", (128, 8, 2048, 768), "silu"),
+    ("gemma-4-26B-A4B", "MXFP8", (128, 8, 2816, 704), "gelu_tanh"),
+    ("Qwen3-30B-A3B", "NVFP4", (128, 8, 2048, 768), "silu"),
+    ("Qwen3.6-35B-A3B", "W4A16_NVFP4", (256, 8, 2048, 512), "silu"),
+)
+
+
+def method(form: str, config: Any, marlin: Any) -> Any:
+    """Return vLLM's method with our experts. On Hopper the NVFP4 oracle ends at Marlin, so the slot is put in by hand, alone."""
+    if form != "NVFP4":
+        return vllm_layers.method_of(form, config)
+    from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
+
+    from trtllm_b12x.engines.vllm.experts import experts_class
+
+    slot = next(slot for slot in facts.SLOTS if slot.backend == "FLASHINFER_CUTLASS")
+    ours = experts_class(slot, FlashInferExperts)
+    with crossover.unmeasured():
+        if reason := machine.rehearse(ours, config):
+            raise RuntimeError(reason)
+    made = vllm_layers.method_of(form, marlin)
+    made.nvfp4_backend, made.experts_cls = type(made.nvfp4_backend)[slot.backend], ours
+    return made
+
+
+def float_activation(activation: str) -> Any:
+    def gelu(inner: torch.Tensor) -> torch.Tensor:
+        gate, up = inner.chunk(2, -1)
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+    return gelu if activation == "gelu_tanh" else None
+
+
+def measure(name: str, form: str, sizes: tuple[int, int, int, int], activation: str, until: float) -> Iterator[dict[str, Any]]:
+    experts, top_k, hidden, size = sizes
+    config = vllm_layers.config_of(*sizes, activation=activation, device="cuda")
+    marlin = vllm_layers.config_of(*sizes, activation=activation, device="cuda", moe_backend="marlin")
+    geometry = Geometry(experts, top_k, hidden, size, "Swiglu", format=form)
+    built: dict[str, list[Any]] = {"ours": [], "marlin": []}
+    first = None
+    for seed in range(LAYERS):
+        drawn = vllm_layers.random_experts(form, experts, hidden, size, "cuda", seed)
+        first = first or drawn
+        built["ours"].append(vllm_layers.loaded(form, config, drawn, method(form, config, marlin)))
+        built["marlin"].append(vllm_layers.loaded(form, marlin, drawn))
+    for who, pairs in built.items():
+        print(name, form, who, type(pairs[0][0].moe_kernel.fused_experts).__name__, flush=True)
+    x, weights, ids = vllm_layers.routes(config, 4096, 0, "cuda")
+    with crossover.unmeasured() if form == "NVFP4" else nullcontext():
+        for made, layer in built["ours"]:  # the profile run
+            if form == "NVFP4":
+                made.moe_kernel.fused_experts.measured = True
+            vllm_layers.call(made, layer, x, weights, ids)
+    ours = built["ours"][0][0].moe_kernel.fused_experts
+    print(name, form, ours.dispatch.schedule.summary, flush=True)
+    assert first is not None
+    for tokens in TOKENS:
+        if time.monotonic() > until:
+            print("out of time before", name, form, tokens)
+            return
+        calls = draw(geometry, geometry, tokens, LAYERS).calls
+        x, weights, _ = vllm_layers.routes(config, tokens, 1, "cuda")
+        on_device = [(i, ids.cuda()) for i, ids in calls]
+        expected = first.expected(x, weights, on_device[0][1], float_activation(activation))
+        row: dict[str, Any] = {"model": name, "format": form, "tokens": tokens}
+        kernel = ours.dispatch.schedule.at(tokens)
+        row["kernel"] = "" if kernel is None else kernel.features.name
+        for who, pairs in built.items():
+
+            def run(pairs: Any = pairs, x: Any = x, weights: Any = weights, on_device: Any = on_device) -> list[torch.Tensor]:
+                return [_call(pairs[i], x, weights, ids) for i, ids in on_device]
+
+            result = _call(pairs[0], x, weights, on_device[0][1])
+            row[f"{who} error"] = vllm_layers.distance(result, expected)
+            row[f"{who} us"] = 1e6 * graph_seconds(run, REPLAYS) / len(on_device)
+            once = functools.partial(_call, pairs[0], x, weights, on_device[0][1])
+            row[f"{who} host us"] = host_microseconds(once)
+        yield row
+
+
+def _call(built: tuple[Any, Any], x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return vllm_layers.call(*built, x, weights, ids)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=480, help="start no further token count after so many")
+    parser.add_argument("--only", default="", help="a format")
+    options = parser.parse_args()
+    until = time.monotonic() + options.seconds
+    plugin.register()
+    plugin.install(sm=120)
+    options.out.mkdir(parents=True, exist_ok=True)
+    properties = torch.cuda.get_device_properties(0)
+    report: dict[str, Any] = {"card": properties.name, "torch": torch.__version__, "vllm": facts.version(), "rows": []}
+    with vllm_layers.vllm_config("cuda"), torch.no_grad():
+        for case in CASES:
+            if options.only not in case[1]:
+                continue
+            try:
+                for row in measure(*case, until):
+                    report["rows"].append(row)
+                    print(" ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
+                    (options.out / "vllm.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            except Exception as error:  # the next case may run
+                print(case[0], case[1], f"failed: {type(error).__name__}: {error}", flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Layers of vLLM from random checkpoint tensors, through its own ModelOpt methods and modular kernel."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.mxfp8 import quantize_weight
+from trtllm_b12x.formats import nvfp4
+
+FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+
+
+def pretend_sm120() -> None:
+    """Make vLLM see an SM120 on a machine without a GPU. Its modules are imported before: they call extensions if there is one.
+
+    The extensions are linked with torch's CUDA libraries, which a CPU build does not have. Empty modules stand in.
+    """
+    for name in ("_C_stable_libtorch", "_moe_C_stable_libtorch"):
+        sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
+    import vllm.platforms as platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class Sm120(CudaPlatformBase):
+        visible = False
+        get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(12, 0))
+        get_device_name = classmethod(lambda cls, device_id=0: "SM120, pretended")
+        is_cuda_alike = is_cuda = lambda self: self.visible
+
+    platforms._current_platform = Sm120()
+    importlib.import_module("vllm.model_executor.layers.quantization.modelopt")
+    Sm120.visible = True
+    torch.accelerator.empty_cache = lambda: None  # asks for a device
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+@contextmanager
+def vllm_config(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Set vLLM's configuration, and the memory that its modular kernels share."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(torch.device(device))
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@contextmanager
+def _model_dtype() -> Iterator[None]:
+    """Set the default dtype that vLLM builds a model under."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def config_of(experts: int, top_k: int, hidden: int, size: int, **more: Any) -> Any:
+    """Return a ``FusedMoEConfig``. ``parallel``: fields of its parallel config."""
+    from vllm.model_executor.layers.fused_moe import config as c
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    parallel = c.FusedMoEParallelConfig.make_no_parallel()
+    for name, value in more.pop("parallel", {}).items():
+        setattr(parallel, name, value)
+    fields = {
+        "num_experts": experts,
+        "experts_per_token": top_k,
+        "hidden_dim": hidden,
+        "intermediate_size": size,
+        "num_local_experts": experts,
+        "num_logical_experts": experts,
+        "device": "cpu",
+        "routing_method": c.RoutingMethodType.Renormalize,
+        "moe_parallel_config": parallel,
+        "in_dtype": torch.bfloat16,
+    } | more
+    fields["activation"] = MoEActivation(fields.get("activation", "silu"))
+    return c.FusedMoEConfig(**fields)
+
+
+@dataclass
+class Experts:
+    """Tensors of a layer as a ModelOpt checkpoint has them, and the layer in float32. E experts, rows [w1; w3]."""
+
+    parameters: dict[str, torch.Tensor]
+    """vLLM's parameter names to tensors."""
+    w13: torch.Tensor
+    w2: torch.Tensor
+    """Dequantized, float32, on the CPU or the GPU."""
+
+    def expected(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: Any = None) -> torch.Tensor:
+        """Return the layer's output in float32. ``activation`` takes FC1's output ``(n, r * I)``; by default it is SwiGLU."""
+        result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for e in range(len(self.w13)):
+            token, slot = (ids == e).nonzero(as_tuple=True)
+            inner = x[token].float() @ self.w13[e].T
+            gate, up = inner.chunk(2, -1) if activation is None else (inner, inner)
+            inner = torch.nn.functional.silu(gate) * up if activation is None else activation(inner)
+            result.index_add_(0, token, (inner @ self.w2[e].T) * weights[token, slot].float().unsqueeze(1))
+        return result
+
+
+def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Decode bytes ``(rows, K / 2)`` to float32 ``(rows, K)``, low nibble first."""
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    table = torch.tensor((*magnitudes, *(-m for m in magnitudes)), dtype=torch.float32, device=packed.device)
+    return table[torch.stack((packed % 16, packed // 16), -1).flatten(-2).long()]
+
+
+def random_experts(
+    form: str, experts: int, hidden: int, size: int, device: Any = "cpu", seed: int = 0, gated: bool = True
+) -> Experts:
+    """Draw weights of a format. Every expert has its own scale."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = 2 * size if gated else size
+    parameters: dict[str, torch.Tensor] = {}
+    wide = {}
+    for name, height, width in (("w13", rows, hidden), ("w2", hidden, size)):
+        codes, scales, globals_, values = [], [], [], []
+        for _ in range(experts):
+            spread = 1 + torch.rand((), generator=generator, device=device)
+            weight = torch.randn(height, width, generator=generator, device=device) * spread / width**0.5
+            if form == "MXFP8":
+                tensors = quantize_weight(weight)
+                codes.append(tensors["weight"])
+                scales.append(tensors["weight_scale"])
+                factor = torch.exp2(scales[-1].float() - 127).repeat_interleave(32, 1)
+                values.append(codes[-1].float() * factor)
+                continue
+            scale_2 = weight.abs().amax() / (6 * 448)
+            blocks = weight.unflatten(-1, (-1, 16))
+            scale = nvfp4.round_to_e4m3(blocks.abs().amax(-1) / 6 / scale_2)
+            quotients = blocks / (scale.float() * scale_2).clamp(min=1e-30).unsqueeze(-1)
+            codes.append(nvfp4.pack_fp4(nvfp4.round_to_e2m1(quotients.flatten(-2))))
+            scales.append(scale)
+            globals_.append(scale_2)
+            values.append(decode_fp4(codes[-1]) * scale.float().repeat_interleave(16, 1) * scale_2)
+        parameters[f"{name}_weight"], parameters[f"{name}_weight_scale"] = torch.stack(codes), torch.stack(scales)
+        wide[name] = torch.stack(values)
+        if globals_:
+            largest = 6 if name == "w13" else 16  # of the calibrated activations
+            shape = (experts, 2 if gated else 1) if name == "w13" else (experts,)
+            column = torch.stack(globals_)
+            parameters[f"{name}_weight_scale_2"] = (
+                (column[:, None] if name == "w13" else column).expand(shape).float().contiguous()
+            )
+            parameters[f"{name}_input_scale"] = torch.full(shape, largest / 2688, dtype=torch.float32, device=device)
+    return Experts(parameters, wide["w13"], wide["w2"])
+
+
+class Layer(torch.nn.Module):
+    """What ModelOpt's methods use of vLLM's RoutedExperts."""
+
+    w13_weight: torch.nn.Parameter
+    w2_weight: torch.nn.Parameter
+    apply_router_weight_on_input = False
+    expert_map: torch.Tensor | None = None
+
+    def __init__(self, config: Any, experts: Experts) -> None:
+        super().__init__()
+        self.moe_config, self.activation = config, config.activation
+        self.hidden_size, self.num_experts = config.hidden_dim, config.num_local_experts
+        self.intermediate_size_per_partition = config.intermediate_size_per_partition
+        self.global_num_experts = config.num_experts
+        self.params_dtype = self.orig_dtype = torch.bfloat16
+        for name, tensor in experts.parameters.items():
+            setattr(self, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+
+    def _expert_routing_tables(self) -> None:
+        return None
+
+
+def method_of(form: str, config: Any) -> Any:
+    """Return vLLM's ModelOpt method for a layer; it asks the oracle."""
+    from vllm.model_executor.layers.quantization import modelopt
+
+    kind = (modelopt.ModelOptMxFp8Config if form == "MXFP8" else modelopt.ModelOptNvFp4Config).from_config(
+        {
+            "quant_method": "modelopt",
+            "quantization": {"quant_algo": form, "group_size": 16, "exclude_modules": [], "kv_cache_quant_algo": None},
+        }
+    )
+    with _model_dtype():
+        return (modelopt.ModelOptMxFp8FusedMoE if form == "MXFP8" else modelopt.ModelOptNvFp4FusedMoE)(kind, config)
+
+
+def loaded(form: str, config: Any, experts: Experts, method: Any = None) -> tuple[Any, Layer]:
+    """Load a layer as vLLM does after its weights are in place."""
+    method = method or method_of(form, config)
+    layer = Layer(config, experts)
+    with _model_dtype():
+        method.process_weights_after_loading(layer)
+    return method, layer
+
+
+def routes(config: Any, tokens: int, seed: int = 0, device: Any = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x, router weights and global ids of a call."""
+    generator = torch.Generator(device).manual_seed(seed + 1000 * tokens)
+    x = torch.randn(tokens, config.hidden_dim, generator=generator, device=device, dtype=torch.float32).to(config.in_dtype)
+    logits = torch.rand(tokens, config.num_experts, generator=generator, device=device, dtype=torch.float32)
+    ids = logits.topk(config.experts_per_token, -1).indices.int()
+    weights = torch.rand(ids.shape, generator=generator, device=device, dtype=torch.float32).softmax(-1)
+    return x, weights, ids
+
+
+def call(method: Any, layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Call the layer as vLLM's runner does."""
+    result: torch.Tensor = method.apply(layer, x, weights, ids, None, None)
+    return result
+
+
+def distance(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.float() - expected).norm() / expected.norm())

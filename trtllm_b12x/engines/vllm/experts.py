@@ -1,0 +1,252 @@
+"""Experts of vLLM's modular kernel, on our kernels. Importing this module imports vLLM."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import _quantize_input
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.quantization.utils import quant_utils
+
+from trtllm_b12x.core import log
+from trtllm_b12x.decision.verdicts import SERVED_SM
+from trtllm_b12x.dispatch import timing
+from trtllm_b12x.dispatch.layer import LayerDispatch
+from trtllm_b12x.dispatch.policy import HOST
+from trtllm_b12x.dispatch.timing import TimedPath
+from trtllm_b12x.formats.nvfp4 import InputScales
+from trtllm_b12x.kernels import MoECall, first_line
+
+from . import facts, machine, problem, weights
+from .facts import Slot
+
+
+class Sm12xExperts(mk.FusedMoEExpertsModular):
+    """Experts of one layer in one slot. Weights are vLLM's own tensors, read in place, and bound again when one moves.
+
+    Kernels are bound in the first call, which vLLM makes in its profile run: the MXFP8 methods call no hook before it.
+    """
+
+    slot: ClassVar[Slot]
+    theirs: ClassVar[type[Any] | None] = None
+    """vLLM's own experts for the same tensors, which serve beyond our kernels."""
+
+    def __init__(
+        self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
+    ) -> None:
+        super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
+        self.geometry = problem.geometry_of(moe_config, self.slot)
+        self.dispatch = LayerDispatch(machine.candidate_kernels(self.slot, self.geometry, machine.device_of(moe_config)))
+        self._own = None if self.theirs is None else self.theirs(moe_config, quant_config)
+        self._inputs: InputScales | None = None
+        self._addresses: tuple[int, ...] = ()
+        self._first_expert = 0
+        self._scattered = False
+        """This rank's experts are not neighbors: ids are mapped call by call."""
+        self.measured = False
+        self.fault = ""
+
+    # ---- selection ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_supported_config(
+        cls: type[Sm12xExperts], moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
+    ) -> tuple[bool, str | None]:
+        """Answer vLLM's oracle. Kernels are planned and tested here: a fault leaves vLLM's own choice."""
+        try:
+            reason = cls.refusal(moe_config, weight_key, activation_key, activation_format) or machine.rehearse(cls, moe_config)
+        except Exception as error:  # the MXFP8 oracle catches ValueError alone
+            reason = first_line(error)
+        return not reason, reason or None
+
+    @classmethod
+    def refusal(cls, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any) -> str:
+        """Return why vLLM's contract or our rules refuse the layer; empty if they do not. Nothing is planned."""
+        keys = weight_key, activation_key, activation_format
+        supported, reason = mk.FusedMoEExperts.is_supported_config(cls, moe_config, *keys)
+        return machine.refusal(cls.slot, moe_config) if supported else str(reason)
+
+    @staticmethod
+    def activation_format() -> Any:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return machine.sm() in SERVED_SM
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) == keys_of(cls.slot)
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation.value in problem.ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.use_all2all_kernels and not moe_parallel_config.enable_eplb
+
+    # ---- contract ----------------------------------------------------------------------------------------------------
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any) -> Any:  # noqa: N803
+        """Return the shapes of workspaces and output. Kernels take scratch memory from torch, in a graph from its pool."""
+        if self._own is None:
+            return (0,), (0,), (M, K)
+        # Their input is quantized first: two codes a byte.
+        columns = K if self._own.expects_unquantized_inputs else K // 2
+        return self._own.workspace_shapes(M, N, columns, topk, *rest)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare the scalars of NVFP4, after vLLM has converted the tensors. Called again with each reload."""
+        if self._own is not None:
+            self._own.process_weights_after_loading(layer)
+        if self.g1_alphas is not None:
+            gscales = (self.a1_gscale, self.a2_gscale) if self.slot.pair else None
+            self._inputs = weights.input_scales(layer, gscales, self.g1_alphas)
+
+    def apply(
+        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, global_num_experts: int,
+        expert_map: torch.Tensor | None, a1q_scale: torch.Tensor | None, a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor, workspace2: torch.Tensor, expert_tokens_meta: Any, apply_router_weight_on_input: bool,
+    ) -> None:  # fmt: skip
+        """Write the weighted sum over this rank's experts into ``output``, ``(M, K)``."""
+        if self._own is None:
+            ones = topk_weights if not apply_router_weight_on_input else torch.ones_like(topk_weights)
+            if not self.call(hidden_states, w1, w2, ones, topk_ids, expert_map, output):
+                raise RuntimeError(f"no kernel serves {len(hidden_states)} tokens of {self.geometry}; set TRTLLM_B12X=0")
+            return
+
+        def theirs(x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, out: torch.Tensor) -> None:
+            codes, scales = (x, None) if own.expects_unquantized_inputs else _quantize_input(x, self.quant_config)
+            own.apply(
+                out, codes, w1, w2, router_weights, ids, activation, global_num_experts, expert_map, scales, a2_scale,
+                workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
+            )  # fmt: skip
+
+        own, served = self._own, False
+        try:
+            ones = topk_weights if not apply_router_weight_on_input else torch.ones_like(topk_weights)
+            served = not self.fault and self.call(hidden_states, w1, w2, ones, topk_ids, expert_map, output, theirs)
+        except Exception as error:
+            self.fault = first_line(error)
+            log.once(f"vLLM's own {self.slot.backend} serves {self.geometry} after an error of ours: {self.fault}")
+        if not served:
+            theirs(hidden_states, topk_ids, topk_weights, output)
+
+    # ---- our part ----------------------------------------------------------------------------------------------------
+
+    def call(
+        self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, router_weights: torch.Tensor, ids: torch.Tensor,
+        expert_map: torch.Tensor | None, out: torch.Tensor, theirs: Callable[..., None] | None = None,
+    ) -> bool:  # fmt: skip
+        """Run a kernel. Return False if none serves so many tokens."""
+        if self._tensors(w1, w2).addresses() != self._addresses:
+            self.load(w1, w2, expert_map)
+        if not self.measured:
+            self._measure(x, theirs)
+        kernel = self.dispatch.schedule.at(x.shape[0])
+        if kernel is None:
+            return False
+        if self._scattered:
+            assert expert_map is not None
+            known = (ids >= 0) & (ids < expert_map.numel())
+            ids = torch.where(known, expert_map[ids.clamp(0, expert_map.numel() - 1).long()], -1)
+        kernel.run(MoECall(x, ids, router_weights, out=out))
+        return True
+
+    def _tensors(self, w1: torch.Tensor, w2: torch.Tensor) -> weights.Tensors:
+        alphas = None if self.g1_alphas is None else (self.g1_alphas, self.g2_alphas)
+        return weights.Tensors(w1, w2, (self.w1_scale, self.w2_scale), alphas)
+
+    def load(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> None:
+        """Plan, bind and test at the first call; later take tensors that have moved.
+
+        Raises:
+            RuntimeError: no kernel serves the layer.
+        """
+        tensors, swiglu = self._tensors(w1, w2), problem.swiglu_constants(self.moe_config)
+        views = weights.view(tensors, self.geometry, self._inputs, swiglu)
+        if self.dispatch.schedule.kernels:
+            self.dispatch.bind(views, self._first_expert)
+        else:
+            self._place(expert_map)
+            eligible = machine.resolve(self.slot, self.moe_config).families
+            with machine.float32_default():
+                errors = self.dispatch.load(self.geometry, views, w1.device, self._first_expert, eligible)
+            schedule = self.dispatch.schedule
+            if not (schedule.kernels if self.slot.pair else schedule.base):
+                raise RuntimeError("; ".join(errors.values()) or "no family serves every count")
+        self._addresses = tensors.addresses()
+
+    def _place(self, expert_map: torch.Tensor | None) -> None:
+        """Find this rank's experts. Kernels take neighbors as they are."""
+        if expert_map is None:
+            return
+        here = (expert_map >= 0).nonzero().flatten()
+        first = int(here[0])
+        neighbors = torch.arange(len(here), device=here.device)
+        self._scattered = not bool((here == first + neighbors).all() and (expert_map[here] == neighbors).all())
+        self._first_expert = 0 if self._scattered else first
+
+    def _measure(self, x: torch.Tensor, theirs: Callable[..., None] | None) -> None:
+        """Measure the crossover once per geometry, at the first eager call. An error costs the measurement."""
+        try:
+            if not timing.possible(x.device) or self.dispatch.schedule.base == "triton":
+                self.measured = True
+            elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
+                paths = functools.partial(self._paths, theirs)
+                self.dispatch.measure(x.device, paths, self._sample_routes, f"vLLM {facts.version()}")
+                self.measured = not self.dispatch.should_measure()
+        except Exception as error:
+            self.measured = True
+            log.once(f"the crossover stays as it is: {first_line(error)}")
+
+    def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
+        schedule, paths = self.dispatch.schedule, {}
+        for name, kernel in schedule.families.items():
+            captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
+            paths[HOST if name == schedule.base else name] = TimedPath([kernel.run], kernel.serves, captured)
+        if HOST not in paths:
+            assert theirs is not None
+            paths[HOST] = TimedPath([lambda call: theirs(call.x, call.ids, call.router_weights, torch.empty_like(call.x))])
+        return paths
+
+    def _sample_routes(self, tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = timing.router_logits(self.geometry, tokens, seed, skewed).to(machine.device_of(self.moe_config))
+        values, ids = logits.topk(self.geometry.top_k, dim=1)
+        return ids.to(torch.int32), values.softmax(1)
+
+
+def keys_of(slot: Slot) -> tuple[Any, Any]:
+    """Return vLLM's weight key and activation key of a slot."""
+    weight, activation = slot.keys
+    return getattr(quant_utils, weight), None if activation is None else getattr(quant_utils, activation)
+
+
+@functools.cache
+def experts_class(slot: Slot, theirs: type[Any] | None) -> type[Sm12xExperts]:
+    """Return the experts class of a slot. ``theirs`` is vLLM's, of a pair."""
+    return type(
+        f"{slot.format}Sm12xExperts",
+        (Sm12xExperts,),
+        {"slot": slot, "theirs": theirs if slot.pair else None, "__module__": __name__},
+    )

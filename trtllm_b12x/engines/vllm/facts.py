@@ -1,0 +1,145 @@
+"""What this package relies on in vLLM, with sources, and its comparison with the vLLM that is installed.
+
+Read in the wheels of 0.28.0 and 0.33.0, where all of it is equal. Paths are below ``vllm/model_executor/layers``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_b12x.formats import GATE_UP, ROWS, TILES, UP_GATE, WeightLayout
+
+FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+QUANT_KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
+
+
+@dataclass(frozen=True)
+class ReboundName:
+    """Function of vLLM that is wrapped, in its module and in every module that has imported it by name."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    reason: str
+    source: str
+
+
+REBOUND = (
+    ReboundName(
+        f"{FUSED_MOE}.oracle.mxfp8",
+        "select_mxfp8_moe_backend",
+        ("config",),
+        "No registry of experts exists; its list of backends ends at MARLIN on family 120, whose weights are packed anew.",
+        "fused_moe/oracle/mxfp8.py; by name in modelopt, compressed_tensors_moe_w8a8_mxfp8, online, quark, inc",
+    ),
+    ReboundName(
+        f"{FUSED_MOE}.oracle.nvfp4",
+        "select_nvfp4_moe_backend",
+        ("config", "weight_key", "activation_key"),
+        "Its list of backends is local, so that only its answer can name the slot that leaves W4A16 weights in rows.",
+        "fused_moe/oracle/nvfp4.py; by name in modelopt, compressed_tensors_moe_w4a4_nvfp4, online/nvfp4, quark_moe",
+    ),
+)
+"""All are rebound, or none. They return (backend, experts class); the backend also picks how weights are converted."""
+
+MXFP8_KEYS = ("kMxfp8Static", "kMxfp8Dynamic")
+"""Weight and activation key that the MXFP8 oracle asks its classes about (oracle/mxfp8.py, ``_select_kernel_cls``)."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Backend of an oracle that our experts class stands in: it decides what vLLM does to the weights."""
+
+    format: str
+    keys: tuple[str, str | None]
+    """Names of the weight key and the activation key in ``quant_utils``."""
+    oracle: str
+    enum: str
+    backend: str
+    layout: WeightLayout
+    instead: str
+    """Backend that vLLM would choose, and that ours replaces."""
+    pair: bool = False
+    """True if vLLM's own experts read the same tensors and serve beyond ours."""
+
+
+_A4, _NVFP4 = ("kNvfp4Static", "kNvfp4Dynamic"), ("nvfp4", "NvFp4MoeBackend")
+SLOTS = (
+    # fp8.convert_to_fp8_moe_kernel_format returns the tensors of TRITON_MXFP8 unchanged.
+    Slot("MXFP8", MXFP8_KEYS, "fp8", "Fp8MoeBackend", "TRITON_MXFP8", WeightLayout(ROWS, GATE_UP), "MARLIN"),
+    # prepare_nvfp4_moe_layer_for_fi_or_cutlass: block scales to 128x4, for FlashInfer [w1; w3] to [w3; w1].
+    Slot("NVFP4", _A4, *_NVFP4, "FLASHINFER_CUTLASS", WeightLayout(TILES, UP_GATE), "FLASHINFER_CUTLASS", pair=True),
+    Slot("NVFP4", _A4, *_NVFP4, "VLLM_CUTLASS", WeightLayout(TILES, GATE_UP), "VLLM_CUTLASS", pair=True),
+    # nvfp4.convert_to_nvfp4_moe_kernel_format changes the input scales of EMULATION alone, which these kernels do not read.
+    Slot("W4A16_NVFP4", ("kNvfp4Static", None), *_NVFP4, "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN"),
+)
+
+ABSTRACT, APPLY, IS_SUPPORTED, CONFIG = (
+    tuple(names.split())
+    for names in (
+        "_supports_activation _supports_current_device _supports_no_act_and_mul _supports_parallel_config _supports_quant_scheme "
+        "activation_format apply finalize_weight_and_reduce_impl workspace_shapes",
+        "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale a2_scale "
+        "workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input",
+        "cls moe_config weight_key activation_key activation_format",
+        "activation device experts_per_token has_bias hidden_dim in_dtype intermediate_size intermediate_size_per_partition "
+        "is_lora_enabled moe_backend moe_parallel_config num_experts num_local_experts swiglu_alpha swiglu_beta swiglu_limit",
+    )
+)
+"""Abstract methods of ``FusedMoEExpertsModular`` (fused_moe/modular_kernel.py; vLLM 0.22 has one more), parameters of ``apply``
+and ``is_supported_config``, and the fields of ``FusedMoEConfig`` (fused_moe/config.py) that are read."""
+
+
+class UnknownVLLMError(RuntimeError):
+    """The installed vLLM differs from what this package relies on. The message says where."""
+
+
+def version() -> str:
+    """Return the version of the installed vLLM; empty without one. Import nothing."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def check() -> None:
+    """Compare the installed vLLM with the facts above.
+
+    Raises:
+        UnknownVLLMError: it differs.
+    """
+    try:
+        found = next(_differences(), "")
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    if found:
+        raise UnknownVLLMError(f"this version of trtllm-b12x has no adapter for it: {found}")
+
+
+def _differences() -> Iterator[str]:
+    modular = importlib.import_module(f"{FUSED_MOE}.modular_kernel")
+    experts = modular.FusedMoEExpertsModular
+    if changed := experts.__abstractmethods__ ^ set(ABSTRACT):
+        yield f"FusedMoEExpertsModular is abstract in other methods: {', '.join(sorted(changed))}"
+    for function, expected in ((experts.apply, APPLY), (modular.FusedMoEExperts.is_supported_config, IS_SUPPORTED)):
+        if (names := _parameters(function)) != expected:
+            yield f"{function.__qualname__} takes {', '.join(names)}"
+    config = importlib.import_module(f"{FUSED_MOE}.config").FusedMoEConfig
+    if absent := [name for name in CONFIG if name not in config.__dataclass_fields__]:
+        yield f"FusedMoEConfig has no {', '.join(absent)}"
+    for rebound in REBOUND:
+        function = getattr(importlib.import_module(rebound.module), rebound.name, None)
+        if function is None or _parameters(function) != rebound.parameters:
+            yield f"{rebound.module} has no {rebound.name}({', '.join(rebound.parameters)})"
+    for slot in SLOTS:
+        if not hasattr(getattr(importlib.import_module(f"{FUSED_MOE}.oracle.{slot.oracle}"), slot.enum), slot.backend):
+            yield f"{slot.enum} has no {slot.backend}"
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)

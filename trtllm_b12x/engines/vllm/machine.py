@@ -1,0 +1,181 @@
+"""Whether kernels of this package serve a layer of vLLM on this card: by the rules, then by a rehearsal while vLLM chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from trtllm_b12x import decision, formats
+from trtllm_b12x.core import process, settings
+from trtllm_b12x.decision import Environment, Resolution, families
+from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.formats import ROWS
+from trtllm_b12x.kernels import Geometry, Kernel
+from trtllm_b12x.kernels.catalog import KERNELS
+
+from . import problem, weights
+from .chunks import in_chunks
+from .facts import Slot
+from .report import FAMILIES
+
+assumed_sm: int | None = None
+"""Card to assume, as major * 10 + minor, instead of the one that vLLM sees: for tests and benchmarks."""
+_rehearsed: dict[tuple[Slot, Geometry, torch.device], tuple[str, list[Kernel]]] = {}
+"""Reason against the kernels of a geometry, or an empty string; and kernels without weights that keep the plans."""
+
+
+@process.kept
+def _forget() -> None:
+    global assumed_sm
+    assumed_sm = None
+    _rehearsed.clear()
+
+
+def sm() -> int:
+    """Return the card as vLLM sees it, major * 10 + minor; 0 without an NVIDIA card."""
+    if assumed_sm is not None:
+        return assumed_sm
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return 0 if capability is None else 10 * capability.major + capability.minor
+
+
+def device_of(config: Any) -> torch.device:
+    device = torch.device(config.device)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def candidate_kernels(slot: Slot, geometry: Geometry, device: torch.device) -> dict[str, type[Kernel]]:
+    """Map each family to its kernel class, in order of preference. On the CPU torch classes stand in.
+
+    Where vLLM has no experts for the slot's tensors, one family must serve every count: ``grouped``, or ``triton`` in chunks.
+    """
+    found: dict[str, type[Kernel]] = {}
+    for row in families.rows((name for name in settings.KERNELS() if name in FAMILIES), slot.format):
+        if row.format != slot.format or (row.name == "grouped" and not _whole_words(geometry)):
+            continue
+        kernel, in_torch = KERNELS[row.key]
+        if not kernel.available() or not kernel.runs_on(device):
+            if device.type != "cpu":
+                continue
+            kernel = in_torch
+        if not slot.pair and kernel.features.measured_from:
+            features = replace(kernel.features, every_count=True, measured_from=0)
+            kernel = type(kernel.__name__, (kernel,), {"features": features})
+        found[row.name] = kernel
+    if not slot.pair and "triton" in found and "grouped" not in found:
+        found["triton"] = in_chunks(found["triton"])
+    return found
+
+
+def _whole_words(geometry: Geometry) -> bool:
+    """Return True if ``grouped`` reads the scales: in rows they must be whole words of four blocks."""
+    width = 4 * (formats.group_size(geometry.format) or 1)
+    aligned = not (geometry.hidden_size % width or geometry.intermediate_size % width)
+    return aligned or geometry.layout.scales != ROWS
+
+
+def resolve(slot: Slot, config: Any) -> Resolution:
+    """Apply the rules to a ``FusedMoEConfig``."""
+    device, number = device_of(config), sm()
+    facts = Environment(enabled=settings.ENABLED(), sm=number)
+    if device.type == "cuda":
+        facts = replace(facts, triton_lacks=toolchain.lacking(number), upcast=toolchain.upcast(number))
+    features = {
+        name: kernel.features for name, kernel in candidate_kernels(slot, problem.geometry_of(config, slot), device).items()
+    }
+    return decision.resolve(problem.shape_of(config, slot), problem.deployment_of(config), facts, features)
+
+
+def refusal(slot: Slot, config: Any) -> str:
+    """Return why the rules refuse a layer, in one line; empty if they do not."""
+    resolution = resolve(slot, config)
+    return "; ".join(dict.fromkeys(f"{rejection.reason.name}: {rejection.detail}" for rejection in resolution.rejections))
+
+
+@contextmanager
+def float32_default() -> Iterator[None]:
+    """Undo vLLM's default dtype, which a model is built under."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def rehearse(experts_class: Any, config: Any) -> str:
+    """Load and call an experts object on random weights of the layer's sizes, once per geometry. Every kernel is tested.
+
+    Returns:
+        The reason why our kernels do not serve; empty if they do. Plans are kept, so that layers compile nothing.
+    """
+    slot, device = experts_class.slot, device_of(config)
+    key = slot, problem.geometry_of(config, slot), device
+    if key not in _rehearsed:
+        try:
+            with float32_default(), torch.inference_mode(False), torch.no_grad():
+                _rehearsed[key] = "", _rehearse(experts_class, config, key[1], device)
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                return decision_line(error)  # memory may be free for the next layer
+            _rehearsed[key] = decision_line(error), []
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return _rehearsed[key][0]
+
+
+def decision_line(error: Exception) -> str:
+    from trtllm_b12x.kernels import first_line
+
+    return f"{decision.RejectReason.KERNEL_PLAN_FAILED.name}: {first_line(error)}"
+
+
+def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch.device) -> list[Kernel]:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    tensors, gscales = weights.draw(geometry, device)
+    s1, s2 = tensors.scales
+    layer, scales = SimpleNamespace(), {"w1_scale": s1, "w2_scale": s2}
+    form = formats.find(geometry.format)
+    assert form is not None
+    if tensors.alphas is None:
+        quant = FusedMoEQuantConfig.make(
+            geometry.format.lower(), block_shape=[1, form.group_size], is_scale_swizzled=False, **scales
+        )
+    else:
+        one = torch.ones_like(tensors.alphas[0])
+        first, second = gscales or (one, one)
+        layer.w13_weight_scale_2, layer.w2_weight_scale_2 = (
+            alpha * g for alpha, g in zip(tensors.alphas, (first, second), strict=True)
+        )
+        layer.w13_input_scale, layer.w2_input_scale = 1 / first, 1 / second
+        scales |= {"g1_alphas": layer.w13_weight_scale_2, "g2_alphas": layer.w2_weight_scale_2}
+        quant = FusedMoEQuantConfig.make("nvfp4", a1_gscale=first, a2_gscale=second, **scales)
+    experts = experts_class(config, quant)
+    experts.measured = True  # not here
+    experts.process_weights_after_loading(layer)
+    experts.load(tensors.w1, tensors.w2, None)
+    x = torch.ones(1, geometry.hidden_size, dtype=geometry.dtype, device=device)
+    ids = torch.arange(geometry.top_k, dtype=torch.int32, device=device).unsqueeze(0)
+    out, ones = torch.empty_like(x), torch.ones_like(ids, dtype=torch.float32)
+    sizes = 1, tensors.w1.shape[1], geometry.hidden_size, geometry.top_k, config.num_experts, geometry.num_experts
+    experts.workspace_shapes(*sizes, None, config.activation)
+    experts.finalize_weight_and_reduce_impl()
+    if experts.expects_unquantized_inputs:
+        activation = config.activation, config.num_experts
+        experts.apply(out, x, tensors.w1, tensors.w2, ones, ids, *activation, None, None, None, None, None, None, False)
+    if experts.fault:
+        raise RuntimeError(experts.fault)
+    kept = []
+    for name, kernel in experts.dispatch.schedule.families.items():
+        kept.append(experts.dispatch.kernels[name]())
+        kept[-1].plan(geometry, kernel.capacity, device)
+    return kept

@@ -1,0 +1,43 @@
+"""What ``doctor`` says of vLLM: whether it is recognized, and what its oracles would answer on this card."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from trtllm_b12x import formats
+from trtllm_b12x.core import settings
+from trtllm_b12x.decision import Environment, families, resolve
+from trtllm_b12x.formats.geometry import LayerShape
+
+from . import facts
+
+FAMILIES = ("triton", "grouped")
+"""Families that read vLLM's layouts."""
+
+
+def vllm_lines(e: Environment) -> Iterator[str]:
+    """Yield lines on the installed vLLM, which is imported; none without one. Its output goes to standard error."""
+    if not facts.version():
+        return
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            facts.check()
+        except facts.UnknownVLLMError as error:
+            yield f"{facts.version()}, left alone: {error}"
+            return
+    yield f"{facts.version()}, recognized"
+    names = [name for name in settings.KERNELS() if name in FAMILIES]
+    for form, slots in {row.name: [slot for slot in facts.SLOTS if slot.format == row.name] for row in formats.FORMATS}.items():
+        if not slots:
+            continue
+        features = {row.name: row.features(e) for row in families.rows(names, form) if row.format == form}
+        verdict = resolve(LayerShape(quant_algo=form, dtype="bfloat16", activation="Swiglu"), None, e, features)
+        theirs = " or ".join(slot.instead for slot in slots)
+        if not verdict.served:
+            why = "; ".join(dict.fromkeys(f"{rejection.reason.name}: {rejection.detail}" for rejection in verdict.rejections))
+            yield f"{form} experts stay on {theirs}: {why}"
+        else:
+            place = "before" if slots[0].pair else "in place of"
+            yield f"{form} experts run on {' and '.join(verdict.families)}, {place} {theirs}"

@@ -1,0 +1,115 @@
+"""View vLLM's tensors as kernels read them, and draw random ones as vLLM would hold them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_b12x.formats import ROWS, constants
+from trtllm_b12x.formats.geometry import Geometry
+from trtllm_b12x.formats.layouts import mma_scale_view
+from trtllm_b12x.formats.mxfp8 import MXFP8Weights
+from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+from trtllm_b12x.formats.w4a16_nvfp4 import W4A16NVFP4Weights
+from trtllm_b12x.formats.weights import Epilogue, Weights
+
+WEIGHTS: dict[str, type[Weights]] = {"MXFP8": MXFP8Weights, "NVFP4": NVFP4Weights, "W4A16_NVFP4": W4A16NVFP4Weights}
+_TYPICAL = 672.0
+"""Reciprocal of an input scale for activations of about 1: a quarter of the calibrated range, 6 * 448."""
+
+
+@dataclass
+class Tensors:
+    """The tensors of one layer, in vLLM's layout. E local experts, I intermediate size, H hidden size, r = 2 if gated."""
+
+    w1: torch.Tensor
+    """``(E, r*I, H)`` codes, rows [w1; w3] or [w3; w1]."""
+    w2: torch.Tensor
+    """``(E, H, I)`` codes."""
+    scales: tuple[torch.Tensor, torch.Tensor]
+    """Block scales, ``(E, rows, blocks)``: in rows, or padded and 128x4-interleaved."""
+    alphas: tuple[torch.Tensor, torch.Tensor] | None = None
+    """``(E,)`` float32 each, of NVFP4."""
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in (self.w1, self.w2, *self.scales, *(self.alphas or ())))
+
+
+def view(t: Tensors, geometry: Geometry, inputs: InputScales | None, swiglu: tuple[float, float, float] | None) -> Weights:
+    """Return the weights of a layer on vLLM's own storage.
+
+    Args:
+        inputs: scales that the alphas contain the reciprocals of, for NVFP4.
+        swiglu: alpha, beta and limit.
+    """
+    kind, experts, device = WEIGHTS[geometry.format], geometry.num_experts, t.w1.device
+    size = kind.group_size
+    fields: dict[str, Any] = {
+        "fc1_weight": t.w1.view(kind.code_dtype),
+        "fc2_weight": t.w2.view(kind.code_dtype),
+        "layout": geometry.layout,
+    }
+    for name, scales in zip(("fc1_weight_sf", "fc2_weight_sf"), t.scales, strict=True):
+        rows, blocks = scales.shape[1:]
+        by_row = geometry.layout.scales == ROWS
+        fields[name] = scales.view(kind.scale_dtype) if by_row else mma_scale_view(scales, rows, blocks * size, size)
+    if t.alphas is not None:
+        assert inputs is not None
+        fields |= {"fc1_alpha": t.alphas[0], "fc2_alpha": t.alphas[1], "input_scales": inputs}
+        fields |= {"fc1_divisor": inputs.fc1_divisor, "fc2_divisor": inputs.fc2_divisor}
+    if swiglu is not None:
+        names = "swiglu_alpha", "swiglu_beta", "swiglu_limit"
+        values = (constants.filled(value, (experts,), device) for value in swiglu)
+        fields["epilogue"] = Epilogue(**dict(zip(names, values, strict=True)))
+    return kind(**fields)
+
+
+def input_scales(holder: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None, like: torch.Tensor) -> InputScales:
+    """Return the input scales that the alphas contain the reciprocals of: 1 if vLLM has put none there.
+
+    A captured graph reads them. They are kept on vLLM's layer (``holder``), and a reload writes them in place.
+    """
+    ones = torch.ones_like(like, dtype=torch.float32)
+    first, second = (ones[:1], ones) if gscales is None else (g.detach().float().expand_as(like) for g in gscales)
+    if bool((first == first[0]).all()):
+        first = first[:1]  # one for all experts: a token is quantized once
+    kept: InputScales | None = getattr(holder, "trtllm_b12x_input_scales", None)
+    if kept is None or kept.fc31_input_scale.shape != first.shape or kept.fc1_divisor.device != like.device:
+        kept = InputScales(first.clone(), second.clone(), ones.clone(), ones.clone())
+        holder.trtllm_b12x_input_scales = kept
+    kept.fc31_input_scale.copy_(first)
+    kept.fc2_input_scale.copy_(second)
+    kept.derive()
+    return kept
+
+
+def draw(geometry: Geometry, device: torch.device) -> tuple[Tensors, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Draw the tensors of a layer, and the input scales that its alphas contain, for a rehearsal."""
+    kind, experts, hidden = WEIGHTS[geometry.format], geometry.num_experts, geometry.hidden_size
+    generator = torch.Generator(device).manual_seed(0)
+    size, rows = geometry.intermediate_size, (2 if geometry.gated else 1) * geometry.intermediate_size
+    codes, scales = [], []
+    for height, width in ((rows, hidden), (hidden, size)):
+        codes.append(torch.empty(experts, height, width // kind.packed, dtype=kind.code_dtype, device=device))
+        for expert in codes[-1].view(torch.uint8):
+            expert.random_(256, generator=generator)
+            if kind.packed == 1:
+                expert.bitwise_and_(0xBF)  # E4M3 below 2: no code is NaN
+        blocks = width // kind.group_size
+        if geometry.layout.scales != ROWS:
+            height, blocks = -(-height // 128) * 128, -(-blocks // 4) * 4
+        least, most = (118, 122) if kind.packed == 1 else (0x30, 0x40)
+        drawn = torch.randint(least, most, (experts, height, blocks), dtype=torch.uint8, device=device, generator=generator)
+        scales.append(drawn.view(kind.scale_dtype))
+    tensors = Tensors(codes[0], codes[1], (scales[0], scales[1]))
+    if not issubclass(kind, NVFP4Weights):
+        return tensors, None
+    inputs = 1.0 if kind is W4A16NVFP4Weights else _TYPICAL
+    alphas = (1 / (inputs * 3 * math.sqrt(width)) for width in (hidden, size))
+    first, second = (torch.full((experts,), alpha, dtype=torch.float32, device=device) for alpha in alphas)
+    tensors.alphas = first, second
+    given = torch.full((experts,), inputs, dtype=torch.float32, device=device)
+    return tensors, None if kind is W4A16NVFP4Weights else (given, given)
