@@ -9,7 +9,7 @@ import torch
 
 from trtllm_b12x.formats.mxfp8 import decode_e8m0
 from trtllm_b12x.formats.nvfp4 import decode_e2m1
-from trtllm_b12x.kernels.triton import grouped_kernels, operands
+from trtllm_b12x.kernels.triton import grouped_products, operands
 
 Registers = dict[str, torch.Tensor]
 """32 bits each, as int64."""
@@ -125,7 +125,7 @@ def test_every_byte_of_two_codes() -> None:
     """Low and high nibble of four bytes, bfloat16 times 2**-126."""
     codes = torch.arange(256).view(-1, 4)
     words = (codes << 8 * torch.arange(4)).sum(1)
-    state = execute(str(grouped_kernels._NIBBLES.value), {"$4": words}, torch.bfloat16)
+    state = execute(str(grouped_products._NIBBLES.value), {"$4": words}, torch.bfloat16)
     found = torch.stack([floats(state[f"${i}"], torch.bfloat16).T for i in range(4)], 1)  # (n, register, half)
     low, high = found[:, :2].reshape(-1, 4), found[:, 2:].reshape(-1, 4)
     assert torch.equal(low * 2.0**126, decode_e2m1(codes & 15).double())

@@ -39,10 +39,11 @@ import triton
 import triton.language as tl
 
 from .decode_kernels import BY_TURNS, UP_GATE, activate, half_alphas  # whose kernels are hashed first, see there
-from .numerics import E2M1, INTERPRETED, NAN, e2m1, e4m3, e4m3_scales, e8m0, quantized, rounded
+from .grouped_products import block_product
+from .numerics import E2M1, quantized, rounded
 from .operands import NVFP4_GROUP, SCALE
 from .routing import sort_kernel
-from .scales import first_words, scales_of, word_count
+from .scales import first_words, word_count
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
@@ -85,166 +86,6 @@ def _block_of(starts, slot, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     before = (slot - end + own) * BM
     first = tl.sum(tl.where(e == expert, start + before, 0), axis=0)
     return expert, first, tl.sum(tl.where(e == expert, tl.minimum(count - before, BM), 0), axis=0)
-
-
-@triton.jit
-def _decoded(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """NVFP4 ``(ROWS, BYTES)`` to its even and its odd columns: bfloat16, which Triton's interpreter does not multiply."""
-    factor = e4m3_scales(scales, not INTERPRETED)
-    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
-    wide = codes.to(tl.int32)
-    even, odd = e2m1(wide) * factor, e2m1(wide >> 4) * factor
-    if INTERPRETED:
-        return even, odd
-    return even.to(tl.bfloat16), odd.to(tl.bfloat16)
-
-
-_BITS = tl.constexpr("""{
-    .reg .b32 a, b, c, d;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
-    shr.u32 c, a, 4;
-    shr.u32 d, b, 4;
-    and.b32 c, c, 0x07f007f0;
-    and.b32 d, d, 0x07f007f0;
-    lop3.b32 $0, a, 0x80008000, c, 0xea;
-    lop3.b32 $1, b, 0x80008000, d, 0xea;
-}""")
-"""Four E4M3 codes to bfloat16 times 2**-120: sign, and exponent and mantissa at the bottom of bfloat16's. Triton converts each
-by itself, and stores them for the tensor cores two bytes at a time: a quarter more time on an H200."""
-
-
-@triton.jit
-def _decoded_mxfp8(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """MXFP8 ``(ROWS, BYTES)`` to bfloat16, exactly; in Triton's interpreter to float32."""
-    byte = codes.to(tl.uint8, bitcast=True)
-    if INTERPRETED:
-        values = tl.reshape(e4m3(byte.to(tl.int32)), (ROWS, BYTES // 32, 32))
-        return tl.reshape(values * e8m0(scales.to(tl.int32))[:, :, None], (ROWS, BYTES))
-    values = tl.inline_asm_elementwise(_BITS, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4)
-    values = (values * 1.329227995784916e36).to(tl.bfloat16)
-    scale = scales.to(tl.int16)
-    power = tl.where(scale == 0, 0x40, tl.where(scale == NAN, 0x7FC0, scale << 7)).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return tl.reshape(tl.reshape(values, (ROWS, BYTES // 32, 32)) * power[:, :, None], (ROWS, BYTES))
-
-
-_NIBBLES = tl.constexpr("""{
-    .reg .b32 a, b, c, d;
-    prmt.b32 a, $4, 0, 0x4140;
-    prmt.b32 b, $4, 0, 0x4342;
-    and.b32 c, a, 0x00070007; shl.b32 c, c, 6; shl.b32 d, a, 12; and.b32 d, d, 0x80008000; or.b32 $0, c, d;
-    and.b32 c, b, 0x00070007; shl.b32 c, c, 6; shl.b32 d, b, 12; and.b32 d, d, 0x80008000; or.b32 $1, c, d;
-    and.b32 c, a, 0x00700070; shl.b32 c, c, 2; shl.b32 d, a, 8; and.b32 d, d, 0x80008000; or.b32 $2, c, d;
-    and.b32 c, b, 0x00700070; shl.b32 c, c, 2; shl.b32 d, b, 8; and.b32 d, d, 0x80008000; or.b32 $3, c, d;
-}""")
-"""Four bytes of E2M1 codes to bfloat16 times 2**-126: the low nibbles, then the high ones."""
-
-
-@triton.jit
-def _decoded_w4(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):
-    """E2M1 ``(ROWS, BYTES)`` times its scales to ``dtype`` ``(ROWS, 2 * BYTES)``; of E4M3 scales 2**-8 times as large."""
-    if INTERPRETED:
-        wide = codes.to(tl.int32)
-        low, high = e2m1(wide), e2m1(wide >> 4)
-        if GROUP == NVFP4_GROUP:
-            factor = e4m3_scales(scales, False) * 0.00390625
-        else:
-            factor = e8m0(scales.to(tl.int32))
-    else:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-        if GROUP == NVFP4_GROUP:
-            factor = (e4m3_scales(scales, True) * 3.32306998946229e35).to(tl.bfloat16)
-        else:
-            low, high = (low * 8.507059173023462e37).to(tl.bfloat16), (high * 8.507059173023462e37).to(tl.bfloat16)
-            bits = scales.to(tl.int16)
-            bits = tl.where(scales == 0, 0x40, tl.where(scales == NAN, 0x7FC0, bits << 7)).to(tl.int16)
-            factor = bits.to(tl.bfloat16, bitcast=True)
-    values = tl.reshape(tl.join(low, high), (ROWS, 2 * BYTES // GROUP, GROUP)) * factor[:, :, None]
-    values = tl.reshape(values, (ROWS, 2 * BYTES))
-    if INTERPRETED:
-        return values
-    return values.to(dtype)
-
-
-@triton.jit
-def _product_of_16_bits(
-    sums, a, a_there, w, w_sf, rows, rows_there, k, X: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, LINEAR: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    place = k + tl.arange(0, BK)
-    column = k // 2 + tl.arange(0, BK // 2)
-    codes = w + rows[:, None] * (K // 2) + column[None, :]
-    if X % BK != 0:
-        x = tl.load(a + place[None, :], mask=a_there[:, None] & (place < X)[None, :], other=0.0)
-    else:
-        x = tl.load(a + place[None, :])
-    if K % BK != 0:
-        codes = tl.load(codes, mask=rows_there[:, None] & (column < K // 2)[None, :], other=0)
-    else:
-        codes = tl.load(codes)
-    factors = scales_of(w_sf, k, 1 if LINEAR else 128, K, BN, BK, GROUP, WARPS)
-    decoded = tl.trans(_decoded_w4(codes, factors, BN, BK // 2, GROUP, x.dtype))
-    if INTERPRETED:
-        x = x.to(tl.float32)
-    return tl.dot(x, decoded, sums)
-
-
-@triton.jit
-def _product_of_codes(
-    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
-    width: tl.constexpr = K // packed
-    column = k // packed + tl.arange(0, BK // packed)
-    if K % BK != 0:
-        inside = column < width
-        x = tl.load(a + column[None, :], mask=a_there[:, None] & inside[None, :], other=0.0)
-        codes = tl.load(w + rows[None, :] * width + column[:, None], mask=rows_there[None, :] & inside[:, None], other=0.0)
-    else:
-        x = tl.load(a + column[None, :])
-        codes = tl.load(w + rows[None, :] * width + column[:, None])
-    x_sf = scales_of(a_sf, k, 1, K, BM, BK, GROUP, WARPS)
-    factors = scales_of(w_sf, k, 1 if LINEAR else 128, K, BN, BK, GROUP, WARPS)
-    if FORMAT != E2M1:
-        if NATIVE:
-            sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
-        else:
-            decoded = _decoded_mxfp8(tl.trans(codes), factors, BN, BK // packed)
-            sums = tl.dot(_decoded_mxfp8(x, x_sf, BM, BK // packed), tl.trans(decoded), sums)
-    elif NATIVE:
-        x_sf, factors = x_sf.to(tl.float8e4nv, bitcast=True), factors.to(tl.float8e4nv, bitcast=True)
-        sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)
-    else:
-        even, odd = _decoded(x, x_sf, BM, BK // packed)
-        w_even, w_odd = _decoded(tl.trans(codes), factors, BN, BK // packed)
-        sums = tl.dot(even, tl.trans(w_even), sums)
-        sums = tl.dot(odd, tl.trans(w_odd), sums)
-    return sums
-
-
-@triton.jit
-def _product(
-    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, X: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ACT16: tl.constexpr, LINEAR: tl.constexpr, NATIVE: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
-
-    Args:
-        a: pointers to rows of X columns, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
-        a_sf, w_sf: pointers to the first word of rows' scales, ``(BM, 1)`` and ``(BN, 1)``; ``a_sf`` is not read with ACT16.
-        w: of the expert's matrix of K columns; ``rows (BN,)`` of it.
-    """
-    if ACT16:
-        sums = _product_of_16_bits(sums, a, a_there, w, w_sf, rows, rows_there, k, X, K, BN, BK, GROUP, LINEAR, WARPS)
-    else:
-        sums = _product_of_codes(
-            sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K, BM, BN, BK, FORMAT, GROUP, LINEAR, NATIVE, WARPS
-        )
-    return sums
 
 
 @triton.jit(
@@ -298,12 +139,12 @@ def fc1_kernel(
     up = tl.zeros((BM, BN), tl.float32)
     gate = tl.zeros((BM, BN), tl.float32)
     for k in range(0, PADDED, BK):
-        up = _product(
+        up = block_product(
             up, a, a_sf, there, weight, up_sf, up_rows, inside, k, H, PADDED, BM, BN, BK, FORMAT, GROUP, ACT16, LINEAR, NATIVE,
             WARPS,
         )  # fmt: skip
         if GATED:
-            gate = _product(
+            gate = block_product(
                 gate, a, a_sf, there, weight, gate_sf, gate_rows, inside, k, H, PADDED, BM, BN, BK, FORMAT, GROUP, ACT16, LINEAR,
                 NATIVE, WARPS,
             )  # fmt: skip
@@ -375,7 +216,7 @@ def fc2_kernel(
     weight_sf += first_words(rows, groups, LINEAR)[:, None]
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, SIZE, BK):
-        sums = _product(
+        sums = block_product(
             sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, SIZE, BM, BN, BK, FORMAT, GROUP, ACT16, LINEAR,
             NATIVE, WARPS,
         )  # fmt: skip
