@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from trtllm_b12x.formats import mxfp4
 from trtllm_b12x.formats.mxfp8 import decode_e8m0
 from trtllm_b12x.formats.nvfp4 import decode_e2m1
 from trtllm_b12x.kernels.triton import grouped_products, operands
@@ -76,6 +77,10 @@ def execute(assembly: str, inputs: Registers, dtype: torch.dtype) -> Registers:
             state[target] = packed(low, high)
         elif name == "max.u32":
             state[target] = operands[0].maximum(operands[1])
+        elif name == "min.u32":
+            state[target] = operands[0].minimum(operands[1])
+        elif name == "add.u32":
+            state[target] = operands[0] + operands[1]
         else:
             raise AssertionError(f"{name} is not known here")
     return state
@@ -104,19 +109,19 @@ def test_every_code_times_every_scale(dtype: torch.dtype) -> None:
 
 
 def test_every_code_times_every_power_of_two() -> None:
-    """E8M0 from 2**-127 on, exact as far as bfloat16 has an exponent for the product; 255 is NaN."""
+    """E8M0 up to 2**9, 2**-8 times as large and exact as far as bfloat16 has an exponent for it; NaN beyond, as 255."""
     generator = torch.Generator().manual_seed(0)
-    scales = torch.tensor([*range(253), 255]).repeat_interleave(16)
+    scales = torch.arange(3, 256).repeat_interleave(16)
     codes = torch.stack([torch.randperm(16, generator=generator) for _ in scales])
     words = (codes.view(-1, 2, 8) << 4 * torch.arange(8)).sum(2)
     inputs = {"$8": words[:, 0], "$9": words[:, 1], "$10": scales, "$11": scales}
     state = execute(str(operands.MX_E2M1_BFLOAT16.value), inputs, torch.bfloat16)
-    number = scales != 255
+    number = scales <= mxfp4.LARGEST_SCALE
     for product in range(8):
         found = floats(state[f"${product}"], torch.bfloat16)
         for parity in range(2):
             code = codes[:, 8 * (product // 4) + 4 * parity + product % 4]
-            expected = decode_e2m1(code).double() * decode_e8m0(scales.to(torch.uint8)).double()
+            expected = decode_e2m1(code).double() * decode_e8m0(scales.to(torch.uint8)).double() / 256
             assert torch.equal(found[parity].isnan(), ~number)
             assert torch.equal(found[parity][number], expected[number]), (product, parity)
 

@@ -11,6 +11,8 @@ from .weights import Weights
 
 BLOCK_SIZE = 32
 """Elements that share one E8M0 scale."""
+LARGEST_SCALE = 136
+"""Largest E8M0 byte, 2**9, that the decode kernels multiply by; beyond it they give NaN."""
 
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

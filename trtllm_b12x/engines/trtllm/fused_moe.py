@@ -149,6 +149,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         if self._our_method is not None:
             if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
                 return
+            self._our_method.check(self)
             self.scale_ratio = self._our_method.scale_ratio(self)
             # AWQ scales show only now.
             self._judge(dict.fromkeys(self.dispatch.kernels, self._fault) if self._fault else {})

@@ -71,6 +71,9 @@ class Method(_Method):
     def fill(self, module: Any, generator: torch.Generator) -> None:
         """Fill in random weights that give outputs of about one. ``generator`` is on the parameters' device."""
 
+    def check(self, module: Any) -> None:
+        """Raise ValueError if kernels cannot serve the loaded weights. May synchronize."""
+
     def scale_ratio(self, module: Any) -> float:
         """Return the largest ratio of gate's and up's scales of an expert, 1 if CUTLASS applies both. Synchronizes."""
         return 1.0

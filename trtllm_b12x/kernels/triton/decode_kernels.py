@@ -15,7 +15,7 @@ from triton.language.extra import cuda
 
 from .epilogues import activate, along, half_alphas, share_of_one, shares_of_block
 from .numerics import rounded
-from .operands import NVFP4_GROUP, SCALE, added, dot, loaded, matrix, own_columns, places, split_inputs
+from .operands import FP4, NVFP4_GROUP, SCALE, added, dot, loaded, matrix, own_columns, places, split_inputs
 from .routing import listed_block, localized, own_block, route_kernel, start_token
 from .scales import first_scale, rows_of, scale_bytes, scale_offsets
 
@@ -155,6 +155,9 @@ def fc1_kernel(
             gate *= gate_alpha * SCALE * scale
         else:
             up *= own_alpha * SCALE * scale
+    elif WORD == FP4:
+        up *= SCALE
+        gate *= SCALE
     if BIAS:
         turns: tl.constexpr = 2 if GATED and ORDER == BY_TURNS else 1
         second: tl.constexpr = 1 if ORDER == BY_TURNS else SIZE
@@ -231,6 +234,8 @@ def fc2_kernel(
     )  # fmt: skip
     if GROUP == NVFP4_GROUP:
         sums *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
+    elif WORD == FP4:
+        sums *= SCALE
     if BIAS:
         sums += along(tl.load(bias + e * PADDED + rows, mask=rows < H, other=0).to(tl.float32), BM)
     if BM == 1:
@@ -282,6 +287,8 @@ def fc2_token_kernel(
     shares = own_columns(sums, 8, BN)
     if GROUP == NVFP4_GROUP:
         shares *= tl.load(alpha + e) * SCALE * tl.load(input_scale + e * step)
+    elif WORD == FP4:
+        shares *= SCALE
     if BIAS:
         shares += tl.load(bias + e * PADDED + rows, mask=there, other=0).to(tl.float32)
     shares *= tl.load(router_weights + route, mask=routed, other=0.0)

@@ -24,6 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from trtllm_b12x.formats import mxfp4
+
 from .numerics import INTERPRETED, e2m1, e4m3, e4m3_scales, e8m0
 
 FP4 = tl.constexpr(8)
@@ -31,7 +33,8 @@ FP4 = tl.constexpr(8)
 NVFP4_GROUP = tl.constexpr(16)
 """``GROUP`` of E4M3 scales, which come with a scale for each expert; E8M0 scales have 32 and come alone."""
 SCALE = tl.constexpr(256.0)
-"""NVFP4 weights are multiplied 2**-8 times as large as they are."""
+"""E2M1 weights are multiplied 2**-8 times as large as they are."""
+LARGEST_MX_SCALE = tl.constexpr(mxfp4.LARGEST_SCALE)
 
 # Two words and their scale to eight pairs, each the value times 2**-8. The three bits of a magnitude, moved to the bottom of the
 # exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too; the scale is
@@ -68,34 +71,27 @@ E2M1_FLOAT16 = tl.constexpr(
     }"""
 )
 _E2M1_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,f,f")
-# The same with E8M0, whose range takes two steps: 0x7e80 is 2**126, a scale's byte at bit 7 its power of two; 0 is 2**-127,
-# subnormal there, and 255 infinity, which times zero is the NaN that is added. The value is not made smaller.
+# The same with E8M0: a scale's byte plus 118, at bit 7, is its power of two 2**118 times as large. Scales above 2**9, more than a
+# model needs, have no exponent there and become infinity, as 255 does, which times zero is the NaN that is added. All of E8M0's
+# range would take a second multiplication for each pair, an eighth of the loop.
 MX_E2M1_BFLOAT16 = tl.constexpr(
     """{
-    .reg .b32 s, m, z, h, n, c;
+    .reg .b32 s, m, z, h, n;
     mov.b32 z, 0x80008000;
-    mov.b32 c, 0x7e807e80;
-    mul.lo.u32 s, $10, 0x00800080;
-    max.u32 s, s, 0x00400040;
+    add.u32 s, $10, 118;
+    min.u32 s, s, 255;
+    mul.lo.u32 s, s, 0x00800080;
     fma.rn.bf16x2 n, s, z, z;
     shr.u32 h, $8, 8;
-    and.b32 m, $8, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
-    fma.rn.bf16x2 $0, m, s, n;
-    and.b32 m, $8, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
-    fma.rn.bf16x2 $1, m, s, n;
-    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
-    fma.rn.bf16x2 $2, m, s, n;
-    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
-    fma.rn.bf16x2 $3, m, s, n;
+    and.b32 m, $8, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $0, m, s, n;
+    and.b32 m, $8, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $1, m, s, n;
+    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $2, m, s, n;
+    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $3, m, s, n;
     shr.u32 h, $9, 8;
-    and.b32 m, $9, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
-    fma.rn.bf16x2 $4, m, s, n;
-    and.b32 m, $9, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
-    fma.rn.bf16x2 $5, m, s, n;
-    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
-    fma.rn.bf16x2 $6, m, s, n;
-    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 m, m, c, z;
-    fma.rn.bf16x2 $7, m, s, n;
+    and.b32 m, $9, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $4, m, s, n;
+    and.b32 m, $9, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $5, m, s, n;
+    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $6, m, s, n;
+    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $7, m, s, n;
     }"""
 )
 _MX_E2M1_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
@@ -159,7 +155,7 @@ def _decoded_e2m1(
     if GROUP == NVFP4_GROUP:
         s = e4m3_scales(block_scales, False) * 0.00390625
     else:
-        s = e8m0(block_scales.to(tl.int32))
+        s = tl.where(block_scales.to(tl.int32) > LARGEST_MX_SCALE, float("nan"), e8m0(block_scales.to(tl.int32)) * 0.00390625)
     s = tl.reshape(tl.broadcast_to(s[:, :, None], (rows, blocks, GROUP // 16)), (rows, columns // 16))
     even, odd = tl.split(tl.reshape(words, (rows, columns // 16, 2)))
     p0, p1 = _pairs(even, s, 0, 16, FP4, dtype), _pairs(even, s, 4, 20, FP4, dtype)
