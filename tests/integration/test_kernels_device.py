@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import layers, mxfp8
+from tests import layers, mxfp4, mxfp8
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import INPUT_SCALE, distance, random_call, random_layer
 from trtllm_b12x import formats
@@ -220,21 +220,28 @@ def test_the_products_are_the_cards_own() -> None:
 
 def built(form: str, gated: bool = True, size: int = 192, seed: int = 0) -> tuple[Any, dict[str, torch.Tensor]]:
     """Load a layer of 16 experts, top 4, 512 wide."""
-    arguments: dict[str, Any] = {}
-    tensors = (mxfp8.random_experts if form == "MXFP8" else random_experts)(16, 512, size, gated, seed)
-    if form == "MXFP8":
-        arguments["quant_config"] = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo.MXFP8, group_size=32)
+    if form == "MXFP4":
+        tensors = mxfp4.random_experts(16, 512, size, seed=seed)
+    else:
+        tensors = (mxfp8.random_experts if form == "MXFP8" else random_experts)(16, 512, size, gated, seed)
+    row = formats.find(form)
+    assert row is not None
+    config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(row.quant_algo), group_size=row.group_size)
     with torch.device("cuda"):
-        module = layers.create(16, 512, size, top_k=4, gated=gated, **arguments)
+        module = layers.create(16, 512, size, top_k=4, gated=gated, quant_config=config)
     return layers.load(module, tensors), tensors
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["Swiglu", "Relu2"])
 @pytest.mark.parametrize(
-    ("form", "families", "native"),
-    [("NVFP4", "triton", 64), ("NVFP4", "grouped", 64), ("MXFP8", "triton,grouped", 64)],
+    ("form", "families", "gated"),
+    [
+        (*pair, gated)
+        for pair in (("NVFP4", "triton"), ("NVFP4", "grouped"), ("MXFP8", "triton,grouped"))
+        for gated in (True, False)
+    ]
+    + [("W4A16_NVFP4", "triton", True), ("W4A16_NVFP4", "grouped", True), ("MXFP4", "triton", True)],
 )
-def test_a_layer_at_every_count(monkeypatch: pytest.MonkeyPatch, form: str, families: str, native: int, gated: bool) -> None:
+def test_a_layer_at_every_count(monkeypatch: pytest.MonkeyPatch, form: str, families: str, gated: bool) -> None:
     """Against the strict reference: decode takes activations as they are, all others quantize them."""
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", families)
     with crossover.unmeasured():
@@ -243,9 +250,10 @@ def test_a_layer_at_every_count(monkeypatch: pytest.MonkeyPatch, form: str, fami
         for tokens in (1, 2, 8, 40, 63, 64, 300, 4096):
             x, logits = layers.inputs(module, tokens, tensors) if form == "NVFP4" else _inputs(tokens)
             kernel = module.backend.schedule.at(tokens)
-            assert (kernel is None) == (form == "NVFP4" and (families == "triton") == (tokens >= 64))
+            assert (kernel is None) == (form != "MXFP8" and (families == "triton") == (tokens >= 64))
             call = reference.MoECall(x, *module.routing_method.apply(logits))
-            arithmetic = Arithmetic.UNQUANTIZED if type(kernel) in (TritonKernel, TritonMXFP8Kernel) else Arithmetic.KERNEL
+            quantizes = form == "NVFP4" if kernel is None else kernel.features.arithmetic == "KERNEL"
+            arithmetic = Arithmetic.KERNEL if quantizes else Arithmetic.UNQUANTIZED
             ((wanted,),) = reference.outputs(tensors, 16, gated, [call], [arithmetic], quant_algo=form)
             bound = 0.05 if kernel is None else 0.005
             assert distance(module(x.cuda(), logits.cuda()).cpu(), wanted) < bound, tokens

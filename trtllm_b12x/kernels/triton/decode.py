@@ -61,8 +61,8 @@ class TritonKernel(JitKernel):
     features = families.triton(Environment())
     reference: type[ReferenceKernel] = UnquantizedReferenceKernel
     codes_per_int32 = 8
-    registers = 0
-    """Limit that keeps ptxas of CUDA 12.9 from choosing 96, with which W4A16_NVFP4 spills; 0: none."""
+    registers: tuple[int, ...] = ()
+    """Limits for blocks of up to 8 routes and of more, where ptxas would choose 96 by itself and spill. Empty: its own choice."""
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         # 32-bit offsets reach every route's row.
@@ -144,7 +144,7 @@ class TritonKernel(JitKernel):
         if self.device.type == "cuda":
             options["launch_pdl"] = self._overlap
             if tile and tile.num_warps <= 4 and self.registers:
-                options["maxnreg"] = self.registers
+                options["maxnreg"] = self.registers[constants.get("BM", 1) > 8]
         return Variant("triton.decode_kernels", name, types, constants, options)
 
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
@@ -222,7 +222,7 @@ class TritonW4A16Kernel(TritonKernel):
     """Decode of W4A16_NVFP4 layers."""
 
     features = families.triton_w4a16(Environment())
-    registers = 168
+    registers = 128, 168
     reference = W4A16UnquantizedReferenceKernel
 
 
@@ -230,5 +230,5 @@ class TritonMXFP4Kernel(TritonKernel):
     """Decode of MXFP4 layers."""
 
     features = families.triton_mxfp4(Environment())
-    registers = 168
+    registers = 168, 168
     reference = MXFP4UnquantizedReferenceKernel
