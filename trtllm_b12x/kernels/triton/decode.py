@@ -37,6 +37,8 @@ from .variant import Variant
 _MAX_TOP_K = 64
 _MAX_EXPERTS = 2048
 _LAST_INDEX = 2**31 - 1
+_REGISTERS = 168
+"""Limit of a thread where its kernel has few programs, or many routes in each."""
 _BLOCK = 1024
 """Elements a program sets or sorts at a time."""
 
@@ -61,8 +63,9 @@ class TritonKernel(JitKernel):
     features = families.triton(Environment())
     reference: type[ReferenceKernel] = UnquantizedReferenceKernel
     codes_per_int32 = 8
-    registers: tuple[int, ...] = ()
-    """Limits for blocks of up to 8 routes and of more, where ptxas would choose 96 by itself and spill. Empty: its own choice."""
+    registers = 0
+    """Limit of a thread where several programs of few routes share a multiprocessor; 0: ptxas chooses everywhere. By itself it takes
+    96 for some kernels of W4A16_NVFP4, and spills."""
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         # 32-bit offsets reach every route's row.
@@ -122,15 +125,17 @@ class TritonKernel(JitKernel):
         first |= {"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
         second = {"BN": chosen.fc2.rows, "BK": chosen.fc2.columns, "SPLIT": chosen.fc2.split}
         bias, call = g.bias or f, (i, config.tokens, 1, 0, 1, 0)
+        programs = config.tokens * g.top_k * g.intermediate_size // chosen.fc1.rows
+        crowded = chosen.routes <= 8 and programs > self.card.multiprocessors
         types: tuple[Any, ...] = (x, i, byte, f, f, f, bias, f, f, f, i, f, x, torch.bfloat16, *call)
-        made = [self._variant("fc1_kernel", types, common | both | first, chosen.fc1)]
+        made = [self._variant("fc1_kernel", types, common | both | first, chosen.fc1, crowded)]
         types = (torch.bfloat16, i, byte, f, f, bias, i, f, x, f, *call)
         if inline and chosen.token is not None:
             constants = {name: both[name] for name in ("H", "SIZE", "BIAS", "PADDED", "WORD", "GROUP", "LINEAR", "PTX")}
             constants |= {"BN": chosen.token.rows, "BK": chosen.token.columns}
             made.append(self._variant("fc2_token_kernel", types, common | constants, chosen.token))
         else:
-            made.append(self._variant("fc2_kernel", types, common | both | second, chosen.fc2))
+            made.append(self._variant("fc2_kernel", types, common | both | second, chosen.fc2, crowded))
         if not inline:
             constants = {"H": g.hidden_size, "SLOTS": slots, "EXPERTS": g.num_experts, "BLOCK": _BLOCK, "QUANTIZED": quantized}
             constants |= {"PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
@@ -138,13 +143,15 @@ class TritonKernel(JitKernel):
             made.insert(0, self._variant("route_kernel", types, common | constants, None))
         return tuple(made)
 
-    def _variant(self, name: str, types: tuple[Any, ...], constants: dict[str, Any], tile: Tile | None) -> Variant:
+    def _variant(
+        self, name: str, types: tuple[Any, ...], constants: dict[str, Any], tile: Tile | None, crowded: bool = False
+    ) -> Variant:
         options: dict[str, Any] = {"num_warps": tile.num_warps if tile else 4, "num_stages": tile.num_stages if tile else 1}
         options["enable_fp_fusion"] = True  # the default until Triton 3.10
         if self.device.type == "cuda":
             options["launch_pdl"] = self._overlap
             if tile and tile.num_warps <= 4 and self.registers:
-                options["maxnreg"] = self.registers[constants.get("BM", 1) > 8]
+                options["maxnreg"] = self.registers if crowded else _REGISTERS
         return Variant("triton.decode_kernels", name, types, constants, options)
 
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
@@ -222,7 +229,7 @@ class TritonW4A16Kernel(TritonKernel):
     """Decode of W4A16_NVFP4 layers."""
 
     features = families.triton_w4a16(Environment())
-    registers = 128, 168
+    registers = 128
     reference = W4A16UnquantizedReferenceKernel
 
 
@@ -230,5 +237,5 @@ class TritonMXFP4Kernel(TritonKernel):
     """Decode of MXFP4 layers."""
 
     features = families.triton_mxfp4(Environment())
-    registers = 168, 168
+    registers = _REGISTERS
     reference = MXFP4UnquantizedReferenceKernel
