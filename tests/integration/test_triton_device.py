@@ -83,7 +83,7 @@ def decoded(  # type: ignore[no-untyped-def]
     row = tl.arange(0, rows)[:, None]
     word, block = tl.arange(0, columns // 8)[None, :], tl.arange(0, columns // 16)[None, :]
     given = tl.load(words + row * (columns // 8) + word), tl.load(scales + row * (columns // 16) + block)
-    decoded = operands.decoded(given[0], given[1], rows, columns, 8, dtype, ptx)
+    decoded = operands.decoded(given[0], given[1], rows, columns, 8, 16, dtype, ptx)
     for j in tl.static_range(8):
         tl.store(out + j * (rows * columns // 8) + row * (columns // 8) + word, decoded[j])
 
@@ -160,17 +160,6 @@ def test_streams_and_graphs_at_a_time(swiglu: Layer) -> None:
     torch.cuda.synchronize()
     for found, wanted in zip(results, expected, strict=True):
         assert all(torch.equal(result, wanted) for result in found)
-
-
-def test_a_profiler_is_told_of_every_launch(swiglu: Layer) -> None:
-    kernel, call, told = planned(swiglu), random_call(swiglu.geometry, 33, device="cuda"), []
-    hook = lambda metadata: told.append(metadata.get()["name"])  # noqa: E731
-    triton.knobs.runtime.launch_enter_hook.add(hook)
-    try:
-        kernel.run(MoECall(*call))
-    finally:
-        triton.knobs.runtime.launch_enter_hook.remove(hook)
-    assert told == ["route_kernel", "fc1_kernel", "fc2_kernel"]
 
 
 def test_a_soak_of_random_counts(swiglu: Layer) -> None:

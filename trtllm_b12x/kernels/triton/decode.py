@@ -64,8 +64,8 @@ class TritonKernel(JitKernel):
     reference: type[ReferenceKernel] = UnquantizedReferenceKernel
     codes_per_int32 = 8
     registers = 0
-    """Limit of a thread where several programs of few routes share a multiprocessor; 0: ptxas chooses everywhere. By itself it takes
-    96 for some kernels of W4A16_NVFP4, and spills."""
+    """Limit of a thread where several programs of few routes share a multiprocessor; 0: ptxas chooses everywhere, for W4A16_NVFP4
+    96, with which it spills."""
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         # 32-bit offsets reach every route's row.
