@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import faults
-from tests.integration.vllm import layers
+from tests.integration.vllm import layers, whole
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.engines.vllm import facts, machine, plugin, problem
 
@@ -345,3 +345,36 @@ def test_doctor_says_what_the_oracles_would_answer() -> None:
     assert recognized == f"{facts.version()}, recognized"
     assert [line.split(" experts run on ")[0] for line in lines] == ["NVFP4", "W4A16_NVFP4", "MXFP8"]
     assert all("SM: the GPU is SM90" in line for line in list(vllm_lines(Environment(sm=90)))[1:])
+
+
+@pytest.fixture(scope="module")
+def one_rank(pretended: None) -> Iterator[None]:
+    with whole.one_rank():
+        yield
+
+
+@pytest.mark.parametrize("form", ("MXFP8", "W4A16_NVFP4"))
+@pytest.mark.usefixtures("one_rank")
+def test_vllms_whole_layer_loads_computes_and_loads_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Router, runner and weight loader are vLLM's. New weights are loaded into the same tensors, and by its ``reload_weights``."""
+    caplog.set_level(logging.INFO)
+    block, drawn = whole.Block(form, SIZES, "cpu"), [layers.random_experts(form, SIZES[0], *SIZES[2:], seed=s) for s in range(3)]
+    assert f"{form} experts run on trtllm-b12x" in caplog.text
+    loaded = block.load(drawn[0])
+    assert loaded == {name for name, _ in block.named_parameters()}
+    calls = {tokens: whole.inputs(SIZES, tokens) for tokens in (1, 8, 63)}
+
+    def check(experts: layers.Experts) -> None:
+        for tokens, (x, logits) in calls.items():
+            error = layers.distance(block(x, logits), whole.expected(experts, SIZES, x, logits))
+            assert error < 0.004, (tokens, error)
+
+    check(drawn[0])
+    assert type(block.ours).__name__ == f"{form}Sm12xExperts"
+    held = {name: parameter.data_ptr() for name, parameter in block.named_parameters()}
+    if form == "MXFP8":  # the other has scalars that vLLM derives after a load
+        block.load_weights(whole.checkpoint(drawn[1]))
+        check(drawn[1])
+    block.reload(drawn[2])
+    check(drawn[2])
+    assert {name: parameter.data_ptr() for name, parameter in block.named_parameters()} == held
