@@ -63,7 +63,7 @@ class Block(torch.nn.Module):
         experts, top_k, hidden, size = sizes
         more: dict[str, Any] = {}
         if torch.device(device).type == "cpu":
-            more["custom_routing_function"] = _route  # vLLM's own router is a CUDA extension
+            more["custom_routing_function"] = route  # vLLM's own router is a CUDA extension
         with _config(device, moe_backend) as self.config, layers.model_dtype(), torch.device(device):
             self.experts = FusedMoEFactory(
                 num_experts=experts,
@@ -87,10 +87,10 @@ class Block(torch.nn.Module):
         return self.method.moe_kernel.fused_experts
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load as vLLM's models do."""
+        """Load as vLLM's models do. Return the names of parameters, without their modules'."""
         from vllm.model_executor.models.utils import AutoWeightsLoader
 
-        return set(AutoWeightsLoader(self).load_weights(weights))
+        return {name.rsplit(".", 1)[-1] for name in AutoWeightsLoader(self).load_weights(weights)}
 
     def load(self, experts: layers.Experts) -> set[str]:
         """Load and process, as vLLM's model loader does."""
@@ -122,7 +122,7 @@ def _set(config: Any) -> Any:
     return set_current_vllm_config(config)
 
 
-def _route(hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool) -> Any:
+def route(hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool) -> Any:
     """Route as Qwen3's router does."""
     weights, ids = gating_output.float().softmax(-1).topk(topk, -1)
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, ids.int()
@@ -139,4 +139,4 @@ def inputs(sizes: tuple[int, int, int, int], tokens: int, device: Any = "cpu") -
 
 def expected(experts: layers.Experts, sizes: tuple[int, int, int, int], x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Return the layer's output in float32."""
-    return experts.expected(x, *_route(x, logits, sizes[1], renormalize=True))
+    return experts.expected(x, *route(x, logits, sizes[1], renormalize=True))
