@@ -49,7 +49,8 @@ def checkpoint(experts: layers.Experts) -> Iterator[tuple[str, torch.Tensor]]:
             # A projection of w13 has half the rows, or one of two scalars.
             parts = stacked.chunk(len(projections)) if len(projections) > 1 else (stacked,)
             for projection, part in zip(projections, parts, strict=True):
-                yield f"experts.{e}.{projection}.{kind}", part.squeeze(0) if kind.endswith(("_2", "input_scale")) else part
+                scalar = kind.endswith(("_2", "input_scale"))
+                yield f"experts.{e}.{projection}.{kind}", (part.squeeze(0) if scalar else part).cpu()
 
 
 class Block(torch.nn.Module):
@@ -129,12 +130,12 @@ def route(hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, r
 
 
 def inputs(sizes: tuple[int, int, int, int], tokens: int, device: Any = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x and router logits."""
+    """Return x and router logits. No two logits of a token are equal in bfloat16, so that every router picks the same experts."""
     experts, _, hidden, _ = sizes
     generator = torch.Generator(device).manual_seed(tokens)
-    drawn = (torch.randn(tokens, width, generator=generator, device=device) for width in (hidden, experts))
-    x, logits = (tensor.to(torch.bfloat16) for tensor in drawn)
-    return x, logits
+    x = torch.randn(tokens, hidden, generator=generator, device=device)
+    ranks = torch.rand(tokens, experts, generator=generator, device=device).argsort(-1)
+    return x.to(torch.bfloat16), (ranks * (4 / experts)).to(torch.bfloat16)
 
 
 def expected(experts: layers.Experts, sizes: tuple[int, int, int, int], x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
