@@ -99,7 +99,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def crossover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int | None]:
-    """Let the decode kernel serve fewer tokens than this, or what it is measured to be the fastest at."""
+    """Let the decode kernel serve fewer tokens than this. None: measure."""
     monkeypatch.delenv(settings.KERNELS.name, raising=False)
     monkeypatch.delenv(settings.CROSSOVER.name, raising=False)
     if request.param is not None:
@@ -124,7 +124,7 @@ def captured(block: whole.Block, x: torch.Tensor, logits: torch.Tensor) -> tuple
 def test_vllms_whole_layer(
     form: str, crossover: int | None, caplog: pytest.LogCaptureFixture, record_property: Callable[[str, object], None]
 ) -> None:
-    """Router, runner and weight loader are vLLM's: our experts beside Marlin's, eager and captured, and with weights loaded again.
+    """Compare our experts with Marlin behind vLLM's own router and weight loader: eager, captured, and with weights loaded again.
 
     Beyond decode, ``grouped`` rounds activations of MXFP8 to eight bits, as the checkpoint says. Marlin leaves them as they are.
     """
@@ -135,15 +135,15 @@ def test_vllms_whole_layer(
     for made in (block, marlin):
         assert made.load(drawn) == {name.rsplit(".", 1)[-1] for name in dict(made.named_parameters())}
         made(*whole.inputs(SIZES, 2048, "cuda"))  # the profile run
-    assert type(block.ours).__name__ == f"{form}Sm12xExperts"
-    assert "Marlin" in type(marlin.ours).__name__
+    assert type(block.fused_experts).__name__ == f"{form}Sm12xExperts"
+    assert "Marlin" in type(marlin.fused_experts).__name__
     graphs = {}
     for tokens in (1, 8, 64):
         call = whole.inputs(SIZES, tokens, "cuda")
         graphs[tokens] = graph, result = captured(block, *call)
         graph.replay()
         expected = whole.expected(drawn, SIZES, *call)
-        schedule = block.ours.dispatch.schedule
+        schedule = block.fused_experts.dispatch.schedule
         family = next(name for name, kernel in schedule.families.items() if kernel is schedule.at(tokens))
         assert crossover is None or family == "triton"
         ours, eager, theirs = (layers.distance(y, expected) for y in (result, block(*call), marlin(*call)))

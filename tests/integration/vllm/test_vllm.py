@@ -357,7 +357,7 @@ def one_rank(pretended: None) -> Iterator[None]:
 @pytest.mark.parametrize("form", ["MXFP8", "W4A16_NVFP4"])
 @pytest.mark.usefixtures("one_rank")
 def test_vllms_whole_layer_loads_computes_and_loads_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Router, runner and weight loader are vLLM's. New weights are loaded into the same tensors, and by its ``reload_weights``."""
+    """Compute behind vLLM's runner and weight loader. Load again: into the same tensors, and as ``reload_weights`` does."""
     caplog.set_level(logging.INFO)
     drawn = [layers.random_experts(form, SIZES[0], *SIZES[2:], seed=seed) for seed in range(3)]
     block = whole.Block(form, SIZES, "cpu")
@@ -376,8 +376,8 @@ def test_vllms_whole_layer_loads_computes_and_loads_again(form: str, caplog: pyt
         assert error < 0.004, error
 
     block(x, logits)
-    assert type(block.ours).__name__ == f"{form}Sm12xExperts"
-    first = block.ours.dispatch.schedule.at(8)
+    assert type(block.fused_experts).__name__ == f"{form}Sm12xExperts"
+    first = block.fused_experts.dispatch.schedule.at(8)
     check(drawn[0])
     held = {name: parameter.data_ptr() for name, parameter in block.named_parameters()}
     if form == "MXFP8":  # of the other, vLLM derives scalars after a load

@@ -13,6 +13,8 @@ import torch
 
 from tests.integration.vllm import layers
 
+Sizes = tuple[int, int, int, int]
+"""Number of experts, experts per token, hidden size, intermediate size."""
 NAMES = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
@@ -54,9 +56,9 @@ def checkpoint(experts: layers.Experts) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Block(torch.nn.Module):
-    """A layer whose experts are vLLM's ``FusedMoEFactory``'s. ``router_logits`` are given: there is no gate."""
+    """Module around a layer that vLLM's ``FusedMoEFactory`` builds. The caller passes router logits: there is no gate."""
 
-    def __init__(self, form: str, sizes: tuple[int, int, int, int], device: torch.device | str, moe_backend: str = "auto") -> None:
+    def __init__(self, form: str, sizes: Sizes, device: torch.device | str, moe_backend: str = "auto") -> None:
         from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
         from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
@@ -83,8 +85,7 @@ class Block(torch.nn.Module):
         return self.experts.routed_experts.quant_method
 
     @property
-    def ours(self) -> Any:
-        """Return the experts of the modular kernel."""
+    def fused_experts(self) -> Any:
         return self.method.moe_kernel.fused_experts
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
@@ -129,7 +130,7 @@ def route(hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, r
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, ids.int()
 
 
-def inputs(sizes: tuple[int, int, int, int], tokens: int, device: Any = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(sizes: Sizes, tokens: int, device: Any = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Return x and router logits. No two logits of a token are equal in bfloat16, so that every router picks the same experts."""
     experts, _, hidden, _ = sizes
     generator = torch.Generator(device).manual_seed(tokens)
@@ -138,6 +139,6 @@ def inputs(sizes: tuple[int, int, int, int], tokens: int, device: Any = "cpu") -
     return x.to(torch.bfloat16), (ranks * (4 / experts)).to(torch.bfloat16)
 
 
-def expected(experts: layers.Experts, sizes: tuple[int, int, int, int], x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def expected(experts: layers.Experts, sizes: Sizes, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Return the layer's output in float32."""
     return experts.expected(x, *route(x, logits, sizes[1], renormalize=True))
