@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from tests.integration.exports import (
     deepseek_v4,
@@ -22,6 +23,7 @@ from tests.integration.exports import (
     nemotron_h,
     qwen3_moe,
 )
+from tests.integration.vllm import layers, whole
 from trtllm_b12x.tools.checkpoint import Checkpoint
 from trtllm_b12x.tools.cli import main
 from trtllm_b12x.tools.verify import reference
@@ -159,6 +161,15 @@ def test_mxfp8_at_every_count(mxfp8: Path, ranks: tuple[str, ...], tmp_path: Pat
         assert layer["bytes"]["extra"] == 0
         assert [case["path"] for case in layer["cases"]] == ["triton", "triton", "grouped", "grouped", "triton"]
         assert layer["reference_error"] < 0.1
+
+
+def test_tensors_that_vllms_loader_is_tested_with_are_named_as_exported(mxfp8: Path) -> None:
+    prefix = "model.layers.0.mlp."
+    exported = load_file(mxfp8 / "model.safetensors")
+    drawn = dict(whole.checkpoint(layers.random_experts("MXFP8", 12, 256, 192)))
+    assert {prefix + name: (tensor.dtype, tensor.shape) for name, tensor in drawn.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in exported.items() if name.startswith(f"{prefix}experts.")
+    }
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp8"])

@@ -31,12 +31,14 @@ def pretend_sm120() -> None:
 
     class Sm120(CudaPlatformBase):
         visible = False
+        dispatch_key = "CPU"  # of vLLM's custom operators
         get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(12, 0))
         get_device_name = classmethod(lambda cls, device_id=0: "SM120, pretended")
         is_cuda_alike = is_cuda = lambda self: self.visible
 
     platforms._current_platform = Sm120()
-    importlib.import_module("vllm.model_executor.layers.quantization.modelopt")
+    for name in ("modelopt", "online.fp8"):
+        importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
     Sm120.visible = True
     torch.accelerator.empty_cache = lambda: None  # asks for a device
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
@@ -54,7 +56,7 @@ def vllm_config(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def _model_dtype() -> Iterator[None]:
+def model_dtype() -> Iterator[None]:
     """Set the default dtype that vLLM builds a model under."""
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -179,25 +181,32 @@ class Layer(torch.nn.Module):
         return None
 
 
-def method_of(form: str, config: Any) -> Any:
-    """Return vLLM's ModelOpt method for a layer; it asks the oracle."""
+def quant_config(form: str) -> Any:
+    """Return vLLM's configuration of a ModelOpt checkpoint."""
     from vllm.model_executor.layers.quantization import modelopt
 
-    kind = (modelopt.ModelOptMxFp8Config if form == "MXFP8" else modelopt.ModelOptNvFp4Config).from_config(
+    kind = modelopt.ModelOptMxFp8Config if form == "MXFP8" else modelopt.ModelOptNvFp4Config
+    return kind.from_config(
         {
             "quant_method": "modelopt",
             "quantization": {"quant_algo": form, "group_size": 16, "exclude_modules": [], "kv_cache_quant_algo": None},
         }
     )
-    with _model_dtype():
-        return (modelopt.ModelOptMxFp8FusedMoE if form == "MXFP8" else modelopt.ModelOptNvFp4FusedMoE)(kind, config)
+
+
+def method_of(form: str, config: Any) -> Any:
+    """Return vLLM's ModelOpt method for a layer; it asks the oracle."""
+    from vllm.model_executor.layers.quantization import modelopt
+
+    with model_dtype():
+        return (modelopt.ModelOptMxFp8FusedMoE if form == "MXFP8" else modelopt.ModelOptNvFp4FusedMoE)(quant_config(form), config)
 
 
 def loaded(form: str, config: Any, experts: Experts, method: Any = None) -> tuple[Any, Layer]:
     """Load a layer as vLLM does after its weights are in place."""
     method = method or method_of(form, config)
     layer = Layer(config, experts)
-    with _model_dtype():
+    with model_dtype():
         method.process_weights_after_loading(layer)
     return method, layer
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tests import faults
-from tests.integration.vllm import layers
+from tests.integration.vllm import layers, whole
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.engines.vllm import facts, machine, plugin, problem
+from trtllm_b12x.kernels import MoECall
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not in this environment: make vllm")
 ROOT = Path(__file__).parents[3]
@@ -345,3 +346,45 @@ def test_doctor_says_what_the_oracles_would_answer() -> None:
     assert recognized == f"{facts.version()}, recognized"
     assert [line.split(" experts run on ")[0] for line in lines] == ["NVFP4", "W4A16_NVFP4", "MXFP8"]
     assert all("SM: the GPU is SM90" in line for line in list(vllm_lines(Environment(sm=90)))[1:])
+
+
+@pytest.fixture(scope="module")
+def one_rank(pretended: None) -> Iterator[None]:
+    with whole.one_rank():
+        yield
+
+
+@pytest.mark.parametrize("form", ["MXFP8", "W4A16_NVFP4"])
+@pytest.mark.usefixtures("one_rank")
+def test_vllms_whole_layer_loads_computes_and_loads_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Compute behind vLLM's runner and weight loader. Load again: into the same tensors, and as ``reload_weights`` does."""
+    caplog.set_level(logging.INFO)
+    drawn = [layers.random_experts(form, SIZES[0], *SIZES[2:], seed=seed) for seed in range(3)]
+    block = whole.Block(form, SIZES, "cpu")
+    assert f"{form} experts run on trtllm-b12x" in caplog.text
+    assert block.load(drawn[0]) == {name.rsplit(".", 1)[-1] for name, _ in block.named_parameters()}
+    calls = {tokens: whole.inputs(SIZES, tokens) for tokens in (1, 8, 63)}
+    x, logits = calls[8]
+    weights, ids = whole.route(x, logits, SIZES[1], renormalize=True)
+
+    def check(experts: layers.Experts) -> None:
+        for tokens, call in calls.items():
+            error = layers.distance(block(*call), whole.expected(experts, SIZES, *call))
+            assert error < 0.004, (tokens, error)
+        # A graph that was captured before holds the addresses of the first kernel.
+        error = layers.distance(first.run(MoECall(x, ids, weights)), whole.expected(experts, SIZES, x, logits))
+        assert error < 0.004, error
+
+    block(x, logits)
+    assert type(block.fused_experts).__name__ == f"{form}Sm12xExperts"
+    first = block.fused_experts.dispatch.schedule.at(8)
+    check(drawn[0])
+    held = {name: parameter.data_ptr() for name, parameter in block.named_parameters()}
+    if form == "MXFP8":  # of the other, vLLM derives scalars after a load
+        block.load_weights(whole.checkpoint(drawn[1]))
+        check(drawn[1])
+    block.reload(drawn[2])
+    check(drawn[2])
+    assert {name: parameter.data_ptr() for name, parameter in block.named_parameters()} == held
+    block.reload(drawn[1])
+    check(drawn[1])
