@@ -17,13 +17,10 @@ os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
 LONG = re.compile(
     "|".join(
         (
-            r"test_triton_numbers\.py::test_against_the_layer",
-            r"test_mxfp8_kernels\.py::test_numbers",
             r"test_triton_compiled\.py::test_grouped_products_are_native\[(GroupedKernel|GroupedNVFP4Kernel-121)",
             r"test_triton_compiled\.py::test_products_of_16_bits_spill_nothing\[90",
             r"test_triton_compiled\.py::test_proof_of_both_grouped_formats",
             r"test_triton_compiled\.py::test_other_formats.*\[(90|120-1-Qwen|120-64-gpt|.*by turns)",
-            r"test_warmup\.py::test_ranks_that_start_together",
             r"hosts/test_start\.py::test_a_model_is_promoted.*\[(B-12\.1-(after|by|spawned)|C2-(9\.0|12\.1-(before|after|by|spawned)))",
             r"hosts/test_start\.py::test_on_stock_pins.*\[(B-by_itself|B-mpi|C2-before|C2-by)",
             r"hosts/test_start\.py::(test_the_off_switch|test_without_configurable_moe_or_with_it|test_the_line_is_seen)\[C2",

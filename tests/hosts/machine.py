@@ -18,11 +18,10 @@ import venv
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests import forks
 from tests.forks import ROOT
 from tests.hosts.build import Change, build
+from tests.marks import keep
 
 SHORT = ("B", "C2")
 """Doubles of ``make test``: a host that is called by keywords, and one that is called with a context."""
@@ -40,7 +39,7 @@ _STARTS = {"before_import", "spawned", "mpi_worker", "custom_module_dirs"}
 
 def of(*generations: str) -> list[Any]:
     """Parameters of the fixture ``double``, those that are left to ``make test-all`` marked."""
-    return [pytest.param(name, marks=() if name in SHORT else pytest.mark.all) for name in generations]
+    return keep(generations, SHORT)
 
 
 def site(python: Path) -> Path:

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from tests import layers, warm_start
 from tests.checkpoints import random_experts, write_checkpoint
+from tests.marks import keep
 from trtllm_b12x import formats
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.kernels.cards import MODELS, models
@@ -79,7 +80,7 @@ def test_every_kernel_is_compiled_once(built: list[dict[str, Any]], variables: d
     assert built[0]["caches"]["triton"] == variables["TRITON_CACHE_DIR"]
 
 
-@pytest.mark.parametrize("libcuda", [warm_start.LIBCUDA, "/usr/lib/wsl/lib"])
+@pytest.mark.parametrize("libcuda", keep([warm_start.LIBCUDA, "/usr/lib/wsl/lib"], ["/usr/lib/wsl/lib"]))
 def test_a_server_without_compilers_plans_every_kernel(
     built: list[dict[str, Any]], variables: dict[str, str], folder: Path, libcuda: str
 ) -> None:
@@ -114,6 +115,7 @@ def test_calls_compile_nothing(built: list[dict[str, Any]], variables: dict[str,
     assert found == {"by calls": [], "by hand": ["sort_kernel"]}
 
 
+@pytest.mark.all
 def test_ranks_that_start_together_compile_each_kernel_once(variables: dict[str, str], folder: Path) -> None:
     """With nothing in the cache: one compiles, the other waits and loads."""
     library = warm_start.driver(folder)
