@@ -1,4 +1,4 @@
-"""What this package relies on in vLLM, with sources, and its comparison with the vLLM that is installed.
+"""Names and signatures of vLLM that the package relies on, with sources. ``check`` compares them with the vLLM that is installed.
 
 Read in the wheels of 0.28.0 and 0.33.0, where all of it is equal. Paths are below ``vllm/model_executor/layers``.
 """

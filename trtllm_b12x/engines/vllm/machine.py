@@ -1,4 +1,4 @@
-"""Whether kernels of this package serve a layer of vLLM on this card: by the rules, then by a rehearsal while vLLM chooses."""
+"""Decide if our kernels serve a layer of vLLM on this card: ask the rules, then rehearse a load and a call while vLLM chooses."""
 
 from __future__ import annotations
 

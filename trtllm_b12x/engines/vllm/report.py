@@ -1,4 +1,4 @@
-"""What ``doctor`` says of vLLM: whether it is recognized, and what its oracles would answer on this card."""
+"""Lines of ``doctor`` about vLLM: if this version is recognized, and the backends its oracles would choose on this card."""
 
 from __future__ import annotations
 
