@@ -41,7 +41,7 @@ def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = 
 
 def _in_one(rejections: tuple[Rejection, ...]) -> str:
     """Join all rejections into one text. Each remedy appears once."""
-    reasons = "; ".join(f"{rejection.reason.name}: {rejection.detail}" for rejection in rejections)
+    reasons = "; ".join(rejection.finding for rejection in rejections)
     moves = ", ".join(dict.fromkeys(move for rejection in rejections for move in rejection.moves))
     remedies = "; ".join(dict.fromkeys(rejection.remedy for rejection in rejections))
     return f"{reasons} ({remedies}{f'; this moves {moves}' if moves else ''})"

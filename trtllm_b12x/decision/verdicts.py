@@ -109,9 +109,14 @@ class Rejection:
         """Return True if the user can fix this, so that it deserves a warning."""
         return not self.remedy.startswith("nothing to do")
 
+    @property
+    def finding(self) -> str:
+        """Return the reason and its detail, without the remedy."""
+        return f"{self.reason.name}: {self.detail}"
+
     def __str__(self) -> str:
         moves = f"; this moves {', '.join(self.moves)}" if self.moves else ""
-        return f"{self.reason.name}: {self.detail} ({self.remedy}{moves})"
+        return f"{self.finding} ({self.remedy}{moves})"
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,11 @@ class Resolution:
     @property
     def reasons(self) -> tuple[RejectReason, ...]:
         return tuple(dict.fromkeys(rejection.reason for rejection in self.rejections))
+
+    @property
+    def findings(self) -> str:
+        """Return the distinct findings of ``rejections`` in one line, without remedies."""
+        return "; ".join(dict.fromkeys(rejection.finding for rejection in self.rejections))
 
     def __str__(self) -> str:
         several = len(self.verdicts) > 1

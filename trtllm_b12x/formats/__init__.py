@@ -40,8 +40,6 @@ class Format:
     """Activations of usual checkpoints, which ``doctor`` asks about."""
     hosts_path: bool = True
     """True if TensorRT-LLM serves the format on SM12x by itself. If not, our kernels serve every call."""
-    quantizes_input: bool = True
-    """True if the checkpoint prescribes activations in a low-precision format too."""
     layout: WeightLayout = DEFAULT_LAYOUT
     """How TensorRT-LLM stores it for CUTLASS."""
     algorithm: str = ""
@@ -64,7 +62,6 @@ FORMATS: tuple[Format, ...] = (
         "W4A16_NVFP4_CFG",
         code_bits=4,
         group_size=16,
-        quantizes_input=False,
         layout=WeightLayout(scales=ROWS),
     ),
     Format(

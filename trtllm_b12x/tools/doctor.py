@@ -193,7 +193,7 @@ def _print_rejections(layers: list[_Layer], several: bool) -> None:
         families_of.setdefault(rejection, family)
     for number, (rejection, family) in enumerate(families_of.items(), 1):
         click.echo()
-        _print(f"{f'not {family}: ' if several else ''}{rejection.reason.name}: {rejection.detail}", f"{number}. ", "   ")
+        _print(f"{f'not {family}: ' if several else ''}{rejection.finding}", f"{number}. ", "   ")
         _print("the command below" if rejection.commands else rejection.remedy, "   -> ", "      ")
     fixable = next((rejection for rejection in families_of if rejection.commands), None)
     if fixable is not None:

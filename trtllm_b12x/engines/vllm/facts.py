@@ -15,7 +15,8 @@ from typing import Any
 from trtllm_b12x.formats import GATE_UP, ROWS, TILES, UP_GATE, WeightLayout
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-QUANT_KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
+FAMILIES = ("triton", "grouped")
+"""Families whose kernels read vLLM's layouts."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from trtllm_b12x.core import process, settings
 from trtllm_b12x.decision import Environment, Resolution, families
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import ROWS
-from trtllm_b12x.kernels import Geometry, Kernel
+from trtllm_b12x.kernels import Geometry, Kernel, first_line
 from trtllm_b12x.kernels.catalog import KERNELS
 
 from . import problem, weights
 from .chunks import in_chunks
-from .facts import Slot
-from .report import FAMILIES
+from .facts import FAMILIES, Slot
 
 assumed_sm: int | None = None
 """Card to assume, as major * 10 + minor, instead of the one that vLLM sees: for tests and benchmarks."""
@@ -95,8 +94,7 @@ def resolve(slot: Slot, config: Any) -> Resolution:
 
 def refusal(slot: Slot, config: Any) -> str:
     """Return why the rules refuse a layer, in one line; empty if they do not."""
-    resolution = resolve(slot, config)
-    return "; ".join(dict.fromkeys(f"{rejection.reason.name}: {rejection.detail}" for rejection in resolution.rejections))
+    return resolve(slot, config).findings
 
 
 @contextmanager
@@ -124,17 +122,15 @@ def rehearse(experts_class: Any, config: Any) -> str:
                 _rehearsed[key] = "", _rehearse(experts_class, config, key[1], device)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
-                return decision_line(error)  # memory may be free for the next layer
-            _rehearsed[key] = decision_line(error), []
+                return _plan_failed(error)  # memory may be free for the next layer
+            _rehearsed[key] = _plan_failed(error), []
         finally:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     return _rehearsed[key][0]
 
 
-def decision_line(error: Exception) -> str:
-    from trtllm_b12x.kernels import first_line
-
+def _plan_failed(error: Exception) -> str:
     return f"{decision.RejectReason.KERNEL_PLAN_FAILED.name}: {first_line(error)}"
 
 

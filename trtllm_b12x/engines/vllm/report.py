@@ -13,9 +13,6 @@ from trtllm_b12x.formats.geometry import LayerShape
 
 from . import facts
 
-FAMILIES = ("triton", "grouped")
-"""Families that read vLLM's layouts."""
-
 
 def vllm_lines(e: Environment) -> Iterator[str]:
     """Yield lines on the installed vLLM, which is imported; none without one. Its output goes to standard error."""
@@ -28,7 +25,7 @@ def vllm_lines(e: Environment) -> Iterator[str]:
             yield f"{facts.version()}, left alone: {error}"
             return
     yield f"{facts.version()}, recognized"
-    names = [name for name in settings.KERNELS() if name in FAMILIES]
+    names = [name for name in settings.KERNELS() if name in facts.FAMILIES]
     for form, slots in {row.name: [slot for slot in facts.SLOTS if slot.format == row.name] for row in formats.FORMATS}.items():
         if not slots:
             continue
@@ -36,8 +33,7 @@ def vllm_lines(e: Environment) -> Iterator[str]:
         verdict = resolve(LayerShape(quant_algo=form, dtype="bfloat16", activation="Swiglu"), None, e, features)
         theirs = " or ".join(slot.instead for slot in slots)
         if not verdict.served:
-            why = "; ".join(dict.fromkeys(f"{rejection.reason.name}: {rejection.detail}" for rejection in verdict.rejections))
-            yield f"{form} experts stay on {theirs}: {why}"
+            yield f"{form} experts stay on {theirs}: {verdict.findings}"
         else:
             place = "before" if slots[0].pair else "in place of"
             yield f"{form} experts run on {' and '.join(verdict.families)}, {place} {theirs}"
