@@ -80,6 +80,19 @@ def test_the_limit_alone_makes_it_swiglu_bias() -> None:
     assert distance(mxfp4.expected(weights, x, routes), wanted) > 0.04
 
 
+@pytest.mark.parametrize(("byte", "served"), [(136, True), (137, False)])
+def test_scales_that_the_kernels_cannot_multiply_by_stay_with_the_host(byte: int, served: bool) -> None:
+    hidden, size = SIZES[0]
+    weights = mxfp4.random_experts(EXPERTS, hidden, size)
+    weights["1.w2.weight_scale"][3, 1] = byte
+    x, logits = call(hidden, 5)
+    layer = built(weights, hidden, size)
+    with kernel_calls(layer.backend) as reached:
+        assert layer(x, logits).isfinite().all()
+    assert reached == ["triton"] * served
+    assert ("w2_weight_scale holds scales above 2**9" in str(layer.backend.verdict)) is not served
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_hosts_path_serves_prefill_with_mxfp8_activations(tp: int) -> None:
     hidden, size = SIZES[0]
