@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from trtllm_b12x.core import process
+from trtllm_b12x.core import log, process
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
 
 from . import crossover
@@ -88,6 +89,15 @@ class LayerDispatch:
     def should_measure(self) -> bool:
         """Return whether ``measure`` has something to decide at this stage of the process."""
         return not self.decided and self._stage != crossover.stage() and bool(self.schedule.kernels)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """An error in the block costs the measurement: the kernels serve as before, and one line says so."""
+        try:
+            yield
+        except Exception as error:
+            self.decided = True
+            log.once(f"the crossover stays as it is: {first_line(error)}")
 
     def measure(self, device: torch.device, paths: crossover.Paths, sample_routes: RouteSampler, host: str) -> None:
         """Take the policy of the layer's geometry, which is measured if need be; see ``crossover.ensure_measured``."""

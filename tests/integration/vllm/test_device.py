@@ -75,10 +75,10 @@ def test_graphs_in_random_order(served: Any) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             result = layers.call(method, layer, *inputs)
-        captured[tokens] = graph, result, expected
+        captured[tokens] = graph, result, expected, inputs  # which the graph reads
     order = random.Random(0)
     for _ in range(500):
-        graph, result, expected = captured[order.choice(list(captured))]
+        graph, result, expected, _ = captured[order.choice(list(captured))]
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(result, expected)
@@ -133,14 +133,16 @@ def test_vllms_whole_layer(
     block, marlin = whole.Block(form, SIZES, "cuda"), whole.Block(form, SIZES, "cuda", "marlin")
     assert f"{form} experts run on trtllm-b12x, in place of vLLM's MARLIN" in caplog.text
     for made in (block, marlin):
-        assert made.load(drawn) == {name.rsplit(".", 1)[-1] for name in dict(made.named_parameters())}
+        names = {name.rsplit(".", 1)[-1] for name, _ in made.named_parameters()}
+        assert made.load(drawn) == names
         made(*whole.inputs(SIZES, 2048, "cuda"))  # the profile run
     assert type(block.fused_experts).__name__ == f"{form}Sm12xExperts"
     assert "Marlin" in type(marlin.fused_experts).__name__
     graphs = {}
     for tokens in (1, 8, 64):
         call = whole.inputs(SIZES, tokens, "cuda")
-        graphs[tokens] = graph, result = captured(block, *call)
+        graph, result = captured(block, *call)
+        graphs[tokens] = graph, result, call
         graph.replay()
         expected = whole.expected(drawn, SIZES, *call)
         schedule = block.fused_experts.dispatch.schedule
@@ -155,8 +157,7 @@ def test_vllms_whole_layer(
             assert max(ours, eager) <= theirs, (tokens, family)
 
     def check(experts: layers.Experts) -> None:
-        for tokens, (graph, result) in graphs.items():
-            call = whole.inputs(SIZES, tokens, "cuda")
+        for tokens, (graph, result, call) in graphs.items():
             expected = whole.expected(experts, SIZES, *call)
             result.zero_()
             graph.replay()

@@ -221,7 +221,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         Args:
             like: the call under way, in the host's form.
         """
-        try:
+        with self.dispatch.measuring():
             if self._is_tuning():
                 crossover.tuning()
             elif self.dispatch.should_measure() and not torch.compiler.is_compiling():
@@ -229,9 +229,6 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
                 paths = functools.partial(host_path.timed_paths, self, like)
                 sampler = host_path.route_sampler(self, self.schedule.kernels[0].geometry, device)
                 self.dispatch.measure(device, paths, sampler, _HOST.generation)
-        except Exception as error:  # costs the measurement
-            self.dispatch.decided = True
-            log.once(f"the crossover stays as it is: {kernels.first_line(error)}")
 
     def _kernel_for(self, x: Any, x_sf: torch.Tensor | None = None) -> kernels.Kernel | None:
         """Return the kernel for this call, or None if CUTLASS serves it."""

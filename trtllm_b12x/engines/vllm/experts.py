@@ -209,16 +209,14 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
     def _measure(self, x: torch.Tensor, theirs: Callable[..., None] | None) -> None:
         """Measure the crossover once per geometry, at the first eager call. An error costs the measurement."""
-        try:
+        with self.dispatch.measuring():
             if not timing.possible(x.device) or self.dispatch.schedule.base == "triton":
                 self.measured = True
             elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
                 paths = functools.partial(self._paths, theirs)
                 self.dispatch.measure(x.device, paths, self._sample_routes, f"vLLM {facts.version()}")
                 self.measured = not self.dispatch.should_measure()
-        except Exception as error:
-            self.measured = True
-            log.once(f"the crossover stays as it is: {first_line(error)}")
+        self.measured = self.measured or self.dispatch.decided
 
     def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
         schedule, paths = self.dispatch.schedule, {}

@@ -119,7 +119,7 @@ def check() -> None:
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found:
-        raise UnknownVLLMError(f"this version of trtllm-b12x has no adapter for it: {found}")
+        raise UnknownVLLMError(f"this version of trtllm-b12x has no adapter for vLLM {version()}: {found}")
 
 
 def _differences() -> Iterator[str]:

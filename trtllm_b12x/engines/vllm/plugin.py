@@ -8,7 +8,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,15 +21,22 @@ _rebound: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """Names that are rebound in this process, with vLLM's function and ours."""
 
 
+@contextlib.contextmanager
+def _vllm_keeps(what: str, level: int = logging.WARNING) -> Iterator[None]:
+    """After an error in the block vLLM goes on as without us, and one line says so."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            log.once(f"vLLM keeps {what}: {first_line(error)}", level)
+
+
 def register() -> None:
     """Start in a process of vLLM, which calls this entry point of ``vllm.general_plugins`` before it builds a model."""
-    try:
+    with _vllm_keeps("all its experts", logging.INFO):
         log.configure()
         if settings.ENABLED():
             install()
-    except Exception as error:
-        with contextlib.suppress(Exception):
-            log.once(f"vLLM {facts.version()} keeps all its experts: {first_line(error)}", logging.INFO)
 
 
 def install(sm: int | None = None) -> None:
@@ -77,13 +84,10 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def select(*args: Any, **kwargs: Any) -> Any:
         theirs = original(*args, **kwargs)
-        try:
+        with _vllm_keeps("its own experts after an error of ours"):
             call = signature.bind(*args, **kwargs).arguments
             return choose(theirs, call["config"], call.get("weight_key"), call.get("activation_key"), len(call) == 1)
-        except Exception as error:
-            with contextlib.suppress(Exception):
-                log.once(f"vLLM's own experts serve after an error of ours: {first_line(error)}")
-            return theirs
+        return theirs
 
     return select
 
