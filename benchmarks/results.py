@@ -68,6 +68,12 @@ SOURCES = (
     _of_peers("moe-w4a16.json", "W4A16_NVFP4", "Triton and grouped kernels"),
     _of_peers("moe-mxfp4.json", "MXFP4", "Triton kernels"),
     _of_peers("moe-mxfp8.json", "MXFP8", "Triton and grouped kernels"),
+    Source(
+        "vllm.json",
+        "time of whole layers inside vLLM, beside its Marlin",
+        "python -m benchmarks.vllm",
+        lambda found: found.keys() >= {"gpu", "versions", "layers"},
+    ),
 )
 
 
@@ -283,7 +289,20 @@ def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
             rows = [[*key, *(times.get(n, "-") for n in counts)] for key, times in sorted(cells.items())]
             head = f"One {results['format']} layer by tokens, microseconds (share of the bandwidth of a copy), [{file}]({file}):"
             text += [head, "", *table(["layer", "kernel", *map(str, counts)], rows), ""]
-    return text
+    return text + (_in_vllm(found["vllm.json"]) if "vllm.json" in found else [])
+
+
+def _in_vllm(found: dict[str, Any]) -> list[str]:
+    """Return a table of layers that vLLM calls: a row for ours and one for Marlin, a column for each token count."""
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for line in found["layers"]:
+        name = f"{line['model']}, {line['format']}"
+        cells.setdefault((name, "ours"), {})[line["tokens"]] = f"{line['ours us']:.0f} {line['kernel'][0]}"
+        cells.setdefault((name, "vLLM's Marlin"), {})[line["tokens"]] = f"{line['marlin us']:.0f}"
+    counts = sorted({tokens for times in cells.values() for tokens in times})
+    rows = [[*key, *(times.get(n, "-") for n in counts)] for key, times in cells.items()]
+    head = "One layer inside vLLM by tokens, microseconds, by `triton` (t) or `grouped` (g), [vllm.json](vllm.json):"
+    return [head, "", *table(["layer", "kernel", *map(str, counts)], rows), ""]
 
 
 def _where(found: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from benchmarks.peers.layers import REPLAYS, draw
 from benchmarks.peers.ours import host_microseconds
@@ -130,7 +131,8 @@ def main() -> None:
     plugin.install(sm=120)
     options.out.mkdir(parents=True, exist_ok=True)
     properties = torch.cuda.get_device_properties(0)
-    report: dict[str, Any] = {"card": properties.name, "torch": torch.__version__, "vllm": facts.version(), "rows": []}
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "vllm": facts.version()}
+    report: dict[str, Any] = {"gpu": properties.name, "versions": versions, "layers": []}
     with vllm_layers.vllm_config("cuda"), torch.no_grad():
         for case in CASES:
             if options.only not in case[1]:
@@ -138,7 +140,7 @@ def main() -> None:
             os.environ[settings.CROSSOVER.name] = str(LARGEST + 1) if case[1] == "NVFP4" else "auto"
             try:
                 for row in measure(*case, until):
-                    report["rows"].append(row)
+                    report["layers"].append(row)
                     print(" ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
                     (options.out / "vllm.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             except Exception as error:  # the next case may run
