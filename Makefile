@@ -1,5 +1,5 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
-# `make test` takes about eight minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
+# `make test` takes five minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
 # kernels that FlashInfer's compiler makes, ranks, Ray, environments of real wheels, the kernels as other Tritons compile them.
 # `make vllm` makes an environment for each wheel of vLLM that requirements/ names, and tests the door into it: four minutes.
 # `make results` writes the figures on pages from the files that runs wrote, and the table of models from the code.
@@ -14,9 +14,9 @@ BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
 
 # A worker runs whole files, whose fixtures are made once, on one thread of torch's: two workers with a thread per core each take
 # four times as long.
-test test-all vllm: export OMP_NUM_THREADS := 1
+test test-all vllm vllm-0.33 vllm-0.28: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all vllm environments device results lint bench clean
+.PHONY: demo test test-all vllm vllm-0.33 vllm-0.28 environments device results lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
@@ -28,8 +28,12 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m all $(TESTS)
 
-vllm: .venv-vllm-0.33/.test .venv-vllm-0.28/.test
+vllm: vllm-0.33 vllm-0.28
+
+vllm-0.33: .venv-vllm-0.33/.test
 	.venv-vllm-0.33/bin/python -m pytest tests/integration/vllm
+
+vllm-0.28: .venv-vllm-0.28/.test
 	.venv-vllm-0.28/bin/python -m pytest tests/integration/vllm -k "not interpreter"
 
 environments: $(VENV)/.test

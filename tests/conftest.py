@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-import re
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -14,31 +14,16 @@ os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
 """And about the fixed split, on a GPU too."""
 
 
-LONG = re.compile(
-    "|".join(
-        (
-            r"test_triton_compiled\.py::test_grouped_products_are_native\[(GroupedKernel|GroupedNVFP4Kernel-121)",
-            r"test_triton_compiled\.py::test_products_of_16_bits_spill_nothing\[90",
-            r"test_triton_compiled\.py::test_proof_of_both_grouped_formats",
-            r"test_triton_compiled\.py::test_other_formats.*\[(90|120-1-Qwen|120-64-gpt|.*by turns)",
-            r"hosts/test_start\.py::test_a_model_is_promoted.*\[(B-12\.1-(after|by|spawned)|C2-(9\.0|12\.1-(before|after|by|spawned)))",
-            r"hosts/test_start\.py::test_on_stock_pins.*\[(B-by_itself|B-mpi|C2-before|C2-by)",
-            r"hosts/test_start\.py::(test_the_off_switch|test_without_configurable_moe_or_with_it|test_the_line_is_seen)\[C2",
-            r"hosts/test_start\.py::test_a_broken_plugin_breaks_nothing\[(syntax|missing|unreadable)",
-            r"test_exports\.py::test_served_by_b12x_within_the_bounds\[[a-z0-9-]*-(128|160|1856)",
-            r"test_exports\.py::test_the_judge_agrees_with_the_model_itself\[(mixtral|nemotron|minimax|deepseek)",
-            r"hosts/test_calls\.py::(test_compile_finds_no_graph_break|test_the_crossover_is_measured_once.*)\[B",
-        )
-    )
-)
-"""Cases that take long and of which another case of the same kind stays in ``make test``. ``make test-all`` runs them."""
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep ``all`` on the cases that its patterns name. A mark without patterns names every case."""
     for item in items:
-        if LONG.search(item.nodeid):
-            item.add_marker(pytest.mark.all)
+        case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+        item.own_markers[:] = [
+            mark
+            for mark in item.own_markers
+            if mark.name != "all" or not mark.args or any(fnmatchcase(case, p) for p in mark.args)
+        ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,6 +50,13 @@ def fresh_process() -> None:
     """The same numbers, and nothing that the package remembers, whatever ran before, in whichever worker."""
     torch.manual_seed(0)
     process.forget()
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> list[str]:
+    """Each ``name`` for which this run has a test in the module."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    return [str(item.callspec.params["name"]) for item in items if hasattr(item, "callspec") and "name" in item.callspec.params]
 
 
 @pytest.fixture

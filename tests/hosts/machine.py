@@ -18,10 +18,11 @@ import venv
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests import forks
 from tests.forks import ROOT
 from tests.hosts.build import Change, build
-from tests.marks import keep
 
 SHORT = ("B", "C2")
 """Doubles of ``make test``: a host that is called by keywords, and one that is called with a context."""
@@ -39,7 +40,7 @@ _STARTS = {"before_import", "spawned", "mpi_worker", "custom_module_dirs"}
 
 def of(*generations: str) -> list[Any]:
     """Parameters of the fixture ``double``, those that are left to ``make test-all`` marked."""
-    return keep(generations, SHORT)
+    return [pytest.param(name, marks=() if name in SHORT else pytest.mark.all) for name in generations]
 
 
 def site(python: Path) -> Path:

@@ -39,6 +39,7 @@ def verify(checkpoint: Path, tmp_path: Path, *arguments: str, status: int = 0) -
     return {**report, "last_line": result.output.strip().splitlines()[-1]}
 
 
+@pytest.mark.all("*-128", "*-160", "*-1856")
 @pytest.mark.parametrize("size", [128, 160, 320, 1856])
 @pytest.mark.parametrize("name", ["qwen3-moe", "nemotron-h"])
 def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) -> None:
@@ -58,6 +59,7 @@ def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) 
         assert all(case["experts"] == 8 for case in layer["cases"])
 
 
+@pytest.mark.all
 def test_the_pages_show_what_the_demo_prints(tmp_path: Path, every_family: None) -> None:
     """Other machines may differ in the last digits."""
     checkpoint = export(qwen3_moe(), tmp_path, original=True)
@@ -106,6 +108,7 @@ def test_llama4(tmp_path: Path) -> None:
     assert [layer["bits_exact"] for layer in report["layers"]] == [True, True]
 
 
+@pytest.mark.all("mixtral", "nemotron*", "minimax*", "deepseek*")
 @pytest.mark.parametrize("make", [qwen3_moe, mixtral, nemotron_h, minimax_m3, gpt_oss, deepseek_v4])
 def test_the_judge_agrees_with_the_model_itself(make: Any, tmp_path: Path) -> None:
     """The reference shares the names of gate, up and down with what it judges: here transformers' own experts speak."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
@@ -187,6 +188,7 @@ def sound(files: dict[str, bytes]) -> bool:
     return True
 
 
+@pytest.mark.all
 # The same in every run (derandomize): a failure in CI is a failure everywhere.
 @settings(
     max_examples=EXAMPLES,

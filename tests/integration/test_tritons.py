@@ -12,8 +12,8 @@ import triton
 
 ROOT = Path(__file__).parents[2]
 TESTS = "what_the_compiler_made or spill_nothing or products_are_native"
-RELEASES = {"3.5.1": " and not 121", "3.6.0": "", "3.7.1": ""}
-"""What is left out: 3.5's ptxas knows no sm_121a.  The newest is the environment's own, in ``tests/unittest``."""
+RELEASES = {"3.5.1": (" and not 121", "not all"), "3.6.0": ("", "")}
+"""Cases that are left out, by name and by mark. 3.5's ptxas knows no sm_121a. Python 3.12 brings 3.7.1, 3.11 brings 3.9."""
 
 
 @pytest.mark.all
@@ -26,18 +26,9 @@ def test_a_release(release: str, tmp_path: Path) -> None:
     paths = os.pathsep.join(map(str, (folder, ROOT)))
     env = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "SASS_TOOLS": str(own)}
     files = ["tests/unittest/test_triton_compiled.py"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-k",
-        f"({TESTS}){RELEASES[release]}",
-    ]
+    names, marks = RELEASES[release]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", f"({TESTS}){names}", "-m", marks]
+    command = [sys.executable, "-m", "pytest", *options]
     result = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout

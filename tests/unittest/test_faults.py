@@ -111,6 +111,7 @@ def distance(results: list[torch.Tensor], expected: list[torch.Tensor]) -> float
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(results, expected, strict=True))
 
 
+@pytest.mark.all("2.0")
 @pytest.mark.parametrize("ratio", [1.0, 2.0])
 def test_every_function_that_a_host_reaches(
     ratio: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +150,7 @@ def test_every_function_that_a_host_reaches(
 
 
 @pytest.mark.embedded
+@pytest.mark.all
 def test_every_function_of_a_measurement(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,21 +88,18 @@ def of_a_checkpoint(gated: bool, ratio: float, tokens: int) -> dict[str, float |
     return result
 
 
-def of_other_layers() -> dict[str, dict[str, float | bool]]:
-    """Every activation and form against the reference kernel; FC2's input scale is each expert's own, as is up's ratio."""
-    found = {}
-    for name, geometry in OTHERS.items():
-        weights = random_layer(geometry, ratio=geometry.activation != "SwigluBias").kernel_weights()
-        first = 5 if geometry.expert_parallel else 0
-        kernel, yardstick = planned(geometry, weights, first)
-        x, ids, router_weights = random_call(geometry, 9, geometry.num_experts * geometry.ranks)
-        x, ids[0] = move_off_ties(x, 0.0123), -1
-        out, wide = torch.full(x.shape, torch.nan, dtype=torch.bfloat16), ids.long()
-        wide[0] = 2**32 + first  # of no expert, though its lower 32 bits are the first's
-        kernel.run(MoECall(x, wide, router_weights, out=out))
-        wanted = yardstick.run(MoECall(x, ids, router_weights, out=torch.zeros(x.shape)))
-        found[name] = {"distance": distance(out, wanted), "nothing": not out[0].any().item()}
-    return found
+def of_a_layer(geometry: Geometry) -> dict[str, float | bool]:
+    """A form or activation against the reference kernel. Each expert has its own FC2 input scale, and its own ratio of up."""
+    weights = random_layer(geometry, ratio=geometry.activation != "SwigluBias").kernel_weights()
+    first = 5 if geometry.expert_parallel else 0
+    kernel, yardstick = planned(geometry, weights, first)
+    x, ids, router_weights = random_call(geometry, 9, geometry.num_experts * geometry.ranks)
+    x, ids[0] = move_off_ties(x, 0.0123), -1
+    out, wide = torch.full(x.shape, torch.nan, dtype=torch.bfloat16), ids.long()
+    wide[0] = 2**32 + first  # of no expert, though its lower 32 bits are the first's
+    kernel.run(MoECall(x, wide, router_weights, out=out))
+    wanted = yardstick.run(MoECall(x, ids, router_weights, out=torch.zeros(x.shape)))
+    return {"distance": distance(out, wanted), "nothing": not out[0].any().item()}
 
 
 def of_scales_that_are_no_number() -> dict[str, float | bool]:
@@ -142,24 +141,35 @@ def of_sorting() -> dict[str, float | bool]:
     return found
 
 
-def in_the_interpreter() -> dict[str, dict[str, float | bool]]:
-    gated, plain = of_a_checkpoint(True, 0.7, 17), of_a_checkpoint(False, 1.0, 3)
-    return {
-        "gated": gated,
-        "squared": plain,
-        **of_other_layers(),
-        "no number": of_scales_that_are_no_number(),
-        "sorting": of_sorting(),
-    }
+CASES: dict[str, tuple[Callable[[], dict[str, float | bool]], int]] = {
+    "gated": (lambda: of_a_checkpoint(True, 0.7, 17), 9),
+    "squared": (lambda: of_a_checkpoint(False, 1.0, 3), 3),
+    **{name: (functools.partial(of_a_layer, geometry), 2) for name, geometry in OTHERS.items()},
+    "no number": (of_scales_that_are_no_number, 3),
+    "sorting": (of_sorting, 9),
+}
+"""What computes a case, and how many answers it has."""
+
+
+def in_the_interpreter(names: list[str]) -> dict[str, dict[str, float | bool]]:
+    return {name: CASES[name][0]() for name in names}
+
+
+@pytest.fixture(scope="module")
+def results(selected: list[str]) -> dict[str, dict[str, float | bool]]:
+    found: dict[str, dict[str, float | bool]] = forks.in_the_interpreter(
+        f"{__name__}:in_the_interpreter", selected, TRTLLM_B12X_LOG="ERROR"
+    )
+    return found
 
 
 @pytest.mark.embedded
-def test_numbers() -> None:
-    found = forks.in_the_interpreter(f"{__name__}:in_the_interpreter", TRTLLM_B12X_LOG="ERROR")
-    assert list(found) == ["gated", "squared", *OTHERS, "no number", "sorting"]
-    told = [(name, what, value) for name, values in found.items() for what, value in values.items()]
-    assert len(told) == 9 + 3 + 2 * len(OTHERS) + 3 + 9
-    assert not [line for line in told if line[2] is False or not float(line[2]) <= (1 if line[2] is True else BOUND)], told
+@pytest.mark.all("squared", "off every tile", "not gated", "no number")
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name: str, results: dict[str, dict[str, float | bool]]) -> None:
+    answers = results[name]
+    assert len(answers) == CASES[name][1]
+    assert all(value is not False and float(value) <= (1 if value is True else BOUND) for value in answers.values()), answers
 
 
 def test_what_the_kernels_do_not_take() -> None:

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from tests import forks, mxfp8
-from tests.marks import keep, selected
 from tests.nvfp4_layer import distance, random_call
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.triton import scales as scale_addresses
@@ -83,12 +82,13 @@ def in_the_interpreter(names: list[str]) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = forks.in_the_interpreter(f"{__name__}:in_the_interpreter", selected(request))
+def results(selected: list[str]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = forks.in_the_interpreter(f"{__name__}:in_the_interpreter", selected)
     return found
 
 
 @pytest.mark.embedded
-@pytest.mark.parametrize("name", [*keep(CASES, SHORT), "scales", "zeros are served untested"])
+@pytest.mark.all(*({*CASES} - {*SHORT}))
+@pytest.mark.parametrize("name", [*CASES, "scales", "zeros are served untested"])
 def test_numbers(name: str, results: dict[str, list[float]]) -> None:
     assert max(results[name]) < 0.003, results[name]

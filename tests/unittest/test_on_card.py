@@ -70,6 +70,7 @@ def called(calls: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in calls.read_text().splitlines()]
 
 
+@pytest.mark.all("1.2")
 @pytest.mark.parametrize("generation", ["1.2", "1.3"])
 def test_a_model_with_and_without(bench: Path, tmp_path: Path, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAND_IN", generation)
@@ -267,6 +268,7 @@ def test_without_trtllm_bench_or_the_package(tmp_path: Path, bench: Path, monkey
     assert "not installed in this environment" in read(tmp_path)["not_measured"][0]["because"]
 
 
+@pytest.mark.all
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: Any) -> None:
     """In this very environment."""

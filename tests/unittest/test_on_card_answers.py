@@ -155,6 +155,7 @@ def test_without_matplotlib_a_line_says_so(tmp_path: Path, monkeypatch: pytest.M
     assert "<img" not in text
 
 
+@pytest.mark.all("N/A", "*Supported*", "*Error*", "ERR!")
 @pytest.mark.parametrize("word", ["[N/A]", "N/A", "[Not Supported]", "Not Supported", "[Unknown Error]", "ERR!", None])
 def test_a_card_without_clocks_and_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str | None) -> None:
     """WSL2 and GB10: the step runs, and the report says that there are no clocks. None: there is no nvidia-smi."""

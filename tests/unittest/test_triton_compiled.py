@@ -90,6 +90,7 @@ def resources(cubin: Path) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text)}
 
 
+@pytest.mark.all("90-*")
 @pytest.mark.parametrize(("capability", "tokens", "only"), SERVED)
 def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, ...], tmp_path: Path) -> None:
     names = []
@@ -146,6 +147,7 @@ OTHER_FORMATS = {
 """Kernel, geometry, and lane instructions per byte of codes on SM120; seen: 6.0 to 7.2, 6.5 to 6.9 and 6.5 to 7.3."""
 
 
+@pytest.mark.all("90-*", "120-1-Qwen*", "120-64-gpt*", "*by turns")
 @pytest.mark.parametrize("name", OTHER_FORMATS)
 @pytest.mark.parametrize(("capability", "tokens"), [(90, 8), (120, 1), (120, 64)])
 def test_other_formats_spill_nothing_and_read_ahead(name: str, capability: int, tokens: int, tmp_path: Path) -> None:
@@ -166,6 +168,7 @@ def test_other_formats_spill_nothing_and_read_ahead(name: str, capability: int, 
         assert loop.total() * variant.options["num_warps"] * 32 / size <= (10.2 if capability == 90 else limit), variant.name
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("capability", [90, 120])
 def test_products_of_16_bits_spill_nothing(capability: int, tmp_path: Path) -> None:
     kernel = GroupedW4A16Kernel(CARDS[capability])
@@ -182,6 +185,7 @@ def test_products_of_16_bits_spill_nothing(capability: int, tmp_path: Path) -> N
     assert names == {"sort_kernel", "fc1_kernel", "fc2_kernel", "sum_kernel"}
 
 
+@pytest.mark.all("121")
 @pytest.mark.parametrize("capability", [120, 121])
 def test_bias_constants_and_quantized_input_spill_nothing(capability: int, tmp_path: Path) -> None:
     geometry = Geometry(128, 4, 2880, 2880, "SwigluBias", bias=torch.bfloat16)
@@ -203,6 +207,7 @@ def test_bias_constants_and_quantized_input_spill_nothing(capability: int, tmp_p
     ],
     ids=["a quarter of gpt-oss", "gemma-4 in MXFP8"],
 )
+@pytest.mark.all("90-*")
 @pytest.mark.parametrize("capability", [90, 120])
 def test_scales_beside_each_other_by_less_than_four(
     kind: type[TritonKernel], geometry: Geometry, capability: int, tmp_path: Path
@@ -214,6 +219,7 @@ def test_scales_beside_each_other_by_less_than_four(
     assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), loop
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("capability", [120, 121])
 @pytest.mark.parametrize("kind", [GroupedKernel, GroupedNVFP4Kernel])
 def test_grouped_products_are_native(kind: type[GroupedKernel], capability: int, tmp_path: Path) -> None:
@@ -240,12 +246,14 @@ def test_grouped_products_are_native(kind: type[GroupedKernel], capability: int,
     assert names.count("fc2_kernel") == len({rule.fc2 for rule in kernel.table})
 
 
+@pytest.mark.all
 def test_proof_of_both_grouped_formats() -> None:
     proof = prove.prove("sm_120a", "grouped")
     assert (proof.compiled, proof.error) == (True, "")
     assert proof.products > 0
 
 
+@pytest.mark.all
 def test_doctors_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a card that is not here, in a process of its own; with a ptxas that does not know it, its own words."""
     proof = prove.prove("sm_121a", "triton")

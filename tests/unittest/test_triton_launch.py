@@ -60,7 +60,13 @@ def recorded(cuda: Any, start: Any, variant: Variant, launches: dict[str, str]) 
     return launch
 
 
-def main() -> None:
+FORMS = {"inline": (2, True, False), "sorted": (40, False, False), "quantized": (2, False, True)}
+"""Decode calls: tokens, whether their routes are read inline, whether their input is quantized."""
+GROUPED = {"MXFP8": (GroupedKernel, False), "NVFP4": (GroupedNVFP4Kernel, True)}
+
+
+def main(*names: str) -> None:
+    """Launch calls of the forms ``names`` by both ways, and print what the driver got."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +80,7 @@ def main() -> None:
         kernel.describe(layer.geometry, 40, torch.device("cuda"))
         kernel.bind(layer.kernel_weights(), 3)
         found: dict[str, Any] = {"known": launcher.known()}
-        forms = (("inline", 2, True, False), ("sorted", 40, False, False), ("quantized", 2, False, True))
+        forms = [(name, *form) for name, form in FORMS.items() if name in names]
         configs = {tokens: kernel.config(tokens) for _, tokens, _, _ in forms}
         called = [kernel.variants_of_call(configs[tokens], inline, quantized) for _, tokens, inline, quantized in forms]
         every = {variant.key: variant for variants in called for variant in variants}
@@ -83,16 +89,14 @@ def main() -> None:
             assert configs[tokens].inline is (tokens == 2)
             kernel._plan = CompiledPlan({v.key: v.warm_up() for v in variants})
             launches = {way: told(cuda, kernel, tokens, quantized, way) for way in ("jit", "direct")}
-            names = ("route_kernel", "fc1_kernel", "fc2_kernel")
-            functions = [getattr(decode_kernels, name) for name in names]
+            functions = [getattr(decode_kernels, f"{kind}_kernel") for kind in ("route", "fc1", "fc2")]
             caches = [len(next(iter(function.device_caches.values()))[0]) for function in functions if function.device_caches]
             found[name] = {**launches, "kernels": sum(caches)}
         found["kept"] = list(kept)
-        for name, kind, quantized in (("MXFP8", GroupedKernel, False), ("NVFP4", GroupedNVFP4Kernel, True)):
-            found[name] = grouped(cuda, kind, quantized)
+        found |= {name: grouped(cuda, *form) for name, form in GROUPED.items() if name in names}
         cuda.expect(0, None)
         knobs.compilation.listener = None
-        print(json.dumps({**found, "late": late_compiles()}))
+        print(json.dumps({**found, "late": late_compiles() if "late" in names else {}}))
 
 
 def told(cuda: Any, kernel: Any, tokens: int, quantized: bool, way: str) -> dict[str, str]:
@@ -162,8 +166,9 @@ def late_compiles() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    code = "from tests.unittest.test_triton_launch import main; main()"
+def found(selected: list[str]) -> dict[str, Any]:
+    names = ["inline", *selected] + ["late"] * (len(selected) > 1)
+    code = f"from tests.unittest.test_triton_launch import main; main(*{names})"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -171,25 +176,29 @@ def found() -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize(("form", "kernels"), [("inline", 2), ("sorted", 3), ("quantized", 3), ("MXFP8", 5), ("NVFP4", 4)])
-def test_the_driver_gets_the_same(found: dict[str, Any], form: str, kernels: int) -> None:
+@pytest.mark.all("[!i]*")
+@pytest.mark.parametrize(("name", "kernels"), [("inline", 2), ("sorted", 3), ("quantized", 3), ("MXFP8", 5), ("NVFP4", 4)])
+def test_the_driver_gets_the_same(found: dict[str, Any], name: str, kernels: int) -> None:
     assert found["known"]
-    told = found[form]
+    told = found[name]
     assert len(told["jit"]) == kernels
     assert told["direct"] == told["jit"]
     assert all(len(launch) > 2 * (_HEAD + 3 * 8) for launch in told["jit"].values())
 
 
+@pytest.mark.all
 def test_a_call_asks_for_no_kernel_that_was_not_planned(found: dict[str, Any]) -> None:
     """The JIT finds what its warm-up left for each form: alignments and types are as planned."""
     assert [found[form]["kernels"] for form in ("inline", "sorted", "quantized")] == [2, 5, 8]
 
 
+@pytest.mark.all
 def test_processes_leave_in_the_cache_what_the_jit_looks_for(found: dict[str, Any]) -> None:
     assert found["processes"] == 2
     assert found["kept"] == [True] * 8
 
 
+@pytest.mark.all
 def test_a_call_through_the_jit_compiles_nothing(found: dict[str, Any]) -> None:
     """Of every family, for every type of ids and router weights, with and without quantized input."""
     assert len(found["late"]) == 4

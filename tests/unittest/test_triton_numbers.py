@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests import forks
-from tests.marks import keep, selected
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry, MoECall, PlanError
@@ -30,9 +29,13 @@ LONG = (
     "all routes of a token as one product",
     "stretches of a sum side by side",
     "more routes than a word has bits",
+    "more routes than a word has bits, in blocks",
+    "quantized input, scales in rows",
+    "several blocks of one expert",
+    "small tiles",
     "self-test",
 )
-"""Four fifths of the time of all cases; ``make test-all`` runs them."""
+"""Nine tenths of the time of all cases; ``make test-all`` runs them."""
 
 
 def case(name: str, *arguments: Any) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., dict[str, Any]]]:
@@ -264,12 +267,13 @@ def run(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = forks.in_the_interpreter(f"{__name__}:run", selected(request))
+def results(selected: list[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = forks.in_the_interpreter(f"{__name__}:run", selected)
     return found
 
 
-@pytest.mark.parametrize("name", keep(CASES, {*CASES} - {*LONG}))
+@pytest.mark.all(*LONG)
+@pytest.mark.parametrize("name", CASES)
 def test_against_the_layer_in_float32(name: str, results: dict[str, dict[str, Any]]) -> None:
     found = results[name]
     assert found.pop("error") < BOUND

@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 
 from tests import layers, warm_start
 from tests.checkpoints import random_experts, write_checkpoint
-from tests.marks import keep
 from trtllm_b12x import formats
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.kernels.cards import MODELS, models
@@ -57,11 +56,10 @@ def variables(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def built(variables: dict[str, str]) -> list[dict[str, Any]]:
-    """What the image's build has said, a format after the other, and the second once more."""
+def build(form: str, kernels: str, variables: dict[str, str]) -> list[dict[str, Any]]:
+    """Return what the image's build says of a format, and what it says when it runs again."""
     found = []
-    for form, kernels in (("nvfp4", "triton"), ("mxfp8", "grouped"), ("mxfp8", "grouped")):
+    for _ in range(2):
         arguments = [*sizes(format=form, target="sm_120a", card=170), "--json"]
         # The build does not know where the server's libcuda is.
         result = run(*arguments, **{**variables, "TRTLLM_B12X_KERNELS": kernels, "TRITON_LIBCUDA_PATH": ""})
@@ -70,34 +68,42 @@ def built(variables: dict[str, str]) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_kernel_is_compiled_once(built: list[dict[str, Any]], variables: dict[str, str]) -> None:
+def compiled(built: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
     rows = [row for report in built for target in report["targets"] for row in target["rows"]]
-    assert [(row["family"], row["compiled"], row["cached"], row["failed"]) for row in rows] == [
-        ("triton", 12, 0, 0),
-        ("grouped", 13, 0, 0),
-        ("grouped", 0, 13, 0),
-    ]
+    return [(row["family"], row["compiled"], row["cached"], row["failed"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def built(variables: dict[str, str]) -> list[dict[str, Any]]:
+    return build("nvfp4", "triton", variables)
+
+
+@pytest.fixture(scope="module")
+def built_for_mxfp8(variables: dict[str, str]) -> list[dict[str, Any]]:
+    return build("mxfp8", "grouped", variables)
+
+
+@pytest.mark.all
+def test_every_kernel_is_compiled_once(built: list[dict[str, Any]], variables: dict[str, str]) -> None:
+    assert compiled(built) == [("triton", 12, 0, 0), ("triton", 0, 12, 0)]
     assert built[0]["caches"]["triton"] == variables["TRITON_CACHE_DIR"]
 
 
-@pytest.mark.parametrize("libcuda", keep([warm_start.LIBCUDA, "/usr/lib/wsl/lib"], ["/usr/lib/wsl/lib"]))
+@pytest.mark.all
+@pytest.mark.parametrize("libcuda", [warm_start.LIBCUDA, "/usr/lib/wsl/lib"])
 def test_a_server_without_compilers_plans_every_kernel(
     built: list[dict[str, Any]], variables: dict[str, str], folder: Path, libcuda: str
 ) -> None:
-    """Another geometry is refused with the command that mends it; calls of every form compile nothing, and what does is said."""
-    asked = [
-        {**FIELDS, "family": "triton", "capacity": 1},
-        {**FIELDS, "family": "grouped", "capacity": 4096, "format": "MXFP8"},
-        {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1},
-    ]
+    """Another geometry is refused with the command that mends it."""
+    asked = [{**FIELDS, "family": "triton", "capacity": 1}, {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1}]
     server = {**variables, "TRITON_LIBCUDA_PATH": libcuda}
-    triton, grouped, other = warm_start.start(warm_start.driver(folder), asked, CARD, server)
-    for found, kernels in ((triton, 12), (grouped, 13)):
-        assert (found["error"], found["kernels"], found["compiled"]) == ("", kernels, 0)
+    triton, other = warm_start.start(warm_start.driver(folder), asked, CARD, server)
+    assert (triton["error"], triton["kernels"], triton["compiled"]) == ("", 12, 0)
     assert other["error"].startswith("PlanError: fc1_kernel is not in Triton's cache and is not compiled: no C compiler")
     assert f"(trtllm-b12x warmup {OTHER})" in other["error"]
 
 
+@pytest.mark.all
 def test_a_frozen_server_compiles_nothing(built: list[dict[str, Any]], variables: dict[str, str], folder: Path) -> None:
     """It has a compiler, serves what is in the cache, and refuses another geometry before it compiles."""
     asked = [{**FIELDS, "family": "triton", "capacity": 1}, {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1}]
@@ -110,7 +116,13 @@ def test_a_frozen_server_compiles_nothing(built: list[dict[str, Any]], variables
     assert set((folder / "triton").rglob("*.cubin")) == before
 
 
-def test_calls_compile_nothing(built: list[dict[str, Any]], variables: dict[str, str], folder: Path) -> None:
+@pytest.mark.all
+def test_calls_of_mxfp8_compile_nothing(built_for_mxfp8: list[dict[str, Any]], variables: dict[str, str], folder: Path) -> None:
+    """What a call compiles is seen: its sort by hand is."""
+    assert compiled(built_for_mxfp8) == [("grouped", 13, 0, 0), ("grouped", 0, 13, 0)]
+    asked = [{**FIELDS, "family": "grouped", "capacity": 4096, "format": "MXFP8"}]
+    (grouped,) = warm_start.start(warm_start.driver(folder), asked, CARD, variables)
+    assert (grouped["error"], grouped["kernels"], grouped["compiled"]) == ("", 13, 0)
     found = warm_start.calls(warm_start.driver(folder), {**FIELDS, "format": "MXFP8"}, CARD, variables)
     assert found == {"by calls": [], "by hand": ["sort_kernel"]}
 
@@ -163,6 +175,7 @@ def test_the_geometry_is_the_one_of_the_host_s_layer(
     assert backend.verdict.families == families
 
 
+@pytest.mark.all
 def test_a_host_that_does_not_import_is_not_asked(tmp_path: Path) -> None:
     """Its bindings need a driver, which a machine that builds images does not have."""
     (tmp_path / "tensorrt_llm").mkdir()

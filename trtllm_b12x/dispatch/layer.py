@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x.core import log, process
+from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
 
 from . import crossover
@@ -54,19 +55,18 @@ class LayerDispatch:
         _model_is_built = True
         bound: dict[str, Kernel] = {}
         errors: dict[str, str] = {}
-        for name in (name for name in self.kernels if name in eligible):
-            plan, features = (name, geometry, str(device)), self.kernels[name].features
+        limits = {name: self._limit(kind.features, geometry, device) for name, kind in self.kernels.items() if name in eligible}
+        for name, limit in limits.items():
+            plan = name, geometry, str(device)
             try:
-                limit = crossover.max_tokens(features, geometry, device)
-                if features.measured_from and self.max_num_tokens is not None:
-                    limit = min(limit, self.max_num_tokens)
-                if limit < features.measured_from or Schedule(bound, crossover.default_policy()).serves_all(limit):
+                if not limit or Schedule(bound, crossover.default_policy()).serves_all(limit):
                     continue
                 if plan in _failures:
                     raise PlanError(_failures[plan])
                 kernel = self.schedule.families.get(name) or self.detached.families.get(name)
                 if kernel is None or kernel.device != device:
                     kernel = self.kernels[name]()
+                    kernel.beside = [(self.kernels[n], limits[n]) for n in limits if limits[n] and n not in (name, *bound)]
                     kernel.plan(geometry, limit, device)
                 kernel.bind(weights, first_expert)
                 kernel.self_test()
@@ -80,6 +80,13 @@ class LayerDispatch:
         if errors and device.type == "cuda":
             torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
         return errors
+
+    def _limit(self, features: KernelFeatures, geometry: Geometry, device: torch.device) -> int:
+        """Return the largest token count to plan a family for; 0 if no call would reach it."""
+        limit = crossover.max_tokens(features, geometry, device)
+        if features.measured_from and self.max_num_tokens is not None:
+            limit = min(limit, self.max_num_tokens)
+        return limit if limit >= features.measured_from else 0
 
     def bind(self, weights: Any, first_expert: int) -> None:
         """Take weights that have other addresses."""

@@ -49,6 +49,7 @@ def test_mxfp8_which_the_host_has_no_implementation_for(double: Double, backend:
     assert found["parts"] == [False, True]
 
 
+@pytest.mark.all("B")
 def test_compile_finds_no_graph_break(double: Double) -> None:
     result = double.scenario("calls.torch_compile")
     assert result["equal"]
@@ -61,6 +62,7 @@ def test_the_autotuner(double: Double) -> None:
     assert result["missed"] == [0, 0, 2]  # and has tactics for them: 40 tokens were never tuned, for either GEMM
 
 
+@pytest.mark.all
 def test_the_crossover_is_measured_once_the_host_has_tuned_and_never_under_capture(double: Double) -> None:
     found = double.scenario("calls.crossover_at_warm_up")
     for tuner, graphs in itertools.product(("on", "off"), repeat=2):
@@ -108,6 +110,7 @@ def rerun(double: Double, part: str, *files: str) -> list[str]:
     return passed
 
 
+@pytest.mark.all("B")
 @pytest.mark.parametrize("double", SHORT, indirect=True)
 def test_each_of_the_embedded_hosts_tests_holds_once(double: Double) -> None:
     assert len(rerun(double, "first", *SUITE)) >= len(SUITE)

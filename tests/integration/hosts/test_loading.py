@@ -38,6 +38,7 @@ def test_buckets_in_any_order(double: Double) -> None:
         assert answer["equal"] == [True] * 6
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("double", of("C1", "C2"), indirect=True)
 def test_w4a16_in_every_form(double: Double) -> None:
     """Scales stay in rows, however often the host ends a load, whose own method would reverse them again."""

@@ -8,6 +8,7 @@ from tests.hosts.build import Change
 from tests.hosts.machine import HOSTS, OURS, Double, Machine
 
 
+@pytest.mark.all
 def test_threads_failures_and_pipeline_ranks(double: Double) -> None:
     result = double.scenario("promotion.threads_and_failures")
     assert result["gate"] in ([], [OURS, OURS])
@@ -159,6 +160,7 @@ def test_other_generations_are_left_alone_with_one_line(machine: Machine, case: 
     assert [line[:15] for line in result["log"]] == ["no adapter fits"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("name", "new", "modules"),
     [("slot_start", "first_slot", ["interface"]), ("fc31_input_scale", "fc31_scale", ["quantization", "fused_moe_cutlass"])],
@@ -169,6 +171,7 @@ def test_layers_without_an_attribute_are_the_hosts(machine: Machine, name: str, 
     assert name in " ".join(result["log"])
 
 
+@pytest.mark.all
 def test_a_class_that_cannot_be_built_is_the_hosts(machine: Machine) -> None:
     line = "        super().__init__()\n"
     refuses = f'{line}        assert type(self).__name__ == "CutlassFusedMoE"\n'

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,25 @@ from tests.hosts.machine import HOSTS, OURS, Double, Machine, site
 LINE = "rank 0: 2 of 3 MoE layers on {}, decode below 64 tokens (NVFP4)"
 
 
+def starts(short: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> list[Any]:
+    """Return cases of ``make test``, and those that ``make test-all`` adds. Each begins with the double."""
+    return [pytest.param(*case, marks=() if case in short else pytest.mark.all) for case in sorted(short | others)]
+
+
 TIMINGS = ("before_import", "after_import", "by_itself", "spawned", "mpi_worker")
-OTHER_CARD = [pytest.param("9.0", timing, marks=[pytest.mark.all] * (timing != "by_itself")) for timing in TIMINGS]
+PROMOTED = starts(
+    {("B", "12.1", "before_import"), ("C2", "12.1", "by_itself"), ("B", "9.0", "by_itself")},
+    {(double, "12.1", timing) for double in ("B", "C2") for timing in TIMINGS}
+    | {(double, "12.1", timing) for double in ("A", "C1") for timing in ("before_import", "mpi_worker")}
+    | {(double, "9.0", "by_itself") for double in ("A", "C1", "C2")},
+)
+STOCK = starts(
+    {("B", "before_import")},
+    {("A", "mpi_worker"), ("B", "by_itself"), ("C1", "by_itself"), ("C2", "before_import"), ("C2", "mpi_worker")},
+)
 
 
-@pytest.mark.parametrize(("card", "timing"), [*(("12.1", timing) for timing in TIMINGS), *OTHER_CARD])
+@pytest.mark.parametrize(("double", "card", "timing"), PROMOTED, indirect=["double"])
 def test_a_model_is_promoted_on_its_cards_only(double: Double, card: str, timing: str) -> None:
     result = double.scenario(f"starts.{timing}", FAKE_COMPUTE_CAP=card, DOUBLE_SM="121")
     assert result["generation"] == double.generation
@@ -45,7 +60,7 @@ def test_a_model_is_promoted_on_its_cards_only(double: Double, card: str, timing
     assert {".".join(name.split(".")[-2:]) for name in result["patches"]} == expected
 
 
-@pytest.mark.parametrize("timing", ["before_import", "by_itself", "mpi_worker"])
+@pytest.mark.parametrize(("double", "timing"), STOCK, indirect=["double"])
 def test_on_stock_pins_decode_runs_on_triton(double: Double, tmp_path: Path, timing: str) -> None:
     """FlashInfer is 1.2's, as far as its metadata and sources say."""
     for file, text in {
@@ -69,6 +84,7 @@ def test_on_stock_pins_decode_runs_on_triton(double: Double, tmp_path: Path, tim
     assert all("QUANTIZATION" in line for line in result["warnings"])  # of the third layer
 
 
+@pytest.mark.all
 def test_the_line_is_seen(double: Double) -> None:
     result = double.scenario("starts.no_handler_of_its_own")
     assert result["stderr"].splitlines().count(f"[trtllm_b12x] [INFO] {LINE.format('b12x')}") == 1
@@ -76,6 +92,7 @@ def test_the_line_is_seen(double: Double) -> None:
     assert "[trtllm_b12x]" not in result["stderr"]
 
 
+@pytest.mark.all("C2-*")
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_without_configurable_moe_or_with_it(double: Double, switch: str) -> None:
     """Generations A and B can do without the wrapper; later ones read no such switch."""
@@ -85,6 +102,7 @@ def test_without_configurable_moe_or_with_it(double: Double, switch: str) -> Non
     assert result["kernels"] == [True, True, False]
 
 
+@pytest.mark.all("C2")
 def test_the_off_switch(double: Double) -> None:
     result = double.scenario("starts.by_itself", TRTLLM_B12X="0")
     assert result["backends"] == [HOSTS] * 3
@@ -114,6 +132,7 @@ def test_custom_module_dirs(own_double: Double) -> None:
     assert result["classes"] == ["TrtllmB12xSwitch"]
 
 
+@pytest.mark.all("C2")
 def test_verify_uses_the_embedded_host(double: Double, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, [random_experts(4, 128, 192)], top_k=2)
     result = double.run("-m", "trtllm_b12x", "verify", checkpoint, "--require-b12x")
@@ -136,6 +155,7 @@ def test_the_interpreters_start(machine: Machine) -> None:
     assert set(modules("import trtllm_b12x.bootstrap")) - set(modules()) == expected
 
 
+@pytest.mark.all("syntax", "missing", "unreadable", "cache")
 @pytest.mark.parametrize("how", ["syntax", "missing", "raising", "unreadable", "cache"])
 def test_a_broken_plugin_breaks_nothing(own_double: Double, tmp_path: Path, how: str) -> None:
     package = site(own_double.python) / "trtllm_b12x"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,15 @@ class CacheMissError(Exception):
     """Name of a kernel or module that Triton's cache lacks, and that is not compiled."""
 
 
-def load(variants: Sequence[Variant], capability: int, remedy: str) -> tuple[dict[tuple[Any, ...], Any], int]:
+def load(
+    variants: Sequence[Variant], capability: int, remedy: str, others: Iterable[Variant] = ()
+) -> tuple[dict[tuple[Any, ...], Any], int]:
     """Return every kernel by its key, loaded on torch's current device, and the number of processes that compiled.
 
     Args:
         capability: of that device, major * 10 + minor.
         remedy: command that fills the cache beforehand.
+        others: kernels that are needed later. They are compiled at the same time if the cache lacks any of ``variants``.
 
     Raises:
         PlanError: a kernel is not in the cache, and ``TRTLLM_B12X_FREEZE`` forbids a compile or a compiler is missing.
@@ -46,7 +49,8 @@ def load(variants: Sequence[Variant], capability: int, remedy: str) -> tuple[dic
             raise PlanError(f"{missing} is not in Triton's cache and is not compiled: {obstacle} ({remedy})") from missing
     if _missing(variants):
         with _turn():
-            processes = compile_pool.fill(_missing(variants), capability)
+            needed = {(variant.module, *variant.key): variant for variant in (*variants, *others)}
+            processes = compile_pool.fill(_missing(list(needed.values())), capability)
     return {variant.key: _loaded(variant) for variant in variants}, processes
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,10 +126,19 @@ class JitKernel(PlannedKernel):
         started, variants = time.monotonic(), list({variant.key: variant for variant in self.variants()}.values())
         logger.info("%s kernels for %s: compiling, or loading from Triton's cache", name, self.geometry)
         with torch.cuda.device(self.device):
-            compiled, processes = cache.load(variants, capability, warmup_command(self.geometry, self.card))
+            remedy = warmup_command(self.geometry, self.card)
+            compiled, processes = cache.load(variants, capability, remedy, self._variants_beside())
         took = time.monotonic() - started
         logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
         return CompiledPlan(compiled if launcher.known() else None)
+
+    def _variants_beside(self) -> Iterator[Variant]:
+        for kind, capacity in self.beside:
+            if issubclass(kind, JitKernel):
+                kernel = kind(self._card)
+                with suppress(ValueError):  # its own plan says so
+                    kernel.describe(self.geometry, capacity, self.device)
+                    yield from kernel.variants()
 
     # ---- bind --------------------------------------------------------------------------------------------------------
 
