@@ -221,10 +221,10 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         Args:
             like: the call under way, in the host's form.
         """
-        with self.dispatch.measuring():
-            if self._is_tuning():
-                crossover.tuning()
-            elif self.dispatch.should_measure() and not torch.compiler.is_compiling():
+        if self._is_tuning():
+            crossover.tuning()
+        elif self.dispatch.should_measure() and not torch.compiler.is_compiling():
+            with self.dispatch.measuring():
                 device = self.w2_weight.device
                 paths = functools.partial(host_path.timed_paths, self, like)
                 sampler = host_path.route_sampler(self, self.schedule.kernels[0].geometry, device)

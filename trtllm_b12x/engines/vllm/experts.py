@@ -209,14 +209,13 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
     def _measure(self, x: torch.Tensor, theirs: Callable[..., None] | None) -> None:
         """Measure the crossover once per geometry, at the first eager call. An error costs the measurement."""
-        with self.dispatch.measuring():
-            if not timing.possible(x.device) or self.dispatch.schedule.base == "triton":
-                self.measured = True
-            elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
+        if not timing.possible(x.device) or self.dispatch.schedule.base == "triton":
+            self.measured = True
+        elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
+            with self.dispatch.measuring():
                 paths = functools.partial(self._paths, theirs)
                 self.dispatch.measure(x.device, paths, self._sample_routes, f"vLLM {facts.version()}")
-                self.measured = not self.dispatch.should_measure()
-        self.measured = self.measured or self.dispatch.decided
+            self.measured = not self.dispatch.should_measure()
 
     def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
         schedule, paths = self.dispatch.schedule, {}
