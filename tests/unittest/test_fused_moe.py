@@ -131,16 +131,17 @@ def test_quantized_input_and_no_tokens_are_served_as_the_host_serves_them(layer:
     assert empty.dtype is torch.bfloat16
 
 
-@pytest.mark.skipif(host.generation == "embedded", reason="the embedded host runs every call whole")
-def test_chunks_are_concatenated_right() -> None:
+def test_a_call_that_the_host_cuts_is_put_together_right() -> None:
+    """The embedded host runs every call whole: this one on CUTLASS."""
+    calls = 0 if host.generation == "embedded" else 3
     module, tensors = layers.made(6, 128, 192, top_k=3, max_num_tokens=200, moe_max_num_tokens=50)
     x, logits = layers.inputs(module, 120, tensors)
     with verify.kernel_calls(module.backend) as reached:
         result = module(x, logits)
-    assert len(reached) == 3
+    assert len(reached) == calls
     none, kernel = layers.errors(module, x, logits, result, tensors)
     assert none < 0.05
-    assert kernel < 0.005
+    assert kernel < 0.005 or not calls
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2), (1, 3)])
