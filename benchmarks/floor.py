@@ -7,7 +7,9 @@ sampling.  So no implementation is faster, and none gets there.
 
 from __future__ import annotations
 
-from benchmarks import published
+from typing import Any
+
+from benchmarks import layer_times, published
 from benchmarks.floor_models import CARDS, CONTEXT, MODELS, Card, Model
 from benchmarks.markdown import table
 
@@ -56,8 +58,12 @@ _COMMON = """- Figures of a config.json are those that public code quotes; they 
 """
 
 
-def page() -> str:
-    """docs/floor.md."""
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """Return docs/floor.md.
+
+    Args:
+        found: files of docs/ by name; times of layers are fitted to them.
+    """
     columns = [str(batch) for batch in BATCHES]
     parts = {m.name: m.parts(1) for m in MODELS}
     names = list(dict.fromkeys(name for one in parts.values() for name in one))
@@ -81,6 +87,7 @@ def page() -> str:
     card = next(card for card in CARDS if card.name == "RTX PRO 6000")
     rows = [[m.name, str(draft), *_floors(m, card, draft)] for m in MODELS for draft in (1, *DRAFTS)]
     text += table(["model", "tokens a sequence", *columns], rows)
+    text += layer_times.section(found)
     text += [_BESIDE]
     text += table(["model", "card", "at a time", "experts by", "published", "floor", "floor is", "source"], _beside())
     text += [_AFTER.format(server=_least("Nemotron-3-Super", "RTX PRO 6000 Server", 1))]

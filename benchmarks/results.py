@@ -364,7 +364,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
     """Return every page that holds figures or tables of the code, as it has to be."""
     docs = root / "docs"
     found = load(docs)
-    written = {docs / "results.md": page(found), docs / "floor.md": floor.page()}
+    written = {docs / "results.md": page(found), docs / "floor.md": floor.page(found)}
     parts = {**blocks.BLOCKS, "results": in_short}
     for path in sorted([*root.glob("*.md"), *docs.glob("*.md")]):
         if path not in written:

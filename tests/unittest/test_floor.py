@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import pytest
 
-from benchmarks import floor
+from benchmarks import floor, layer_times
 from benchmarks.floor_models import CARDS, MODELS, Model, zipf
 from benchmarks.geometries import GEOMETRIES, MXFP8, routes
 from trtllm_b12x.dispatch.timing import expected_hits, expert_bytes
@@ -58,7 +59,7 @@ def test_drafted_tokens_read_more_experts_and_nothing_else() -> None:
         one, several, as_many = model.parts(4), model.parts(4, draft=3), model.parts(12)
         assert several["experts"] == as_many["experts"] > one["experts"]
         assert {**several, "experts": 0} == {**one, "experts": 0}
-    rows = [line for line in floor.page().splitlines() if line.startswith("| Qwen3.6-35B-A3B | ") and line.count("(") == 7]
+    rows = [line for line in floor.page({}).splitlines() if line.startswith("| Qwen3.6-35B-A3B | ") and line.count("(") == 7]
     assert len(rows) == len(CARDS) + 4
 
 
@@ -71,3 +72,16 @@ def test_skewed_hits_are_those_of_drawn_routes(name: str) -> None:
         drawn = statistics.mean(routes(geometry, tokens, seed, skewed=True).unique().numel() for seed in range(40))
         assert model.hits(tokens, skewed=True) == pytest.approx(drawn, rel=0.025)
         assert model.hits(tokens, skewed=True) <= model.hits(tokens) + 1e-6
+
+
+def test_a_layer_s_time_is_fitted_to_what_was_measured() -> None:
+    lines: list[dict[str, Any]] = [{"megabytes": m, "us": 8 + 1.25 * m / 4.0} for m in (20.0, 40.0, 160.0)]
+    fixed, factor, off = layer_times.fit(lines, 4e12)
+    assert (round(1e6 * fixed, 6), round(factor, 6), round(off, 6)) == (8, 1.25, 0)
+    whole = {"split": "TP1", "routing": "random", "geometry": "a", "tokens": 2, "bytes_per_clock_sm": 5.0}
+    found = {"moe-decode.json": {"gpu": "NVIDIA H200", "copy": 4e12, "lines": [{**line, **whole} for line in lines]}}
+    text = "\n".join(layer_times.section(found))
+    rtx = 8 + 1.25 * 20e6 / (4 / 4.8 * 1792e9) * 1e6
+    assert f"| a, NVFP4 | 8.0 | 1.25 | 0% | RTX 5090, RTX PRO 6000 | {rtx:.0f} |" in text
+    assert "4.4 on RTX 5090, 4.0 on RTX PRO 6000, 2.4 on GB10" in text
+    assert layer_times.section({}) == []
