@@ -1,4 +1,4 @@
-"""Our kernels as each Triton compiles them that a host may bring: releases beside the environment's own, for cards elsewhere."""
+"""Our kernels as each Triton compiles them that a host may bring: releases beside the environment's own, for SM12x cards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_release(release: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "SASS_TOOLS": str(own)}
     files = ["tests/unittest/test_triton_compiled.py"]
     names, marks = RELEASES[release]
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", f"({TESTS}){names}", "-m", marks]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", f"({TESTS}) and not 90{names}", "-m", marks]
     command = [sys.executable, "-m", "pytest", *options]
     result = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
