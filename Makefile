@@ -1,7 +1,7 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
 # `make test` takes five minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
 # kernels that FlashInfer's compiler makes, ranks, Ray, environments of real wheels, the kernels as other Tritons compile them.
-# `make vllm` makes an environment for each wheel of vLLM that requirements/ names, and tests the door into it: four minutes.
+# `make vllm` makes an environment for each wheel of vLLM that requirements/ names, and tests the door into it: two minutes after the installs.
 # `make results` writes the figures on pages from the files that runs wrote, and the table of models from the code.
 # `make environments` makes the table tests/integration/environments.json anew: an hour.
 # `make device` runs FlashInfer's SM120 kernels, translated, on a Hopper GPU and keeps the numbers in docs/sm12x-on-hopper.json.
