@@ -17,8 +17,6 @@ from typing import Any
 import torch
 
 from trtllm_b12x.core import locks, log, process, settings
-from trtllm_b12x.core.errors import first_line
-from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.kernels import Geometry
 
@@ -109,6 +107,9 @@ def ensure_measured(
     Args:
         paths: asked for only if they are to be measured.
         host: name of the host's generation; times are stored by it.
+
+    Raises:
+        Exception: what a path or the driver raised while it was measured.
     """
     geometry = schedule.kernels[0].geometry
     if not timing.possible(device):
@@ -122,6 +123,7 @@ def ensure_measured(
         policy = _policies.get(now)
         final = policy is not None or not torch.cuda.is_current_stream_capturing()
         if policy is None and final:
+            _policies[now] = default_policy()  # stays if the measurement fails: the geometry's other layers do not try
             policy = _policies[now] = _policy(schedule, device, stage == TUNED, paths, sample_routes, host)
             _log(Schedule(schedule.families, policy))
         policy = policy or _policies.get(before)
@@ -147,14 +149,9 @@ def _policy(
     for stored_key in (tuned_key,) if tuned else (tuned_key, key):
         if (timings := store.load(stored_key)) is not None:
             return MeasuredPolicy(timings, "stored")
-    try:
-        timed = paths()
-        timer = timing.PathTimer(timed, geometry, sample_routes, device)
-        timings = timer(counts_to_measure(timing.largest_served(timed).values()))
-    except Exception as error:
-        logger.debug("measuring %s", geometry, exc_info=error)
-        log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
-        return default_policy()
+    timed = paths()
+    timer = timing.PathTimer(timed, geometry, sample_routes, device)
+    timings = timer(counts_to_measure(timing.largest_served(timed).values()))
     store.keep(key, timings)
     return MeasuredPolicy(timings, f"measured in {timer.spent_s:.1f} s")
 

@@ -99,12 +99,13 @@ class LayerDispatch:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """An error in the block costs the measurement: the kernels serve as before, and one line says so."""
+        """An error in the block costs the measurement at this stage: the kernels serve as before, and one line says so."""
         try:
             yield
         except Exception as error:
-            self.decided = True
-            log.once(f"the crossover stays as it is: {first_line(error)}")
+            self._stage = crossover.stage()
+            log.logger.debug("measuring", exc_info=error)
+            log.once(f"the crossover cannot be measured: {first_line(error)}")
 
     def measure(self, device: torch.device, paths: crossover.Paths, sample_routes: RouteSampler, host: str) -> None:
         """Take the policy of the layer's geometry, which is measured if need be; see ``crossover.ensure_measured``."""
