@@ -49,37 +49,41 @@ def _by_bandwidth() -> dict[float, list[str]]:
 
 
 def section(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the lines of docs/floor.md; none without a file."""
-    rows: list[list[str]] = []
+    """Return the lines of docs/floor.md: of the first file's card, if its specifications are known here."""
     first = next((found[file] for file in FILES if file in found), None)
-    if first is None:
+    if first is None or first["gpu"] not in DATASHEET:
         return []
-    share = first["copy"] / DATASHEET[first["gpu"]]
+    share, rows = first["copy"] / DATASHEET[first["gpu"]], []
     for file, form in FILES.items():
-        whole = [x for x in found.get(file, {"lines": []})["lines"] if (x["split"], x["routing"]) == ("TP1", "random")]
-        whole = [x for x in whole if x.get("kernel", "triton") == "triton" and x["tokens"] in TOKENS]
-        for name in dict.fromkeys(x["geometry"] for x in whole):
-            lines = sorted((x for x in whole if x["geometry"] == name), key=lambda x: int(x["tokens"]))
-            fixed, factor, off = fit(lines, found[file]["copy"])
-            head = [f"{name}, {form}", f"{1e6 * fixed:.1f}", f"{factor:.2f}", f"{off:.0%}"]
-            for bandwidth, names in _by_bandwidth().items():
-                times = [fixed + factor * 1e6 * x["megabytes"] / (share * bandwidth) for x in lines]
-                rows.append([*head, ", ".join(names), *(f"{1e6 * t:.0f}" for t in times)])
-    counts = f"{TOKENS[0]} to {TOKENS[-1]}"
+        results = found.get(file, first)
+        if file in found and results["gpu"] == first["gpu"]:
+            rows += _rows(form, results, share)
     reached = [x["bytes_per_clock_sm"] for x in first["lines"] if x["tokens"] in TOKENS]
     multiprocessors = {name: count for target in MODELS.values() for name, count in target.items()}
-    needed = [
+    needed = ", ".join(
         f"{bandwidth / CLOCK / multiprocessors[name]:.1f} on {name}"
         for bandwidth, names in _by_bandwidth().items()
         for name in names
         if name in multiprocessors
-    ]
-    bound = {
-        "least": min(reached),
-        "most": max(reached),
-        "tokens": counts,
-        "clock": CLOCK / 1e9,
-        "needed": ", ".join(needed),
-    }
+    )
+    counts = f"{TOKENS[0]} to {TOKENS[-1]}"
+    bound = {"least": min(reached), "most": max(reached), "tokens": counts, "clock": CLOCK / 1e9, "needed": needed}
     head = ["layer", "fixed part, us", "factor", "off", "card", *map(str, TOKENS)]
     return [_HEAD.format(gpu=first["gpu"], tokens=counts, share=share), *table(head, rows), _BOUND.format(**bound)]
+
+
+def _rows(form: str, results: dict[str, Any], share: float) -> list[list[str]]:
+    """Return a row for each layer and bandwidth. Two token counts at least are needed for a fit."""
+    usual = {"split": "TP1", "routing": "random", "kernel": "triton"}
+    lines = [x for x in results["lines"] if {"kernel": "triton", **x}.items() >= usual.items() and x["tokens"] in TOKENS]
+    rows = []
+    for name in dict.fromkeys(x["geometry"] for x in lines):
+        layer = {x["tokens"]: x for x in lines if x["geometry"] == name}
+        if len(layer) < 2:
+            continue
+        fixed, factor, off = fit(list(layer.values()), results["copy"])
+        head = [f"{name}, {form}", f"{1e6 * fixed:.1f}", f"{factor:.2f}", f"{off:.0%}"]
+        for bandwidth, cards in _by_bandwidth().items():
+            times = {n: fixed + factor * 1e6 * x["megabytes"] / (share * bandwidth) for n, x in layer.items()}
+            rows.append([*head, ", ".join(cards), *(f"{1e6 * times[n]:.0f}" if n in times else "-" for n in TOKENS)])
+    return rows

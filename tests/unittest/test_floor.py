@@ -78,10 +78,14 @@ def test_a_layer_s_time_is_fitted_to_what_was_measured() -> None:
     lines: list[dict[str, Any]] = [{"megabytes": m, "us": 8 + 1.25 * m / 4.0} for m in (20.0, 40.0, 160.0)]
     fixed, factor, off = layer_times.fit(lines, 4e12)
     assert (round(1e6 * fixed, 6), round(factor, 6), round(off, 6)) == (8, 1.25, 0)
-    whole = {"split": "TP1", "routing": "random", "geometry": "a", "tokens": 2, "bytes_per_clock_sm": 5.0}
-    found = {"moe-decode.json": {"gpu": "NVIDIA H200", "copy": 4e12, "lines": [{**line, **whole} for line in lines]}}
+    whole = {"split": "TP1", "routing": "random", "geometry": "a", "bytes_per_clock_sm": 5.0}
+    measured = [{**line, **whole, "tokens": tokens} for line, tokens in zip(lines, (1, 2, 8), strict=True)]
+    run = {"gpu": "NVIDIA H200", "copy": 4e12, "lines": measured}
+    found = {"moe-decode.json": run, "moe-mxfp8.json": {**run, "gpu": "NVIDIA H100 80GB HBM3"}}
     text = "\n".join(layer_times.section(found))
-    rtx = 8 + 1.25 * 20e6 / (4 / 4.8 * 1792e9) * 1e6
-    assert f"| a, NVFP4 | 8.0 | 1.25 | 0% | RTX 5090, RTX PRO 6000 | {rtx:.0f} |" in text
+    one, two, _, eight, *_ = (8 + 1.25 * m * 1e6 / (4 / 4.8 * 1792e9) * 1e6 for m in (20, 40, 0, 160))
+    assert f"| a, NVFP4 | 8.0 | 1.25 | 0% | RTX 5090, RTX PRO 6000 | {one:.0f} | {two:.0f} | - | {eight:.0f} | - |" in text
+    assert "MXFP8 |" not in text  # another card's
+    assert layer_times.section({"moe-decode.json": {**run, "gpu": "NVIDIA RTX 5090"}}) == []
     assert "4.4 on RTX 5090, 4.0 on RTX PRO 6000, 2.4 on GB10" in text
     assert layer_times.section({}) == []

@@ -240,10 +240,10 @@ def test_a_plan_compiles_what_the_layer_plans_next() -> None:
     grouped.describe(geometry, 4096, cuda)
     kernel = TritonKernel(RTX_PRO_6000)
     kernel.describe(geometry, 64, cuda)
-    kernel.beside = [(GroupedNVFP4Kernel, 4096), (ReferenceKernel, 64)]
-    assert [v.key for v in kernel._variants_beside()] == [v.key for v in grouped.variants()]
+    kernel.planned_next = [(GroupedNVFP4Kernel, 4096), (ReferenceKernel, 64)]
+    assert [v.key for v in kernel._variants_planned_next()] == [v.key for v in grouped.variants()]
     kernel.describe(dataclasses.replace(geometry, hidden_size=96), 64, cuda)
-    assert not list(kernel._variants_beside())
+    assert not list(kernel._variants_planned_next())
 
 
 @pytest.mark.all("*SystemExit*")

@@ -66,7 +66,7 @@ class LayerDispatch:
                 kernel = self.schedule.families.get(name) or self.detached.families.get(name)
                 if kernel is None or kernel.device != device:
                     kernel = self.kernels[name]()
-                    kernel.beside = [(self.kernels[n], limits[n]) for n in limits if limits[n] and n not in (name, *bound)]
+                    kernel.planned_next = [(self.kernels[n], limits[n]) for n in limits if limits[n] and n not in (name, *bound)]
                     kernel.plan(geometry, limit, device)
                 kernel.bind(weights, first_expert)
                 kernel.self_test()
@@ -99,13 +99,14 @@ class LayerDispatch:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """An error in the block costs the measurement at this stage: the kernels serve as before, and one line says so."""
+        """After an error in the block nothing is measured at this stage. The kernels serve as before, and one line says so."""
         try:
             yield
         except Exception as error:
             self._stage = crossover.stage()
-            log.logger.debug("measuring", exc_info=error)
-            log.once(f"the crossover cannot be measured: {first_line(error)}")
+            geometry = self.schedule.kernels[0].geometry
+            log.logger.debug("measuring %s", geometry, exc_info=error)
+            log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
 
     def measure(self, device: torch.device, paths: crossover.Paths, sample_routes: RouteSampler, host: str) -> None:
         """Take the policy of the layer's geometry, which is measured if need be; see ``crossover.ensure_measured``."""

@@ -45,8 +45,8 @@ class Kernel(ABC):
     """Tensor core instruction in the PTX of its products."""
     limited = ""
     """Why the capacity is less than ``plan`` was asked for."""
-    beside: Sequence[tuple[type[Kernel], int]] = ()
-    """Families that the layer plans after this one, and their capacities. ``plan`` compiles for all of them at a time."""
+    planned_next: Sequence[tuple[type[Kernel], int]] = ()
+    """Families that the layer plans after this one, and their capacities. ``plan`` compiles for all of them at once."""
     weights: Any
     """The bound ``trtllm_b12x.formats.weights.Weights``."""
 

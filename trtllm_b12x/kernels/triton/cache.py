@@ -32,7 +32,7 @@ def load(
     Args:
         capability: of that device, major * 10 + minor.
         remedy: command that fills the cache beforehand.
-        others: kernels that are needed later. They are compiled at the same time if the cache lacks any of ``variants``.
+        others: kernels that are needed later. If the cache lacks any of ``variants``, both are compiled at once.
 
     Raises:
         PlanError: a kernel is not in the cache, and ``TRTLLM_B12X_FREEZE`` forbids a compile or a compiler is missing.

@@ -127,16 +127,16 @@ class JitKernel(PlannedKernel):
         logger.info("%s kernels for %s: compiling, or loading from Triton's cache", name, self.geometry)
         with torch.cuda.device(self.device):
             remedy = warmup_command(self.geometry, self.card)
-            compiled, processes = cache.load(variants, capability, remedy, self._variants_beside())
+            compiled, processes = cache.load(variants, capability, remedy, self._variants_planned_next())
         took = time.monotonic() - started
         logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
         return CompiledPlan(compiled if launcher.known() else None)
 
-    def _variants_beside(self) -> Iterator[Variant]:
-        for kind, capacity in self.beside:
+    def _variants_planned_next(self) -> Iterator[Variant]:
+        for kind, capacity in self.planned_next:
             if issubclass(kind, JitKernel):
                 kernel = kind(self._card)
-                with suppress(ValueError):  # its own plan says so
+                with suppress(ValueError):  # its own plan raises it again
                     kernel.describe(self.geometry, capacity, self.device)
                     yield from kernel.variants()
 
