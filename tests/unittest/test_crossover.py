@@ -283,6 +283,21 @@ def test_what_cannot_be_measured_leaves_the_default(clock: Clock, caplog: pytest
     assert not list(tmp_path.rglob("crossover*"))
 
 
+def test_a_layer_that_cannot_be_measured_does_not_try_at_every_call(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def fails(*arguments: Any) -> None:
+        tries.append(arguments)
+        raise AttributeError("routing_method")
+
+    monkeypatch.setattr(host_path, "route_sampler", fails)
+    module = built()
+    for _ in range(3):
+        called(module)
+    assert len(tries) == 1
+    assert served(module, 1, 64) == [B12X, NONE]
+
+
 def test_a_router_that_needs_more_than_logits_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     module = built()
     sample = host_path.route_sampler(module.backend, module.backend.kernel.geometry, CPU)

@@ -58,6 +58,14 @@ def test_numbers(gated: bool, tokens: int) -> None:
     assert float((found.float() - expected).norm() / expected.norm()) < 0.005
 
 
+def test_the_first_family_knows_which_is_planned_next() -> None:
+    """So that both compile at once: ``test_triton_plan.py`` has the kernels."""
+    backend = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)).backend
+    first, second = backend.schedule.kernels
+    assert first.planned_next == [(type(second), second.capacity)]
+    assert second.planned_next == []
+
+
 @pytest.mark.parametrize("tokens", [1, 63, 64, 300])
 def test_swiglu_with_constants(tokens: int) -> None:
     weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
