@@ -21,9 +21,10 @@ from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel
+from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
-from trtllm_b12x.kernels.triton.jit import ACTIVATIONS
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
@@ -37,6 +38,10 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda", 0)
 KINDS: dict[tuple[str, str], type[Any]] = {
+    ("cuda", "NVFP4"): CudaKernel,
+    ("cuda", "W4A16_NVFP4"): CudaW4A16Kernel,
+    ("cuda", "MXFP4"): CudaMXFP4Kernel,
+    ("cuda", "MXFP8"): CudaMXFP8Kernel,
     ("triton", "NVFP4"): TritonKernel,
     ("triton", "W4A16_NVFP4"): TritonW4A16Kernel,
     ("triton", "MXFP4"): TritonMXFP4Kernel,
@@ -45,9 +50,13 @@ KINDS: dict[tuple[str, str], type[Any]] = {
     ("grouped", "W4A16_NVFP4"): GroupedW4A16Kernel,
     ("grouped", "MXFP8"): GroupedKernel,
 }
-BOUNDS = {"triton": 0.004, "grouped": 0.005}
-TOKENS = {"triton": (1, 2, 7, 8, 16, 33, 63, 128, 256), "grouped": (1, 33, 64, 128, 300, 1024, 4096)}
+BOUNDS = {"cuda": 0.004, "triton": 0.004, "grouped": 0.005}
+TOKENS = {"cuda": (1, 2, 3, 5, 7, 8), "triton": (1, 2, 7, 8, 16, 33, 63, 128, 256), "grouped": (1, 33, 64, 128, 300, 1024, 4096)}
 SIZES = {
+    ("cuda", "NVFP4"): [(160, 64), (2880, 2880), (512, 192), (544, 2688), (7168, 256)],
+    ("cuda", "W4A16_NVFP4"): [(256, 128), (2816, 384), (2048, 512)],
+    ("cuda", "MXFP4"): [(160, 128), (2880, 768), (4096, 256)],
+    ("cuda", "MXFP8"): [(128, 64), (2816, 704), (2048, 192), (384, 1408)],
     ("triton", "NVFP4"): [(144, 80), (2880, 720), (512, 192), (272, 2688), (7168, 256)],
     ("grouped", "NVFP4"): [(2816, 704), (192, 64)],
     ("triton", "W4A16_NVFP4"): [(192, 80), (2816, 352), (2048, 512)],
@@ -58,6 +67,13 @@ SIZES = {
 }
 Kind = tuple[str, str]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def counts(kind: Kind, *tokens: int) -> list[int]:
+    """Return those that the family serves."""
+    return [count for count in tokens if count <= TOKENS[kind[0]][-1]]
+
+
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 
 
@@ -112,7 +128,7 @@ def test_numbers(kind: Kind, activation: str) -> None:
 def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
     geometry = geometry_of(kind, 8, 3, *sizes, activation="Swiglu")
     kernel, yardstick = planned(kind, geometry)
-    for tokens in (1, 5, 63, *((200, 700) if kind[0] == "grouped" else ())):
+    for tokens in counts(kind, 1, 5, 8, 63, *((200, 700) if kind[0] == "grouped" else ())):
         call = drawn(kind, geometry, tokens)
         assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], tokens
 
@@ -126,7 +142,7 @@ def test_a_rank_of_several(kind: Kind, ids_type: torch.dtype, scales_type: torch
     geometry = geometry_of(kind, 8, 4, 512, 256, activation="Swiglu", ranks=4)
     for first in (0, 24):
         kernel, yardstick = planned(kind, geometry, first)
-        for tokens in (1, 9, 63, *((400,) if kind[0] == "grouped" else ())):
+        for tokens in counts(kind, 1, 7, 9, 63, *((400,) if kind[0] == "grouped" else ())):
             x, ids, router_weights = drawn(kind, geometry, tokens, experts=32)
             ids, router_weights = ids.to(ids_type), router_weights.to(scales_type)
             ids[0, 0] = -1
@@ -143,7 +159,7 @@ def test_reruns_graphs_quantized_input_and_neighbors(kind: Kind) -> None:
     """The same bits again, in a graph, of input that arrives quantized, and beside a token that is not a number."""
     geometry = geometry_of(kind, 32, 4, 512, 256, activation="Swiglu")
     kernel, _ = planned(kind, geometry)
-    for tokens in (3, 63, *((900,) if kind[0] == "grouped" else (256,))):
+    for tokens in counts(kind, 3, 63, *((900,) if kind[0] == "grouped" else (256,))):
         x, ids, router_weights = drawn(kind, geometry, tokens)
         first = kernel.run(MoECall(x, ids, router_weights))
         for _ in range(20):
@@ -170,21 +186,22 @@ def test_reruns_graphs_quantized_input_and_neighbors(kind: Kind) -> None:
 
 @pytest.mark.parametrize("order", [formats.GATE_UP, formats.BY_TURNS])
 @pytest.mark.parametrize("form", ["W4A16_NVFP4", "MXFP4", "MXFP8"])
-def test_rows_as_vllm_has_them(form: str, order: str) -> None:
+@pytest.mark.parametrize("family", ["cuda", "triton"])
+def test_rows_as_vllm_has_them(family: str, form: str, order: str) -> None:
     """Gate before up or by turns, scales in rows, gpt-oss's bias and constants; a code's neighbors are another half's."""
     layout = formats.WeightLayout(formats.ROWS, order)
     activation, bias = ("SwigluBias", torch.bfloat16) if form == "MXFP4" else ("Swiglu", None)
     geometry = Geometry(8, 3, 512, 384, activation, format=form, bias=bias, layout=layout)
-    kernel = KINDS["triton", form]()
+    kernel = KINDS[family, form]()
     kernel.plan(geometry, 64, CUDA)
     yardstick = kernel.reference()
     yardstick.plan(geometry, 64, CUDA)
     weights = weights_of(geometry)
     for each in (kernel, yardstick):
         each.bind(weights)
-    for tokens in (1, 8, 64):
+    for tokens in counts((family, form), 1, 8, 64):
         call = random_call(geometry, tokens, device="cuda", seed=tokens)
-        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS["triton"], tokens
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[family], tokens
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] == "MXFP8"], ids=" ".join)
@@ -197,7 +214,7 @@ def test_every_scale(kind: Kind) -> None:
     ids = torch.tensor([[0], [1], [0], [1]], dtype=torch.int32, device=CUDA)
     kernel.bind(weights)
     # What Triton multiplies as bfloat16 takes 2**-127 for zero.
-    for byte in (*((0,) if kind[0] == "triton" else ()), 1, 30, 100, 140, 255):
+    for byte in (*((0,) if kind[0] != "grouped" else ()), 1, 30, 100, 140, 255):
         weights.fc1_weight_sf[..., 1].fill_(127)
         weights.fc2_weight_sf[..., 1].fill_(byte)
         result = kernel.run(MoECall(x, ids, router_weights))[1::2].float()
@@ -236,7 +253,7 @@ def built(form: str, gated: bool = True, size: int = 192, seed: int = 0) -> tupl
     ("form", "families", "gated"),
     [
         (*pair, gated)
-        for pair in (("NVFP4", "triton"), ("NVFP4", "grouped"), ("MXFP8", "triton,grouped"))
+        for pair in (("NVFP4", "cuda,triton"), ("NVFP4", "triton"), ("NVFP4", "grouped"), ("MXFP8", "triton,grouped"))
         for gated in (True, False)
     ]
     + [("W4A16_NVFP4", "triton", True), ("W4A16_NVFP4", "grouped", True), ("MXFP4", "triton", True)],
@@ -250,7 +267,7 @@ def test_a_layer_at_every_count(monkeypatch: pytest.MonkeyPatch, form: str, fami
         for tokens in (1, 2, 8, 40, 63, 64, 300, 4096):
             x, logits = layers.inputs(module, tokens, tensors) if form == "NVFP4" else _inputs(tokens)
             kernel = module.backend.schedule.at(tokens)
-            assert (kernel is None) == (form != "MXFP8" and (families == "triton") == (tokens >= 64))
+            assert (kernel is None) == (form != "MXFP8" and (families != "grouped") == (tokens >= 64))
             call = reference.MoECall(x, *module.routing_method.apply(logits))
             quantizes = form == "NVFP4" if kernel is None else kernel.features.arithmetic == "KERNEL"
             arithmetic = Arithmetic.KERNEL if quantizes else Arithmetic.UNQUANTIZED

@@ -195,7 +195,7 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
         ((directory, "--seed", "-1"), "--seed"),
         ((directory, "--tp", "9" * 30), "--tp"),
         ((directory, "--sample", "0"), "--sample"),
-        ((directory, "--kernels", "cutlass"), "must be one or more of b12x"),
+        ((directory, "--kernels", "cutlass"), "must be one or more of cuda, b12x"),
         ((directory, "--json", tmp_path), "it is a folder"),
         ((directory, "--json", tmp_path / "no" / "r.json"), "its folder does not exist"),
         ((directory, "--tokens", "1", "--json", "/dev/full"), "error: /dev/full: cannot be written"),

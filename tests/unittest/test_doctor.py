@@ -57,7 +57,7 @@ def test_every_problem_has_a_remedy_line(monkeypatch: pytest.MonkeyPatch, every_
         FIELD, toolkit_cuda=(0, 0), triton_lacks=(Lacking("Triton is not installed", "pip install triton"),)
     )
     remedies = [line for line in run(monkeypatch, facts).output.splitlines() if line.startswith("   -> ")]
-    assert [remedy == "   -> the command below" for remedy in remedies] == [False, True, True, False]
+    assert [remedy == "   -> the command below" for remedy in remedies] == [False, True, True, False, False]
     assert remedies[3] == "   -> pip install triton"
 
 
@@ -209,12 +209,12 @@ def test_where_triton_alone_serves(monkeypatch: pytest.MonkeyPatch, every_family
     run(monkeypatch, STOCK, status=0)  # no toolkit for FlashInfer either
     result = run(monkeypatch, STOCK, "--target", "sm_120a", status=0)
     lines = result.output.splitlines()
-    assert "NVFP4 Swiglu would be FlashInferNvfp4Sm12xFusedMoE on triton" in lines
+    assert "NVFP4 Swiglu would be FlashInferNvfp4Sm12xFusedMoE on cuda, else triton" in lines
     assert "b12x          refused: DSL_MISSING, FLASHINFER_MISSING" in lines
     assert any(line.startswith("triton        eligible for NVFP4 Swiglu, NVFP4 Relu2") for line in lines)
     assert any(line.startswith("grouped       eligible for NVFP4 Swiglu, NVFP4 Relu2") for line in lines)
     assert any("not b12x: FLASHINFER_MISSING" in line for line in lines)
-    assert lines[-1] == "triton WOULD serve decode on sm_120a"
+    assert lines[-1] == "cuda WOULD serve decode on sm_120a"
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")  # serves beyond decode, where it is measured to be faster
     nvfp4 = report(monkeypatch, STOCK, "--target", "sm_120a")["verdicts"][0]
     assert (nvfp4["layers"], nvfp4["families"]) == ("NVFP4 Swiglu", ["grouped"])
@@ -223,11 +223,11 @@ def test_where_triton_alone_serves(monkeypatch: pytest.MonkeyPatch, every_family
 
 def test_what_triton_lacks(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
     facts = dataclasses.replace(STOCK, triton_lacks=(Lacking("no C compiler", "apt-get install gcc, or name one in CC"),))
-    result = run(monkeypatch, facts, status=1)
+    result = run(monkeypatch, facts, status=0)  # NVRTC needs none
     assert "Triton        no C compiler" in result.output.splitlines()
     assert "not triton: TRITON: no C compiler" in result.output
     assert "-> apt-get install gcc, or name one in CC" in result.output
-    assert result.output.splitlines()[-1].startswith("b12x and triton and grouped WOULD NOT serve decode here")
+    assert "cuda" in result.output.splitlines()[-1]
     assert report(monkeypatch, facts)["environment"]["triton_lacks"][0]["what"] == "no C compiler"
 
 
@@ -248,7 +248,7 @@ def test_what_to_know_of_kernels_that_would_serve(monkeypatch: pytest.MonkeyPatc
 
     assert notes() == [families.ATOMIC_SUMS, slow]
     assert "note          b12x of FlashInfer before 0.7.0 adds with atomics" in run(monkeypatch, facts).output
-    assert report(monkeypatch, facts)["verdicts"][-1]["families"] == ["triton", "grouped"]
+    assert report(monkeypatch, facts)["verdicts"][-1]["families"] == ["cuda", "triton", "grouped"]
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
     assert notes() == []
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")

@@ -25,9 +25,9 @@ from trtllm_b12x.kernels import Geometry, PlanError, prove_child
 from trtllm_b12x.kernels.b12x.compiler import ACTIVATIONS
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.catalog import KERNELS
+from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS as TRITON_ACTIVATIONS
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.decode import TritonKernel
-from trtllm_b12x.kernels.triton.jit import ACTIVATIONS as TRITON_ACTIVATIONS
 from trtllm_b12x.tools.cli import main
 
 FREE_OF = {RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_MISSING, RejectReason.FLASHINFER_TOO_OLD}

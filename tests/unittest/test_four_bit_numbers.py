@@ -79,7 +79,8 @@ def compared(family: str, sizes: Geometry, tokens: int, tiles: Tiles | None = No
     x, ids, router_weights = random_call(sizes, tokens, sizes.num_experts * sizes.ranks, dtype=sizes.dtype)
     call = MoECall(x, ids, router_weights)
     expected = layer.expected(x, ids, router_weights, first)
-    yardstick: Any = KERNELS[family, sizes.format][1]()
+    kinds: Any = KERNELS[family, sizes.format]
+    yardstick = kinds[1]()
     yardstick.plan(sizes, tokens, CPU)
     yardstick.bind(layer.kernel_weights(), first)
     found = planned(family, layer, tokens, first, tiles).run(call)
@@ -139,7 +140,8 @@ def test_the_other_cases() -> None:
 @pytest.mark.embedded
 def test_another_layout_than_the_planned_one_is_refused() -> None:
     sizes = CASES["W4A16, gate first"][0]
-    kernel: Any = KERNELS["triton", sizes.format][1]()
+    kinds: Any = KERNELS["triton", sizes.format]
+    kernel = kinds[1]()
     kernel.plan(sizes, 1, CPU)
     with pytest.raises(ValueError, match="laid out as"):
         kernel.bind(random_layer(dataclasses.replace(sizes, layout=TRTLLM_W4A16)).kernel_weights())

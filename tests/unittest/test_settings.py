@@ -44,7 +44,7 @@ def test_what_people_write_for_off_and_on(monkeypatch: pytest.MonkeyPatch, text:
 
 
 def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    every, must = ("b12x", "triton", "grouped"), "TRTLLM_B12X_KERNELS must be one or more of b12x, triton, grouped"
+    every, must = ("cuda", "b12x", "triton", "grouped"), "TRTLLM_B12X_KERNELS must be one or more of cuda, b12x, triton, grouped"
     for text, listed, valid in (
         ("", every, True),
         (" Grouped, b12x,", ("grouped", "b12x"), True),
@@ -54,7 +54,7 @@ def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         monkeypatch.setenv("TRTLLM_B12X_KERNELS", text)
         assert settings.KERNELS() == listed
-        assert settings.complaints() == ([] if valid else [f"{must}; got {text}, and b12x,triton,grouped is used"])
+        assert settings.complaints() == ([] if valid else [f"{must}; got {text}, and cuda,b12x,triton,grouped is used"])
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from tests import forks
 from tests.nvfp4_layer import INPUT_SCALE, Layer, distance, interleaved, random_call, random_layer
 from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry, MoECall, PlanError
+from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS
 from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.decode import TritonKernel
 from trtllm_b12x.kernels.triton.decode_tiles import Tile, Tiles
-from trtllm_b12x.kernels.triton.jit import ACTIVATIONS, CompiledPlan
+from trtllm_b12x.kernels.triton.jit import CompiledPlan
 
 BOUND = 0.004
 """Relative L2 of bfloat16's rounding of the activation's result and of the output; seen: 0.0026."""

@@ -18,8 +18,8 @@ LIMIT = 16
 _LARGEST = 1 << 20
 """Maximum size in bytes of a file that is read."""
 _FILE = "payload.json"
-TABLES = "crossover-*.json"
-"""Crossover tables of ``trtllm_b12x.dispatch.store``, in the same folder."""
+TABLES, CUBINS = "crossover-*.json", "cuda-*.cubin"
+"""Crossover tables of ``trtllm_b12x.dispatch.store`` and kernels of ``trtllm_b12x.kernels.cuda``, in the same folder."""
 
 
 def directory() -> Path | None:
@@ -76,7 +76,12 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def read_owned(file: Path) -> Any:
-    """Read and parse the file. Refuse it if another user could have written it.
+    """Read and parse the file; see ``owned_bytes``."""
+    return json.loads(owned_bytes(file).decode("utf-8"))
+
+
+def owned_bytes(file: Path) -> bytes:
+    """Read the file. Refuse it if another user could have written it.
 
     Raises:
         OSError: the file cannot be read.
@@ -90,17 +95,17 @@ def read_owned(file: Path) -> Any:
                 raise ValueError(f"{name} can be written by other users: chmod go-w, or remove it if it is not yours")
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
             raise ValueError("no file of ours")
-        return json.loads(stream.read().decode("utf-8"))
+        return stream.read()
 
 
-def replace(file: Path, text: str) -> None:
+def replace(file: Path, content: str | bytes) -> None:
     """Replace a file atomically. The new one is made with O_EXCL, so a symbolic link at its path is not followed."""
     temporary = file.with_name(f".{file.name[:200]}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content.encode("utf-8") if isinstance(content, str) else content)
         temporary.replace(file)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -121,7 +126,7 @@ def clear() -> int:
     freed = sum(size for _, size in contents())
     if folder is not None and folder.is_dir():
         if folder.is_symlink():
-            for file in (folder / _FILE, *folder.glob(TABLES)):
+            for file in (folder / _FILE, *folder.glob(TABLES), *folder.glob(CUBINS)):
                 file.unlink(missing_ok=True)
         else:
             shutil.rmtree(folder)

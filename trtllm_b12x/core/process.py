@@ -22,6 +22,8 @@ PERMANENT = {
     "environment.triton": "releases of ptxas programs",
     "formats.constants": "captured graphs read these tensors",
     "kernels.b12x.compiler": "captured graphs launch these kernels",
+    "kernels.cuda.driver": "the driver's library",
+    "kernels.cuda.nvrtc": "NVRTC's library and its version",
     "kernels.b12x.precompile": "jobs of a child process",
     "kernels.b12x.streams": "launches of existing layers stay in order",
 }

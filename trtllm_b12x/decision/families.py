@@ -82,6 +82,27 @@ def triton(e: Environment) -> KernelFeatures:
     )
 
 
+def cuda(e: Environment) -> KernelFeatures:
+    """Return the capabilities of decode in one launch: as Triton's, up to 8 tokens."""
+    return _one_launch(triton(e))
+
+
+def cuda_w4a16(e: Environment) -> KernelFeatures:
+    return _one_launch(triton_w4a16(e))
+
+
+def cuda_mxfp4(e: Environment) -> KernelFeatures:
+    return _one_launch(triton_mxfp4(e))
+
+
+def cuda_mxfp8(e: Environment) -> KernelFeatures:
+    return _one_launch(triton_mxfp8(e))
+
+
+def _one_launch(known: KernelFeatures) -> KernelFeatures:
+    return replace(known, name="cuda", oldest_sm=90, most_tokens=8, bound_by=known.bound_by - {RejectReason.TRITON})
+
+
 def triton_w4a16(e: Environment) -> KernelFeatures:
     """Return the capabilities for W4A16_NVFP4 decode. Ranks of attention-DP send each other 16-bit tokens."""
     known = triton(e)
@@ -151,6 +172,10 @@ def grouped_nvfp4(e: Environment) -> KernelFeatures:
 
 
 FAMILIES: tuple[Family, ...] = (
+    Family("cuda", "NVFP4", cuda),
+    Family("cuda", "W4A16_NVFP4", cuda_w4a16),
+    Family("cuda", "MXFP4", cuda_mxfp4),
+    Family("cuda", "MXFP8", cuda_mxfp8),
     Family("b12x", "NVFP4", b12x),
     Family("triton", "NVFP4", triton),
     Family("triton", "W4A16_NVFP4", triton_w4a16),

@@ -74,6 +74,8 @@ class KernelFeatures:
     """Range of supported cards, as major * 10 + minor. Inside TensorRT-LLM the card must also be in ``SERVED_SM``."""
     quantized_input: bool = False
     """True if the kernels also accept input that TensorRT-LLM has already quantized."""
+    most_tokens: int | None = None
+    """Maximum number of tokens in one call. None: no limit."""
     most_routes: int | None = None
     """Maximum number of (token, expert) pairs in one call. None: no limit."""
     every_count: bool = False

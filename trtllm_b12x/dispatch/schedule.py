@@ -23,7 +23,10 @@ def default_crossover(top_k: int = 1, families: Iterable[KernelFeatures] = (), f
         first: instead of ``DEFAULT_CROSSOVER``.
     """
     first = first or DEFAULT_CROSSOVER
-    limits = [first if f.most_routes is None else f.most_routes // top_k + 1 for f in families]
+    limits = []
+    for family in families:
+        ends = family.most_tokens, family.most_routes and family.most_routes // top_k
+        limits.append(1 + min((end for end in ends if end is not None), default=first - 1))
     return min(first, max(limits, default=first))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,6 +16,9 @@ from trtllm_b12x.core import child
 
 from . import Geometry, Kernel, PlanError, first_line, routes
 from .cards import Card
+from .cuda import variant as cuda
+from .cuda.decode import CudaKernel
+from .cuda.nvrtc import CompileError
 from .triton import compile_pool
 from .triton.jit import JitKernel
 from .triton.variant import Variant
@@ -54,10 +59,12 @@ def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
     capability = cards[0].capability
     workers = min(workers or len(os.sched_getaffinity(0)), compile_pool.MOST_PROCESSES)
     variants: dict[tuple[Any, ...], tuple[str, Variant]] = {}
-    others = []
+    others, ours = [], []
     for task in tasks:
-        if issubclass(task.kind, JitKernel):
-            needed: list[Variant] = []
+        needed: list[Variant] = []
+        if issubclass(task.kind, CudaKernel):
+            ours.append(task)
+        elif issubclass(task.kind, JitKernel):
             for card in cards:
                 kernel = task.kind(card)
                 kernel.describe(task.geometry, task.capacity, torch.device("cuda"))
@@ -69,6 +76,8 @@ def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
             variants.setdefault((variant.module, *variant.key), (task.kind.features.name, variant))
     total = len(variants)
     report(None, total)
+    for task in ours:
+        total += _fill_cuda(task, cards[0], report, total, workers)
     for task in others:
         total += _fill_flashinfer(task, cards, report, total, workers)
     names = [(family, variant.name) for family, variant in variants.values()]
@@ -81,6 +90,28 @@ def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
             compile_pool.fill([variant for _, variant in variants.values()], capability, workers, compiled, ahead=True)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             raise PlanError(f"Triton's cache cannot be filled: {first_line(error)}") from error
+
+
+def _fill_cuda(task: CompileTask, card: Card, report: Report, before: int, workers: int) -> int:
+    """Compile the one launch for one geometry, the same for all cards of a capability; return the number of variants."""
+    kernel = cast("type[CudaKernel]", task.kind)(card)
+    kernel.describe(task.geometry, task.capacity, torch.device("cuda"))
+    variants, family = kernel.variants(), task.kind.features.name
+    report(None, before + len(variants))
+
+    def compiled(variant: cuda.Variant) -> CompileResult:
+        started, cached, error = time.monotonic(), variant.cached(kernel.target) is not None, ""
+        try:
+            if not cached:
+                cuda.fill(variant, kernel.target)
+        except CompileError as failure:
+            error = first_line(failure)
+        return CompileResult(family, f"layer, {variant.tokens} tokens", time.monotonic() - started, cached, error)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for result in pool.map(compiled, variants):
+            report(result, before + len(variants))
+    return len(variants)
 
 
 def _fill_flashinfer(task: CompileTask, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:

@@ -139,7 +139,8 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
     if plain_model is not None:
         _ = plain_model.layers  # raises if it cannot be used
     chosen, counts = _chosen(source, options.pop("layers"), options.pop("sample")), options.pop("tokens") or _DEFAULT_TOKENS
-    limit = min(default_crossover(layer.top_k, [family.features(Environment())]) for layer in chosen for family in FAMILIES)
+    features = [f for f in (family.features(Environment()) for family in FAMILIES) if f.most_tokens is None]
+    limit = min(default_crossover(layer.top_k, [feature]) for layer in chosen for feature in features)
     cases = [Case(count) for count in counts] + [Case(max(c for c in counts if c < limit or c == counts[0]), 4.0)]
     device, algorithms = options["device"], sorted({layer.quant_algo for layer in chosen})
     kernels = [kernel.features.name for algo in algorithms for kernel in candidate_kernels(device, algo).values()]

@@ -29,7 +29,9 @@ def candidate_kernels(device: str | None = None, quant_algo: str | None = None) 
     for row in families.rows(settings.KERNELS(), quant_algo):
         kernel, in_torch = KERNELS[row.key]
         runs = _card_suits(kernel.features) if on_gpu else kernel.runs_on(torch.device("cpu"))
-        kernels[row.name] = kernel if runs and kernel.available() else in_torch
+        chosen = kernel if runs and kernel.available() else in_torch
+        if chosen is not None:
+            kernels[row.name] = chosen
     return kernels
 
 

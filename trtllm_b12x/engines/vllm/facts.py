@@ -15,7 +15,7 @@ from typing import Any
 from trtllm_b12x.formats import GATE_UP, ROWS, TILES, UP_GATE, WeightLayout
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-FAMILIES = ("triton", "grouped")
+FAMILIES = ("cuda", "triton", "grouped")
 """Families whose kernels read vLLM's layouts."""
 
 

@@ -61,7 +61,7 @@ def candidate_kernels(slot: Slot, geometry: Geometry, device: torch.device) -> d
             continue
         kernel, in_torch = KERNELS[row.key]
         if not kernel.available() or not kernel.runs_on(device):
-            if device.type != "cpu":
+            if device.type != "cpu" or in_torch is None:
                 continue
             kernel = in_torch
         if not slot.pair and kernel.features.measured_from:

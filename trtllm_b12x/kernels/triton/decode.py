@@ -20,6 +20,7 @@ import torch
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats import ROWS, constants
 from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS, scalars_of, scales_in_memory, swiglu
 from trtllm_b12x.kernels.reference import (
     MXFP4UnquantizedReferenceKernel,
     MXFP8UnquantizedReferenceKernel,
@@ -30,7 +31,7 @@ from trtllm_b12x.kernels.reference import (
 from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
 from .decode_tiles import INLINE_ROUTES, Tile, Tiles, blocks, tiles
-from .jit import ACTIVATIONS, ORDERS, JitKernel, scalars_of, scales_in_memory, swiglu
+from .jit import JitKernel
 from .launcher import LaunchPlan, LayerTensors, WorkspaceLayout
 from .variant import Variant
 

@@ -25,6 +25,7 @@ from trtllm_b12x.formats.w4a16_nvfp4 import W4A16NVFP4Weights
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.call import aligned16
+from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS, scalars_of, scales_in_memory, swiglu
 from trtllm_b12x.kernels.reference import (
     MXFP8ReferenceKernel,
     QuantizedReferenceKernel,
@@ -33,7 +34,7 @@ from trtllm_b12x.kernels.reference import (
 )
 from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
-from .jit import ACTIVATIONS, ORDERS, JitKernel, scalars_of, scales_in_memory, swiglu
+from .jit import JitKernel
 from .launcher import LaunchPlan, LayerTensors, WorkspaceLayout
 from .variant import Variant
 

@@ -1,0 +1,214 @@
+"""Decode of 1 to 8 tokens in one launch (``layer.cu``), on the host's own tensors: NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
+
+Numbers are those of the Triton kernels, whose docstring describes them (``triton/decode.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_b12x.core.log import logger
+from trtllm_b12x.decision import Environment, families
+from trtllm_b12x.formats import constants
+from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
+from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory, swiglu
+from trtllm_b12x.kernels.plans import Plan, PlannedKernel
+from trtllm_b12x.kernels.reference import (
+    MXFP4UnquantizedReferenceKernel,
+    MXFP8UnquantizedReferenceKernel,
+    ReferenceKernel,
+    UnquantizedReferenceKernel,
+    W4A16UnquantizedReferenceKernel,
+)
+from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
+
+from . import driver
+from .variant import TOKENS, Variant, load, variants
+
+_HEADER = 1024
+"""Bytes of counters in front of a workspace, which begin as zeros. The rest begins as ones."""
+
+
+class _Layer(ctypes.Structure):
+    """Addresses of a layer's tensors; ``Layer`` of ``layer.cu``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("w1", "s1", "alpha1", "halves1", "input1", "w2", "s2", "alpha2", "input2")),
+        *((name, ctypes.c_void_p) for name in ("bias1", "bias2", "swiglu_alpha", "swiglu_beta", "swiglu_limit")),
+        *((name, ctypes.c_int) for name in ("step1", "step2", "first")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of ``layer.cu``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "x_sf", "ids", "router_weights", "out", "workspace")),
+        *((name, ctypes.c_int) for name in ("tokens", "wide_ids", "weight_type", "swizzled")),
+    ]
+
+
+_Owner = tuple[int, int, int]
+"""Tokens of the variant, capture (0 outside) and stream."""
+
+
+@dataclass
+class LaunchPlan(Plan):
+    functions: dict[int, driver.Function]
+    """By the largest number of tokens."""
+    workspace_bytes: dict[int, int]
+    workspaces: dict[_Owner, torch.Tensor] = field(default_factory=dict)
+    """Launches that may overlap share none. A graph's are kept as long as the plan, whose layers it calls."""
+    addresses: dict[_Owner, int] = field(default_factory=dict)
+
+
+class CudaKernel(PlannedKernel):
+    """Decode of NVFP4 layers."""
+
+    features = families.cuda(Environment())
+    reference: type[ReferenceKernel] = UnquantizedReferenceKernel
+    instruction = "mma.sync"
+    code_bits = 4
+    first_expert: int
+    _plan: LaunchPlan
+    _layers: dict[bool, _Layer]
+    """Addresses, by whether the input arrives quantized."""
+
+    def __init__(self, card: Card | None = None) -> None:
+        """
+        Args:
+            card: that kernels are compiled for, instead of the device's own.
+        """
+        self._card = card
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    # ---- plan --------------------------------------------------------------------------------------------------------
+
+    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """Compile the variants, or share what another layer compiled."""
+        self.describe(geometry, capacity, device)
+        self._share((type(self), geometry, str(device)), self._make_plan)
+
+    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """Set the sizes; compile nothing.
+
+        Raises:
+            ValueError: the kernel does not serve ``geometry``.
+        """
+        self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
+        self.geometry, self.capacity, self.device = geometry, min(capacity, TOKENS[-1]), device
+        self.card = self._card or card_of(device)
+        self.target = f"sm_{self.card.capability}a"
+
+    def variants(self) -> tuple[Variant, ...]:
+        return variants(self.geometry, self.code_bits, self.features.group_size)
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
+        kernel = cls(card)
+        kernel.describe(geometry, TOKENS[-1], torch.device("cuda"))
+        return (variant.assembled(kernel.target) for variant in kernel.variants())
+
+    def _make_plan(self) -> LaunchPlan:
+        started, needed = time.monotonic(), self.variants()
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream()  # makes the context that modules are loaded into
+            cubins = load(needed, self.target, warmup_command(self.geometry, self.card))
+            functions = {variant.tokens: driver.Function(cubin, "layer") for variant, cubin in zip(needed, cubins, strict=True)}
+            for function in functions.values():
+                function.configure(function.constant("threads"), function.constant("shared_bytes"))
+        sizes = {tokens: function.constant("workspace_bytes") for tokens, function in functions.items()}
+        logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
+        return LaunchPlan(functions, sizes)
+
+    # ---- bind --------------------------------------------------------------------------------------------------------
+
+    def bind(self, weights: Any, first_expert: int = 0) -> None:
+        check(self.geometry, weights)
+        s, extra = scalars_of(weights), weights.epilogue
+        none = s.fc2_alpha  # an address for what is not read
+        # Input that arrives quantized is in units of the input scale, which the alpha contains.
+        one = constants.filled(1.0, (1,), weights.device)
+        head = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
+        tail = (
+            *(weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input),
+            *(none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias)),
+            *swiglu(self.geometry, weights, none),
+        )
+        self._tensors = *head, s.fc1_input, one, *tail
+        self._layers = {
+            quantized: _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail)), step, s.steps[1], first_expert)
+            for quantized, scale, step in ((False, s.fc1_input, s.steps[0]), (True, one, 0))
+        }
+        self.weights, self.first_expert = weights, first_expert
+
+    # ---- test --------------------------------------------------------------------------------------------------------
+
+    def _test(self) -> list[SelfTestResult] | None:
+        return run_quick_self_test(self, self.reference(), self.first_expert, [n for n in TOKENS if n <= self.capacity])
+
+    def serves(self, tokens: int) -> bool:
+        return self._plan.tested and super().serves(tokens)
+
+    def summary(self) -> tuple[str, ...]:
+        return (*super().summary(), *self._pending())
+
+    # ---- run ---------------------------------------------------------------------------------------------------------
+
+    def _launch(self, call: MoECall) -> None:
+        x, ids, router_weights, x_sf, swizzled, out = call
+        tokens, plan = x.shape[0], self._plan
+        if not 0 < tokens <= self.capacity:
+            raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
+        size = 1 << (tokens - 1).bit_length()
+        stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+        owner = size, driver.capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0, stream
+        workspace = plan.addresses.get(owner) or self._workspace(owner)
+        arguments = _Call(
+            *(x.data_ptr(), None if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr()),
+            *(out.data_ptr(), workspace, tokens),  # type: ignore[union-attr]
+            *(ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16, bool(swizzled)),
+        )
+        plan.functions[size].launch(self.card.multiprocessors, stream, self._layers[x_sf is not None], arguments)
+
+    def _workspace(self, owner: _Owner) -> int:
+        """Allocate the workspace of a stream, or of a graph that is being captured."""
+        plan = self._plan
+        memory = torch.full((plan.workspace_bytes[owner[0]],), 255, dtype=torch.uint8, device=self.device)
+        memory[:_HEADER] = 0
+        plan.workspaces[owner] = memory
+        plan.addresses[owner] = memory.data_ptr()
+        return plan.addresses[owner]
+
+
+class CudaW4A16Kernel(CudaKernel):
+    """Decode of W4A16_NVFP4 layers."""
+
+    features = families.cuda_w4a16(Environment())
+    reference = W4A16UnquantizedReferenceKernel
+
+
+class CudaMXFP4Kernel(CudaKernel):
+    """Decode of MXFP4 layers."""
+
+    features = families.cuda_mxfp4(Environment())
+    reference = MXFP4UnquantizedReferenceKernel
+
+
+class CudaMXFP8Kernel(CudaKernel):
+    """Decode of MXFP8 layers."""
+
+    features = families.cuda_mxfp8(Environment())
+    reference = MXFP8UnquantizedReferenceKernel
+    code_bits = 8

@@ -1,0 +1,82 @@
+"""Load and launch compiled kernels through CUDA's driver API."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+_OVERLAP = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: a launch begins before the one ahead of it has ended."""
+_SHARED_MEMORY = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+
+class DriverError(RuntimeError):
+    """A function of the driver failed."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(name: str, code: int) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(code, ctypes.byref(text))
+        raise DriverError(f"{name}: {(text.value or b'').decode() or code}")
+
+
+def _call(name: str, *arguments: object) -> None:
+    _check(name, getattr(_library(), name)(*arguments))
+
+
+class Function:
+    """A kernel on torch's current device, whose context exists."""
+
+    def __init__(self, cubin: bytes, name: str) -> None:
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+
+    def constant(self, name: str) -> int:
+        """Read an ``int`` of the module."""
+        at, size, value = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
+        _call("cuModuleGetGlobal_v2", ctypes.byref(at), ctypes.byref(size), self._module, name.encode())
+        _call("cuMemcpyDtoH_v2", ctypes.byref(value), at, ctypes.c_size_t(ctypes.sizeof(value)))
+        return int(value.value)
+
+    def configure(self, threads: int, shared_bytes: int) -> None:
+        _call("cuFuncSetAttribute", self._function, _SHARED_MEMORY, shared_bytes)
+        self._threads, self._shared_bytes = threads, shared_bytes
+        self._attribute = _Attribute(_OVERLAP, 0, 1)
+        self._launch = _library().cuLaunchKernelEx
+
+    def launch(self, blocks: int, stream: int, *arguments: ctypes.Structure) -> None:
+        """Launch with programmatic dependent launch; the kernel waits for the one ahead of it by itself."""
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        config = _Config(blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, ctypes.pointer(self._attribute), 1)
+        code = self._launch(ctypes.byref(config), self._function, pointers, None)
+        if code:
+            _check("cuLaunchKernelEx", code)
+
+
+def capture_of(stream: int) -> int:
+    """Return the number of the capture that ``stream`` is part of, or 0."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    answers = ctypes.byref(status), ctypes.byref(number), None, None, None
+    _call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *answers)
+    return number.value if status.value == 1 else 0

@@ -1,0 +1,702 @@
+// A decode layer in one launch: FC1, activation, FC2 and the weighted sum over a token's routes, for 1 to MAXT (at most 8) tokens.
+// It needs what an SM12x block has: 99 KB of shared memory, mma.sync, cp.async, mbarriers. It includes nothing.
+//
+//   tasks, in the order of tickets
+//     FC1   expert hit x tile      tile: RG * HALVES * 8 columns of the intermediate size (16 without a gate), whole rows
+//     FC2   tile x token           tile: HALVES * 16 columns of the output, all of the token's routes
+//   a block: warps 0 .. WARPS-1 copy, decode, multiply; one warp takes tickets and publishes tasks; SUMS warps add and write
+//   a stage: HALVES * 16 rows x 128 columns of one matrix, codes and block scales, for one warp
+//     FC1   warp (rg, ks) takes blocks of 128 columns ks, ks + KS, ... of the rows of part rg of the tile
+//     FC2   warp w takes the units w, w + WARPS, ... of (route, 128 columns); where tiles are few (NARROW), a tile has 8 rows, and a
+//           unit 256 columns: the rows g + 8 of its products are the same rows on the second 128, whose h is in column 1
+//
+//   Ring: each warp has STAGES stages of its own in shared memory. A lane copies (cp.async) the 16 bytes that it decodes later, so
+//   there is no producer and no barrier, only wait_group and __syncwarp. The ring runs on across tasks: FC2's weights are on their
+//   way while FC1 computes.
+//   Products: mma.m16n8k16. Its columns are the tokens in FC1, whoever the expert's are, with x in registers; in FC2 one token.
+//     lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8 and 32 of the 128 columns: in FP4 32 t .. 32 t + 31, in FP8
+//     16 t .. 16 t + 15 and 64 more, so that four lanes copy 64 bytes beside each other
+//   Sums: warps put theirs into red[buffer]; mbarriers full (WARPS arrivals) and empty (1) hand the buffers over. One warp adds the
+//   parts of 16 rows in the order of warps: the same bits always. FC2 has all routes of its token: no sums in global memory.
+//   Hand-off of h: a pair of values is its own flag. It begins as 0xffffffff, which no rounding makes; FC2 loads pairs, in the
+//   size in which they are written (32 bits, relaxed, gpu scope), until none of them is that. Nothing else is handed over, so no
+//   order between addresses is needed. Two buffers: launch n writes number n % 2 and puts the other one back, which only launch
+//   n - 1 has used, and that has ended.
+//   Progress: a block takes tickets in order and works tasks off in order. FC1's tasks wait for nothing, FC2's for FC1's, whose
+//   tickets are lower and hence taken by blocks that run. One block alone gets through, and two launches with a workspace of
+//   their own never wait for each other.
+//   Workspace, one for each stream or graph: 1 KB of zeros (ticket, count of blocks that are done, epoch, tokens of the last
+//   launch), then two buffers of h, 0xff everywhere. The last block to take its last ticket puts ticket and count back to 0.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+#define FI __device__ __forceinline__
+#define KEEP(v) asm volatile("" : "+r"(v))  // computed once: ptxas would rather compute it anew at every use
+
+constexpr int UP_GATE = 0, GATE_UP = 1, BY_TURNS = 2;                                              // ORDER
+constexpr int SWIGLU = 0, SWIGLU_BIAS = 1, GEGLU = 2, RELU2 = 3, SILU = 4;                         // ACTIVATION, else GELU
+constexpr int THREADS = (WARPS + 1 + SUMS) * 32, KS = WARPS / RG;
+constexpr bool NVFP4 = BITS == 4 && GROUP == 16;
+constexpr int MATRICES = GATED ? 2 : 1, PIECES = 2 * HALVES, N1 = PIECES / MATRICES, N2 = NARROW ? 1 : PIECES;  // pieces of 8 rows: of a half of FC1, of FC2
+constexpr int KB1 = (STORED + 127) / 128, KB2 = (SIZE + 127) / 128, KPW = (KB1 + KS - 1) / KS, KU2 = NARROW ? (KB2 + 1) / 2 : KB2, UNITS = (TOP_K * KU2 + WARPS - 1) / WARPS;     // blocks of 128 columns
+constexpr int WIDE = BITS / 4, CODES = PIECES * 512 * WIDE, SROW = 128 / GROUP, STAGE = CODES + PIECES * 8 * SROW;
+constexpr int PITCH1 = STORED * BITS / 8, PITCH2 = SIZE * BITS / 8;                                // bytes of a row of codes
+constexpr int CG = 128 / (4 * GROUP);                                         // 128x4 tiles beside each other in 128 columns
+constexpr int SC1 = (STORED + 4 * GROUP - 1) / (4 * GROUP), SC2 = (SIZE + 4 * GROUP - 1) / (4 * GROUP);
+constexpr int SP1 = STORED / GROUP, SP2 = SIZE / GROUP;                                            // bytes of a row of scales, if they lie in rows
+constexpr u64 EXPERT1 = (u64)MATRICES * SIZE * PITCH1, EXPERT2 = (u64)STORED * PITCH2;
+constexpr u64 SEXPERT1 = TILED ? (u64)((MATRICES * SIZE + 127) / 128) * SC1 * 512 : (u64)MATRICES * SIZE * SP1;
+constexpr u64 SEXPERT2 = TILED ? (u64)((STORED + 127) / 128) * SC2 * 512 : (u64)STORED * SP2;
+constexpr int tiles(int rows, int n) { return TILED ? (rows + 127) / 128 * (16 / n) : (rows + 8 * n - 1) / (8 * n); }
+constexpr int ALL1 = tiles(SIZE, N1), TILES1 = (ALL1 + RG - 1) / RG, TILES2 = tiles(STORED, N2);
+constexpr bool FULL2 = SIZE % (NARROW ? 256 : 128) == 0, EXACT1 = ALL1 * N1 * 8 == SIZE && ALL1 % RG == 0, EXACT2 = TILES2 * N2 * 8 == STORED;
+constexpr int ROUTES = MAXT * TOP_K, WORDS = (ROUTES + 31) / 32, EWORDS = (EXPERTS + 31) / 32;
+constexpr int PART = (KS * MAXT > WARPS ? KS * MAXT : WARPS) * 64;                                 // bytes of a buffer of sums
+constexpr int ENTRIES = MAXT == 8 ? 16 : 32, ENTRY = 16 + 16 * RG, LEAD = STAGES + 2;
+constexpr int O_RED = WARPS * STAGES * STAGE, O_BAR = O_RED + NB * PART, O_ENTRY = O_BAR + 128, O_ROUTE = O_ENTRY + ENTRIES * ENTRY;
+constexpr int O_SLOT = O_ROUTE + ROUTES * 16, O_MASK = O_SLOT + ROUTES * 4, O_BIT = O_MASK + ROUTES * WORDS * 4, SMEM = O_BIT + EWORDS * 4 + 64;
+constexpr u64 HBUF = (u64)MAXT * TOP_K * KB2 * 256;                                                // bytes of a buffer of h
+constexpr int PRELOAD = 2;  // units whose h is asked for at once
+static_assert(NB % SUMS == 0 && NB <= 6, "a buffer has one warp that adds: a parity passes for a waiter a phase ahead");
+static_assert(SMEM <= 101376 && TOP_K <= 32 && MAXT <= 8 && WARPS % RG == 0 && KS <= KB1 && (!NARROW || HALVES == 1), "");
+extern "C" __device__ const int shared_bytes = SMEM, threads = THREADS, workspace_bytes = 1024 + 2 * HBUF;
+
+
+// ---- instructions
+FI u32 sptr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+FI void mb_init(u32 b, int n) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(b), "r"(n)); }
+FI void mb_arrive(u32 b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(b) : "memory"); }
+FI void mb_wait(u32 b, u32 parity) {
+  asm volatile("{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}" ::"r"(b), "r"(parity) : "memory");
+}
+FI void copy16(u32 d, const u8* s, bool there) {  // zeros if not there
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(d), "l"(s), "r"(there ? 16 : 0) : "memory");
+}
+FI void copy16(u32 d, const u8* s) { asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(d), "l"(s) : "memory"); }
+template <int N> FI void copy_scales(u32 d, const u8* s) {
+  if (N == 16) copy16(d, s);
+  else asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(d), "l"(s), "n"(N) : "memory");
+}
+FI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> FI void wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+FI uint4 lds4(u32 a) { uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory"); return v; }
+FI u32 lds(u32 a) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
+FI u32 lds_u16(u32 a) { u16 v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a) : "memory"); return v; }
+FI u32 lds_u8(u32 a) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
+FI float ldsf(u32 a) { float v; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a) : "memory"); return v; }
+FI void sts(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
+FI void stsf(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
+FI void sts4(u32 a, u32 x, u32 y, u32 z, u32 w) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
+FI u32 lds_acquire(u32 a) { u32 v; asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
+FI void sts_release(u32 a, u32 v) { asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
+FI uint4 ldg_relaxed(const u8* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+FI void stg_relaxed(u8* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+FI u16 to_bf16(float v) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
+FI u16 to_x(float v) { u16 r; if (FLOAT16) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v)); else r = to_bf16(v); return r; }
+FI float from16(u16 v, int float16) {
+  float r;
+  if (float16) asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v));
+  else r = __uint_as_float((u32)v << 16);
+  return r;
+}
+FI float bias_at(const void* bias, u64 i) { return BIAS == 3 ? ((const float*)bias)[i] : from16(((const u16*)bias)[i], BIAS == 2); }
+template <bool F16> FI void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if (F16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---- decode: the bits of triton/operands.py. Two words of FP4 to eight pairs, 2**-8 times as large; two of FP8 to four.
+struct Scale { u32 s, nan; };  // as a pair; bfloat16's is 2**118 times as large for FP4, and E8M0 255 makes NaN
+FI Scale nvfp4_scale(u32 byte) {
+  Scale o;
+  asm("{\n.reg .b32 t;\nmul.lo.u32 %0, %1, 0x00100010;\nmov.b32 t, 0x7b807b80;\nfma.rn.bf16x2 %0, %0, t, %2;\nmov.b32 t, 0x7a807a80;\nfma.rn.bf16x2 %0, %0, t, %2;\n}"
+      : "=&r"(o.s) : "r"(byte), "r"(0x80008000u));
+  o.nan = 0x80008000u;
+  return o;
+}
+FI Scale nvfp4_scale_f16(u32 byte) {  // E4M3 at the bottom of float16's exponent is the value times 2**-8: 2**6 times is 2**14 more
+  Scale o;
+  asm("{\n.reg .b32 t;\nmul.lo.u32 %0, %1, 0x00800080;\nmov.b32 t, 0x70007000;\nmul.rn.f16x2 %0, %0, t;\nadd.rn.f16x2 %0, %0, %0;\n}" : "=&r"(o.s) : "r"(byte));
+  o.nan = 0;
+  return o;
+}
+FI Scale mx_scale(u32 byte) {
+  Scale o;
+  o.s = BITS == 4 ? min(byte + 118, 255u) * 0x00800080u : max(byte * 0x00800080u, 0x00400040u);
+  asm("fma.rn.bf16x2 %0, %1, %2, %2;" : "=r"(o.nan) : "r"(o.s), "r"(0x80008000u));
+  return o;
+}
+FI void decode4(u32 w, const Scale& s, u32* o) {  // pairs (k, k + 4)
+  asm("{\n.reg .b32 m, h;\nshr.u32 h, %4, 8;\n"
+      "and.b32 m, %4, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 %0, m, %5, %6;\n"
+      "and.b32 m, %4, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 %1, m, %5, %6;\n"
+      "and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 %2, m, %5, %6;\n"
+      "and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 %3, m, %5, %6;\n}"
+      : "=&r"(o[0]), "=&r"(o[1]), "=&r"(o[2]), "=&r"(o[3]) : "r"(w), "r"(s.s), "r"(s.nan));
+}
+FI void decode4_f16(u32 w, const Scale& s, u32* o) {
+  asm("{\n.reg .b32 m, t;\n"
+      "shl.b32 t, %4, 12; shl.b32 m, %4, 9; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 %0, t, %5;\n"
+      "shl.b32 t, %4, 8; shl.b32 m, %4, 5; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 %1, t, %5;\n"
+      "shl.b32 t, %4, 4; shl.b32 m, %4, 1; and.b32 m, m, 0x0e000e00; lop3.b32 t, t, 0x80008000, m, 0xea; mul.rn.f16x2 %2, t, %5;\n"
+      "shr.u32 m, %4, 3; and.b32 m, m, 0x0e000e00; lop3.b32 t, %4, 0x80008000, m, 0xea; mul.rn.f16x2 %3, t, %5;\n}"
+      : "=&r"(o[0]), "=&r"(o[1]), "=&r"(o[2]), "=&r"(o[3]) : "r"(w), "r"(s.s));
+}
+FI void decode8(u32 w, const Scale& s, u32* o) {  // pairs (k, k + 2)
+  asm("{\n.reg .b32 m, t, c, z;\nmov.b32 z, 0x80008000;\nmov.b32 c, 0x7b807b80;\n"
+      "shl.b32 t, %2, 8; shl.b32 m, %2, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, t, z, m, 0xea; fma.rn.bf16x2 t, t, c, z; fma.rn.bf16x2 %0, t, %3, %4;\n"
+      "shr.u32 m, %2, 4; and.b32 m, m, 0x07f007f0; lop3.b32 t, %2, z, m, 0xea; fma.rn.bf16x2 t, t, c, z; fma.rn.bf16x2 %1, t, %3, %4;\n}"
+      : "=&r"(o[0]), "=&r"(o[1]) : "r"(w), "r"(s.s), "r"(s.nan));
+}
+// Columns of a lane, eight at a time: the first of number i, and of the 16 bytes number j of codes.
+FI int column8(int t, int i) { return BITS == 4 ? 32 * t + 8 * i : (i >> 1) * 64 + 16 * t + 8 * (i & 1); }
+FI int column16(int t, int j) { return BITS == 4 ? 32 * t : 64 * j + 16 * t; }
+struct Rows { uint4 codes[WIDE]; u32 scales; };  // 32 columns of a row; one scale (MXFP4) or two, of 16 columns each, beside each other
+template <bool F16> FI void decode_part(const Rows& r, int i, u32* o) {  // 8 columns number i of the 32: four pairs
+  const uint4& c = r.codes[WIDE == 2 ? i >> 1 : 0];
+  if (BITS == 4) {
+    const u32 w = i == 0 ? c.x : i == 1 ? c.y : i == 2 ? c.z : c.w, byte = GROUP == 16 ? (i < 2 ? r.scales & 255 : r.scales >> 8) : r.scales;
+    const Scale s = GROUP == 32 ? mx_scale(byte) : F16 ? nvfp4_scale_f16(byte) : nvfp4_scale(byte);
+    if (F16) decode4_f16(w, s, o);
+    else decode4(w, s, o);
+  } else {
+    const Scale s = mx_scale(i < 2 ? r.scales & 255 : r.scales >> 8);
+    decode8(i & 1 ? c.z : c.x, s, o);
+    decode8(i & 1 ? c.w : c.y, s, o + 2);
+  }
+}
+template <bool F16> FI void multiply(float (*acc)[4], const Rows& a, const Rows& b, const u32* x) {  // two chains of sums
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    u32 A[4], B[4];
+    decode_part<F16>(a, i, A);
+    decode_part<F16>(b, i, B);
+    mma<F16>(acc[0], A[0], B[0], A[1], B[1], x[4 * i], x[4 * i + 1]);
+    mma<F16>(acc[1], A[2], B[2], A[3], B[3], x[4 * i + 2], x[4 * i + 3]);
+  }
+}
+
+// ---- activations
+FI float activate(float up, float gate, float alpha, float beta, float limit) {
+  if (ACTIVATION == SWIGLU) return __fdividef(gate, 1.f + __expf(-gate)) * up;
+  if (ACTIVATION == SWIGLU_BIAS) {
+    gate = gate > limit ? limit : gate;  // NaN stays
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return gate / (1.f + __expf(-alpha * gate)) * (up + beta);
+  }
+  if (ACTIVATION == GEGLU) return 0.5f * gate * (1.f + erff(gate * 0.7071067811865476f)) * up;
+  if (ACTIVATION == RELU2) { const float p = up < 0 ? 0.f : up; return p * p; }
+  if (ACTIVATION == SILU) return up / (1.f + __expf(-up));
+  return 0.5f * up * (1.f + erff(up * 0.7071067811865476f));
+}
+
+// ---- rows: which a tile's pieces are. In 128x4 tiles of scales, rows 32 apart lie beside each other.
+template <int N> FI int piece_row(int v, int j) {
+  return TILED ? v / (16 / N) * 128 + ((v >> 2) % (4 / N) * N + j) * 32 + (v & 3) * 8 : v * 8 * N + 8 * j;
+}
+constexpr int NEXT = TILED ? 32 : 8, TURN = ORDER == BY_TURNS && GATED ? 2 : 1;  // from a piece to the next, in rows; rows of a row pair
+constexpr int UP0 = !GATED || ORDER == UP_GATE ? 0 : ORDER == GATE_UP ? SIZE : 1, GATE0 = ORDER == UP_GATE ? SIZE : 0;  // first rows
+template <int SC> FI u32 tiled(int row, int group) { return ((row >> 7) * SC + group) * 512 + (row & 31) * 16 + (row >> 5 & 3) * 4; }
+
+struct Layer {
+  const u8 *w1, *s1;
+  const float *alpha1, *halves1, *input1;
+  const u8 *w2, *s2;
+  const float *alpha2, *input2;
+  const void *bias1, *bias2;
+  const float *swiglu_alpha, *swiglu_beta, *swiglu_limit;
+  int step1, step2, first;
+};
+struct Call {
+  const u8 *x, *x_sf;  // x_sf: of x in FP4, as the host has quantized it, else null
+  const void *ids, *router_weights;
+  u16* out;
+  u8* workspace;
+  int tokens, wide_ids, weight_type, swizzled;  // int64 ids; 0 float32, 1 bfloat16; x_sf in 128x4 tiles
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_constant__ Layer L, const __grid_constant__ Call C) {
+  extern __shared__ __align__(128) u8 sm[];
+  const int tid = threadIdx.x, w = tid >> 5, lane = tid & 31, G = gridDim.x, T = C.tokens;
+  u32 *ticket = (u32*)C.workspace, *done = (u32*)(C.workspace + 128), *epoch = (u32*)(C.workspace + 256), *before = epoch + 1;
+  u8* hall = C.workspace + 1024;
+  const u32 s = sptr(sm), full = s + O_BAR, empty = full + NB * 8, prog = s + O_BAR + 112, par_ = prog + 4;
+  const u32 tasks = s + O_ENTRY, routes = s + O_ROUTE, slots = s + O_SLOT;
+  u32 *mask = (u32*)(sm + O_MASK), *bitmap = (u32*)(sm + O_BIT), *valid = (u32*)(sm + O_BIT + EWORDS * 4);
+  if (tid == 0) {
+    for (int i = 0; i < NB; i++) { mb_init(full + 8 * i, WARPS); mb_init(empty + 8 * i, 1); }
+    sts(prog, 0);
+  }
+  for (int i = tid; i < ENTRIES; i += THREADS) sts(tasks + ENTRY * i, 0);
+  for (int i = tid; i < ROUTES * WORDS; i += THREADS) mask[i] = 0;
+  for (int i = tid; i < EWORDS; i += THREADS) bitmap[i] = 0;
+  __syncthreads();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // x, before anything else is known. lane (g, t): row g and its columns of the blocks ks, ks + KS, ...
+  const int g = lane >> 2, t = lane & 3, rg = w / KS, ks = w % KS, own1 = (KB1 - ks + KS - 1) / KS;
+  u32 xr[KPW][16];
+  const bool quantized = NVFP4 && C.x_sf;
+#pragma unroll
+  for (int b = 0; b < KPW; b++) {
+    const int block = (ks + b * KS) * 128, column = block + t * 32;
+    const bool there = w < WARPS && g < T && column < H;
+#pragma unroll
+    for (int i = 0; i < 16; i++) xr[b][i] = 0;
+    if (quantized && there) {
+      Rows r;
+      r.codes[0] = *(const uint4*)(C.x + (g * H + column) / 2);
+      r.scales = *(const u16*)(C.x_sf + (C.swizzled ? tiled<(H + 63) / 64>(g, column >> 6) + (column >> 4 & 3) : (u32)(g * H + column) / 16));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        decode_part<FLOAT16>(r, i, xr[b] + 4 * i);
+        if ((r.scales >> (i < 2 ? 0 : 8) & 127) == 127) xr[b][4 * i] = xr[b][4 * i + 1] = xr[b][4 * i + 2] = xr[b][4 * i + 3] = 0x7fff7fff;  // NaN
+      }
+    } else if (!quantized) {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (w < WARPS && g < T && block + column8(t, i) < H) {
+          const uint4 q = *(const uint4*)(C.x + (g * H + block + column8(t, i)) * 2);
+          xr[b][4 * i] = q.x; xr[b][4 * i + 1] = q.y; xr[b][4 * i + 2] = q.z; xr[b][4 * i + 3] = q.w;
+        }
+    }
+  }
+  u32 t0 = 0, ep = 0, last = 0;
+  if (tid == WARPS * 32) {
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(ep), "=r"(last) : "l"(epoch) : "memory");
+    t0 = atomicAdd(ticket, 1);
+  }
+  // Routes: warp w has token w. A route: from expert 0 to its expert in FC2's codes (16 bytes) and scales (4 bytes); its factor; its number.
+  int e = -1, at = 0;
+  u32 factor_to = 0;
+  float factor = 0;
+  if (w < T) {
+    const int r = w * TOP_K + lane;
+    float weight = 0;
+    if (lane < TOP_K) {
+      long long id = C.wide_ids ? ((const long long*)C.ids)[r] : (long long)((const int*)C.ids)[r];
+      id -= L.first;
+      e = id >= 0 && id < EXPERTS ? (int)id : -1;
+      weight = C.weight_type ? from16(((const u16*)C.router_weights)[r], 0) : ((const float*)C.router_weights)[r];
+    }
+    const u32 held = __ballot_sync(~0u, e >= 0);
+    at = w * TOP_K + __popc(held & ((1u << lane) - 1));
+    if (e >= 0) {
+      factor = weight;
+      if (GROUP == 16) factor *= L.alpha2[e] * L.input2[e * L.step2];
+      factor_to = routes + at * 16 + 8;
+      sts4(routes + at * 16, (u32)(e * (EXPERT2 / 16)), (u32)(e * (SEXPERT2 / 4)), 0, r);
+      if (MAXT > 1) atomicOr(&bitmap[e >> 5], 1u << (e & 31));
+    }
+    if (lane == 0) valid[w] = __popc(held);
+  }
+  if (MAXT > 1) __syncthreads();
+  int nslots = 0;
+  if (MAXT > 1) {
+    int rank = 0;
+    for (int i = 0; i < EWORDS; i++) {
+      const u32 word = bitmap[i];
+      if (e >> 5 == i) rank = nslots + __popc(word & ((1u << (e & 31)) - 1));
+      nslots += __popc(word);
+    }
+    at = rank;
+  }
+  if (e >= 0) {  // a slot: an expert hit
+    const int r = w * TOP_K + lane;
+    sts(slots + at * 4, e);
+    atomicOr(&mask[at * WORDS + (r >> 5)], 1u << (r & 31));
+  }
+  __syncthreads();
+  if (factor_to) stsf(factor_to, factor * (BITS == 4 ? 256.f : 1.f));  // it may be late: FC2 waits for it
+  if (MAXT == 1) nslots = valid[0];
+  const int NT1 = nslots * TILES1, NT = NT1 + T * TILES2;
+
+  if (w == WARPS) {  // ---- tickets
+    ep = __shfl_sync(~0u, ep, 0);
+    last = __shfl_sync(~0u, last, 0);
+    if (lane == 0) sts(par_, ep);
+    int seq = 0, u = 0, B = 1, t = __shfl_sync(~0u, (int)t0, 0), quota = (NT - NT1 + G - 1) / G;  // of FC2's tickets: each block takes as many
+    const int init = max(1, min(STAGES, NT1 / G));
+    auto publish = [&](int u) {
+      const u32 to = tasks + ENTRY * (seq % ENTRIES);
+      if (lane == 0) {
+        if (u < NT1) {
+          const int slot = u / TILES1, v = u % TILES1, e = lds(slots + slot * 4);
+          for (int j = 0; j < RG; j++) {
+            const int row = piece_row<N1>(v * RG + j, 0), up = row * TURN + UP0, gate = row * TURN + GATE0;
+            const u32 s0 = TILED ? tiled<SC1>(up, 0) : up * SP1, s1 = TILED ? tiled<SC1>(gate, 0) : gate * SP1;
+            const u32 se = e * (u32)(SEXPERT1 / 4);
+            sts4(to + 16 + 16 * j, e * (u32)(EXPERT1 / 16) + row * TURN * (PITCH1 / 16), se + s0 / 4, se + s1 / 4, row);
+          }
+          sts(to + 4, slot << 16 | v);
+        } else {
+          const int tok = (u - NT1) % T, c = (u - NT1) / T, row = piece_row<N2>(c, 0);
+          sts4(to + 16, row * (PITCH2 / 16), (TILED ? tiled<SC2>(row, 0) : row * SP2) / 4, 0, row);
+          sts(to + 4, tok << 16 | c);
+        }
+        sts_release(to, (u32)(seq + 1) << 2 | (u < NT1 ? 0 : 1));
+      }
+      seq++;
+    };
+    while (quota > 0) {
+      for (int j = 0; j < B; j++, t++)
+        for (int r = 0; r < (t < G ? init : 1); r++) {
+          u = t < G ? t + r * G : (init - 1) * G + t;
+          if (u >= NT1) quota--;
+          if (u < NT) publish(u);
+        }
+      if (quota <= 0) break;
+      while ((int)lds_acquire(prog) + (u >= NT1 ? 2 : LEAD) < seq) __nanosleep(20);
+      B = u + 6 * G < NT1 ? 4 : 1;
+      if (lane == 0) t = (int)atomicAdd(ticket, B);
+      t = __shfl_sync(~0u, t, 0);
+    }
+    if (lane == 0) {
+      sts_release(tasks + ENTRY * (seq % ENTRIES), (u32)(seq + 1) << 2 | 2);
+      __threadfence();
+      if (atomicAdd(done, 1) == G - 1) { *ticket = 0; *done = 0; *epoch = ep + 1; *before = T; }
+    }
+    __syncwarp();
+    uint4* other = (uint4*)(hall + (~ep & 1) * HBUF);  // for the next launch
+    for (int i = blockIdx.x * 32 + lane; i < (int)last * TOP_K * KB2 * 16; i += G * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    return;
+  }
+
+  if (w > WARPS) {  // ---- sums
+    const int mine = w - WARPS - 1, row16 = lane & 15;
+    int item = 0;
+    for (int seq = 0;; seq++) {
+      const u32 entry = tasks + ENTRY * (seq % ENTRIES);
+      u32 v;
+      while ((v = lds_acquire(entry)) >> 2 != (u32)(seq + 1)) __nanosleep(20);
+      if (v & 2) return;
+      const u32 info = lds(entry + 4);
+      const int items = v & 1 ? HALVES : HALVES * RG;
+      for (int sub = 0; sub < items; sub++, item++) {
+        if (item % SUMS != mine) continue;
+        const u32 buf = item % NB, parity = item / NB & 1, parts = s + O_RED + buf * PART + row16 * 4;
+        auto total = [&](int column, int n, int stride) {
+          float sum = 0;
+#pragma unroll
+          for (int j = lane >> 4; j < n; j += 2) sum += ldsf(parts + (j * stride + column) * 64);
+          return sum + __shfl_xor_sync(~0u, sum, 16);
+        };
+        if (!(v & 1)) {
+          const int slot = info >> 16, tile = (info & 0xffff) * RG + sub / HALVES, half = sub % HALVES;
+          const int e = lds(slots + slot * 4), row = piece_row<N1>(tile, GATED ? half : 2 * half + (row16 >> 3)) + (lane & 7), k = lane & 7;
+          const bool there = row < SIZE;
+          float up_factor = (BITS == 4 ? 256.f : 1.f) * (NVFP4 && C.x_sf ? 256.f : 1.f), gate_factor = up_factor;
+          if (GROUP == 16) {
+            const float all = L.alpha1[e], input = L.input1[e * L.step1];
+            float u = all, v = all;
+            if (GATED) { u = L.halves1[e]; v = L.halves1[EXPERTS + e]; }
+            const bool recorded = fmaxf(u, v) == all;  // by the load; else somebody has written alpha since
+            up_factor *= (recorded ? u : all) * input;
+            gate_factor *= (recorded ? v : all) * input;
+          }
+          float bu = 0, bg = 0, alpha = 1, beta = 0, limit = 0;
+          if (BIAS && there) {
+            bu = bias_at(L.bias1, (u64)e * (MATRICES * SIZE) + row * TURN + UP0);
+            if (GATED) bg = bias_at(L.bias1, (u64)e * (MATRICES * SIZE) + row * TURN + GATE0);
+          }
+          if (ACTIVATION == SWIGLU_BIAS) { alpha = L.swiglu_alpha[e]; beta = L.swiglu_beta[e]; limit = L.swiglu_limit[e]; }
+          // where the pair of this lane and the lane 4 (FP8: 2) further lies in 128 columns of h
+          constexpr int FAR = BITS == 4 ? 4 : 2;
+          const int j = BITS == 4 ? k : (k & 1) | k >> 2 << 1;
+          const bool first = (BITS == 4 ? k < 4 : !(k & 2)) && lane < (GATED ? 8 : 16) && there;
+          const int number = BITS == 4 ? row >> 3 & 3 : (row >> 5 & 2) | (row >> 3 & 1), owner = BITS == 4 ? row >> 5 & 3 : row >> 4 & 3;
+          u8* to = hall + (lds(par_) & 1) * HBUF + (row >> 7) * 256 + number * 64 + owner * 16 + j * 4;
+          mb_wait(full + 8 * buf, parity);
+          for (int word = 0; word < WORDS; word++)
+            for (u32 q = mask[slot * WORDS + word]; q; q &= q - 1) {
+              const int r = word * 32 + __ffs(q) - 1;
+              float up = total(MAXT == 1 ? 0 : r / TOP_K, KS, MAXT), gate = 0;
+              if (GATED) gate = __shfl_down_sync(~0u, up, 8) * gate_factor + bg;
+              up = up * up_factor + bu;
+              const float y = activate(up, gate, alpha, beta, limit), far = __shfl_down_sync(~0u, y, FAR);
+              if (first) stg_relaxed(to + (u64)r * (KB2 * 256), (u32)to_bf16(y) | (u32)to_bf16(far) << 16);
+            }
+        } else {
+          const int tok = info >> 16, c = info & 0xffff, column = piece_row<N2>(c, NARROW ? 0 : 2 * sub + (row16 >> 3)) + (lane & 7);
+          float bias = 0;
+          if (BIAS && column < H)
+            for (int i = 0; i < (int)valid[tok]; i++) {
+              const u32 r = lds(routes + (tok * TOP_K + i) * 16 + 12), e = lds(routes + (tok * TOP_K + i) * 16) / (u32)(EXPERT2 / 16);
+              const float weight = C.weight_type ? from16(((const u16*)C.router_weights)[r], 0) : ((const float*)C.router_weights)[r];
+              bias += weight * bias_at(L.bias2, (u64)e * STORED + column);
+            }
+          mb_wait(full + 8 * buf, parity);
+          const float sum = total(0, WARPS, 1) + bias;
+          if (lane < (NARROW ? 8 : 16) && column < H) C.out[(u64)tok * H + column] = to_x(sum);
+        }
+        __syncwarp();
+        if (lane == 0) mb_arrive(empty + 8 * buf);
+      }
+    }
+  }
+
+  // ---- products
+  constexpr int NL1 = TILED ? MATRICES * CG * 8 : PIECES * 8, NL2 = TILED ? (NARROW ? 2 : 1) * CG * 8 : PIECES * 8;  // lanes that copy scales
+  constexpr int SB1 = TILED ? 4 * N1 : SROW, SB2 = TILED ? 4 * N2 : SROW;                        // bytes of each
+  // This lane's bytes within a task's: codes, and the scales that it copies for the warp.
+  u32 c1 = g * TURN * PITCH1 + ks * 16 * BITS + t * 16, c2 = g * PITCH2 + t * 16;
+  const int part1 = !GATED ? 0 : TILED ? lane / (CG * 8) & 1 : lane >> 3 & 1;
+  u32 q1 = TILED ? (ks * CG + (lane >> 3) % CG) * 512 + (lane & 7) * 16 : ((GATED ? lane >> 4 : lane >> 3) * 8 + (lane & 7)) * TURN * SP1 + ks * SROW;
+  u32 q2 = TILED ? (lane >> 3) % (NL2 / 8) * 512 + (lane & 7) * 16 : NARROW ? (lane & 7) * SP2 + (lane >> 3) * SROW : lane * SP2;
+  u32 ring = s + w * (STAGES * STAGE);
+  // Where it reads scales of piece 0, and from there to the next half and to the other piece of the half.
+  const u32 sub = GROUP == 16 ? 2 * t : BITS == 4 ? t : t >> 1, csub = GROUP == 16 ? (t & 1) * 2 : sub, cgrp = CG == 2 ? t >> 1 : 0;
+  u32 r1 = CODES + (TILED ? (cgrp * 8 + g) * SB1 + csub : g * SROW + sub), r2 = CODES + (TILED ? (cgrp * 8 + g) * SB2 + csub : g * SROW + sub);
+  constexpr u32 HALF1 = TILED ? (GATED ? 4 : 8) : 16 * SROW, OTHER1 = TILED ? (GATED ? CG * 8 * SB1 : 4) : 8 * SROW;
+  constexpr u32 HALF2 = TILED ? 8 : 16 * SROW, OTHER2 = !TILED ? 8 * SROW : NARROW ? CG * 8 * SB2 : 4;
+  KEEP(c1); KEEP(c2); KEEP(q1); KEEP(q2); KEEP(r1); KEEP(r2); KEEP(ring);
+  const u32 red = s + O_RED;
+  int n = 0, isub = 0, units = 0;  // stages asked for and not used; stage of the task, and stages of it, asked for next
+  u32 islot = 0, cslot = 0, ient = tasks, cent = tasks, tag = 4;
+  bool iend = false;
+  auto units_of = [&](u32 tok) { return ((int)valid[tok] * KU2 - w + WARPS - 1) / WARPS; };
+  // Asks for the stage that is next, if its task is published.
+  auto ask = [&](bool block) -> bool {
+    u32 v = lds_acquire(ient);
+    while (block && (v & ~3u) != tag) v = lds_acquire(ient);
+    if ((v & ~3u) != tag) return false;
+    if (v & 2) { iend = true; return false; }
+    const u32 to = ring + islot;
+    bool next;
+    if (!(v & 1)) {
+      const uint4 from = lds4(ient + 16 + 16 * rg);
+      const u8* p = L.w1 + ((u64)from.x << 4) + (c1 + isub * (KS * 16 * BITS));
+      const int column = (ks + isub * KS) * 128;
+#pragma unroll
+      for (int piece = 0; piece < PIECES; piece++) {
+        const int j = GATED ? piece >> 1 : piece, first = GATED && piece & 1 ? GATE0 : UP0;
+        const u8* at = p + (j * NEXT * TURN + first) * PITCH1;
+        const bool row = EXACT1 || (int)from.w + j * NEXT < SIZE;
+#pragma unroll
+        for (int i = 0; i < WIDE; i++) {
+          const bool there = row && (STORED % 128 == 0 || column + column16(t, i) < STORED);
+          if (EXACT1 && STORED % 128 == 0) copy16(to + lane * 16 + (piece * WIDE + i) * 512, at + i * 64);
+          else copy16(to + lane * 16 + (piece * WIDE + i) * 512, there ? at + i * 64 : L.w1, there);
+        }
+      }
+      const bool group = !TILED || SC1 % CG == 0 || (ks + isub * KS) * CG + (lane >> 3) % CG < SC1;
+      const bool row = EXACT1 || (int)from.w + (TILED ? 0 : (GATED ? lane >> 4 : lane >> 3) * 8) < SIZE;
+      if ((NL1 == 32 || lane < NL1) && group && row)
+        copy_scales<SB1>(to + CODES + lane * SB1, L.s1 + ((u64)(part1 ? from.z : from.y) << 2) + (q1 + isub * (TILED ? KS * CG * 512 : KS * SROW)));
+      next = ++isub >= own1;
+    } else {
+      if (isub == 0) units = units_of(lds(ient + 4) >> 16);
+      if (units > 0) {
+        const uint4 from = lds4(ient + 16);
+        const u32 u = w + isub * WARPS, pos = u / KU2, kb = u % KU2 * (NARROW ? 2 : 1), at_route = routes + ((lds(ient + 4) >> 16) * TOP_K + pos) * 16;
+        const u8* p = L.w2 + ((u64)(from.x + lds(at_route)) << 4) + (c2 + kb * (16 * BITS));
+#pragma unroll
+        for (int piece = 0; piece < PIECES; piece++) {
+          const u8* at = p + piece * (NARROW ? 16 * BITS : NEXT * PITCH2);
+          const bool row = EXACT2 || (int)from.w + (NARROW ? 0 : piece * NEXT) < STORED;
+          const int column = (kb + (NARROW ? piece : 0)) * 128;
+#pragma unroll
+          for (int i = 0; i < WIDE; i++) {
+            const bool there = row && (FULL2 || column + column16(t, i) < SIZE);
+            if (EXACT2 && FULL2) copy16(to + lane * 16 + (piece * WIDE + i) * 512, at + i * 64);
+            else copy16(to + lane * 16 + (piece * WIDE + i) * 512, there ? at + i * 64 : L.w2, there);
+          }
+        }
+        const bool group = TILED ? SC2 % (NL2 / 8) == 0 || kb * CG + (lane >> 3) % (NL2 / 8) < SC2 : FULL2 || kb + (lane >> 3) < KB2;
+        const bool row = EXACT2 || TILED || NARROW || (int)from.w + (lane >> 3) * 8 < STORED;
+        if ((NL2 == 32 || lane < NL2) && group && row)
+          copy_scales<SB2>(to + CODES + lane * SB2, L.s2 + ((u64)(from.y + lds(at_route + 4)) << 2) + (q2 + kb * (TILED ? CG * 512 : SROW)));
+      }
+      next = ++isub >= units;
+    }
+    if (!(v & 1) || units > 0) {
+      commit();
+      n++;
+      islot = islot == (STAGES - 1) * STAGE ? 0 : islot + STAGE;
+    }
+    if (next) { isub = 0; tag += 4; ient = ient == tasks + (ENTRIES - 1) * ENTRY ? tasks : ient + ENTRY; }
+    return true;
+  };
+  auto open = [&]() {  // the stage that is used next is there
+    while (n == 0) ask(true);
+    if (n >= STAGES) wait_group<STAGES - 1>();
+    else if (STAGES > 2 && n == STAGES - 1) wait_group<STAGES - 2>();
+    else if (n == 2) wait_group<1>();
+    else wait_group<0>();
+    __syncwarp();
+  };
+  auto close = [&]() {  // it is in registers: its place is asked for anew
+    __syncwarp();
+    n--;
+    cslot = cslot == (STAGES - 1) * STAGE ? 0 : cslot + STAGE;
+    while (!iend && n < STAGES && ask(false)) {}
+  };
+  // One half of a stage. What lies beyond the matrix has no scale.
+  auto read = [&](Rows* r, int half, u32 scales, u32 other, int column, int beside, int columns) {
+    const u32 from = ring + cslot;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int j = 0; j < WIDE; j++) r[i].codes[j] = lds4(from + lane * 16 + ((2 * half + i) * WIDE + j) * 512);
+      if (BITS == 8) r[i].scales = lds_u8(from + scales + i * other) | lds_u8(from + scales + i * other + 2) << 8;
+      else r[i].scales = GROUP == 16 ? lds_u16(from + scales + i * other) : lds_u8(from + scales + i * other);
+      if (columns % (128 + beside)) {
+        if (column + i * beside + column8(t, 0) >= columns) r[i].scales = 0;
+        else if (BITS == 8 && column + i * beside + column8(t, 2) >= columns) r[i].scales &= 255;
+      }
+    }
+  };
+  u32 buf = 0, phase = 0;
+  auto give = [&](auto write) {  // 16 rows to the warps that add
+    mb_wait(empty + 8 * buf, phase ^ 1);
+    write(red + buf * PART);
+    __syncwarp();
+    if (lane == 0) mb_arrive(full + 8 * buf);
+    if (++buf == NB) { buf = 0; phase ^= 1; }
+  };
+  while (!iend && n < STAGES && ask(n == 0)) {}
+  if (!quantized)
+#pragma unroll
+    for (int b = 0; b < KPW; b++)
+#pragma unroll
+      for (int i = 0; i < 16; i += 4) {  // to the order of decoded pairs
+        const u32 q = xr[b][i], r = xr[b][i + (BITS == 4 ? 2 : 1)], y = xr[b][i + (BITS == 4 ? 1 : 2)], z = xr[b][i + 3];
+        xr[b][i] = __byte_perm(q, r, 0x5410); xr[b][i + 1] = __byte_perm(q, r, 0x7632);
+        xr[b][i + 2] = __byte_perm(y, z, 0x5410); xr[b][i + 3] = __byte_perm(y, z, 0x7632);
+      }
+  int seq = 0;
+  u32 v;
+  auto current = [&]() {  // kind of the task that is next
+    while (((v = lds_acquire(cent)) & ~3u) != (u32)(seq + 1) << 2) if (n == 0 && !iend) ask(false);
+    return v & 3;
+  };
+  auto passed = [&]() {
+    seq++;
+    cent = cent == tasks + (ENTRIES - 1) * ENTRY ? tasks : cent + ENTRY;
+    if (tid == 0) sts_release(prog, seq);
+  };
+  while (current() == 0) {  // FC1
+    const u32 slot = lds(cent + 4) >> 16;
+    u32 mine = 1;  // tokens 2 t and 2 t + 1 are the expert's
+    if (MAXT > 1) {
+      mine = 0;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int from = (2 * t + i) * TOP_K, word = from >> 5;
+        if (2 * t + i < MAXT) {
+          u64 bits = mask[slot * WORDS + word];
+          if (word + 1 < WORDS) bits |= (u64)mask[slot * WORDS + word + 1] << 32;
+          if (bits >> (from & 31) & ((1ull << TOP_K) - 1)) mine |= 1u << i;
+        }
+      }
+    } else if (t) mine = 0;
+    passed();
+    float acc[HALVES][2][4] = {};
+#pragma unroll
+    for (int b = 0; b < KPW; b++) {
+      if (KB1 % KS != 0 && b >= own1) break;
+      Rows rows[HALVES][2];
+      open();
+#pragma unroll
+      for (int half = 0; half < HALVES; half++) read(rows[half], half, r1 + half * HALF1, OTHER1, (ks + b * KS) * 128, 0, STORED);
+      close();
+#pragma unroll
+      for (int half = 0; half < HALVES; half++) multiply<FLOAT16>(acc[half], rows[half][0], rows[half][1], xr[b]);
+    }
+#pragma unroll
+    for (int j = 0; j < RG; j++)
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+        give([&](u32 own) {
+          const float* a = acc[half][0];
+          const float* b = acc[half][1];
+          const u32 at = own + (ks * MAXT + 2 * t) * 64 + g * 4;
+          if (RG > 1 && j != rg) return;
+          if (mine & 1) { stsf(at, a[0] + b[0]); stsf(at + 32, a[2] + b[2]); }
+          if (MAXT > 1 && mine & 2) { stsf(at + 64, a[1] + b[1]); stsf(at + 96, a[3] + b[3]); }
+        });
+  }
+  asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");  // factors of the routes are there
+  const u8* hbuf = hall + (lds(par_) & 1) * HBUF + t * 16 + (NARROW ? (g & 1) * 256 : 0);
+  while (current() == 1) {  // FC2
+    const u32 tok = lds(cent + 4) >> 16;
+    const int own = units_of(tok);
+    passed();
+    float sum[HALVES][4] = {};
+    auto h_of = [&](int i) {
+      const u32 u = w + i * WARPS;
+      return hbuf + ((u64)lds(routes + (tok * TOP_K + u / KU2) * 16 + 12) * KB2 + u % KU2 * (NARROW ? 2 : 1)) * 256;
+    };
+    auto load_h = [&](u32* h, const u8* from) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) { const uint4 q = ldg_relaxed(from + 64 * i); h[4 * i] = q.x; h[4 * i + 1] = q.y; h[4 * i + 2] = q.z; h[4 * i + 3] = q.w; }
+    };
+    // Unit i: its weights from the ring, times h. The one that loads next is asked in between.
+    auto unit = [&](int i, u32* h, auto next) {
+      const u32 u = w + i * WARPS, pos = u / KU2, kb = u % KU2 * (NARROW ? 2 : 1), mine = kb * 128 + (NARROW ? (g & 1) * 128 : 0);
+      const float f = ldsf(routes + (tok * TOP_K + pos) * 16 + 8);
+      Rows rows[HALVES][2];
+      open();
+#pragma unroll
+      for (int half = 0; half < HALVES; half++) read(rows[half], half, r2 + half * HALF2, OTHER2, kb * 128, NARROW ? 128 : 0, SIZE);
+      close();
+      for (;;) {
+        u32 most = 0;
+#pragma unroll
+        for (int j = 0; j < 16; j++)
+          if (FULL2 || (int)mine + column8(t, j / 4) < SIZE) most = max(most, h[j]);
+        if (most != ~0u) break;
+        load_h(h, h_of(i));
+      }
+      __syncwarp();
+      if (!FULL2)
+#pragma unroll
+        for (int j = 0; j < 16; j++)
+          if ((int)mine + column8(t, j / 4) >= SIZE) h[j] = 0;
+#pragma unroll
+      for (int half = 0; half < HALVES; half++) {
+        float acc[2][4] = {};
+        if (half < HALVES - 1) multiply<false>(acc, rows[half][0], rows[half][1], h);
+        else {
+          u32 hx[16];
+#pragma unroll
+          for (int j = 0; j < 16; j++) hx[j] = h[j];
+          next();
+          multiply<false>(acc, rows[half][0], rows[half][1], hx);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) sum[half][j] += f * (acc[0][NARROW && j ? 3 : j] + acc[1][NARROW && j ? 3 : j]);
+      }
+    };
+    if (MAXT == 1 && UNITS <= PRELOAD) {
+      u32 h[UNITS][16];
+#pragma unroll
+      for (int i = 0; i < UNITS; i++)
+        if (i < own) load_h(h[i], h_of(i));
+#pragma unroll
+      for (int i = 0; i < UNITS; i++)
+        if (i < own) unit(i, h[i], [] {});
+    } else {
+      u32 h[16];
+      if (own > 0) load_h(h, h_of(0));
+#pragma unroll 1
+      for (int i = 0; i < own; i++) unit(i, h, [&] { if (i + 1 < own) load_h(h, h_of(i + 1)); });
+    }
+#pragma unroll
+    for (int half = 0; half < HALVES; half++)
+      give([&](u32 own) {
+        const u32 at = own + w * 64 + g * 4;
+        if (t == 0 && NARROW) stsf(at, sum[half][0] + sum[half][2]);
+        else if (t == 0) { stsf(at, sum[half][0]); stsf(at + 32, sum[half][2]); }
+      });
+  }
+}

@@ -1,0 +1,78 @@
+"""Compile CUDA C++ with the NVRTC that PyTorch brings. It needs no C compiler, no CUDA toolkit and no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class CompileError(RuntimeError):
+    """NVRTC is missing or rejects the source; the message has its log."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Load the newest NVRTC of the environment's wheels, or else the system's.
+
+    Raises:
+        CompileError: there is none.
+    """
+    folders = [Path(path) for path in sys.path]
+    files = [file for folder in folders for file in folder.glob("nvidia/*/lib/libnvrtc.so.1?")]
+    names = [str(file) for file in sorted(files, key=lambda file: file.name, reverse=True)] + ["libnvrtc.so.13", "libnvrtc.so.12"]
+    for name in names:
+        try:
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.1?.*"):
+                ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)  # NVRTC looks for it on the loader's path alone
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise CompileError("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
+
+
+@functools.cache
+def version() -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def compiled(source: str, name: str, target: str, definitions: Mapping[str, int]) -> tuple[bytes, str]:
+    """Compile to a cubin, or to PTX.
+
+    Args:
+        name: of the source, for messages.
+        target: ``"sm_120a"``; ``"compute_120a"`` for PTX.
+        definitions: macros.
+
+    Returns:
+        The cubin or PTX, and the compiler's log with registers and spills.
+
+    Raises:
+        CompileError: see there.
+    """
+    lib, program = library(), ctypes.c_void_p()
+    options = [f"--gpu-architecture={target}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
+    options += [f"-D{macro}={value}" for macro, value in definitions.items()]
+    lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*map(str.encode, options))
+        failed = lib.nvrtcCompileProgram(program, len(options), arguments)
+        log = _read(lib, "ProgramLog", program).decode(errors="replace").rstrip("\0\n")
+        if failed:
+            raise CompileError(f"NVRTC {version()} does not compile {name} for {target}: {log}")
+        return _read(lib, "CUBIN" if target.startswith("sm") else "PTX", program), log
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(lib: Any, what: str, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    content = ctypes.create_string_buffer(size.value)
+    getattr(lib, f"nvrtcGet{what}")(program, content)
+    return content.raw

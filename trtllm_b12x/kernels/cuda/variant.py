@@ -1,0 +1,156 @@
+"""Compilations of ``layer.cu``: sizes, and what fits a multiprocessor."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trtllm_b12x.core import disk, settings
+from trtllm_b12x.formats import BY_TURNS, ROWS
+from trtllm_b12x.kernels import Geometry, PlanError
+from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS
+
+from . import nvrtc
+
+SOURCE = Path(__file__).with_name("layer.cu")
+TOKENS = (1, 2, 4, 8)
+"""Largest calls of the variants. A call takes the first that holds it."""
+_SHARED_MEMORY = 99 << 10
+"""Bytes of a block on SM12x."""
+_RING = 75 << 10
+"""Bytes of weights on their way to a multiprocessor. More did not help on an H200, and the rest holds sums."""
+_WARPS = 20
+"""Maximum number of warps that read. With 20 a thread has 80 registers, with 16 it has 96."""
+_TASKS = 120
+"""Minimum number of FC2's tasks, so that every multiprocessor of a large card has one."""
+_MAX_TOP_K = 32
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of ``layer.cu``."""
+
+    tokens: int
+    definitions: tuple[tuple[str, int], ...]
+
+    def compile(self, target: str) -> tuple[bytes, str]:
+        """Compile for ``target`` (``sm_120a``): the cubin, and the compiler's log."""
+        return nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, target, dict(self.definitions))
+
+    def assembled(self, target: str) -> str:
+        """Compile for ``target``, assembler included, and return the PTX."""
+        self.compile(target)
+        return self.compile(target.replace("sm", "compute"))[0].decode()
+
+    def file(self, target: str) -> Path | None:
+        """Return where the cubin is kept, or None without a cache folder."""
+        folder = disk.directory()
+        text = repr((SOURCE.read_text(encoding="utf-8"), self.definitions, target))
+        return folder and folder / f"cuda-{target}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
+
+    def cached(self, target: str) -> bytes | None:
+        file = self.file(target)
+        try:
+            return None if file is None else disk.owned_bytes(file)
+        except (OSError, ValueError):
+            return None
+
+
+def variants(g: Geometry, bits: int, group: int) -> tuple[Variant, ...]:
+    """Return the variants for calls of a layer, one for each of ``TOKENS``.
+
+    Args:
+        bits: of a weight.
+        group: weights that share a block scale.
+
+    Raises:
+        ValueError: the kernel does not take a size or the layout.
+    """
+    tiled = g.layout.scales != ROWS
+    multiple = 64 if tiled else 128  # of rows of gate behind rows of up; of columns whose scales are copied
+    if g.intermediate_size % multiple or g.stored_hidden % (32 if tiled else 128) or (tiled and g.layout.fc1 == BY_TURNS):
+        sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
+        raise ValueError(f"one launch does not take {sizes}")
+    if g.top_k > _MAX_TOP_K:
+        raise ValueError(f"one launch takes at most {_MAX_TOP_K} experts a token, not {g.top_k}")
+    return tuple(_variant(g, tokens, bits, group, tiled) for tokens in TOKENS)
+
+
+def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Variant:
+    blocks = -(-g.stored_hidden // 128)
+    split = -(-blocks // -(-blocks // _WARPS))
+    parts = max(1, min(4, 16 // split))
+    warps, routes = split * parts, tokens * g.top_k
+    sums = 64 * max(split * tokens, warps)
+    tables = 192 + (16 if tokens == 8 else 32) * (16 + 16 * parts) + routes * (20 + 4 * -(-routes // 32)) + g.num_experts // 8 + 4
+    adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
+    buffers = adders if tokens > 2 else 2 * adders
+    for halves, stages in ((2, 2), (1, 4), (1, 3), (1, 2)):
+        if halves == 2 and (bits == 8 or tokens * g.stored_hidden < 32 * _TASKS):
+            continue
+        ring = warps * stages * halves * (256 * bits + 16 * (128 // group))
+        if ring + buffers * sums + tables <= _SHARED_MEMORY and (ring <= _RING or stages == 2):
+            break
+    else:
+        raise ValueError(f"one launch of {tokens} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
+    narrow = halves == 1 and tokens == 1 and g.stored_hidden < 16 * _TASKS
+    bias = 0 if g.bias is None else {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[g.bias]
+    values = {
+        "H": g.hidden_size,
+        "STORED": g.stored_hidden,
+        "SIZE": g.intermediate_size,
+        "EXPERTS": g.num_experts,
+        "TOP_K": g.top_k,
+        "MAXT": tokens,
+        "BITS": bits,
+        "GROUP": group,
+        "TILED": int(tiled),
+        "BIAS": bias,
+        "ORDER": ORDERS.index(g.layout.fc1),
+        "ACTIVATION": ACTIVATIONS.index(g.activation),
+        "GATED": int(g.gated),
+        "FLOAT16": int(g.dtype is torch.float16),
+        "WARPS": warps,
+        "RG": parts,
+        "HALVES": halves,
+        "STAGES": stages,
+        "NB": buffers,
+        "SUMS": adders,
+        "NARROW": int(narrow),
+    }
+    return Variant(tokens, tuple(values.items()))
+
+
+def load(needed: tuple[Variant, ...], target: str, remedy: str) -> Iterator[bytes]:
+    """Return the cubins, from the cache or compiled side by side.
+
+    Raises:
+        PlanError: the cache lacks one, and ``TRTLLM_B12X_FREEZE`` forbids a compile; ``remedy`` is the command that fills it.
+        nvrtc.CompileError: NVRTC is missing or does not know the card.
+    """
+    found = {variant: variant.cached(target) for variant in needed}
+    missing = [variant for variant, content in found.items() if content is None]
+    if missing and settings.FREEZE():
+        raise PlanError(f"{missing[0].file(target)} is not there and is not compiled: {settings.FREEZE.name}=1 ({remedy})")
+    with ThreadPoolExecutor(max(1, min(len(missing), len(os.sched_getaffinity(0))))) as pool:
+        found |= dict(zip(missing, pool.map(lambda variant: fill(variant, target), missing), strict=True))
+    return (content for content in found.values() if content is not None)
+
+
+def fill(variant: Variant, target: str) -> bytes:
+    """Compile a variant and keep the cubin, if there is a cache folder that can be written."""
+    content, _ = variant.compile(target)
+    file = variant.file(target)
+    if file is not None:
+        try:
+            disk.make(file.parent)
+            disk.replace(file, content)
+        except OSError:
+            pass  # such a home only costs a compile at each start
+    return content

@@ -1,0 +1,72 @@
+"""The tensors of a layer as kernels of our own read them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS, UP_GATE, constants
+from trtllm_b12x.formats.nvfp4 import NVFP4Weights
+from trtllm_b12x.formats.weights import Weights
+
+from . import Geometry
+
+ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
+"""Names of the host's ``ActivationType``, as kernels number them. GELU is exact, alone and in Geglu, as in
+CUTLASS (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
+ORDERS = (UP_GATE, GATE_UP, BY_TURNS)
+"""Orders of FC1's rows, as kernels number them."""
+
+
+def check(geometry: Geometry, weights: Weights) -> None:
+    """Raise ValueError, naming the tensor, if one is not laid out as the kernels read it."""
+    weights.check(geometry)
+    for name, tensor in weights.tensors().items():
+        plain = scales_in_memory(weights, name) if name.endswith("_sf") else tensor
+        if not plain.is_contiguous() or ("weight" in name and tensor.data_ptr() % 16):
+            raise ValueError(f"{name} is not contiguous, or not at a multiple of 16 bytes")
+
+
+class Scalars(NamedTuple):
+    """Scales of a layer besides its block scales, float32. A format without them gets an address that no kernel reads."""
+
+    fc1_alpha: torch.Tensor
+    fc1_half_alphas: torch.Tensor
+    """Zeros if no load has recorded them: no alpha but zero equals those."""
+    fc1_input: torch.Tensor
+    """``fc31_input_scale``: the host multiplies FC1's input by it."""
+    fc2_alpha: torch.Tensor
+    fc2_input: torch.Tensor
+    steps: tuple[int, int]
+    """From one expert's input scale to the next."""
+
+
+def scalars_of(weights: Any) -> Scalars:
+    """
+    Raises:
+        ValueError: the input scales are given as divisors alone.
+    """
+    if not isinstance(weights, NVFP4Weights):
+        none = constants.filled(1.0, (1,), weights.device)
+        return Scalars(none, none, none, none, none, (0, 0))
+    inputs, halves = weights.input_scales, weights.fc1_half_alphas
+    if inputs is None:
+        raise ValueError("the kernels take the host's input scales, not their reciprocals")
+    if halves is None:
+        halves = constants.filled(0.0, (2, weights.fc1_alpha.numel()), weights.device)
+    fc1, fc2 = inputs.fc31_input_scale, inputs.fc2_input_scale
+    return Scalars(weights.fc1_alpha, halves, fc1, weights.fc2_alpha, fc2, (int(fc1.numel() > 1), int(fc2.numel() > 1)))
+
+
+def swiglu(geometry: Geometry, weights: Weights, none: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return alpha, beta and limit as kernels take them; ``none``, an address of float32, if they read none."""
+    if geometry.activation != "SwigluBias":
+        return (none,) * 3
+    return weights.epilogue.swiglu(geometry.num_experts, weights.device)
+
+
+def scales_in_memory(weights: Weights, name: str) -> torch.Tensor:
+    """Return block scales as they lie in memory, uint8."""
+    scales = weights.tensors()[name].view(torch.uint8)
+    return scales if weights.layout.scales == ROWS else scales.permute(5, 2, 4, 0, 1, 3)
