@@ -14,9 +14,14 @@ os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
 """And about the fixed split, on a GPU too."""
 
 
+LONGEST = ("test_payload", "test_calls", "test_start", "test_b12x", "test_sm12x_on_hopper")
+"""Files that start first: a worker takes whole files, and one that begins late leaves the other worker idle."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep ``all`` on the cases that its patterns name. A mark without patterns names every case."""
+    """Keep ``all`` on the cases that its patterns name; a mark without patterns names every case. Order files by length."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
         case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
         item.own_markers[:] = [

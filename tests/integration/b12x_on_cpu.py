@@ -1,7 +1,7 @@
 """The driver and FlashInfer's own compile path on a machine without its card: real plans, and what can go wrong with them.
 
 A process of its own: the CuTe DSL reads its settings once.  ``python -m tests.integration.b12x_on_cpu DIRECTORY`` prints a JSON
-line per case; with ``plans`` behind it, without the faults.
+line per case; with ``plans`` behind it, kinds and padding alone.
 """
 
 from __future__ import annotations
@@ -189,12 +189,12 @@ def main() -> None:
             return mock.patch.object(owner, name, raises)
 
         show(preferred())
-        show(restarted(dispatch, cute))
-        show(shared())
         for size, gated in PADDED.items():
             show(padded(dispatch, size, gated))
         if sys.argv[2:] == ["plans"]:
             return
+        show(restarted(dispatch, cute))
+        show(shared())
         objects = sorted(base.rglob("*.o"))
         say("nothing")
         for path in objects:
