@@ -20,8 +20,8 @@ RELEASES = {"3.5.1": (" and not 121", "not all"), "3.6.0": ("", "")}
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release(release: str, tmp_path: Path) -> None:
     folder = tmp_path / "triton"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(folder), f"triton=={release}"]
-    subprocess.run(pip, check=True)
+    options = ["--quiet", "--no-deps", "--no-compile", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, f"triton=={release}"], check=True)
     own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # its disassembler knows every card
     paths = os.pathsep.join(map(str, (folder, ROOT)))
     env = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "SASS_TOOLS": str(own)}
