@@ -14,7 +14,10 @@ os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
 """And about the fixed split, on a GPU too."""
 
 
-LONGEST = ("test_payload", "test_calls", "test_start", "test_b12x", "test_sm12x_on_hopper")
+LONGEST = (
+    *("test_payload", "test_tritons", "test_start", "test_triton_compiled", "test_warmup", "test_triton_numbers"),
+    *("test_calls", "test_promotion", "test_b12x", "test_exports", "test_mxfp8_kernels", "test_distributed"),
+)
 """Files that start first: a worker takes whole files, and one that begins late leaves the other worker idle."""
 
 

@@ -83,8 +83,8 @@ def attempt(dispatch: Any) -> dict[str, Any]:
     return found
 
 
-PADDED = {2688: False, 1344: False, 640: True, 1856: False}
-"""Intermediate sizes off FlashInfer's tile (Nemotron-3-Super whole and halved, and others) to whether there is a gate."""
+PADDED = {1344: False, 640: True}
+"""Intermediate sizes off FlashInfer's tile (half of Nemotron-3-Super, and another) to whether there is a gate."""
 
 
 def padded(dispatch: Any, size: int, gated: bool) -> dict[str, Any]:
