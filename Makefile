@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
 
-# Modules are compiled when they are imported first. Compiling all of them takes longer than the rest of an installation.
+# Python compiles a module at its first import. Compiling all of them takes longer than the rest of an installation.
 export PIP_COMPILE := 0
 
 # A worker runs whole files, whose fixtures are made once, on one thread of torch's: two workers with a thread per core each take
@@ -75,7 +75,7 @@ $(VENV)/.test: $(VENV)/.demo requirements/test.txt
 	$(BIN)/python -m pip install --quiet -r requirements/test.txt
 	touch $@
 
-# What every wheel of vLLM needs is installed once. The environment of a wheel finds it after its own packages.
+# Packages that both wheels of vLLM need are installed once. The environment of a wheel finds them after its own.
 .venv-vllm/.test: requirements/vllm.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-deps -r $<

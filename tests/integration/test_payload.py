@@ -60,7 +60,7 @@ SPOILED = [
     ],
     [("no cuda-python", "No module named 'cuda")],
 ]
-"""Damages that one command mends."""
+"""Damages that one command fixes."""
 
 
 def test_each_damage_and_what_mends_it(complete: Environment) -> None:
@@ -100,7 +100,7 @@ def test_no_and_the_command_turns_it_into_yes(tmp_path: Path, name: str, expecte
 
 
 def test_without_flashinfer(tmp_path: Path) -> None:
-    """The command is a part of the one for the pins of May 2026, which is run."""
+    """Run no command: the one for the pins of May 2026 includes it."""
     report = made(named("no FlashInfer"), tmp_path / "env").doctor()
     assert reasons(report) == ["FLASHINFER_MISSING"]
     assert "is not installed" in details(report)

@@ -85,7 +85,7 @@ def test_on_stock_pins_decode_runs_on_triton(double: Double, tmp_path: Path, tim
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("double", ["B"], indirect=True)  # which says it as every other does
+@pytest.mark.parametrize("double", ["B"], indirect=True)  # the line is ours, whatever the host
 def test_the_line_is_seen(double: Double) -> None:
     result = double.scenario("starts.no_handler_of_its_own")
     assert result["stderr"].splitlines().count(f"[trtllm_b12x] [INFO] {LINE.format('b12x')}") == 1
