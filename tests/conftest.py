@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 import pytest
@@ -21,10 +22,9 @@ LONGEST = (
 """Files that start first: a worker takes whole files, and one that begins late leaves the other worker idle."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Keep ``all`` on the cases that its patterns name; a mark without patterns names every case. Order files by length."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
         case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
         item.own_markers[:] = [
@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for mark in item.own_markers
             if mark.name != "all" or not mark.args or any(fnmatchcase(case, p) for p in mark.args)
         ]
+    yield
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def pytest_configure(config: pytest.Config) -> None:
