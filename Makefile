@@ -10,7 +10,11 @@ VENV ?= .venv
 DEMO ?= .demo
 TESTS ?= tests
 BIN := $(VENV)/bin
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
+
+# Python compiles a module at its first import. Compiling all of them takes longer than the rest of an installation.
+export PIP_COMPILE := 0
 
 # A worker runs whole files, whose fixtures are made once, on one thread of torch's: two workers with a thread per core each take
 # four times as long.
@@ -23,10 +27,10 @@ demo: $(VENV)/.demo
 	$(BIN)/trtllm-b12x verify $(DEMO)/nvfp4 --original $(DEMO)/original --require-b12x
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not all" $(TESTS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not all" $(TESTS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m all $(TESTS)
+	$(BIN)/python -m pytest $(WORKERS) -m all $(TESTS)
 
 vllm: vllm-0.33 vllm-0.28
 
@@ -71,11 +75,18 @@ $(VENV)/.test: $(VENV)/.demo requirements/test.txt
 	$(BIN)/python -m pip install --quiet -r requirements/test.txt
 	touch $@
 
-.venv-vllm-%/.test: requirements/vllm-%.txt requirements/vllm.txt pyproject.toml
+# Packages that both wheels of vLLM need are installed once. The environment of a wheel finds them after its own.
+.venv-vllm/.test: requirements/vllm.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
+	touch $@
+
+.venv-vllm-%/.test: .venv-vllm/.test requirements/vllm-%.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python*/site-packages)/shared.pth
+	$(@D)/bin/python -m pip install --quiet --no-deps -r requirements/vllm-$*.txt
 	$(@D)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm-* $(DEMO) .kernels .device .environments
+	rm -rf $(VENV) .venv-vllm* $(DEMO) .kernels .device .environments

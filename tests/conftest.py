@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 import pytest
@@ -14,9 +15,16 @@ os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
 """And about the fixed split, on a GPU too."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep ``all`` on the cases that its patterns name. A mark without patterns names every case."""
+LONGEST = (
+    *("test_payload", "test_tritons", "test_start", "test_triton_compiled", "test_warmup", "test_triton_numbers"),
+    *("test_calls", "test_promotion", "test_b12x", "test_exports", "test_mxfp8_kernels", "test_distributed"),
+)
+"""Files that start first: a worker takes whole files, and one that begins late leaves the other worker idle."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Keep ``all`` on the cases that its patterns name; a mark without patterns names every case. Order files by length."""
     for item in items:
         case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
         item.own_markers[:] = [
@@ -24,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for mark in item.own_markers
             if mark.name != "all" or not mark.args or any(fnmatchcase(case, p) for p in mark.args)
         ]
+    yield
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,6 +15,7 @@ from tests.checkpoints import random_experts
 from tests.hosts import names
 from trtllm_b12x.engines.trtllm import host as _host
 from trtllm_b12x.engines.trtllm import status
+from trtllm_b12x.kernels import MoECall as KernelCall
 from trtllm_b12x.tools.verify import kernel_calls
 from trtllm_b12x.tools.verify import reference as strict_reference
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
@@ -154,6 +155,23 @@ def run_moe(
         token_selected_experts=ids, token_final_scales=router_weights, x=x, x_sf=x_sf, output_dtype=output_dtype, comm_plan=plan
     )
     return backend.run_moe(context, workspace=None)
+
+
+def as_the_host(module: Any, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Call the host's path as the crossover's measurement does."""
+    seen: list[Any] = []
+    module.backend.dispatch.decided = False
+    module.backend._ask = seen.append
+    module(x, logits)
+    result: torch.Tensor = module.backend.run_as_the_host(seen[0], KernelCall(x, *module.routing_method.apply(logits)))
+    return result
+
+
+def ranks(tp: int, ep: int) -> list[dict[str, int]]:
+    """Return the mapping of each rank."""
+    count = tp * ep
+    sizes = {"world_size": count, "tp_size": count, "moe_tp_size": tp, "moe_ep_size": ep}
+    return [{"rank": rank, **sizes} for rank in range(count)]
 
 
 def mapped(module: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

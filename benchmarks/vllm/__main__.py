@@ -1,8 +1,7 @@
 """Time whole layers in vLLM's modular kernel: our experts beside its MarlinExperts, from the same checkpoint tensors.
 
 ``python -m benchmarks.vllm OUT`` writes ``OUT/vllm.json`` and prints a line for each token count. Graphs cycle through several
-layers, so that no weight is in the L2 cache. vLLM must be importable: ``benchmarks.vllm.pack`` makes a file for a machine without
-a network.
+layers, so that no weight is in the L2 cache. vLLM must be importable.
 """
 
 from __future__ import annotations

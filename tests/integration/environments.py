@@ -62,7 +62,7 @@ def borrowed_paths() -> list[Path]:
 
 def pip(*arguments: str, **variables: str) -> None:
     links = f"{os.environ.get('PIP_FIND_LINKS', '')} {STORE / 'wheels'}"
-    settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1", "PIP_FIND_LINKS": links.strip(), **variables}
+    settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_COMPILE": "0", "PIP_FIND_LINKS": links.strip(), **variables}
     result = subprocess.run(
         [sys.executable, "-m", "pip", *arguments, "--quiet"], capture_output=True, text=True, env={**os.environ, **settings}
     )

@@ -79,7 +79,7 @@ def test_kinds(cases: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.all
-@pytest.mark.parametrize(("size", "planned"), [(2688, 2816), (1344, 1536), (640, 768), (1856, 2048)])
+@pytest.mark.parametrize(("size", "planned"), [(1344, 1536), (640, 768)])
 def test_flashinfers_own_padding_is_never_reached(cases: dict[str, dict[str, Any]], size: int, planned: int) -> None:
     found = cases[f"padding {size}"]
     assert found["planned"] == planned

@@ -109,23 +109,6 @@ def test_instructions_and_arithmetic_are_the_same_numbers(dtype: torch.dtype) ->
         assert torch.equal(other.nan_to_num(), found[0].nan_to_num())  # but for the sign of a zero
 
 
-def test_reruns_and_tokens_apart(swiglu: Layer) -> None:
-    kernel = planned(swiglu)
-    for tokens in TOKENS:
-        x, ids, router_weights = random_call(swiglu.geometry, tokens, device="cuda")
-        first = kernel.run(MoECall(x, ids, router_weights))
-        for _ in range(20):
-            assert torch.equal(kernel.run(MoECall(x, ids, router_weights)), first)
-        assert torch.equal(kernel.run(MoECall(x, ids.long(), router_weights)), first)  # sorted by a launch of its own
-        marked, weights = x.clone(), router_weights.clone()
-        marked[tokens // 2, 3], weights[-1, 0] = torch.nan, torch.inf
-        after = kernel.run(MoECall(marked, ids, weights))
-        others = torch.ones(tokens, dtype=torch.bool, device="cuda")
-        others[tokens // 2] = others[-1] = False
-        assert torch.equal(after[others], first[others])
-        assert after[tokens // 2].isnan().all()
-
-
 @pytest.mark.parametrize("tokens", [1, 16, 63, 256])
 def test_graphs_follow_their_inputs_and_weights(swiglu: Layer, tokens: int) -> None:
     kernel, other = planned(swiglu), random_layer(swiglu.geometry, "cuda", seed=5, ratio=True)

@@ -21,8 +21,8 @@ from trtllm_b12x.kernels.triton.decode_tiles import Tile, Tiles
 CPU = torch.device("cpu")
 TRTLLM_W4A16, TRTLLM_MXFP4 = WeightLayout(scales=ROWS), WeightLayout(hidden_multiple=128)
 VLLM, VLLM_GPT_OSS = WeightLayout(ROWS, GATE_UP), WeightLayout(ROWS, BY_TURNS)
-SPLIT = Tiles(1, Tile(64, 128, 4, 2, split=2), Tile(32, 128, 4, 2, split=4))
-TOKEN = Tiles(1, Tile(128, 128, 4, 2), Tile(128, 128, 4, 2), Tile(16, 128, 8, 2))
+SPLIT = Tiles(1, Tile(128, 128, 4, 2, split=2), Tile(64, 128, 4, 2, split=4))
+TOKEN = Tiles(1, Tile(128, 128, 4, 2), Tile(128, 128, 4, 2), Tile(64, 128, 8, 2))
 BLOCKS = Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2))
 
 

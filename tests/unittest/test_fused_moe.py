@@ -149,8 +149,7 @@ def test_a_call_that_the_host_cuts_is_put_together_right() -> None:
 def test_partial_sums_of_the_ranks_add_up(tp: int, ep: int, tokens: int) -> None:
     tensors = random_experts(6, 128, 384)
     total: Any = 0
-    for rank in range(tp * ep):
-        mapping = {"world_size": tp * ep, "rank": rank, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
+    for mapping in layers.ranks(tp, ep):
         module = layers.load(layers.create(6, 128, 384, top_k=3, mapping=mapping), tensors)
         assert module.backend.kernel is not None
         x, logits = layers.inputs(module, tokens, tensors)

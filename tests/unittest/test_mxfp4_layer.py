@@ -9,7 +9,8 @@ import torch
 
 import trtllm_b12x
 from tests import layers, mxfp4
-from tests.layers import host, swiglu_constants
+from tests.layers import host, ranks, swiglu_constants
+from tests.nvfp4_layer import distance
 from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.tools.verify import kernel_calls
 
@@ -33,16 +34,6 @@ def call(hidden: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
     return x, torch.randn(tokens, EXPERTS, generator=generator)
-
-
-def ranks(tp: int, ep: int) -> list[dict[str, int]]:
-    count = tp * ep
-    sizes = {"world_size": count, "tp_size": count, "moe_tp_size": tp, "moe_ep_size": ep}
-    return [{"rank": rank, **sizes} for rank in range(count)]
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.float() - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
@@ -174,24 +165,7 @@ def test_the_host_is_timed_on_16_bit_tokens() -> None:
     hidden, size = SIZES[0]
     weights = mxfp4.random_experts(EXPERTS, hidden, size, bias=True)
     layer, plain = (built(weights, hidden, size, mxfp4.GPT_OSS, bias=True, promote=promote) for promote in (True, False))
-    assert _as_the_host(layer, 7) == _bits(plain(*call(hidden, 7)))
-
-
-def _as_the_host(layer: Any, tokens: int) -> list[int]:
-    """Bits of the host's path, called as the crossover's measurement does."""
-    from trtllm_b12x.kernels import MoECall
-
-    x, logits = call(layer.hidden_size, tokens)
-    seen: list[Any] = []
-    layer.backend.dispatch.decided = False
-    layer.backend._ask = seen.append
-    layer(x, logits)
-    return _bits(layer.backend.run_as_the_host(seen[0], MoECall(x, *layer.routing_method.apply(logits))))
-
-
-def _bits(tensor: torch.Tensor) -> list[int]:
-    found: list[int] = tensor.view(torch.int16).flatten().tolist()
-    return found
+    assert torch.equal(layers.as_the_host(layer, *call(hidden, 7)), plain(*call(hidden, 7)))
 
 
 DP = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}

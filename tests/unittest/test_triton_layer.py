@@ -109,21 +109,6 @@ def test_a_refit_is_followed_without_a_word() -> None:
     assert torch.equal(module(x, logits), fresh(x, logits))
 
 
-@pytest.mark.parametrize("mapping", [{"moe_ep_size": 2}, {"moe_tp_size": 2}])
-def test_ranks(mapping: dict[str, int]) -> None:
-    tensors = random_experts(4, 128, 256)
-    whole = layers.load(layers.create(4, 128, 256), tensors)
-    x, logits = layers.inputs(whole, 9, tensors)
-    parts = []
-    for rank in (0, 1):
-        split = {"world_size": 2, "rank": rank, "tp_size": 2, **mapping}
-        module = layers.load(layers.create(4, 128, 256, mapping=split), tensors)
-        assert module.backend.kernel.geometry.ranks == mapping.get("moe_ep_size", 1)
-        parts.append(module(x, logits).float())
-    expected = whole(x, logits).float()
-    assert float((sum(parts) - expected).norm() / expected.norm()) < BOUND
-
-
 def test_float16() -> None:
     module, tensors = layers.made(4, 128, 192, dtype=torch.float16)
     assert module.backend.kernel.geometry.dtype is torch.float16

@@ -107,14 +107,14 @@ def _() -> dict[str, Any]:
     tile = Tile(128, 128, 4, 2)
     others = torch.tensor([0, 1, 9, 2**31 - 1, -1, 1])
     return of_one_route_each(
-        Geometry(7, 6, 144, 80, "Swiglu", bias=torch.float32), others, Tiles(1, tile, tile, Tile(16, 128, 8, 2))
+        Geometry(7, 6, 144, 80, "Swiglu", bias=torch.float32), others, Tiles(1, tile, tile, Tile(64, 128, 8, 2))
     )
 
 
 @case("stretches of a sum side by side")
 def _() -> dict[str, Any]:
     """Two for FC1, the second of which ends early, and four for FC2, two of them empty; also sorted by a launch of its own."""
-    found = Tiles(1, Tile(64, 128, 4, 2, split=2), Tile(32, 128, 4, 2, split=4))
+    found = Tiles(1, Tile(128, 128, 4, 2, split=2), Tile(64, 128, 4, 2, split=4))
     return of_one_route_each(Geometry(5, 3, 208, 144, "Swiglu", bias=torch.float32), torch.tensor([0, 1, 9]), found, sorts=True)
 
 

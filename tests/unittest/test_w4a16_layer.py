@@ -16,7 +16,6 @@ from trtllm_b12x.core import settings
 from trtllm_b12x.engines.trtllm import build_layer
 from trtllm_b12x.engines.trtllm.quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod
 from trtllm_b12x.formats.geometry import LayerShape
-from trtllm_b12x.kernels import MoECall
 from trtllm_b12x.tools.verify import kernel_calls
 from trtllm_b12x.tools.verify.reference import Arithmetic
 
@@ -103,11 +102,10 @@ def test_the_kernels_read_the_hosts_scales_in_rows() -> None:
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2)])
 def test_ranks_add_up(tp: int, ep: int) -> None:
-    tensors, count = experts(448), tp * ep
+    tensors = experts(448)
     x, logits = call(built(tensors, 448), 5)
     total = torch.zeros(x.shape)
-    for rank in range(count):
-        mapping = {"world_size": count, "rank": rank, "tp_size": count, "moe_tp_size": tp, "moe_ep_size": ep}
+    for mapping in layers.ranks(tp, ep):
         module = built(tensors, 448, mapping=mapping)
         with kernel_calls(module.backend) as reached:
             total += module(x, logits).float()
@@ -147,13 +145,8 @@ def test_ranks_of_attention_dp_send_16_bit_tokens() -> None:
 def test_the_host_is_timed_on_16_bit_tokens() -> None:
     tensors = experts(192)
     module, alone = (built(tensors, 192, promote=promote) for promote in (True, False))
-    seen: list[Any] = []
-    module.backend.dispatch.decided = False
-    module.backend._ask = seen.append
     x, logits = call(module, 7)
-    module(x, logits)
-    result = module.backend.run_as_the_host(seen[0], MoECall(x, *module.routing_method.apply(logits)))
-    assert torch.equal(result, alone(x, logits))
+    assert torch.equal(layers.as_the_host(module, x, logits), alone(x, logits))
 
 
 def test_a_group_of_32_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.hosts.build import Change
-from tests.hosts.machine import HOSTS, OURS, Double, Machine
+from tests.hosts.machine import HOSTS, OURS, SHORT, Double, Machine
 
 
 @pytest.mark.all
+@pytest.mark.parametrize("double", SHORT, indirect=True)
 def test_threads_failures_and_pipeline_ranks(double: Double) -> None:
     result = double.scenario("promotion.threads_and_failures")
     assert result["gate"] in ([], [OURS, OURS])

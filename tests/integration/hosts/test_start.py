@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import random_experts, write_checkpoint
-from tests.hosts.machine import HOSTS, OURS, Double, Machine, site
+from tests.hosts.machine import HOSTS, OURS, SHORT, Double, Machine, of, site
 
 LINE = "rank 0: 2 of 3 MoE layers on {}, decode below 64 tokens (NVFP4)"
 
@@ -85,6 +85,7 @@ def test_on_stock_pins_decode_runs_on_triton(double: Double, tmp_path: Path, tim
 
 
 @pytest.mark.all
+@pytest.mark.parametrize("double", ["B"], indirect=True)  # the line is ours, whatever the host
 def test_the_line_is_seen(double: Double) -> None:
     result = double.scenario("starts.no_handler_of_its_own")
     assert result["stderr"].splitlines().count(f"[trtllm_b12x] [INFO] {LINE.format('b12x')}") == 1
@@ -92,17 +93,17 @@ def test_the_line_is_seen(double: Double) -> None:
     assert "[trtllm_b12x]" not in result["stderr"]
 
 
-@pytest.mark.all("C2-*")
-@pytest.mark.parametrize("switch", ["0", "1"])
-def test_without_configurable_moe_or_with_it(double: Double, switch: str) -> None:
+@pytest.mark.parametrize("double", of("A", "B", "C1"), indirect=True)
+def test_without_configurable_moe(double: Double) -> None:
     """Generations A and B can do without the wrapper; later ones read no such switch."""
-    result = double.scenario("starts.by_itself", ENABLE_CONFIGURABLE_MOE=switch)
-    assert result["wrappers"] == ["ConfigurableMoE" if switch == "1" or double.has_contexts else OURS] * 3
+    result = double.scenario("starts.by_itself", ENABLE_CONFIGURABLE_MOE="0")
+    assert result["wrappers"] == ["ConfigurableMoE" if double.has_contexts else OURS] * 3
     assert result["backends"][:2] == [OURS] * 2
     assert result["kernels"] == [True, True, False]
 
 
 @pytest.mark.all("C2")
+@pytest.mark.parametrize("double", SHORT, indirect=True)
 def test_the_off_switch(double: Double) -> None:
     result = double.scenario("starts.by_itself", TRTLLM_B12X="0")
     assert result["backends"] == [HOSTS] * 3
@@ -133,6 +134,7 @@ def test_custom_module_dirs(own_double: Double) -> None:
 
 
 @pytest.mark.all("C2")
+@pytest.mark.parametrize("double", SHORT, indirect=True)
 def test_verify_uses_the_embedded_host(double: Double, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, [random_experts(4, 128, 192)], top_k=2)
     result = double.run("-m", "trtllm_b12x", "verify", checkpoint, "--require-b12x")
