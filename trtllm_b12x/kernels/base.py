@@ -120,6 +120,10 @@ class Kernel(ABC):
         line = f"{name}: {max(first, 1)} to {self.capacity} tokens"
         return (f"{line}, where the card has measured that it is faster" if first else line,)
 
+    def scratch_bytes(self, tokens: int) -> int:
+        """Return the bytes of ``MoECall.scratch`` that suffice for every call of up to so many tokens in 16 bits."""
+        return 0
+
     @property
     def workspace(self) -> tuple[int, int] | None:
         """Identity, and size in bytes, of scratch memory that layers of one geometry share, if any."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .b12x.kernel import B12xKernel
 from .base import Kernel
 from .reference import (
+    MXFP4ReferenceKernel,
     MXFP4UnquantizedReferenceKernel,
     MXFP8ReferenceKernel,
     MXFP8UnquantizedReferenceKernel,
@@ -15,7 +16,7 @@ from .reference import (
     W4A16UnquantizedReferenceKernel,
 )
 from .triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
-from .triton.grouped import GroupedKernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
+from .triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
 
 KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel]]] = {
     ("b12x", "NVFP4"): (B12xKernel, ReferenceKernel),
@@ -25,6 +26,7 @@ KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel]]] = {
     ("triton", "MXFP8"): (TritonMXFP8Kernel, MXFP8UnquantizedReferenceKernel),
     ("grouped", "NVFP4"): (GroupedNVFP4Kernel, QuantizedReferenceKernel),
     ("grouped", "W4A16_NVFP4"): (GroupedW4A16Kernel, W4A16ReferenceKernel),
+    ("grouped", "MXFP4"): (GroupedMXFP4Kernel, MXFP4ReferenceKernel),
     ("grouped", "MXFP8"): (GroupedKernel, MXFP8ReferenceKernel),
 }
 """Kernel class and torch class of each family and number format."""

@@ -29,7 +29,7 @@ from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
 from . import cache, launcher
-from .launcher import LaunchPlan, LayerTensors
+from .launcher import LaunchPlan, LayerTensors, WorkspaceLayout
 from .variant import Variant
 
 ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
@@ -166,6 +166,13 @@ class JitKernel(PlannedKernel):
         return (self._plan.tested or (self._plan.untestable and self.features.every_count)) and super().serves(tokens)
 
     # ---- run ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _workspace(self, tokens: int, quantized: bool, sorts: bool) -> WorkspaceLayout:
+        """Return the scratch memory of calls of so many tokens."""
+
+    def scratch_bytes(self, tokens: int) -> int:
+        return self._workspace(min(tokens, self.capacity), False, True).nbytes
 
     def _launch(self, call: MoECall) -> None:
         plan, quantized = self._plan, call.x_sf is not None
