@@ -43,6 +43,8 @@ class Kernel(ABC):
     """Maximum number of tokens this kernel was planned for."""
     instruction: ClassVar[str] = ""
     """Tensor core instruction in the PTX of its products."""
+    adds_bias: ClassVar[bool] = False
+    """True if ``run`` adds the biases of ``Epilogue``."""
     limited = ""
     """Why the capacity is less than ``plan`` was asked for."""
     planned_next: Sequence[tuple[type[Kernel], int]] = ()

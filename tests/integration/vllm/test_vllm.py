@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -23,13 +24,16 @@ from trtllm_b12x.kernels import MoECall
 ROOT = Path(__file__).parents[3]
 SIZES = 8, 2, 256, 128
 _CUTLASS = "VLLM_CUTLASS" if importlib.util.find_spec("flashinfer") is None else "FLASHINFER_CUTLASS"
-FORMATS = {"MXFP8": ("MARLIN", "TRITON_MXFP8"), "NVFP4": (_CUTLASS, _CUTLASS), "W4A16_NVFP4": ("MARLIN", "EMULATION")}
+FORMATS = {
+    "MXFP8": ("MARLIN", "TRITON_MXFP8"),
+    "NVFP4": (_CUTLASS, _CUTLASS),
+    "W4A16_NVFP4": ("MARLIN", "EMULATION"),
+    "MXFP4": ("MARLIN", "EMULATION"),
+}
 """Backend of vLLM's own choice, and of ours."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bias": ({"has_bias": True}, "BIAS"),
     "LoRA": ({"is_lora_enabled": True}, "LoRA"),
     "activation": ({"activation": "swiglustep"}, "activation"),
-    "gate and up by turns": ({"activation": "swigluoai"}, "activation"),
     "dtype": ({"in_dtype": torch.float32}, "ACTIVATION_DTYPE"),
     "EPLB": ({"parallel": {"enable_eplb": True}}, "parallel config"),
     "all-to-all": ({"parallel": {"dp_size": 2, "use_ep": True, "ep_size": 2}}, "parallel config"),
@@ -56,7 +60,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def chosen(form: str, **more: Any) -> tuple[str, Any]:
     """Ask vLLM's oracle as its ModelOpt method does."""
     method = layers.method_of(form, layers.config_of(*SIZES, **more))
-    backend = method.mxfp8_backend if form == "MXFP8" else method.nvfp4_backend
+    backend = getattr(method, f"{form[-5:].lower().removeprefix('_')}_backend")
     return backend.name, method.experts_cls
 
 
@@ -100,13 +104,13 @@ CASES = [
     for name in ACTIVATIONS
     for size in (128, 96)
     # vLLM refuses NVFP4 off the tile if there is a gate. MXFP8 has no float16 kernels.
-    if not (form == "NVFP4" and size == 96 and name != "ReLU2") and (form, name) != ("MXFP8", "float16")
+    if not (form == "NVFP4" and size == 96 and name != "ReLU2") and not (form.startswith("MX") and name == "float16")
 ]
 
 
 @pytest.mark.parametrize(("form", "name", "size"), CASES)
 def test_the_modular_kernel_computes_the_layer(form: str, name: str, size: int) -> None:
-    """Off the tile of ``grouped`` in rows (96) the decode kernel serves in chunks."""
+    """Rows of 96 columns have scales that fill no words."""
     activation, more = ACTIVATIONS[name]
     config = layers.config_of(*SIZES[:3], size, activation=activation, **more)
     experts = layers.random_experts(form, *SIZES[:1], *SIZES[2:3], size, gated=activation != "relu2_no_mul")
@@ -128,7 +132,7 @@ def test_the_modular_kernel_computes_the_layer(form: str, name: str, size: int) 
         x, weights, ids = layers.routes(config, tokens)
         error = layers.distance(layers.call(method, layer, x, weights, ids), experts.expected(x, weights, ids, activated))
         # In MXFP8 ``grouped`` rounds activations to eight bits beyond decode.
-        assert error < (0.08 if tokens > 63 and form == "MXFP8" and size == 128 else 0.004), (tokens, error)
+        assert error < (0.08 if tokens > 63 and form == "MXFP8" else 0.004), (tokens, error)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -169,7 +173,7 @@ def test_partial_sums_of_two_ranks_make_the_layer(form: str, placed: str) -> Non
         layer.expert_map = torch.full((8,), -1, dtype=torch.int32)
         layer.expert_map[local] = torch.arange(4, dtype=torch.int32)
         result = layers.call(method, layer, x, weights, ids)
-        assert experts_of(method)._scattered == (placed != "neighbors")
+        assert (experts_of(method)._local is not None) == (placed != "neighbors")
         total += result.float()
     assert layers.distance(total, whole.expected(x, weights, ids)) < 0.004
 
@@ -245,8 +249,10 @@ def test_the_output_given_is_written_and_workspaces_suffice_for_both_of_a_pair()
     ours = experts_of(method)
     shape = 5, 256, 256, 2, 8, 8, None, config.activation
     theirs = 5, 256, 256 if ours._own.expects_unquantized_inputs else 128, 2, 8, 8, None, config.activation
-    assert ours.workspace_shapes(*shape) == ours._own.workspace_shapes(*theirs)
-    assert ours.workspace_shapes(*shape)[2] == (5, 256)
+    first, (second,), out_shape = ours.workspace_shapes(*shape)
+    assert (first, out_shape) == ours._own.workspace_shapes(*theirs)[::2]
+    assert second >= math.prod(ours._own.workspace_shapes(*theirs)[1])
+    assert out_shape == (5, 256)
     x, weights, ids = layers.routes(config, 5)
     out = torch.full_like(x, torch.nan)
     arguments: dict[str, Any] = {name: None for name in facts.APPLY if name != "self"}
@@ -357,7 +363,7 @@ def test_doctor_says_what_the_oracles_would_answer() -> None:
 
     recognized, *lines = vllm_lines(Environment(sm=120))
     assert recognized == f"{facts.version()}, recognized"
-    assert [line.split(" experts run on ")[0] for line in lines] == ["NVFP4", "W4A16_NVFP4", "MXFP8"]
+    assert [line.split(" experts run on ")[0] for line in lines] == ["NVFP4", "W4A16_NVFP4", "MXFP4", "MXFP8"]
     assert all("SM: the GPU is SM90" in line for line in list(vllm_lines(Environment(sm=90)))[1:])
 
 

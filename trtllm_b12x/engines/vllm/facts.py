@@ -28,8 +28,15 @@ class ReboundName:
     parameters: tuple[str, ...]
     reason: str
     source: str
+    keys: tuple[str, str | None] = ("", None)
+    """Weight and activation key of a call that does not name them."""
 
 
+MXFP8_KEYS = ("kMxfp8Static", "kMxfp8Dynamic")
+"""Weight and activation key that the MXFP8 oracle asks its classes about (oracle/mxfp8.py, ``_select_kernel_cls``)."""
+MXFP4_KEYS = ("kMxfp4Static", None)
+"""The same of 16-bit activations (oracle/mxfp4.py, ``_backend_activation_key``)."""
+_MXFP4 = f"{FUSED_MOE}.oracle.mxfp4"
 REBOUND = (
     ReboundName(
         f"{FUSED_MOE}.oracle.mxfp8",
@@ -37,6 +44,7 @@ REBOUND = (
         ("config",),
         "No registry of experts exists; its list of backends ends at MARLIN on family 120, whose weights are packed anew.",
         "fused_moe/oracle/mxfp8.py; by name in modelopt, compressed_tensors_moe_w8a8_mxfp8, online, quark, inc",
+        MXFP8_KEYS,
     ),
     ReboundName(
         f"{FUSED_MOE}.oracle.nvfp4",
@@ -45,11 +53,24 @@ REBOUND = (
         "Its list of backends is local, so that only its answer can name the slot that leaves W4A16 weights in rows.",
         "fused_moe/oracle/nvfp4.py; by name in modelopt, compressed_tensors_moe_w4a4_nvfp4, online/nvfp4, quark_moe",
     ),
+    ReboundName(
+        _MXFP4,
+        "select_mxfp4_moe_backend",
+        ("config", "activation_key"),
+        "As of MXFP8, for gpt-oss and checkpoints of other tools.",
+        "fused_moe/oracle/mxfp4.py; by name in mxfp4, online/mxfp4, compressed_tensors_moe_w4a4_mxfp4, quark_moe, inc_mxfp4_moe",
+        MXFP4_KEYS,
+    ),
+    ReboundName(
+        _MXFP4,
+        "select_deepseek_v4_mxfp4_moe_backend",
+        ("config",),
+        "As of MXFP8, for MXFP4 checkpoints of other models.",
+        "fused_moe/oracle/mxfp4.py; by name in mxfp4",
+        MXFP4_KEYS,
+    ),
 )
 """All are rebound, or none. They return (backend, experts class); the backend also picks how weights are converted."""
-
-MXFP8_KEYS = ("kMxfp8Static", "kMxfp8Dynamic")
-"""Weight and activation key that the MXFP8 oracle asks its classes about (oracle/mxfp8.py, ``_select_kernel_cls``)."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +99,8 @@ SLOTS = (
     Slot("NVFP4", _A4, *_NVFP4, "VLLM_CUTLASS", WeightLayout(TILES, GATE_UP), "VLLM_CUTLASS", pair=True),
     # nvfp4.convert_to_nvfp4_moe_kernel_format changes the input scales of EMULATION alone, which these kernels do not read.
     Slot("W4A16_NVFP4", ("kNvfp4Static", None), *_NVFP4, "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN"),
+    # Both of mxfp4.convert_*_to_mxfp4_moe_kernel_format return the tensors of EMULATION unchanged, which pads sizes to 32 alone.
+    Slot("MXFP4", MXFP4_KEYS, "mxfp4", "Mxfp4MoeBackend", "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN"),
 )
 
 ABSTRACT, APPLY, IS_SUPPORTED, CONFIG = (

@@ -1,8 +1,9 @@
 """Grouped kernels in Triton: block-scaled products for any number of tokens (``grouped_kernels.py``).
 
-MXFP8, which the host has no path for, at every token count; NVFP4 (W4A4), W4A16_NVFP4 and MXFP4 (W4A16) beside the host's CUTLASS, at the counts
-where the card has measured it to be faster. Scratch memory is the call's, or comes from torch's allocator call by call: per route
-FC1's result and a share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a hidden size of 2048.
+MXFP8, which the host has no path for, at every token count; NVFP4 (W4A4), W4A16_NVFP4 and MXFP4 (16-bit activations) beside the
+host's CUTLASS, at the counts where the card has measured it to be faster. Scratch memory is the call's, or comes from torch's
+allocator call by call: per route FC1's result and a share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a
+hidden size of 2048.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class JitKernel(PlannedKernel):
     """Torch kernel that the self-test compares with."""
     first_expert: int
     instruction = "mma.sync"
+    adds_bias = True
     _plan: CompiledPlan
     _layers: dict[bool, tuple[LayerTensors, LayerTensors]]
     """Tensors of the layer and their addresses, by whether the input arrives quantized."""
