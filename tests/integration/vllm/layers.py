@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -113,6 +114,13 @@ class Experts:
             inner = torch.nn.functional.silu(gate) * up if activation is None else activation(inner)
             result.index_add_(0, token, (inner @ self.w2[e].T + b2) * weights[token, slot].float().unsqueeze(1))
         return result
+
+
+def swigluoai(inner: torch.Tensor) -> torch.Tensor:
+    """Compute gpt-oss's activation of rows [gate; up]."""
+    gate, up = inner.chunk(2, -1)
+    gate = gate.clamp(max=7)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
 
 
 def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
@@ -228,7 +236,9 @@ def method_of(form: str, config: Any) -> Any:
     with model_dtype():
         if form == "MXFP4":
             turns = config.activation.value == "swigluoai"
-            method = (mxfp4.GptOssMxfp4MoEMethod if turns else mxfp4.Mxfp4MoEMethod)(config)
+            oracle = importlib.import_module(f"{FUSED_MOE}.oracle.mxfp4")  # which asks for a model
+            with mock.patch.object(oracle, "_user_moe_activation_override", lambda: None, create=True):
+                method = (mxfp4.GptOssMxfp4MoEMethod if turns else mxfp4.Mxfp4MoEMethod)(config)
             method.num_experts, method.hidden_size = config.num_local_experts, config.hidden_dim
             method.intermediate_size = config.intermediate_size_per_partition
             return method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -60,7 +61,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def chosen(form: str, **more: Any) -> tuple[str, Any]:
     """Ask vLLM's oracle as its ModelOpt method does."""
     method = layers.method_of(form, layers.config_of(*SIZES, **more))
-    backend = getattr(method, f"{form[-5:].lower().removeprefix('_')}_backend")
+    backend = getattr(method, f"{form[-5:].lower()}_backend")
     return backend.name, method.experts_cls
 
 
@@ -178,6 +179,42 @@ def test_partial_sums_of_two_ranks_make_the_layer(form: str, placed: str) -> Non
     assert layers.distance(total, whole.expected(x, weights, ids)) < 0.004
 
 
+@pytest.mark.parametrize("form", ["MXFP8", "W4A16_NVFP4", "MXFP4"])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_biases_and_gate_and_up_by_turns(form: str, activation: str) -> None:
+    """vLLM's own methods load biases in MXFP4 and for MXFP8 that it quantizes itself."""
+    config = layers.config_of(*SIZES[:3], 96, activation=activation, has_bias=True)
+    experts = layers.random_experts(form, SIZES[0], 256, 96, bias=True)
+    turns = activation == "swigluoai"
+    method, layer = layers.loaded(form, config, layers.by_turns(experts) if turns else experts)
+    if form != "MXFP4":
+        given = method.moe_kernel.fused_experts
+        for part, bias in ((given.quant_config._w1, layer.w13_bias), (given.quant_config._w2, layer.w2_bias)):
+            part.bias = bias
+        method.moe_kernel.impl.fused_experts = type(given)(config, given.quant_config)
+        experts_of(method).process_weights_after_loading(layer)
+    for tokens in (1, 5, 70):
+        x, weights, ids = layers.routes(config, tokens)
+        expected = experts.expected(x, weights, ids, layers.swigluoai if turns else None)
+        error = layers.distance(layers.call(method, layer, x, weights, ids), expected)
+        assert error < (0.08 if tokens > 63 and form == "MXFP8" else 0.004), (tokens, error)
+
+
+def test_large_scales_of_mxfp4_are_not_decoded_by_triton() -> None:
+    config, experts = layers.config_of(*SIZES), layers.random_experts("MXFP4", SIZES[0], *SIZES[2:])
+    experts.parameters["w2_weight_scale"][3] = 140
+    method, layer = layers.loaded("MXFP4", config, experts)
+    assert bool(layers.call(method, layer, *layers.routes(config, 5)).isfinite().all())
+    assert set(experts_of(method).dispatch.schedule.families) == {"grouped"}
+
+
+def test_biases_of_a_pair_stay_vllms(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert "trtllm_b12x" not in chosen("NVFP4", has_bias=True)[1].__module__
+    assert "BIAS" in caplog.text
+    assert "trtllm_b12x" not in chosen("NVFP4", activation="swigluoai_uninterleave", has_bias=True)[1].__module__
+
+
 def test_router_weights_are_applied_once() -> None:
     config, experts = layers.config_of(8, 1, 256, 128), layers.random_experts("MXFP8", 8, 256, 128)
     method, layer = layers.loaded("MXFP8", config, experts)
@@ -218,7 +255,7 @@ def test_a_named_backend_is_kept_and_one_line_names_the_flag(caplog: pytest.LogC
     assert "drop --moe-backend marlin" in caplog.text
     process.forget()
     caplog.clear()
-    assert chosen("W4A16_NVFP4", moe_backend="marlin", has_bias=True)[0] == "MARLIN"
+    assert chosen("W4A16_NVFP4", moe_backend="marlin", activation="swiglustep")[0] == "MARLIN"
     assert "drop" not in caplog.text
 
 
@@ -334,27 +371,21 @@ def test_activations_have_kernels() -> None:
 
 
 def test_in_tritons_interpreter() -> None:
-    """The very kernels, on a layer of two experts, through vLLM's modular kernel."""
-    code = (
-        "from tests.integration.vllm import layers\n"
-        "layers.pretend_sm120()\n"
-        "from trtllm_b12x.engines.vllm import plugin\n"
-        "plugin.install()\n"
-        "config, experts = layers.config_of(2, 1, 128, 32), layers.random_experts('MXFP8', 2, 128, 32)\n"
-        "with layers.vllm_config():\n"
-        "    method, layer = layers.loaded('MXFP8', config, experts)\n"
-        "    x, weights, ids = layers.routes(config, 3)\n"
-        "    result = layers.call(method, layer, x, weights, ids)\n"
-        "(kernel,) = method.moe_kernel.fused_experts.dispatch.schedule.kernels\n"
-        "print('RESULT', type(kernel).__name__, layers.distance(result, experts.expected(x, weights, ids)))\n"
-    )
+    """The very kernels on layers of two experts: ``apply`` allocates nothing, with routes of experts that are no neighbors too."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
-    _, name, error = next(
-        (line for line in run.stdout.splitlines() if line.startswith("RESULT")), f"x {run.stderr[-2000:]} x"
-    ).split(" ")
-    assert name == "TritonMXFP8KernelInChunks"
-    assert float(error) < 0.004
+    command = [sys.executable, "-m", "tests.integration.vllm.interpreted"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+    lines = [line.removeprefix("RESULT ") for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, run.stderr[-2000:]
+    mxfp8, mxfp4 = json.loads(lines[0])
+    assert mxfp8["kernels"] == ["TritonMXFP8Kernel", "GroupedKernel"]
+    assert mxfp4["kernels"] == ["TritonMXFP4Kernel", "GroupedMXFP4Kernel"]
+    assert mxfp8["errors"][0] < 0.004
+    assert mxfp8["errors"][1] < 0.08  # of activations in eight bits
+    assert max(mxfp4["errors"]) < 0.004
+    for case in (mxfp8, mxfp4):
+        assert case["allocated"] == []
+        assert len(case["without a workspace"]) == 2
 
 
 def test_doctor_says_what_the_oracles_would_answer() -> None:
