@@ -45,5 +45,9 @@ class MXFP4Weights(Weights):
     fc2_weight_sf: torch.Tensor
     """``(32, 4, H/128, 4, T/128, E)`` uint8, or ``(E, H, T/32)``."""
 
+    @property
+    def decodable(self) -> bool:
+        return decodable(self.fc1_weight_sf) and decodable(self.fc2_weight_sf)
+
     def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return dequantize(codes, scales)

@@ -237,7 +237,7 @@ def method_of(form: str, config: Any) -> Any:
         if form == "MXFP4":
             turns = config.activation.value == "swigluoai"
             oracle = importlib.import_module(f"{FUSED_MOE}.oracle.mxfp4")  # which asks for a model
-            with mock.patch.object(oracle, "_user_moe_activation_override", lambda: None, create=True):
+            with mock.patch.object(oracle, "_user_moe_activation_override", return_value=None, create=True):
                 method = (mxfp4.GptOssMxfp4MoEMethod if turns else mxfp4.Mxfp4MoEMethod)(config)
             method.num_experts, method.hidden_size = config.num_local_experts, config.hidden_dim
             method.intermediate_size = config.intermediate_size_per_partition

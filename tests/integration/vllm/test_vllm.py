@@ -371,7 +371,7 @@ def test_activations_have_kernels() -> None:
 
 
 def test_in_tritons_interpreter() -> None:
-    """The very kernels on layers of two experts: ``apply`` allocates nothing, with routes of experts that are no neighbors too."""
+    """The very kernels on layers of two experts: ``apply`` allocates nothing, for experts that are no neighbors too."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.integration.vllm.interpreted"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -404,7 +404,7 @@ def one_rank(pretended: None) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("form", ["MXFP8", "W4A16_NVFP4"])
+@pytest.mark.parametrize("form", ["MXFP4", "MXFP8", "W4A16_NVFP4"])
 @pytest.mark.usefixtures("one_rank")
 def test_vllms_whole_layer_loads_computes_and_loads_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
     """Compute behind vLLM's runner and weight loader. Load again: into the same tensors, and as ``reload_weights`` does."""
@@ -438,3 +438,16 @@ def test_vllms_whole_layer_loads_computes_and_loads_again(form: str, caplog: pyt
     assert {name: parameter.data_ptr() for name, parameter in block.named_parameters()} == held
     block.reload(drawn[1])
     check(drawn[1])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_torch_compile_sees_one_graph() -> None:
+    block = whole.Block("W4A16_NVFP4", SIZES, "cpu")
+    block.load(layers.random_experts("W4A16_NVFP4", SIZES[0], *SIZES[2:]))
+    x, logits = whole.inputs(SIZES, 8)
+    with block.context(8):
+        explained = torch._dynamo.explain(block.experts)(hidden_states=x, router_logits=logits)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+    operators = [str(node.target) for node in explained.graphs[0].graph.nodes if node.op == "call_function"]
+    assert any(name.startswith("vllm.moe_forward") for name in operators), operators
+    assert block.fused_experts.dispatch.schedule.kernels

@@ -20,7 +20,6 @@ from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.timing import TimedPath
-from trtllm_b12x.formats import mxfp4
 from trtllm_b12x.formats.nvfp4 import InputScales
 from trtllm_b12x.kernels import MoECall, first_line
 
@@ -75,7 +74,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         """Return why vLLM's contract or our rules refuse the layer; empty if they do not. Nothing is planned."""
         keys = weight_key, activation_key, activation_format
         supported, reason = mk.FusedMoEExperts.is_supported_config(cls, moe_config, *keys)
-        return machine.refusal(cls.slot, moe_config) if supported else str(reason)
+        return machine.resolve(cls.slot, moe_config).findings if supported else str(reason)
 
     @staticmethod
     def activation_format() -> Any:
@@ -127,8 +126,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     def _workspace_bytes(self, tokens: int) -> int:
         """Return the bytes of kernels and of three numbers a route. More tokens need more: vLLM locks the largest workspace."""
         if tokens not in self._scratch:
-            rehearsed = machine.rehearsed(self.slot, self.geometry, machine.device_of(self.moe_config))
-            kernels = rehearsed or self.dispatch.schedule.kernels
+            kernels = machine.rehearsed(self.slot, self.moe_config) or self.dispatch.schedule.kernels
             if not kernels:
                 return 0
             self._scratch[tokens] = max(kernel.scratch_bytes(tokens) for kernel in kernels)
@@ -226,7 +224,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         else:
             self._place(expert_map)
             eligible = set(machine.resolve(self.slot, self.moe_config).families)
-            if self.slot.format == "MXFP4" and not all(map(mxfp4.decodable, tensors.scales)):
+            if not views.decodable:
                 eligible.discard("triton")
             with machine.float32_default():
                 errors = self.dispatch.load(self.geometry, views, w1.device, self._first_expert, eligible)
@@ -248,7 +246,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
     def _measure(self, x: torch.Tensor, theirs: Callable[..., None] | None) -> None:
         """Measure the crossover once per geometry, at the first eager call. An error costs the measurement."""
-        if not timing.possible(x.device) or self.dispatch.schedule.base == "triton":
+        if not timing.possible(x.device):
             self.measured = True
         elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
             with self.dispatch.measuring():

@@ -92,14 +92,9 @@ def resolve(slot: Slot, config: Any) -> Resolution:
     return decision.resolve(problem.shape_of(config, slot), problem.deployment_of(config), facts, features)
 
 
-def rehearsed(slot: Slot, geometry: Geometry, device: torch.device) -> list[Kernel]:
-    """Return the planned kernels of a geometry, which have no weights."""
-    return _rehearsed.get((slot, geometry, device), ("", []))[1]
-
-
-def refusal(slot: Slot, config: Any) -> str:
-    """Return why the rules refuse a layer, in one line; empty if they do not. Experts of a pair must both add a bias."""
-    return resolve(slot, config).findings
+def rehearsed(slot: Slot, config: Any) -> list[Kernel]:
+    """Return the planned kernels of a layer's sizes, which have no weights."""
+    return _rehearsed.get((slot, problem.geometry_of(config, slot), device_of(config)), ("", []))[1]
 
 
 @contextmanager

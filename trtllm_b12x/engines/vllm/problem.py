@@ -69,11 +69,9 @@ def deployment_of(config: Any) -> Deployment:
 def geometry_of(config: Any, slot: Slot) -> Geometry:
     """Return the sizes of this rank's part, as vLLM stores it in the slot."""
     activation = str(shape_of(config, slot).kernel_activation)
-    size, layout = config.intermediate_size_per_partition, slot.layout
+    layout, size = slot.layout, -(-config.intermediate_size_per_partition // slot.multiple) * slot.multiple
     if config.activation.value == BY_TURNS_ACTIVATION:
         layout = replace(layout, fc1=BY_TURNS)
-    if slot.format == "MXFP4":
-        size = -(-size // 32) * 32  # mxfp4_round_up_hidden_size_and_intermediate_size
     if activation not in GATED:
         layout = replace(layout, fc1=UP_GATE)  # there is one half
         if layout.scales != ROWS:

@@ -94,21 +94,18 @@ def input_scales(holder: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None,
 def draw(geometry: Geometry, device: torch.device) -> tuple[Tensors, tuple[torch.Tensor, torch.Tensor] | None]:
     """Draw the tensors of a layer, and the input scales that its alphas contain, for a rehearsal."""
     kind, experts, hidden = WEIGHTS[geometry.format], geometry.num_experts, geometry.hidden_size
-    generator = torch.Generator(device).manual_seed(0)
+    byte: Any = {"dtype": torch.uint8, "device": device, "generator": torch.Generator(device).manual_seed(0)}
     size, rows = geometry.intermediate_size, (2 if geometry.gated else 1) * geometry.intermediate_size
     codes, scales = [], []
     for height, width in ((rows, hidden), (hidden, size)):
-        codes.append(torch.empty(experts, height, width // kind.packed, dtype=kind.code_dtype, device=device))
-        for expert in codes[-1].view(torch.uint8):
-            expert.random_(256, generator=generator)
-            if kind.packed == 1:
-                expert.bitwise_and_(0xBF)  # E4M3 below 2: no code is NaN
+        drawn = torch.randint(0, 256, (experts, height, width // kind.packed), **byte)
+        # E4M3 below 2: no code is NaN.
+        codes.append((drawn.bitwise_and_(0xBF) if kind.packed == 1 else drawn).view(kind.code_dtype))
         blocks = width // kind.group_size
         if geometry.layout.scales != ROWS:
             height, blocks = -(-height // 128) * 128, -(-blocks // 4) * 4
         least, most = (118, 122) if kind.scale_dtype is torch.uint8 else (0x30, 0x40)
-        drawn = torch.randint(least, most, (experts, height, blocks), dtype=torch.uint8, device=device, generator=generator)
-        scales.append(drawn.view(kind.scale_dtype))
+        scales.append(torch.randint(least, most, (experts, height, blocks), **byte).view(kind.scale_dtype))
     tensors = Tensors(codes[0], codes[1], (scales[0], scales[1]))
     if geometry.bias is not None:
         heights = rows, hidden
