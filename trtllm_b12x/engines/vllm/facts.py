@@ -89,7 +89,7 @@ SLOTS = (
     # nvfp4.convert_to_nvfp4_moe_kernel_format changes the input scales of EMULATION alone, which these kernels do not read.
     Slot("W4A16_NVFP4", ("kNvfp4Static", None), *_NVFP4, "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN"),
     # Both of mxfp4.convert_*_to_mxfp4_moe_kernel_format return the tensors of EMULATION unchanged; sizes are padded to 32
-    # (mxfp4_round_up_hidden_size_and_intermediate_size).
+    # (mxfp4_round_up_hidden_size_and_intermediate_size). The methods of compressed-tensors and INC ask no oracle.
     Slot("MXFP4", MXFP4_KEYS, "mxfp4", "Mxfp4MoeBackend", "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN", multiple=32),
 )
 

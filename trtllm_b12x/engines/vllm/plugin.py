@@ -88,9 +88,8 @@ def _wrapped(original: Callable[..., Any], unnamed: tuple[str, str | None]) -> C
             call = signature.bind(*args, **kwargs).arguments
             from . import experts
 
-            named = call.get("weight_key"), call.get("activation_key")
-            keys = (given or known for given, known in zip(named, experts.named_keys(unnamed), strict=True))
-            return choose(theirs, call["config"], *keys)
+            weight, activation = experts.named_keys(unnamed)
+            return choose(theirs, call["config"], call.get("weight_key", weight), call.get("activation_key") or activation)
         return theirs
 
     return select

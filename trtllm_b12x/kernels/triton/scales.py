@@ -85,14 +85,14 @@ def first_scales(words, e, rows, N: tl.constexpr, K: tl.constexpr, GROUP: tl.con
     To words of four, or to bytes where rows (LINEAR) do not fill words.
     """
     blocks: tl.constexpr = K // GROUP
-    start = e.to(tl.int64) * scale_bytes(N, K, GROUP, LINEAR)
+    size, e = scale_bytes(N, K, GROUP, LINEAR), e.to(tl.int64)
     if LINEAR and blocks % 4 != 0:
-        return words.to(tl.pointer_type(tl.uint8), bitcast=True) + start + rows[:, None] * blocks
+        return words.to(tl.pointer_type(tl.uint8), bitcast=True) + e * size + rows[:, None] * blocks
     elif LINEAR:  # noqa: RET505 (as in ``numerics.quantized``)
-        return words + start // 4 + rows[:, None] * (blocks // 4)
+        return words + e * (size // 4) + rows[:, None] * (blocks // 4)
     else:
-        tile = (blocks + 3) // 4 * 128
-        return words + start // 4 + (rows // 128 * tile + rows % 32 * 4 + rows % 128 // 32)[:, None]
+        tile: tl.constexpr = (blocks + 3) // 4 * 128
+        return words + e * (size // 4) + (rows // 128 * tile + rows % 32 * 4 + rows % 128 // 32)[:, None]
 
 
 @triton.jit
