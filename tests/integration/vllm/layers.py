@@ -151,9 +151,9 @@ def random_experts(
                 values.append(codes[-1].float() * factor)
                 continue
             if form == "MXFP4":
-                tensors = mxfp4.quantize_weight(weight.cpu())
-                codes.append(tensors["weight"].to(device))
-                scales.append(tensors["weight_scale"].to(device))
+                tensors = mxfp4.quantize_weight(weight)
+                codes.append(tensors["weight"])
+                scales.append(tensors["weight_scale"])
                 factor = torch.exp2(scales[-1].float() - 127).repeat_interleave(32, 1)
                 values.append(decode_fp4(codes[-1]) * factor)
                 continue
