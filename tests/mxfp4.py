@@ -16,7 +16,7 @@ def quantize_weight(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     blocks = weight.view(weight.shape[0], -1, 32)
     exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / 6))
     values = (blocks / torch.exp2(exponent).unsqueeze(-1)).view(weight.shape)
-    codes = (values.abs().unsqueeze(-1) - _GRID).abs().argmin(-1) + 8 * (values < 0)
+    codes = (values.abs().unsqueeze(-1) - _GRID.to(weight.device)).abs().argmin(-1) + 8 * (values < 0)
     packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
     return {"weight": packed, "weight_scale": (exponent + 127).to(torch.uint8)}
 

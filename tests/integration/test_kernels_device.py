@@ -24,7 +24,7 @@ from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
@@ -48,6 +48,7 @@ KINDS: dict[tuple[str, str], type[Any]] = {
     ("triton", "MXFP8"): TritonMXFP8Kernel,
     ("grouped", "NVFP4"): GroupedNVFP4Kernel,
     ("grouped", "W4A16_NVFP4"): GroupedW4A16Kernel,
+    ("grouped", "MXFP4"): GroupedMXFP4Kernel,
     ("grouped", "MXFP8"): GroupedKernel,
 }
 BOUNDS = {"cuda": 0.004, "triton": 0.004, "grouped": 0.005}
@@ -62,6 +63,7 @@ SIZES = {
     ("triton", "W4A16_NVFP4"): [(192, 80), (2816, 352), (2048, 512)],
     ("triton", "MXFP4"): [(160, 128), (2880, 768), (4096, 256)],
     ("grouped", "W4A16_NVFP4"): [(2816, 704), (192, 64), (2048, 512)],
+    ("grouped", "MXFP4"): [(160, 128), (2880, 768)],
     ("triton", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
     ("grouped", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
 }

@@ -19,7 +19,7 @@ from trtllm_b12x.formats import BY_TURNS, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
 from trtllm_b12x.kernels.triton.decode_tiles import Card
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
 from trtllm_b12x.kernels.triton.variant import Variant
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
@@ -168,10 +168,23 @@ def test_other_formats_spill_nothing_and_read_ahead(name: str, capability: int, 
         assert loop.total() * variant.options["num_warps"] * 32 / size <= (10.2 if capability == 90 else limit), variant.name
 
 
+VLLM_GPT_OSS = Geometry(128, 4, 2880, 2880, layout=WeightLayout(ROWS, BY_TURNS), **GPT_OSS)
+"""Rows of 90 scales, which are no words: they are read byte by byte."""
+
+
 @pytest.mark.all
-def test_products_of_16_bits_spill_nothing(tmp_path: Path) -> None:
-    kernel = GroupedW4A16Kernel(CARDS[120])
-    kernel.describe(OTHER_FORMATS["Qwen3.6 W4A16"][1], 4096, torch.device("cuda"))
+@pytest.mark.parametrize(
+    ("kind", "geometry"),
+    [
+        (GroupedW4A16Kernel, OTHER_FORMATS["Qwen3.6 W4A16"][1]),
+        (GroupedMXFP4Kernel, OTHER_FORMATS["gpt-oss"][1]),
+        (GroupedMXFP4Kernel, VLLM_GPT_OSS),
+    ],
+    ids=["W4A16", "MXFP4 in tiles", "MXFP4 in rows"],
+)
+def test_products_of_16_bits_spill_nothing(kind: Any, geometry: Geometry, tmp_path: Path) -> None:
+    kernel = kind(CARDS[120])
+    kernel.describe(geometry, 4096, torch.device("cuda"))
     names = set()
     for variant in {variant.key: variant for variant in kernel.variants()}.values():
         names.add(variant.name)
@@ -179,7 +192,7 @@ def test_products_of_16_bits_spill_nothing(tmp_path: Path) -> None:
         used = resources(cubin)
         assert used["STACK"] == used["LOCAL"] == 0, (variant.name, used)
         assert made.metadata.shared <= 99 << 10
-        if variant.name in ("fc1_kernel", "fc2_kernel"):
+        if variant.name in ("fc1_kernel", "fc2_kernel") and geometry is not VLLM_GPT_OSS:
             assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in product_loop(cubin)), variant.name
     assert names == {"sort_kernel", "fc1_kernel", "fc2_kernel", "sum_kernel"}
 

@@ -163,7 +163,7 @@ def test_the_geometry_is_the_one_of_the_host_s_layer(
     """On the kernels' tile, of one rank."""
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton,grouped")
     config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algorithm), group_size=formats.group_size(algorithm))
-    families = ("triton",) if algorithm == "W4A8_MXFP4_MXFP8" else ("triton", "grouped")
+    families = "triton", "grouped"
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
     backend = layers.create(8, 128, size, quant_config=config, mapping=ranks).backend
     shapes = {"": LayerShape(8, 2, 128, size, "Swiglu", algorithm, dtype="bfloat16")}

@@ -135,6 +135,11 @@ def triton_mxfp4(e: Environment) -> KernelFeatures:
     )
 
 
+def grouped_mxfp4(e: Environment) -> KernelFeatures:
+    """Return the capabilities for MXFP4 prefill, on 16-bit activations where CUTLASS rounds them to MXFP8."""
+    return replace(triton_mxfp4(e), name="grouped", oldest_sm=89, measured_from=64)
+
+
 def triton_mxfp8(e: Environment) -> KernelFeatures:
     """Return the capabilities for MXFP8 decode. The host has no path for MXFP8; ``grouped`` serves prefill under equal rules."""
     known = triton(e)
@@ -183,6 +188,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("triton", "MXFP8", triton_mxfp8),
     Family("grouped", "NVFP4", grouped_nvfp4),
     Family("grouped", "W4A16_NVFP4", grouped_w4a16),
+    Family("grouped", "MXFP4", grouped_mxfp4),
     Family("grouped", "MXFP8", grouped),
 )
 """Rows in order of preference. A card uses the first suitable family that ``TRTLLM_B12X_KERNELS`` lists."""

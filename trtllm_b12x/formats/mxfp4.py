@@ -15,6 +15,12 @@ LARGEST_SCALE = 136
 """Largest E8M0 byte, 2**9, that the decode kernels multiply by; beyond it they give NaN."""
 
 
+def decodable(scales: torch.Tensor) -> bool:
+    """Return True if no E8M0 byte is too large for the decode kernels. NaN (255) stays NaN. Synchronizes."""
+    codes = scales.view(torch.uint8)
+    return not bool(((codes > LARGEST_SCALE) & (codes != 255)).any())
+
+
 def dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply FP4 bytes ``(..., K / 2)`` by E8M0 bytes ``(..., K / 32)``: float32, exact except for underflow."""
     blocks = nvfp4.decode_e2m1(nvfp4.unpack_fp4(packed)).unflatten(-1, (-1, BLOCK_SIZE))
@@ -38,6 +44,10 @@ class MXFP4Weights(Weights):
     """``(E, H, T/2)`` uint8."""
     fc2_weight_sf: torch.Tensor
     """``(32, 4, H/128, 4, T/128, E)`` uint8, or ``(E, H, T/32)``."""
+
+    @property
+    def decodable(self) -> bool:
+        return decodable(self.fc1_weight_sf) and decodable(self.fc2_weight_sf)
 
     def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return dequantize(codes, scales)

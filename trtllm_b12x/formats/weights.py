@@ -128,6 +128,11 @@ class Weights(ABC):
         plain = scales[slot] if self.layout.scales == ROWS else plain_scales(scales[..., slot : slot + 1])[0]
         return plain[:rows, : columns * self.packed // self.group_size]
 
+    @property
+    def decodable(self) -> bool:
+        """True if the decode kernels multiply by every block scale. Synchronizes."""
+        return True
+
     def typical_input(self) -> float:
         """Return the size of activations to test kernels with. Synchronizes."""
         return 1.0

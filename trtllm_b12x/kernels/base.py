@@ -43,6 +43,8 @@ class Kernel(ABC):
     """Maximum number of tokens this kernel was planned for."""
     instruction: ClassVar[str] = ""
     """Tensor core instruction in the PTX of its products."""
+    adds_bias: ClassVar[bool] = False
+    """True if ``run`` adds the biases of ``Epilogue``."""
     limited = ""
     """Why the capacity is less than ``plan`` was asked for."""
     planned_next: Sequence[tuple[type[Kernel], int]] = ()
@@ -119,6 +121,10 @@ class Kernel(ABC):
         first, name = self.features.measured_from, self.features.name
         line = f"{name}: {max(first, 1)} to {self.capacity} tokens"
         return (f"{line}, where the card has measured that it is faster" if first else line,)
+
+    def scratch_bytes(self, tokens: int) -> int:
+        """Return the bytes of ``MoECall.scratch`` that suffice for every call of up to so many tokens in 16 bits."""
+        return 0
 
     @property
     def workspace(self) -> tuple[int, int] | None:

@@ -26,6 +26,8 @@ class MoECall(NamedTuple):
     """``x_sf`` is 128x4-interleaved, not in rows of ``H/16``."""
     out: torch.Tensor | None = None
     """``(tokens, H)``, written if given."""
+    scratch: torch.Tensor | None = None
+    """uint8 memory for intermediate results, ``Kernel.scratch_bytes`` or more at a multiple of 16. Allocated if not given."""
 
     def check(self, geometry: Geometry, quantized_input: bool) -> None:
         """Raise ValueError, naming the tensor, if a shape is not what kernels read or write.
@@ -33,7 +35,7 @@ class MoECall(NamedTuple):
         Args:
             quantized_input: the kernel takes ``x_sf``.
         """
-        x, ids, router_weights, x_sf, swizzled, out = self
+        x, ids, router_weights, x_sf, swizzled, out, _ = self
         tokens, hidden = x.shape[0], geometry.hidden_size
         if x_sf is not None and not quantized_input:
             raise ValueError("x_sf is given, but the kernel takes unquantized x")
@@ -60,14 +62,14 @@ class MoECall(NamedTuple):
             ValueError: see ``check``; or ``x`` has another dtype than the layer.
         """
         self.check(geometry, quantized_input)
-        x, ids, router_weights, x_sf, swizzled, out = self
+        x, ids, router_weights, x_sf, swizzled, out, scratch = self
         if x_sf is not None:
             x, x_sf = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8)
         elif x.dtype != geometry.dtype:
             raise ValueError(f"x is {x.dtype}, expected {geometry.dtype}")
         if out is None or out.dtype is not geometry.dtype or not out.is_contiguous() or out.data_ptr() % 16:
             out = torch.empty(x.shape[0], geometry.hidden_size, dtype=geometry.dtype, device=x.device)
-        return MoECall(aligned16(x), *of_known_types(ids, router_weights), x_sf, swizzled, out)
+        return MoECall(aligned16(x), *of_known_types(ids, router_weights), x_sf, swizzled, out, scratch)
 
 
 def aligned16(tensor: torch.Tensor) -> torch.Tensor:

@@ -178,6 +178,13 @@ class MXFP4UnquantizedReferenceKernel(UnquantizedReferenceKernel):
     multiple = 32
 
 
+class MXFP4ReferenceKernel(W4A16ReferenceKernel):
+    """The grouped MXFP4 kernels."""
+
+    features = dataclasses.replace(families.grouped_mxfp4(Environment()), name="reference W4A16", graph_safe=False)
+    multiple = 32
+
+
 class QuantizedReferenceKernel(ReferenceKernel):
     """The grouped NVFP4 kernels (W4A4): each route's share in bf16, the sum in float32."""
 

@@ -7,12 +7,13 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
-from tests.mxfp8 import quantize_weight
+from tests import mxfp4, mxfp8
 from trtllm_b12x.formats import nvfp4
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -37,7 +38,7 @@ def pretend_sm120() -> None:
         is_cuda_alike = is_cuda = lambda self: self.visible
 
     platforms._current_platform = Sm120()
-    for name in ("modelopt", "online.fp8"):
+    for name in ("modelopt", "mxfp4", "online.fp8"):
         importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
     Sm120.visible = True
     torch.accelerator.empty_cache = lambda: None  # asks for a device
@@ -98,17 +99,28 @@ class Experts:
     w13: torch.Tensor
     w2: torch.Tensor
     """Dequantized, float32, on the CPU or the GPU."""
+    b13: torch.Tensor | float = 0.0
+    """``(E, r * I)``, and of FC2 ``(E, H)``."""
+    b2: torch.Tensor | float = 0.0
 
     def expected(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: Any = None) -> torch.Tensor:
         """Return the layer's output in float32. ``activation`` takes FC1's output ``(n, r * I)``; by default it is SwiGLU."""
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for e in range(len(self.w13)):
             token, slot = (ids == e).nonzero(as_tuple=True)
-            inner = x[token].float() @ self.w13[e].T
+            b13, b2 = (bias[e].float() if isinstance(bias, torch.Tensor) else bias for bias in (self.b13, self.b2))
+            inner = x[token].float() @ self.w13[e].T + b13
             gate, up = inner.chunk(2, -1) if activation is None else (inner, inner)
             inner = torch.nn.functional.silu(gate) * up if activation is None else activation(inner)
-            result.index_add_(0, token, (inner @ self.w2[e].T) * weights[token, slot].float().unsqueeze(1))
+            result.index_add_(0, token, (inner @ self.w2[e].T + b2) * weights[token, slot].float().unsqueeze(1))
         return result
+
+
+def swigluoai(inner: torch.Tensor) -> torch.Tensor:
+    """Compute gpt-oss's activation of rows [gate; up]."""
+    gate, up = inner.chunk(2, -1)
+    gate = gate.clamp(max=7)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
 
 
 def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
@@ -119,9 +131,9 @@ def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def random_experts(
-    form: str, experts: int, hidden: int, size: int, device: Any = "cpu", seed: int = 0, gated: bool = True
+    form: str, experts: int, hidden: int, size: int, device: Any = "cpu", seed: int = 0, gated: bool = True, bias: bool = False
 ) -> Experts:
-    """Draw weights of a format. Every expert has its own scale."""
+    """Draw weights of a format, and biases in bfloat16. Every expert has its own scale."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = 2 * size if gated else size
     parameters: dict[str, torch.Tensor] = {}
@@ -132,11 +144,18 @@ def random_experts(
             spread = 1 + torch.rand((), generator=generator, device=device)
             weight = torch.randn(height, width, generator=generator, device=device) * spread / width**0.5
             if form == "MXFP8":
-                tensors = quantize_weight(weight)
+                tensors = mxfp8.quantize_weight(weight)
                 codes.append(tensors["weight"])
                 scales.append(tensors["weight_scale"])
                 factor = torch.exp2(scales[-1].float() - 127).repeat_interleave(32, 1)
                 values.append(codes[-1].float() * factor)
+                continue
+            if form == "MXFP4":
+                tensors = mxfp4.quantize_weight(weight)
+                codes.append(tensors["weight"])
+                scales.append(tensors["weight_scale"])
+                factor = torch.exp2(scales[-1].float() - 127).repeat_interleave(32, 1)
+                values.append(decode_fp4(codes[-1]) * factor)
                 continue
             scale_2 = weight.abs().amax() / (6 * 448)
             blocks = weight.unflatten(-1, (-1, 16))
@@ -156,7 +175,21 @@ def random_experts(
                 (column[:, None] if name == "w13" else column).expand(shape).float().contiguous()
             )
             parameters[f"{name}_input_scale"] = torch.full(shape, largest / 2688, dtype=torch.float32, device=device)
-    return Experts(parameters, wide["w13"], wide["w2"])
+    if not bias:
+        return Experts(parameters, wide["w13"], wide["w2"])
+    for name, height in (("w13", rows), ("w2", hidden)):
+        drawn = torch.randn(experts, height, generator=generator, device=device) / 4
+        parameters[f"{name}_bias"] = drawn.to(torch.bfloat16)
+    return Experts(parameters, wide["w13"], wide["w2"], parameters["w13_bias"], parameters["w2_bias"])
+
+
+def by_turns(experts: Experts) -> Experts:
+    """Return the layer with gate and up by turns, as gpt-oss has it."""
+    turned = {
+        name: torch.stack(tensor.chunk(2, 1), 2).flatten(1, 2) if name.startswith("w13") else tensor
+        for name, tensor in experts.parameters.items()
+    }
+    return replace(experts, parameters=turned)
 
 
 class Layer(torch.nn.Module):
@@ -182,9 +215,11 @@ class Layer(torch.nn.Module):
 
 
 def quant_config(form: str) -> Any:
-    """Return vLLM's configuration of a ModelOpt checkpoint."""
-    from vllm.model_executor.layers.quantization import modelopt
+    """Return vLLM's configuration of a checkpoint, of ModelOpt's but for MXFP4."""
+    from vllm.model_executor.layers.quantization import modelopt, mxfp4
 
+    if form == "MXFP4":
+        return mxfp4.Mxfp4Config()
     kind = modelopt.ModelOptMxFp8Config if form == "MXFP8" else modelopt.ModelOptNvFp4Config
     return kind.from_config(
         {
@@ -195,10 +230,18 @@ def quant_config(form: str) -> Any:
 
 
 def method_of(form: str, config: Any) -> Any:
-    """Return vLLM's ModelOpt method for a layer; it asks the oracle."""
-    from vllm.model_executor.layers.quantization import modelopt
+    """Return vLLM's method for a layer; it asks the oracle. MXFP4 with gate and up by turns is gpt-oss's."""
+    from vllm.model_executor.layers.quantization import modelopt, mxfp4
 
     with model_dtype():
+        if form == "MXFP4":
+            turns = config.activation.value == "swigluoai"
+            oracle = importlib.import_module(f"{FUSED_MOE}.oracle.mxfp4")  # which asks for a model
+            with mock.patch.object(oracle, "_user_moe_activation_override", return_value=None, create=True):
+                method = (mxfp4.GptOssMxfp4MoEMethod if turns else mxfp4.Mxfp4MoEMethod)(config)
+            method.num_experts, method.hidden_size = config.num_local_experts, config.hidden_dim
+            method.intermediate_size = config.intermediate_size_per_partition
+            return method
         return (modelopt.ModelOptMxFp8FusedMoE if form == "MXFP8" else modelopt.ModelOptNvFp4FusedMoE)(quant_config(form), config)
 
 

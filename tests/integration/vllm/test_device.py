@@ -13,12 +13,12 @@ import torch
 
 from tests.integration.vllm import layers, whole
 from trtllm_b12x.core import settings
-from trtllm_b12x.engines.vllm import plugin
+from trtllm_b12x.engines.vllm import facts, plugin
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = 128, 8, 2048, 768
 CALLS = 20_000
-FORMATS = ("MXFP8", "W4A16_NVFP4")
+FORMATS = ("MXFP4", "MXFP8", "W4A16_NVFP4")
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -79,6 +79,52 @@ def test_graphs_in_random_order(served: Any) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(result, expected)
+
+
+def test_apply_allocates_nothing(served: Any) -> None:
+    method, layer, config, experts = served
+    ours, sizes = method.moe_kernel.fused_experts, (config.num_experts, config.num_experts, None, config.activation)
+    for tokens in (1, 8, 64, 300, 2000):
+        x, weights, ids = layers.routes(config, tokens, 3, "cuda")
+        shapes = ours.workspace_shapes(tokens, layer.w13_weight.shape[1], config.hidden_dim, ids.shape[1], *sizes)
+        first, second, out = (torch.empty(shape, dtype=x.dtype, device="cuda") for shape in shapes)
+        arguments: dict[str, Any] = dict.fromkeys(facts.APPLY[1:])
+        arguments |= {"output": out, "hidden_states": x, "w1": layer.w13_weight, "w2": layer.w2_weight, "topk_ids": ids}
+        arguments |= {"topk_weights": weights, "workspace13": first, "workspace2": second, "apply_router_weight_on_input": False}
+        ours.apply(**arguments)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        ours.apply(**arguments)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, tokens
+        assert layers.distance(out, experts.expected(x, weights, ids)) < 0.08, tokens
+
+
+def test_a_locked_workspace_suffices_for_fewer_tokens(served: Any) -> None:
+    from vllm.v1.worker.workspace import lock_workspace, unlock_workspace
+
+    method, layer, config, _ = served
+    lock_workspace()  # after the profile run, as vLLM does
+    try:
+        for tokens in (*range(1, 260), 511, 1000, 4095):
+            layers.call(method, layer, *layers.routes(config, tokens, 0, "cuda"))
+    finally:
+        unlock_workspace()
+
+
+@pytest.mark.parametrize("sizes", [(32, 4, 2880, 2880), (32, 4, 2880, 736)], ids=["TP 1", "TP 4"])
+@pytest.mark.parametrize("crossover", [None], indirect=True)
+def test_gpt_oss(sizes: whole.Sizes, crossover: int | None) -> None:
+    """Biases, and gate and up by turns. A row of scales has 90 or 23 bytes."""
+    with layers.vllm_config("cuda"), torch.no_grad():
+        config = layers.config_of(*sizes, device="cuda", activation="swigluoai", has_bias=True)
+        experts = layers.random_experts("MXFP4", sizes[0], *sizes[2:], "cuda", bias=True)
+        method, layer = layers.loaded("MXFP4", config, layers.by_turns(experts))
+        layers.call(method, layer, *layers.routes(config, 4096, 0, "cuda"))
+        assert set(method.moe_kernel.fused_experts.dispatch.schedule.families) == {"triton", "grouped"}
+        for tokens in (1, 8, 64, 200, 1024):
+            x, weights, ids = layers.routes(config, tokens, 0, "cuda")
+            expected = experts.expected(x, weights, ids, layers.swigluoai)
+            assert layers.distance(layers.call(method, layer, x, weights, ids), expected) < 0.005, tokens
 
 
 def test_no_bytes_are_added(served: Any) -> None:

@@ -111,11 +111,17 @@ class Block(torch.nn.Module):
             reload.finalize_layerwise_reload(self, None)
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        from vllm.forward_context import set_forward_context
-
-        with _set(self.config), set_forward_context(None, self.config, num_tokens=len(x)):
+        with self.context(len(x)):
             result: torch.Tensor = self.experts(hidden_states=x, router_logits=router_logits)
         return result
+
+    @contextmanager
+    def context(self, tokens: int) -> Iterator[None]:
+        """Set what vLLM's model runner sets around a call."""
+        from vllm.forward_context import set_forward_context
+
+        with _set(self.config), set_forward_context(None, self.config, num_tokens=tokens):
+            yield
 
 
 def _set(config: Any) -> Any:

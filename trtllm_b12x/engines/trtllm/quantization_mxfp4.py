@@ -10,7 +10,7 @@ import torch
 
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.layouts import mma_scale_view
-from trtllm_b12x.formats.mxfp4 import BLOCK_SIZE, LARGEST_SCALE, MXFP4Weights
+from trtllm_b12x.formats.mxfp4 import BLOCK_SIZE, LARGEST_SCALE, MXFP4Weights, decodable
 from trtllm_b12x.formats.weights import Epilogue
 
 from .host import load
@@ -19,7 +19,7 @@ from .quantization import Method
 W4A8MXFP4MXFP8CutlassFusedMoEMethod: Any = load().methods.get("MXFP4", object)
 
 _BIASES = ("w3_w1_bias", "w2_bias")
-_ONE, _NAN = 127, 255
+_ONE = 127
 """As E8M0."""
 
 
@@ -54,8 +54,7 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
 
     def check(self, module: Any) -> None:
         for name in self.stored[2:]:
-            scales = getattr(module, name).data.view(torch.uint8)
-            if bool(((scales > LARGEST_SCALE) & (scales != _NAN)).any()):
+            if not decodable(getattr(module, name).data):
                 raise ValueError(f"{name} holds scales above 2**{LARGEST_SCALE - _ONE}, the largest that the kernels multiply by")
 
     def intermediate_size(self, module: Any) -> int:

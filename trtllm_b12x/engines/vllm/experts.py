@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -39,14 +41,18 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
     ) -> None:
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
-        self.geometry = problem.geometry_of(moe_config, self.slot)
-        self.dispatch = LayerDispatch(machine.candidate_kernels(self.slot, self.geometry, machine.device_of(moe_config)))
+        # Some methods of vLLM load no bias that the model has, and their experts add none.
+        bias = None if self.w1_bias is None else self.w1_bias.dtype
+        self.geometry = replace(problem.geometry_of(moe_config, self.slot), bias=bias)
+        self.dispatch = LayerDispatch(machine.candidate_kernels(self.slot, machine.device_of(moe_config)))
         self._own = None if self.theirs is None else self.theirs(moe_config, quant_config)
         self._inputs: InputScales | None = None
         self._addresses: tuple[int, ...] = ()
         self._first_expert = 0
-        self._scattered = False
-        """This rank's experts are not neighbors: ids are mapped call by call."""
+        self._local: torch.Tensor | None = None
+        """Local id of each global id plus 1, between two -1, if this rank's experts are not neighbors."""
+        self._scratch: dict[int, int] = {}
+        """Bytes that kernels need by number of tokens."""
         self.measured = False
         self.fault = ""
 
@@ -68,7 +74,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         """Return why vLLM's contract or our rules refuse the layer; empty if they do not. Nothing is planned."""
         keys = weight_key, activation_key, activation_format
         supported, reason = mk.FusedMoEExperts.is_supported_config(cls, moe_config, *keys)
-        return machine.refusal(cls.slot, moe_config) if supported else str(reason)
+        return machine.resolve(cls.slot, moe_config).findings if supported else str(reason)
 
     @staticmethod
     def activation_format() -> Any:
@@ -84,11 +90,12 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
     @classmethod
     def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
-        return (weight_key, activation_key) == keys_of(cls.slot)
+        return (weight_key, activation_key) == named_keys(cls.slot.keys)
 
-    @staticmethod
-    def _supports_activation(activation: Any) -> bool:
-        return activation.value in problem.ACTIVATIONS
+    @classmethod
+    def _supports_activation(cls, activation: Any) -> bool:
+        by_turns = activation.value == problem.BY_TURNS_ACTIVATION  # vLLM reorders the halves of a pair's weights
+        return activation.value in problem.ACTIVATIONS and not (by_turns and cls.slot.pair)
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -107,12 +114,23 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any) -> Any:  # noqa: N803
-        """Return the shapes of workspaces and output. Kernels take scratch memory from torch, in a graph from its pool."""
+        """Return the shapes of workspaces and output. Ours is in the second: the first may be the output."""
+        ours = -(-self._workspace_bytes(M) // self.moe_config.in_dtype.itemsize)
         if self._own is None:
-            return (0,), (0,), (M, K)
+            return (0,), (ours,), (M, K)
         # Their input is quantized first: two codes a byte.
         columns = K if self._own.expects_unquantized_inputs else K // 2
-        return self._own.workspace_shapes(M, N, columns, topk, *rest)
+        first, second, out = self._own.workspace_shapes(M, N, columns, topk, *rest)
+        return first, (max(math.prod(second), ours),), out
+
+    def _workspace_bytes(self, tokens: int) -> int:
+        """Return the bytes of kernels and of three numbers a route. More tokens need more: vLLM locks the largest workspace."""
+        if tokens not in self._scratch:
+            kernels = machine.rehearsed(self.slot, self.moe_config) or self.dispatch.schedule.kernels
+            if not kernels:
+                return 0
+            self._scratch[tokens] = max(kernel.scratch_bytes(tokens) for kernel in kernels)
+        return self._scratch[tokens] + 12 * tokens * self.geometry.top_k
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare the scalars of NVFP4, after vLLM has converted the tensors. Called again with each reload."""
@@ -129,9 +147,10 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         workspace13: torch.Tensor, workspace2: torch.Tensor, expert_tokens_meta: Any, apply_router_weight_on_input: bool,
     ) -> None:  # fmt: skip
         """Write the weighted sum over this rank's experts into ``output``, ``(M, K)``."""
+        call = MoECall(hidden_states, topk_ids, topk_weights, out=output, scratch=workspace2)
+        tensors = w1, w2, expert_map, apply_router_weight_on_input
         if self._own is None:
-            ones = topk_weights if not apply_router_weight_on_input else torch.ones_like(topk_weights)
-            if not self.call(hidden_states, w1, w2, ones, topk_ids, expert_map, output):
+            if not self.call(call, *tensors):
                 raise RuntimeError(f"no kernel serves {len(hidden_states)} tokens of {self.geometry}; set TRTLLM_B12X=0")
             return
 
@@ -144,8 +163,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
         own, served = self._own, False
         try:
-            ones = topk_weights if not apply_router_weight_on_input else torch.ones_like(topk_weights)
-            served = not self.fault and self.call(hidden_states, w1, w2, ones, topk_ids, expert_map, output, theirs)
+            served = not self.fault and self.call(call, *tensors, theirs)
         except Exception as error:
             self.fault = first_line(error)
             log.once(f"vLLM's own {self.slot.backend} serves {self.geometry} after an error of ours: {self.fault}")
@@ -155,27 +173,43 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     # ---- our part ----------------------------------------------------------------------------------------------------
 
     def call(
-        self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, router_weights: torch.Tensor, ids: torch.Tensor,
-        expert_map: torch.Tensor | None, out: torch.Tensor, theirs: Callable[..., None] | None = None,
+        self, call: MoECall, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None, weighted: bool,
+        theirs: Callable[..., None] | None = None,
     ) -> bool:  # fmt: skip
-        """Run a kernel. Return False if none serves so many tokens."""
+        """Run a kernel. Return False if none serves so many tokens.
+
+        Args:
+            call: ``scratch`` is vLLM's workspace.
+            weighted: the input has been multiplied by the router weights.
+        """
         if self._tensors(w1, w2).addresses() != self._addresses:
             self.load(w1, w2, expert_map)
         if not self.measured:
-            self._measure(x, theirs)
-        kernel = self.dispatch.schedule.at(x.shape[0])
+            self._measure(call.x, theirs)
+        tokens, routes = len(call.x), call.ids.numel()
+        kernel = self.dispatch.schedule.at(tokens)
         if kernel is None:
             return False
-        if self._scattered:
-            assert expert_map is not None
-            known = (ids >= 0) & (ids < expert_map.numel())
-            ids = torch.where(known, expert_map[ids.clamp(0, expert_map.numel() - 1).long()], -1)
-        kernel.run(MoECall(x, ids, router_weights, out=out))
+        size = self._workspace_bytes(tokens)
+        memory = None if call.scratch is None else call.scratch.view(-1).view(torch.uint8)
+        if memory is None or len(memory) < size:
+            memory = torch.empty(size, dtype=torch.uint8, device=call.x.device)
+        call = call._replace(scratch=memory)
+        if weighted or self._local is not None:
+            ones, places, ids = memory[size - 12 * routes : size].view(torch.int32).view(3, *call.ids.shape)
+            if weighted:
+                call = call._replace(router_weights=ones.view(torch.float32).fill_(1))
+            if self._local is not None:
+                torch.clamp(call.ids, -1, len(self._local) - 2, out=places)
+                torch.index_select(self._local, 0, places.add_(1).view(-1), out=ids.view(-1))
+                call = call._replace(ids=ids)
+        kernel.run(call)
         return True
 
     def _tensors(self, w1: torch.Tensor, w2: torch.Tensor) -> weights.Tensors:
         alphas = None if self.g1_alphas is None else (self.g1_alphas, self.g2_alphas)
-        return weights.Tensors(w1, w2, (self.w1_scale, self.w2_scale), alphas)
+        biases = None if self.w1_bias is None else (self.w1_bias, self.w2_bias)
+        return weights.Tensors(w1, w2, (self.w1_scale, self.w2_scale), alphas, biases)
 
     def load(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> None:
         """Plan, bind and test at the first call; later take tensors that have moved.
@@ -189,7 +223,9 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self.dispatch.bind(views, self._first_expert)
         else:
             self._place(expert_map)
-            eligible = machine.resolve(self.slot, self.moe_config).families
+            eligible = set(machine.resolve(self.slot, self.moe_config).families)
+            if not views.decodable:
+                eligible.discard("triton")
             with machine.float32_default():
                 errors = self.dispatch.load(self.geometry, views, w1.device, self._first_expert, eligible)
             schedule = self.dispatch.schedule
@@ -202,14 +238,15 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         if expert_map is None:
             return
         here = (expert_map >= 0).nonzero().flatten()
-        first = int(here[0])
         neighbors = torch.arange(len(here), device=here.device)
-        self._scattered = not bool((here == first + neighbors).all() and (expert_map[here] == neighbors).all())
-        self._first_expert = 0 if self._scattered else first
+        if bool((here == here[0] + neighbors).all() and (expert_map[here] == neighbors).all()):
+            self._first_expert = int(here[0])
+        else:
+            self._local = torch.nn.functional.pad(expert_map.to(torch.int32), (1, 1), value=-1)
 
     def _measure(self, x: torch.Tensor, theirs: Callable[..., None] | None) -> None:
         """Measure the crossover once per geometry, at the first eager call. An error costs the measurement."""
-        if not timing.possible(x.device) or self.dispatch.schedule.base == "triton":
+        if not timing.possible(x.device):
             self.measured = True
         elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
             with self.dispatch.measuring():
@@ -233,10 +270,10 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         return ids.to(torch.int32), values.softmax(1)
 
 
-def keys_of(slot: Slot) -> tuple[Any, Any]:
-    """Return vLLM's weight key and activation key of a slot."""
-    weight, activation = slot.keys
-    return getattr(quant_utils, weight), None if activation is None else getattr(quant_utils, activation)
+def named_keys(names: tuple[str, str | None]) -> tuple[Any, Any]:
+    """Return vLLM's weight key and activation key by their names; None for an empty one."""
+    weight, activation = (getattr(quant_utils, name) if name else None for name in names)
+    return weight, activation
 
 
 @functools.cache

@@ -28,8 +28,16 @@ class ReboundName:
     parameters: tuple[str, ...]
     reason: str
     source: str
+    keys: tuple[str, str | None] = ("", None)
+    """Weight and activation key of a call that does not name them."""
 
 
+MXFP8_KEYS = ("kMxfp8Static", "kMxfp8Dynamic")
+"""Weight and activation key that the MXFP8 oracle asks its classes about (oracle/mxfp8.py, ``_select_kernel_cls``)."""
+MXFP4_KEYS = ("kMxfp4Static", None)
+"""The same of 16-bit activations (oracle/mxfp4.py, ``_backend_activation_key``)."""
+_MXFP4 = f"{FUSED_MOE}.oracle.mxfp4"
+_BY_NAME = "fused_moe/oracle/mxfp4.py; by name in mxfp4, online/mxfp4, quark_moe, inc_mxfp4_moe"
 REBOUND = (
     ReboundName(
         f"{FUSED_MOE}.oracle.mxfp8",
@@ -37,6 +45,7 @@ REBOUND = (
         ("config",),
         "No registry of experts exists; its list of backends ends at MARLIN on family 120, whose weights are packed anew.",
         "fused_moe/oracle/mxfp8.py; by name in modelopt, compressed_tensors_moe_w8a8_mxfp8, online, quark, inc",
+        MXFP8_KEYS,
     ),
     ReboundName(
         f"{FUSED_MOE}.oracle.nvfp4",
@@ -45,11 +54,10 @@ REBOUND = (
         "Its list of backends is local, so that only its answer can name the slot that leaves W4A16 weights in rows.",
         "fused_moe/oracle/nvfp4.py; by name in modelopt, compressed_tensors_moe_w4a4_nvfp4, online/nvfp4, quark_moe",
     ),
+    ReboundName(_MXFP4, "select_mxfp4_moe_backend", ("config", "activation_key"), "As MXFP8's: gpt-oss.", _BY_NAME, MXFP4_KEYS),
+    ReboundName(_MXFP4, "select_deepseek_v4_mxfp4_moe_backend", ("config",), "The same: others.", _BY_NAME, MXFP4_KEYS),
 )
 """All are rebound, or none. They return (backend, experts class); the backend also picks how weights are converted."""
-
-MXFP8_KEYS = ("kMxfp8Static", "kMxfp8Dynamic")
-"""Weight and activation key that the MXFP8 oracle asks its classes about (oracle/mxfp8.py, ``_select_kernel_cls``)."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Slot:
     layout: WeightLayout
     instead: str
     """Backend that vLLM would choose, and that ours replaces."""
+    multiple: int = 1
+    """vLLM pads the intermediate size of a rank to a multiple of this."""
     pair: bool = False
     """True if vLLM's own experts read the same tensors and serve beyond ours."""
 
@@ -78,6 +88,9 @@ SLOTS = (
     Slot("NVFP4", _A4, *_NVFP4, "VLLM_CUTLASS", WeightLayout(TILES, GATE_UP), "VLLM_CUTLASS", pair=True),
     # nvfp4.convert_to_nvfp4_moe_kernel_format changes the input scales of EMULATION alone, which these kernels do not read.
     Slot("W4A16_NVFP4", ("kNvfp4Static", None), *_NVFP4, "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN"),
+    # Both of mxfp4.convert_*_to_mxfp4_moe_kernel_format return the tensors of EMULATION unchanged; sizes are padded to 32
+    # (mxfp4_round_up_hidden_size_and_intermediate_size). The methods of compressed-tensors and INC ask no oracle.
+    Slot("MXFP4", MXFP4_KEYS, "mxfp4", "Mxfp4MoeBackend", "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN", multiple=32),
 )
 
 ABSTRACT, APPLY, IS_SUPPORTED, CONFIG = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +15,10 @@ from trtllm_b12x import decision, formats
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.decision import Environment, Resolution, families
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.formats import ROWS
 from trtllm_b12x.kernels import Geometry, Kernel, first_line
 from trtllm_b12x.kernels.catalog import KERNELS
 
 from . import problem, weights
-from .chunks import in_chunks
 from .facts import FAMILIES, Slot
 
 assumed_sm: int | None = None
@@ -33,6 +32,7 @@ def _forget() -> None:
     global assumed_sm
     assumed_sm = None
     _rehearsed.clear()
+    _for_every_call.cache_clear()
 
 
 def sm() -> int:
@@ -50,34 +50,36 @@ def device_of(config: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
-def candidate_kernels(slot: Slot, geometry: Geometry, device: torch.device) -> dict[str, type[Kernel]]:
+def candidate_kernels(slot: Slot, device: torch.device) -> dict[str, type[Kernel]]:
     """Map each family to its kernel class, in order of preference. On the CPU torch classes stand in.
 
-    Where vLLM has no experts for the slot's tensors, one family must serve every count: ``grouped``, or ``triton`` in chunks.
+    Where vLLM has no experts for the slot's tensors, ``grouped`` serves every count.
     """
     found: dict[str, type[Kernel]] = {}
     for row in families.rows((name for name in settings.KERNELS() if name in FAMILIES), slot.format):
-        if row.format != slot.format or (row.name == "grouped" and not _whole_words(geometry)):
+        if row.format != slot.format:
             continue
         kernel, in_torch = KERNELS[row.key]
         if not kernel.available() or not kernel.runs_on(device):
             if device.type != "cpu" or in_torch is None:
                 continue
             kernel = in_torch
-        if not slot.pair and kernel.features.measured_from:
-            features = replace(kernel.features, every_count=True, measured_from=0)
-            kernel = type(kernel.__name__, (kernel,), {"features": features})
-        found[row.name] = kernel
-    if not slot.pair and "triton" in found and "grouped" not in found:
-        found["triton"] = in_chunks(found["triton"])
+        found[row.name] = kernel if slot.pair else _for_every_call(kernel, KERNELS[row.key][0].adds_bias)
     return found
 
 
-def _whole_words(geometry: Geometry) -> bool:
-    """Return True if ``grouped`` reads the scales: in rows they must be whole words of four blocks."""
-    width = 4 * (formats.group_size(geometry.format) or 1)
-    aligned = not (geometry.hidden_size % width or geometry.intermediate_size % width)
-    return aligned or geometry.layout.scales != ROWS
+@functools.cache
+def _for_every_call(kernel: type[Kernel], adds_bias: bool) -> type[Kernel]:
+    """Return the class for layers that vLLM's own experts do not serve: every count, and biases, which vLLM loads.
+
+    One class for all layers, because plans are shared by class.
+    """
+    features = kernel.features
+    if adds_bias:
+        features = replace(features, bound_by=features.bound_by - {decision.RejectReason.BIAS})
+    if features.measured_from:
+        features = replace(features, every_count=True, measured_from=0)
+    return type(kernel.__name__, (kernel,), {"features": features})
 
 
 def resolve(slot: Slot, config: Any) -> Resolution:
@@ -86,15 +88,13 @@ def resolve(slot: Slot, config: Any) -> Resolution:
     facts = Environment(enabled=settings.ENABLED(), sm=number)
     if device.type == "cuda":
         facts = replace(facts, triton_lacks=toolchain.lacking(number), upcast=toolchain.upcast(number))
-    features = {
-        name: kernel.features for name, kernel in candidate_kernels(slot, problem.geometry_of(config, slot), device).items()
-    }
+    features = {name: kernel.features for name, kernel in candidate_kernels(slot, device).items()}
     return decision.resolve(problem.shape_of(config, slot), problem.deployment_of(config), facts, features)
 
 
-def refusal(slot: Slot, config: Any) -> str:
-    """Return why the rules refuse a layer, in one line; empty if they do not."""
-    return resolve(slot, config).findings
+def rehearsed(slot: Slot, config: Any) -> list[Kernel]:
+    """Return the planned kernels of a layer's sizes, which have no weights."""
+    return _rehearsed.get((slot, problem.geometry_of(config, slot), device_of(config)), ("", []))[1]
 
 
 @contextmanager
@@ -139,7 +139,8 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
 
     tensors, gscales = weights.draw(geometry, device)
     s1, s2 = tensors.scales
-    layer, scales = SimpleNamespace(), {"w1_scale": s1, "w2_scale": s2}
+    w1_bias, w2_bias = tensors.biases or (None, None)
+    layer, scales = SimpleNamespace(), {"w1_scale": s1, "w2_scale": s2, "w1_bias": w1_bias, "w2_bias": w2_bias}
     form = formats.find(geometry.format)
     assert form is not None
     if tensors.alphas is None:

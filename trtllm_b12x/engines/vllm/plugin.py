@@ -58,7 +58,7 @@ def install(sm: int | None = None) -> None:
     found = {}
     for name in facts.REBOUND:
         original = getattr(importlib.import_module(name.module), name.name)
-        found[name.name] = original, _wrapped(original)
+        found[name.name] = original, _wrapped(original, name.keys)
     _rebound.update(found)
     for original, ours in found.values():
         _replace(original, ours)
@@ -78,7 +78,7 @@ def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
             setattr(module, old.__name__, new)
 
 
-def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(original: Callable[..., Any], unnamed: tuple[str, str | None]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -86,33 +86,29 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         theirs = original(*args, **kwargs)
         with _vllm_keeps("its own experts after an error of ours"):
             call = signature.bind(*args, **kwargs).arguments
-            return choose(theirs, call["config"], call.get("weight_key"), call.get("activation_key"), len(call) == 1)
+            from . import experts
+
+            weight, activation = experts.named_keys(unnamed)
+            return choose(theirs, call["config"], call.get("weight_key", weight), call.get("activation_key") or activation)
         return theirs
 
     return select
 
 
-def choose(theirs: Any, config: Any, weight_key: Any, activation_key: Any, mxfp8: bool = False) -> Any:
-    """Return our backend and experts class in place of vLLM's choice ``theirs``, or that choice. One line says which and why.
-
-    Args:
-        mxfp8: the oracle has one pair of keys and does not name it.
-    """
+def choose(theirs: Any, config: Any, weight_key: Any, activation_key: Any) -> Any:
+    """Return our backend and experts class in place of vLLM's choice ``theirs``, or that choice. One line says which and why."""
     from . import experts
 
     backend, their_class = theirs
     slots = [slot for slot in facts.SLOTS if slot.enum == type(backend).__name__]
-    if mxfp8:
-        slots = [slot for slot in slots if slot.keys == facts.MXFP8_KEYS]
-    else:
-        slots = [slot for slot in slots if experts.keys_of(slot) == (weight_key, activation_key)]
+    slots = [slot for slot in slots if experts.named_keys(slot.keys) == (weight_key, activation_key)]
     if not slots:
         return _left(theirs, "", f"no kernels for {weight_key} by {activation_key}")
     slot = next((slot for slot in slots if slot.instead == backend.name), slots[0])
     ours = experts.experts_class(slot, their_class)
     modular = experts.mk.FusedMoEActivationFormat
     batched = config.moe_parallel_config.use_batched_activation_format
-    keys = *experts.keys_of(slot), modular.BatchedExperts if batched else modular.Standard
+    keys = weight_key, activation_key, modular.BatchedExperts if batched else modular.Standard
     reason = ours.refusal(config, *keys)
     if config.moe_backend != "auto":
         drop = f"drop --moe-backend {config.moe_backend} to let kernels of trtllm-b12x serve"

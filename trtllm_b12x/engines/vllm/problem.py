@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from trtllm_b12x.decision import Deployment
-from trtllm_b12x.formats import ROWS, UP_GATE
+from trtllm_b12x.formats import BY_TURNS, FORMATS, ROWS, UP_GATE
 from trtllm_b12x.formats.geometry import GATED, Geometry, LayerShape
 
 from .facts import Slot
 
+BY_TURNS_ACTIVATION = "swigluoai"
+"""SwiGLU whose gate and up are stored by turns, with gpt-oss's constants."""
 ACTIVATIONS = {
     "silu": "Swiglu",
+    "swigluoai": "Swiglu",
     "swigluoai_uninterleave": "Swiglu",
     "gelu": "Geglu",
     "gelu_tanh": "Geglu",
@@ -26,6 +29,8 @@ the approximation by tanh differs by a relative L2 of 2e-4, a tenth of bf16's ro
 
 def swiglu_constants(config: Any) -> tuple[float, float, float] | None:
     """Return SwiGLU's alpha, beta and limit, or None for plain SwiGLU; see ``apply_moe_activation`` of vLLM."""
+    if config.activation.value == BY_TURNS_ACTIVATION:
+        return 1.702, 1.0, 7.0  # defaults of ``swigluoai_and_mul``; GptOssMxfp4MoEMethod has the same
     limit = config.swiglu_limit
     if limit is None or ACTIVATIONS.get(config.activation.value) != "Swiglu":
         return None
@@ -43,7 +48,7 @@ def shape_of(config: Any, slot: Slot) -> LayerShape:
         hidden_size=config.hidden_dim,
         intermediate_size=config.intermediate_size,
         activation=ACTIVATIONS.get(config.activation.value, config.activation.value),
-        quant_algo=slot.format,
+        quant_algo=next(form.quant_algo for form in FORMATS if form.name == slot.format),
         dtype=str(config.in_dtype).removeprefix("torch."),
         activation_constants=swiglu_constants(config) is not None,
         bias=config.has_bias,
@@ -64,7 +69,9 @@ def deployment_of(config: Any) -> Deployment:
 def geometry_of(config: Any, slot: Slot) -> Geometry:
     """Return the sizes of this rank's part, as vLLM stores it in the slot."""
     activation = str(shape_of(config, slot).kernel_activation)
-    size, layout = config.intermediate_size_per_partition, slot.layout
+    layout, size = slot.layout, -(-config.intermediate_size_per_partition // slot.multiple) * slot.multiple
+    if config.activation.value == BY_TURNS_ACTIVATION:
+        layout = replace(layout, fc1=BY_TURNS)
     if activation not in GATED:
         layout = replace(layout, fc1=UP_GATE)  # there is one half
         if layout.scales != ROWS:
@@ -77,6 +84,7 @@ def geometry_of(config: Any, slot: Slot) -> Geometry:
         activation=activation,
         dtype=config.in_dtype,
         ranks=config.moe_parallel_config.ep_size,
+        bias=config.in_dtype if config.has_bias else None,
         format=slot.format,
         layout=layout,
     )

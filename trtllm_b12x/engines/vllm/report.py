@@ -26,14 +26,13 @@ def vllm_lines(e: Environment) -> Iterator[str]:
             return
     yield f"{facts.version()}, recognized"
     names = [name for name in settings.KERNELS() if name in facts.FAMILIES]
-    for form, slots in {row.name: [slot for slot in facts.SLOTS if slot.format == row.name] for row in formats.FORMATS}.items():
-        if not slots:
-            continue
-        features = {row.name: row.features(e) for row in families.rows(names, form) if row.format == form}
-        verdict = resolve(LayerShape(quant_algo=form, dtype="bfloat16", activation="Swiglu"), None, e, features)
+    for form in formats.FORMATS:
+        slots = [slot for slot in facts.SLOTS if slot.format == form.name]
+        features = {row.name: row.features(e) for row in families.rows(names, form.name) if row.format == form.name}
+        verdict = resolve(LayerShape(quant_algo=form.quant_algo, dtype="bfloat16", activation="Swiglu"), None, e, features)
         theirs = " or ".join(slot.instead for slot in slots)
         if not verdict.served:
-            yield f"{form} experts stay on {theirs}: {verdict.findings}"
+            yield f"{form.name} experts stay on {theirs}: {verdict.findings}"
         else:
             place = "before" if slots[0].pair else "in place of"
-            yield f"{form} experts run on {' and '.join(verdict.families)}, {place} {theirs}"
+            yield f"{form.name} experts run on {' and '.join(verdict.families)}, {place} {theirs}"

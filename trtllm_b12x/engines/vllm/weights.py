@@ -11,12 +11,18 @@ import torch
 from trtllm_b12x.formats import ROWS, constants
 from trtllm_b12x.formats.geometry import Geometry
 from trtllm_b12x.formats.layouts import mma_scale_view
+from trtllm_b12x.formats.mxfp4 import MXFP4Weights
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 from trtllm_b12x.formats.w4a16_nvfp4 import W4A16NVFP4Weights
 from trtllm_b12x.formats.weights import Epilogue, Weights
 
-WEIGHTS: dict[str, type[Weights]] = {"MXFP8": MXFP8Weights, "NVFP4": NVFP4Weights, "W4A16_NVFP4": W4A16NVFP4Weights}
+WEIGHTS: dict[str, type[Weights]] = {
+    "MXFP4": MXFP4Weights,
+    "MXFP8": MXFP8Weights,
+    "NVFP4": NVFP4Weights,
+    "W4A16_NVFP4": W4A16NVFP4Weights,
+}
 _TYPICAL = 672.0
 """Reciprocal of an input scale for activations of about 1: a quarter of the calibrated range, 6 * 448."""
 
@@ -33,9 +39,11 @@ class Tensors:
     """Block scales, ``(E, rows, blocks)``: in rows, or padded and 128x4-interleaved."""
     alphas: tuple[torch.Tensor, torch.Tensor] | None = None
     """``(E,)`` float32 each, of NVFP4."""
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    """``(E, r*I)`` in the order of the rows, and ``(E, H)``."""
 
     def addresses(self) -> tuple[int, ...]:
-        return tuple(tensor.data_ptr() for tensor in (self.w1, self.w2, *self.scales, *(self.alphas or ())))
+        return tuple(tensor.data_ptr() for tensor in (self.w1, self.w2, *self.scales, *(self.alphas or ()), *(self.biases or ())))
 
 
 def view(t: Tensors, geometry: Geometry, inputs: InputScales | None, swiglu: tuple[float, float, float] | None) -> Weights:
@@ -60,11 +68,8 @@ def view(t: Tensors, geometry: Geometry, inputs: InputScales | None, swiglu: tup
         assert inputs is not None
         fields |= {"fc1_alpha": t.alphas[0], "fc2_alpha": t.alphas[1], "input_scales": inputs}
         fields |= {"fc1_divisor": inputs.fc1_divisor, "fc2_divisor": inputs.fc2_divisor}
-    if swiglu is not None:
-        names = "swiglu_alpha", "swiglu_beta", "swiglu_limit"
-        values = (constants.filled(value, (experts,), device) for value in swiglu)
-        fields["epilogue"] = Epilogue(**dict(zip(names, values, strict=True)))
-    return kind(**fields)
+    values = (constants.filled(value, (experts,), device) for value in swiglu or ())
+    return kind(**fields, epilogue=Epilogue(*(t.biases or (None, None)), *values))
 
 
 def input_scales(holder: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None, like: torch.Tensor) -> InputScales:
@@ -89,22 +94,23 @@ def input_scales(holder: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None,
 def draw(geometry: Geometry, device: torch.device) -> tuple[Tensors, tuple[torch.Tensor, torch.Tensor] | None]:
     """Draw the tensors of a layer, and the input scales that its alphas contain, for a rehearsal."""
     kind, experts, hidden = WEIGHTS[geometry.format], geometry.num_experts, geometry.hidden_size
-    generator = torch.Generator(device).manual_seed(0)
+    byte: Any = {"dtype": torch.uint8, "device": device, "generator": torch.Generator(device).manual_seed(0)}
     size, rows = geometry.intermediate_size, (2 if geometry.gated else 1) * geometry.intermediate_size
     codes, scales = [], []
     for height, width in ((rows, hidden), (hidden, size)):
-        codes.append(torch.empty(experts, height, width // kind.packed, dtype=kind.code_dtype, device=device))
-        for expert in codes[-1].view(torch.uint8):
-            expert.random_(256, generator=generator)
-            if kind.packed == 1:
-                expert.bitwise_and_(0xBF)  # E4M3 below 2: no code is NaN
+        drawn = torch.randint(0, 256, (experts, height, width // kind.packed), **byte)
+        # E4M3 below 2: no code is NaN.
+        codes.append((drawn.bitwise_and_(0xBF) if kind.packed == 1 else drawn).view(kind.code_dtype))
         blocks = width // kind.group_size
         if geometry.layout.scales != ROWS:
             height, blocks = -(-height // 128) * 128, -(-blocks // 4) * 4
-        least, most = (118, 122) if kind.packed == 1 else (0x30, 0x40)
-        drawn = torch.randint(least, most, (experts, height, blocks), dtype=torch.uint8, device=device, generator=generator)
-        scales.append(drawn.view(kind.scale_dtype))
+        least, most = (118, 122) if kind.scale_dtype is torch.uint8 else (0x30, 0x40)
+        scales.append(torch.randint(least, most, (experts, height, blocks), **byte).view(kind.scale_dtype))
     tensors = Tensors(codes[0], codes[1], (scales[0], scales[1]))
+    if geometry.bias is not None:
+        heights = rows, hidden
+        first, second = (torch.full((experts, height), 0.1, dtype=geometry.bias, device=device) for height in heights)
+        tensors.biases = first, second
     if not issubclass(kind, NVFP4Weights):
         return tensors, None
     inputs = 1.0 if kind is W4A16NVFP4Weights else _TYPICAL

@@ -76,6 +76,7 @@ class CudaKernel(PlannedKernel):
     features = families.cuda(Environment())
     reference: type[ReferenceKernel] = UnquantizedReferenceKernel
     instruction = "mma.sync"
+    adds_bias = True
     code_bits = 4
     first_expert: int
     _plan: LaunchPlan
@@ -167,7 +168,7 @@ class CudaKernel(PlannedKernel):
     # ---- run ---------------------------------------------------------------------------------------------------------
 
     def _launch(self, call: MoECall) -> None:
-        x, ids, router_weights, x_sf, swizzled, out = call
+        x, ids, router_weights, x_sf, swizzled, out, _ = call
         tokens, plan = x.shape[0], self._plan
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")

@@ -2,7 +2,8 @@
 
 A call of few routes is two launches: FC1 with its activation, and FC2 with the weighted sum. A call of more routes, or of input
 that arrives quantized, has a third one first, which sorts routes by expert. Nothing depends on values and nothing is shared
-between calls: scratch memory comes from torch's allocator call by call, so streams and graphs that replay do not meet.
+between calls: scratch memory is the call's, or comes from torch's allocator call by call, so streams and graphs that replay do
+not meet.
 
 Activations are not quantized. NVFP4 sums are multiplied by ``weight_scale_2`` alone: the host's alpha times the host's input
 scale, which is the reciprocal of what that alpha contains. Every call reads both, since anybody may overwrite them.
@@ -193,15 +194,6 @@ class TritonKernel(JitKernel):
             (-(-g.hidden_size // fc2_variant.constants["BN"]), tokens if fc2_variant.name == "fc2_token_kernel" else across),
         ]
         *route, fc1, fc2 = self._launchers(variants, grids[-len(variants) :], direct)
-        numbers = tokens * (config.columns + 2)  # for ``routing.route_kernel``
-        if not inline:
-            numbers += tokens * g.top_k + (2 + config.tiles.routes) * config.blocks + g.num_experts
-        workspace = WorkspaceLayout.of(
-            (2 * tokens * g.hidden_size if quantized else 16, g.dtype),  # FC1's input, if it arrives quantized
-            (2 * tokens * g.top_k * g.intermediate_size, torch.bfloat16),  # FC1's result
-            (4 * tokens * g.top_k * g.hidden_size, torch.float32),  # shares
-            (4 * numbers, torch.int32),
-        )
 
         def launch(stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
             (x, ids, router_weights, x_sf, swizzled, out), (staged, h, partial, numbers) = call, parts
@@ -215,7 +207,23 @@ class TritonKernel(JitKernel):
             fc1(stream, x, *layer.fc1, ids, router_weights, out, h, numbers, *sizes, *experts, layer.steps[0])
             fc2(stream, h, *layer.fc2, ids, router_weights, out, partial, numbers, *sizes, *experts, layer.steps[1])
 
-        return LaunchPlan(workspace, direct, launch)
+        return LaunchPlan(self._workspace(tokens, quantized, not inline), direct, launch)
+
+    def _workspace(self, tokens: int, quantized: bool, sorts: bool) -> WorkspaceLayout:
+        g, config = self.geometry, self.config(tokens)
+        numbers = tokens * (config.columns + 2)  # for ``routing.route_kernel``
+        if sorts:
+            numbers += tokens * g.top_k + (2 + config.tiles.routes) * config.blocks + g.num_experts
+        return WorkspaceLayout.of(
+            (2 * tokens * g.hidden_size if quantized else 16, g.dtype),  # FC1's input, if it arrives quantized
+            (2 * tokens * g.top_k * g.intermediate_size, torch.bfloat16),  # FC1's result
+            (4 * tokens * g.top_k * g.hidden_size, torch.float32),  # shares
+            (4 * numbers, torch.int32),
+        )
+
+    def scratch_bytes(self, tokens: int) -> int:
+        # Fewer tokens may have smaller tiles, and more of them.
+        return max(super(TritonKernel, self).scratch_bytes(count) for count in range(1, min(tokens, self.capacity) + 1))
 
 
 class TritonMXFP8Kernel(TritonKernel):

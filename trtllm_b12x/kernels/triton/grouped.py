@@ -1,8 +1,9 @@
 """Grouped kernels in Triton: block-scaled products for any number of tokens (``grouped_kernels.py``).
 
-MXFP8, which the host has no path for, at every token count; NVFP4 (W4A4) and W4A16_NVFP4 beside the host's CUTLASS, at the counts
-where the card has measured it to be faster. Scratch memory comes from torch's allocator call by call: per route FC1's result and
-a share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a hidden size of 2048.
+MXFP8, which the host has no path for, at every token count; NVFP4 (W4A4), W4A16_NVFP4 and MXFP4 (16-bit activations) beside the
+host's CUTLASS, at the counts where the card has measured it to be faster. Scratch memory is the call's, or comes from torch's
+allocator call by call: per route FC1's result and a share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a
+hidden size of 2048.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import ROWS
 from trtllm_b12x.formats.layouts import scales_of_tokens
+from trtllm_b12x.formats.mxfp4 import MXFP4Weights
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.formats.w4a16_nvfp4 import W4A16NVFP4Weights
@@ -27,6 +29,7 @@ from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.call import aligned16
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS, scalars_of, scales_in_memory, swiglu
 from trtllm_b12x.kernels.reference import (
+    MXFP4ReferenceKernel,
     MXFP8ReferenceKernel,
     QuantizedReferenceKernel,
     ReferenceKernel,
@@ -113,12 +116,6 @@ class GroupedKernel(JitKernel):
         if slow:
             log.once(f"grouped kernels: {slow}")
 
-    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        super().describe(geometry, capacity, device)
-        words = 4 * self.weights_class.group_size
-        if geometry.layout.scales == ROWS and (geometry.stored_hidden % words or geometry.intermediate_size % words):
-            raise ValueError(f"scales in rows: hidden and intermediate size must be multiples of {words}, a word of four blocks")
-
     def _identity(self) -> tuple[Any, ...]:
         return self.geometry, self._native
 
@@ -136,7 +133,7 @@ class GroupedKernel(JitKernel):
         g, codes, f, i = self.geometry, self.weights_class.code_dtype, torch.float32, torch.int32
         form = {"FORMAT": self.elements, "NATIVE": self._native}
         stored = {"GROUP": self.weights_class.group_size, "LINEAR": g.layout.scales == ROWS, "PADDED": g.stored_hidden}
-        stored["ACT16"] = self.act16
+        stored |= {"ACT16": self.act16, "BIAS": g.bias is not None}
         experts = {"EXPERTS": g.num_experts}
         sizes = {"H": g.hidden_size, "SIZE": g.intermediate_size, "PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
         by_token = {"H": g.hidden_size, "COLUMNS": _COLUMNS}
@@ -148,7 +145,8 @@ class GroupedKernel(JitKernel):
 
         quantize_types, sort_types = (g.dtype, f, codes, i, 2), (ids, router_weights, i, i, f, 2, 1)
         x, h = (g.dtype, torch.bfloat16) if self.act16 else (codes, codes)
-        fc1_types = (x, i, codes, i, *[f] * 6, i, i, h, i, 1)  # scales in words of four
+        bias = g.bias or f
+        fc1_types = (x, i, codes, i, f, f, f, bias, f, f, f, i, i, h, i, 1)  # scales in words of four
         constants = {"TOP_K": g.top_k, "ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated}
         constants["ORDER"] = ORDERS.index(g.layout.fc1)
         quantize = {**by_token, "ROWS": _ROWS, "GATED": g.gated, **form}
@@ -156,7 +154,7 @@ class GroupedKernel(JitKernel):
             *(() if self.act16 else (Variant("triton.grouped_kernels", "quantize_kernel", quantize_types, quantize, {}),)),
             Variant("triton.routing", "sort_kernel", sort_types, {**experts, "BLOCK": _SORTED}, {"num_warps": 8}),
             product_of("fc1_kernel", fc1_types, rule.fc1, **constants),
-            product_of("fc2_kernel", (h, i, codes, i, f, f, i, i, f, torch.bfloat16, 1), rule.fc2),
+            product_of("fc2_kernel", (h, i, codes, i, f, f, bias, i, i, f, torch.bfloat16, 1), rule.fc2),
             Variant("triton.grouped_kernels", "sum_kernel", (torch.bfloat16, ids, g.dtype, 1),
                     {**by_token, **experts, "TOP_K": g.top_k}, {}),
         )  # fmt: skip
@@ -165,12 +163,13 @@ class GroupedKernel(JitKernel):
 
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
         s = scalars_of(weights)
-        sf1, sf2 = (scales_in_memory(weights, name).view(torch.int32) for name in ("fc1_weight_sf", "fc2_weight_sf"))
-        constants = swiglu(self.geometry, weights, s.fc1_alpha)
+        sf1, sf2 = (scales_in_memory(weights, name).flatten().view(torch.int32) for name in ("fc1_weight_sf", "fc2_weight_sf"))
+        constants, extra = swiglu(self.geometry, weights, s.fc1_alpha), weights.epilogue
+        bias1, bias2 = (s.fc1_alpha if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
         steps = s.steps if self.act16 else (s.steps[1], 0)
-        fc1 = weights.fc1_weight, sf1, s.fc1_alpha, s.fc1_input if self.act16 else s.fc2_input, s.fc1_half_alphas, *constants
-        fc2 = weights.fc2_weight, sf2, s.fc2_alpha, s.fc2_input
-        layer = LayerTensors(fc1, fc2, first_expert, steps, (s.fc1_input,))
+        fc1 = weights.fc1_weight, sf1, s.fc1_alpha, s.fc1_input if self.act16 else s.fc2_input, s.fc1_half_alphas
+        fc2 = weights.fc2_weight, sf2, s.fc2_alpha, s.fc2_input, bias2
+        layer = LayerTensors((*fc1, bias1, *constants), fc2, first_expert, steps, (s.fc1_input,))
         return dict.fromkeys((False, True), layer)
 
     def _tested_sizes(self) -> list[int]:
@@ -188,7 +187,7 @@ class GroupedKernel(JitKernel):
     def _launch_plan(
         self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype, direct: bool
     ) -> LaunchPlan:
-        g, form, rule = self.geometry, self.weights_class, self.rule(tokens)
+        g, rule = self.geometry, self.rule(tokens)
         routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
         grids = (
             (-(-tokens // _ROWS), -(-hidden // _COLUMNS)),
@@ -199,17 +198,6 @@ class GroupedKernel(JitKernel):
         )
         variants = self.variants_of_call(rule, ids, router_weights)
         *quantize, sort, fc1, fc2, add = self._launchers(variants, grids[-len(variants) :], direct)
-        i = torch.int32
-        rows = 0 if quantized or self.act16 else tokens
-        inner = (2 * routes * size, torch.bfloat16) if self.act16 else (routes * size // form.packed, form.code_dtype)
-        # Codes and scales of the tokens; order, starts and router weights of the sorted routes; codes and scales of FC1's result;
-        # shares.
-        workspace = WorkspaceLayout.of(
-            (rows * hidden // form.packed, form.code_dtype), (rows * self._scale_bytes(hidden), i),
-            (4 * routes, i), (4 * (g.num_experts + 1), i), (4 * routes, torch.float32),
-            inner, (0 if self.act16 else routes * self._scale_bytes(size), i),
-            (2 * routes * hidden, torch.bfloat16),
-        )  # fmt: skip
 
         def launch(stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
             x, ids, router_weights, x_sf, _, out = call
@@ -223,7 +211,21 @@ class GroupedKernel(JitKernel):
             fc2(stream, h, h_scales, *layer.fc2, order, starts, weights, shares, layer.steps[1])
             add(stream, shares, ids, out, layer.first_expert)
 
-        return LaunchPlan(workspace, direct, launch)
+        return LaunchPlan(self._workspace(tokens, quantized, True), direct, launch)
+
+    def _workspace(self, tokens: int, quantized: bool, sorts: bool) -> WorkspaceLayout:
+        g, form, i = self.geometry, self.weights_class, torch.int32
+        routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
+        rows = 0 if quantized or self.act16 else tokens
+        inner = (2 * routes * size, torch.bfloat16) if self.act16 else (routes * size // form.packed, form.code_dtype)
+        # Codes and scales of the tokens; order, starts and router weights of the sorted routes; codes and scales of FC1's result;
+        # shares.
+        return WorkspaceLayout.of(
+            (rows * hidden // form.packed, form.code_dtype), (rows * self._scale_bytes(hidden), i),
+            (4 * routes, i), (4 * (g.num_experts + 1), i), (4 * routes, torch.float32),
+            inner, (0 if self.act16 else routes * self._scale_bytes(size), i),
+            (2 * routes * hidden, torch.bfloat16),
+        )  # fmt: skip
 
     def _scale_bytes(self, columns: int) -> int:
         """Return the bytes of a row's scales, whole words of four."""
@@ -272,3 +274,11 @@ class GroupedW4A16Kernel(GroupedKernel):
     weights_class: ClassVar[type[Weights]] = W4A16NVFP4Weights
     table = W4A16_TABLE
     act16 = True
+
+
+class GroupedMXFP4Kernel(GroupedW4A16Kernel):
+    """MXFP4 by 16 bits."""
+
+    features = families.grouped_mxfp4(Environment())
+    reference = MXFP4ReferenceKernel
+    weights_class = MXFP4Weights

@@ -43,7 +43,7 @@ from .grouped_products import block_product
 from .numerics import E2M1, quantized, rounded
 from .operands import NVFP4_GROUP, SCALE
 from .routing import sort_kernel
-from .scales import first_words, word_count
+from .scales import first_scales
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["factor"])
@@ -90,14 +90,15 @@ def _block_of(starts, slot, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
 
 @triton.jit(
     do_not_specialize=["step"],
-    do_not_specialize_on_alignment=["alpha", "factor", "half_alpha", "swiglu_alpha", "swiglu_beta", "swiglu_limit"],
+    do_not_specialize_on_alignment=["alpha", "factor", "half_alpha", "bias", "swiglu_alpha", "swiglu_beta", "swiglu_limit"],
 )
 def fc1_kernel(
-    x, x_sf, weight, weight_sf, alpha, factor, half_alpha, swiglu_alpha, swiglu_beta, swiglu_limit, order, starts, h, h_sf, step,
+    x, x_sf, weight, weight_sf, alpha, factor, half_alpha, bias, swiglu_alpha, swiglu_beta, swiglu_limit, order, starts, h, h_sf,
+    step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     PADDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     ORDER: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ACT16: tl.constexpr, LINEAR: tl.constexpr,
-    NATIVE: tl.constexpr, WARPS: tl.constexpr,
+    BIAS: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
 
@@ -107,6 +108,7 @@ def fc1_kernel(
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale, the larger one of up and gate.
         half_alpha: of NVFP4 with GATED, ``(2, E)`` float32, the alphas of up and gate (``half_alphas``).
         factor: of NVFP4, float32: what the host multiplies FC2's input by, with ACT16 FC1's, of expert ``e`` at ``e * step``.
+        bias: with BIAS, ``(E, r * SIZE)``, in the order of the rows.
         swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, ``(E,)`` float32.
         order: ``(routes,)`` int32, by expert.
         starts: ``(E + 1,)`` int32, places in ``order``.
@@ -125,7 +127,6 @@ def fc1_kernel(
     halves: tl.constexpr = 2 if GATED else 1
     weight += expert.to(tl.int64) * (halves * SIZE * (PADDED // packed))
     groups: tl.constexpr = (PADDED // GROUP + 3) // 4
-    weight_sf += expert.to(tl.int64) * word_count(halves * SIZE, groups, LINEAR)
     if SIZE % BN != 0:
         rows = tl.minimum(rows, SIZE - 1)
     a = x + token[:, None] * (H if ACT16 else H // packed)
@@ -134,8 +135,8 @@ def fc1_kernel(
     second: tl.constexpr = 1 if ORDER == BY_TURNS else SIZE
     up_row: tl.constexpr = second if GATED and ORDER != UP_GATE else 0
     up_rows, gate_rows = rows * turns + up_row, rows * turns + (second - up_row)
-    up_sf = weight_sf + first_words(up_rows, groups, LINEAR)[:, None]
-    gate_sf = weight_sf + first_words(gate_rows, groups, LINEAR)[:, None]
+    up_sf = first_scales(weight_sf, expert, up_rows, halves * SIZE, PADDED, GROUP, LINEAR)
+    gate_sf = first_scales(weight_sf, expert, gate_rows, halves * SIZE, PADDED, GROUP, LINEAR)
     up = tl.zeros((BM, BN), tl.float32)
     gate = tl.zeros((BM, BN), tl.float32)
     for k in range(0, PADDED, BK):
@@ -162,6 +163,11 @@ def fc1_kernel(
             up, gate = up * up_alpha, gate * gate_alpha
         else:
             up *= own_alpha
+    if BIAS:
+        bias += expert.to(tl.int64) * (halves * SIZE)
+        up += tl.load(bias + up_rows).to(tl.float32)[None, :]
+        if GATED:
+            gate += tl.load(bias + gate_rows).to(tl.float32)[None, :]
     result = activate(up, gate, swiglu_alpha + expert, swiglu_beta + expert, swiglu_limit + expert, ACTIVATION)
     place = (first + m).to(tl.int64)[:, None]
     if ACT16:
@@ -179,12 +185,12 @@ def fc1_kernel(
         tl.store(places, scale, mask=whole)
 
 
-@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["alpha", "factor"])
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["alpha", "factor", "bias"])
 def fc2_kernel(
-    h, h_sf, weight, weight_sf, alpha, factor, order, starts, router_weights, shares, step,
+    h, h_sf, weight, weight_sf, alpha, factor, bias, order, starts, router_weights, shares, step,
     H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, PADDED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ACT16: tl.constexpr,
-    LINEAR: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
+    LINEAR: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the hidden size, by blocks as ``fc1_kernel``.
 
@@ -192,6 +198,7 @@ def fc2_kernel(
         weight: ``(E, PADDED, SIZE)`` codes.
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale.
         factor: of NVFP4 with ACT16, float32: the reciprocal of that scale, of expert ``e`` at ``e * step``.
+        bias: with BIAS, ``(E, PADDED)``.
         router_weights: ``(routes,)`` float32, by place.
         shares: ``(routes, H)`` bfloat16, by route, written.
     """
@@ -207,13 +214,12 @@ def fc2_kernel(
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     weight += expert.to(tl.int64) * (PADDED * (SIZE // packed))
     groups: tl.constexpr = (SIZE // GROUP + 3) // 4
-    weight_sf += expert.to(tl.int64) * word_count(PADDED, groups, LINEAR)
     if H % BN != 0:
         rows = tl.minimum(rows, H - 1)
     place = (first + tl.minimum(m, n - 1)).to(tl.int64)[:, None]
     a = h + place * (SIZE if ACT16 else SIZE // packed)
     a_sf = h_sf + place * groups
-    weight_sf += first_words(rows, groups, LINEAR)[:, None]
+    weight_sf = first_scales(weight_sf, expert, rows, PADDED, SIZE, GROUP, LINEAR)
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, SIZE, BK):
         sums = block_product(
@@ -224,6 +230,8 @@ def fc2_kernel(
         sums *= tl.load(alpha + expert)
         if ACT16:
             sums *= SCALE * tl.load(factor + expert * step)
+    if BIAS:
+        sums += tl.load(bias + expert.to(tl.int64) * PADDED + rows).to(tl.float32)[None, :]
     sums *= tl.load(router_weights + first + m, mask=there, other=0.0)[:, None]
     column = tile * BN + tl.arange(0, BN)
     tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])

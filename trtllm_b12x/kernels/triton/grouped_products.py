@@ -99,6 +99,7 @@ def _product_of_16_bits(
     sums, a, a_there, w, w_sf, rows, rows_there, k, X: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, LINEAR: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
+    stride: tl.constexpr = 128 if not LINEAR else 0 if K // GROUP % 4 != 0 else 1
     place = k + tl.arange(0, BK)
     column = k // 2 + tl.arange(0, BK // 2)
     codes = w + rows[:, None] * (K // 2) + column[None, :]
@@ -110,7 +111,7 @@ def _product_of_16_bits(
         codes = tl.load(codes, mask=rows_there[:, None] & (column < K // 2)[None, :], other=0)
     else:
         codes = tl.load(codes)
-    factors = scales_of(w_sf, k, 1 if LINEAR else 128, K, BN, BK, GROUP, WARPS)
+    factors = scales_of(w_sf, k, stride, K, BN, BK, GROUP, WARPS)
     decoded = tl.trans(_decoded_w4(codes, factors, BN, BK // 2, GROUP, x.dtype))
     if INTERPRETED:
         x = x.to(tl.float32)
@@ -122,6 +123,7 @@ def _product_of_codes(
     sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
+    stride: tl.constexpr = 128 if not LINEAR else 0 if K // GROUP % 4 != 0 else 1
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     width: tl.constexpr = K // packed
     column = k // packed + tl.arange(0, BK // packed)
@@ -133,7 +135,7 @@ def _product_of_codes(
         x = tl.load(a + column[None, :])
         codes = tl.load(w + rows[None, :] * width + column[:, None])
     x_sf = scales_of(a_sf, k, 1, K, BM, BK, GROUP, WARPS)
-    factors = scales_of(w_sf, k, 1 if LINEAR else 128, K, BN, BK, GROUP, WARPS)
+    factors = scales_of(w_sf, k, stride, K, BN, BK, GROUP, WARPS)
     if FORMAT != E2M1:
         if NATIVE:
             sums = tl.dot_scaled(x, x_sf, FORMAT, codes, factors, FORMAT, sums)

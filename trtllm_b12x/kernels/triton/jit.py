@@ -27,7 +27,7 @@ from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
 from . import cache, launcher
-from .launcher import LaunchPlan, LayerTensors
+from .launcher import LaunchPlan, LayerTensors, WorkspaceLayout
 from .variant import Variant
 
 _PROOF_TOKENS = 63
@@ -54,6 +54,7 @@ class JitKernel(PlannedKernel):
     """Torch kernel that the self-test compares with."""
     first_expert: int
     instruction = "mma.sync"
+    adds_bias = True
     _plan: CompiledPlan
     _layers: dict[bool, tuple[LayerTensors, LayerTensors]]
     """Tensors of the layer and their addresses, by whether the input arrives quantized."""
@@ -159,6 +160,13 @@ class JitKernel(PlannedKernel):
         return (self._plan.tested or (self._plan.untestable and self.features.every_count)) and super().serves(tokens)
 
     # ---- run ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _workspace(self, tokens: int, quantized: bool, sorts: bool) -> WorkspaceLayout:
+        """Return the scratch memory of calls of so many tokens."""
+
+    def scratch_bytes(self, tokens: int) -> int:
+        return self._workspace(min(tokens, self.capacity), False, True).nbytes
 
     def _launch(self, call: MoECall) -> None:
         plan, quantized = self._plan, call.x_sf is not None

@@ -68,13 +68,14 @@ class LaunchPlan:
     """Takes a stream, the layer, the fields of a MoECall and the parts of the workspace, as tensors or addresses."""
 
     def start(self, layer: tuple[LayerTensors, LayerTensors], call: MoECall) -> None:
-        """Allocate scratch memory and launch the kernels of a prepared call.
+        """Launch the kernels of a prepared call. Allocate scratch memory if it has none that suffices.
 
         Args:
             layer: tensors, and their addresses.
         """
-        x, ids, router_weights, x_sf, swizzled, out = call
-        memory = torch.empty(self.workspace.nbytes, dtype=torch.uint8, device=x.device)
+        x, ids, router_weights, x_sf, swizzled, out, memory = call
+        if memory is None or memory.nbytes < self.workspace.nbytes:
+            memory = torch.empty(self.workspace.nbytes, dtype=torch.uint8, device=x.device)
         x_sf = memory if x_sf is None else x_sf  # an address that no kernel reads
         if self.direct:
             stream, base = torch._C._cuda_getCurrentRawStream(memory.get_device()), memory.data_ptr()

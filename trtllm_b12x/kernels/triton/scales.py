@@ -79,19 +79,20 @@ def scale_bytes(rows: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, LINEAR
 
 
 @triton.jit
-def first_words(rows, groups: tl.constexpr, LINEAR: tl.constexpr):
-    """Return the offset of the weight scales of ``rows``, in words of four."""
-    if LINEAR:
-        return rows * groups
-    return rows // 128 * (groups * 128) + rows % 32 * 4 + rows % 128 // 32
+def first_scales(words, e, rows, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr):
+    """Pointers ``(rows, 1)`` to the first scales of rows of expert ``e``'s matrix (N, K).
 
-
-@triton.jit
-def word_count(rows: tl.constexpr, groups: tl.constexpr, LINEAR: tl.constexpr):
-    """Return the words of the scales of a matrix."""
-    if LINEAR:
-        return rows * groups
-    return (rows + 127) // 128 * groups * 128
+    To words of four, or to bytes where rows (LINEAR) do not fill words.
+    """
+    blocks: tl.constexpr = K // GROUP
+    size, e = scale_bytes(N, K, GROUP, LINEAR), e.to(tl.int64)
+    if LINEAR and blocks % 4 != 0:
+        return words.to(tl.pointer_type(tl.uint8), bitcast=True) + e * size + rows[:, None] * blocks
+    elif LINEAR:  # noqa: RET505 (as in ``numerics.quantized``)
+        return words + e * (size // 4) + rows[:, None] * (blocks // 4)
+    else:
+        tile: tl.constexpr = (blocks + 3) // 4 * 128
+        return words + e * (size // 4) + (rows // 128 * tile + rows % 32 * 4 + rows % 128 // 32)[:, None]
 
 
 @triton.jit
@@ -102,11 +103,14 @@ def scales_of(
     """The scales of columns ``k`` to ``k + BK``, uint8 ``(ROWS, blocks)``; 0 beyond ``K``, where anything may lie.
 
     Four blocks are a word, STRIDE words from the next. What is less than four bytes a thread is not copied asynchronously, so
-    words are read, and bytes where they are enough: Triton 3.9 makes twice the loop of NVFP4's words.
+    words are read, and bytes where they are enough: Triton 3.9 makes twice the loop of NVFP4's words. STRIDE 0: ``words`` points
+    to bytes in a row.
     """
     blocks: tl.constexpr = BK // GROUP
     block = (k // GROUP + tl.arange(0, blocks))[None, :]
-    if GROUP == 16 and ROWS * blocks >= 128 * WARPS:
+    if STRIDE == 0:
+        scales = tl.load(words + block, mask=tl.broadcast_to(block < K // GROUP, (ROWS, blocks)), other=0)
+    elif GROUP == 16 and ROWS * blocks >= 128 * WARPS:
         place = words.to(tl.pointer_type(tl.uint8), bitcast=True) + (block // 4 * (4 * STRIDE) + block % 4)
         if K % BK != 0:
             there = tl.max_constancy(tl.broadcast_to(block // 4 * (4 * GROUP) < K, (ROWS, blocks)), (1, 4))
@@ -122,6 +126,6 @@ def scales_of(
             found = tl.load(words + word * STRIDE)
         shift = 8 * (k // GROUP % 4 + tl.arange(0, blocks // count))
         scales = tl.reshape((found[:, :, None] >> shift[None, None, :]) & 255, (ROWS, blocks)).to(tl.uint8)
-    if K // GROUP % 4 != 0:
+    if STRIDE != 0 and K // GROUP % 4 != 0:
         scales = tl.where(block < K // GROUP, scales, 0)
     return scales
