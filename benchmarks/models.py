@@ -82,7 +82,7 @@ def known(name: str) -> Model | None:
 
 
 def features(quant_algo: str | None) -> dict[str, KernelFeatures]:
-    return {family.name: family.features(CARD) for family in families.rows(("b12x", "triton", "grouped"), quant_algo)}
+    return {family.name: family.features(CARD) for family in families.rows(("cuda", "b12x", "triton", "grouped"), quant_algo)}
 
 
 def answer(model: Model) -> str:
@@ -97,7 +97,7 @@ def answer(model: Model) -> str:
     decode = [f"`{f.name}`" for f in served if not f.measured_from and not f.every_count]
     every = any(f.every_count for f in served)
     prefill = "`grouped`" if every else "CUTLASS or `grouped`" if any(f.measured_from for f in served) else "CUTLASS"
-    return f"yes: decode on {' or '.join(decode)}, prefill on {prefill}"
+    return f"yes: decode on {', '.join(decode[:-1])} or {decode[-1]}, prefill on {prefill}"
 
 
 def served() -> list[str]:

@@ -1,4 +1,4 @@
-"""The one launch on a GPU: one block, copies side by side, graphs in any order, threads, dtypes. Numbers: test_kernels_device.py."""
+"""The one launch on a GPU: one block, copies side by side, graphs in any order, threads. Numbers: test_kernels_device.py."""
 
 from __future__ import annotations
 

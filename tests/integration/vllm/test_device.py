@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -45,21 +46,21 @@ def test_calls_beside_other_streams(served: Any) -> None:
     for tokens in counts:
         error = layers.distance(expected[tokens], experts.expected(*calls[tokens]))
         assert error < 0.06, (tokens, error)
-    streams = [torch.cuda.Stream() for _ in range(3)]
+    # vLLM calls a layer on one stream at a time: its workspace is one for the process.
+    stream, *others = (torch.cuda.Stream() for _ in range(3))
     a = torch.randn(1024, 1024, device="cuda")
-    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     for n in range(CALLS):
         tokens = counts[n % len(counts)]
-        with torch.cuda.stream(streams[n % 3]):
-            result = layers.call(method, layer, *calls[tokens])
-            wrong[n % 3] += (result != expected[tokens]).any()
-            if n % 7 == 0:
-                a @ a
+        with torch.cuda.stream(stream):
+            wrong += (layers.call(method, layer, *calls[tokens]) != expected[tokens]).any()
+        with torch.cuda.stream(others[n % 2]):
+            a @ a
         if n % 500 == 499:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    assert sum(map(int, wrong)) == 0
+    assert int(wrong) == 0
 
 
 def test_graphs_in_random_order(served: Any) -> None:
@@ -113,8 +114,11 @@ def test_a_locked_workspace_suffices_for_fewer_tokens(served: Any) -> None:
 
 @pytest.mark.parametrize("sizes", [(32, 4, 2880, 2880), (32, 4, 2880, 736)], ids=["TP 1", "TP 4"])
 @pytest.mark.parametrize("crossover", [None], indirect=True)
-def test_gpt_oss(sizes: whole.Sizes, crossover: int | None) -> None:
+def test_gpt_oss(sizes: whole.Sizes, crossover: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Biases, and gate and up by turns. A row of scales has 90 or 23 bytes."""
+    # On Hopper vLLM prefers OpenAI's kernels, on SM12x Marlin.
+    experts_of_openai = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe")
+    monkeypatch.setattr(experts_of_openai, "_triton_kernel_moe_supports_current_device", lambda: False)
     with layers.vllm_config("cuda"), torch.no_grad():
         config = layers.config_of(*sizes, device="cuda", activation="swigluoai", has_bias=True)
         experts = layers.random_experts("MXFP4", sizes[0], *sizes[2:], "cuda", bias=True)
@@ -190,7 +194,7 @@ def test_vllms_whole_layer(
         expected = whole.expected(drawn, SIZES, *call)
         schedule = block.fused_experts.dispatch.schedule
         family = next(name for name, kernel in schedule.families.items() if kernel is schedule.at(tokens))
-        assert crossover is None or family == "triton"
+        assert crossover is None or family == ("cuda" if tokens <= 8 else "triton")
         ours = layers.distance(result, expected)  # before the next call: layers share their workspace
         eager, theirs = (layers.distance(layer(*call), expected) for layer in (block, marlin))
         record_property(f"{tokens} tokens", f"{family} {ours:.6f} captured, {eager:.6f} eager, Marlin {theirs:.6f}")

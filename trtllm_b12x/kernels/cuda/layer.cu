@@ -403,10 +403,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
             up_factor *= (recorded ? u : all) * input;
             gate_factor *= (recorded ? v : all) * input;
           }
-          float bu = 0, bg = 0, alpha = 1, beta = 0, limit = 0;
+          float up_bias = 0, gate_bias = 0, alpha = 1, beta = 0, limit = 0;
           if (BIAS && there) {
-            bu = bias_at(L.bias1, (u64)e * (MATRICES * SIZE) + row * TURN + UP0);
-            if (GATED) bg = bias_at(L.bias1, (u64)e * (MATRICES * SIZE) + row * TURN + GATE0);
+            up_bias = bias_at(L.bias1, (u64)e * (MATRICES * SIZE) + row * TURN + UP0);
+            if (GATED) gate_bias = bias_at(L.bias1, (u64)e * (MATRICES * SIZE) + row * TURN + GATE0);
           }
           if (ACTIVATION == SWIGLU_BIAS) { alpha = L.swiglu_alpha[e]; beta = L.swiglu_beta[e]; limit = L.swiglu_limit[e]; }
           // where the pair of this lane and the lane 4 (FP8: 2) further lies in 128 columns of h
@@ -420,8 +420,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
             for (u32 q = mask[slot * WORDS + word]; q; q &= q - 1) {
               const int r = word * 32 + __ffs(q) - 1;
               float up = total(MAXT == 1 ? 0 : r / TOP_K, KS, MAXT), gate = 0;
-              if (GATED) gate = __shfl_down_sync(~0u, up, 8) * gate_factor + bg;
-              up = up * up_factor + bu;
+              if (GATED) gate = __shfl_down_sync(~0u, up, 8) * gate_factor + gate_bias;
+              up = up * up_factor + up_bias;
               const float y = activate(up, gate, alpha, beta, limit), far = __shfl_down_sync(~0u, y, FAR);
               if (first) stg_relaxed(to + (u64)r * (KB2 * 256), (u32)to_bf16(y) | (u32)to_bf16(far) << 16);
             }
