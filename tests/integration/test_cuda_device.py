@@ -152,6 +152,24 @@ def test_float16(large: bool) -> None:
         assert distance(kernel.run(MoECall(*call)), layer.expected(*call)) < 0.004
 
 
+def test_graphs_that_share_memory() -> None:
+    """As engines capture them: one pool for graphs of all counts, which replay one after the other in any order."""
+    kernel, pool, drawn = planned(CudaKernel, LAYER, weights_of(LAYER)), torch.cuda.graph_pool_handle(), random.Random(0)
+    graphs = []
+    for tokens in (*TOKENS, *TOKENS):
+        call = MoECall(*random_call(LAYER, tokens, device="cuda", seed=tokens))
+        expected, graph, kept = kernel.run(call), torch.cuda.CUDAGraph(), torch.zeros_like(call.x)
+        with torch.cuda.graph(graph, pool=pool):
+            for _ in range(3):
+                kept.copy_(kernel.run(call))
+        graphs.append((graph, kept, expected, call))
+    for _ in range(500):
+        graph, kept, expected, _ = drawn.choice(graphs)
+        kept.zero_()
+        graph.replay()
+        assert torch.equal(kept, expected)
+
+
 def test_a_graph_has_a_workspace_of_its_own() -> None:
     kernel = planned(CudaKernel, LAYER, weights_of(LAYER))
     call = MoECall(*random_call(LAYER, 2, device="cuda"))

@@ -11,10 +11,11 @@ import torch
 
 from trtllm_b12x.core import disk
 from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS, WeightLayout
-from trtllm_b12x.kernels import Geometry, PlanError
+from trtllm_b12x.kernels import Geometry, PlanError, prove_child, warmup
 from trtllm_b12x.kernels.cards import models
 from trtllm_b12x.kernels.cuda import nvrtc, variant
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel
+from trtllm_b12x.kernels.warmup import CompileTask
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 LAYERS: dict[str, tuple[type[CudaKernel], Geometry]] = {
@@ -87,6 +88,19 @@ def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _ in disk.contents()] == [file.name]
     file.chmod(0o666)
     assert needed[0].cached("sm_120a") is None
+
+
+def test_warmup_and_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's task fills the package's own cache, where a server finds it, and says what was there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    task, results = CompileTask(CudaKernel, Geometry(8, 2, 512, 256, "Relu2"), 8), []
+    for _ in range(2):
+        warmup.run([task], models("sm_120a", ["RTX 5090"]), lambda result, total: results.append((result, total)))
+    done = [(result.family, result.cached, result.error, total) for result, total in results if result is not None]
+    assert done == [("cuda", cached, "", 4) for cached in (False, True) for _ in variant.TOKENS]
+    found = prove_child.proof("sm_120a", "cuda")
+    assert found.compiled, found
+    assert found.products >= 4 * 8
 
 
 def test_an_error_of_the_compiler() -> None:

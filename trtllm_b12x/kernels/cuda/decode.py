@@ -66,7 +66,7 @@ class LaunchPlan(Plan):
     """By the largest number of tokens."""
     workspace_bytes: dict[int, int]
     workspaces: dict[_Owner, torch.Tensor] = field(default_factory=dict)
-    """Launches that may overlap share none. A graph's are kept as long as the plan, whose layers it calls."""
+    """Launches that may overlap share none."""
     addresses: dict[_Owner, int] = field(default_factory=dict)
 
 
@@ -119,7 +119,7 @@ class CudaKernel(PlannedKernel):
     def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
         kernel = cls(card)
         kernel.describe(geometry, TOKENS[-1], torch.device("cuda"))
-        return (variant.assembled(kernel.target) for variant in kernel.variants())
+        return (variant.assembled(kernel.target) for variant in kernel.variants()[:1])  # the others are the same source
 
     def _make_plan(self) -> LaunchPlan:
         started, needed = time.monotonic(), self.variants()
@@ -184,9 +184,15 @@ class CudaKernel(PlannedKernel):
         plan.functions[size].launch(self.card.multiprocessors, stream, self._layers[x_sf is not None], arguments)
 
     def _workspace(self, owner: _Owner) -> int:
-        """Allocate the workspace of a stream, or of a graph that is being captured."""
-        plan = self._plan
-        memory = torch.full((plan.workspace_bytes[owner[0]],), 255, dtype=torch.uint8, device=self.device)
+        """Allocate the workspace of a stream, or of a graph that is being captured.
+
+        A graph sets its own up at each replay, since the two fills are part of it, and owns the memory. So what earlier captures
+        of the stream got goes back to their graphs.
+        """
+        plan, (tokens, capture, stream) = self._plan, owner
+        for old in [other for other in plan.workspaces if other[2] == stream and other[1] not in (0, capture)]:
+            del plan.workspaces[old], plan.addresses[old]
+        memory = torch.full((plan.workspace_bytes[tokens],), 255, dtype=torch.uint8, device=self.device)
         memory[:_HEADER] = 0
         plan.workspaces[owner] = memory
         plan.addresses[owner] = memory.data_ptr()

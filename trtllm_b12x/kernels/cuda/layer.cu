@@ -34,37 +34,45 @@ typedef unsigned char u8;
 #define FI __device__ __forceinline__
 #define KEEP(v) asm volatile("" : "+r"(v))  // computed once: ptxas would rather compute it anew at every use
 
-constexpr int UP_GATE = 0, GATE_UP = 1, BY_TURNS = 2;                                              // ORDER
-constexpr int SWIGLU = 0, SWIGLU_BIAS = 1, GEGLU = 2, RELU2 = 3, SILU = 4;                         // ACTIVATION, else GELU
+constexpr int UP_GATE = 0, GATE_UP = 1, BY_TURNS = 2;                      // ORDER
+constexpr int SWIGLU = 0, SWIGLU_BIAS = 1, GEGLU = 2, RELU2 = 3, SILU = 4;  // ACTIVATION, else GELU
 constexpr int THREADS = (WARPS + 1 + SUMS) * 32, KS = WARPS / RG;
 constexpr bool NVFP4 = BITS == 4 && GROUP == 16;
-constexpr int MATRICES = GATED ? 2 : 1, PIECES = 2 * HALVES, N1 = PIECES / MATRICES, N2 = NARROW ? 1 : PIECES;  // pieces of 8 rows: of a half of FC1, of FC2
-constexpr int KB1 = (STORED + 127) / 128, KB2 = (SIZE + 127) / 128, KPW = (KB1 + KS - 1) / KS, KU2 = NARROW ? (KB2 + 1) / 2 : KB2, UNITS = (TOP_K * KU2 + WARPS - 1) / WARPS;     // blocks of 128 columns
+// Rows: pieces of 8 rows in a stage, and how many of them are one matrix's own rows, in FC1 (up, or gate) and FC2.
+constexpr int MATRICES = GATED ? 2 : 1, PIECES = 2 * HALVES, N1 = PIECES / MATRICES, N2 = NARROW ? 1 : PIECES;
+// Columns: blocks of 128, the most that a warp has in FC1, and units of FC2: in a row, and the most that a warp has.
+constexpr int KB1 = (STORED + 127) / 128, KB2 = (SIZE + 127) / 128, KPW = (KB1 + KS - 1) / KS;
+constexpr int KU2 = NARROW ? (KB2 + 1) / 2 : KB2, UNITS = (TOP_K * KU2 + WARPS - 1) / WARPS;
+// Bytes of a stage: WIDE times 16 of codes for a lane and piece, and SROW of scales for a row.
 constexpr int WIDE = BITS / 4, CODES = PIECES * 512 * WIDE, SROW = 128 / GROUP, STAGE = CODES + PIECES * 8 * SROW;
-constexpr int PITCH1 = STORED * BITS / 8, PITCH2 = SIZE * BITS / 8;                                // bytes of a row of codes
-constexpr int CG = 128 / (4 * GROUP);                                         // 128x4 tiles beside each other in 128 columns
-constexpr int SC1 = (STORED + 4 * GROUP - 1) / (4 * GROUP), SC2 = (SIZE + 4 * GROUP - 1) / (4 * GROUP);
-constexpr int SP1 = STORED / GROUP, SP2 = SIZE / GROUP;                                            // bytes of a row of scales, if they lie in rows
+// Bytes of a row of codes, and of scales that lie in rows; 128x4 tiles of scales beside each other, in 128 columns and in a row.
+constexpr int PITCH1 = STORED * BITS / 8, PITCH2 = SIZE * BITS / 8, SP1 = STORED / GROUP, SP2 = SIZE / GROUP;
+constexpr int CG = 128 / (4 * GROUP), SC1 = (STORED + 4 * GROUP - 1) / (4 * GROUP), SC2 = (SIZE + 4 * GROUP - 1) / (4 * GROUP);
+// Bytes of an expert: codes, scales.
 constexpr u64 EXPERT1 = (u64)MATRICES * SIZE * PITCH1, EXPERT2 = (u64)STORED * PITCH2;
 constexpr u64 SEXPERT1 = TILED ? (u64)((MATRICES * SIZE + 127) / 128) * SC1 * 512 : (u64)MATRICES * SIZE * SP1;
 constexpr u64 SEXPERT2 = TILED ? (u64)((STORED + 127) / 128) * SC2 * 512 : (u64)STORED * SP2;
+// Tiles, of n pieces each; whether they and blocks of columns are whole.
 constexpr int tiles(int rows, int n) { return TILED ? (rows + 127) / 128 * (16 / n) : (rows + 8 * n - 1) / (8 * n); }
 constexpr int ALL1 = tiles(SIZE, N1), TILES1 = (ALL1 + RG - 1) / RG, TILES2 = tiles(STORED, N2);
-constexpr bool FULL2 = SIZE % (NARROW ? 256 : 128) == 0, EXACT1 = ALL1 * N1 * 8 == SIZE && ALL1 % RG == 0, EXACT2 = TILES2 * N2 * 8 == STORED;
+constexpr bool EXACT1 = ALL1 * N1 * 8 == SIZE && ALL1 % RG == 0, EXACT2 = TILES2 * N2 * 8 == STORED;
+constexpr bool FULL2 = SIZE % (NARROW ? 256 : 128) == 0;
+// Shared memory: rings, sums (PART bytes a buffer), mbarriers, tasks, routes, slots (experts hit), masks of their routes, experts.
 constexpr int ROUTES = MAXT * TOP_K, WORDS = (ROUTES + 31) / 32, EWORDS = (EXPERTS + 31) / 32;
-constexpr int PART = (KS * MAXT > WARPS ? KS * MAXT : WARPS) * 64;                                 // bytes of a buffer of sums
-constexpr int ENTRIES = MAXT == 8 ? 16 : 32, ENTRY = 16 + 16 * RG, LEAD = STAGES + 2;
+constexpr int PART = (KS * MAXT > WARPS ? KS * MAXT : WARPS) * 64;
+constexpr int ENTRIES = MAXT == 8 ? 16 : 32, ENTRY = 16 + 16 * RG, LEAD = STAGES + 2;  // tasks published, bytes of one, most ahead
 constexpr int O_RED = WARPS * STAGES * STAGE, O_BAR = O_RED + NB * PART, O_ENTRY = O_BAR + 128, O_ROUTE = O_ENTRY + ENTRIES * ENTRY;
-constexpr int O_SLOT = O_ROUTE + ROUTES * 16, O_MASK = O_SLOT + ROUTES * 4, O_BIT = O_MASK + ROUTES * WORDS * 4, SMEM = O_BIT + EWORDS * 4 + 64;
-constexpr u64 HBUF = (u64)MAXT * TOP_K * KB2 * 256;                                                // bytes of a buffer of h
-constexpr int PRELOAD = 2;  // units whose h is asked for at once
+constexpr int O_SLOT = O_ROUTE + ROUTES * 16, O_MASK = O_SLOT + ROUTES * 4, O_BIT = O_MASK + ROUTES * WORDS * 4;
+constexpr int SMEM = O_BIT + EWORDS * 4 + 64;
+constexpr u64 HBUF = (u64)MAXT * TOP_K * KB2 * 256;  // bytes of a buffer of h
+constexpr int PRELOAD = 2;                           // units whose h is asked for at once
 static_assert(NB % SUMS == 0 && NB <= 6, "a buffer has one warp that adds: a parity passes for a waiter a phase ahead");
-static_assert(SMEM <= 101376 && TOP_K <= 32 && MAXT <= 8 && WARPS % RG == 0 && KS <= KB1 && (!NARROW || HALVES == 1), "");
+static_assert(SMEM <= 101376 && WARPS % RG == 0 && KS <= KB1 && (!NARROW || HALVES == 1), "sizes that do not fit");
+static_assert(MAXT <= 8 && MAXT <= WARPS && TOP_K <= 32, "a token has a warp that reads its routes, and a column of the product");
 extern "C" __device__ const int shared_bytes = SMEM, threads = THREADS, workspace_bytes = 1024 + 2 * HBUF;
 
-
 // ---- instructions
-FI u32 sptr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+FI u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 FI void mb_init(u32 b, int n) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(b), "r"(n)); }
 FI void mb_arrive(u32 b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(b) : "memory"); }
 FI void mb_wait(u32 b, u32 parity) {
@@ -229,12 +237,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   const int tid = threadIdx.x, w = tid >> 5, lane = tid & 31, G = gridDim.x, T = C.tokens;
   u32 *ticket = (u32*)C.workspace, *done = (u32*)(C.workspace + 128), *epoch = (u32*)(C.workspace + 256), *before = epoch + 1;
   u8* hall = C.workspace + 1024;
-  const u32 s = sptr(sm), full = s + O_BAR, empty = full + NB * 8, prog = s + O_BAR + 112, par_ = prog + 4;
+  const u32 s = shared_address(sm), full = s + O_BAR, empty = full + NB * 8, progress = s + O_BAR + 112, epoch_at = progress + 4;
   const u32 tasks = s + O_ENTRY, routes = s + O_ROUTE, slots = s + O_SLOT;
   u32 *mask = (u32*)(sm + O_MASK), *bitmap = (u32*)(sm + O_BIT), *valid = (u32*)(sm + O_BIT + EWORDS * 4);
   if (tid == 0) {
     for (int i = 0; i < NB; i++) { mb_init(full + 8 * i, WARPS); mb_init(empty + 8 * i, 1); }
-    sts(prog, 0);
+    sts(progress, 0);
   }
   for (int i = tid; i < ENTRIES; i += THREADS) sts(tasks + ENTRY * i, 0);
   for (int i = tid; i < ROUTES * WORDS; i += THREADS) mask[i] = 0;
@@ -323,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   if (w == WARPS) {  // ---- tickets
     ep = __shfl_sync(~0u, ep, 0);
     last = __shfl_sync(~0u, last, 0);
-    if (lane == 0) sts(par_, ep);
+    if (lane == 0) sts(epoch_at, ep);
     int seq = 0, u = 0, B = 1, t = __shfl_sync(~0u, (int)t0, 0), quota = (NT - NT1 + G - 1) / G;  // of FC2's tickets: each block takes as many
     const int init = max(1, min(STAGES, NT1 / G));
     auto publish = [&](int u) {
@@ -355,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           if (u < NT) publish(u);
         }
       if (quota <= 0) break;
-      while ((int)lds_acquire(prog) + (u >= NT1 ? 2 : LEAD) < seq) __nanosleep(20);
+      while ((int)lds_acquire(progress) + (u >= NT1 ? 2 : LEAD) < seq) __nanosleep(20);
       B = u + 6 * G < NT1 ? 4 : 1;
       if (lane == 0) t = (int)atomicAdd(ticket, B);
       t = __shfl_sync(~0u, t, 0);
@@ -414,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           const int j = BITS == 4 ? k : (k & 1) | k >> 2 << 1;
           const bool first = (BITS == 4 ? k < 4 : !(k & 2)) && lane < (GATED ? 8 : 16) && there;
           const int number = BITS == 4 ? row >> 3 & 3 : (row >> 5 & 2) | (row >> 3 & 1), owner = BITS == 4 ? row >> 5 & 3 : row >> 4 & 3;
-          u8* to = hall + (lds(par_) & 1) * HBUF + (row >> 7) * 256 + number * 64 + owner * 16 + j * 4;
+          u8* to = hall + (lds(epoch_at) & 1) * HBUF + (row >> 7) * 256 + number * 64 + owner * 16 + j * 4;
           mb_wait(full + 8 * buf, parity);
           for (int word = 0; word < WORDS; word++)
             for (u32 q = mask[slot * WORDS + word]; q; q &= q - 1) {
@@ -582,7 +590,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   auto passed = [&]() {
     seq++;
     cent = cent == tasks + (ENTRIES - 1) * ENTRY ? tasks : cent + ENTRY;
-    if (tid == 0) sts_release(prog, seq);
+    if (tid == 0) sts_release(progress, seq);
   };
   while (current() == 0) {  // FC1
     const u32 slot = lds(cent + 4) >> 16;
@@ -626,7 +634,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
         });
   }
   asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");  // factors of the routes are there
-  const u8* hbuf = hall + (lds(par_) & 1) * HBUF + t * 16 + (NARROW ? (g & 1) * 256 : 0);
+  const u8* hbuf = hall + (lds(epoch_at) & 1) * HBUF + t * 16 + (NARROW ? (g & 1) * 256 : 0);
   while (current() == 1) {  // FC2
     const u32 tok = lds(cent + 4) >> 16;
     const int own = units_of(tok);

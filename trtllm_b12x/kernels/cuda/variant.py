@@ -85,7 +85,7 @@ def variants(g: Geometry, bits: int, group: int) -> tuple[Variant, ...]:
 def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Variant:
     blocks = -(-g.stored_hidden // 128)
     split = -(-blocks // -(-blocks // _WARPS))
-    parts = max(1, min(4, 16 // split))
+    parts = max(-(-TOKENS[-1] // split), min(4, 16 // split))  # each token has a warp that reads its routes
     warps, routes = split * parts, tokens * g.top_k
     sums = 64 * max(split * tokens, warps)
     tables = 192 + (16 if tokens == 8 else 32) * (16 + 16 * parts) + routes * (20 + 4 * -(-routes // 32)) + g.num_experts // 8 + 4
