@@ -18,8 +18,8 @@ LIMIT = 16
 _LARGEST = 1 << 20
 """Maximum size in bytes of a file that is read."""
 _FILE = "payload.json"
-TABLES, CUBINS = "crossover-*.json", "cuda-*.cubin"
-"""Crossover tables of ``trtllm_b12x.dispatch.store`` and kernels of ``trtllm_b12x.kernels.cuda``, in the same folder."""
+TABLES = "crossover-*.json"
+"""Crossover tables of ``trtllm_b12x.dispatch.store``, in the same folder."""
 
 
 def directory() -> Path | None:
@@ -126,7 +126,7 @@ def clear() -> int:
     freed = sum(size for _, size in contents())
     if folder is not None and folder.is_dir():
         if folder.is_symlink():
-            for file in (folder / _FILE, *folder.glob(TABLES), *folder.glob(CUBINS)):
+            for file in (folder / _FILE, *folder.glob(TABLES)):
                 file.unlink(missing_ok=True)
         else:
             shutil.rmtree(folder)

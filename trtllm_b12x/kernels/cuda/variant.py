@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from trtllm_b12x.core import disk, settings
+from trtllm_b12x.environment import triton
 from trtllm_b12x.formats import BY_TURNS, ROWS
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS
@@ -48,16 +50,15 @@ class Variant:
         self.compile(target)
         return self.compile(target.replace("sm", "compute"))[0].decode()
 
-    def file(self, target: str) -> Path | None:
-        """Return where the cubin is kept, or None without a cache folder."""
-        folder = disk.directory()
+    def file(self, target: str) -> Path:
+        """Return where the cubin is kept: below Triton's cache, which images are built with."""
         text = repr((SOURCE.read_text(encoding="utf-8"), self.definitions, target))
-        return folder and folder / f"cuda-{target}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
+        name = f"{target}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
+        return triton.cache_folder() / "trtllm_b12x" / name
 
     def cached(self, target: str) -> bytes | None:
-        file = self.file(target)
         try:
-            return None if file is None else disk.owned_bytes(file)
+            return disk.owned_bytes(self.file(target))
         except (OSError, ValueError):
             return None
 
@@ -144,13 +145,10 @@ def load(needed: tuple[Variant, ...], target: str, remedy: str) -> Iterator[byte
 
 
 def fill(variant: Variant, target: str) -> bytes:
-    """Compile a variant and keep the cubin, if there is a cache folder that can be written."""
+    """Compile a variant and keep the cubin, if the cache can be written."""
     content, _ = variant.compile(target)
     file = variant.file(target)
-    if file is not None:
-        try:
-            disk.make(file.parent)
-            disk.replace(file, content)
-        except OSError:
-            pass  # such a home only costs a compile at each start
+    with contextlib.suppress(OSError):  # such a folder only costs a compile at each start
+        disk.make(file.parent)
+        disk.replace(file, content)
     return content
