@@ -225,7 +225,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self._place(expert_map)
             eligible = set(machine.resolve(self.slot, self.moe_config).families)
             if not views.decodable:
-                eligible.discard("triton")
+                eligible -= {"cuda", "triton"}
             with machine.float32_default():
                 errors = self.dispatch.load(self.geometry, views, w1.device, self._first_expert, eligible)
             schedule = self.dispatch.schedule
