@@ -172,7 +172,7 @@ class CudaKernel(PlannedKernel):
         tokens, plan = x.shape[0], self._plan
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-        size = 1 << (tokens - 1).bit_length()
+        size = next(most for most in TOKENS if most >= tokens)
         stream = torch._C._cuda_getCurrentRawStream(x.get_device())
         owner = size, driver.capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0, stream
         workspace = plan.addresses.get(owner) or self._workspace(owner)
