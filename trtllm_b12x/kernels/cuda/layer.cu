@@ -45,10 +45,13 @@ constexpr int MATRICES = GATED ? 2 : 1, PIECES = 2 * HALVES, N1 = PIECES / MATRI
 // Columns: blocks of 128, the most that a warp has in FC1, and units of FC2: in a row, and the most that a warp has.
 constexpr int KB1 = (STORED + 127) / 128, KB2 = (SIZE + 127) / 128, KPW = (KB1 + KS - 1) / KS;
 constexpr int KU2 = NARROW ? (KB2 + 1) / 2 : KB2, UNITS = (TOP_K * KU2 + WARPS - 1) / WARPS;
-// Bytes of a stage: WIDE times 16 of codes for a lane and piece, and SROW of scales for a row.
-constexpr int WIDE = BITS / 4, CODES = PIECES * 512 * WIDE, SROW = 128 / GROUP, STAGE = CODES + PIECES * 8 * SROW;
 // Bytes of a row of codes, and of scales that lie in rows; 128x4 tiles of scales beside each other, in 128 columns and in a row.
 constexpr int PITCH1 = STORED * BITS / 8, PITCH2 = SIZE * BITS / 8, SP1 = STORED / GROUP, SP2 = SIZE / GROUP;
+// Bytes of a stage: WIDE times 16 of codes for a lane and piece, and SROW of scales for a row. Rows of scales that do not begin at
+// multiples of SROW (UNEVEN) are copied in words, the first of which may begin 2 bytes ahead.
+constexpr int WIDE = BITS / 4, CODES = PIECES * 512 * WIDE, SROW = 128 / GROUP;
+constexpr bool UNEVEN = !TILED && (SP1 % SROW || SP2 % SROW);
+constexpr int SLOT = SROW + (UNEVEN ? 4 : 0), STAGE = CODES + PIECES * 8 * SLOT;
 constexpr int CG = 128 / (4 * GROUP), SC1 = (STORED + 4 * GROUP - 1) / (4 * GROUP), SC2 = (SIZE + 4 * GROUP - 1) / (4 * GROUP);
 // Bytes of an expert: codes, scales.
 constexpr u64 EXPERT1 = (u64)MATRICES * SIZE * PITCH1, EXPERT2 = (u64)STORED * PITCH2;
@@ -94,6 +97,13 @@ FI void copy16(u32 d, const u8* s) { asm volatile("cp.async.cg.shared.global.L2:
 template <int N> FI void copy_scales(u32 d, const u8* s) {
   if (N == 16) copy16(d, s);
   else asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(d), "l"(s), "n"(N) : "memory");
+}
+template <int N> FI void copy_scales(u32 d, const u8* s, int left) {  // of a row that has so many more
+  if (!UNEVEN) return copy_scales<N>(d, s);
+  const int ahead = (int)((u64)s & 2);
+#pragma unroll
+  for (int i = 0; i <= N; i += 4)
+    if (i < ahead + N && i < ahead + left) copy_scales<4>(d + i, s - ahead + i);
 }
 FI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> FI void wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
@@ -401,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       factor = weight;
       if (GROUP == 16) factor *= L.alpha2[e] * L.input2[e * L.step2];
       factor_to = routes + at * 16 + 8;
-      sts4(routes + at * 16, (u32)(e * (EXPERT2 / 16)), (u32)(e * (SEXPERT2 / 4)), 0, r);
+      sts4(routes + at * 16, (u32)(e * (EXPERT2 / 16)), (u32)(e * (SEXPERT2 / 2)), 0, r);
       if (MAXT > 1) atomicOr(&bitmap[e >> 5], 1u << (e & 31));
     }
     if (lane == 0) valid[w] = __popc(ours);
@@ -442,8 +452,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           for (int j = 0; j < PARTS1; j++) {
             const int row = piece_row<N1>(v * PARTS1 + j, 0), up = row * TURN + UP0, gate = row * TURN + GATE0;
             const u32 s0 = TILED ? tiled<SC1>(up, 0) : up * SP1, s1 = TILED ? tiled<SC1>(gate, 0) : gate * SP1;
-            const u32 se = e * (u32)(SEXPERT1 / 4);
-            sts4(to + 16 + 16 * j, e * (u32)(EXPERT1 / 16) + row * TURN * (PITCH1 / 16), se + s0 / 4, se + s1 / 4, row);
+            const u32 se = e * (u32)(SEXPERT1 / 2);
+            sts4(to + 16 + 16 * j, e * (u32)(EXPERT1 / 16) + row * TURN * (PITCH1 / 16), se + s0 / 2, se + s1 / 2, row);
           }
           sts(to + 4, slot << 16 | v);
           sts(to + 8, word);
@@ -452,13 +462,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           const int v = (u - NT1) % TILES2, word = lds(slots + (u - NT1) / TILES2 * 4), e = word & 4095;
           for (int j = 0; j < PARTS2; j++) {
             const int row = piece_row<N2>(v * PARTS2 + j, 0);
-            sts4(to + 16 + 16 * j, e * (u32)(EXPERT2 / 16) + row * (PITCH2 / 16), e * (u32)(SEXPERT2 / 4) + (TILED ? tiled<SC2>(row, 0) : row * SP2) / 4, 0, row);
+            sts4(to + 16 + 16 * j, e * (u32)(EXPERT2 / 16) + row * (PITCH2 / 16), e * (u32)(SEXPERT2 / 2) + (TILED ? tiled<SC2>(row, 0) : row * SP2) / 2, 0, row);
           }
           sts(to + 4, v);
           sts(to + 8, word);
         } else {
           const int tok = (u - NT1) % T, c = (u - NT1) / T, row = piece_row<N2>(c, 0);
-          sts4(to + 16, row * (PITCH2 / 16), (TILED ? tiled<SC2>(row, 0) : row * SP2) / 4, 0, row);
+          sts4(to + 16, row * (PITCH2 / 16), (TILED ? tiled<SC2>(row, 0) : row * SP2) / 2, 0, row);
           sts(to + 4, tok << 16 | c);
         }
         sts_release(to, (u32)(seq + 1) << 2 | (u < NT1 ? 0 : u < NT2 ? 1 : 3));
@@ -602,7 +612,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
 
   // ---- products
   constexpr int NL1 = TILED ? MATRICES * CG * 8 : PIECES * 8, NL2 = TILED ? (NARROW ? 2 : 1) * CG * 8 : PIECES * 8;  // lanes that copy scales
-  constexpr int SB1 = TILED ? 4 * N1 : SROW, SB2 = TILED ? 4 * N2 : SROW;                        // bytes of each
+  constexpr int SB1 = TILED ? 4 * N1 : SLOT, SB2 = TILED ? 4 * N2 : SLOT;                        // bytes of each
+  constexpr int ODD1 = UNEVEN && SP1 % 4 ? 2 : 0, ODD2 = UNEVEN && SP2 % 4 ? 2 : 0;             // bytes ahead of an odd row's
   // This lane's bytes within a task's: codes, and the scales that it copies for the warp.
   u32 c1 = g * TURN * PITCH1 + ks * 16 * BITS + t * 16, c2 = g * PITCH2 + t * 16;
   const int part1 = !GATED ? 0 : TILED ? lane / (CG * 8) & 1 : lane >> 3 & 1;
@@ -611,9 +622,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   u32 ring = s + w * (STAGES * STAGE);
   // Where it reads scales of piece 0, and from there to the next half and to the other piece of the half.
   const u32 sub = GROUP == 16 ? 2 * t : BITS == 4 ? t : t >> 1, csub = GROUP == 16 ? (t & 1) * 2 : sub, cgrp = CG == 2 ? t >> 1 : 0;
-  u32 r1 = CODES + (TILED ? (cgrp * 8 + g) * SB1 + csub : g * SROW + sub), r2 = CODES + (TILED ? (cgrp * 8 + g) * SB2 + csub : g * SROW + sub);
-  constexpr u32 HALF1 = TILED ? (GATED ? 4 : 8) : 16 * SROW, OTHER1 = TILED ? (GATED ? CG * 8 * SB1 : 4) : 8 * SROW;
-  constexpr u32 HALF2 = TILED ? 8 : 16 * SROW, OTHER2 = !TILED ? 8 * SROW : NARROW ? CG * 8 * SB2 : 4;
+  u32 r1 = CODES + (TILED ? (cgrp * 8 + g) * SB1 + csub : g * SLOT + sub + (TURN == 2 ? UP0 : g & 1) * ODD1);
+  u32 r2 = CODES + (TILED ? (cgrp * 8 + g) * SB2 + csub : g * SLOT + sub + (g & 1) * ODD2);
+  constexpr u32 HALF1 = TILED ? (GATED ? 4 : 8) : 16 * SLOT, OTHER1 = TILED ? (GATED ? CG * 8 * SB1 : 4) : 8 * SLOT + (TURN == 2 ? (GATE0 - UP0) * ODD1 : 0);
+  constexpr u32 HALF2 = TILED ? 8 : 16 * SLOT, OTHER2 = !TILED ? 8 * SLOT : NARROW ? CG * 8 * SB2 : 4;
   KEEP(c1); KEEP(c2); KEEP(q1); KEEP(q2); KEEP(r1); KEEP(r2); KEEP(ring);
   const u32 red = s + O_RED;
   int n = 0, isub = 0, itile = 0, units = 0;  // stages asked for and not used; stage of the task, and stages of it, asked for next
@@ -643,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       const bool group = !TILED || SC1 % CG == 0 || (ks + later) * CG + (lane >> 3) % CG < SC1;
       const bool row = EXACT1 || (int)from.w + (TILED ? 0 : (GATED ? lane >> 4 : lane >> 3) * 8) < SIZE;
       if ((NL1 == 32 || lane < NL1) && group && row)
-        copy_scales<SB1>(to + CODES + lane * SB1, L.s1 + ((u64)(part1 ? from.z : from.y) << 2) + (q1 + later * (TILED ? CG * 512 : SROW)));
+        copy_scales<TILED ? SB1 : SROW>(to + CODES + lane * SB1, L.s1 + ((u64)(part1 ? from.z : from.y) << 1) + (q1 + later * (TILED ? CG * 512 : SROW)), SP1 - (ks + later) * SROW);
       next = ++isub >= own1;
       if (TW > 1 && next && ++itile < TW) { isub = 0; next = false; }
     } else {
@@ -662,10 +674,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           if (EXACT2 && FULL2) copy16(to + lane * 16 + n * 512, at);
           else copy16(to + lane * 16 + n * 512, there ? at : L.w2, there);
         }
-        const bool group = TILED ? SC2 % (NL2 / 8) == 0 || kb * CG + (lane >> 3) % (NL2 / 8) < SC2 : FULL2 || kb + (lane >> 3) < KB2;
+        const bool group = TILED ? SC2 % (NL2 / 8) == 0 || kb * CG + (lane >> 3) % (NL2 / 8) < SC2 : FULL2 || !NARROW || kb + (lane >> 3) < KB2;
         const bool row = EXACT2 || NARROW || (int)from.w + (TILED ? 0 : (lane >> 3) * 8) < STORED;
         if ((NL2 == 32 || lane < NL2) && group && row)
-          copy_scales<SB2>(to + CODES + lane * SB2, L.s2 + ((u64)(from.y + (GATHER ? 0 : lds(at_route + 4))) << 2) + (q2 + kb * (TILED ? CG * 512 : SROW)));
+          copy_scales<TILED ? SB2 : SROW>(to + CODES + lane * SB2, L.s2 + ((u64)(from.y + (GATHER ? 0 : lds(at_route + 4))) << 1) + (q2 + kb * (TILED ? CG * 512 : SROW)),
+                                          SP2 - (int)(kb + (NARROW ? lane >> 3 : 0)) * SROW);
       }
       next = ++isub >= units;
     }

@@ -76,8 +76,9 @@ def variants(g: Geometry, bits: int, group: int) -> tuple[Variant, ...]:
         ValueError: the kernel does not take a size or the layout.
     """
     tiled = g.layout.scales != ROWS
-    multiple = 64 if tiled else 128  # of rows of gate behind rows of up; of columns whose scales are copied
-    if g.intermediate_size % multiple or g.stored_hidden % (32 if tiled else 128) or (tiled and g.layout.fc1 == BY_TURNS):
+    pair = 2 * group  # of columns whose scales begin at an even address
+    multiples = (64, 32) if tiled else (pair, pair)  # 64: rows of gate behind rows of up
+    if g.intermediate_size % multiples[0] or g.stored_hidden % multiples[1] or (tiled and g.layout.fc1 == BY_TURNS):
         sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
         raise ValueError(f"one launch does not take {sizes}")
     if g.top_k > _MAX_TOP_K:
@@ -96,6 +97,9 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
     warps = split * parts
     parts2 = _parts_of_fc2(warps, -(-g.intermediate_size // 128)) if gather else 1
     times = max(1, 4 // parts) if gather and split * 2 >= blocks else 1
+    scales = 128 // group  # bytes of a row of a stage
+    if not tiled and any(size // group % scales for size in (g.stored_hidden, g.intermediate_size)):
+        scales += 4
     adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
     buffers = adders if tokens > 2 else 2 * adders
     if gather:
@@ -107,7 +111,7 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
     for halves, stages in ((2, 2), (1, 4), (1, 3), (1, 2)):
         if halves == 2 and (bits == 8 or tokens * g.stored_hidden < 32 * _TASKS):
             continue
-        ring = warps * stages * halves * (256 * bits + 16 * (128 // group))
+        ring = warps * stages * halves * (256 * bits + 16 * scales)
         if ring + buffers * sums + tables <= _SHARED_MEMORY and (ring <= _RING or stages == 2):
             break
     else:
