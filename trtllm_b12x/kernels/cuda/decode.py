@@ -6,7 +6,9 @@ Numbers are those of the Triton kernels, whose docstring describes them (``trito
 from __future__ import annotations
 
 import ctypes
+import struct
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,15 +49,8 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Call(ctypes.Structure):
-    """``Call`` of ``layer.cu``."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "x_sf", "ids", "router_weights", "out", "workspace")),
-        *((name, ctypes.c_int) for name in ("tokens", "wide_ids", "weight_type", "swizzled")),
-    ]
-
-
+_CALL = struct.Struct("6P4i")
+"""``Call`` of ``layer.cu``: x, x_sf, ids, router weights, out, workspace; tokens, wide ids, type of router weights, swizzled."""
 _Owner = tuple[int, int, int]
 """Tokens of the variant, capture (0 outside) and stream."""
 
@@ -80,8 +75,8 @@ class CudaKernel(PlannedKernel):
     code_bits = 4
     first_expert: int
     _plan: LaunchPlan
-    _layers: dict[bool, _Layer]
-    """Addresses, by whether the input arrives quantized."""
+    _launches: dict[tuple[int, bool], driver.Launch]
+    """By the tokens of the variant, and by whether the input arrives quantized."""
 
     def __init__(self, card: Card | None = None) -> None:
         """
@@ -148,9 +143,14 @@ class CudaKernel(PlannedKernel):
             *swiglu(self.geometry, weights, none),
         )
         self._tensors = *head, s.fc1_input, one, *tail
-        self._layers = {
+        layers = {
             quantized: _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail)), step, s.steps[1], first_expert)
             for quantized, scale, step in ((False, s.fc1_input, s.steps[0]), (True, one, 0))
+        }
+        self._launches = {
+            (tokens, quantized): driver.Launch(function, self.card.multiprocessors, layer, _CALL)
+            for tokens, function in self._plan.functions.items()
+            for quantized, layer in layers.items()
         }
         self.weights, self.first_expert = weights, first_expert
 
@@ -172,16 +172,16 @@ class CudaKernel(PlannedKernel):
         tokens, plan = x.shape[0], self._plan
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-        size = next(most for most in TOKENS if most >= tokens)
+        size = TOKENS[bisect_left(TOKENS, tokens)]
         stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-        owner = size, driver.capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0, stream
+        # The legacy default stream, 0, cannot be captured.
+        owner = size, driver.capture_of(stream) if stream and torch.cuda.is_current_stream_capturing() else 0, stream
         workspace = plan.addresses.get(owner) or self._workspace(owner)
-        arguments = _Call(
-            *(x.data_ptr(), None if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr()),
-            *(out.data_ptr(), workspace, tokens),  # type: ignore[union-attr]
-            *(ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16, bool(swizzled)),
-        )
-        plan.functions[size].launch(self.card.multiprocessors, stream, self._layers[x_sf is not None], arguments)
+        self._launches[size, x_sf is not None].launch(
+            stream, x.data_ptr(), 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(),
+            out.data_ptr(), workspace,  # type: ignore[union-attr]
+            tokens, ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16, bool(swizzled),
+        )  # fmt: skip
 
     def _workspace(self, owner: _Owner) -> int:
         """Allocate the workspace of a stream, or of a graph that is being captured.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+from typing import Any
 
 _OVERLAP = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: a launch begins before the one ahead of it has ended."""
@@ -26,6 +28,10 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     ]
+
+
+_Slot = tuple[_Config, "ctypes.Array[ctypes.c_char]", Any, ctypes.c_void_p, Any]
+"""What one launch at a time fills in: config and record; and the arguments of cuLaunchKernelEx: config, function, pointers."""
 
 
 @functools.cache
@@ -62,14 +68,37 @@ class Function:
     def configure(self, threads: int, shared_bytes: int) -> None:
         _call("cuFuncSetAttribute", self._function, _SHARED_MEMORY, shared_bytes)
         self._threads, self._shared_bytes = threads, shared_bytes
-        self._attribute = _Attribute(_OVERLAP, 0, 1)
-        self._launch = _library().cuLaunchKernelEx
 
-    def launch(self, blocks: int, stream: int, *arguments: ctypes.Structure) -> None:
-        """Launch with programmatic dependent launch; the kernel waits for the one ahead of it by itself."""
-        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        config = _Config(blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, ctypes.pointer(self._attribute), 1)
-        code = self._launch(ctypes.byref(config), self._function, pointers, None)
+    def slot(self, blocks: int, layer: ctypes.Structure, call: struct.Struct) -> _Slot:
+        config = _Config(blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, 0, ctypes.pointer(_Attribute(_OVERLAP, 0, 1)), 1)
+        memory = ctypes.create_string_buffer(call.size)
+        pointers = (ctypes.c_void_p * 2)(ctypes.addressof(layer), ctypes.addressof(memory))
+        return config, memory, ctypes.byref(config), self._function, ctypes.byref(pointers)
+
+
+class Launch:
+    """Launches of a kernel with two arguments: ``layer``, and a record ``call`` that each launch fills in. Any thread may launch.
+
+    Programmatic dependent launch: the kernel waits for the one ahead of it by itself.
+    """
+
+    def __init__(self, function: Function, blocks: int, layer: ctypes.Structure, call: struct.Struct) -> None:
+        self._slot = functools.partial(function.slot, blocks, layer, call)
+        self._pack, self._driver = call.pack_into, _library().cuLaunchKernelEx
+        self._free: list[_Slot] = []
+        """Slots that no thread uses: ctypes releases the GIL while the driver reads one."""
+
+    def launch(self, stream: int, *values: int) -> None:
+        """Launch with a record of ``values``."""
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            slot = self._slot()
+        config, memory, config_at, function, pointers = slot
+        config.stream = stream
+        self._pack(memory, 0, *values)
+        code = self._driver(config_at, function, pointers, None)
+        self._free.append(slot)
         if code:
             _check("cuLaunchKernelEx", code)
 
