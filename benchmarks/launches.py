@@ -1,7 +1,6 @@
 """Host time of a decode call of ``cuda`` outside CUDA graphs, by part, on a GPU of 9.0 or newer.
 
-``python -m benchmarks.launches`` measures a small NVFP4 layer; ``PYTHONPATH=CHECKOUT python benchmarks/launches.py`` another
-checkout's.
+``python -m benchmarks.launches`` measures a small NVFP4 layer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.engines.trtllm import build_layer, promote
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.kernels import MoECall
-from trtllm_b12x.kernels.cuda import driver
+from trtllm_b12x.kernels.cuda.decode import CudaKernel
 
 SHAPE = LayerShape(32, 8, 1024, 256, "Swiglu", "NVFP4", group_size=16)
 CALLS, BATCHES = 100, 60
@@ -41,18 +40,20 @@ def parts(device: torch.device, tokens: int) -> dict[str, Callable[[], Any]]:
         backend.quant_method.fill(backend, torch.Generator(device).manual_seed(0))
         module.post_load_weights()
         kernel = backend.kernel
-        assert kernel is not None, backend.verdict
+        assert isinstance(kernel, CudaKernel), backend.verdict
         x = torch.randn(tokens, backend.hidden_size, dtype=torch.bfloat16, device=device)
         ids, router_weights = module.routing_method.apply(torch.randn(tokens, backend.num_experts, device=device))
         module(x, torch.randn(tokens, backend.num_experts, device=device))  # decides what serves
-    kind: Any = getattr(driver, "Launch", driver.Function)  # older checkouts have none
-    call, launches = MoECall(x, ids, router_weights, out=torch.empty_like(x)), []
-    with mock.patch.object(kind, "launch", lambda *arguments: launches.append(arguments)):
-        kernel.run(call)
+    call, launches = MoECall(x, ids, router_weights, out=torch.empty_like(x)), dict(kernel._launches)
+    seen: list[Any] = []
+    kernel._launches = {key: functools.partial(lambda *given: seen.extend(given), launch) for key, launch in launches.items()}
+    kernel.run(call)
+    kernel._launches = launches
+    launch, *given = seen
     options = {"is_sf_swizzled": True, "output_dtype": x.dtype, "enable_alltoall": False, "moe_output": None}
     run_moe = functools.partial(backend.run_moe, x=x, token_selected_experts=ids, token_final_scales=router_weights, **options)
     return {
-        "launch": functools.partial(kind.launch, *launches[0]),
+        "launch": functools.partial(launch, *given),
         "Kernel.run": lambda: kernel.run(MoECall(x, ids, router_weights)),
         "run_moe": functools.partial(run_moe, x_sf=None),
     }

@@ -211,9 +211,8 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     def _addresses_now(self) -> tuple[int, ...]:
         """Addresses of the host's tensors that the kernels read: parameters, and SwiGLU's constants."""
         addresses: tuple[int, ...] = self.quant_method.addresses(self)
-        if self._swiglu_tensors:
-            addresses += tuple(getattr(self, name).data_ptr() for name in self._swiglu_tensors)
-        return addresses
+        names = self._swiglu_tensors
+        return (*addresses, *(getattr(self, name).data_ptr() for name in names)) if names else addresses
 
     # ---- call --------------------------------------------------------------------------------------------------------
 
@@ -297,11 +296,8 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             self.dispatch.bind(self._kernel_weights(), self.slot_start)
             self._addresses = self._addresses_now()
         # Ids are global. The rank returns the partial sum of its own experts, the host reduces.
-        direct = moe_output if moe_output is not None and moe_output.dtype is self._dtype else None
-        result = kernel.run(kernels.MoECall(x, token_selected_experts, token_final_scales, x_sf, swizzled, direct))
-        if moe_output is None:
-            return result if output_dtype is None or output_dtype is self._dtype else result.to(output_dtype)
-        return moe_output if direct is not None else moe_output.copy_(result)
+        result = kernel.run(kernels.MoECall(x, token_selected_experts, token_final_scales, x_sf, swizzled, moe_output))
+        return result.to(output_dtype) if moe_output is None and output_dtype not in (None, self._dtype) else result
 
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
         """Quantize what ``quantize_input`` passed on in bf16 and no kernel serves, with the scale layout of this call."""

@@ -9,7 +9,7 @@ import ctypes
 import struct
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,8 @@ class LaunchPlan(Plan):
     functions: dict[int, driver.Function]
     """By the largest number of tokens."""
     workspace_bytes: dict[int, int]
-    workspaces: dict[_Owner, torch.Tensor] = field(default_factory=dict)
-    """Launches that may overlap share none."""
-    addresses: dict[_Owner, int] = field(default_factory=dict)
+    workspaces: dict[_Owner, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    """Addresses and memory. Launches that may overlap share none."""
 
 
 class CudaKernel(PlannedKernel):
@@ -75,7 +74,7 @@ class CudaKernel(PlannedKernel):
     code_bits = 4
     first_expert: int
     _plan: LaunchPlan
-    _launches: dict[tuple[int, bool], driver.Launch]
+    _launches: dict[tuple[int, bool], Callable[..., None]]
     """By the tokens of the variant, and by whether the input arrives quantized."""
 
     def __init__(self, card: Card | None = None) -> None:
@@ -122,8 +121,6 @@ class CudaKernel(PlannedKernel):
             torch.cuda.current_stream()  # makes the context that modules are loaded into
             cubins = load(needed, self.target, warmup_command(self.geometry, self.card))
             functions = {variant.tokens: driver.Function(cubin, "layer") for variant, cubin in zip(needed, cubins, strict=True)}
-            for function in functions.values():
-                function.configure(function.constant("threads"), function.constant("shared_bytes"))
         sizes = {tokens: function.constant("workspace_bytes") for tokens, function in functions.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         return LaunchPlan(functions, sizes)
@@ -148,7 +145,7 @@ class CudaKernel(PlannedKernel):
             for quantized, scale, step in ((False, s.fc1_input, s.steps[0]), (True, one, 0))
         }
         self._launches = {
-            (tokens, quantized): driver.Launch(function, self.card.multiprocessors, layer, _CALL)
+            (tokens, quantized): function.launcher(self.card.multiprocessors, layer, _CALL)
             for tokens, function in self._plan.functions.items()
             for quantized, layer in layers.items()
         }
@@ -176,14 +173,14 @@ class CudaKernel(PlannedKernel):
         stream = torch._C._cuda_getCurrentRawStream(x.get_device())
         # The legacy default stream, 0, cannot be captured.
         owner = size, driver.capture_of(stream) if stream and torch.cuda.is_current_stream_capturing() else 0, stream
-        workspace = plan.addresses.get(owner) or self._workspace(owner)
-        self._launches[size, x_sf is not None].launch(
+        workspace, _ = plan.workspaces.get(owner) or self._workspace(owner)
+        self._launches[size, x_sf is not None](
             stream, x.data_ptr(), 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(),
             out.data_ptr(), workspace,  # type: ignore[union-attr]
             tokens, ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16, bool(swizzled),
         )  # fmt: skip
 
-    def _workspace(self, owner: _Owner) -> int:
+    def _workspace(self, owner: _Owner) -> tuple[int, torch.Tensor]:
         """Allocate the workspace of a stream, or of a graph that is being captured.
 
         A graph sets its own up at each replay, since the two fills are part of it, and owns the memory. So what earlier captures
@@ -191,12 +188,11 @@ class CudaKernel(PlannedKernel):
         """
         plan, (tokens, capture, stream) = self._plan, owner
         for old in [other for other in plan.workspaces if other[2] == stream and other[1] not in (0, capture)]:
-            del plan.workspaces[old], plan.addresses[old]
+            del plan.workspaces[old]
         memory = torch.full((plan.workspace_bytes[tokens],), 255, dtype=torch.uint8, device=self.device)
         memory[:_HEADER] = 0
-        plan.workspaces[owner] = memory
-        plan.addresses[owner] = memory.data_ptr()
-        return plan.addresses[owner]
+        plan.workspaces[owner] = memory.data_ptr(), memory
+        return plan.workspaces[owner]
 
 
 class CudaW4A16Kernel(CudaKernel):
