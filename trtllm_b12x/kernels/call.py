@@ -60,18 +60,15 @@ class MoECall(NamedTuple):
         shape, hidden, dtype = x.shape, geometry.hidden_size, geometry.dtype
         tokens = shape[0]
         routes = tokens, geometry.top_k
+        out_shape = shape if out is None else out.shape
         # Each look at a tensor takes 0.1 us, and so does each call of a function.
-        if x_sf is not None:
+        if x_sf is not None or not (out_shape == shape == (tokens, hidden) and ids.shape == routes == router_weights.shape):
             self.check(geometry, quantized_input)
+        if x_sf is not None:
             x, x_sf = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8)
-        else:
-            out_shape = shape if out is None else out.shape
-            if not (out_shape == shape == (tokens, hidden) and ids.shape == routes == router_weights.shape):
-                self.check(geometry, quantized_input)
-            if x.dtype is not dtype:
-                raise ValueError(f"x is {x.dtype}, expected {dtype}")
-        if not x.is_contiguous() or x.data_ptr() % 16:
-            x = aligned16(x)
+        elif x.dtype is not dtype:
+            raise ValueError(f"x is {x.dtype}, expected {dtype}")
+        x = x if x.is_contiguous() and not x.data_ptr() % 16 else aligned16(x)
         if out is None or out.dtype is not dtype or not out.is_contiguous() or out.data_ptr() % 16:
             out = x.new_empty(tokens, hidden) if x_sf is None else x.new_empty(tokens, hidden, dtype=dtype)
         if ids.dtype not in ID_TYPES or router_weights.dtype not in ROUTER_WEIGHT_TYPES:

@@ -140,15 +140,12 @@ class CudaKernel(PlannedKernel):
             *swiglu(self.geometry, weights, none),
         )
         self._tensors = *head, s.fc1_input, one, *tail
-        layers = {
-            quantized: _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail)), step, s.steps[1], first_expert)
-            for quantized, scale, step in ((False, s.fc1_input, s.steps[0]), (True, one, 0))
-        }
-        self._launches = {
-            (tokens, quantized): function.launcher(self.card.multiprocessors, layer, _CALL)
-            for tokens, function in self._plan.functions.items()
-            for quantized, layer in layers.items()
-        }
+        launches = {}
+        for quantized, scale, step in ((False, s.fc1_input, s.steps[0]), (True, one, 0)):
+            layer = _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail)), step, s.steps[1], first_expert)
+            for tokens, function in self._plan.functions.items():
+                launches[tokens, quantized] = function.launcher(self.card.multiprocessors, layer, _CALL)
+        self._launches = launches
         self.weights, self.first_expert = weights, first_expert
 
     # ---- test --------------------------------------------------------------------------------------------------------
