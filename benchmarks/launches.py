@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from trtllm_b12x.core import process
+from benchmarks import require_gpu
 from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.engines.trtllm import build_layer, promote
 from trtllm_b12x.formats.geometry import LayerShape
@@ -27,23 +27,26 @@ CALLS, BATCHES = 100, 60
 """Calls between two synchronizations, so that no queue fills; batches of each part."""
 
 
-def parts(device: torch.device, tokens: int) -> dict[str, Callable[[], Any]]:
-    """Return what is measured: the launch with arguments that are ready, the kernel's call, and the layer's."""
-    with mock.patch.dict(os.environ, TRTLLM_B12X_KERNELS="cuda", TRTLLM_B12X_CROSSOVER="64"):
-        process.forget()
-        crossover.tuning()  # as in a server that has warmed up: its autotuner has run
+def layer(device: torch.device) -> Any:
+    """Build a promoted layer of random weights, as in a server whose autotuner has run."""
+    with mock.patch.dict(os.environ, TRTLLM_B12X_KERNELS="cuda", TRTLLM_B12X_CROSSOVER="64"), torch.device(device):
+        crossover.tuning()
         promote.install()
-        with torch.device(device):
-            module = build_layer.create(SHAPE)
+        module = build_layer.create(SHAPE)
         promote.uninstall()
-        backend = module.backend
-        backend.quant_method.fill(backend, torch.Generator(device).manual_seed(0))
+        module.backend.quant_method.fill(module.backend, torch.Generator(device).manual_seed(0))
         module.post_load_weights()
-        kernel = backend.kernel
-        assert isinstance(kernel, CudaKernel), backend.verdict
-        x = torch.randn(tokens, backend.hidden_size, dtype=torch.bfloat16, device=device)
-        ids, router_weights = module.routing_method.apply(torch.randn(tokens, backend.num_experts, device=device))
-        module(x, torch.randn(tokens, backend.num_experts, device=device))  # decides what serves
+        build_layer.run(module, 1)  # decides what serves
+    return module
+
+
+def parts(module: Any, tokens: int) -> dict[str, Callable[[], Any]]:
+    """Return what is measured: the launch with arguments that are ready, the kernel's call, and the layer's."""
+    backend, device = module.backend, module.backend.w2_weight.device
+    kernel = backend.kernel
+    assert isinstance(kernel, CudaKernel), backend.verdict
+    x = torch.randn(tokens, backend.hidden_size, dtype=torch.bfloat16, device=device)
+    ids, router_weights = module.routing_method.apply(torch.randn(tokens, backend.num_experts, device=device))
     call, launches = MoECall(x, ids, router_weights, out=torch.empty_like(x)), dict(kernel._launches)
     seen: list[Any] = []
     kernel._launches = {key: functools.partial(lambda *given: seen.extend(given), launch) for key, launch in launches.items()}
@@ -74,13 +77,12 @@ def microseconds(runs: Mapping[str, Callable[[], Any]], wait: Callable[[], None]
 
 
 def main() -> None:
-    from benchmarks import require_gpu
-
     require_gpu()
     print(torch.cuda.get_device_name(), torch.__version__)
+    module = layer(torch.device("cuda", 0))
     for tokens in (1, 8):
         with torch.inference_mode():
-            found = microseconds(parts(torch.device("cuda", 0), tokens), torch.cuda.synchronize)
+            found = microseconds(parts(module, tokens), torch.cuda.synchronize)
         print(f"{tokens} tokens:", ", ".join(f"{name} {time:.2f} us" for name, time in found.items()))
 
 
