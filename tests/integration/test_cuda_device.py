@@ -25,6 +25,8 @@ TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 33, 64)
 LAYER = Geometry(32, 4, 1024, 384, "Swiglu")
 NARROW = Geometry(64, 22, 1024, 2688, "Relu2")
 """FC2 has few tiles of 16 rows."""
+IDLE = Geometry(16, 4, 5120, 256, "Relu2")
+"""Fewer tasks of FC1 than multiprocessors, and fewer units of FC2's than warps."""
 
 
 def planned(kind: type[CudaKernel], geometry: Geometry, weights: Any, blocks: int = 0) -> CudaKernel:
@@ -37,7 +39,8 @@ def planned(kind: type[CudaKernel], geometry: Geometry, weights: Any, blocks: in
 
 @pytest.mark.parametrize("blocks", [1, 3, 48])
 @pytest.mark.parametrize(
-    ("kind", "geometry"), [(CudaKernel, LAYER), (CudaKernel, NARROW), (CudaMXFP8Kernel, replace(LAYER, format="MXFP8"))]
+    ("kind", "geometry"),
+    [(CudaKernel, LAYER), (CudaKernel, NARROW), (CudaKernel, IDLE), (CudaMXFP8Kernel, replace(LAYER, format="MXFP8"))],
 )
 def test_any_number_of_blocks(kind: type[CudaKernel], geometry: Geometry, blocks: int) -> None:
     """One block gets through alone, and the bits do not depend on who computes what."""

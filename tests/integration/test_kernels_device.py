@@ -280,7 +280,7 @@ def built(form: str, gated: bool = True, size: int = 192, seed: int = 0) -> tupl
     ("form", "families", "gated"),
     [
         (*pair, gated)
-        for pair in (("NVFP4", "cuda,triton"), ("NVFP4", "triton"), ("NVFP4", "grouped"), ("MXFP8", "triton,grouped"))
+        for pair in (("NVFP4", "cuda"), ("NVFP4", "triton"), ("NVFP4", "grouped"), ("MXFP8", "triton,grouped"))
         for gated in (True, False)
     ]
     + [("W4A16_NVFP4", "triton", True), ("W4A16_NVFP4", "grouped", True), ("MXFP4", "triton", True)],

@@ -1,37 +1,44 @@
-// A decode layer in one launch: FC1, activation, FC2 and the weighted sum over a token's routes, for 1 to MAXT (at most 8) tokens.
+// A decode layer in one launch: FC1, activation, FC2 and the weighted sum over a token's routes, for 1 to MAXT (at most 64) tokens.
 // It needs what an SM12x block has: 99 KB of shared memory, mma.sync, cp.async, mbarriers. It includes nothing.
 //
-//   tasks, in the order of tickets
-//     FC1   expert hit x tile      tile: RG * HALVES * 8 columns of the intermediate size (16 without a gate), whole rows
-//     FC2   tile x token           tile: HALVES * 16 columns of the output, all of the token's routes
+//   tasks, in the order of tickets       up to 8 tokens          more: GATHER, by groups of up to 8 routes of an expert
+//     FC1                                expert hit x tile       group x TW tiles
+//     FC2                                tile x token            group x tile
+//     sum                                (part of FC2)           token
+//   a tile of FC1: RG * HALVES * 8 columns of the intermediate size (16 without a gate); of FC2: HALVES * 16 columns of the output,
+//   in GATHER RG2 times as many
 //   a block: warps 0 .. WARPS-1 copy, decode, multiply; one warp takes tickets and publishes tasks; SUMS warps add and write
 //   a stage: HALVES * 16 rows x 128 columns of one matrix, codes and block scales, for one warp
-//     FC1   warp (rg, ks) takes blocks of 128 columns ks, ks + KS, ... of the rows of part rg of the tile
-//     FC2   warp w takes the units w, w + WARPS, ... of (route, 128 columns); where tiles are few (NARROW), a tile has 8 rows, and a
-//           unit 256 columns: the rows g + 8 of its products are the same rows on the second 128, whose h is in column 1
+//     warp (rg, ks) takes blocks of 128 columns ks, ks + KS, ... of the rows of part rg of the tile (FC2 in GATHER: RG2, KS2)
+//     FC2 of 8 tokens: warp w takes the units w, w + WARPS, ... of (route, 128 columns); where tiles are few (NARROW), a tile has 8
+//     rows, and a unit 256 columns: the rows g + 8 of its products are the same rows on the second 128, whose h is in column 1
 //
 //   Ring: each warp has STAGES stages of its own in shared memory. A lane copies (cp.async) the 16 bytes that it decodes later, so
 //   there is no producer and no barrier, only wait_group and __syncwarp. The ring runs on across tasks: FC2's weights are on their
 //   way while FC1 computes.
-//   Products: mma.m16n8k16. Its columns are the tokens in FC1, whoever the expert's are, with x in registers; in FC2 one token.
-//     lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8 and 32 of the 128 columns: in FP4 32 t .. 32 t + 31, in FP8
-//     16 t .. 16 t + 15 and 64 more, so that four lanes copy 64 bytes beside each other
+//   Products: mma.m16n8k16. Its columns are the tokens in FC1, whoever the expert's are, and one token in FC2; in GATHER the routes
+//   of the group. x and h are in registers.
+//     lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8, column g and 32 of the 128 columns of a sum: in FP4
+//     32 t .. 32 t + 31, in FP8 16 t .. 16 t + 15 and 64 more, so that four lanes copy 64 bytes beside each other
 //   Sums: warps put theirs into red[buffer]; mbarriers full (WARPS arrivals) and empty (1) hand the buffers over. One warp adds the
-//   parts of 16 rows in the order of warps: the same bits always. FC2 has all routes of its token: no sums in global memory.
+//   parts of 16 rows in the order of warps: the same bits always.
 //   Hand-off of h: a pair of values is its own flag. It begins as 0xffffffff, which no rounding makes; FC2 loads pairs, in the
-//   size in which they are written (32 bits, relaxed, gpu scope), until none of them is that. Nothing else is handed over, so no
-//   order between addresses is needed. Two buffers: launch n writes number n % 2 and puts the other one back, which only launch
-//   n - 1 has used, and that has ended.
-//   Progress: a block takes tickets in order and works tasks off in order. FC1's tasks wait for nothing, FC2's for FC1's, whose
-//   tickets are lower and hence taken by blocks that run. One block alone gets through, and two launches with a workspace of
-//   their own never wait for each other.
-//   Workspace, one for each stream or graph: 1 KB of zeros (ticket, count of blocks that are done, epoch, tokens of the last
-//   launch), then two buffers of h, 0xff everywhere. The last block to take its last ticket puts ticket and count back to 0.
+//   size in which they are written (32 bits, relaxed, gpu scope), until none of them is that, so no order between addresses is
+//   needed. Two buffers: launch n writes number n % 2 and puts the other one back, which only launch n - 1 used, and that has ended.
+//   Shares (GATHER): FC2's products in float32, by route. Whoever wrote some adds 1 to the token's count (release); its sum waits for
+//   all (acquire), and adds in the order of top_k.
+//   Progress: a block takes tickets in order and works tasks off in order. FC1's tasks wait for nothing, FC2's for FC1's, sums for
+//   FC2's, whose tickets are lower and hence taken by blocks that run. One block alone gets through, and two launches with a
+//   workspace of their own never wait for each other.
+//   Workspace, one for each stream or graph: 1 KB of zeros (ticket, count of blocks that are done, epoch, tokens of the last launch,
+//   two times MAXT counts), two buffers of h, 0xff everywhere, shares. The last block puts ticket and count of blocks back to 0.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 #define FI __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #define KEEP(v) asm volatile("" : "+r"(v))  // computed once: ptxas would rather compute it anew at every use
 
 template <int V> struct Int { static constexpr int v = V; };
@@ -42,9 +49,9 @@ constexpr int THREADS = (WARPS + 1 + SUMS) * 32, KS = WARPS / RG;
 constexpr bool NVFP4 = BITS == 4 && GROUP == 16;
 // Rows: pieces of 8 rows in a stage, and how many of them are one matrix's own rows, in FC1 (up, or gate) and FC2.
 constexpr int MATRICES = GATED ? 2 : 1, PIECES = 2 * HALVES, N1 = PIECES / MATRICES, N2 = NARROW ? 1 : PIECES;
-// Columns: blocks of 128, the most that a warp has in FC1, and units of FC2: in a row, and the most that a warp has.
+// Columns: blocks of 128, the most that a warp has in FC1, and units of FC2 in a row.
 constexpr int KB1 = (STORED + 127) / 128, KB2 = (SIZE + 127) / 128, KPW = (KB1 + KS - 1) / KS;
-constexpr int KU2 = NARROW ? (KB2 + 1) / 2 : KB2, UNITS = (TOP_K * KU2 + WARPS - 1) / WARPS;
+constexpr int KU2 = NARROW ? (KB2 + 1) / 2 : KB2;
 // Bytes of a row of codes, and of scales that lie in rows; 128x4 tiles of scales beside each other, in 128 columns and in a row.
 constexpr int PITCH1 = STORED * BITS / 8, PITCH2 = SIZE * BITS / 8, SP1 = STORED / GROUP, SP2 = SIZE / GROUP;
 // Bytes of a stage: WIDE times 16 of codes for a lane and piece, and SROW of scales for a row. Rows of scales that do not begin at
@@ -66,7 +73,7 @@ constexpr bool EXACT1 = ALL1 * N1 * 8 == SIZE && ALL1 % PARTS1 == 0, EXACT2 = AL
 constexpr bool FULL2 = SIZE % (NARROW ? 256 : 128) == 0;
 // Shared memory: rings, sums (PART bytes a buffer), mbarriers, tasks, routes, slots (experts hit), masks of their routes, experts.
 constexpr int ROUTES = MAXT * TOP_K, WORDS = (ROUTES + 31) / 32, EWORDS = (EXPERTS + 31) / 32;
-constexpr int PART = (GATHER ? WARPS * 8 : KS * MAXT > WARPS ? KS * MAXT : WARPS) * 64;
+constexpr int PART = WARPS * COLUMNS * 64;
 constexpr int ENTRIES = MAXT >= 8 ? 16 : 32, ENTRY = 16 + 16 * (PARTS1 > PARTS2 ? PARTS1 : PARTS2);  // tasks published, bytes of one
 constexpr int LEAD = STAGES + 2;                                                            // most tasks ahead
 constexpr int O_RED = WARPS * STAGES * STAGE, O_BAR = O_RED + NB * PART, O_ENTRY = O_BAR + 128, O_ROUTE = O_ENTRY + ENTRIES * ENTRY;
@@ -77,8 +84,7 @@ constexpr int O_NUMBER = O_ROUTE, O_GROUP = O_NUMBER + ROUTES * 2, O_HELD = O_GR
 constexpr int SMEM = GATHER ? O_HELD + MAXT * 4 : O_BIT + EWORDS * 4 + 64;
 constexpr u64 HBUF = (u64)ROUTES * KB2 * 256;  // bytes of a buffer of h
 constexpr u64 SHARES = GATHER ? (u64)ROUTES * STORED * 4 : 0;
-constexpr int PRELOAD = 2;                           // units whose h is asked for at once
-static_assert(NB % SUMS == 0 && NB <= 6 && (!GATHER || NB % HALVES == 0), "a buffer has one warp that adds: a parity passes for a waiter a phase ahead");
+static_assert(NB % SUMS == 0 && NB <= 6 && NB % HALVES == 0, "a buffer has one warp that adds: a parity passes for a waiter a phase ahead");
 static_assert(SMEM <= 101376 && WARPS % RG == 0 && KS <= KB1 && (!NARROW || HALVES == 1) && (TW == 1 || (GATHER && KPW <= 2)), "sizes that do not fit");
 static_assert(TOP_K <= 32 && (GATHER ? WARPS % RG2 == 0 && KS2 <= KB2 && !NARROW && MAXT <= 64 : MAXT <= WARPS), "sizes that do not fit");
 extern "C" __device__ const int shared_bytes = SMEM, threads = THREADS, workspace_bytes = 1024 + 2 * HBUF + SHARES, filled_bytes = 1024 + 2 * HBUF;
@@ -101,8 +107,7 @@ template <int N> FI void copy_scales(u32 d, const u8* s) {
 template <int N> FI void copy_scales(u32 d, const u8* s, int left) {  // of a row that has so many more
   if (!UNEVEN) return copy_scales<N>(d, s);
   const int ahead = (int)((u64)s & 2);
-#pragma unroll
-  for (int i = 0; i <= N; i += 4)
+  UNROLL for (int i = 0; i <= N; i += 4)
     if (i < ahead + N && i < ahead + left) copy_scales<4>(d + i, s - ahead + i);
 }
 FI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -204,8 +209,7 @@ template <bool F16> FI void decode_part(const Rows& r, int i, u32* o) {  // 8 co
   }
 }
 template <bool F16> FI void multiply(float (*acc)[4], const Rows& a, const Rows& b, const u32* x) {  // two chains of sums
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
+  UNROLL for (int i = 0; i < 4; i++) {
     u32 A[4], B[4];
     decode_part<F16>(a, i, A);
     decode_part<F16>(b, i, B);
@@ -215,16 +219,14 @@ template <bool F16> FI void multiply(float (*acc)[4], const Rows& a, const Rows&
 }
 
 FI void to_pairs(u32* x) {  // 32 columns, to the order of decoded pairs
-#pragma unroll
-  for (int i = 0; i < 16; i += 4) {
+  UNROLL for (int i = 0; i < 16; i += 4) {
     const u32 q = x[i], r = x[i + (BITS == 4 ? 2 : 1)], y = x[i + (BITS == 4 ? 1 : 2)], z = x[i + 3];
     x[i] = __byte_perm(q, r, 0x5410); x[i + 1] = __byte_perm(q, r, 0x7632);
     x[i + 2] = __byte_perm(y, z, 0x5410); x[i + 3] = __byte_perm(y, z, 0x7632);
   }
 }
 FI void from_codes(const Rows& r, u32* x) {  // x that the host has quantized
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
+  UNROLL for (int i = 0; i < 4; i++) {
     decode_part<FLOAT16>(r, i, x + 4 * i);
     if ((r.scales >> (i < 2 ? 0 : 8) & 127) == 127) x[4 * i] = x[4 * i + 1] = x[4 * i + 2] = x[4 * i + 3] = 0x7fff7fff;  // NaN
   }
@@ -288,13 +290,11 @@ FI int group_routes(u8* sm, const Layer& L, const Call& C, u32 numbers, u32 grou
   u16* count = (u16*)sm;  // (warp, expert)
   u32 *first = (u32*)(sm + O_FIRST), *total = (u32*)(sm + O_ALL), *before = (u32*)(sm + O_BEFORE);
   int e[OWN], rank[OWN];
-#pragma unroll
-  for (int i = 0; i < OWN; i++) {
+  UNROLL for (int i = 0; i < OWN; i++) {
     const int r = (w + i * (THREADS / 32)) * 32 + lane;
     e[i] = r < all ? expert_of(L, C, r) : -1;
   }
-#pragma unroll
-  for (int i = 0; i < OWN; i++) {
+  UNROLL for (int i = 0; i < OWN; i++) {
     if ((w + i * (THREADS / 32)) * 32 >= all) continue;
     const u32 same = __match_any_sync(~0u, e[i]), below = same & ((1u << lane) - 1);
     const int n = e[i] < 0 ? 0 : count[w * EXPERTS + e[i]];
@@ -313,8 +313,7 @@ FI int group_routes(u8* sm, const Layer& L, const Call& C, u32 numbers, u32 grou
     }
     const u32 own = (n + 7) / 8 << 16 | n;
     u32 upto = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) { const u32 v = __shfl_up_sync(~0u, upto, d); if (lane >= d) upto += v; }
+    UNROLL for (int d = 1; d < 32; d *= 2) { const u32 v = __shfl_up_sync(~0u, upto, d); if (lane >= d) upto += v; }
     if (expert < EXPERTS) first[expert] = upto - own;
     if (lane == 31) before[part] = upto;
   }
@@ -329,8 +328,7 @@ FI int group_routes(u8* sm, const Layer& L, const Call& C, u32 numbers, u32 grou
   }
   __syncthreads();
   const int number = before[EWORDS];
-#pragma unroll
-  for (int i = 0; i < OWN; i++) {
+  UNROLL for (int i = 0; i < OWN; i++) {
     const int r = (w + i * (THREADS / 32)) * 32 + lane;
     if (e[i] < 0) continue;
     const u32 to = (first[e[i]] & 0xffff) + count[w * EXPERTS + e[i]] + rank[i];
@@ -344,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   extern __shared__ __align__(128) u8 sm[];
   const int tid = threadIdx.x, w = tid >> 5, lane = tid & 31, G = gridDim.x, T = C.tokens;
   u32 *ticket = (u32*)C.workspace, *done = (u32*)(C.workspace + 128), *epoch = (u32*)(C.workspace + 256), *before = epoch + 1;
-  u32* added = (u32*)(C.workspace + 512);  // two times MAXT counts: sums that a token's shares still lack begin there
+  u32* added = (u32*)(C.workspace + 512);
   u8* hall = C.workspace + 1024;
   float* shares = (float*)(hall + 2 * HBUF);  // (route, column)
   const u32 s = shared_address(sm), full = s + O_BAR, empty = full + NB * 8, progress = s + O_BAR + 112, epoch_at = progress + 4;
@@ -359,35 +357,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     for (int i = tid; i < MAXT; i += THREADS) sts(held + 4 * i, 0);
     for (int i = tid; i < (COUNTERS * EXPERTS + 1) / 2; i += THREADS) ((u32*)sm)[i] = 0;
   } else {
-    for (int i = tid; i < ROUTES * WORDS; i += THREADS) mask[i] = 0;
+    for (int i = tid; i < ROUTES * (1 + WORDS); i += THREADS) sts(slots + 4 * i, 0);  // and masks
     for (int i = tid; i < EWORDS; i += THREADS) bitmap[i] = 0;
   }
   __syncthreads();
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  // x, before anything else is known. lane (g, t): row g and its columns of the blocks ks, ks + KS, ...
   const int g = lane >> 2, t = lane & 3, rg = w / KS, ks = w % KS, own1 = (KB1 - ks + KS - 1) / KS, ks2 = w % KS2, own2 = (KB2 - ks2 + KS2 - 1) / KS2;
-  u32 xr[KPW][16];
   const bool quantized = NVFP4 && C.x_sf;
-#pragma unroll
-  for (int b = 0; b < KPW; b++) {
-    const int block = (ks + b * KS) * 128, column = block + t * 32;
-    const bool there = !GATHER && w < WARPS && g < T && column < H;
-#pragma unroll
-    for (int i = 0; i < 16; i++) xr[b][i] = 0;
-    if (quantized && there) {
-      Rows r;
-      r.codes[0] = *(const uint4*)(C.x + (g * H + column) / 2);
-      r.scales = *(const u16*)(C.x_sf + (C.swizzled ? tiled<(H + 63) / 64>(g, column >> 6) + (column >> 4 & 3) : (u32)(g * H + column) / 16));
-      from_codes(r, xr[b]);
-    } else if (!quantized) {
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (!GATHER && w < WARPS && g < T && block + column8(t, i) < H) {
-          const uint4 q = *(const uint4*)(C.x + (g * H + block + column8(t, i)) * 2);
-          xr[b][4 * i] = q.x; xr[b][4 * i + 1] = q.y; xr[b][4 * i + 2] = q.z; xr[b][4 * i + 3] = q.w;
-        }
-    }
+  constexpr bool RESIDENT = !GATHER || KPW <= 2;  // FC1's x stays for all tiles of a task, or of all tasks
+  u32 x[RESIDENT ? KPW : 1][16];                  // a lane's columns of row g: x, or h, as they are in memory until they are used
+  bool asked = false;                             // gathered: they are on their way for the next stage, or the next task's
+  const u8* row = nullptr;                        // row g: of token g, or of the route of column g, whose token this is
+  u32 token = min(g, T - 1);
+  auto to_token = [&] { row = C.x + (u64)token * (quantized ? H / 2 : 2 * H); };
+  auto find = [&](auto phase, u32 entry) {
+    constexpr int P = decltype(phase)::v;
+    const u32 word = lds(entry + 8), r = lds_u16(numbers + ((word >> 12 & 8191) + min(g, (int)(word >> 25))) * 2);
+    if (P) row = hall + (lds(epoch_at) & 1) * HBUF + (u64)r * (KB2 * 256) + t * 16;
+    else { token = r / TOP_K; to_token(); }
+  };
+  auto load = [&](auto phase, u32* to, int block) {
+    constexpr int P = decltype(phase)::v;
+    if (!P && quantized) {
+      const int column = block * 128 + t * 32;
+      uint4 q = make_uint4(0, 0, 0, 0);
+      to[4] = 0;
+      if (column < H) {
+        q = *(const uint4*)(row + column / 2);
+        to[4] = *(const u16*)(C.x_sf + (C.swizzled ? tiled<(H + 63) / 64>(token, column >> 6) + (column >> 4 & 3) : (u32)(token * H + column) / 16));
+      }
+      to[0] = q.x; to[1] = q.y; to[2] = q.z; to[3] = q.w;
+    } else
+      UNROLL for (int i = 0; i < 4; i++) {
+        uint4 q = make_uint4(0, 0, 0, 0);
+        if (P) q = ldg_relaxed(row + block * 256 + 64 * i);
+        else if ((H % 128 == 0 && KB1 % KS == 0) || block * 128 + column8(t, i) < H) q = *(const uint4*)(row + (block * 128 + column8(t, i)) * 2);
+        to[4 * i] = q.x; to[4 * i + 1] = q.y; to[4 * i + 2] = q.z; to[4 * i + 3] = q.w;
+      }
+  };
+  auto arrange = [&](u32* x) {
+    if (quantized) { Rows r; r.codes[0] = make_uint4(x[0], x[1], x[2], x[3]); r.scales = x[4]; from_codes(r, x); }
+    else to_pairs(x);
+  };
+  if (!GATHER && w < WARPS) {  // before anything else is known
+    to_token();
+    UNROLL for (int b = 0; b < KPW; b++) load(Int<0>(), x[b], ks + b * KS);
   }
   u32 t0 = 0, ep = 0, last = 0;
   if (tid == WARPS * 32) {
@@ -430,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   }
   if (e >= 0) {  // a slot: an expert hit
     const int r = w * TOP_K + lane;
-    sts(slots + at * 4, e);
+    atomicOr((u32*)(sm + O_SLOT) + at, e | 65536u << w);
     atomicOr(&mask[at * WORDS + (r >> 5)], 1u << (r & 31));
   }
   __syncthreads();
@@ -448,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       const u32 to = tasks + ENTRY * (seq % ENTRIES);
       if (lane == 0) {
         if (u < NT1) {
-          const int slot = u / TILES1, v = u % TILES1, word = lds(slots + slot * 4), e = GATHER ? word & 4095 : word;
+          const int slot = u / TILES1, v = u % TILES1, word = lds(slots + slot * 4), e = word & 4095;
           for (int j = 0; j < PARTS1; j++) {
             const int row = piece_row<N1>(v * PARTS1 + j, 0), up = row * TURN + UP0, gate = row * TURN + GATE0;
             const u32 s0 = TILED ? tiled<SC1>(up, 0) : up * SP1, s1 = TILED ? tiled<SC1>(gate, 0) : gate * SP1;
@@ -457,20 +472,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           }
           sts(to + 4, slot << 16 | v);
           sts(to + 8, word);
-        } else if (GATHER && u >= NT2) sts(to + 4, u - NT2);
-        else if (GATHER) {
-          const int v = (u - NT1) % TILES2, word = lds(slots + (u - NT1) / TILES2 * 4), e = word & 4095;
+        } else if (u < NT2) {
+          const int number = u - NT1, v = GATHER ? number % TILES2 : number / T, word = GATHER ? lds(slots + number / TILES2 * 4) : 0;
           for (int j = 0; j < PARTS2; j++) {
-            const int row = piece_row<N2>(v * PARTS2 + j, 0);
-            sts4(to + 16 + 16 * j, e * (u32)(EXPERT2 / 16) + row * (PITCH2 / 16), e * (u32)(SEXPERT2 / 2) + (TILED ? tiled<SC2>(row, 0) : row * SP2) / 2, 0, row);
+            const int row = piece_row<N2>(v * PARTS2 + j, 0), e = word & 4095;
+            const u32 codes = e * (u32)(EXPERT2 / 16) + row * (PITCH2 / 16), scales = (TILED ? tiled<SC2>(row, 0) : row * SP2) / 2;
+            sts4(to + 16 + 16 * j, codes, e * (u32)(SEXPERT2 / 2) + scales, 0, row);
           }
-          sts(to + 4, v);
+          sts(to + 4, (GATHER ? 0 : number % T << 16) | v);
           sts(to + 8, word);
-        } else {
-          const int tok = (u - NT1) % T, c = (u - NT1) / T, row = piece_row<N2>(c, 0);
-          sts4(to + 16, row * (PITCH2 / 16), (TILED ? tiled<SC2>(row, 0) : row * SP2) / 2, 0, row);
-          sts(to + 4, tok << 16 | c);
-        }
+        } else sts(to + 4, u - NT2);
         sts_release(to, (u32)(seq + 1) << 2 | (u < NT1 ? 0 : u < NT2 ? 1 : 3));
       }
       seq++;
@@ -510,21 +521,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       while ((v = lds_acquire(entry)) >> 2 != (u32)(seq + 1)) __nanosleep(20);
       if (v & 2) return;
       const u32 info = lds(entry + 4), word = lds(entry + 8), group = word >> 12 & 8191, in_group = (word >> 25) + 1;
-      const int items = v & 1 ? HALVES : HALVES * (GATHER ? TW : RG);
+      const int items = v & 1 ? HALVES : HALVES * TW;
       for (int sub = 0; sub < items; sub++, item++) {
         if (item % SUMS != mine) continue;
         const u32 buf = item % NB, parity = item / NB & 1;
         u32 parts = s + O_RED + buf * PART + row16 * 4;
         auto total = [&](int column, int n, int stride) {
           float sum = 0;
-#pragma unroll
-          for (int j = lane >> 4; j < n; j += 2) sum += ldsf(parts + (j * stride + column) * 64);
+          UNROLL for (int j = lane >> 4; j < n; j += 2) sum += ldsf(parts + (j * stride + column) * 64);
           return sum + __shfl_xor_sync(~0u, sum, 16);
         };
         if (!(v & 1)) {
-         for (int part = 0; part < (GATHER ? RG : 1); part++, parts += KS * 512) {
-          const int slot = info >> 16, tile = (info & 0xffff) * PARTS1 + (GATHER ? sub / HALVES * RG + part : sub / HALVES), half = sub % HALVES;
-          const int e = GATHER ? word & 4095 : lds(slots + slot * 4), row = piece_row<N1>(tile, GATED ? half : 2 * half + (row16 >> 3)) + (lane & 7), k = lane & 7;
+         for (int part = 0; part < RG; part++, parts += KS * COLUMNS * 64) {
+          const int slot = info >> 16, tile = (info & 0xffff) * PARTS1 + sub / HALVES * RG + part, half = sub % HALVES;
+          const int e = word & 4095, row = piece_row<N1>(tile, GATED ? half : 2 * half + (row16 >> 3)) + (lane & 7), k = lane & 7;
           const bool there = row < SIZE;
           float up_factor = (BITS == 4 ? 256.f : 1.f) * (NVFP4 && C.x_sf ? 256.f : 1.f), gate_factor = up_factor;
           if (GROUP == 16) {
@@ -547,7 +557,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           const bool first = (BITS == 4 ? k < 4 : !(k & 2)) && row16 < (GATED ? 8 : 16) && there;
           const int number = BITS == 4 ? row >> 3 & 3 : (row >> 5 & 2) | (row >> 3 & 1), owner = BITS == 4 ? row >> 5 & 3 : row >> 4 & 3;
           u8* to = hall + (lds(epoch_at) & 1) * HBUF + (row >> 7) * 256 + number * 64 + owner * 16 + j * 4;
-          if (!GATHER || part == 0) mb_wait(full + 8 * buf, parity);
+          if (part == 0) mb_wait(full + 8 * buf, parity);
           auto finish = [&](int r, float up, bool ours) {
             float gate = 0;
             if (GATED) gate = __shfl_down_sync(~0u, up, 8) * gate_factor + gate_bias;
@@ -558,8 +568,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           if (GATHER)
             for (int i = lane >> 4; i < (int)in_group + (lane >> 4); i += 2) {  // two routes at once
               float up = 0;
-#pragma unroll
-              for (int j = 0; j < KS; j++) up += ldsf(parts + (j * 8 + i) * 64);
+              UNROLL for (int j = 0; j < KS; j++) up += ldsf(parts + (j * 8 + i) * 64);
               finish(lds_u16(numbers + (group + i) * 2), up, i < (int)in_group);
             }
           else
@@ -585,8 +594,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
             for (int part = 0; part < PARTS2; part++) {
               const int column = piece_row<N2>((info & 0xffff) * PARTS2 + part, 2 * sub + (row16 >> 3)) + (lane & 7);
               float sum = 0;
-#pragma unroll
-              for (int j = 0; j < KS2; j++) sum += ldsf(parts + ((part * KS2 + j) * 8 + i) * 64);
+              UNROLL for (int j = 0; j < KS2; j++) sum += ldsf(parts + ((part * KS2 + j) * 8 + i) * 64);
               if (column < STORED && i < (int)in_group) to[column] = sum * f;
             }
           }
@@ -644,8 +652,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       const uint4 from = lds4(ient + 16 + 16 * (rg + (TW > 1 ? itile * RG : 0)));
       const int later = isub * KS, column = (ks + later) * 128;  // blocks from ks on
       const u8* p = L.w1 + ((u64)from.x << 4) + (c1 + later * (16 * BITS));
-#pragma unroll
-      for (int n = 0; n < PIECES * WIDE; n++) {
+      UNROLL for (int n = 0; n < PIECES * WIDE; n++) {
         const int i = n % WIDE, piece = n / WIDE, j = GATED ? piece >> 1 : piece;
         const u8* at = p + (j * NEXT * TURN + (GATED && piece & 1 ? GATE0 : UP0)) * PITCH1 + i * 64;
         const bool there = (EXACT1 || (int)from.w + j * NEXT < SIZE) && (STORED % 128 == 0 || column + column16(t, i) < STORED);
@@ -665,8 +672,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
         const u32 u = w + isub * WARPS, pos = u / KU2, at_route = routes + ((lds(ient + 4) >> 16) * TOP_K + pos) * 16;
         const u32 kb = GATHER ? ks2 + isub * KS2 : u % KU2 * (NARROW ? 2 : 1);
         const u8* p = L.w2 + ((u64)(from.x + (GATHER ? 0 : lds(at_route))) << 4) + (c2 + kb * (16 * BITS));
-#pragma unroll
-        for (int n = 0; n < PIECES * WIDE; n++) {
+        UNROLL for (int n = 0; n < PIECES * WIDE; n++) {
           const int i = n % WIDE, piece = n / WIDE;
           const u8* at = p + piece * (NARROW ? 16 * BITS : NEXT * PITCH2) + i * 64;
           const bool row = EXACT2 || (int)from.w + (NARROW ? 0 : piece * NEXT) < STORED;
@@ -707,10 +713,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   // One half of a stage. What lies beyond the matrix has no scale.
   auto read = [&](Rows* r, int half, u32 scales, u32 other, int column, int beside, int columns) {
     const u32 from = ring + cslot;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-#pragma unroll
-      for (int j = 0; j < WIDE; j++) r[i].codes[j] = lds4(from + lane * 16 + ((2 * half + i) * WIDE + j) * 512);
+    UNROLL for (int i = 0; i < 2; i++) {
+      UNROLL for (int j = 0; j < WIDE; j++) r[i].codes[j] = lds4(from + lane * 16 + ((2 * half + i) * WIDE + j) * 512);
       if (BITS == 8) r[i].scales = lds_u8(from + scales + i * other) | lds_u8(from + scales + i * other + 2) << 8;
       else r[i].scales = GROUP == 16 ? lds_u16(from + scales + i * other) : lds_u8(from + scales + i * other);
       if (columns % (128 + beside)) {
@@ -720,17 +724,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     }
   };
   u32 buf = 0, turn = 0;
-  auto give = [&](auto write) {  // 16 rows to the warps that add
-    mb_wait(empty + 8 * buf, turn ^ 1);
-    write(red + buf * PART);
+  auto hand = [&](float (*acc)[2][4], bool even, bool odd) {  // columns 2 t and 2 t + 1 of a tile's rows to the warps that add
+    UNROLL for (int half = 0; half < HALVES; half++) mb_wait(empty + 8 * ((buf + half) % NB), turn ^ 1);
+    UNROLL for (int half = 0; half < HALVES; half++) {
+      const float *a = acc[half][0], *b = acc[half][1];
+      const u32 at = red + (buf + half) % NB * PART + w * (COLUMNS * 64) + t * 128 + g * 4;
+      if (even) { stsf(at, a[0] + b[0]); stsf(at + 32, a[2] + b[2]); }
+      if (COLUMNS > 1 && odd) { stsf(at + 64, a[1] + b[1]); stsf(at + 96, a[3] + b[3]); }
+    }
     __syncwarp();
-    if (lane == 0) mb_arrive(full + 8 * buf);
-    if (++buf == NB) { buf = 0; turn ^= 1; }
+    if (lane < HALVES) mb_arrive(full + 8 * ((buf + lane) % NB));
+    buf += HALVES;
+    if (buf >= NB) { buf -= NB; turn ^= 1; }
   };
-  while (!iend && n < STAGES && ask(n == 0)) {}
-  if (!quantized && !GATHER)
-#pragma unroll
-    for (int b = 0; b < KPW; b++) to_pairs(xr[b]);
+  while (!iend && n < STAGES && ask(tag == 4)) {}  // waits for the first task alone: a warp may have no unit of any
+  if (!GATHER)
+    UNROLL for (int b = 0; b < KPW; b++) arrange(x[b]);
   int seq = 0;
   u32 v;
   auto current = [&]() {  // kind of the task that is next
@@ -745,133 +754,75 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   auto wait_for_h = [&](u32* h, int column, auto again) {  // 128 columns
     for (;;) {
       u32 most = 0;
-#pragma unroll
-      for (int j = 0; j < 16; j++)
+      UNROLL for (int j = 0; j < 16; j++)
         if (FULL2 || column + column8(t, j / 4) < SIZE) most = max(most, h[j]);
       if (most != ~0u) break;
       again();
     }
     __syncwarp();
     if (!FULL2)
-#pragma unroll
-      for (int j = 0; j < 16; j++)
+      UNROLL for (int j = 0; j < 16; j++)
         if (column + column8(t, j / 4) >= SIZE) h[j] = 0;
   };
-  constexpr bool RESIDENT = KPW <= 2;     // FC1's x stays for all tiles of a task
-  u32 x[RESIDENT ? KPW : 1][16];          // as they are in memory until the stage: x, or h
-  bool asked = false;                     // for the next stage, or RESIDENT for the next task
-  const u8* row = nullptr;                // of this lane's route, and its token
-  u32 token = 0;
-  auto find = [&](auto phase, u32 entry) {
-    constexpr int P = decltype(phase)::v;
-    const u32 word = lds(entry + 8), r = lds_u16(numbers + ((word >> 12 & 8191) + min(g, (int)(word >> 25))) * 2);
-    row = P ? hall + (lds(epoch_at) & 1) * HBUF + (u64)r * (KB2 * 256) + t * 16 : C.x + (u64)(r / TOP_K) * (quantized ? H / 2 : 2 * H);
-    if (!P && quantized) token = r / TOP_K;
-  };
-  auto load = [&](auto phase, u32* to, int block) {
-    constexpr int P = decltype(phase)::v;
-    if (!P && quantized) {
-      const int column = block * 128 + t * 32;
-      uint4 q = make_uint4(0, 0, 0, 0);
-      to[4] = 0;
-      if (column < H) {
-        q = *(const uint4*)(row + column / 2);
-        to[4] = *(const u16*)(C.x_sf + (C.swizzled ? tiled<(H + 63) / 64>(token, column >> 6) + (column >> 4 & 3) : (u32)(token * H + column) / 16));
-      }
-      to[0] = q.x; to[1] = q.y; to[2] = q.z; to[3] = q.w;
-    } else
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        uint4 q = make_uint4(0, 0, 0, 0);
-        if (P) q = ldg_relaxed(row + block * 256 + 64 * i);
-        else if (H % 128 == 0 || block * 128 + column8(t, i) < H) q = *(const uint4*)(row + (block * 128 + column8(t, i)) * 2);
-        to[4 * i] = q.x; to[4 * i + 1] = q.y; to[4 * i + 2] = q.z; to[4 * i + 3] = q.w;
-      }
-  };
-  auto arrange = [&](u32* x) {
-    if (quantized) { Rows r; r.codes[0] = make_uint4(x[0], x[1], x[2], x[3]); r.scales = x[4]; from_codes(r, x); }
-    else to_pairs(x);
-  };
   auto next_is = [&](int kind) { return lds_acquire(cent) == ((u32)(seq + 1) << 2 | kind); };
-  auto hand = [&](float (*acc)[2][4], int routes_less_one) {  // all rows of a tile to the warps that add
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) mb_wait(empty + 8 * ((buf + half) % NB), turn ^ 1);
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) {
-      const float *a = acc[half][0], *b = acc[half][1];
-      const u32 at = red + (buf + half) % NB * PART + w * 512 + t * 128 + g * 4;
-      if (2 * t <= routes_less_one) { stsf(at, a[0] + b[0]); stsf(at + 32, a[2] + b[2]); }
-      if (2 * t < routes_less_one) { stsf(at + 64, a[1] + b[1]); stsf(at + 96, a[3] + b[3]); }
+  auto fc1 = [&](bool even, bool odd, auto ready, auto used) {  // a tile; x of block b is needed, x of block b has been used
+    float acc[HALVES][2][4] = {};
+    UNROLL for (int b = 0; b < KPW; b++) {
+      if (KB1 % KS != 0 && b >= own1) break;
+      Rows rows[HALVES][2];
+      open();
+      UNROLL for (int half = 0; half < HALVES; half++) read(rows[half], half, r1 + half * HALF1, OTHER1, (ks + b * KS) * 128, 0, STORED);
+      close();
+      ready(b);
+      UNROLL for (int half = 0; half < HALVES; half++) multiply<FLOAT16>(acc[half], rows[half][0], rows[half][1], x[RESIDENT ? b : 0]);
+      used(b);
     }
-    __syncwarp();
-    if (lane < HALVES) mb_arrive(full + 8 * ((buf + lane) % NB));
-    buf += HALVES;
-    if (buf >= NB) { buf -= NB; turn ^= 1; }
+    hand(acc, even, odd);
   };
   auto resident = [&]() {  // FC1: TW tiles for up to 8 routes of an expert
-    const int routes_less_one = lds(cent + 8) >> 25;
-    const Int<0> fc1;
+    const int last_route = lds(cent + 8) >> 25;
     if (!asked) {
-      find(fc1, cent);
-#pragma unroll
-      for (int b = 0; b < KPW; b++) load(fc1, x[b], ks + b * KS);
+      find(Int<0>(), cent);
+      UNROLL for (int b = 0; b < KPW; b++) load(Int<0>(), x[b], ks + b * KS);
     }
     passed();
-#pragma unroll 1
-    for (int tile = 0; tile < TW; tile++) {
-      float acc[HALVES][2][4] = {};
-#pragma unroll
-      for (int b = 0; b < KPW; b++) {
-        if (KB1 % KS != 0 && b >= own1) break;
-        Rows rows[HALVES][2];
-        open();
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) read(rows[half], half, r1 + half * HALF1, OTHER1, (ks + b * KS) * 128, 0, STORED);
-        close();
-        if (tile == 0) arrange(x[b]);
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) multiply<FLOAT16>(acc[half], rows[half][0], rows[half][1], x[b]);
-        if (tile < TW - 1) continue;
-        if (b == 0 && (asked = next_is(0))) find(fc1, cent);
-        if (asked) load(fc1, x[b], ks + b * KS);
-      }
-      hand(acc, routes_less_one);
-    }
+    ROLLED for (int tile = 0; tile < TW; tile++)
+      fc1(2 * t <= last_route, 2 * t < last_route, [&](int b) { if (tile == 0) arrange(x[b]); }, [&](int b) {
+        if (tile < TW - 1) return;
+        if (b == 0 && (asked = next_is(0))) find(Int<0>(), cent);
+        if (asked) load(Int<0>(), x[b], ks + b * KS);
+      });
   };
   auto streamed = [&](auto phase) {  // a tile for up to 8 routes of an expert
     constexpr int P = decltype(phase)::v, STEP = P ? KS2 : KS;
-    const int begin = P ? ks2 : ks, own = P ? own2 : own1, routes_less_one = lds(cent + 8) >> 25;
+    const int begin = P ? ks2 : ks, own = P ? own2 : own1, last_route = lds(cent + 8) >> 25;
     if (!asked) { find(phase, cent); load(phase, x[0], begin); }
     passed();
     float acc[HALVES][2][4] = {};
-#pragma unroll 1
-    for (int b = 0; b < own; b++) {
+    ROLLED for (int b = 0; b < own; b++) {
       const int block = begin + b * STEP;
       Rows rows[HALVES][2];
       open();
-#pragma unroll
-      for (int half = 0; half < HALVES; half++)
+      UNROLL for (int half = 0; half < HALVES; half++)
         read(rows[half], half, P ? r2 + half * HALF2 : r1 + half * HALF1, P ? OTHER2 : OTHER1, block * 128, 0, P ? SIZE : STORED);
       close();
       if (P) wait_for_h(x[0], block * 128, [&] { load(phase, x[0], block); });
       else arrange(x[0]);
-#pragma unroll
-      for (int half = 0; half < HALVES; half++)
-        if (half < HALVES - 1) multiply<FLOAT16 && !P>(acc[half], rows[half][0], rows[half][1], x[0]);
-        else {
-          u32 now[16];
-#pragma unroll
-          for (int i = 0; i < 16; i++) now[i] = x[0][i];
+      UNROLL for (int half = 0; half < HALVES; half++) {
+        u32 now[16];
+        UNROLL for (int i = 0; i < 16; i++) now[i] = x[0][i];
+        if (half == HALVES - 1) {
           if ((asked = b + 1 < own)) load(phase, x[0], block + STEP);
           else if ((asked = next_is(P))) { find(phase, cent); load(phase, x[0], begin); }
-          multiply<FLOAT16 && !P>(acc[half], rows[half][0], rows[half][1], now);
         }
+        multiply<FLOAT16 && !P>(acc[half], rows[half][0], rows[half][1], now);
+      }
     }
-    hand(acc, routes_less_one);
+    hand(acc, 2 * t <= last_route, 2 * t < last_route);
   };
   if (GATHER) {
     while (current() == 0) {
-      if (RESIDENT) resident();
+      if constexpr (RESIDENT) resident();
       else streamed(Int<0>());
     }
     asked = false;
@@ -888,9 +839,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           const int r = tok * TOP_K + i;
           const uint4 q = ldg_relaxed((const u8*)(shares + (u64)r * STORED + column));
           sum[0] += __uint_as_float(q.x); sum[1] += __uint_as_float(q.y); sum[2] += __uint_as_float(q.z); sum[3] += __uint_as_float(q.w);
-          if (BIAS) {
+          if (BIAS)
             for (int j = 0; j < 4; j++) sum[j] += weight_of(C, r) * bias_at(L.bias2, (u64)expert_of(L, C, r) * STORED + column + j);
-          }
         }
         u16* to = C.out + (u64)tok * H + column;
         *(uint2*)to = make_uint2((u32)to_x(sum[0]) | (u32)to_x(sum[1]) << 16, (u32)to_x(sum[2]) | (u32)to_x(sum[3]) << 16);
@@ -900,45 +850,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     return;
   }
   while (current() == 0) {  // FC1
-    const u32 slot = lds(cent + 4) >> 16;
-    u32 mine = 1;  // tokens 2 t and 2 t + 1 are the expert's
-    if (MAXT > 1) {
-      mine = 0;
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int from = (2 * t + i) * TOP_K, word = from >> 5;
-        if (2 * t + i < MAXT) {
-          u64 bits = mask[slot * WORDS + word];
-          if (word + 1 < WORDS) bits |= (u64)mask[slot * WORDS + word + 1] << 32;
-          if (bits >> (from & 31) & ((1ull << TOP_K) - 1)) mine |= 1u << i;
-        }
-      }
-    } else if (t) mine = 0;
+    const u32 tokens = lds(cent + 8) >> (16 + 2 * t);  // that the expert has: number 2 t and on
     passed();
-    float acc[HALVES][2][4] = {};
-#pragma unroll
-    for (int b = 0; b < KPW; b++) {
-      if (KB1 % KS != 0 && b >= own1) break;
-      Rows rows[HALVES][2];
-      open();
-#pragma unroll
-      for (int half = 0; half < HALVES; half++) read(rows[half], half, r1 + half * HALF1, OTHER1, (ks + b * KS) * 128, 0, STORED);
-      close();
-#pragma unroll
-      for (int half = 0; half < HALVES; half++) multiply<FLOAT16>(acc[half], rows[half][0], rows[half][1], xr[b]);
-    }
-#pragma unroll
-    for (int j = 0; j < RG; j++)
-#pragma unroll
-      for (int half = 0; half < HALVES; half++)
-        give([&](u32 own) {
-          const float* a = acc[half][0];
-          const float* b = acc[half][1];
-          const u32 at = own + (ks * MAXT + 2 * t) * 64 + g * 4;
-          if (RG > 1 && j != rg) return;
-          if (mine & 1) { stsf(at, a[0] + b[0]); stsf(at + 32, a[2] + b[2]); }
-          if (MAXT > 1 && mine & 2) { stsf(at + 64, a[1] + b[1]); stsf(at + 96, a[3] + b[3]); }
-        });
+    fc1(tokens & 1, tokens & 2, [](int) {}, [](int) {});
   }
   asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");  // factors of the routes are there
   const u8* hbuf = hall + (lds(epoch_at) & 1) * HBUF + t * 16 + (NARROW ? (g & 1) * 256 : 0);
@@ -947,59 +861,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     const int own = units_of(tok);
     passed();
     float sum[HALVES][4] = {};
-    auto h_of = [&](int i) {
-      const u32 u = w + i * WARPS;
-      return hbuf + ((u64)lds(routes + (tok * TOP_K + u / KU2) * 16 + 12) * KB2 + u % KU2 * (NARROW ? 2 : 1)) * 256;
+    auto load_h = [&](int i) {  // of unit i
+      const u32 u = w + i * WARPS, route = lds(routes + (tok * TOP_K + u / KU2) * 16 + 12);
+      row = hbuf + ((u64)route * KB2 + u % KU2 * (NARROW ? 2 : 1)) * 256;
+      load(Int<1>(), x[0], 0);
     };
-    auto load_h = [&](u32* h, const u8* from) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) { const uint4 q = ldg_relaxed(from + 64 * i); h[4 * i] = q.x; h[4 * i + 1] = q.y; h[4 * i + 2] = q.z; h[4 * i + 3] = q.w; }
-    };
-    // Unit i: its weights from the ring, times h. The one that loads next is asked in between.
-    auto unit = [&](int i, u32* h, auto next) {
-      const u32 u = w + i * WARPS, pos = u / KU2, kb = u % KU2 * (NARROW ? 2 : 1), mine = kb * 128 + (NARROW ? (g & 1) * 128 : 0);
-      const float f = ldsf(routes + (tok * TOP_K + pos) * 16 + 8);
+    if (own > 0) load_h(0);
+    ROLLED for (int i = 0; i < own; i++) {
+      const u32 u = w + i * WARPS, kb = u % KU2 * (NARROW ? 2 : 1);
+      const float f = ldsf(routes + (tok * TOP_K + u / KU2) * 16 + 8);
       Rows rows[HALVES][2];
       open();
-#pragma unroll
-      for (int half = 0; half < HALVES; half++) read(rows[half], half, r2 + half * HALF2, OTHER2, kb * 128, NARROW ? 128 : 0, SIZE);
+      UNROLL for (int half = 0; half < HALVES; half++) read(rows[half], half, r2 + half * HALF2, OTHER2, kb * 128, NARROW ? 128 : 0, SIZE);
       close();
-      wait_for_h(h, mine, [&] { load_h(h, h_of(i)); });
-#pragma unroll
-      for (int half = 0; half < HALVES; half++) {
+      wait_for_h(x[0], kb * 128 + (NARROW ? (g & 1) * 128 : 0), [&] { load(Int<1>(), x[0], 0); });
+      UNROLL for (int half = 0; half < HALVES; half++) {
         float acc[2][4] = {};
-        if (half < HALVES - 1) multiply<false>(acc, rows[half][0], rows[half][1], h);
-        else {
-          u32 hx[16];
-#pragma unroll
-          for (int j = 0; j < 16; j++) hx[j] = h[j];
-          next();
-          multiply<false>(acc, rows[half][0], rows[half][1], hx);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) sum[half][j] += f * (acc[0][NARROW && j ? 3 : j] + acc[1][NARROW && j ? 3 : j]);
+        u32 now[16];
+        UNROLL for (int j = 0; j < 16; j++) now[j] = x[0][j];
+        if (half == HALVES - 1 && i + 1 < own) load_h(i + 1);
+        multiply<false>(acc, rows[half][0], rows[half][1], now);
+        UNROLL for (int j = 0; j < 4; j += 2) sum[half][j] += f * (acc[0][NARROW && j ? 3 : j] + acc[1][NARROW && j ? 3 : j]);
       }
-    };
-    if (MAXT == 1 && UNITS <= PRELOAD) {
-      u32 h[UNITS][16];
-#pragma unroll
-      for (int i = 0; i < UNITS; i++)
-        if (i < own) load_h(h[i], h_of(i));
-#pragma unroll
-      for (int i = 0; i < UNITS; i++)
-        if (i < own) unit(i, h[i], [] {});
-    } else {
-      u32 h[16];
-      if (own > 0) load_h(h, h_of(0));
-#pragma unroll 1
-      for (int i = 0; i < own; i++) unit(i, h, [&] { if (i + 1 < own) load_h(h, h_of(i + 1)); });
     }
-#pragma unroll
-    for (int half = 0; half < HALVES; half++)
-      give([&](u32 own) {
-        const u32 at = own + w * 64 + g * 4;
-        if (t == 0 && NARROW) stsf(at, sum[half][0] + sum[half][2]);
-        else if (t == 0) { stsf(at, sum[half][0]); stsf(at + 32, sum[half][2]); }
-      });
+    UNROLL for (int half = 0; half < HALVES; half++) {
+      const u32 at = red + buf * PART + w * 64 + g * 4;
+      mb_wait(empty + 8 * buf, turn ^ 1);
+      if (t == 0 && NARROW) stsf(at, sum[half][0] + sum[half][2]);
+      else if (t == 0) { stsf(at, sum[half][0]); stsf(at + 32, sum[half][2]); }
+      __syncwarp();
+      if (lane == 0) mb_arrive(full + 8 * buf);
+      if (++buf == NB) { buf = 0; turn ^= 1; }
+    }
   }
 }

@@ -112,10 +112,10 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
     adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
     buffers = adders if tokens > 2 else 2 * adders
     if gather:
-        sums, groups = 512 * warps, min(routes, g.num_experts + routes // 8)
-        tables = 2 * routes + 4 * groups + 4 * tokens
+        tables = 2 * routes + 4 * min(routes, g.num_experts + routes // 8) + 4 * tokens
     else:
-        sums, tables = 64 * max(split * tokens, warps), routes * (20 + 4 * -(-routes // 32)) + g.num_experts // 8 + 68
+        tables = routes * (20 + 4 * -(-routes // 32)) + g.num_experts // 8 + 68
+    sums = 64 * warps * min(tokens, _COLUMNS)
     tables += 128 + (16 if tokens >= 8 else 32) * (16 + 16 * max(parts * times, parts2))
     for halves, stages in ((2, 2), (1, 4), (1, 3), (1, 2)):
         if halves == 2 and (bits == 8 or tokens * g.stored_hidden < 32 * _TASKS):
