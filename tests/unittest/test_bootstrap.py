@@ -86,15 +86,6 @@ def test_threads_that_import_at_once(seen: list[str]) -> None:
     assert seen == [NAME]
 
 
-def test_a_hook_that_raises_costs_one_line(
-    seen: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(promote, "patch", lambda module: 1 / 0)
-    assert importlib.import_module(NAME).value == 1
-    assert "watched_module is left alone: ZeroDivisionError" in capsys.readouterr().err
-    assert hook.failure == "ZeroDivisionError: division by zero"
-
-
 def test_a_module_without_what_is_rebound_is_not_half_patched() -> None:
     module = ModuleType("create_moe")
     module.get_moe_cls = lambda model_config: int  # type: ignore[attr-defined]
@@ -121,33 +112,6 @@ def pth(code: str, **variables: str) -> list[str]:
     (folder / "tensorrt_llm/__init__.py").touch()
     result = subprocess.run(command, cwd=folder, env={**inherited, **variables}, capture_output=True, text=True, check=True)
     return result.stdout.split()
-
-
-FOUND = """
-print(sum(name.startswith('trtllm_b12x') for name in sys.modules))
-import tensorrt_llm
-from trtllm_b12x.core import hook
-print(*[type(finder).__name__ for finder in sys.meta_path[:2]], hook.watching())
-"""
-
-
-def test_the_pth_reads_nothing_until_the_host_is_imported(tmp_path: Path) -> None:
-    assert pth(FOUND, folder=str(tmp_path)) == ["0", "Finder", "SimpleNamespace", "True"]
-
-
-@pytest.mark.parametrize("word", ["0", "false", " OFF ", "No"])
-def test_off_watches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    assert pth(FOUND, folder=str(tmp_path), TRTLLM_B12X=word)[1:] == ["SimpleNamespace", "type", "True"]  # it still waits
-    monkeypatch.setattr(sys, "meta_path", [])
-    monkeypatch.setenv("TRTLLM_B12X", word)
-    bootstrap.startup()
-    assert sys.meta_path == []
-
-
-def test_a_broken_package_breaks_no_import(tmp_path: Path) -> None:
-    (tmp_path / "trtllm_b12x.py").write_text("1 / 0")
-    code = "sys.path.insert(0, '.')\nimport tensorrt_llm\nprint('imported')"
-    assert pth(code, folder=str(tmp_path)) == ["imported"]
 
 
 def test_uninstalled_before_the_host_is_imported(tmp_path: Path) -> None:

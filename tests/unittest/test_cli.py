@@ -79,13 +79,6 @@ def test_layers_tokens_and_seed(directory: Path) -> None:
     assert first == again != other
 
 
-def test_block_scales_that_were_never_loaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Method, "load_expert_w2_weight_scale_nvfp4", lambda *a: None)
-    result = verify(directory, status=1)
-    assert "FAIL the kernel's codes or block scales differ" in result.output
-    assert last_line(result).startswith("FAIL: 2 of 2")
-
-
 def test_fewer_tokens_than_asked_for_where_the_kernel_says_why(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,17 +200,6 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
         result = verify(*arguments, status=2)
         assert message in result.output
         assert isinstance(result.exception, SystemExit)
-
-
-def test_help_and_version() -> None:
-    for arguments, words in (
-        (["--help"], "verify"),
-        (["verify", "--help"], "Exit status"),
-        (["verify", "--help"], "A checkpoint alone cannot show swapped experts"),
-        (["verify", "--help"], "--original"),
-        (["--version"], __version__),
-    ):
-        assert words in CliRunner().invoke(main, arguments).output
 
 
 def test_hosts_that_refuse_the_split_are_named(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
@@ -209,12 +208,6 @@ def test_a_load_and_a_move_keep_what_was_measured(clock: Clock) -> None:
     called(module)
     assert len(clock.asked) == 1
     assert isinstance(module.backend.schedule.policy, MeasuredPolicy)
-
-
-def test_the_status_says_it(clock: Clock) -> None:
-    module = measured()
-    (summary,) = trtllm_b12x.status().crossovers.values()
-    assert summary == module.backend.schedule.summary == "measured in 0.1 s: b12x 1-27, then CUTLASS"
 
 
 # ---- which source decides ------------------------------------------------------------------------------------------------

@@ -19,23 +19,6 @@ def build(tensors: dict[str, torch.Tensor], num_experts: int, h: int, i: int, ga
     return layers.load(layers.create(num_experts, h, i, gated=gated, promote=False, mapping=mapping), tensors).backend
 
 
-def test_interleave_by_hand() -> None:
-    # 128 rows x 8 columns of scales are two 512-byte tiles of four columns; in a tile, lane m % 32 owns 16 bytes: the
-    # four columns of rows m, m + 32, m + 64, m + 96.
-    scales = torch.arange(128 * 8, dtype=torch.int32).view(128, 8)
-    flat = ops.block_scale_interleave((scales % 251).to(torch.uint8))
-
-    def at(m: int, k: int) -> int:
-        return (m * 8 + k) % 251
-
-    assert flat.shape == (1024,)
-    assert flat[:4].tolist() == [at(0, 0), at(0, 1), at(0, 2), at(0, 3)]
-    assert flat[4:8].tolist() == [at(32, k) for k in range(4)]
-    assert flat[12:20].tolist() == [at(96, k) for k in range(4)] + [at(1, k) for k in range(4)]
-    assert flat[512:516].tolist() == [at(0, 4), at(0, 5), at(0, 6), at(0, 7)]
-    assert flat[1020:].tolist() == [at(127, k) for k in range(4, 8)]
-
-
 def test_interleave_pads_with_zeros_and_reverses() -> None:
     scales = torch.randint(1, 256, (2, 130, 6), dtype=torch.uint8)
     flat = ops.block_scale_interleave(scales)
@@ -94,15 +77,6 @@ def test_input_scales_are_the_maximum_over_experts_of_other_ranks_too() -> None:
     assert first.initial_local_expert_ids == [0, 1]
     assert last.initial_local_expert_ids == [2, 3]
     assert first.fc31_input_scale == last.fc31_input_scale
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_tensor_parallel_shards(gated: bool) -> None:
-    tensors = random_experts(1, 128, 256, gated)
-    module = build(tensors, 1, 128, 256, gated, world_size=2, rank=1, tp_size=2, moe_tp_size=2)
-    rows = module.w3_w1_weight.data.view(torch.uint8)[0]
-    assert torch.equal(rows[-128:], tensors["0.w1.weight"][128:])
-    assert torch.equal(module.w2_weight.data.view(torch.uint8)[0], tensors["0.w2.weight"][:, 64:])
 
 
 @pytest.mark.parametrize("size", [128, 160])
@@ -165,10 +139,3 @@ def test_the_operator_checks_its_shapes() -> None:
     packed, sf = module.quantize_input(torch.randn(1, 128).bfloat16())
     with pytest.raises(ValueError, match="256 rows"):
         module.run_moe(packed, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1), sf, output_dtype=torch.bfloat16)
-
-
-def test_quantized_input_without_an_output_dtype_fails_as_in_the_host() -> None:
-    module = build(random_experts(1, 128, 128), 1, 128, 128, gated=True)
-    packed, sf = module.quantize_input(torch.randn(1, 128).bfloat16())
-    with pytest.raises(RuntimeError, match="Invalid output type Byte"):
-        module.run_moe(packed, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1), sf)

@@ -304,20 +304,6 @@ def test_a_defect_costs_one_step(tmp_path: Path) -> None:
     assert runner.stored(Step("broken", "", {}, broken, 1)) is None
 
 
-def test_a_result_is_of_what_was_asked(tmp_path: Path) -> None:
-    def asked(tokens: tuple[int, ...]) -> Step:
-        return Step("one", "", {"tokens": tokens}, lambda runner: 7, 1)
-
-    runner = Runner(tmp_path, 1)
-    runner.run(asked((1, 2)))
-    found = runner.stored(asked((1, 2)))
-    assert found is not None
-    assert found["result"] == runner.result("one") == 7
-    assert runner.stored(asked((1, 4))) is None
-    (tmp_path / "steps" / "one.json").write_text("{")
-    assert runner.stored(asked((1, 2))) is None
-
-
 def test_recipes_are_those_of_the_published_figures(tmp_path: Path) -> None:
     loads = {recipe.model: recipe.loads for recipe in recipes.RECIPES}
     first = loads["Nemotron-3-Super"][0]

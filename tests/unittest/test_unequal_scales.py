@@ -100,22 +100,6 @@ def test_scales_far_apart(gate: float, up: float) -> None:
 # ---- what others see -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("ratio", [1.0, 3.0])
-def test_state_dicts_are_the_hosts(ratio: float, gated: bool) -> None:
-    """Keys, dtypes, shapes and bytes; parameters by name too."""
-    tensors = random_experts(E, H, SIZE, gated, up_to_gate=ratio)
-    ours, plain = (layers.load(layers.create(E, H, SIZE, gated=gated, promote=p), tensors) for p in (True, False))
-    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert list(ours.state_dict()) == list(plain.state_dict())
-    for name, tensor in plain.state_dict().items():
-        own = ours.state_dict()[name]
-        assert (own.dtype, own.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(own.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
-    plain.load_state_dict(ours.state_dict())
-    ours.load_state_dict(plain.state_dict())
-
-
 def test_one_warning_names_the_first_layer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
     for index in (3, 4):
