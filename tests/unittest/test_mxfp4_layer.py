@@ -58,19 +58,6 @@ def test_numbers_over_ranks(hidden: int, size: int, bias: bool, tp: int, ep: int
         assert distance(mxfp4.expected(without, x, layer.routing_method.apply(logits), swiglu), wanted) > 0.04
 
 
-def test_the_limit_alone_makes_it_swiglu_bias() -> None:
-    """As DeepSeek-V4 has it: a limit, no alpha, no beta, no bias."""
-    hidden, size = SIZES[0]
-    weights = mxfp4.random_experts(EXPERTS, hidden, size)
-    x, logits = call(hidden, 5)
-    layer = built(weights, hidden, size, **swiglu_constants(limit=torch.full((EXPERTS,), 0.4)))
-    assert layer.backend.kernel.geometry.activation == "SwigluBias"
-    routes = layer.routing_method.apply(logits)
-    wanted = mxfp4.expected(weights, x, routes, (1.0, 0.0, 0.4))
-    assert distance(layer(x, logits), wanted) < 0.004
-    assert distance(mxfp4.expected(weights, x, routes), wanted) > 0.04
-
-
 @pytest.mark.parametrize(("byte", "served"), [(136, True), (137, False)])
 def test_scales_that_the_kernels_cannot_multiply_by_stay_with_the_host(byte: int, served: bool) -> None:
     hidden, size = SIZES[0]

@@ -41,19 +41,6 @@ def config(algo: Any = host.QuantAlgo.NVFP4, **arguments: Any) -> Any:
 
 
 @pytest.mark.embedded
-@pytest.mark.parametrize("backend", ["CUTLASS", "cutlass", "AUTO"])
-def test_nvfp4_is_promoted_and_nothing_else(backend: str) -> None:
-    trtllm_b12x.install()
-    assert create_moe.get_moe_cls(config(moe_backend=backend)) is FlashInferNvfp4Sm12xFusedMoE
-    assert create_moe.get_moe_cls(config(host.QuantAlgo.FP8, moe_backend=backend)) is host.CutlassFusedMoE
-    assert create_moe.get_moe_cls(config(None, moe_backend=backend)) is host.CutlassFusedMoE
-    override = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4)
-    assert create_moe.get_moe_cls(config(None, moe_backend=backend), override) is FlashInferNvfp4Sm12xFusedMoE
-    mixed = config(host.QuantAlgo.MIXED_PRECISION, moe_backend=backend)
-    assert create_moe.get_moe_cls(mixed) is FlashInferNvfp4Sm12xFusedMoE
-
-
-@pytest.mark.embedded
 def test_a_format_that_neither_side_serves(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not stay on CUTLASS, which has nothing for it on this card."""
     trtllm_b12x.install()

@@ -114,16 +114,6 @@ def test_one_warning_names_the_first_layer(caplog: pytest.LogCaptureFixture) -> 
 # ---- parameters alone ----------------------------------------------------------------------------------------------------
 
 
-def from_meta(value: float) -> Any:
-    """As hosts build: on meta tensors, then memory as it comes."""
-    with torch.device("meta"):
-        module = created()
-        if not getattr(module, "backend", module)._weights_created:
-            module.create_weights()
-    module._apply(lambda t: torch.full_like(t, value, device="cpu") if t.is_meta else t)
-    return module
-
-
 def by_name(target: Any, source: Any) -> None:
     parameters = dict(target.named_parameters())
     for name, parameter in source.named_parameters():
@@ -132,25 +122,6 @@ def by_name(target: Any, source: Any) -> None:
 
 def by_state_dict(target: Any, source: Any) -> None:
     target.load_state_dict(source.state_dict())
-
-
-@pytest.mark.parametrize("ratio", [1.0, 0.4, 3.0])
-@pytest.mark.parametrize("way", [by_name, by_state_dict])
-def test_a_layer_that_gets_parameters_alone(way: Any, ratio: float, caplog: pytest.LogCaptureFixture) -> None:
-    """A peer's parameters, before the post-load hooks run (ModelExpress): decode and prefill use the larger scale."""
-    caplog.set_level(logging.INFO, logger="trtllm_b12x")
-    tensors = random_experts(E, H, SIZE, up_to_gate=ratio)
-    target = from_meta(7)
-    assert not target.backend.b12x_fc1_half_alphas.any()
-    way(target, layers.load(created(promote=False), tensors))
-    for module in target.modules():
-        for hook in ("post_load_weights", "cache_derived_state"):
-            if hasattr(module, hook):
-                getattr(module, hook)()
-    assert target.backend.verdict.families == ("b12x", "triton", "grouped")
-    assert_same(target, layers.load(created(), with_the_larger_scale(tensors)))
-    (record,) = [record for record in caplog.records if "share fc31_alpha" in record.message]
-    assert record.levelno == logging.INFO
 
 
 @pytest.mark.parametrize(("first", "second"), [(3.0, 0.4), (3.0, 1.0), (1.0, 3.0)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -127,16 +126,6 @@ def test_the_host_is_timed_on_16_bit_tokens() -> None:
     module, alone = (built(tensors, 192, promote=promote) for promote in (True, False))
     x, logits = call(module, 7)
     assert torch.equal(layers.as_the_host(module, x, logits), alone(x, logits))
-
-
-def test_a_group_of_32_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    """The host loads it with half of the scales zero, and says nothing."""
-    config = host.QuantConfig(quant_algo=host.QuantAlgo.W4A16_NVFP4, group_size=32)
-    module = layers.create(4, 128, 192, quant_config=config)
-    assert type(module.backend.quant_method) is host.methods["W4A16_NVFP4"]
-    assert trtllm_b12x.status().reasons == {"GROUP_SIZE": 1}
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "W4A16_NVFP4 with group size 32" in line
 
 
 @pytest.mark.embedded
