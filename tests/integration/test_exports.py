@@ -105,7 +105,8 @@ def test_llama4(tmp_path: Path) -> None:
 def judged(checkpoint: Checkpoint, *call: torch.Tensor) -> torch.Tensor:
     """The first layer in float32, as the reference computes it."""
     layer, weights = checkpoint.layers[0], checkpoint.weights(checkpoint.layers[0])
-    sizes, more = (layer.num_experts, layer.gated), {"activation": layer.activation, "swiglu": layer.swiglu}
+    sizes = layer.num_experts, layer.gated
+    more: dict[str, Any] = {"activation": layer.activation, "swiglu": layer.swiglu}
     ((ours,),) = reference.outputs(weights, *sizes, [reference.MoECall(*call)], [reference.Arithmetic.UNQUANTIZED], **more)
     return ours
 
@@ -156,30 +157,19 @@ def test_tensors_that_vllms_loader_is_tested_with_are_named_as_exported(mxfp8: P
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp8"])
-def test_gemma4(form: str, tmp_path: Path, every_family: None) -> None:
-    """GeGLU by tanh, which kernels take for the exact one as the host does; the original's experts speak too."""
-    checkpoint = export(gemma4(), tmp_path, original=True, form=form)
-    original = str(tmp_path / "original")
-    report = verify(checkpoint, tmp_path, "--require-b12x", "--tokens", "1,5,64,300", "--original", original)
-    served = {"nvfp4": ["triton", "grouped"], "mxfp8": ["triton+grouped"]}[form]
-    assert [layer["served_by"] for layer in report["layers"]] == served
-    for layer in report["layers"]:
-        assert (layer["activation"], layer["bits_exact"]) == ("Geglu", True)
-        assert max(case["rel_l2_kernel"] for case in layer["cases"]) < 0.005
-        assert layer["weight_error"] < {"nvfp4": 0.11, "mxfp8": 0.03}[form]
-
-
-@pytest.mark.parametrize("form", ["nvfp4", "mxfp8"])
-def test_minimax_m3(form: str, tmp_path: Path, every_family: None) -> None:
-    """SwiGLU with alpha, beta and limit."""
-    checkpoint = export(minimax_m3(num_local_experts=6), tmp_path, original=True, form=form)
-    original = ("--original", str(tmp_path / "original"))
-    arguments = ("--require-b12x", "--tokens", "1,5,64,300")
-    found = verify(checkpoint, tmp_path, *arguments, *original)["layers"]
+@pytest.mark.parametrize("name", ["gemma4", "minimax-m3"])
+def test_other_activations(name: str, form: str, tmp_path: Path, every_family: None) -> None:
+    """GeGLU by tanh, which kernels take for the exact one as the host does, and SwiGLU with alpha, beta and limit."""
+    model = gemma4() if name == "gemma4" else minimax_m3(num_local_experts=6)
+    checkpoint = export(model, tmp_path, original=True, form=form)
+    arguments = ("--require-b12x", "--tokens", "1,5,64,300", "--original", str(tmp_path / "original"))
+    found = verify(checkpoint, tmp_path, *arguments)["layers"]
     assert [layer["served_by"] for layer in found] == {"nvfp4": ["triton", "grouped"], "mxfp8": ["triton+grouped"]}[form]
     for layer in found:
-        assert (layer["index"], layer["activation"]) == (1, "SwigluBias")
+        assert (layer["index"], layer["activation"]) == {"gemma4": (0, "Geglu"), "minimax-m3": (1, "SwigluBias")}[name]
         assert layer["bits_exact"] is True
+        assert max(case["rel_l2_kernel"] for case in layer["cases"]) < 0.005
+        assert layer["weight_error"] < {"nvfp4": 0.12, "mxfp8": 0.03}[form]
 
 
 def test_mxfp8_blocks_along_the_rows(tmp_path: Path) -> None:

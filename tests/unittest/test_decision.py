@@ -96,7 +96,7 @@ POORLY = {RejectReason.EXPERT_PARALLEL, RejectReason.CUDA_GRAPHS}
 def test_every_reason_has_a_case() -> None:
     (plan,) = decide(LayerShape(), plan_error="ptxas failed").rejections
     (none,) = resolve(LayerShape(), None, None, {}).rejections
-    alone = {RejectReason.PREFILL}  # of a format, not of a family: test_mxfp8.py
+    alone = {RejectReason.PREFILL}  # of a format, not of a family: test_number_formats.py
     assert {case[0] for case in CASES} | {plan.reason, none.reason} | alone == set(RejectReason)
 
 

@@ -139,16 +139,6 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["cache", "clear"]).output == "0 bytes removed\n"
 
 
-def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = report(monkeypatch, FIELD)
-    assert found["active"] is False
-    assert found["environment"]["payload_fault"] == "SHADOWED"
-    (first, second) = found["verdicts"]
-    assert (first["layers"], second["layers"]) == ("NVFP4 Swiglu", "NVFP4 Relu2")
-    assert [r["reason"] for r in first["rejections"]] == ["DSL_PAYLOAD", "FLASHINFER_TOO_OLD"]
-    assert first["class"] == "CutlassFusedMoE"
-
-
 def test_target_replaces_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = dataclasses.replace(GOOD, sm=0, toolkit_cuda=(0, 0))
     blind = run(monkeypatch, facts, status=1)

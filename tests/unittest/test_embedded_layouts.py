@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests import layers
-from tests.checkpoints import dequantized, random_experts
-from trtllm_b12x.engines.trtllm import embedded as host
+from tests.checkpoints import random_experts
 from trtllm_b12x.engines.trtllm.embedded import ops
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.bounds import exceeds
@@ -26,22 +25,6 @@ def test_interleave_pads_with_zeros_and_reverses() -> None:
     plain = ops.block_scale_interleave_reverse(flat.view(2, 256, 8))
     assert torch.equal(plain[:, :130, :6], scales)
     assert int((plain != 0).sum()) == scales.numel()
-
-
-def test_fp4_quantize_by_hand() -> None:
-    # Calibrated to amax 6 * 448 / 448 = 6: global scale 448.  Block 0 has amax 6 -> scale 448 (byte 0x7E); its values are
-    # E2M1 values already.  Block 1 has amax 0.75 -> scale 56 (0x66), values times 8.  Block 2 is zero.
-    x = torch.zeros(1, 48, dtype=torch.bfloat16)
-    x[0, :4] = torch.tensor([6.0, -0.5, 1.5, 3.0])
-    x[0, 16:18] = torch.tensor([0.75, -0.125])
-    packed, scales = ops.fp4_quantize(x, torch.tensor(448.0), is_sf_swizzled_layout=False)
-    assert scales.tolist() == [0x7E, 0x66, 0x00]
-    assert packed[0, :2].tolist() == [0x97, 0x53]  # codes 7, 9; 3, 5
-    assert packed[0, 8:10].tolist() == [0xA7, 0x00]  # 6 -> 7, -1 -> 10
-    assert not packed[0, 16:].any()
-    swizzled = ops.fp4_quantize(x, torch.tensor(448.0))[1]
-    assert swizzled.shape == (128 * 4,)
-    assert swizzled[:3].tolist() == scales.tolist()
 
 
 def test_parameters_by_hand() -> None:
@@ -108,34 +91,3 @@ def test_against_the_reference_with_cutlass_rounding_points(gated: bool) -> None
     call = reference.MoECall(x, ids, torch.full((64, 2), 0.5))
     ((expected,),) = reference.outputs(tensors, 4, gated, [call], [reference.Arithmetic.CUTLASS])
     assert not exceeds(result, expected, 0.005)
-
-
-def test_unquantized_experts() -> None:
-    tensors = random_experts(2, 64, 48)
-    plain = {f"{e}.{w}.weight": dequantized(tensors, e, w) for e in range(2) for w in ("w1", "w3", "w2")}
-    module = host.CutlassFusedMoE(
-        routing_method=host.RenormalizeMoeRoutingMethod(2),
-        num_experts=2,
-        hidden_size=64,
-        intermediate_size=48,
-        dtype=torch.float32,
-        model_config=host.ModelConfig(),
-    )
-    module.load_weights([plain])
-    module.post_load_weights()
-    x = torch.randn(5, 64)
-    ids = torch.tensor([[1, 0]] * 5)
-    router_weights = torch.rand(5, 2)
-    result = module.run_moe(*module.quantize_input(x)[:1], ids, router_weights)
-    call = reference.MoECall(x, ids, router_weights)
-    (expected,) = reference.outputs(plain, 2, True, [call], [reference.Arithmetic.NONE])[0]
-    torch.testing.assert_close(result, expected)
-
-
-def test_the_operator_checks_its_shapes() -> None:
-    tensors = random_experts(1, 128, 128)
-    module = build(tensors, 1, 128, 128, gated=True)
-    module.w2_weight = torch.nn.Parameter(module.w2_weight.data[..., :4].contiguous(), requires_grad=False)
-    packed, sf = module.quantize_input(torch.randn(1, 128).bfloat16())
-    with pytest.raises(ValueError, match="256 rows"):
-        module.run_moe(packed, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1), sf, output_dtype=torch.bfloat16)

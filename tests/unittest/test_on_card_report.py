@@ -267,14 +267,6 @@ def test_a_card_without_clocks_and_power(tmp_path: Path, monkeypatch: pytest.Mon
     assert "Never at" not in report.markdown({**found, "kernels": kernels, "paths": {}})
 
 
-def test_a_driver_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executable(tmp_path / "nvidia-smi", "print('581.80, 2418')")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_state(["driver_version", "clocks.sm"]) == [{"driver_version": "581.80", "clocks.sm": 2418.0}]
-    executable(tmp_path / "nvidia-smi", "print('No devices were found')")
-    assert gpu_state(["driver_version", "clocks.sm"]) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -292,16 +284,17 @@ def test_wrong_usage_is_explained(arguments: list[str], said: str, capsys: pytes
     assert capsys.readouterr().err.rstrip().endswith(said)
 
 
-def test_a_concurrency_of_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing would be served, and the report would not say why."""
-    assert run(tmp_path, "--model", SUPER, "--concurrency", "1", "99") == 2
-    assert "--concurrency 1 99: these models are run at [1, 4, 8]; choose among them" in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not even by root."""
-    assert run(Path("/proc/nowhere")) == 2
-    assert "OUT /proc/nowhere must be a folder that can be written (No such file or directory)" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("out", "arguments", "said"),
+    [
+        # Nothing would be served, and the report would not say why.
+        ("OUT", ("--model", SUPER, "--concurrency", "1", "99"), "--concurrency 1 99: these models are run at [1, 4, 8]; choose"),
+        ("/proc/nowhere", (), "OUT /proc/nowhere must be a folder that can be written (No such file or directory)"),
+    ],
+)
+def test_what_cannot_be_run(out: str, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Path(out), *arguments) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("bench")
