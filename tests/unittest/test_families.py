@@ -61,14 +61,6 @@ def test_what_the_catalog_says_is_what_the_kernels_say() -> None:
     assert TritonKernel.features.activations == set(TRITON_ACTIVATIONS) == UnquantizedReferenceKernel.features.activations
 
 
-def test_the_preferred_family_serves_every_call_by_itself() -> None:
-    module = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192))
-    assert module.backend.verdict.families == ("b12x", "toy")
-    assert list(module.backend.schedule.families) == ["b12x"]
-    assert module.backend.w2_weight.shape[2] * 16 == 768  # both tiles
-    assert trtllm_b12x.status().families == {"b12x": 1}
-
-
 @pytest.mark.parametrize("when", ["plan", "self_test"])
 def test_the_next_one_takes_over_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str

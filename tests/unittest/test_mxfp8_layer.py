@@ -113,7 +113,8 @@ def test_a_state_dict_is_handed_on() -> None:
 
 
 def test_explain() -> None:
-    expected = {"MXFP8": ("triton", "grouped"), "MIXED_PRECISION": ("b12x", "triton", "grouped"), "W4A16_AWQ": ()}
+    beyond = dict.fromkeys(("MXFP8", "W4A16_NVFP4", "W4A8_MXFP4_MXFP8"), ("triton", "grouped"))
+    expected = {**beyond, "MIXED_PRECISION": ("b12x", "triton", "grouped"), "W4A16_AWQ": ()}
     for algorithm, names in expected.items():
         verdict = trtllm_b12x.explain(host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algorithm))))
         assert verdict.families == names

@@ -15,7 +15,6 @@ from benchmarks.on_card import __main__ as on_card
 from benchmarks.on_card import greedy, page, plan, report
 from benchmarks.on_card.card import identity
 from benchmarks.on_card.steps import Runner, Step, gpu_state
-from benchmarks.peers import pages
 from benchmarks.peers.ours import Line
 from tests.unittest.test_on_card import FACTS, SUPER, bench, executable, read, run  # noqa: F401
 
@@ -96,18 +95,6 @@ def test_the_floor_stands_beside_a_model(tmp_path: Path) -> None:
     page = report.markdown(found)
     assert "a step reads 11.9 GB (docs/floor.md), 5.94 ms at the copy's rate: 59% of TPOT" in page
     assert "| 10.00 | - | - | less |" in page
-
-
-def test_the_page_of_the_benchmark_alone() -> None:
-    """With every peer."""
-    peer = {"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 47.5, "products_us": 30.0, "error": 0.002}
-    found = {**_decode(), "torch": "2.11.0", "triton": "3.6.0", "triton_kernels": [peer], "marlin": [{**peer, "us": 75.0}]}
-    found["marlin"].append({**peer, "tokens": 64, "us": 4800.0, "products_us": 4700.0})
-    page = pages.markdown(found)
-    slower = "**1.05x slower** than triton_kernels"
-    assert f"| 1 | 50.0 | 0.23 | 0.0022 | 75.0 | 30.0 | 0.0020 | 47.5 | 30.0 | 0.0020 | 98.0 | - | {slower} |" in page
-    assert "| 64 | 3200.0 | 0.23 | - | 4800.0 | 4700.0 | 0.0020 | - | - | - | - | - | 1.50x faster than marlin |" in page
-    assert "Not measured: triton_kernels: it is not on PYTHONPATH" in page
 
 
 # ---- answers, and the page in one file ---------------------------------------------------------------------------------

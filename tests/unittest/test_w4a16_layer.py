@@ -149,21 +149,6 @@ def test_random_weights_give_outputs_of_about_one(shape: tuple[str, str, bool | 
     assert 0.1 < float(module(x, logits).float().pow(2).mean().sqrt()) < 3
 
 
-def test_explain() -> None:
-    for algo in ("W4A16_NVFP4", "W4A8_MXFP4_MXFP8"):
-        config = host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algo)))
-        assert trtllm_b12x.explain(config).families == ("triton", "grouped")
-
-
-def test_a_host_without_the_method_keeps_its_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    methods = layers._host.load().methods
-    monkeypatch.delitem(methods, "W4A16_NVFP4")
-    module = layers.create(4, 128, 192, quant_config=CONFIG)
-    assert type(module.backend) is host.CutlassFusedMoE
-    assert trtllm_b12x.status().reasons == {"QUANTIZATION": 1}
-    assert caplog.text.count("this TensorRT-LLM has no W4A16NVFP4CutlassFusedMoEMethod") == 1
-
-
 # ---- W4A4 prefill, by a switch -------------------------------------------------------------------------------------------
 
 
