@@ -93,7 +93,7 @@ def take(path: Path, docs: Path) -> Path:
         found = json.loads(path.read_text(encoding="utf-8"))
         source = next((source for source in SOURCES if source.is_it(found)), None)
         if source is not None:
-            target, kept = docs / source.file, found
+            target, kept = docs / source.file, _with_other_models(found, docs / source.file)
         elif {"form", "card", "kernels", "bench", "not_measured"} <= found.keys():
             name = re.sub(r"[^a-z0-9]+", "-", found["card"]["card"]["name"].lower()).strip("-")
             target, kept = docs / "on-card" / f"{name}.json", _of_a_card(found)
@@ -104,6 +104,18 @@ def take(path: Path, docs: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(_finite(kept), indent=1) + "\n", encoding="utf-8")
     return target
+
+
+def _with_other_models(found: dict[str, Any], earlier: Path) -> dict[str, Any]:
+    """Return a run of ``benchmarks.vllm`` after the rows of models that it left out, if an earlier one has the same versions."""
+    if earlier.name != "vllm.json" or not earlier.exists():
+        return found
+    before = json.loads(earlier.read_text(encoding="utf-8"))
+    if any(before[name] != found[name] for name in ("gpu", "versions")):
+        return found
+    run = {(line["model"], line["format"]) for line in found["layers"]}
+    others = [line for line in before["layers"] if (line["model"], line["format"]) not in run]
+    return {**found, "layers": others + found["layers"]}
 
 
 def _of_a_card(found: dict[str, Any]) -> dict[str, Any]:
@@ -301,7 +313,7 @@ def _in_vllm(found: dict[str, Any]) -> list[str]:
         cells.setdefault((name, "vLLM's Marlin"), {})[line["tokens"]] = f"{line['marlin us']:.0f}"
     counts = sorted({tokens for times in cells.values() for tokens in times})
     rows = [[*key, *(times.get(n, "-") for n in counts)] for key, times in cells.items()]
-    head = "One layer inside vLLM by tokens, microseconds, by `triton` (t) or `grouped` (g), [vllm.json](vllm.json):"
+    head = "One layer inside vLLM by tokens, microseconds, by `cuda` (c), `triton` (t) or `grouped` (g), [vllm.json](vllm.json):"
     return [head, "", *table(["layer", "kernel", *map(str, counts)], rows), ""]
 
 

@@ -1,7 +1,8 @@
 """Time whole layers in vLLM's modular kernel: our experts beside its MarlinExperts, from the same checkpoint tensors.
 
 ``python -m benchmarks.vllm OUT`` writes ``OUT/vllm.json`` and prints a line for each token count. Graphs cycle through several
-layers, so that no weight is in the L2 cache. vLLM must be importable.
+layers, so that no weight is in the L2 cache. Marlin's gpt-oss is padded as vLLM pads it, without the time of padding x. vLLM must
+be importable.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,9 @@ CASES = (
     ("gemma-4-26B-A4B", "MXFP8", (128, 8, 2816, 704), "gelu_tanh"),
     ("Qwen3-30B-A3B", "NVFP4", (128, 8, 2048, 768), "silu"),
     ("Qwen3.6-35B-A3B", "W4A16_NVFP4", (256, 8, 2048, 512), "silu"),
+    ("gpt-oss-120b", "MXFP4", (128, 4, 2880, 2880), "swigluoai"),
 )
+"""Name, format, number of experts, experts per token, hidden and intermediate size, and vLLM's activation. gpt-oss has biases."""
 
 
 def method(form: str, config: Any, marlin: Any) -> Any:
@@ -63,21 +67,33 @@ def float_activation(activation: str) -> Any:
         gate, up = inner.chunk(2, -1)
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
-    return gelu if activation == "gelu_tanh" else None
+    return {"gelu_tanh": gelu, "swigluoai": vllm_layers.swigluoai}.get(activation)
 
 
-def measure(name: str, form: str, sizes: tuple[int, int, int, int], activation: str, until: float) -> Iterator[dict[str, Any]]:
+def turned(experts: vllm_layers.Experts, places: int) -> vllm_layers.Experts:
+    """Return the layer with its experts in another order, in memory of its own."""
+    parameters = {name: torch.cat((tensor[places:], tensor[:places])) for name, tensor in experts.parameters.items()}
+    return replace(experts, parameters=parameters)
+
+
+def measure(
+    name: str, form: str, sizes: tuple[int, int, int, int], activation: str, counts: Sequence[int], seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each token count. After ``seconds`` of measuring, start no further one."""
     experts, top_k, hidden, size = sizes
-    config = vllm_layers.config_of(*sizes, activation=activation, device="cuda")
-    marlin = vllm_layers.config_of(*sizes, activation=activation, device="cuda", moe_backend="marlin")
+    gpt_oss = activation == "swigluoai"
+    more: dict[str, Any] = {"activation": activation, "device": "cuda", "has_bias": gpt_oss}
+    config = vllm_layers.config_of(*sizes, **more)
     geometry = Geometry(experts, top_k, hidden, size, "Swiglu", format=form)
     built: dict[str, list[Any]] = {"ours": [], "marlin": []}
-    first = None
-    for seed in range(LAYERS):
-        drawn = vllm_layers.random_experts(form, experts, hidden, size, "cuda", seed)
-        first = first or drawn
-        built["ours"].append(vllm_layers.loaded(form, config, drawn, method(form, config, marlin)))
-        built["marlin"].append(vllm_layers.loaded(form, marlin, drawn))
+    drawn = vllm_layers.random_experts(form, experts, hidden, size, "cuda", bias=gpt_oss)
+    stored = vllm_layers.by_turns(drawn) if gpt_oss else drawn
+    for places in range(LAYERS):
+        marlin = vllm_layers.config_of(*sizes, **more, moe_backend="marlin")  # whose sizes loading may round up
+        tensors = turned(stored, places)
+        built["ours"].append(vllm_layers.loaded(form, config, tensors, method(form, config, marlin)))
+        built["marlin"].append(vllm_layers.loaded(form, marlin, tensors))
+    del stored, tensors
     for who, pairs in built.items():
         print(name, form, who, type(pairs[0][0].moe_kernel.fused_experts).__name__, flush=True)
     x, weights, ids = vllm_layers.routes(config, 4096, 0, "cuda")
@@ -88,8 +104,8 @@ def measure(name: str, form: str, sizes: tuple[int, int, int, int], activation: 
             vllm_layers.call(made, layer, x, weights, ids)
     ours = built["ours"][0][0].moe_kernel.fused_experts
     print(name, form, ours.dispatch.schedule.summary, flush=True)
-    assert first is not None
-    for tokens in TOKENS:
+    until = time.monotonic() + seconds
+    for tokens in counts:
         if form == "NVFP4" and tokens > LARGEST:
             return
         if time.monotonic() > until:
@@ -98,19 +114,20 @@ def measure(name: str, form: str, sizes: tuple[int, int, int, int], activation: 
         calls = draw(geometry, geometry, tokens, LAYERS).calls
         x, weights, _ = vllm_layers.routes(config, tokens, 1, "cuda")
         on_device = [(i, ids.cuda()) for i, ids in calls]
-        expected = first.expected(x, weights, on_device[0][1], float_activation(activation))
+        expected = drawn.expected(x, weights, on_device[0][1], float_activation(activation))
         row: dict[str, Any] = {"model": name, "format": form, "tokens": tokens}
         kernel = ours.dispatch.schedule.at(tokens)
         row["kernel"] = "" if kernel is None else kernel.features.name
         for who, pairs in built.items():
+            padded = torch.nn.functional.pad(x, (0, pairs[0][1].hidden_size - hidden))
 
-            def run(pairs: Any = pairs, x: Any = x, weights: Any = weights, on_device: Any = on_device) -> list[torch.Tensor]:
-                return [_call(pairs[i], x, weights, ids) for i, ids in on_device]
+            def run(pairs: Any = pairs, x: Any = padded, weights: Any = weights, calls: Any = on_device) -> list[torch.Tensor]:
+                return [_call(pairs[i], x, weights, ids) for i, ids in calls]
 
-            result = _call(pairs[0], x, weights, on_device[0][1])
-            row[f"{who} error"] = vllm_layers.distance(result, expected)
+            result = _call(pairs[0], padded, weights, on_device[0][1])
+            row[f"{who} error"] = vllm_layers.distance(result[:, :hidden], expected)
             row[f"{who} us"] = 1e6 * graph_seconds(run, REPLAYS) / len(on_device)
-            once = functools.partial(_call, pairs[0], x, weights, on_device[0][1])
+            once = functools.partial(_call, pairs[0], padded, weights, on_device[0][1])
             row[f"{who} host us"] = host_microseconds(once)
         yield row
 
@@ -122,23 +139,23 @@ def _call(built: tuple[Any, Any], x: torch.Tensor, weights: torch.Tensor, ids: t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=480, help="start no further token count after so many")
-    parser.add_argument("--only", default="", help="a format")
+    parser.add_argument("--seconds", type=float, default=90, help="time to measure one model, once its kernels are compiled")
+    parser.add_argument("--only", default="", help="part of a format's name")
+    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=TOKENS, help="such as 1,8,64")
     options = parser.parse_args()
-    until = time.monotonic() + options.seconds
     plugin.register()
     plugin.install(sm=120)
     options.out.mkdir(parents=True, exist_ok=True)
     properties = torch.cuda.get_device_properties(0)
     versions = {"torch": torch.__version__, "triton": triton.__version__, "vllm": facts.version()}
     report: dict[str, Any] = {"gpu": properties.name, "versions": versions, "layers": []}
-    with vllm_layers.vllm_config("cuda"), torch.no_grad():
+    with vllm_layers.vllm_config("cuda"), vllm_layers.without_openais_kernels(), torch.no_grad():
         for case in CASES:
             if options.only not in case[1]:
                 continue
             os.environ[settings.CROSSOVER.name] = str(LARGEST + 1) if case[1] == "NVFP4" else "auto"
             try:
-                for row in measure(*case, until):
+                for row in measure(*case, options.tokens, options.seconds):
                     report["layers"].append(row)
                     print(" ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
                     (options.out / "vllm.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

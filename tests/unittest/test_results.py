@@ -64,6 +64,37 @@ def _on_card() -> dict[str, Any]:
     }
 
 
+def _in_vllm(model: str, kernel: str, tokens: int, us: float) -> dict[str, Any]:
+    return {"model": model, "format": "MXFP4", "tokens": tokens, "kernel": kernel, "ours us": us, "marlin us": 2 * us}
+
+
+def test_layers_inside_vllm_keep_the_rows_of_other_models(root: Path, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"gpu": "NVIDIA H100", "versions": {"torch": "2.11.0", "vllm": "0.33.0"}, "layers": []}
+    runs = (
+        {**run, "layers": [_in_vllm("A", "triton", 1, 30.2)]},
+        {**run, "layers": [_in_vllm("gpt-oss-120b", "triton", 1, 40.4)]},
+        {**run, "layers": [_in_vllm("gpt-oss-120b", "cuda", 1, 35.4), _in_vllm("gpt-oss-120b", "grouped", 512, 700)]},
+    )
+    for found in runs:
+        (tmp_path / "run.json").write_text(json.dumps(found))
+        assert results.main(["--take", str(tmp_path / "run.json")], root) == 0
+    page = (root / "docs" / "results.md").read_text()
+    table = page[page.index("One layer inside vLLM") :].splitlines()
+    assert "`cuda` (c), `triton` (t) or `grouped` (g)" in table[0]
+    assert table[2:9] == [
+        "| layer | kernel | 1 | 512 |",
+        "| --- | --- | --- | --- |",
+        "| A, MXFP4 | ours | 30 t | - |",
+        "| A, MXFP4 | vLLM's Marlin | 60 | - |",
+        "| gpt-oss-120b, MXFP4 | ours | 35 c | 700 g |",
+        "| gpt-oss-120b, MXFP4 | vLLM's Marlin | 71 | 1400 |",
+        "",
+    ]
+    (tmp_path / "run.json").write_text(json.dumps({**runs[0], "gpu": "NVIDIA H200"}))
+    assert results.main(["--take", str(tmp_path / "run.json")], root) == 0
+    assert "gpt-oss-120b, MXFP4" not in (root / "docs" / "results.md").read_text()
+
+
 def test_runs_are_taken_in(root: Path, tmp_path: Path) -> None:
     decode = {**_decode(), "torch": "2.11.0", "triton": "3.6.0", "gpu": "NVIDIA H200"}
     (tmp_path / "a.json").write_text(json.dumps(decode))

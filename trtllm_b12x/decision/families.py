@@ -100,7 +100,7 @@ def cuda_mxfp8(e: Environment) -> KernelFeatures:
 
 
 def _one_launch(known: KernelFeatures) -> KernelFeatures:
-    return replace(known, name="cuda", oldest_sm=90, most_tokens=8, bound_by=known.bound_by - {RejectReason.TRITON})
+    return replace(known, name="cuda", oldest_sm=90, most_tokens=64, bound_by=known.bound_by - {RejectReason.TRITON})
 
 
 def triton_w4a16(e: Environment) -> KernelFeatures:

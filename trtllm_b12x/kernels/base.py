@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,9 +13,6 @@ from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.formats.geometry import Geometry
 
 from .call import MoECall
-
-if TYPE_CHECKING:
-    pass
 
 
 class PlanError(RuntimeError):
@@ -142,10 +139,9 @@ class Kernel(ABC):
         """
         prepared = call.prepared(self.geometry, self.features.quantized_input)
         self._launch(prepared)
-        assert prepared.out is not None
-        if call.out is None or call.out is prepared.out:
-            return prepared.out
-        return call.out.copy_(prepared.out)  # the kernel could not write the caller's
+        given, out = call.out, prepared.out
+        assert out is not None
+        return out if given is None or given is out else given.copy_(out)  # the kernel could not write the caller's
 
     def _launch(self, call: MoECall) -> None:
         """Write ``call.out``, for a call as ``MoECall.prepared`` returns it."""

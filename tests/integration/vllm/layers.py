@@ -57,6 +57,14 @@ def vllm_config(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
+def without_openais_kernels() -> Iterator[None]:
+    """Make vLLM choose Marlin for gpt-oss, as on SM12x. On Hopper it prefers OpenAI's triton_kernels."""
+    module = importlib.import_module(f"{FUSED_MOE}.experts.gpt_oss_triton_kernels_moe")
+    with mock.patch.object(module, "_triton_kernel_moe_supports_current_device", return_value=False):
+        yield
+
+
+@contextmanager
 def model_dtype() -> Iterator[None]:
     """Set the default dtype that vLLM builds a model under."""
     torch.set_default_dtype(torch.bfloat16)
@@ -192,6 +200,32 @@ def by_turns(experts: Experts) -> Experts:
     return replace(experts, parameters=turned)
 
 
+def rounded_up(method: Any, config: Any, experts: Experts) -> Experts:
+    """Set the sizes that vLLM allocates for its backend, and return the tensors with zeros in what they do not fill.
+
+    Only MXFP4's methods round up; the halves of FC1 are by turns, so that what is added is the last rows.
+    """
+    sizes = config.hidden_dim, config.intermediate_size_per_partition
+    hidden, size = method.maybe_roundup_sizes(*sizes, config.in_dtype, config.moe_parallel_config)
+    if (hidden, size) == sizes:
+        return experts
+    assert config.activation.value == "swigluoai"
+    config.hidden_dim, config.intermediate_size_per_partition = method.hidden_size, method.intermediate_size = hidden, size
+    shapes = {
+        "w13_weight": (2 * size, hidden // 2),
+        "w13_weight_scale": (2 * size, hidden // 32),
+        "w13_bias": (2 * size,),
+        "w2_weight": (hidden, size // 2),
+        "w2_weight_scale": (hidden, size // 32),
+        "w2_bias": (hidden,),
+    }
+    parameters = {}
+    for name, tensor in experts.parameters.items():
+        parameters[name] = tensor.new_zeros(len(tensor), *shapes[name])
+        parameters[name][tuple(slice(n) for n in tensor.shape)] = tensor
+    return replace(experts, parameters=parameters)
+
+
 class Layer(torch.nn.Module):
     """What ModelOpt's methods use of vLLM's RoutedExperts."""
 
@@ -248,7 +282,7 @@ def method_of(form: str, config: Any) -> Any:
 def loaded(form: str, config: Any, experts: Experts, method: Any = None) -> tuple[Any, Layer]:
     """Load a layer as vLLM does after its weights are in place."""
     method = method or method_of(form, config)
-    layer = Layer(config, experts)
+    layer = Layer(config, rounded_up(method, config, experts))
     with model_dtype():
         method.process_weights_after_loading(layer)
     return method, layer
@@ -265,9 +299,12 @@ def routes(config: Any, tokens: int, seed: int = 0, device: Any = "cpu") -> tupl
 
 
 def call(method: Any, layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Call the layer as vLLM's runner does."""
+    """Call the layer as vLLM's runner does, which pads x to the layer's hidden size."""
+    hidden = x.shape[1]
+    if padding := layer.hidden_size - hidden:
+        x = torch.nn.functional.pad(x, (0, padding))
     result: torch.Tensor = method.apply(layer, x, weights, ids, None, None)
-    return result
+    return result[:, :hidden] if padding else result
 
 
 def distance(result: torch.Tensor, expected: torch.Tensor) -> float:

@@ -200,6 +200,19 @@ def test_biases_and_gate_and_up_by_turns(form: str, activation: str) -> None:
         assert error < (0.08 if tokens > 63 and form == "MXFP8" else 0.004), (tokens, error)
 
 
+def test_zeros_fill_what_vllm_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that Marlin, which cannot run here, gets gpt-oss as vLLM loads it."""
+    config = layers.config_of(*SIZES[:3], 96, activation="swigluoai", has_bias=True)
+    experts = layers.random_experts("MXFP4", SIZES[0], 256, 96, bias=True)
+    method = layers.method_of("MXFP4", config)
+    monkeypatch.setattr(method, "maybe_roundup_sizes", lambda *sizes: (512, 128))
+    method, layer = layers.loaded("MXFP4", config, layers.by_turns(experts), method)
+    assert (layer.w13_weight.shape, layer.w2_weight.shape) == ((8, 256, 256), (8, 512, 64))
+    x, weights, ids = layers.routes(layers.config_of(*SIZES), 5)
+    result = layers.call(method, layer, x, weights, ids)
+    assert layers.distance(result, experts.expected(x, weights, ids, layers.swigluoai)) < 0.004
+
+
 def test_large_scales_of_mxfp4_are_not_decoded_by_triton() -> None:
     config, experts = layers.config_of(*SIZES), layers.random_experts("MXFP4", SIZES[0], *SIZES[2:])
     experts.parameters["w2_weight_scale"][3] = 140

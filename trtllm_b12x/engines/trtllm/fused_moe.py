@@ -210,8 +210,9 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
 
     def _addresses_now(self) -> tuple[int, ...]:
         """Addresses of the host's tensors that the kernels read: parameters, and SwiGLU's constants."""
-        constants = (getattr(self, name).data_ptr() for name in self._swiglu_tensors)
-        return (*self.quant_method.addresses(self), *constants)
+        addresses: tuple[int, ...] = self.quant_method.addresses(self)
+        names = self._swiglu_tensors
+        return (*addresses, *(getattr(self, name).data_ptr() for name in names)) if names else addresses
 
     # ---- call --------------------------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         """Return the kernel for this call, or None if CUTLASS serves it."""
         if not isinstance(x, torch.Tensor) or x.dtype is not (self._dtype if x_sf is None else torch.uint8):
             return None
-        kernel = self.schedule.at(x.shape[0])
+        kernel = self.dispatch.schedule.at(x.shape[0])
         if kernel is None or (x_sf is not None and not kernel.features.quantized_input):
             return None
         # The autotuner must see the host's kernels for few tokens, as without us.
@@ -291,16 +292,12 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
                     raise RuntimeError(f"no kernel serves {x.shape[0]} tokens of the MoE layer of {self._about()}")
                 return x if moe_output is None else moe_output
             return None
-        addresses = self._addresses_now()
-        if addresses != self._addresses:  # the kernel reads the parameters as they are now, also where no hook was called
+        if self._addresses_now() != self._addresses:  # parameters are read as they are now, also where no hook was called
             self.dispatch.bind(self._kernel_weights(), self.slot_start)
             self._addresses = self._addresses_now()
         # Ids are global. The rank returns the partial sum of its own experts, the host reduces.
-        direct = moe_output if moe_output is not None and moe_output.dtype is self._dtype else None
-        result = kernel.run(kernels.MoECall(x, token_selected_experts, token_final_scales, x_sf, swizzled, direct))
-        if moe_output is None:
-            return result if output_dtype in (None, self._dtype) else result.to(output_dtype)
-        return moe_output if direct is not None else moe_output.copy_(result)
+        result = kernel.run(kernels.MoECall(x, token_selected_experts, token_final_scales, x_sf, swizzled, moe_output))
+        return result.to(output_dtype) if moe_output is None and output_dtype not in (None, self._dtype) else result
 
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
         """Quantize what ``quantize_input`` passed on in bf16 and no kernel serves, with the scale layout of this call."""

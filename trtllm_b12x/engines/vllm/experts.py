@@ -186,15 +186,15 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self.load(w1, w2, expert_map)
         if not self.measured:
             self._measure(call.x, theirs)
-        tokens, routes = len(call.x), call.ids.numel()
+        tokens, routes = call.x.shape[0], call.ids.numel()
         kernel = self.dispatch.schedule.at(tokens)
         if kernel is None:
             return False
         size = self._workspace_bytes(tokens)
         memory = None if call.scratch is None else call.scratch.view(-1).view(torch.uint8)
-        if memory is None or len(memory) < size:
+        if memory is None or memory.nbytes < size:
             memory = torch.empty(size, dtype=torch.uint8, device=call.x.device)
-        call = call._replace(scratch=memory)
+        call = MoECall(call.x, call.ids, call.router_weights, out=call.out, scratch=memory)
         if weighted or self._local is not None:
             ones, places, ids = memory[size - 12 * routes : size].view(torch.int32).view(3, *call.ids.shape)
             if weighted:

@@ -43,7 +43,8 @@ class Tensors:
     """``(E, r*I)`` in the order of the rows, and ``(E, H)``."""
 
     def addresses(self) -> tuple[int, ...]:
-        return tuple(tensor.data_ptr() for tensor in (self.w1, self.w2, *self.scales, *(self.alphas or ()), *(self.biases or ())))
+        tensors = self.w1, self.w2, *self.scales, *(self.alphas or ()), *(self.biases or ())
+        return tuple(map(torch.Tensor.data_ptr, tensors))
 
 
 def view(t: Tensors, geometry: Geometry, inputs: InputScales | None, swiglu: tuple[float, float, float] | None) -> Weights:

@@ -6,8 +6,10 @@ Numbers are those of the Triton kernels, whose docstring describes them (``trito
 from __future__ import annotations
 
 import ctypes
+import struct
 import time
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,15 +49,8 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Call(ctypes.Structure):
-    """``Call`` of ``layer.cu``."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "x_sf", "ids", "router_weights", "out", "workspace")),
-        *((name, ctypes.c_int) for name in ("tokens", "wide_ids", "weight_type", "swizzled")),
-    ]
-
-
+_CALL = struct.Struct("6P4i")
+"""``Call`` of ``layer.cu``: x, x_sf, ids, router weights, out, workspace; tokens, wide ids, type of router weights, swizzled."""
 _Owner = tuple[int, int, int]
 """Tokens of the variant, capture (0 outside) and stream."""
 
@@ -65,9 +60,8 @@ class LaunchPlan(Plan):
     functions: dict[int, driver.Function]
     """By the largest number of tokens."""
     workspace_bytes: dict[int, int]
-    workspaces: dict[_Owner, torch.Tensor] = field(default_factory=dict)
-    """Launches that may overlap share none."""
-    addresses: dict[_Owner, int] = field(default_factory=dict)
+    workspaces: dict[_Owner, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    """Addresses and memory. Launches that may overlap share none."""
 
 
 class CudaKernel(PlannedKernel):
@@ -80,8 +74,8 @@ class CudaKernel(PlannedKernel):
     code_bits = 4
     first_expert: int
     _plan: LaunchPlan
-    _layers: dict[bool, _Layer]
-    """Addresses, by whether the input arrives quantized."""
+    _launches: dict[tuple[int, bool], Callable[..., None]]
+    """By the tokens of the variant, and by whether the input arrives quantized."""
 
     def __init__(self, card: Card | None = None) -> None:
         """
@@ -127,8 +121,6 @@ class CudaKernel(PlannedKernel):
             torch.cuda.current_stream()  # makes the context that modules are loaded into
             cubins = load(needed, self.target, warmup_command(self.geometry, self.card))
             functions = {variant.tokens: driver.Function(cubin, "layer") for variant, cubin in zip(needed, cubins, strict=True)}
-            for function in functions.values():
-                function.configure(function.constant("threads"), function.constant("shared_bytes"))
         sizes = {tokens: function.constant("workspace_bytes") for tokens, function in functions.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         return LaunchPlan(functions, sizes)
@@ -148,10 +140,12 @@ class CudaKernel(PlannedKernel):
             *swiglu(self.geometry, weights, none),
         )
         self._tensors = *head, s.fc1_input, one, *tail
-        self._layers = {
-            quantized: _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail)), step, s.steps[1], first_expert)
-            for quantized, scale, step in ((False, s.fc1_input, s.steps[0]), (True, one, 0))
-        }
+        launches = {}
+        for quantized, scale, step in ((False, s.fc1_input, s.steps[0]), (True, one, 0)):
+            layer = _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail)), step, s.steps[1], first_expert)
+            for tokens, function in self._plan.functions.items():
+                launches[tokens, quantized] = function.launcher(self.card.multiprocessors, layer, _CALL)
+        self._launches = launches
         self.weights, self.first_expert = weights, first_expert
 
     # ---- test --------------------------------------------------------------------------------------------------------
@@ -172,18 +166,18 @@ class CudaKernel(PlannedKernel):
         tokens, plan = x.shape[0], self._plan
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-        size = 1 << (tokens - 1).bit_length()
+        size = TOKENS[bisect_left(TOKENS, tokens)]
         stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-        owner = size, driver.capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0, stream
-        workspace = plan.addresses.get(owner) or self._workspace(owner)
-        arguments = _Call(
-            *(x.data_ptr(), None if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr()),
-            *(out.data_ptr(), workspace, tokens),  # type: ignore[union-attr]
-            *(ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16, bool(swizzled)),
-        )
-        plan.functions[size].launch(self.card.multiprocessors, stream, self._layers[x_sf is not None], arguments)
+        # The legacy default stream, 0, cannot be captured.
+        owner = size, driver.capture_of(stream) if stream and torch.cuda.is_current_stream_capturing() else 0, stream
+        workspace, _ = plan.workspaces.get(owner) or self._workspace(owner)
+        self._launches[size, x_sf is not None](
+            stream, x.data_ptr(), 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(),
+            out.data_ptr(), workspace,  # type: ignore[union-attr]
+            tokens, ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16, bool(swizzled),
+        )  # fmt: skip
 
-    def _workspace(self, owner: _Owner) -> int:
+    def _workspace(self, owner: _Owner) -> tuple[int, torch.Tensor]:
         """Allocate the workspace of a stream, or of a graph that is being captured.
 
         A graph sets its own up at each replay, since the two fills are part of it, and owns the memory. So what earlier captures
@@ -191,12 +185,11 @@ class CudaKernel(PlannedKernel):
         """
         plan, (tokens, capture, stream) = self._plan, owner
         for old in [other for other in plan.workspaces if other[2] == stream and other[1] not in (0, capture)]:
-            del plan.workspaces[old], plan.addresses[old]
+            del plan.workspaces[old]
         memory = torch.full((plan.workspace_bytes[tokens],), 255, dtype=torch.uint8, device=self.device)
         memory[:_HEADER] = 0
-        plan.workspaces[owner] = memory
-        plan.addresses[owner] = memory.data_ptr()
-        return plan.addresses[owner]
+        plan.workspaces[owner] = memory.data_ptr(), memory
+        return plan.workspaces[owner]
 
 
 class CudaW4A16Kernel(CudaKernel):

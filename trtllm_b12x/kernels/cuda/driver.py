@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+from collections.abc import Callable
+from typing import Any
 
 _OVERLAP = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: a launch begins before the one ahead of it has ended."""
@@ -45,12 +48,14 @@ def _call(name: str, *arguments: object) -> None:
 
 
 class Function:
-    """A kernel on torch's current device, whose context exists."""
+    """A kernel on torch's current device, whose context exists. Its module has ``threads`` and ``shared_bytes`` of a block."""
 
     def __init__(self, cubin: bytes, name: str) -> None:
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
         _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+        self.threads, self.shared_bytes = self.constant("threads"), self.constant("shared_bytes")
+        _call("cuFuncSetAttribute", self._function, _SHARED_MEMORY, self.shared_bytes)
 
     def constant(self, name: str) -> int:
         """Read an ``int`` of the module."""
@@ -59,19 +64,34 @@ class Function:
         _call("cuMemcpyDtoH_v2", ctypes.byref(value), at, ctypes.c_size_t(ctypes.sizeof(value)))
         return int(value.value)
 
-    def configure(self, threads: int, shared_bytes: int) -> None:
-        _call("cuFuncSetAttribute", self._function, _SHARED_MEMORY, shared_bytes)
-        self._threads, self._shared_bytes = threads, shared_bytes
-        self._attribute = _Attribute(_OVERLAP, 0, 1)
-        self._launch = _library().cuLaunchKernelEx
+    def launcher(self, blocks: int, layer: ctypes.Structure, record: struct.Struct) -> Callable[..., None]:
+        """Return a function that takes a stream and the values of a record, and launches with ``layer`` and that record.
 
-    def launch(self, blocks: int, stream: int, *arguments: ctypes.Structure) -> None:
-        """Launch with programmatic dependent launch; the kernel waits for the one ahead of it by itself."""
-        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        config = _Config(blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, ctypes.pointer(self._attribute), 1)
-        code = self._launch(ctypes.byref(config), self._function, pointers, None)
-        if code:
-            _check("cuLaunchKernelEx", code)
+        The kernel waits for the one ahead of it by itself. Any thread may launch.
+        """
+        pack, start = record.pack_into, _library().cuLaunchKernelEx
+        idle: list[tuple[Any, ...]] = []
+
+        def slot() -> tuple[Any, ...]:
+            attributes, memory = ctypes.pointer(_Attribute(_OVERLAP, 0, 1)), ctypes.create_string_buffer(record.size)
+            config = _Config(blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, 0, attributes, 1)
+            pointers = (ctypes.c_void_p * 2)(ctypes.addressof(layer), ctypes.addressof(memory))
+            return config, memory, ctypes.byref(config), self._function, ctypes.byref(pointers)
+
+        def launch(stream: int, *values: int) -> None:
+            try:
+                mine = idle.pop()  # no other thread's while the driver reads it: ctypes releases the GIL
+            except IndexError:
+                mine = slot()
+            config, memory, config_at, function, pointers = mine
+            config.stream = stream
+            pack(memory, 0, *values)
+            code = start(config_at, function, pointers, None)
+            idle.append(mine)
+            if code:
+                _check("cuLaunchKernelEx", code)
+
+        return launch
 
 
 def capture_of(stream: int) -> int:

@@ -34,6 +34,8 @@ typedef unsigned char u8;
 #define FI __device__ __forceinline__
 #define KEEP(v) asm volatile("" : "+r"(v))  // computed once: ptxas would rather compute it anew at every use
 
+template <int V> struct Int { static constexpr int v = V; };
+
 constexpr int UP_GATE = 0, GATE_UP = 1, BY_TURNS = 2;                      // ORDER
 constexpr int SWIGLU = 0, SWIGLU_BIAS = 1, GEGLU = 2, RELU2 = 3, SILU = 4;  // ACTIVATION, else GELU
 constexpr int THREADS = (WARPS + 1 + SUMS) * 32, KS = WARPS / RG;
@@ -43,10 +45,13 @@ constexpr int MATRICES = GATED ? 2 : 1, PIECES = 2 * HALVES, N1 = PIECES / MATRI
 // Columns: blocks of 128, the most that a warp has in FC1, and units of FC2: in a row, and the most that a warp has.
 constexpr int KB1 = (STORED + 127) / 128, KB2 = (SIZE + 127) / 128, KPW = (KB1 + KS - 1) / KS;
 constexpr int KU2 = NARROW ? (KB2 + 1) / 2 : KB2, UNITS = (TOP_K * KU2 + WARPS - 1) / WARPS;
-// Bytes of a stage: WIDE times 16 of codes for a lane and piece, and SROW of scales for a row.
-constexpr int WIDE = BITS / 4, CODES = PIECES * 512 * WIDE, SROW = 128 / GROUP, STAGE = CODES + PIECES * 8 * SROW;
 // Bytes of a row of codes, and of scales that lie in rows; 128x4 tiles of scales beside each other, in 128 columns and in a row.
 constexpr int PITCH1 = STORED * BITS / 8, PITCH2 = SIZE * BITS / 8, SP1 = STORED / GROUP, SP2 = SIZE / GROUP;
+// Bytes of a stage: WIDE times 16 of codes for a lane and piece, and SROW of scales for a row. Rows of scales that do not begin at
+// multiples of SROW (UNEVEN) are copied in words, the first of which may begin 2 bytes ahead.
+constexpr int WIDE = BITS / 4, CODES = PIECES * 512 * WIDE, SROW = 128 / GROUP;
+constexpr bool UNEVEN = !TILED && (SP1 % SROW || SP2 % SROW);
+constexpr int SLOT = SROW + (UNEVEN ? 4 : 0), STAGE = CODES + PIECES * 8 * SLOT;
 constexpr int CG = 128 / (4 * GROUP), SC1 = (STORED + 4 * GROUP - 1) / (4 * GROUP), SC2 = (SIZE + 4 * GROUP - 1) / (4 * GROUP);
 // Bytes of an expert: codes, scales.
 constexpr u64 EXPERT1 = (u64)MATRICES * SIZE * PITCH1, EXPERT2 = (u64)STORED * PITCH2;
@@ -54,22 +59,29 @@ constexpr u64 SEXPERT1 = TILED ? (u64)((MATRICES * SIZE + 127) / 128) * SC1 * 51
 constexpr u64 SEXPERT2 = TILED ? (u64)((STORED + 127) / 128) * SC2 * 512 : (u64)STORED * SP2;
 // Tiles, of n pieces each; whether they and blocks of columns are whole.
 constexpr int tiles(int rows, int n) { return TILED ? (rows + 127) / 128 * (16 / n) : (rows + 8 * n - 1) / (8 * n); }
-constexpr int ALL1 = tiles(SIZE, N1), TILES1 = (ALL1 + RG - 1) / RG, TILES2 = tiles(STORED, N2);
-constexpr bool EXACT1 = ALL1 * N1 * 8 == SIZE && ALL1 % RG == 0, EXACT2 = TILES2 * N2 * 8 == STORED;
+constexpr bool GATHER = MAXT > 8;
+constexpr int COLUMNS = GATHER ? 8 : MAXT, KS2 = WARPS / RG2, PARTS2 = GATHER ? RG2 : 1;  // of a product; warps of a part of FC2's tile, parts
+constexpr int PARTS1 = RG * TW, ALL1 = tiles(SIZE, N1), TILES1 = (ALL1 + PARTS1 - 1) / PARTS1, ALL2 = tiles(STORED, N2), TILES2 = (ALL2 + PARTS2 - 1) / PARTS2;
+constexpr bool EXACT1 = ALL1 * N1 * 8 == SIZE && ALL1 % PARTS1 == 0, EXACT2 = ALL2 * N2 * 8 == STORED && ALL2 % PARTS2 == 0;
 constexpr bool FULL2 = SIZE % (NARROW ? 256 : 128) == 0;
 // Shared memory: rings, sums (PART bytes a buffer), mbarriers, tasks, routes, slots (experts hit), masks of their routes, experts.
 constexpr int ROUTES = MAXT * TOP_K, WORDS = (ROUTES + 31) / 32, EWORDS = (EXPERTS + 31) / 32;
-constexpr int PART = (KS * MAXT > WARPS ? KS * MAXT : WARPS) * 64;
-constexpr int ENTRIES = MAXT == 8 ? 16 : 32, ENTRY = 16 + 16 * RG, LEAD = STAGES + 2;  // tasks published, bytes of one, most ahead
+constexpr int PART = (GATHER ? WARPS * 8 : KS * MAXT > WARPS ? KS * MAXT : WARPS) * 64;
+constexpr int ENTRIES = MAXT >= 8 ? 16 : 32, ENTRY = 16 + 16 * (PARTS1 > PARTS2 ? PARTS1 : PARTS2);  // tasks published, bytes of one
+constexpr int LEAD = STAGES + 2;                                                            // most tasks ahead
 constexpr int O_RED = WARPS * STAGES * STAGE, O_BAR = O_RED + NB * PART, O_ENTRY = O_BAR + 128, O_ROUTE = O_ENTRY + ENTRIES * ENTRY;
 constexpr int O_SLOT = O_ROUTE + ROUTES * 16, O_MASK = O_SLOT + ROUTES * 4, O_BIT = O_MASK + ROUTES * WORDS * 4;
-constexpr int SMEM = O_BIT + EWORDS * 4 + 64;
-constexpr u64 HBUF = (u64)MAXT * TOP_K * KB2 * 256;  // bytes of a buffer of h
+// Gathered: numbers of routes, by expert; groups (up to 8 routes of an expert); a mask of routes held for each token.
+constexpr int GROUPS = ROUTES < EXPERTS + ROUTES / 8 ? ROUTES : EXPERTS + ROUTES / 8;
+constexpr int O_NUMBER = O_ROUTE, O_GROUP = O_NUMBER + ROUTES * 2, O_HELD = O_GROUP + GROUPS * 4;
+constexpr int SMEM = GATHER ? O_HELD + MAXT * 4 : O_BIT + EWORDS * 4 + 64;
+constexpr u64 HBUF = (u64)ROUTES * KB2 * 256;  // bytes of a buffer of h
+constexpr u64 SHARES = GATHER ? (u64)ROUTES * STORED * 4 : 0;
 constexpr int PRELOAD = 2;                           // units whose h is asked for at once
-static_assert(NB % SUMS == 0 && NB <= 6, "a buffer has one warp that adds: a parity passes for a waiter a phase ahead");
-static_assert(SMEM <= 101376 && WARPS % RG == 0 && KS <= KB1 && (!NARROW || HALVES == 1), "sizes that do not fit");
-static_assert(MAXT <= 8 && MAXT <= WARPS && TOP_K <= 32, "a token has a warp that reads its routes, and a column of the product");
-extern "C" __device__ const int shared_bytes = SMEM, threads = THREADS, workspace_bytes = 1024 + 2 * HBUF;
+static_assert(NB % SUMS == 0 && NB <= 6 && (!GATHER || NB % HALVES == 0), "a buffer has one warp that adds: a parity passes for a waiter a phase ahead");
+static_assert(SMEM <= 101376 && WARPS % RG == 0 && KS <= KB1 && (!NARROW || HALVES == 1) && (TW == 1 || (GATHER && KPW <= 2)), "sizes that do not fit");
+static_assert(TOP_K <= 32 && (GATHER ? WARPS % RG2 == 0 && KS2 <= KB2 && !NARROW && MAXT <= 64 : MAXT <= WARPS), "sizes that do not fit");
+extern "C" __device__ const int shared_bytes = SMEM, threads = THREADS, workspace_bytes = 1024 + 2 * HBUF + SHARES;
 
 // ---- instructions
 FI u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -85,6 +97,13 @@ FI void copy16(u32 d, const u8* s) { asm volatile("cp.async.cg.shared.global.L2:
 template <int N> FI void copy_scales(u32 d, const u8* s) {
   if (N == 16) copy16(d, s);
   else asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(d), "l"(s), "n"(N) : "memory");
+}
+template <int N> FI void copy_scales(u32 d, const u8* s, int left) {  // of a row that has so many more
+  if (!UNEVEN) return copy_scales<N>(d, s);
+  const int ahead = (int)((u64)s & 2);
+#pragma unroll
+  for (int i = 0; i <= N; i += 4)
+    if (i < ahead + N && i < ahead + left) copy_scales<4>(d + i, s - ahead + i);
 }
 FI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> FI void wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
@@ -104,6 +123,8 @@ FI uint4 ldg_relaxed(const u8* p) {
   return v;
 }
 FI void stg_relaxed(u8* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+FI u32 ldg_acquire(const u32* p) { u32 v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+FI void add_release(u32* p, u32 v) { asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 FI u16 to_bf16(float v) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
 FI u16 to_x(float v) { u16 r; if (FLOAT16) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v)); else r = to_bf16(v); return r; }
 FI float from16(u16 v, int float16) {
@@ -193,6 +214,22 @@ template <bool F16> FI void multiply(float (*acc)[4], const Rows& a, const Rows&
   }
 }
 
+FI void to_pairs(u32* x) {  // 32 columns, to the order of decoded pairs
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    const u32 q = x[i], r = x[i + (BITS == 4 ? 2 : 1)], y = x[i + (BITS == 4 ? 1 : 2)], z = x[i + 3];
+    x[i] = __byte_perm(q, r, 0x5410); x[i + 1] = __byte_perm(q, r, 0x7632);
+    x[i + 2] = __byte_perm(y, z, 0x5410); x[i + 3] = __byte_perm(y, z, 0x7632);
+  }
+}
+FI void from_codes(const Rows& r, u32* x) {  // x that the host has quantized
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    decode_part<FLOAT16>(r, i, x + 4 * i);
+    if ((r.scales >> (i < 2 ? 0 : 8) & 127) == 127) x[4 * i] = x[4 * i + 1] = x[4 * i + 2] = x[4 * i + 3] = 0x7fff7fff;  // NaN
+  }
+}
+
 // ---- activations
 FI float activate(float up, float gate, float alpha, float beta, float limit) {
   if (ACTIVATION == SWIGLU) return __fdividef(gate, 1.f + __expf(-gate)) * up;
@@ -232,47 +269,121 @@ struct Call {
   int tokens, wide_ids, weight_type, swizzled;  // int64 ids; 0 float32, 1 bfloat16; x_sf in 128x4 tiles
 };
 
+FI int expert_of(const Layer& L, const Call& C, u32 route) {  // -1: none of this rank's
+  const long long id = (C.wide_ids ? ((const long long*)C.ids)[route] : (long long)((const int*)C.ids)[route]) - L.first;
+  return id >= 0 && id < EXPERTS ? (int)id : -1;
+}
+FI float weight_of(const Call& C, u32 route) {
+  return C.weight_type ? from16(((const u16*)C.router_weights)[route], 0) : ((const float*)C.router_weights)[route];
+}
+
+// Sorts the routes by expert, in groups of up to 8. Every block must get the same groups: a route's place within its expert is
+// the number of routes of the expert in warps before, and before it in its own warp. Returns the number of groups, each a word:
+// expert (12 bits), first route in that order (13), routes less one (3). The scratch is the rings' memory.
+constexpr int CHUNKS = (ROUTES + 31) / 32, COUNTERS = GATHER ? (CHUNKS < THREADS / 32 ? CHUNKS : THREADS / 32) : 0, OWN = (CHUNKS + THREADS / 32 - 1) / (THREADS / 32);
+constexpr int O_FIRST = (COUNTERS * EXPERTS * 2 + 3) / 4 * 4, O_ALL = O_FIRST + EXPERTS * 4, O_BEFORE = O_ALL + EXPERTS * 4;
+static_assert(!GATHER || (O_BEFORE + EWORDS * 4 + 4 <= O_RED && EXPERTS <= 4096 && ROUTES <= 8192), "sizes that do not fit");
+FI int group_routes(u8* sm, const Layer& L, const Call& C, u32 numbers, u32 groups, u32 held) {
+  const int tid = threadIdx.x, w = tid >> 5, lane = tid & 31, all = C.tokens * TOP_K, used = min(COUNTERS, (all + 31) / 32);
+  u16* count = (u16*)sm;  // (warp, expert)
+  u32 *first = (u32*)(sm + O_FIRST), *total = (u32*)(sm + O_ALL), *before = (u32*)(sm + O_BEFORE);
+  int e[OWN], rank[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int r = (w + i * (THREADS / 32)) * 32 + lane;
+    e[i] = r < all ? expert_of(L, C, r) : -1;
+  }
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    if ((w + i * (THREADS / 32)) * 32 >= all) continue;
+    const u32 same = __match_any_sync(~0u, e[i]), below = same & ((1u << lane) - 1);
+    const int n = e[i] < 0 ? 0 : count[w * EXPERTS + e[i]];
+    rank[i] = n + __popc(below);
+    __syncwarp();
+    if (e[i] >= 0 && !below) count[w * EXPERTS + e[i]] = n + __popc(same);
+    __syncwarp();
+  }
+  __syncthreads();
+  for (int part = w; part * 32 < EXPERTS; part += THREADS / 32) {
+    const int expert = part * 32 + lane;
+    u32 n = 0;
+    if (expert < EXPERTS) {
+      for (int i = 0; i < used; i++) { const u32 c = count[i * EXPERTS + expert]; count[i * EXPERTS + expert] = n; n += c; }
+      total[expert] = n;
+    }
+    const u32 own = (n + 7) / 8 << 16 | n;
+    u32 upto = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) { const u32 v = __shfl_up_sync(~0u, upto, d); if (lane >= d) upto += v; }
+    if (expert < EXPERTS) first[expert] = upto - own;
+    if (lane == 31) before[part] = upto;
+  }
+  __syncthreads();
+  for (int expert = tid; expert < EXPERTS; expert += THREADS) {
+    u32 from = first[expert];
+    for (int i = 0; i < expert / 32; i++) from += before[i];
+    first[expert] = from;
+    const int n = total[expert];
+    for (int i = 0; i * 8 < n; i++) sts(groups + ((from >> 16) + i) * 4, expert | ((from & 0xffff) + 8 * i) << 12 | (min(n - 8 * i, 8) - 1) << 25);
+    if (expert == EXPERTS - 1) before[EWORDS] = (from >> 16) + (n + 7) / 8;
+  }
+  __syncthreads();
+  const int number = before[EWORDS];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int r = (w + i * (THREADS / 32)) * 32 + lane;
+    if (e[i] < 0) continue;
+    const u32 to = (first[e[i]] & 0xffff) + count[w * EXPERTS + e[i]] + rank[i];
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(numbers + to * 2), "h"((u16)r) : "memory");
+    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(held + r / TOP_K * 4), "r"(1u << r % TOP_K) : "memory");
+  }
+  __syncthreads();
+  return number;
+}
 extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_constant__ Layer L, const __grid_constant__ Call C) {
   extern __shared__ __align__(128) u8 sm[];
   const int tid = threadIdx.x, w = tid >> 5, lane = tid & 31, G = gridDim.x, T = C.tokens;
   u32 *ticket = (u32*)C.workspace, *done = (u32*)(C.workspace + 128), *epoch = (u32*)(C.workspace + 256), *before = epoch + 1;
+  u32* added = (u32*)(C.workspace + 512);  // two times MAXT counts: sums that a token's shares still lack begin there
   u8* hall = C.workspace + 1024;
+  float* shares = (float*)(hall + 2 * HBUF);  // (route, column)
   const u32 s = shared_address(sm), full = s + O_BAR, empty = full + NB * 8, progress = s + O_BAR + 112, epoch_at = progress + 4;
-  const u32 tasks = s + O_ENTRY, routes = s + O_ROUTE, slots = s + O_SLOT;
+  const u32 tasks = s + O_ENTRY, routes = s + O_ROUTE, slots = s + (GATHER ? O_GROUP : O_SLOT), numbers = s + O_NUMBER, held = s + O_HELD;
   u32 *mask = (u32*)(sm + O_MASK), *bitmap = (u32*)(sm + O_BIT), *valid = (u32*)(sm + O_BIT + EWORDS * 4);
   if (tid == 0) {
     for (int i = 0; i < NB; i++) { mb_init(full + 8 * i, WARPS); mb_init(empty + 8 * i, 1); }
     sts(progress, 0);
   }
   for (int i = tid; i < ENTRIES; i += THREADS) sts(tasks + ENTRY * i, 0);
-  for (int i = tid; i < ROUTES * WORDS; i += THREADS) mask[i] = 0;
-  for (int i = tid; i < EWORDS; i += THREADS) bitmap[i] = 0;
+  if (GATHER) {
+    for (int i = tid; i < MAXT; i += THREADS) sts(held + 4 * i, 0);
+    for (int i = tid; i < (COUNTERS * EXPERTS + 1) / 2; i += THREADS) ((u32*)sm)[i] = 0;
+  } else {
+    for (int i = tid; i < ROUTES * WORDS; i += THREADS) mask[i] = 0;
+    for (int i = tid; i < EWORDS; i += THREADS) bitmap[i] = 0;
+  }
   __syncthreads();
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   // x, before anything else is known. lane (g, t): row g and its columns of the blocks ks, ks + KS, ...
-  const int g = lane >> 2, t = lane & 3, rg = w / KS, ks = w % KS, own1 = (KB1 - ks + KS - 1) / KS;
+  const int g = lane >> 2, t = lane & 3, rg = w / KS, ks = w % KS, own1 = (KB1 - ks + KS - 1) / KS, ks2 = w % KS2, own2 = (KB2 - ks2 + KS2 - 1) / KS2;
   u32 xr[KPW][16];
   const bool quantized = NVFP4 && C.x_sf;
 #pragma unroll
   for (int b = 0; b < KPW; b++) {
     const int block = (ks + b * KS) * 128, column = block + t * 32;
-    const bool there = w < WARPS && g < T && column < H;
+    const bool there = !GATHER && w < WARPS && g < T && column < H;
 #pragma unroll
     for (int i = 0; i < 16; i++) xr[b][i] = 0;
     if (quantized && there) {
       Rows r;
       r.codes[0] = *(const uint4*)(C.x + (g * H + column) / 2);
       r.scales = *(const u16*)(C.x_sf + (C.swizzled ? tiled<(H + 63) / 64>(g, column >> 6) + (column >> 4 & 3) : (u32)(g * H + column) / 16));
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        decode_part<FLOAT16>(r, i, xr[b] + 4 * i);
-        if ((r.scales >> (i < 2 ? 0 : 8) & 127) == 127) xr[b][4 * i] = xr[b][4 * i + 1] = xr[b][4 * i + 2] = xr[b][4 * i + 3] = 0x7fff7fff;  // NaN
-      }
+      from_codes(r, xr[b]);
     } else if (!quantized) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        if (w < WARPS && g < T && block + column8(t, i) < H) {
+        if (!GATHER && w < WARPS && g < T && block + column8(t, i) < H) {
           const uint4 q = *(const uint4*)(C.x + (g * H + block + column8(t, i)) * 2);
           xr[b][4 * i] = q.x; xr[b][4 * i + 1] = q.y; xr[b][4 * i + 2] = q.z; xr[b][4 * i + 3] = q.w;
         }
@@ -287,29 +398,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   int e = -1, at = 0;
   u32 factor_to = 0;
   float factor = 0;
-  if (w < T) {
+  if (!GATHER && w < T) {
     const int r = w * TOP_K + lane;
     float weight = 0;
     if (lane < TOP_K) {
-      long long id = C.wide_ids ? ((const long long*)C.ids)[r] : (long long)((const int*)C.ids)[r];
-      id -= L.first;
-      e = id >= 0 && id < EXPERTS ? (int)id : -1;
-      weight = C.weight_type ? from16(((const u16*)C.router_weights)[r], 0) : ((const float*)C.router_weights)[r];
+      e = expert_of(L, C, r);
+      weight = weight_of(C, r);
     }
-    const u32 held = __ballot_sync(~0u, e >= 0);
-    at = w * TOP_K + __popc(held & ((1u << lane) - 1));
+    const u32 ours = __ballot_sync(~0u, e >= 0);
+    at = w * TOP_K + __popc(ours & ((1u << lane) - 1));
     if (e >= 0) {
       factor = weight;
       if (GROUP == 16) factor *= L.alpha2[e] * L.input2[e * L.step2];
       factor_to = routes + at * 16 + 8;
-      sts4(routes + at * 16, (u32)(e * (EXPERT2 / 16)), (u32)(e * (SEXPERT2 / 4)), 0, r);
+      sts4(routes + at * 16, (u32)(e * (EXPERT2 / 16)), (u32)(e * (SEXPERT2 / 2)), 0, r);
       if (MAXT > 1) atomicOr(&bitmap[e >> 5], 1u << (e & 31));
     }
-    if (lane == 0) valid[w] = __popc(held);
+    if (lane == 0) valid[w] = __popc(ours);
   }
   if (MAXT > 1) __syncthreads();
   int nslots = 0;
-  if (MAXT > 1) {
+  if (GATHER) nslots = group_routes(sm, L, C, numbers, slots, held);
+  else if (MAXT > 1) {
     int rank = 0;
     for (int i = 0; i < EWORDS; i++) {
       const u32 word = bitmap[i];
@@ -326,32 +436,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   __syncthreads();
   if (factor_to) stsf(factor_to, factor * (BITS == 4 ? 256.f : 1.f));  // it may be late: FC2 waits for it
   if (MAXT == 1) nslots = valid[0];
-  const int NT1 = nslots * TILES1, NT = NT1 + T * TILES2;
+  const int NT1 = nslots * TILES1, NT2 = NT1 + (GATHER ? nslots : T) * TILES2, NT = NT2 + (GATHER ? T : 0);
 
   if (w == WARPS) {  // ---- tickets
     ep = __shfl_sync(~0u, ep, 0);
     last = __shfl_sync(~0u, last, 0);
     if (lane == 0) sts(epoch_at, ep);
-    int seq = 0, u = 0, B = 1, t = __shfl_sync(~0u, (int)t0, 0), quota = (NT - NT1 + G - 1) / G;  // of FC2's tickets: each block takes as many
+    int seq = 0, u = 0, B = 1, t = __shfl_sync(~0u, (int)t0, 0), quota = GATHER ? 1 : (NT - NT1 + G - 1) / G;  // of FC2's tickets: each block takes as many
     const int init = max(1, min(STAGES, NT1 / G));
     auto publish = [&](int u) {
       const u32 to = tasks + ENTRY * (seq % ENTRIES);
       if (lane == 0) {
         if (u < NT1) {
-          const int slot = u / TILES1, v = u % TILES1, e = lds(slots + slot * 4);
-          for (int j = 0; j < RG; j++) {
-            const int row = piece_row<N1>(v * RG + j, 0), up = row * TURN + UP0, gate = row * TURN + GATE0;
+          const int slot = u / TILES1, v = u % TILES1, word = lds(slots + slot * 4), e = GATHER ? word & 4095 : word;
+          for (int j = 0; j < PARTS1; j++) {
+            const int row = piece_row<N1>(v * PARTS1 + j, 0), up = row * TURN + UP0, gate = row * TURN + GATE0;
             const u32 s0 = TILED ? tiled<SC1>(up, 0) : up * SP1, s1 = TILED ? tiled<SC1>(gate, 0) : gate * SP1;
-            const u32 se = e * (u32)(SEXPERT1 / 4);
-            sts4(to + 16 + 16 * j, e * (u32)(EXPERT1 / 16) + row * TURN * (PITCH1 / 16), se + s0 / 4, se + s1 / 4, row);
+            const u32 se = e * (u32)(SEXPERT1 / 2);
+            sts4(to + 16 + 16 * j, e * (u32)(EXPERT1 / 16) + row * TURN * (PITCH1 / 16), se + s0 / 2, se + s1 / 2, row);
           }
           sts(to + 4, slot << 16 | v);
+          sts(to + 8, word);
+        } else if (GATHER && u >= NT2) sts(to + 4, u - NT2);
+        else if (GATHER) {
+          const int v = (u - NT1) % TILES2, word = lds(slots + (u - NT1) / TILES2 * 4), e = word & 4095;
+          for (int j = 0; j < PARTS2; j++) {
+            const int row = piece_row<N2>(v * PARTS2 + j, 0);
+            sts4(to + 16 + 16 * j, e * (u32)(EXPERT2 / 16) + row * (PITCH2 / 16), e * (u32)(SEXPERT2 / 2) + (TILED ? tiled<SC2>(row, 0) : row * SP2) / 2, 0, row);
+          }
+          sts(to + 4, v);
+          sts(to + 8, word);
         } else {
           const int tok = (u - NT1) % T, c = (u - NT1) / T, row = piece_row<N2>(c, 0);
-          sts4(to + 16, row * (PITCH2 / 16), (TILED ? tiled<SC2>(row, 0) : row * SP2) / 4, 0, row);
+          sts4(to + 16, row * (PITCH2 / 16), (TILED ? tiled<SC2>(row, 0) : row * SP2) / 2, 0, row);
           sts(to + 4, tok << 16 | c);
         }
-        sts_release(to, (u32)(seq + 1) << 2 | (u < NT1 ? 0 : 1));
+        sts_release(to, (u32)(seq + 1) << 2 | (u < NT1 ? 0 : u < NT2 ? 1 : 3));
       }
       seq++;
     };
@@ -359,12 +479,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       for (int j = 0; j < B; j++, t++)
         for (int r = 0; r < (t < G ? init : 1); r++) {
           u = t < G ? t + r * G : (init - 1) * G + t;
-          if (u >= NT1) quota--;
+          if (u >= (GATHER ? NT : NT1)) quota--;
           if (u < NT) publish(u);
         }
       if (quota <= 0) break;
       while ((int)lds_acquire(progress) + (u >= NT1 ? 2 : LEAD) < seq) __nanosleep(20);
-      B = u + 6 * G < NT1 ? 4 : 1;
+      B = u + 6 * G < NT1 && !GATHER ? 4 : 1;
       if (lane == 0) t = (int)atomicAdd(ticket, B);
       t = __shfl_sync(~0u, t, 0);
     }
@@ -374,6 +494,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       if (atomicAdd(done, 1) == G - 1) { *ticket = 0; *done = 0; *epoch = ep + 1; *before = T; }
     }
     __syncwarp();
+    if (GATHER && blockIdx.x == 0)
+      for (int i = lane; i < MAXT; i += 32) added[(~ep & 1) * MAXT + i] = 0;
     uint4* other = (uint4*)(hall + (~ep & 1) * HBUF);  // for the next launch
     for (int i = blockIdx.x * 32 + lane; i < (int)last * TOP_K * KB2 * 16; i += G * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
     return;
@@ -387,11 +509,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       u32 v;
       while ((v = lds_acquire(entry)) >> 2 != (u32)(seq + 1)) __nanosleep(20);
       if (v & 2) return;
-      const u32 info = lds(entry + 4);
-      const int items = v & 1 ? HALVES : HALVES * RG;
+      const u32 info = lds(entry + 4), word = lds(entry + 8), group = word >> 12 & 8191, in_group = (word >> 25) + 1;
+      const int items = v & 1 ? HALVES : HALVES * (GATHER ? TW : RG);
       for (int sub = 0; sub < items; sub++, item++) {
         if (item % SUMS != mine) continue;
-        const u32 buf = item % NB, parity = item / NB & 1, parts = s + O_RED + buf * PART + row16 * 4;
+        const u32 buf = item % NB, parity = item / NB & 1;
+        u32 parts = s + O_RED + buf * PART + row16 * 4;
         auto total = [&](int column, int n, int stride) {
           float sum = 0;
 #pragma unroll
@@ -399,8 +522,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           return sum + __shfl_xor_sync(~0u, sum, 16);
         };
         if (!(v & 1)) {
-          const int slot = info >> 16, tile = (info & 0xffff) * RG + sub / HALVES, half = sub % HALVES;
-          const int e = lds(slots + slot * 4), row = piece_row<N1>(tile, GATED ? half : 2 * half + (row16 >> 3)) + (lane & 7), k = lane & 7;
+         for (int part = 0; part < (GATHER ? RG : 1); part++, parts += KS * 512) {
+          const int slot = info >> 16, tile = (info & 0xffff) * PARTS1 + (GATHER ? sub / HALVES * RG + part : sub / HALVES), half = sub % HALVES;
+          const int e = GATHER ? word & 4095 : lds(slots + slot * 4), row = piece_row<N1>(tile, GATED ? half : 2 * half + (row16 >> 3)) + (lane & 7), k = lane & 7;
           const bool there = row < SIZE;
           float up_factor = (BITS == 4 ? 256.f : 1.f) * (NVFP4 && C.x_sf ? 256.f : 1.f), gate_factor = up_factor;
           if (GROUP == 16) {
@@ -420,27 +544,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           // where the pair of this lane and the lane 4 (FP8: 2) further lies in 128 columns of h
           constexpr int FAR = BITS == 4 ? 4 : 2;
           const int j = BITS == 4 ? k : (k & 1) | k >> 2 << 1;
-          const bool first = (BITS == 4 ? k < 4 : !(k & 2)) && lane < (GATED ? 8 : 16) && there;
+          const bool first = (BITS == 4 ? k < 4 : !(k & 2)) && row16 < (GATED ? 8 : 16) && there;
           const int number = BITS == 4 ? row >> 3 & 3 : (row >> 5 & 2) | (row >> 3 & 1), owner = BITS == 4 ? row >> 5 & 3 : row >> 4 & 3;
           u8* to = hall + (lds(epoch_at) & 1) * HBUF + (row >> 7) * 256 + number * 64 + owner * 16 + j * 4;
-          mb_wait(full + 8 * buf, parity);
-          for (int word = 0; word < WORDS; word++)
-            for (u32 q = mask[slot * WORDS + word]; q; q &= q - 1) {
-              const int r = word * 32 + __ffs(q) - 1;
-              float up = total(MAXT == 1 ? 0 : r / TOP_K, KS, MAXT), gate = 0;
-              if (GATED) gate = __shfl_down_sync(~0u, up, 8) * gate_factor + gate_bias;
-              up = up * up_factor + up_bias;
-              const float y = activate(up, gate, alpha, beta, limit), far = __shfl_down_sync(~0u, y, FAR);
-              if (first) stg_relaxed(to + (u64)r * (KB2 * 256), (u32)to_bf16(y) | (u32)to_bf16(far) << 16);
+          if (!GATHER || part == 0) mb_wait(full + 8 * buf, parity);
+          auto finish = [&](int r, float up, bool ours) {
+            float gate = 0;
+            if (GATED) gate = __shfl_down_sync(~0u, up, 8) * gate_factor + gate_bias;
+            up = up * up_factor + up_bias;
+            const float y = activate(up, gate, alpha, beta, limit), far = __shfl_down_sync(~0u, y, FAR);
+            if (first && ours) stg_relaxed(to + (u64)r * (KB2 * 256), (u32)to_bf16(y) | (u32)to_bf16(far) << 16);
+          };
+          if (GATHER)
+            for (int i = lane >> 4; i < (int)in_group + (lane >> 4); i += 2) {  // two routes at once
+              float up = 0;
+#pragma unroll
+              for (int j = 0; j < KS; j++) up += ldsf(parts + (j * 8 + i) * 64);
+              finish(lds_u16(numbers + (group + i) * 2), up, i < (int)in_group);
             }
+          else
+            for (int word = 0; word < WORDS; word++)
+              for (u32 q = mask[slot * WORDS + word]; q; q &= q - 1) {
+                const int r = word * 32 + __ffs(q) - 1;
+                finish(r, total(MAXT == 1 ? 0 : r / TOP_K, KS, COLUMNS), lane < 16);
+              }
+         }
+        } else if (GATHER) {  // products of FC2, not added up over the token's routes
+          u32 route = 0;  // of lane 0 to 7
+          float factor = BITS == 4 ? 256.f : 1.f;
+          if (lane < (int)in_group) {
+            const int e = word & 4095;
+            route = lds_u16(numbers + (group + lane) * 2);
+            factor *= weight_of(C, route);
+            if (GROUP == 16) factor *= L.alpha2[e] * L.input2[e * L.step2];
+          }
+          mb_wait(full + 8 * buf, parity);
+          for (int i = lane >> 4; i < (int)in_group + (lane >> 4); i += 2) {
+            float* to = shares + (u64)__shfl_sync(~0u, route, i) * STORED;
+            const float f = __shfl_sync(~0u, factor, i);
+            for (int part = 0; part < PARTS2; part++) {
+              const int column = piece_row<N2>((info & 0xffff) * PARTS2 + part, 2 * sub + (row16 >> 3)) + (lane & 7);
+              float sum = 0;
+#pragma unroll
+              for (int j = 0; j < KS2; j++) sum += ldsf(parts + ((part * KS2 + j) * 8 + i) * 64);
+              if (column < STORED && i < (int)in_group) to[column] = sum * f;
+            }
+          }
         } else {
           const int tok = info >> 16, c = info & 0xffff, column = piece_row<N2>(c, NARROW ? 0 : 2 * sub + (row16 >> 3)) + (lane & 7);
           float bias = 0;
           if (BIAS && column < H)
             for (int i = 0; i < (int)valid[tok]; i++) {
               const u32 r = lds(routes + (tok * TOP_K + i) * 16 + 12), e = lds(routes + (tok * TOP_K + i) * 16) / (u32)(EXPERT2 / 16);
-              const float weight = C.weight_type ? from16(((const u16*)C.router_weights)[r], 0) : ((const float*)C.router_weights)[r];
-              bias += weight * bias_at(L.bias2, (u64)e * STORED + column);
+              bias += weight_of(C, r) * bias_at(L.bias2, (u64)e * STORED + column);
             }
           mb_wait(full + 8 * buf, parity);
           const float sum = total(0, WARPS, 1) + bias;
@@ -448,13 +604,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
         }
         __syncwarp();
         if (lane == 0) mb_arrive(empty + 8 * buf);
+        if (GATHER && v & 1 && lane < (int)in_group)
+          add_release(added + (lds(epoch_at) & 1) * MAXT + lds_u16(numbers + (group + lane) * 2) / TOP_K, 1);
       }
     }
   }
 
   // ---- products
   constexpr int NL1 = TILED ? MATRICES * CG * 8 : PIECES * 8, NL2 = TILED ? (NARROW ? 2 : 1) * CG * 8 : PIECES * 8;  // lanes that copy scales
-  constexpr int SB1 = TILED ? 4 * N1 : SROW, SB2 = TILED ? 4 * N2 : SROW;                        // bytes of each
+  constexpr int SB1 = TILED ? 4 * N1 : SLOT, SB2 = TILED ? 4 * N2 : SLOT;                        // bytes of each
+  constexpr int ODD1 = UNEVEN && SP1 % 4 ? 2 : 0, ODD2 = UNEVEN && SP2 % 4 ? 2 : 0;             // bytes ahead of an odd row's
   // This lane's bytes within a task's: codes, and the scales that it copies for the warp.
   u32 c1 = g * TURN * PITCH1 + ks * 16 * BITS + t * 16, c2 = g * PITCH2 + t * 16;
   const int part1 = !GATED ? 0 : TILED ? lane / (CG * 8) & 1 : lane >> 3 & 1;
@@ -463,12 +622,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   u32 ring = s + w * (STAGES * STAGE);
   // Where it reads scales of piece 0, and from there to the next half and to the other piece of the half.
   const u32 sub = GROUP == 16 ? 2 * t : BITS == 4 ? t : t >> 1, csub = GROUP == 16 ? (t & 1) * 2 : sub, cgrp = CG == 2 ? t >> 1 : 0;
-  u32 r1 = CODES + (TILED ? (cgrp * 8 + g) * SB1 + csub : g * SROW + sub), r2 = CODES + (TILED ? (cgrp * 8 + g) * SB2 + csub : g * SROW + sub);
-  constexpr u32 HALF1 = TILED ? (GATED ? 4 : 8) : 16 * SROW, OTHER1 = TILED ? (GATED ? CG * 8 * SB1 : 4) : 8 * SROW;
-  constexpr u32 HALF2 = TILED ? 8 : 16 * SROW, OTHER2 = !TILED ? 8 * SROW : NARROW ? CG * 8 * SB2 : 4;
+  u32 r1 = CODES + (TILED ? (cgrp * 8 + g) * SB1 + csub : g * SLOT + sub + (TURN == 2 ? UP0 : g & 1) * ODD1);
+  u32 r2 = CODES + (TILED ? (cgrp * 8 + g) * SB2 + csub : g * SLOT + sub + (g & 1) * ODD2);
+  constexpr u32 HALF1 = TILED ? (GATED ? 4 : 8) : 16 * SLOT, OTHER1 = TILED ? (GATED ? CG * 8 * SB1 : 4) : 8 * SLOT + (TURN == 2 ? (GATE0 - UP0) * ODD1 : 0);
+  constexpr u32 HALF2 = TILED ? 8 : 16 * SLOT, OTHER2 = !TILED ? 8 * SLOT : NARROW ? CG * 8 * SB2 : 4;
   KEEP(c1); KEEP(c2); KEEP(q1); KEEP(q2); KEEP(r1); KEEP(r2); KEEP(ring);
   const u32 red = s + O_RED;
-  int n = 0, isub = 0, units = 0;  // stages asked for and not used; stage of the task, and stages of it, asked for next
+  int n = 0, isub = 0, itile = 0, units = 0;  // stages asked for and not used; stage of the task, and stages of it, asked for next
   u32 islot = 0, cslot = 0, ient = tasks, cent = tasks, tag = 4;
   bool iend = false;
   auto units_of = [&](u32 tok) { return ((int)valid[tok] * KU2 - w + WARPS - 1) / WARPS; };
@@ -481,48 +641,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     const u32 to = ring + islot;
     bool next;
     if (!(v & 1)) {
-      const uint4 from = lds4(ient + 16 + 16 * rg);
-      const u8* p = L.w1 + ((u64)from.x << 4) + (c1 + isub * (KS * 16 * BITS));
-      const int column = (ks + isub * KS) * 128;
+      const uint4 from = lds4(ient + 16 + 16 * (rg + (TW > 1 ? itile * RG : 0)));
+      const int later = isub * KS, column = (ks + later) * 128;  // blocks from ks on
+      const u8* p = L.w1 + ((u64)from.x << 4) + (c1 + later * (16 * BITS));
 #pragma unroll
-      for (int piece = 0; piece < PIECES; piece++) {
-        const int j = GATED ? piece >> 1 : piece, first = GATED && piece & 1 ? GATE0 : UP0;
-        const u8* at = p + (j * NEXT * TURN + first) * PITCH1;
-        const bool row = EXACT1 || (int)from.w + j * NEXT < SIZE;
-#pragma unroll
-        for (int i = 0; i < WIDE; i++) {
-          const bool there = row && (STORED % 128 == 0 || column + column16(t, i) < STORED);
-          if (EXACT1 && STORED % 128 == 0) copy16(to + lane * 16 + (piece * WIDE + i) * 512, at + i * 64);
-          else copy16(to + lane * 16 + (piece * WIDE + i) * 512, there ? at + i * 64 : L.w1, there);
-        }
+      for (int n = 0; n < PIECES * WIDE; n++) {
+        const int i = n % WIDE, piece = n / WIDE, j = GATED ? piece >> 1 : piece;
+        const u8* at = p + (j * NEXT * TURN + (GATED && piece & 1 ? GATE0 : UP0)) * PITCH1 + i * 64;
+        const bool there = (EXACT1 || (int)from.w + j * NEXT < SIZE) && (STORED % 128 == 0 || column + column16(t, i) < STORED);
+        if (EXACT1 && STORED % 128 == 0) copy16(to + lane * 16 + n * 512, at);
+        else copy16(to + lane * 16 + n * 512, there ? at : L.w1, there);
       }
-      const bool group = !TILED || SC1 % CG == 0 || (ks + isub * KS) * CG + (lane >> 3) % CG < SC1;
+      const bool group = !TILED || SC1 % CG == 0 || (ks + later) * CG + (lane >> 3) % CG < SC1;
       const bool row = EXACT1 || (int)from.w + (TILED ? 0 : (GATED ? lane >> 4 : lane >> 3) * 8) < SIZE;
       if ((NL1 == 32 || lane < NL1) && group && row)
-        copy_scales<SB1>(to + CODES + lane * SB1, L.s1 + ((u64)(part1 ? from.z : from.y) << 2) + (q1 + isub * (TILED ? KS * CG * 512 : KS * SROW)));
+        copy_scales<TILED ? SB1 : SROW>(to + CODES + lane * SB1, L.s1 + ((u64)(part1 ? from.z : from.y) << 1) + (q1 + later * (TILED ? CG * 512 : SROW)), SP1 - (ks + later) * SROW);
       next = ++isub >= own1;
+      if (TW > 1 && next && ++itile < TW) { isub = 0; next = false; }
     } else {
-      if (isub == 0) units = units_of(lds(ient + 4) >> 16);
+      if (isub == 0) units = GATHER ? own2 : units_of(lds(ient + 4) >> 16);
       if (units > 0) {
-        const uint4 from = lds4(ient + 16);
-        const u32 u = w + isub * WARPS, pos = u / KU2, kb = u % KU2 * (NARROW ? 2 : 1), at_route = routes + ((lds(ient + 4) >> 16) * TOP_K + pos) * 16;
-        const u8* p = L.w2 + ((u64)(from.x + lds(at_route)) << 4) + (c2 + kb * (16 * BITS));
+        const uint4 from = lds4(ient + 16 + (GATHER ? 16 * (w / KS2) : 0));
+        const u32 u = w + isub * WARPS, pos = u / KU2, at_route = routes + ((lds(ient + 4) >> 16) * TOP_K + pos) * 16;
+        const u32 kb = GATHER ? ks2 + isub * KS2 : u % KU2 * (NARROW ? 2 : 1);
+        const u8* p = L.w2 + ((u64)(from.x + (GATHER ? 0 : lds(at_route))) << 4) + (c2 + kb * (16 * BITS));
 #pragma unroll
-        for (int piece = 0; piece < PIECES; piece++) {
-          const u8* at = p + piece * (NARROW ? 16 * BITS : NEXT * PITCH2);
+        for (int n = 0; n < PIECES * WIDE; n++) {
+          const int i = n % WIDE, piece = n / WIDE;
+          const u8* at = p + piece * (NARROW ? 16 * BITS : NEXT * PITCH2) + i * 64;
           const bool row = EXACT2 || (int)from.w + (NARROW ? 0 : piece * NEXT) < STORED;
-          const int column = (kb + (NARROW ? piece : 0)) * 128;
-#pragma unroll
-          for (int i = 0; i < WIDE; i++) {
-            const bool there = row && (FULL2 || column + column16(t, i) < SIZE);
-            if (EXACT2 && FULL2) copy16(to + lane * 16 + (piece * WIDE + i) * 512, at + i * 64);
-            else copy16(to + lane * 16 + (piece * WIDE + i) * 512, there ? at + i * 64 : L.w2, there);
-          }
+          const bool there = row && (FULL2 || (kb + (NARROW ? piece : 0)) * 128 + column16(t, i) < SIZE);
+          if (EXACT2 && FULL2) copy16(to + lane * 16 + n * 512, at);
+          else copy16(to + lane * 16 + n * 512, there ? at : L.w2, there);
         }
-        const bool group = TILED ? SC2 % (NL2 / 8) == 0 || kb * CG + (lane >> 3) % (NL2 / 8) < SC2 : FULL2 || kb + (lane >> 3) < KB2;
-        const bool row = EXACT2 || TILED || NARROW || (int)from.w + (lane >> 3) * 8 < STORED;
+        const bool group = TILED ? SC2 % (NL2 / 8) == 0 || kb * CG + (lane >> 3) % (NL2 / 8) < SC2 : FULL2 || !NARROW || kb + (lane >> 3) < KB2;
+        const bool row = EXACT2 || NARROW || (int)from.w + (TILED ? 0 : (lane >> 3) * 8) < STORED;
         if ((NL2 == 32 || lane < NL2) && group && row)
-          copy_scales<SB2>(to + CODES + lane * SB2, L.s2 + ((u64)(from.y + lds(at_route + 4)) << 2) + (q2 + kb * (TILED ? CG * 512 : SROW)));
+          copy_scales<TILED ? SB2 : SROW>(to + CODES + lane * SB2, L.s2 + ((u64)(from.y + (GATHER ? 0 : lds(at_route + 4))) << 1) + (q2 + kb * (TILED ? CG * 512 : SROW)),
+                                          SP2 - (int)(kb + (NARROW ? lane >> 3 : 0)) * SROW);
       }
       next = ++isub >= units;
     }
@@ -531,7 +687,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       n++;
       islot = islot == (STAGES - 1) * STAGE ? 0 : islot + STAGE;
     }
-    if (next) { isub = 0; tag += 4; ient = ient == tasks + (ENTRIES - 1) * ENTRY ? tasks : ient + ENTRY; }
+    if (next) { isub = itile = 0; tag += 4; ient = ient == tasks + (ENTRIES - 1) * ENTRY ? tasks : ient + ENTRY; }
     return true;
   };
   auto open = [&]() {  // the stage that is used next is there
@@ -563,24 +719,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       }
     }
   };
-  u32 buf = 0, phase = 0;
+  u32 buf = 0, turn = 0;
   auto give = [&](auto write) {  // 16 rows to the warps that add
-    mb_wait(empty + 8 * buf, phase ^ 1);
+    mb_wait(empty + 8 * buf, turn ^ 1);
     write(red + buf * PART);
     __syncwarp();
     if (lane == 0) mb_arrive(full + 8 * buf);
-    if (++buf == NB) { buf = 0; phase ^= 1; }
+    if (++buf == NB) { buf = 0; turn ^= 1; }
   };
   while (!iend && n < STAGES && ask(n == 0)) {}
-  if (!quantized)
+  if (!quantized && !GATHER)
 #pragma unroll
-    for (int b = 0; b < KPW; b++)
-#pragma unroll
-      for (int i = 0; i < 16; i += 4) {  // to the order of decoded pairs
-        const u32 q = xr[b][i], r = xr[b][i + (BITS == 4 ? 2 : 1)], y = xr[b][i + (BITS == 4 ? 1 : 2)], z = xr[b][i + 3];
-        xr[b][i] = __byte_perm(q, r, 0x5410); xr[b][i + 1] = __byte_perm(q, r, 0x7632);
-        xr[b][i + 2] = __byte_perm(y, z, 0x5410); xr[b][i + 3] = __byte_perm(y, z, 0x7632);
-      }
+    for (int b = 0; b < KPW; b++) to_pairs(xr[b]);
   int seq = 0;
   u32 v;
   auto current = [&]() {  // kind of the task that is next
@@ -592,6 +742,163 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     cent = cent == tasks + (ENTRIES - 1) * ENTRY ? tasks : cent + ENTRY;
     if (tid == 0) sts_release(progress, seq);
   };
+  auto wait_for_h = [&](u32* h, int column, auto again) {  // 128 columns
+    for (;;) {
+      u32 most = 0;
+#pragma unroll
+      for (int j = 0; j < 16; j++)
+        if (FULL2 || column + column8(t, j / 4) < SIZE) most = max(most, h[j]);
+      if (most != ~0u) break;
+      again();
+    }
+    __syncwarp();
+    if (!FULL2)
+#pragma unroll
+      for (int j = 0; j < 16; j++)
+        if (column + column8(t, j / 4) >= SIZE) h[j] = 0;
+  };
+  constexpr bool RESIDENT = KPW <= 2;     // FC1's x stays for all tiles of a task
+  u32 x[RESIDENT ? KPW : 1][16];          // as they are in memory until the stage: x, or h
+  bool asked = false;                     // for the next stage, or RESIDENT for the next task
+  const u8* row = nullptr;                // of this lane's route, and its token
+  u32 token = 0;
+  auto find = [&](auto phase, u32 entry) {
+    constexpr int P = decltype(phase)::v;
+    const u32 word = lds(entry + 8), r = lds_u16(numbers + ((word >> 12 & 8191) + min(g, (int)(word >> 25))) * 2);
+    row = P ? hall + (lds(epoch_at) & 1) * HBUF + (u64)r * (KB2 * 256) + t * 16 : C.x + (u64)(r / TOP_K) * (quantized ? H / 2 : 2 * H);
+    if (!P && quantized) token = r / TOP_K;
+  };
+  auto load = [&](auto phase, u32* to, int block) {
+    constexpr int P = decltype(phase)::v;
+    if (!P && quantized) {
+      const int column = block * 128 + t * 32;
+      uint4 q = make_uint4(0, 0, 0, 0);
+      to[4] = 0;
+      if (column < H) {
+        q = *(const uint4*)(row + column / 2);
+        to[4] = *(const u16*)(C.x_sf + (C.swizzled ? tiled<(H + 63) / 64>(token, column >> 6) + (column >> 4 & 3) : (u32)(token * H + column) / 16));
+      }
+      to[0] = q.x; to[1] = q.y; to[2] = q.z; to[3] = q.w;
+    } else
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        uint4 q = make_uint4(0, 0, 0, 0);
+        if (P) q = ldg_relaxed(row + block * 256 + 64 * i);
+        else if (H % 128 == 0 || block * 128 + column8(t, i) < H) q = *(const uint4*)(row + (block * 128 + column8(t, i)) * 2);
+        to[4 * i] = q.x; to[4 * i + 1] = q.y; to[4 * i + 2] = q.z; to[4 * i + 3] = q.w;
+      }
+  };
+  auto arrange = [&](u32* x) {
+    if (quantized) { Rows r; r.codes[0] = make_uint4(x[0], x[1], x[2], x[3]); r.scales = x[4]; from_codes(r, x); }
+    else to_pairs(x);
+  };
+  auto next_is = [&](int kind) { return lds_acquire(cent) == ((u32)(seq + 1) << 2 | kind); };
+  auto hand = [&](float (*acc)[2][4], int routes_less_one) {  // all rows of a tile to the warps that add
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) mb_wait(empty + 8 * ((buf + half) % NB), turn ^ 1);
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      const float *a = acc[half][0], *b = acc[half][1];
+      const u32 at = red + (buf + half) % NB * PART + w * 512 + t * 128 + g * 4;
+      if (2 * t <= routes_less_one) { stsf(at, a[0] + b[0]); stsf(at + 32, a[2] + b[2]); }
+      if (2 * t < routes_less_one) { stsf(at + 64, a[1] + b[1]); stsf(at + 96, a[3] + b[3]); }
+    }
+    __syncwarp();
+    if (lane < HALVES) mb_arrive(full + 8 * ((buf + lane) % NB));
+    buf += HALVES;
+    if (buf >= NB) { buf -= NB; turn ^= 1; }
+  };
+  auto resident = [&]() {  // FC1: TW tiles for up to 8 routes of an expert
+    const int routes_less_one = lds(cent + 8) >> 25;
+    const Int<0> fc1;
+    if (!asked) {
+      find(fc1, cent);
+#pragma unroll
+      for (int b = 0; b < KPW; b++) load(fc1, x[b], ks + b * KS);
+    }
+    passed();
+#pragma unroll 1
+    for (int tile = 0; tile < TW; tile++) {
+      float acc[HALVES][2][4] = {};
+#pragma unroll
+      for (int b = 0; b < KPW; b++) {
+        if (KB1 % KS != 0 && b >= own1) break;
+        Rows rows[HALVES][2];
+        open();
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) read(rows[half], half, r1 + half * HALF1, OTHER1, (ks + b * KS) * 128, 0, STORED);
+        close();
+        if (tile == 0) arrange(x[b]);
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) multiply<FLOAT16>(acc[half], rows[half][0], rows[half][1], x[b]);
+        if (tile < TW - 1) continue;
+        if (b == 0 && (asked = next_is(0))) find(fc1, cent);
+        if (asked) load(fc1, x[b], ks + b * KS);
+      }
+      hand(acc, routes_less_one);
+    }
+  };
+  auto streamed = [&](auto phase) {  // a tile for up to 8 routes of an expert
+    constexpr int P = decltype(phase)::v, STEP = P ? KS2 : KS;
+    const int begin = P ? ks2 : ks, own = P ? own2 : own1, routes_less_one = lds(cent + 8) >> 25;
+    if (!asked) { find(phase, cent); load(phase, x[0], begin); }
+    passed();
+    float acc[HALVES][2][4] = {};
+#pragma unroll 1
+    for (int b = 0; b < own; b++) {
+      const int block = begin + b * STEP;
+      Rows rows[HALVES][2];
+      open();
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+        read(rows[half], half, P ? r2 + half * HALF2 : r1 + half * HALF1, P ? OTHER2 : OTHER1, block * 128, 0, P ? SIZE : STORED);
+      close();
+      if (P) wait_for_h(x[0], block * 128, [&] { load(phase, x[0], block); });
+      else arrange(x[0]);
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+        if (half < HALVES - 1) multiply<FLOAT16 && !P>(acc[half], rows[half][0], rows[half][1], x[0]);
+        else {
+          u32 now[16];
+#pragma unroll
+          for (int i = 0; i < 16; i++) now[i] = x[0][i];
+          if ((asked = b + 1 < own)) load(phase, x[0], block + STEP);
+          else if ((asked = next_is(P))) { find(phase, cent); load(phase, x[0], begin); }
+          multiply<FLOAT16 && !P>(acc[half], rows[half][0], rows[half][1], now);
+        }
+    }
+    hand(acc, routes_less_one);
+  };
+  if (GATHER) {
+    while (current() == 0) {
+      if (RESIDENT) resident();
+      else streamed(Int<0>());
+    }
+    asked = false;
+    while (current() == 1) streamed(Int<1>());
+    while (current() == 3) {  // a token's sum, in the order of its routes
+      const u32 tok = lds(cent + 4), ours = lds(held + tok * 4);
+      passed();
+      while (ldg_acquire(added + (lds(epoch_at) & 1) * MAXT + tok) < (u32)(__popc(ours) * TILES2 * HALVES)) __nanosleep(20);
+      for (int column = w * 128 + lane * 4; column < H; column += WARPS * 128) {
+        float sum[4] = {};
+#pragma unroll(TOP_K < 8 ? TOP_K : 8)
+        for (int i = 0; i < TOP_K; i++) {
+          if (!(ours >> i & 1)) continue;
+          const int r = tok * TOP_K + i;
+          const uint4 q = ldg_relaxed((const u8*)(shares + (u64)r * STORED + column));
+          sum[0] += __uint_as_float(q.x); sum[1] += __uint_as_float(q.y); sum[2] += __uint_as_float(q.z); sum[3] += __uint_as_float(q.w);
+          if (BIAS) {
+            for (int j = 0; j < 4; j++) sum[j] += weight_of(C, r) * bias_at(L.bias2, (u64)expert_of(L, C, r) * STORED + column + j);
+          }
+        }
+        u16* to = C.out + (u64)tok * H + column;
+        *(uint2*)to = make_uint2((u32)to_x(sum[0]) | (u32)to_x(sum[1]) << 16, (u32)to_x(sum[2]) | (u32)to_x(sum[3]) << 16);
+      }
+      asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");  // no warp is a ring of entries ahead
+    }
+    return;
+  }
   while (current() == 0) {  // FC1
     const u32 slot = lds(cent + 4) >> 16;
     u32 mine = 1;  // tokens 2 t and 2 t + 1 are the expert's
@@ -657,19 +964,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
 #pragma unroll
       for (int half = 0; half < HALVES; half++) read(rows[half], half, r2 + half * HALF2, OTHER2, kb * 128, NARROW ? 128 : 0, SIZE);
       close();
-      for (;;) {
-        u32 most = 0;
-#pragma unroll
-        for (int j = 0; j < 16; j++)
-          if (FULL2 || (int)mine + column8(t, j / 4) < SIZE) most = max(most, h[j]);
-        if (most != ~0u) break;
-        load_h(h, h_of(i));
-      }
-      __syncwarp();
-      if (!FULL2)
-#pragma unroll
-        for (int j = 0; j < 16; j++)
-          if ((int)mine + column8(t, j / 4) >= SIZE) h[j] = 0;
+      wait_for_h(h, mine, [&] { load_h(h, h_of(i)); });
 #pragma unroll
       for (int half = 0; half < HALVES; half++) {
         float acc[2][4] = {};

@@ -21,8 +21,10 @@ from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS
 from . import nvrtc
 
 SOURCE = Path(__file__).with_name("layer.cu")
-TOKENS = (1, 2, 4, 8)
+TOKENS = (1, 2, 4, 8, 64)
 """Largest calls of the variants. A call takes the first that holds it."""
+_COLUMNS = 8
+"""Of a product. Calls of more tokens gather an expert's routes."""
 _SHARED_MEMORY = 99 << 10
 """Bytes of a block on SM12x."""
 _RING = 75 << 10
@@ -74,8 +76,9 @@ def variants(g: Geometry, bits: int, group: int) -> tuple[Variant, ...]:
         ValueError: the kernel does not take a size or the layout.
     """
     tiled = g.layout.scales != ROWS
-    multiple = 64 if tiled else 128  # of rows of gate behind rows of up; of columns whose scales are copied
-    if g.intermediate_size % multiple or g.stored_hidden % (32 if tiled else 128) or (tiled and g.layout.fc1 == BY_TURNS):
+    pair = 2 * group  # of columns whose scales begin at an even address
+    multiples = (64, 32) if tiled else (pair, pair)  # 64: rows of gate behind rows of up
+    if g.intermediate_size % multiples[0] or g.stored_hidden % multiples[1] or (tiled and g.layout.fc1 == BY_TURNS):
         sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
         raise ValueError(f"one launch does not take {sizes}")
     if g.top_k > _MAX_TOP_K:
@@ -84,18 +87,31 @@ def variants(g: Geometry, bits: int, group: int) -> tuple[Variant, ...]:
 
 
 def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Variant:
+    gather, routes = tokens > _COLUMNS, tokens * g.top_k
     blocks = -(-g.stored_hidden // 128)
-    split = -(-blocks // -(-blocks // _WARPS))
-    parts = max(-(-TOKENS[-1] // split), min(4, 16 // split))  # each token has a warp that reads its routes
-    warps, routes = split * parts, tokens * g.top_k
-    sums = 64 * max(split * tokens, warps)
-    tables = 192 + (16 if tokens == 8 else 32) * (16 + 16 * parts) + routes * (20 + 4 * -(-routes // 32)) + g.num_experts // 8 + 4
+    if gather:
+        split, parts = _gathered(blocks)
+    else:
+        split = -(-blocks // -(-blocks // _WARPS))
+        parts = max(-(-_COLUMNS // split), min(4, 16 // split))  # each token has a warp that reads its routes
+    warps = split * parts
+    parts2 = _parts_of_fc2(warps, -(-g.intermediate_size // 128)) if gather else 1
+    times = max(1, 4 // parts) if gather and split * 2 >= blocks else 1
+    scales = 128 // group  # bytes of a row of a stage
+    if not tiled and any(size // group % scales for size in (g.stored_hidden, g.intermediate_size)):
+        scales += 4
     adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
     buffers = adders if tokens > 2 else 2 * adders
+    if gather:
+        sums, groups = 512 * warps, min(routes, g.num_experts + routes // 8)
+        tables = 2 * routes + 4 * groups + 4 * tokens
+    else:
+        sums, tables = 64 * max(split * tokens, warps), routes * (20 + 4 * -(-routes // 32)) + g.num_experts // 8 + 68
+    tables += 128 + (16 if tokens >= 8 else 32) * (16 + 16 * max(parts * times, parts2))
     for halves, stages in ((2, 2), (1, 4), (1, 3), (1, 2)):
         if halves == 2 and (bits == 8 or tokens * g.stored_hidden < 32 * _TASKS):
             continue
-        ring = warps * stages * halves * (256 * bits + 16 * (128 // group))
+        ring = warps * stages * halves * (256 * bits + 16 * scales)
         if ring + buffers * sums + tables <= _SHARED_MEMORY and (ring <= _RING or stages == 2):
             break
     else:
@@ -119,6 +135,8 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
         "FLOAT16": int(g.dtype is torch.float16),
         "WARPS": warps,
         "RG": parts,
+        "RG2": parts2,
+        "TW": times,
         "HALVES": halves,
         "STAGES": stages,
         "NB": buffers,
@@ -126,6 +144,23 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
         "NARROW": int(narrow),
     }
     return Variant(tokens, tuple(values.items()))
+
+
+def _gathered(blocks: int) -> tuple[int, int]:
+    """Return how many warps share FC1's columns, in blocks of 128 each, and rows of such warps."""
+    split = -(-blocks // -(-blocks // 16))
+    return split, max(1, min(8, 16 // split))
+
+
+def _parts_of_fc2(warps: int, blocks: int) -> int:
+    """Return how many rows of warps FC2's tile has.
+
+    The fewest whose warps share ``blocks`` of 128 columns nearly evenly, at least three each: a sum over warps then follows
+    three products.
+    """
+    splits = [split for split in range(1, warps + 1) if warps % split == 0 and -(-blocks // split) >= 3] or [1]
+    waste = {split: -(-blocks // split) * split / blocks for split in splits}
+    return warps // max(split for split in splits if waste[split] <= max(1.15, min(waste.values())))
 
 
 def load(needed: tuple[Variant, ...], target: str, remedy: str) -> Iterator[bytes]:

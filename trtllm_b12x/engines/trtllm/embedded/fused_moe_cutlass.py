@@ -28,6 +28,7 @@ METHODS: dict[QuantAlgo | None, type[FusedMoEMethodBase]] = {
 class CutlassFusedMoE(MoE):
     """Layer of quantized or unquantized experts. ``__init__`` ends with ``create_weights`` unless the model config defers it."""
 
+    enable_alltoall = False
     quant_scales: Any
     quant_method: Any
     w3_w1_bias: torch.nn.Parameter | None

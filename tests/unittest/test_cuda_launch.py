@@ -1,0 +1,153 @@
+"""What the driver gets of calls of the one launch, on a driver that keeps it: forms of calls, threads, graphs, errors."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.nvfp4_layer import random_call, random_layer
+from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels.cards import Card
+from trtllm_b12x.kernels.cuda import driver
+from trtllm_b12x.kernels.cuda.decode import CudaKernel, LaunchPlan
+from trtllm_b12x.kernels.cuda.variant import TOKENS
+
+GEOMETRY = Geometry(3, 2, 128, 128, "Swiglu")
+FIELDS = ("x", "x_sf", "ids", "router_weights", "out", "workspace", "tokens", "wide_ids", "weight_type", "swizzled")
+"""``Call`` of ``layer.cu``."""
+
+
+class Driver:
+    """Stands in for libcuda: ``launched`` gets the threads of a block, the stream and the record of each launch."""
+
+    code = 0
+    capture = 0
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[int, int, dict[str, int]]] = []
+        self.while_launching: Callable[[], None] = lambda: None
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:  # noqa: N802
+        self.while_launching()
+        record = dict(zip(FIELDS, struct.unpack("6P4i", ctypes.string_at(pointers._obj[1], 64)), strict=True))
+        self.launched.append((config._obj.block_x, config._obj.stream, {**record, "thread": threading.get_ident()}))
+        return self.code
+
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, *rest: None) -> int:  # noqa: N802
+        status._obj.value, number._obj.value = int(self.capture > 0), self.capture
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    stand_in = Driver()
+    monkeypatch.setattr(driver, "_library", lambda: stand_in)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: threading.get_ident(), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stand_in.capture > 0)
+    return stand_in
+
+
+@pytest.fixture
+def kernel(cuda: Driver) -> CudaKernel:
+    """Bound, with variants that have as many threads as tokens."""
+    kernel = CudaKernel(Card(132, 228 << 10, 90))
+    kernel.describe(GEOMETRY, TOKENS[-1], torch.device("cuda"))
+    kernel.device = torch.device("cpu")
+    functions = {tokens: driver.Function(b"", "layer") for tokens in TOKENS}
+    for tokens, function in functions.items():
+        function.threads = tokens
+    kernel._plan = LaunchPlan(functions, dict.fromkeys(TOKENS, 2048))
+    kernel.bind(random_layer(GEOMETRY).kernel_weights())
+    return kernel
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, TOKENS[-1]])
+@pytest.mark.parametrize(
+    ("ids_type", "weight_type"),
+    [(torch.int32, torch.float32), (torch.int64, torch.bfloat16), (torch.uint8, torch.float16)],
+)
+def test_records(cuda: Driver, kernel: CudaKernel, tokens: int, ids_type: torch.dtype, weight_type: torch.dtype) -> None:
+    x, ids, router_weights = random_call(GEOMETRY, tokens)
+    call = MoECall(x, ids.to(ids_type), router_weights.to(weight_type))
+    out = torch.empty_like(x)
+    assert kernel.run(call).shape == kernel.run(call._replace(out=out)).shape == x.shape
+    codes, scales = torch.zeros(tokens, 64, dtype=torch.uint8), torch.zeros(1024, dtype=torch.uint8)
+    kernel.run(call._replace(x=codes, x_sf=scales, swizzled=True))
+    for threads, stream, record in cuda.launched:
+        assert (threads, stream) == (min(size for size in TOKENS if size >= tokens), threading.get_ident())
+        assert record["workspace"] == kernel._plan.workspaces[threads, 0, stream][0]
+        assert record["tokens"] == tokens
+        assert record["wide_ids"] == (ids_type != torch.int32)
+        assert record["weight_type"] == (weight_type == torch.bfloat16)
+    first, second, third = (record for _, _, record in cuda.launched)
+    assert second["out"] == out.data_ptr() != first["out"]
+    assert [record["x"] for record in (first, second, third)] == [x.data_ptr(), x.data_ptr(), codes.data_ptr()]
+    assert [(record["x_sf"], record["swizzled"]) for record in (first, third)] == [(0, 0), (scales.data_ptr(), 1)]
+
+
+def test_threads(cuda: Driver, kernel: CudaKernel) -> None:
+    """Another thread begins a launch before the driver has read this one's."""
+    cuda.while_launching = lambda: time.sleep(1e-6)
+    calls, begun = {}, threading.Barrier(4)
+
+    def run() -> None:
+        call = calls[threading.get_ident()] = MoECall(*random_call(GEOMETRY, 2))
+        begun.wait()
+        for _ in range(500):
+            kernel.run(call)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cuda.launched) == 2000
+    for _, stream, record in cuda.launched:
+        x, ids, router_weights, *_ = calls[record["thread"]]
+        assert stream == record["thread"]
+        assert [record[name] for name in FIELDS[:4]] == [x.data_ptr(), 0, ids.data_ptr(), router_weights.data_ptr()]
+
+
+def test_a_graph_has_a_workspace_of_its_own(cuda: Driver, kernel: CudaKernel) -> None:
+    call = MoECall(*random_call(GEOMETRY, 1))
+    for capture in (0, 7, 7, 8, 0):
+        cuda.capture = capture
+        kernel.run(call)
+    outside, first, again, second, last = (record["workspace"] for _, _, record in cuda.launched)
+    assert outside == last != first == again
+    assert second != outside
+    assert [capture for _, capture, _ in kernel._plan.workspaces] == [0, 8]
+
+
+def test_errors_after_a_call_that_was_right(cuda: Driver, kernel: CudaKernel) -> None:
+    call = MoECall(*random_call(GEOMETRY, 2))
+    kernel.run(call)
+    wrong = {
+        "x is torch.float16, expected torch.bfloat16": call._replace(x=call.x.half()),
+        r"x has shape \(2, 64\), expected \(2, 128\)": call._replace(x=call.x[:, :64]),
+        r"ids has shape \(2, 1\), expected \(2, 2\)": call._replace(ids=call.ids[:, :1]),
+        r"out has shape \(1, 128\), expected \(2, 128\)": call._replace(out=call.x[:1]),
+        "no kernel is planned for 0 tokens": MoECall(call.x[:0], call.ids[:0], call.router_weights[:0]),
+    }
+    for message, other in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            kernel.run(other)
+    assert len(cuda.launched) == 1
+    cuda.code = 1
+    with pytest.raises(driver.DriverError, match="cuLaunchKernelEx: 1"):
+        kernel.run(call)
+    cuda.code = 0
+    strided = torch.zeros(2, 256, dtype=torch.bfloat16)[:, ::2].copy_(call.x)
+    kernel.run(call._replace(x=strided, out=(given := torch.zeros(2, 256, dtype=torch.bfloat16)[:, ::2])))
+    assert cuda.launched[-1][2]["x"] != strided.data_ptr()
+    assert cuda.launched[-1][2]["out"] != given.data_ptr()
