@@ -201,11 +201,6 @@ def test_partial_reload_is_the_hosts_answer() -> None:
 # ---- copies, moves and halves ------------------------------------------------------------------------------------------
 
 
-def loaded_layer(size: int, gated: bool, experts: int = 3, **arguments: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    tensors = random_experts(experts, 128, size, gated, **arguments)
-    return layers.load(layers.create(experts, 128, size, gated=gated), tensors).backend, tensors
-
-
 def test_a_copy_and_a_moved_layer() -> None:
     """A copy runs on CUTLASS until it is loaded; a moved layer's kernel follows the storage."""
     module, tensors = layers.made(3, 128, 192)
@@ -221,7 +216,8 @@ def test_a_copy_and_a_moved_layer() -> None:
 
 def test_one_half_at_a_time() -> None:
     """Partial loads pass the other half as None: it stays where it is."""
-    backend, tensors = loaded_layer(192, gated=True)
+    module, tensors = layers.made(3, 128, 192)
+    backend = module.backend
     other = random_experts(3, 128, 192, seed=5)
     rows = backend.w3_w1_weight.data[1]
     backend.quant_method.load_expert_w3_w1_weight(backend, None, other["1.w3.weight"], rows)

@@ -170,15 +170,6 @@ def test_a_format_that_neither_side_serves(caplog: pytest.LogCaptureFixture, mon
     assert "MoE layer in MXFP8 has no implementation: TRITON: no gcc" in caplog.text
 
 
-def test_install_is_idempotent_and_errors_are_the_hosts() -> None:
-    trtllm_b12x.install()
-    patched = create_moe.get_moe_cls
-    trtllm_b12x.install()
-    assert create_moe.get_moe_cls is patched
-    with pytest.raises(ValueError, match="Unsupported moe backend: TRITON"):
-        create_moe.get_moe_cls(config(moe_backend="TRITON"))
-
-
 def test_threads_that_install_at_once() -> None:
     original = create_moe.create_moe_backend
     threads = [threading.Thread(target=trtllm_b12x.install) for _ in range(8)]
@@ -191,11 +182,6 @@ def test_threads_that_install_at_once() -> None:
     trtllm_b12x.uninstall()
     assert create_moe.create_moe_backend is original
     assert trtllm_b12x.status().patches == ()
-
-
-def test_what_only_the_builder_knows_leaves_the_hosts_class() -> None:
-    trtllm_b12x.install()
-    assert type(built(1, apply_router_weight_on_input=True).backend) is host.CutlassFusedMoE
 
 
 def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
