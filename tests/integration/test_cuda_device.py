@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a GPU of capability 9.0 or newer"
 )
 CUDA = torch.device("cuda", 0)
-TOKENS = (1, 2, 3, 4, 5, 7, 8)
+TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 33, 64)
 LAYER = Geometry(32, 4, 1024, 384, "Swiglu")
 NARROW = Geometry(64, 22, 1024, 2688, "Relu2")
 """FC2 has few tiles of 16 rows."""
@@ -30,7 +30,7 @@ NARROW = Geometry(64, 22, 1024, 2688, "Relu2")
 def planned(kind: type[CudaKernel], geometry: Geometry, weights: Any, blocks: int = 0) -> CudaKernel:
     card = card_of(CUDA)
     kernel = kind(replace(card, multiprocessors=blocks) if blocks else None)
-    kernel.plan(geometry, 8, CUDA)
+    kernel.plan(geometry, 64, CUDA)
     kernel.bind(weights)
     return kernel
 

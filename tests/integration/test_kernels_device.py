@@ -20,6 +20,7 @@ from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS
@@ -52,7 +53,11 @@ KINDS: dict[tuple[str, str], type[Any]] = {
     ("grouped", "MXFP8"): GroupedKernel,
 }
 BOUNDS = {"cuda": 0.004, "triton": 0.004, "grouped": 0.005}
-TOKENS = {"cuda": (1, 2, 3, 5, 7, 8), "triton": (1, 2, 7, 8, 16, 33, 63, 128, 256), "grouped": (1, 33, 64, 128, 300, 1024, 4096)}
+TOKENS = {
+    "cuda": (1, 2, 3, 5, 7, 8, 9, 16, 33, 64),
+    "triton": (1, 2, 7, 8, 16, 33, 63, 128, 256),
+    "grouped": (1, 33, 64, 128, 300, 1024, 4096),
+}
 SIZES = {
     ("cuda", "NVFP4"): [(160, 64), (2880, 2880), (512, 192), (544, 2688), (7168, 256)],
     ("cuda", "W4A16_NVFP4"): [(256, 128), (2816, 384), (2048, 512)],
@@ -133,6 +138,26 @@ def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
     for tokens in counts(kind, 1, 5, 8, 63, *((200, 700) if kind[0] == "grouped" else ())):
         call = drawn(kind, geometry, tokens)
         assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], tokens
+
+
+@pytest.mark.parametrize("family", TOKENS)
+@pytest.mark.parametrize(
+    ("form", "hidden", "size", "fc1"),
+    [
+        ("MXFP4", 320, 448, BY_TURNS),
+        ("MXFP4", 2880, 704, GATE_UP),
+        ("MXFP8", 384, 448, GATE_UP),
+        ("W4A16_NVFP4", 320, 192, GATE_UP),
+    ],
+)
+def test_rows_of_scales_that_fill_no_words(family: str, form: str, hidden: int, size: int, fc1: str) -> None:
+    """As vLLM has gpt-oss, whose rows have 90 scales, and gemma-4, whose rows have 22."""
+    kind, activation = (family, form), "SwigluBias" if fc1 == BY_TURNS else "Swiglu"
+    geometry = Geometry(8, 3, hidden, size, activation, format=form, layout=WeightLayout(ROWS, fc1))
+    kernel, yardstick = planned(kind, geometry)
+    for tokens in TOKENS[family]:
+        call = drawn(kind, geometry, tokens)
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[family], tokens
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def kernel(cuda: Driver) -> CudaKernel:
     functions = {tokens: driver.Function(b"", "layer") for tokens in TOKENS}
     for tokens, function in functions.items():
         function.threads = tokens
-    kernel._plan = LaunchPlan(functions, dict.fromkeys(TOKENS, 2048))
+    kernel._plan = LaunchPlan(functions, dict.fromkeys(TOKENS, (4096, 2048)))
     kernel.bind(random_layer(GEOMETRY).kernel_weights())
     return kernel
 

@@ -59,7 +59,8 @@ _Owner = tuple[int, int, int]
 class LaunchPlan(Plan):
     functions: dict[int, driver.Function]
     """By the largest number of tokens."""
-    workspace_bytes: dict[int, int]
+    workspace_bytes: dict[int, tuple[int, int]]
+    """All, and those that begin as ones or zeros."""
     workspaces: dict[_Owner, tuple[int, torch.Tensor]] = field(default_factory=dict)
     """Addresses and memory. Launches that may overlap share none."""
 
@@ -74,6 +75,8 @@ class CudaKernel(PlannedKernel):
     code_bits = 4
     first_expert: int
     _plan: LaunchPlan
+    _sizes: tuple[int, ...]
+    """Tokens of the variants, ascending."""
     _launches: dict[tuple[int, bool], Callable[..., None]]
     """By the tokens of the variant, and by whether the input arrives quantized."""
 
@@ -121,7 +124,8 @@ class CudaKernel(PlannedKernel):
             torch.cuda.current_stream()  # makes the context that modules are loaded into
             cubins = load(needed, self.target, warmup_command(self.geometry, self.card))
             functions = {variant.tokens: driver.Function(cubin, "layer") for variant, cubin in zip(needed, cubins, strict=True)}
-        sizes = {tokens: function.constant("workspace_bytes") for tokens, function in functions.items()}
+        names = "workspace_bytes", "filled_bytes"
+        sizes = {tokens: (function.constant(names[0]), function.constant(names[1])) for tokens, function in functions.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         return LaunchPlan(functions, sizes)
 
@@ -145,7 +149,7 @@ class CudaKernel(PlannedKernel):
             layer = _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail)), step, s.steps[1], first_expert)
             for tokens, function in self._plan.functions.items():
                 launches[tokens, quantized] = function.launcher(self.card.multiprocessors, layer, _CALL)
-        self._launches = launches
+        self._launches, self._sizes = launches, tuple(self._plan.functions)
         self.weights, self.first_expert = weights, first_expert
 
     # ---- test --------------------------------------------------------------------------------------------------------
@@ -166,7 +170,7 @@ class CudaKernel(PlannedKernel):
         tokens, plan = x.shape[0], self._plan
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
-        size = TOKENS[bisect_left(TOKENS, tokens)]
+        size = self._sizes[bisect_left(self._sizes, tokens)]
         stream = torch._C._cuda_getCurrentRawStream(x.get_device())
         # The legacy default stream, 0, cannot be captured.
         owner = size, driver.capture_of(stream) if stream and torch.cuda.is_current_stream_capturing() else 0, stream
@@ -186,8 +190,9 @@ class CudaKernel(PlannedKernel):
         plan, (tokens, capture, stream) = self._plan, owner
         for old in [other for other in plan.workspaces if other[2] == stream and other[1] not in (0, capture)]:
             del plan.workspaces[old]
-        memory = torch.full((plan.workspace_bytes[tokens],), 255, dtype=torch.uint8, device=self.device)
-        memory[:_HEADER] = 0
+        size, filled = plan.workspace_bytes[tokens]
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        memory[:_HEADER], memory[_HEADER:filled] = 0, 255
         plan.workspaces[owner] = memory.data_ptr(), memory
         return plan.workspaces[owner]
 

@@ -81,7 +81,7 @@ constexpr int PRELOAD = 2;                           // units whose h is asked f
 static_assert(NB % SUMS == 0 && NB <= 6 && (!GATHER || NB % HALVES == 0), "a buffer has one warp that adds: a parity passes for a waiter a phase ahead");
 static_assert(SMEM <= 101376 && WARPS % RG == 0 && KS <= KB1 && (!NARROW || HALVES == 1) && (TW == 1 || (GATHER && KPW <= 2)), "sizes that do not fit");
 static_assert(TOP_K <= 32 && (GATHER ? WARPS % RG2 == 0 && KS2 <= KB2 && !NARROW && MAXT <= 64 : MAXT <= WARPS), "sizes that do not fit");
-extern "C" __device__ const int shared_bytes = SMEM, threads = THREADS, workspace_bytes = 1024 + 2 * HBUF + SHARES;
+extern "C" __device__ const int shared_bytes = SMEM, threads = THREADS, workspace_bytes = 1024 + 2 * HBUF + SHARES, filled_bytes = 1024 + 2 * HBUF;
 
 // ---- instructions
 FI u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
