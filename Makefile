@@ -44,7 +44,7 @@ environments: $(VENV)/.test
 	$(BIN)/python -m tests.integration.environments --again
 
 device: $(VENV)/.test
-	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py tests/integration/test_b12x_memory_device.py
+	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py tests/integration/test_b12x_device.py
 	$(BIN)/python -m benchmarks.decode .device/decode
 	$(BIN)/python -m tests.integration.exports qwen3-moe .device/exports/qwen3-moe
 	$(BIN)/python -m tests.integration.exports nemotron-h .device/exports/nemotron-h

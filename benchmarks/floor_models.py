@@ -81,7 +81,7 @@ def zipf(experts: int, top_k: int) -> list[float]:
     """How probable it is that a token goes to each expert where the expert of rank r is liked by 1 / r.
 
     ``top_k`` draws without replacement by weights, as the first arrivals of independent clocks; they are cut at the time by
-    which ``top_k`` have arrived on average (measured against draws in tests/unittest/test_floor.py).
+    which ``top_k`` have arrived on average (measured against draws in tests/unittest/test_results.py).
     """
     likes = [1 / rank for rank in range(1, experts + 1)]
     low, high = 0.0, 1.0

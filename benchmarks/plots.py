@@ -28,21 +28,6 @@ def save(drawn: Any, path: Path) -> None:
     pyplot.close(drawn.figure)
 
 
-def by_tokens(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], label: str, top: float) -> bool:
-    """Draw a curve for each name, from (tokens, value) pairs. Return False without matplotlib."""
-    drawn = axes(8, 5)
-    if drawn is None:
-        return False
-    for name, points in curves.items():
-        drawn.plot(*zip(*points, strict=True), marker="o", label=name)
-    drawn.set(xscale="log", xlabel="tokens", ylabel=label, ylim=(0, top))
-    ticks = sorted({tokens for points in curves.values() for tokens, _ in points})
-    drawn.set_xticks(ticks, [str(tokens) for tokens in ticks])
-    drawn.grid(alpha=0.3)
-    save(drawn, path)
-    return True
-
-
 _STYLES = (("#1f5fbf", "o", 2.8), ("#d9480f", "s", 1.8), ("#2b8a3e", "^", 1.8), ("#7048a8", "D", 1.8), ("#555555", "v", 1.8))
 """Color, marker and line width of each kernel."""
 

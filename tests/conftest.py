@@ -17,7 +17,7 @@ os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
 
 LONGEST = (
     *("test_payload", "test_tritons", "test_start", "test_triton_compiled", "test_warmup", "test_triton_numbers"),
-    *("test_calls", "test_promotion", "test_b12x", "test_exports", "test_mxfp8_kernels", "test_distributed"),
+    *("test_calls", "test_promotion", "test_b12x", "test_exports", "test_format_numbers", "test_distributed"),
 )
 """Files that start first: a worker takes whole files, and one that begins late leaves the other worker idle."""
 

@@ -211,17 +211,6 @@ def run(module: Any, tensors: dict[str, torch.Tensor], tokens: int, seed: int = 
     return Run(*errors(module, x, logits, result, tensors), len(reached))
 
 
-def in_chunks(module: Any, x: torch.Tensor, logits: torch.Tensor, size: int, stream: torch.cuda.Stream) -> torch.Tensor:
-    """One call in chunks of ``size`` tokens, as hosts split a long one: even chunks on ``stream``, odd ones on the current."""
-    outputs, current = [], torch.cuda.current_stream()
-    for index, chunk in enumerate(zip(x.split(size), logits.split(size), strict=True)):
-        stream.wait_stream(current)
-        with torch.cuda.stream(current if index % 2 else stream):
-            outputs.append(module(*chunk))
-    current.wait_stream(stream)
-    return torch.cat(outputs)
-
-
 def inputs(module: Any, tokens: int, tensors: dict[str, torch.Tensor], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """``x (tokens, H)`` bf16 off rounding ties, and router logits."""
     generator = torch.Generator().manual_seed(seed)

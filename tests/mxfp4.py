@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
+
 GPT_OSS = (1.702, 1.0, 7.0)
 """alpha, beta and limit."""
 _GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -19,12 +21,6 @@ def quantize_weight(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     codes = (values.abs().unsqueeze(-1) - _GRID.to(weight.device)).abs().argmin(-1) + 8 * (values < 0)
     packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
     return {"weight": packed, "weight_scale": (exponent + 127).to(torch.uint8)}
-
-
-def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    table = torch.cat([_GRID, -_GRID])
-    codes = torch.stack([weight & 15, weight >> 4], -1).flatten(1).long()
-    return table[codes] * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
 
 
 def random_experts(
@@ -51,18 +47,7 @@ def expected(
     swiglu: tuple[float, float, float] | None = None,
 ) -> torch.Tensor:
     """float32 ``(tokens, H)``: SwiGLU, with alpha, beta and limit if given."""
-    alpha, beta, limit = swiglu or (1.0, 0.0, math.inf)
-    ids, router_weights = routes
-    result = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in ids.unique().tolist():
-        token, slot = (ids == expert).nonzero(as_tuple=True)
-
-        def product(values: torch.Tensor, name: str, expert: int = expert) -> torch.Tensor:
-            matrix = dequantize(tensors[f"{expert}.{name}.weight"], tensors[f"{expert}.{name}.weight_scale"])
-            return values @ matrix.T + tensors.get(f"{expert}.{name}.bias", torch.zeros(())).float()
-
-        rows = x[token].float()
-        gate, up = product(rows, "w1").clamp(max=limit), product(rows, "w3").clamp(-limit, limit)
-        inner = gate * torch.sigmoid(alpha * gate) * (up + beta)
-        result.index_add_(0, token, product(inner, "w2") * router_weights[token, slot].float().unsqueeze(1))
-    return result
+    experts, call = 1 + max(int(name.partition(".")[0]) for name in tensors), MoECall(x, *routes)
+    points = [Arithmetic.UNQUANTIZED]
+    ((found,),) = outputs(tensors, experts, True, [call], points, quant_algo="W4A8_MXFP4_MXFP8", swiglu=swiglu)
+    return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import importlib
 import json
 import os
@@ -66,11 +65,6 @@ def together(
     request = "plans", library, {"geometries": list(geometries)}, card, environment
     with ThreadPoolExecutor(ranks) as pool:
         return [lines[0] for lines in pool.map(lambda rank: _lines(*request), range(ranks))]
-
-
-def calls(library: Path, geometry: dict[str, Any], card: dict[str, int], environment: dict[str, str]) -> dict[str, Any]:
-    """What ``late`` finds in a process with compilers."""
-    return _lines("late", library, {"geometry": geometry}, card, environment)[0]
 
 
 def _lines(
@@ -146,58 +140,6 @@ def compiles() -> Iterator[list[str]]:
         yield names
     finally:
         knobs.compilation.listener = before
-
-
-def late() -> None:
-    """Calls of every form on planned layers of MXFP8 and NVFP4."""
-    asked = _asked()
-    import torch
-
-    from tests import mxfp8, nvfp4_layer
-    from trtllm_b12x.kernels import Geometry, MoECall
-    from trtllm_b12x.kernels.triton import launcher
-    from trtllm_b12x.kernels.triton.grouped import NVFP4_TABLE, GroupedKernel, GroupedNVFP4Kernel
-
-    geometry = Geometry(**asked["geometry"])
-    late_ones: list[str] = []
-    # Through Triton's JIT, which takes tensors of the CPU, and compiles what it does not know.
-    with _on(asked["card"]), mock.patch.object(launcher, "known", return_value=False):
-        kernel: GroupedKernel = GroupedNVFP4Kernel()
-        kernel.table = (dataclasses.replace(NVFP4_TABLE[0], max_routes=float("inf")),)  # type: ignore[misc]
-        kernel.plan(geometry, 4096, torch.device("cuda"))
-        weights = nvfp4_layer.random_layer(geometry).kernel_weights()
-        alphas = (torch.cat((alpha.new_zeros(1), alpha))[1:] for alpha in (weights.fc1_alpha, weights.fc2_alpha))
-        shifted = dict(zip(("fc1_alpha", "fc2_alpha"), alphas, strict=True))
-        for bound in (weights, dataclasses.replace(weights, **shifted)):
-            kernel.bind(bound)
-            with compiles() as names:
-                for tokens in (1, 15, 16):
-                    call = nvfp4_layer.random_call(geometry, tokens)
-                    kernel.run(MoECall(*call))
-                    fp4 = torch.zeros(tokens * 64 + 1, dtype=torch.uint8)[1:].view(tokens, 64)
-                    x_sf = torch.zeros(tokens * 8 + 1, dtype=torch.uint8)[1:]
-                    kernel.run(MoECall(fp4, *call[1:], x_sf=x_sf, swizzled=False))
-                    kernel.run(MoECall(fp4, *call[1:], x_sf=torch.zeros(1024, dtype=torch.uint8), swizzled=True))
-            late_ones += names
-        kernel = GroupedKernel()
-        kernel.plan(geometry, 4096, torch.device("cuda"))
-        kernel.bind(mxfp8.random_weights(geometry))
-        with compiles() as names:
-            for tokens in (1, 2, 15, 16, 17, 300):
-                for shift in (0, 1):  # of everything that a host hands on, from where 16 bytes begin
-
-                    def given(size: int, kind: torch.dtype, shift: int = shift) -> torch.Tensor:
-                        return torch.zeros(size + shift, dtype=kind)[shift:]
-
-                    x, out = (given(tokens * 128, torch.bfloat16).view(tokens, 128) for _ in range(2))
-                    for ids in (torch.int32, torch.int64):
-                        for router_weights in (torch.float32, torch.bfloat16):
-                            routes = given(2 * tokens, ids).view(-1, 2), given(2 * tokens, router_weights).view(-1, 2)
-                            kernel.run(MoECall(x, *routes, out=out))
-        late_ones += names
-        with compiles() as names:  # that they would be seen
-            kernel.variants_of_call(kernel.rule(1), torch.int32, torch.float16)[1].warm_up()
-    print(json.dumps({"by calls": late_ones, "by hand": names}))
 
 
 @contextlib.contextmanager

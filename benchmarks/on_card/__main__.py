@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,23 +131,20 @@ def main(arguments: list[str] | None = None) -> int:
 def _measure(runner: Runner, todo: list[Step], records: dict[str, dict[str, Any]]) -> None:
     """Into ``records``, step by step."""
     left = sum(step.minutes for step in todo)
-    with _progress(runner, len(todo)) as advance:
-        for number, step in enumerate(todo, 1):
-            advance(number - 1, f"{step.minutes:g} of {left:.0f} min: {step.title}")
-            missing = [name for name in step.needs if records.get(name, {}).get("state") != DONE]
-            if missing:
-                records[step.name] = {
-                    "name": step.name,
-                    "title": step.title,
-                    "state": FAILED,
-                    "because": f"{missing[0]}: {records.get(missing[0], {}).get('because', 'not done')}",
-                }
-            else:
-                records[step.name] = runner.run(step)
-            left -= step.minutes
-            record = records[step.name]
-            runner.say(f"{step.name}: {_told(record)}")
-        advance(len(todo), "report")
+    for number, step in enumerate(todo):
+        runner.say(f"[{number}/{len(todo)}] {step.minutes:g} of {left:.0f} min: {step.title}")
+        missing = [name for name in step.needs if records.get(name, {}).get("state") != DONE]
+        if missing:
+            records[step.name] = {
+                "name": step.name,
+                "title": step.title,
+                "state": FAILED,
+                "because": f"{missing[0]}: {records.get(missing[0], {}).get('because', 'not done')}",
+            }
+        else:
+            records[step.name] = runner.run(step)
+        left -= step.minutes
+        runner.say(f"{step.name}: {_told(records[step.name])}")
 
 
 def _told(record: dict[str, Any]) -> str:
@@ -160,29 +156,6 @@ def _told(record: dict[str, Any]) -> str:
         return f"done in {record['seconds']:.0f} s"
     tpot, ttft, rate = result["tpot_ms"]["p50"], result["ttft_ms"]["p50"], result["output_tokens_per_second"]
     return f"TPOT P50 {tpot:.2f} ms, TTFT P50 {ttft:.1f} ms, {rate:.1f} output tokens/s"
-
-
-@contextlib.contextmanager
-def _progress(runner: Runner, count: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on a terminal, where rich is installed; else a line for each step."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        console = None
-    else:
-        console = Console(stderr=True)
-    if console is None or not console.is_terminal:
-        yield lambda done, text: runner.say(f"[{done}/{count}] {text}")
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=count)
-        before, runner.say = runner.say, lambda text: bar.console.print(text, markup=False, highlight=False)
-        try:
-            yield lambda done, text: bar.update(task, completed=done, description=text)
-        finally:
-            runner.say = before
 
 
 def _card(runner: Runner) -> dict[str, Any]:

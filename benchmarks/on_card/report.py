@@ -16,12 +16,13 @@ from benchmarks.markdown import table
 from benchmarks.on_card import greedy, page
 from benchmarks.on_card.recipes import recipe_for
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
+from benchmarks.peers import pages
 from benchmarks.peers.others import PEERS
-from benchmarks.plots import axes, by_tokens, save
+from benchmarks.plots import axes, save
 
 FORM = 1
 _PLOTS = {
-    "kernels.png": "Fraction of the copy bandwidth that a layer reaches, by tokens",
+    "kernels.png": "Microseconds of a layer, by tokens",
     "bench.png": "TPOT P50 of each model, with and without the package",
 }
 _ISSUE_VERSIONS = ("trtllm-b12x", "tensorrt-llm", "flashinfer-python", "nvidia-cutlass-dsl", "torch", "triton")
@@ -284,11 +285,7 @@ def _range(values: dict[str, float] | None) -> str:
 def plots(out: Path, found: dict[str, Any]) -> list[str]:
     """Draw kernels.png and bench.png. Return the names of those that were drawn: none without matplotlib."""
     drawn = []
-    curves = {
-        name: [(line["tokens"], line["fraction"]) for line in result["peers"]["lines"] if line["routing"] == "random"]
-        for name, result in found["kernels"].items()
-    }
-    if curves and by_tokens(out / "kernels.png", curves, "fraction of copy bandwidth", 1.1):
+    if found["kernels"] and pages.plot([found], out / "kernels.png"):
         drawn.append("kernels.png")
     both = [(a, b) for a, b in pairs(found) if a and b]
     bars = axes(8, 1 + 0.8 * len(both)) if both else None

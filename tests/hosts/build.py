@@ -15,10 +15,10 @@ HERE = Path(__file__).parent
 Change = tuple[str, str, str]
 """Module, text, and what replaces it."""
 LAYERS = {
-    "A": ("every", "a"),
-    "B": ("every", "a", "b", "c1/quantization.py", "c1/moe_lora.py"),
-    "C1": ("every", "c1"),
-    "C2": ("every", "c1", "c2"),
+    "A": ("a",),
+    "B": ("a", "b", "c1/quantization.py", "c1/moe_lora.py"),
+    "C1": ("a/communication.py", "a/moe_load_balancer.py", "c1"),
+    "C2": ("a/communication.py", "a/moe_load_balancer.py", "c1", "c2"),
 }
 """Generation to the folders and files its MoE package is made of; later ones replace earlier ones."""
 
@@ -99,6 +99,7 @@ def build(generation: str, folder: Path, changes: Iterable[Change] = ()) -> Path
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(HERE / "common", folder, ignore=ignore, dirs_exist_ok=True)
     package = folder / PACKAGES.get(generation, OLD_PACKAGE)
+    package.mkdir(parents=True, exist_ok=True)
     for layer in LAYERS[generation]:
         source = HERE / layer
         if source.is_dir():

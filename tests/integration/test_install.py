@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from .environments import Environment
+from .environments import Environment, pip
 
 ROOT = Path(__file__).parents[2]
 PINS = sorted((Path(__file__).parent / "host_pins").glob("*.txt"))
@@ -36,19 +36,7 @@ BROUGHT_BY_THE_HOST = {
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(directory),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True)
+    pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(directory), str(ROOT))
     (path,) = directory.glob("*.whl")
     return path
 

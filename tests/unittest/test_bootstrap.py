@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 import subprocess
 import sys
@@ -71,12 +70,6 @@ def test_a_module_that_fails_fails_as_without_us(seen: list[str], tmp_path: Path
     assert seen == []
 
 
-def test_a_watched_module_that_is_not_there(seen: list[str], tmp_path: Path) -> None:
-    (tmp_path / f"{NAME}.py").unlink()
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(NAME)
-
-
 def test_threads_that_import_at_once(seen: list[str]) -> None:
     threads = [threading.Thread(target=importlib.import_module, args=(NAME,)) for _ in range(8)]
     for thread in threads:
@@ -86,73 +79,7 @@ def test_threads_that_import_at_once(seen: list[str]) -> None:
     assert seen == [NAME]
 
 
-def test_a_hook_that_raises_costs_one_line(
-    seen: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(promote, "patch", lambda module: 1 / 0)
-    assert importlib.import_module(NAME).value == 1
-    assert "watched_module is left alone: ZeroDivisionError" in capsys.readouterr().err
-    assert hook.failure == "ZeroDivisionError: division by zero"
-
-
-def test_a_module_without_what_is_rebound_is_not_half_patched() -> None:
-    module = ModuleType("create_moe")
-    module.get_moe_cls = lambda model_config: int  # type: ignore[attr-defined]
-    original = module.get_moe_cls
-    for create in (None, lambda cls: None, lambda moe_cls: None):
-        if create is not None:
-            module.create_moe_backend = create  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=r"create_moe_backend|CutlassFusedMoE"):
-            promote.patch(module)
-        assert module.get_moe_cls is original
-    promote.uninstall()
-
-
 ROOT = Path(__file__).parents[2]
-
-
-def pth(code: str, **variables: str) -> list[str]:
-    """What ``code`` prints in an interpreter that ran the ``.pth``, with a ``tensorrt_llm`` to import."""
-    start = f"exec(open({str(ROOT / 'trtllm_b12x.pth')!r}).read())\nimport sys\n"
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM")}
-    command = [sys.executable, "-S", "-c", f"{start}sys.path += [{str(ROOT)!r}, '.']\n{code}"]
-    folder = Path(variables.pop("folder"))
-    (folder / "tensorrt_llm").mkdir(exist_ok=True)
-    (folder / "tensorrt_llm/__init__.py").touch()
-    result = subprocess.run(command, cwd=folder, env={**inherited, **variables}, capture_output=True, text=True, check=True)
-    return result.stdout.split()
-
-
-FOUND = """
-print(sum(name.startswith('trtllm_b12x') for name in sys.modules))
-import tensorrt_llm
-from trtllm_b12x.core import hook
-print(*[type(finder).__name__ for finder in sys.meta_path[:2]], hook.watching())
-"""
-
-
-def test_the_pth_reads_nothing_until_the_host_is_imported(tmp_path: Path) -> None:
-    assert pth(FOUND, folder=str(tmp_path)) == ["0", "Finder", "SimpleNamespace", "True"]
-
-
-@pytest.mark.parametrize("word", ["0", "false", " OFF ", "No"])
-def test_off_watches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    assert pth(FOUND, folder=str(tmp_path), TRTLLM_B12X=word)[1:] == ["SimpleNamespace", "type", "True"]  # it still waits
-    monkeypatch.setattr(sys, "meta_path", [])
-    monkeypatch.setenv("TRTLLM_B12X", word)
-    bootstrap.startup()
-    assert sys.meta_path == []
-
-
-def test_a_broken_package_breaks_no_import(tmp_path: Path) -> None:
-    (tmp_path / "trtllm_b12x.py").write_text("1 / 0")
-    code = "sys.path.insert(0, '.')\nimport tensorrt_llm\nprint('imported')"
-    assert pth(code, folder=str(tmp_path)) == ["imported"]
-
-
-def test_uninstalled_before_the_host_is_imported(tmp_path: Path) -> None:
-    code = "from trtllm_b12x.core import hook\nprint(hook.watching())\nhook.stop()\n"
-    assert pth(code + "import tensorrt_llm\nprint(hook.watching())", folder=str(tmp_path)) == ["True", "False"]
 
 
 def test_the_start_file_names_what_the_pth_does(monkeypatch: pytest.MonkeyPatch) -> None:

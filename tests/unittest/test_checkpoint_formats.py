@@ -46,18 +46,16 @@ def quantize_in_config(directory: Path, **section: Any) -> None:
     edit_json(directory / "config.json", quantization_config=section)
 
 
-@pytest.mark.parametrize("method", ["awq", "fp8", "gptq"])
-def test_other_formats_are_named(directory: Path, method: str) -> None:
-    quantize_in_config(directory, quant_method=method, config_groups={"group_0": {"weights": {"num_bits": 4}}})
-    assert f"config.json: quant_method is {method}, which verify does not read; export" in refusal(directory)
-
-
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
 
 @pytest.mark.parametrize(
     ("section", "words"),
     [
+        *(
+            ({"quant_method": method}, f"config.json: quant_method is {method}, which verify does not read; export")
+            for method in ("awq", "fp8", "gptq")
+        ),
         ({"quant_method": "compressed-tensors"}, "config.json: quantization_config has no config_groups; copy config.json"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": INT4, "input_activations": None}}},
@@ -141,11 +139,6 @@ def test_mxfp8_of_other_producers(published: Path) -> None:
 def test_mxfp8_tensors_that_cannot_be_used(published: Path, kind: str, tensor: torch.Tensor | None, words: str) -> None:
     edit_tensors(published, **{f"{E0}up_proj.{kind}": tensor})
     assert f"{E0}up_proj.{kind}{words}" in refusal(published)
-
-
-def test_other_algorithms_of_modelopt_are_named(directory: Path) -> None:
-    quantize(directory, quant_algo="FP8_PB_WO")
-    assert "its experts are FP8_PB_WO, none of NVFP4, W4A16_NVFP4, MXFP4, MXFP8; quantize it with" in refusal(directory)
 
 
 @pytest.mark.parametrize("label", ["mxfp4", "MXFP4", "W4A16_MXFP4"])
@@ -287,6 +280,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "odd layer entry": (
         lambda d: quantize(d, quant_algo="MIXED_PRECISION", quantized_layers=ODD_ENTRY),
         'quant_algo is ["x"], not a string',
+    ),
+    "another algorithm of nvidia-modelopt": (
+        lambda d: quantize(d, quant_algo="FP8_PB_WO"),
+        "its experts are FP8_PB_WO, none of NVFP4, W4A16_NVFP4, MXFP4, MXFP8; quantize it with",
     ),
     **{
         f"LFS pointer, {name}": (raw(name, POINTER), f"{name}: is a Git LFS pointer, not the file itself; run git lfs pull")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
@@ -141,15 +140,6 @@ def test_a_family_that_is_alone_has_no_count_without_a_measurement(clock: Clock,
     assert (backend.schedule.kernels, backend.schedule.below) == ((), 1)
 
 
-@pytest.mark.parametrize("host", [1.0, 2.04])  # less than three percent
-def test_a_host_that_always_wins_serves_everything(clock: Clock, host: float) -> None:
-    clock.microseconds = lambda name, tokens: host if name == HOST else 2.0
-    module = measured()
-    assert served(module, 1, 8, 63) == [NONE] * 3
-    assert module.backend.schedule.below == 1
-    assert called(module).isfinite().all()
-
-
 def test_nothing_is_measured_under_capture_or_while_a_compiler_traces(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     module = built()
     with capturing():
@@ -209,12 +199,6 @@ def test_a_load_and_a_move_keep_what_was_measured(clock: Clock) -> None:
     called(module)
     assert len(clock.asked) == 1
     assert isinstance(module.backend.schedule.policy, MeasuredPolicy)
-
-
-def test_the_status_says_it(clock: Clock) -> None:
-    module = measured()
-    (summary,) = trtllm_b12x.status().crossovers.values()
-    assert summary == module.backend.schedule.summary == "measured in 0.1 s: b12x 1-27, then CUTLASS"
 
 
 # ---- which source decides ------------------------------------------------------------------------------------------------
@@ -281,21 +265,6 @@ def test_what_cannot_be_measured_leaves_the_default(clock: Clock, caplog: pytest
     assert served(modules[0], 1, 63, 64) == [B12X, B12X, NONE]
     assert caplog.text.count("cannot be measured: OutOfMemoryError: CUDA out of memory") == 1
     assert not list(tmp_path.rglob("crossover*"))
-
-
-def test_a_layer_that_cannot_be_measured_does_not_try_at_every_call(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = []
-
-    def fails(*arguments: Any) -> None:
-        tries.append(arguments)
-        raise AttributeError("routing_method")
-
-    monkeypatch.setattr(host_path, "route_sampler", fails)
-    module = built()
-    for _ in range(3):
-        called(module)
-    assert len(tries) == 1
-    assert served(module, 1, 64) == [B12X, NONE]
 
 
 def test_a_router_that_needs_more_than_logits_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from trtllm_b12x.decision import (
 )
 from trtllm_b12x.decision.remedies import FLASHINFERS
 from trtllm_b12x.formats.geometry import LayerShape
-from trtllm_b12x.tools.options import Ranks
 
 KERNEL = Environment()
 FEATURES = KernelFeatures("k", frozenset({"Swiglu", "Relu2"}), 128, 128, negative_ids=True, graph_safe=True)
@@ -97,7 +96,7 @@ POORLY = {RejectReason.EXPERT_PARALLEL, RejectReason.CUDA_GRAPHS}
 def test_every_reason_has_a_case() -> None:
     (plan,) = decide(LayerShape(), plan_error="ptxas failed").rejections
     (none,) = resolve(LayerShape(), None, None, {}).rejections
-    alone = {RejectReason.PREFILL}  # of a format, not of a family: test_mxfp8.py
+    alone = {RejectReason.PREFILL}  # of a format, not of a family: test_number_formats.py
     assert {case[0] for case in CASES} | {plan.reason, none.reason} | alone == set(RejectReason)
 
 
@@ -134,25 +133,6 @@ def test_a_family_is_bound_by_its_own_rules_alone() -> None:
 def test_unknown_facts_speak_against_nothing() -> None:
     assert decide(LayerShape()).served
     assert decide(LayerShape(quant_algo="NVFP4", group_size=128), Deployment(ep_size=8), Environment()).served
-
-
-def test_all_reasons_at_once() -> None:
-    problem = LayerShape(quant_algo="FP8", bias=True, intermediate_size=8, dtype="float16")
-    assert decide(problem, Deployment(lora=True), KERNEL).reasons == (
-        RejectReason.QUANTIZATION,
-        RejectReason.ACTIVATION_DTYPE,
-        RejectReason.INTERMEDIATE_SIZE,
-        RejectReason.BIAS,
-        RejectReason.LORA,
-    )
-
-
-def test_what_the_field_runs_is_served() -> None:
-    for activation, hidden, inner in (("Swiglu", 2048, 768), ("Relu2", 1024, 2688), ("Relu2", 2688, 1856), ("Swiglu", 2560, 640)):
-        no = dict.fromkeys(("activation_constants", "pre_quant_scale", "bias", "apply_router_weight_on_input"), False)
-        shape = LayerShape(128, 8, hidden, inner, activation, "NVFP4", 16, "bfloat16", **no)
-        deployment = Deployment(2, attention_dp=False, alltoall=False, load_balancer="none", lora=False, cuda_graphs=True)
-        assert str(resolve(shape, deployment, KERNEL, {"b12x": FEATURES})) == "b12x"
 
 
 VERSIONS = ["none", "0.6.0", "0.6.8", "0.6.16", "0.6.17", "0.7.0", "0.7.2.post1", "4.5.0", "4.8.1", "x", ""]
@@ -254,16 +234,3 @@ def test_what_hosts_refuse_before_us(facts: dict[str, Any], words: list[str]) ->
 )
 def test_versions(text: str, release: tuple[int, ...]) -> None:
     assert version_tuple(text) == release
-
-
-def test_weight_only_experts_are_named() -> None:
-    (rejection,) = decide(LayerShape(quant_algo="W4A16_NVFP4")).rejections
-    assert rejection.reason is RejectReason.QUANTIZATION
-    assert rejection.detail == "the experts are W4A16_NVFP4, not NVFP4"
-
-
-def test_a_split_of_the_command_line_is_judged() -> None:
-    shape = LayerShape(intermediate_size=48)
-    assert decide(shape, Ranks(tp=1, ep=1).deployment, KERNEL, POOR).served
-    assert decide(shape, Ranks(tp=1, ep=2).deployment, KERNEL, POOR).reasons == (RejectReason.EXPERT_PARALLEL,)
-    assert decide(shape, Ranks(tp=2, ep=1).deployment, KERNEL, POOR).reasons == (RejectReason.INTERMEDIATE_SIZE,)

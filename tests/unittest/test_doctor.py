@@ -139,16 +139,6 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["cache", "clear"]).output == "0 bytes removed\n"
 
 
-def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = report(monkeypatch, FIELD)
-    assert found["active"] is False
-    assert found["environment"]["payload_fault"] == "SHADOWED"
-    (first, second) = found["verdicts"]
-    assert (first["layers"], second["layers"]) == ("NVFP4 Swiglu", "NVFP4 Relu2")
-    assert [r["reason"] for r in first["rejections"]] == ["DSL_PAYLOAD", "FLASHINFER_TOO_OLD"]
-    assert first["class"] == "CutlassFusedMoE"
-
-
 def test_target_replaces_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = dataclasses.replace(GOOD, sm=0, toolkit_cuda=(0, 0))
     blind = run(monkeypatch, facts, status=1)
@@ -157,17 +147,6 @@ def test_target_replaces_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, facts, "--target", "sm_121a", status=0)
     assert "SM121 (assumed: --target sm_121a)" in result.output
     run(monkeypatch, facts, "--target", "sm_90a", status=2)
-
-
-def test_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write_checkpoint(
-        tmp_path, [random_experts(2, 128, 64, seed=i) for i in range(3)], top_k=1, quantization={"exclude_modules": ["*.2.mlp"]}
-    )
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
-    result = run(monkeypatch, GOOD, "--checkpoint", tmp_path, status=0)
-    assert result.output.count("NVFP4 Swiglu 2 experts, top 1, 128 x 64 would be FlashInferNvfp4Sm12xFusedMoE") == 1
-    result = run(monkeypatch, GOOD, "--checkpoint", tmp_path / "none", status=2)
-    assert "no such directory" in result.output
 
 
 def test_explain_is_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests import layers
-from tests.checkpoints import dequantized, random_experts
-from trtllm_b12x.engines.trtllm import embedded as host
+from tests.checkpoints import random_experts
 from trtllm_b12x.engines.trtllm.embedded import ops
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.bounds import exceeds
@@ -19,23 +18,6 @@ def build(tensors: dict[str, torch.Tensor], num_experts: int, h: int, i: int, ga
     return layers.load(layers.create(num_experts, h, i, gated=gated, promote=False, mapping=mapping), tensors).backend
 
 
-def test_interleave_by_hand() -> None:
-    # 128 rows x 8 columns of scales are two 512-byte tiles of four columns; in a tile, lane m % 32 owns 16 bytes: the
-    # four columns of rows m, m + 32, m + 64, m + 96.
-    scales = torch.arange(128 * 8, dtype=torch.int32).view(128, 8)
-    flat = ops.block_scale_interleave((scales % 251).to(torch.uint8))
-
-    def at(m: int, k: int) -> int:
-        return (m * 8 + k) % 251
-
-    assert flat.shape == (1024,)
-    assert flat[:4].tolist() == [at(0, 0), at(0, 1), at(0, 2), at(0, 3)]
-    assert flat[4:8].tolist() == [at(32, k) for k in range(4)]
-    assert flat[12:20].tolist() == [at(96, k) for k in range(4)] + [at(1, k) for k in range(4)]
-    assert flat[512:516].tolist() == [at(0, 4), at(0, 5), at(0, 6), at(0, 7)]
-    assert flat[1020:].tolist() == [at(127, k) for k in range(4, 8)]
-
-
 def test_interleave_pads_with_zeros_and_reverses() -> None:
     scales = torch.randint(1, 256, (2, 130, 6), dtype=torch.uint8)
     flat = ops.block_scale_interleave(scales)
@@ -43,22 +25,6 @@ def test_interleave_pads_with_zeros_and_reverses() -> None:
     plain = ops.block_scale_interleave_reverse(flat.view(2, 256, 8))
     assert torch.equal(plain[:, :130, :6], scales)
     assert int((plain != 0).sum()) == scales.numel()
-
-
-def test_fp4_quantize_by_hand() -> None:
-    # Calibrated to amax 6 * 448 / 448 = 6: global scale 448.  Block 0 has amax 6 -> scale 448 (byte 0x7E); its values are
-    # E2M1 values already.  Block 1 has amax 0.75 -> scale 56 (0x66), values times 8.  Block 2 is zero.
-    x = torch.zeros(1, 48, dtype=torch.bfloat16)
-    x[0, :4] = torch.tensor([6.0, -0.5, 1.5, 3.0])
-    x[0, 16:18] = torch.tensor([0.75, -0.125])
-    packed, scales = ops.fp4_quantize(x, torch.tensor(448.0), is_sf_swizzled_layout=False)
-    assert scales.tolist() == [0x7E, 0x66, 0x00]
-    assert packed[0, :2].tolist() == [0x97, 0x53]  # codes 7, 9; 3, 5
-    assert packed[0, 8:10].tolist() == [0xA7, 0x00]  # 6 -> 7, -1 -> 10
-    assert not packed[0, 16:].any()
-    swizzled = ops.fp4_quantize(x, torch.tensor(448.0))[1]
-    assert swizzled.shape == (128 * 4,)
-    assert swizzled[:3].tolist() == scales.tolist()
 
 
 def test_parameters_by_hand() -> None:
@@ -96,15 +62,6 @@ def test_input_scales_are_the_maximum_over_experts_of_other_ranks_too() -> None:
     assert first.fc31_input_scale == last.fc31_input_scale
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_tensor_parallel_shards(gated: bool) -> None:
-    tensors = random_experts(1, 128, 256, gated)
-    module = build(tensors, 1, 128, 256, gated, world_size=2, rank=1, tp_size=2, moe_tp_size=2)
-    rows = module.w3_w1_weight.data.view(torch.uint8)[0]
-    assert torch.equal(rows[-128:], tensors["0.w1.weight"][128:])
-    assert torch.equal(module.w2_weight.data.view(torch.uint8)[0], tensors["0.w2.weight"][:, 64:])
-
-
 @pytest.mark.parametrize("size", [128, 160])
 def test_the_host_splits_at_half_of_the_padded_rows(size: int) -> None:
     """Right at 128; wrong where 2 * I is no multiple of 128: 320 rows are padded to 384 and split at 192."""
@@ -134,41 +91,3 @@ def test_against_the_reference_with_cutlass_rounding_points(gated: bool) -> None
     call = reference.MoECall(x, ids, torch.full((64, 2), 0.5))
     ((expected,),) = reference.outputs(tensors, 4, gated, [call], [reference.Arithmetic.CUTLASS])
     assert not exceeds(result, expected, 0.005)
-
-
-def test_unquantized_experts() -> None:
-    tensors = random_experts(2, 64, 48)
-    plain = {f"{e}.{w}.weight": dequantized(tensors, e, w) for e in range(2) for w in ("w1", "w3", "w2")}
-    module = host.CutlassFusedMoE(
-        routing_method=host.RenormalizeMoeRoutingMethod(2),
-        num_experts=2,
-        hidden_size=64,
-        intermediate_size=48,
-        dtype=torch.float32,
-        model_config=host.ModelConfig(),
-    )
-    module.load_weights([plain])
-    module.post_load_weights()
-    x = torch.randn(5, 64)
-    ids = torch.tensor([[1, 0]] * 5)
-    router_weights = torch.rand(5, 2)
-    result = module.run_moe(*module.quantize_input(x)[:1], ids, router_weights)
-    call = reference.MoECall(x, ids, router_weights)
-    (expected,) = reference.outputs(plain, 2, True, [call], [reference.Arithmetic.NONE])[0]
-    torch.testing.assert_close(result, expected)
-
-
-def test_the_operator_checks_its_shapes() -> None:
-    tensors = random_experts(1, 128, 128)
-    module = build(tensors, 1, 128, 128, gated=True)
-    module.w2_weight = torch.nn.Parameter(module.w2_weight.data[..., :4].contiguous(), requires_grad=False)
-    packed, sf = module.quantize_input(torch.randn(1, 128).bfloat16())
-    with pytest.raises(ValueError, match="256 rows"):
-        module.run_moe(packed, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1), sf, output_dtype=torch.bfloat16)
-
-
-def test_quantized_input_without_an_output_dtype_fails_as_in_the_host() -> None:
-    module = build(random_experts(1, 128, 128), 1, 128, 128, gated=True)
-    packed, sf = module.quantize_input(torch.randn(1, 128).bfloat16())
-    with pytest.raises(RuntimeError, match="Invalid output type Byte"):
-        module.run_moe(packed, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1), sf)

@@ -43,41 +43,35 @@ FILES = {
     "dispatch": f"{KERNELS}/moe_dispatch.py",
     "static": f"{KERNELS}/moe_static_kernel.py",
 }
-SMI = "0, GPU-aaaa, 12.0\n1, GPU-bbbb, 12.1\n2, GPU-cccc, 9.0"
+SMI, EQUAL = "0, GPU-aaaa, 12.0\n1, GPU-bbbb, 12.1\n2, GPU-cccc, 9.0", "0, GPU-a, 12.0\n1, GPU-b, 12.0"
 
 
 @pytest.mark.parametrize(
-    ("visible", "order", "expected"),
+    ("gpus", "visible", "order", "expected"),
     [
-        (None, None, 120),
-        ("", None, 0),
-        ("-1", None, 0),
-        ("GPU-cc", None, 90),
-        ("1,0", "PCI_BUS_ID", 121),
-        ("2", "PCI_BUS_ID", 90),
-        ("1", None, None),  # CUDA may number them otherwise
-        ("7", "PCI_BUS_ID", 0),
-        ("MIG-aaaa", None, None),  # an instance of one of them
+        (SMI, None, None, 120),
+        (SMI, "", None, 0),
+        (SMI, "-1", None, 0),
+        (SMI, "GPU-cc", None, 90),
+        (SMI, "1,0", "PCI_BUS_ID", 121),
+        (SMI, "2", "PCI_BUS_ID", 90),
+        (SMI, "1", None, None),  # CUDA may number them otherwise
+        (SMI, "7", "PCI_BUS_ID", 0),
+        (SMI, "MIG-aaaa", None, None),  # an instance of one of them
+        (EQUAL, "1", None, 120),
+        (EQUAL, "MIG-aaaa", None, 120),
     ],
 )
 def test_first_visible_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, order: str | None, expected: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, visible: str | None, order: str | None, expected: int | None
 ) -> None:
-    program(tmp_path / "bin", "nvidia-smi", SMI)
+    program(tmp_path / "bin", "nvidia-smi", gpus)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
     assert environment.gpu_sm() == expected
-
-
-@pytest.mark.parametrize("visible", ["1", "MIG-aaaa"])
-def test_equal_gpus_need_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
-    program(tmp_path / "bin", "nvidia-smi", "0, GPU-a, 12.0\n1, GPU-b, 12.0")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert environment.gpu_sm() == 120
 
 
 @pytest.mark.parametrize("text", ["", "NVIDIA-SMI has failed", "0, GPU-a, [N/A]"])

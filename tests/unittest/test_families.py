@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import trtllm_b12x
 from tests import layers
-from tests.checkpoints import random_experts, write_checkpoint
-from tests.facts import GOOD
+from tests.checkpoints import random_experts
 from trtllm_b12x import environment
 from trtllm_b12x.core import child, settings
 from trtllm_b12x.decision import KernelFeatures, RejectReason, families
@@ -28,7 +25,6 @@ from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS as TRITON_ACTIVATIONS
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.decode import TritonKernel
-from trtllm_b12x.tools.cli import main
 
 FREE_OF = {RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_MISSING, RejectReason.FLASHINFER_TOO_OLD}
 TOY = KernelFeatures(
@@ -65,23 +61,6 @@ def test_what_the_catalog_says_is_what_the_kernels_say() -> None:
     assert TritonKernel.features.activations == set(TRITON_ACTIVATIONS) == UnquantizedReferenceKernel.features.activations
 
 
-def test_the_preferred_family_serves_every_call_by_itself() -> None:
-    module = layers.load(layers.create(4, 128, 192), random_experts(4, 128, 192))
-    assert module.backend.verdict.families == ("b12x", "toy")
-    assert list(module.backend.schedule.families) == ["b12x"]
-    assert module.backend.w2_weight.shape[2] * 16 == 768  # both tiles
-    assert trtllm_b12x.status().families == {"b12x": 1}
-
-
-def test_the_next_one_takes_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferenceKernel, "serves", lambda self, tokens: tokens < (9 if type(self) is ReferenceKernel else 64))
-    module, tensors = layers.made(4, 128, 192)
-    schedule = module.backend.schedule
-    assert [type(schedule.at(tokens)) for tokens in (8, 9, 63, 64)] == [ReferenceKernel, Toy, Toy, type(None)]
-    for tokens in (8, 20):
-        assert layers.run(module, tensors, tokens)[1] < 0.005
-
-
 @pytest.mark.parametrize("when", ["plan", "self_test"])
 def test_the_next_one_takes_over_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
@@ -104,39 +83,6 @@ def test_the_next_one_takes_over_and_the_log_says_why(
     gone = layers.load(layers.create(4, 128, 192, gated=False), random_experts(4, 128, 192, gated=False))
     assert gone.backend.kernel is None
     assert set(gone.backend.verdict.reasons) == {RejectReason.KERNEL_PLAN_FAILED, RejectReason.ACTIVATION}
-
-
-def test_verify_and_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path, [random_experts(3, 128, 64)], top_k=2)
-    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "toy,b12x")
-    host = layers.host
-    config = host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4))
-    assert str(trtllm_b12x.explain(config)) == "toy, b12x"
-    result = CliRunner().invoke(main, ["verify", str(tmp_path), "--require-b12x", "--tokens", "1,70", "--json", "-"])
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert (report["kernel"], report["layers"][0]["served_by"]) == ("toy+reference", "toy")
-    assert [case["path"] for case in report["layers"][0]["cases"]] == ["toy", "toy"]
-    assert "PASS: 1 of 1 MoE layers on toy" in result.output
-
-
-def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = dataclasses.replace(GOOD, dsl="none", payload_cuda=None)
-    monkeypatch.setattr(environment, "probe", lambda host, always_look: facts)
-    result = CliRunner().invoke(main, ["doctor"])
-    assert result.exit_code == 0
-    lines = result.output.splitlines()
-    assert "NVFP4 Swiglu would be FlashInferNvfp4Sm12xFusedMoE on toy" in lines
-    assert "NVFP4 Relu2 would be CutlassFusedMoE" in lines
-    assert "1. not b12x: DSL_MISSING: nvidia-cutlass-dsl is not installed" in lines
-    assert any("not toy: ACTIVATION" in line for line in lines)
-    assert lines[-1] == "toy WOULD serve decode here, inside TensorRT-LLM"
-    found = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).output)["verdicts"][0]
-    assert (found["families"], [r["family"] for r in found["rejections"]]) == (["toy"], ["b12x"])
-    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "toi")
-    assert CliRunner().invoke(main, ["doctor"]).exit_code == 2
-    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
-    assert CliRunner().invoke(main, ["doctor"]).exit_code == 1
 
 
 def test_doctor_compiles_what_the_family_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

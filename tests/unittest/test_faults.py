@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -111,6 +111,22 @@ def distance(results: list[torch.Tensor], expected: list[torch.Tensor]) -> float
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(results, expected, strict=True))
 
 
+def with_each_fault(
+    reached: list[CodeType], caplog: pytest.LogCaptureFixture, run: Callable[[int], tuple[Any, list[torch.Tensor]]]
+) -> Iterator[tuple[str, Any, list[torch.Tensor]]]:
+    """Name of each function, and what ``run`` returned while it raised."""
+    among = faults.functions()
+    for number, code in enumerate(reached):
+        forget()
+        caplog.clear()
+        with faults.injected(code, among):
+            try:
+                backend, outputs = run(number)
+            except Exception as error:
+                raise AssertionError(f"{faults.name(code)} reaches the host") from error
+        yield faults.name(code), backend, outputs
+
+
 @pytest.mark.all("2.0")
 @pytest.mark.parametrize("ratio", [1.0, 2.0])
 def test_every_function_that_a_host_reaches(
@@ -128,20 +144,11 @@ def test_every_function_that_a_host_reaches(
     alone = [plain(x, logits) for x, logits in calls(ratio)] * 2
     assert (distance(expected, alone) > 0.1) == (ratio != 1)
     forget()
-    among = faults.functions()
     reached = [code for code in faults.called(functools.partial(flow, ratio)) if guarded(code)]
     assert len(reached) > 60
     if ratio != 1:
         reached = [code for code in reached if faults.name(code).startswith(("quantization", "host.weights", "fused_moe"))]
-    for code in reached[::EVERY]:
-        forget()
-        caplog.clear()
-        name = faults.name(code)
-        with faults.injected(code, among):
-            try:
-                backend, outputs = flow(ratio)
-            except Exception as error:
-                raise AssertionError(f"{name} reaches the host") from error
+    for name, backend, outputs in with_each_fault(reached[::EVERY], caplog, lambda number: flow(ratio)):
         errors = [distance(outputs, right) for right in (expected, alone)]
         assert min(errors) < 0.02, (name, errors)
         kernel = getattr(backend, "kernel", None)
@@ -167,19 +174,10 @@ def test_every_function_of_a_measurement(
         _, expected = measured(0)
         assert len(clock.asked) == 1
         forget()
-        among = faults.functions()
         modules = tuple(f"dispatch.{module}." for module in ("crossover", "policy", "store", "timing"))
         reached = [code for code in faults.called(functools.partial(measured, 1)) if faults.name(code).startswith(modules)]
         assert len(reached) > 25
-        for number, code in enumerate(reached):
-            forget()
-            caplog.clear()
-            name = faults.name(code)
-            with faults.injected(code, among):
-                try:
-                    backend, outputs = measured(2 + number)
-                except Exception as error:
-                    raise AssertionError(f"{name} reaches the host") from error
+        for name, backend, outputs in with_each_fault(reached, caplog, lambda number: measured(2 + number)):
             assert distance(outputs, expected) < 0.05, name
             assert backend.kernel is not None or "KERNEL_PLAN_FAILED" in caplog.text, name
             assert caplog.records

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import trtllm_b12x
 from tests import layers, mxfp4
 from tests.layers import host, ranks, swiglu_constants
 from tests.nvfp4_layer import distance
@@ -56,19 +55,6 @@ def test_numbers_over_ranks(hidden: int, size: int, bias: bool, tp: int, ep: int
     without = {name: tensor for name, tensor in weights.items() if not name.endswith("w2.bias")}
     if bias:
         assert distance(mxfp4.expected(without, x, layer.routing_method.apply(logits), swiglu), wanted) > 0.04
-
-
-def test_the_limit_alone_makes_it_swiglu_bias() -> None:
-    """As DeepSeek-V4 has it: a limit, no alpha, no beta, no bias."""
-    hidden, size = SIZES[0]
-    weights = mxfp4.random_experts(EXPERTS, hidden, size)
-    x, logits = call(hidden, 5)
-    layer = built(weights, hidden, size, **swiglu_constants(limit=torch.full((EXPERTS,), 0.4)))
-    assert layer.backend.kernel.geometry.activation == "SwigluBias"
-    routes = layer.routing_method.apply(logits)
-    wanted = mxfp4.expected(weights, x, routes, (1.0, 0.0, 0.4))
-    assert distance(layer(x, logits), wanted) < 0.004
-    assert distance(mxfp4.expected(weights, x, routes), wanted) > 0.04
 
 
 @pytest.mark.parametrize(("byte", "served"), [(136, True), (137, False)])
@@ -166,22 +152,3 @@ def test_the_host_is_timed_on_16_bit_tokens() -> None:
     weights = mxfp4.random_experts(EXPERTS, hidden, size, bias=True)
     layer, plain = (built(weights, hidden, size, mxfp4.GPT_OSS, bias=True, promote=promote) for promote in (True, False))
     assert torch.equal(layers.as_the_host(layer, *call(hidden, 7)), plain(*call(hidden, 7)))
-
-
-DP = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"dtype": torch.float16}, "ACTIVATION_DTYPE"),
-        ({"mapping": DP}, "ATTENTION_DP"),
-        ({"apply_router_weight_on_input": True}, "ROUTER_WEIGHT_ON_INPUT"),
-        ({"quant_config": host.QuantConfig(quant_algo=host.QuantAlgo.W4A8_MXFP4_MXFP8, group_size=16)}, "GROUP_SIZE"),
-    ],
-)
-def test_what_is_left_to_the_host(arguments: dict[str, Any], reason: str) -> None:
-    config = host.QuantConfig(quant_algo=host.QuantAlgo.W4A8_MXFP4_MXFP8, group_size=32)
-    layer = layers.create(EXPERTS, 160, 288, 1, **{"quant_config": config, **arguments})
-    assert type(layer.backend.quant_method) is host.methods["MXFP4"]
-    assert trtllm_b12x.status().reasons == {reason: 1}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +13,18 @@ import torch
 import trtllm_b12x
 from tests import mxfp8
 from tests.checkpoints import random_experts
-from tests.clock import Clock, capturing, standing_in
+from tests.clock import Clock, standing_in
 from tests.layers import create, host, load, swiglu_constants
-from trtllm_b12x.core import process, settings
+from trtllm_b12x.core import settings
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.trtllm import status
-from trtllm_b12x.engines.trtllm.quantization_mxfp8 import _scales
 from trtllm_b12x.kernels.reference import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
 
 pytestmark = pytest.mark.usefixtures("every_family")
 EXPERTS, HIDDEN, SIZE, TOP_K = 6, 256, 160, 2
-
-
-CONSTANTS = (1.702, 1.0, 0.15)
-"""alpha and beta as MiniMax-M3 has them, and a limit that such weights meet."""
 
 
 def built(weights: dict[str, torch.Tensor], gated: bool = True, size: int = SIZE, **arguments: Any) -> Any:
@@ -66,41 +58,12 @@ def test_the_first_family_knows_which_is_planned_next() -> None:
     assert second.planned_next == []
 
 
-@pytest.mark.parametrize("tokens", [1, 63, 64, 300])
-def test_swiglu_with_constants(tokens: int) -> None:
-    weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
-    given = {name: torch.full((EXPERTS,), value) for name, value in zip(("alpha", "beta", "limit"), CONSTANTS, strict=True)}
-    layer = built(weights, **swiglu_constants(**given))
-    assert [kernel.geometry.activation for kernel in layer.backend.schedule.kernels] == ["SwigluBias"] * 2
-    x, logits = torch.randn(tokens, HIDDEN).bfloat16(), torch.randn(tokens, EXPERTS).bfloat16()
-    call = MoECall(x, *layer.routing_method.apply(logits))
-    arithmetic = Arithmetic.UNQUANTIZED if tokens < 64 else Arithmetic.KERNEL
-    wanted, without = (
-        outputs(weights, EXPERTS, True, [call], [arithmetic], quant_algo="MXFP8", swiglu=swiglu)[0][0]
-        for swiglu in (CONSTANTS, (*CONSTANTS[:2], torch.inf))
-    )
-    assert float((layer(x, logits).float() - wanted).norm() / wanted.norm()) < 0.005
-    assert float((without - wanted).norm() / wanted.norm()) > 0.05
-
-
 def test_scales_by_another_name() -> None:
     """``weight_scale_inv``, as MiniMax-M3-MXFP8 and trainers that hand on weights have it."""
     weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
     renamed = {name.replace("weight_scale", "weight_scale_inv"): tensor for name, tensor in weights.items()}
     x, logits = torch.randn(40, HIDDEN).bfloat16(), torch.randn(40, EXPERTS)
     assert torch.equal(built(renamed)(x, logits), built(weights)(x, logits))
-
-
-@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
-def test_scales_of_stacked_experts_are_gate_before_up(name: str) -> None:
-    stacked = torch.arange(2 * HIDDEN // 32 * 2 * SIZE).view(2, HIDDEN // 32, 2 * SIZE)
-    down = torch.arange(2 * SIZE // 32 * HIDDEN).view(2, SIZE // 32, HIDDEN)
-    mode = types.SimpleNamespace(name="FUSED_GATE_UP_PROJ")
-    module = types.SimpleNamespace(weight_loading_mode=mode, hidden_size=HIDDEN, intermediate_size=SIZE)
-    found: tuple[Any, ...] = _scales(module, {f"gate_up_proj_{name}": stacked, f"down_proj_{name}": down}, 1)
-    expected = (stacked[1, :, :SIZE].T, stacked[1, :, SIZE:].T, down[1].T)
-    assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * 3
-    assert _scales(module, {}, 1) == (None, None, None)
 
 
 def test_scales_that_a_checkpoint_lacks_are_seen() -> None:
@@ -150,7 +113,8 @@ def test_a_state_dict_is_handed_on() -> None:
 
 
 def test_explain() -> None:
-    expected = {"MXFP8": ("triton", "grouped"), "MIXED_PRECISION": ("b12x", "triton", "grouped"), "W4A16_AWQ": ()}
+    beyond = dict.fromkeys(("MXFP8", "W4A16_NVFP4", "W4A8_MXFP4_MXFP8"), ("triton", "grouped"))
+    expected = {**beyond, "MIXED_PRECISION": ("b12x", "triton", "grouped"), "W4A16_AWQ": ()}
     for algorithm, names in expected.items():
         verdict = trtllm_b12x.explain(host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algorithm))))
         assert verdict.families == names
@@ -192,32 +156,6 @@ def called(layer: Any, tokens: int = 3) -> None:
 def served(layer: Any, *counts: int) -> list[str]:
     short = {MXFP8UnquantizedReferenceKernel: "triton", MXFP8ReferenceKernel: "grouped"}
     return [short[type(layer.backend.schedule.at(tokens))] for tokens in counts]
-
-
-def test_the_card_decides_between_the_kernels(card: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with standing_in(Clock(level)) as clock:
-        layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
-        assert layer.backend.schedule.kernels[0].capacity == 96  # 32 rows for each of the experts
-        assert served(layer, 63, 64) == ["triton", "grouped"]  # until then
-        with capturing():
-            called(layer)
-        assert not clock.asked
-        called(layer, 200)
-        called(layer)
-        assert len(clock.asked) == 1
-        assert 0 < clock.largest_gap < 0.1
-        assert served(layer, 1, 27, 28, 96, 97, 4096) == ["triton"] * 2 + ["grouped"] * 4
-        (said,) = [r.getMessage() for r in caplog.records if "measured in" in r.getMessage()]
-        assert re.search(r"MXFP8: measured in .* s: triton 1-27, then grouped$", said)
-        (file,) = tmp_path.rglob("crossover-*.json")
-        assert json.loads(file.read_text())["paths"] == {"kernels": ["triton"], "host": "grouped", "tuned": True}
-        process.forget()
-        again = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
-        called(again)
-        assert len(clock.asked) == 1
-        assert served(again, 27, 28) == ["triton", "grouped"]
-        (said,) = status.status().crossovers.values()
-        assert said == "stored: triton 1-27, then grouped"
 
 
 def test_one_kernel_has_nothing_to_be_measured_against(card: None, monkeypatch: pytest.MonkeyPatch) -> None:

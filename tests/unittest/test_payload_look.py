@@ -198,13 +198,9 @@ def test_shadowed_unknown_and_driver(site: Path) -> None:
     assert (found["fault"], found["detail"]) == ("DRIVER", "the driver supports CUDA 12.8")
 
 
-def test_what_the_dsl_prints_is_no_answer(site: Path) -> None:
-    (site / "cutlass/__init__.py").write_text("import atexit; print('[1, 2]'); atexit.register(print, '[3, 4]')")
-    assert payload(site)["cuda"] == [12, 9]
-
-
-def test_the_look_has_no_mpi_rank_and_no_promotion(site: Path) -> None:
+def test_the_look_has_no_mpi_rank_and_no_promotion_and_what_the_dsl_prints_is_no_answer(site: Path) -> None:
     statement = "import os; assert 'OMPI_COMM_WORLD_RANK' not in os.environ and os.environ['TRTLLM_B12X'] == '0'"
+    statement += "\nimport atexit; print('[1, 2]'); atexit.register(print, '[3, 4]')"
     (site / "cutlass/__init__.py").write_text(statement)
     assert payload(site, OMPI_COMM_WORLD_RANK="3")["cuda"] == [12, 9]
 

@@ -13,11 +13,8 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import dequantize, layers, marlin, pages, parts, torch_grouped, triton_kernels
+from benchmarks.peers import marlin, pages, parts, triton_kernels
 from benchmarks.peers.others import PEERS
-from tests import forks
-from tests.nvfp4_layer import distance, random_call, random_layer
-from trtllm_b12x.formats import ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry
 
 QWEN = GEOMETRIES["Qwen3-30B-A3B"]
@@ -104,100 +101,6 @@ def test_a_kernel_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.
     assert [line.split(",")[0].split(":")[0] for line in results["not_measured"]] == ["ours", "marlin", "torch_grouped"]
     if options.vllm is None:
         assert results["not_measured"][1] == f"marlin, Qwen3-30B-A3B: {parts.MISSING}"
-
-
-# ---- weights and errors --------------------------------------------------------------------------------------------------
-
-
-def test_codes_in_marlins_tiles() -> None:
-    """The first words of a tile as vLLM 0.22.1 orders it (``get_weight_perm(4)`` and ``marlin_weights``)."""
-    weight = (torch.arange(64 * 8) * 7 % 256).to(torch.uint8).view(1, 64, 8)
-    words = [int(word) & 0xFFFFFFFF for word in marlin.codes_in_tiles(weight).flatten()[:6]]
-    assert words == [3692085440, 1419296960, 3692085440, 1419296960, 3961534263, 1688745783]
-
-
-def test_scales_in_marlins_order() -> None:
-    """Every E4M3 scale of 0 to 15 keeps its value; the order is that of vLLM 0.22.1's ``marlin_permute_scales``."""
-    values = torch.arange(0, 88, dtype=torch.uint8)[torch.arange(128) % 88].view(torch.float8_e4m3fn).view(1, 64, 2)
-    ordered, factor = marlin.scales_in_order(values)
-    assert factor == 16.0
-    bits = ordered.view(torch.uint8).to(torch.int16) << 7  # float16 without its sign
-    restored = bits.view(torch.float16).float() / (factor * 2**7)
-    expected = values.float()[0].T  # (2, 64)
-    output = [8 * j + i for i in range(8) for j in (0, 2, 1, 3, 4, 6, 5, 7)]
-    assert torch.equal(restored[0], expected[:, output])
-
-
-@pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Relu2"])
-def test_a_layer_in_marlins_form(activation: str) -> None:
-    """Sizes that Marlin's tiles do not divide are padded with zeros; rows are gate, up."""
-    g = Geometry(2, 2, 288, 96, activation, bias=torch.bfloat16)
-    layer = random_layer(g)
-    made = marlin.MarlinLayer(layer, torch.zeros(1, dtype=torch.int32))
-    gated = 2 if g.gated else 1
-    assert made.first.codes.shape == (2, 512 // 16, 2 * 128 * gated)
-    assert made.second.scales.shape == (2, 128 // 16, 512)
-    assert made.expert_bytes == 512 * 128 * (gated + 1) * 9 / 16
-    ordered = marlin.rows(g, layer.w1, 128)
-    up, gate = layer.w1.chunk(2, 1) if g.gated else (layer.w1, layer.w1)
-    place = {"Swiglu": (3, 128 + 3), "SwigluBias": (6, 7), "Relu2": (3, 3)}[activation]
-    assert torch.equal(ordered[:, place[0]], gate[:, 3])
-    assert torch.equal(ordered[:, place[1]], up[:, 3])
-    assert int(ordered.count_nonzero()) == int(layer.w1.count_nonzero())
-
-
-def test_mxfp4_in_marlins_form() -> None:
-    """Scales are the same bytes in the order of NVFP4's, one for 32 inputs; there is none for an expert."""
-    g = Geometry(2, 2, 256, 128, "SwigluBias", bias=torch.bfloat16, format="MXFP4")
-    layer = random_layer(g)
-    made = marlin.MarlinLayer(layer, torch.zeros(1, dtype=torch.int32))
-    assert made.quantization == "W4A16 MXFP4"
-    assert made.first.global_scales is made.second.global_scales is None
-    assert made.second.scales.shape == (2, 128 // 32, 256)
-    output = [8 * j + i for i in range(8) for j in (0, 2, 1, 3, 4, 6, 5, 7)]
-    assert torch.equal(made.second.scales.view(torch.uint8)[1, 3, :64], layer.s2[1, output, 3])
-    assert made.expert_bytes == 3 * 256 * 128 * 17 / 32
-
-
-def dequantized_in_the_interpreter() -> list[float]:
-    """The error of the layer, and the largest value of an expert that no route takes."""
-    layer = random_layer(Geometry(4, 2, 96, 64, "Swiglu", format="W4A16_NVFP4", layout=WeightLayout(scales=ROWS)))
-    (made,) = dequantize.layers(layer.geometry, [layer], 8)
-    for part in made.memory:
-        part.zero_()
-    x, ids, router_weights = random_call(layer.geometry, 5, experts=3)
-    output = made.output(*made.prepare(x, ids, router_weights))
-    return [distance(output, made.expected(x, ids, router_weights)), float(max(part[3].abs().max() for part in made.memory))]
-
-
-def test_experts_are_written_out_and_multiplied() -> None:
-    error, unrouted = forks.in_the_interpreter(f"{__name__}:dequantized_in_the_interpreter")
-    assert error < 0.01  # the interpreter cuts bfloat16 off
-    assert unrouted == 0.0
-    assert dequantize.lacks(QWEN, None) == "TensorRT-LLM dequantizes W4A16_NVFP4 experts; this is NVFP4, Swiglu"
-
-
-@pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Relu2", "Geglu"])
-def test_the_error_of_the_grouped_product(activation: str) -> None:
-    g = Geometry(4, 2, 64, 32, activation)
-    layer = torch_grouped.GroupedLayer(g, "cpu")
-    x, ids, weights = torch.randn(5, 64).bfloat16(), torch.tensor([[0, 3], [3, 1], [0, 1], [1, 3], [3, 0]]), torch.rand(5, 2)
-    expected = layer.expected(x, ids, weights)
-    assert 0 < distance(layer.output(*layer.prepare(x, ids, weights)), expected) < 0.01
-    assert distance(layer.output(*layer.prepare(x, ids.flip(1), weights)), expected) > 0.1
-
-
-def test_the_activation_is_that_of_our_layers() -> None:
-    for activation in ("Swiglu", "SwigluBias", "Relu2", "Geglu"):
-        layer = random_layer(Geometry(2, 1, 64, 32, activation))
-        if layer.epilogue.swiglu_limit is not None:
-            layer.epilogue.swiglu_limit.fill_(layers.LIMIT)
-        gate, up = 8 * torch.randn(3, 32), 8 * torch.randn(3, 32)
-        if layer.geometry.gated:
-            expected, inner = layer._gated(1, up, gate), torch.cat((gate, up), 1)
-        else:
-            expected, inner = torch.relu(gate) ** 2, gate
-        torch.testing.assert_close(layers.activated(layer.geometry, inner), expected)
 
 
 # ---- page and plot -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Other weights into the same module: results follow, storage stays."""
+"""Other weights into the same module, and copies of it: results follow, storage stays."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
+from trtllm_b12x.formats.layouts import mma_scale_view
 from trtllm_b12x.tools import verify
 
 
@@ -193,3 +196,36 @@ def test_partial_reload_is_the_hosts_answer() -> None:
     with pytest.raises(ValueError, match="partial loading"):
         module.load_weights([tensors], allow_partial_loading=True)
     assert_serves(module, tensors)
+
+
+# ---- copies, moves and halves ------------------------------------------------------------------------------------------
+
+
+def test_a_copy_and_a_moved_layer() -> None:
+    """A copy runs on CUTLASS until it is loaded; a moved layer's kernel follows the storage."""
+    module, tensors = layers.made(3, 128, 192)
+    backend = module.backend
+    for copied in (copy.deepcopy(backend), pickle.loads(pickle.dumps(backend))):
+        assert copied.kernel is None
+        assert backend.kernel is not None
+        loaded = layers.load(copied, tensors)
+        assert loaded.kernel.weights.fc1_weight.data_ptr() == loaded.w3_w1_weight.data_ptr()
+    module._apply(torch.clone)
+    assert backend.kernel.weights.fc1_weight.data_ptr() == backend.w3_w1_weight.data_ptr()
+
+
+def test_one_half_at_a_time() -> None:
+    """Partial loads pass the other half as None: it stays where it is."""
+    module, tensors = layers.made(3, 128, 192)
+    backend = module.backend
+    other = random_experts(3, 128, 192, seed=5)
+    rows = backend.w3_w1_weight.data[1]
+    backend.quant_method.load_expert_w3_w1_weight(backend, None, other["1.w3.weight"], rows)
+    view = rows.view(torch.uint8)
+    assert torch.equal(view[:192], other["1.w3.weight"])
+    assert torch.equal(view[256:448], tensors["1.w1.weight"])
+
+
+def test_scale_view_refuses_what_does_not_fill_tiles() -> None:
+    with pytest.raises(ValueError, match="120 x 128"):
+        mma_scale_view(torch.zeros(120 * 8, dtype=torch.uint8), 120, 128)

@@ -1,4 +1,4 @@
-"""What became of a process's layers, and the one line about it."""
+"""Which class serves a layer, what became of a process's layers, and the one line about it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import dataclasses
 import logging
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.decision import Environment, families
+from trtllm_b12x import environment
+from trtllm_b12x.decision import Environment, RejectReason, Resolution, families
+from trtllm_b12x.engines.trtllm import describe, promote
+from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
 
@@ -128,11 +134,128 @@ def test_nothing_is_said_where_nothing_is_on_b12x(caplog: pytest.LogCaptureFixtu
     assert (status.layers, status.promoted, status.active, status.patches) == (0, 0, False, ())
 
 
-def test_patches_are_named() -> None:
+# ---- promotion on the embedded host ------------------------------------------------------------------------------------
+
+
+host = layers.host
+create_moe = host.create_moe
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    trtllm_b12x.uninstall()
+    original = create_moe.get_moe_cls
+    yield
+    trtllm_b12x.uninstall()
+    assert create_moe.get_moe_cls is original
+
+
+def built(top_k: int = 2, **arguments: Any) -> Any:
+    routing = host.RenormalizeMoeRoutingMethod(top_k)
+    return create_moe.create_moe(routing, 4, 128, 128, dtype=torch.bfloat16, model_config=config(), **arguments)
+
+
+def config(algo: Any = host.QuantAlgo.NVFP4, **arguments: Any) -> Any:
+    return host.ModelConfig(quant_config=host.QuantConfig(quant_algo=algo, group_size=16), **arguments)
+
+
+@pytest.mark.embedded
+def test_a_format_that_neither_side_serves(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not stay on CUTLASS, which has nothing for it on this card."""
     trtllm_b12x.install()
-    try:
-        names = {name.rpartition("create_moe.")[2] for name in trtllm_b12x.status().patches}
-        assert names == {"get_moe_cls", "create_moe_backend"}
-        assert trtllm_b12x.status().active
-    finally:
-        trtllm_b12x.uninstall()
+    verdict = Resolution.left_to_the_host(RejectReason.TRITON, "no gcc")
+    mxfp8 = config(host.QuantAlgo.MXFP8, moe_backend="AUTO")
+    monkeypatch.setattr(promote, "_resolve", lambda *_: verdict)
+    assert promote._class_without_host_path(mxfp8, None) is None
+    assert "MoE layer in MXFP8 has no implementation: TRITON: no gcc" in caplog.text
+
+
+def test_threads_that_install_at_once() -> None:
+    original = create_moe.create_moe_backend
+    threads = [threading.Thread(target=trtllm_b12x.install) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert create_moe.create_moe_backend.__wrapped__ is original
+    assert len(trtllm_b12x.status().patches) == 2
+    trtllm_b12x.uninstall()
+    assert create_moe.create_moe_backend is original
+    assert trtllm_b12x.status().patches == ()
+
+
+def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(describe, "from_layer", lambda layer, *facts: layer.gone)
+    trtllm_b12x.install()
+    module = built()
+    assert module.backend.verdict.reasons == (RejectReason.HOST,)
+    assert type(module.backend.quant_method) is host.methods["NVFP4"]
+
+
+def test_whatever_goes_wrong_the_host_builds_what_it_would_have_built(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(promote, "_resolve", lambda *_: 1 / 0)
+    trtllm_b12x.install()
+    for _ in range(2):
+        assert type(built().backend) is host.CutlassFusedMoE
+    assert trtllm_b12x.status().refused == "ZeroDivisionError: division by zero"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["promotion is off in this process, the host's own classes run: ZeroDivisionError: division by zero"]
+
+
+def test_arguments_that_the_function_may_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: host.CutlassFusedMoE)
+    trtllm_b12x.install()
+    assert create_moe.get_moe_cls(config(), None, 3) is FlashInferNvfp4Sm12xFusedMoE
+    assert create_moe.get_moe_cls(config(), layer_idx=3, more=1) is FlashInferNvfp4Sm12xFusedMoE
+    assert create_moe.get_moe_cls(cfg=config()) is host.CutlassFusedMoE
+    assert create_moe.get_moe_cls(object()) is host.CutlassFusedMoE
+    trtllm_b12x.uninstall()
+
+
+def test_explain_agrees_with_what_is_built() -> None:
+    trtllm_b12x.install()
+    rows = layers.explained()
+    assert {reason for _, said, _ in rows for reason in said} == {"LORA", "DYNAMIC_QUANTIZATION", "ATTENTION_DP", "CUDA_GRAPHS"}
+    for asked, said, became in rows:
+        assert said == became, asked
+    for algo in (host.QuantAlgo.FP8, None):
+        assert trtllm_b12x.explain(config(algo)).reasons == (RejectReason.QUANTIZATION,)
+        assert create_moe.get_moe_cls(config(algo)) is host.CutlassFusedMoE
+
+
+def test_a_name_bound_early_answers_as_the_host_after_uninstall() -> None:
+    trtllm_b12x.install()
+    bound = create_moe.get_moe_cls
+    trtllm_b12x.uninstall()
+    assert bound(config()) is host.CutlassFusedMoE
+
+
+@pytest.mark.parametrize(("sm", "promoted"), [(120, True), (121, True), (100, False), (0, False)])
+@pytest.mark.parametrize("name", ["TRTLLMGenFusedMoE", "CuteDslFusedMoE", "DeepGemmFusedMoE"])
+def test_named_backends_without_a_kernel_on_this_card(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, sm: int, promoted: bool
+) -> None:
+    """TRTLLM is the models' own word for a protocol: it stays, and one line says what to set."""
+    named = type(name, (host.CutlassFusedMoE,), {})
+    monkeypatch.setattr(create_moe, "get_moe_cls", lambda *a, **k: named)
+    monkeypatch.setattr(environment, "probe", lambda host, always_look=False: Environment(sm=sm))
+    trtllm_b12x.install()
+    expected = FlashInferNvfp4Sm12xFusedMoE if promoted and name == "CuteDslFusedMoE" else named
+    for _ in range(2):
+        assert create_moe.get_moe_cls(config()) is expected
+    told = [record for record in caplog.records if "set moe_config.backend: CUTLASS" in record.getMessage()]
+    assert len(told) == (promoted and name == "TRTLLMGenFusedMoE")
+    assert create_moe.get_moe_cls(config(host.QuantAlgo.FP8)) is named
+    trtllm_b12x.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("imported", "unloaded"),
+    [("trtllm_b12x; trtllm_b12x.install()", "trtllm_b12x.engines.trtllm.fused_moe"), ("trtllm_b12x.tools.cli", "torch")],
+    ids=["a pipeline rank without layers", "a command without torch"],
+)
+def test_what_is_not_loaded_before_it_is_needed(imported: str, unloaded: str) -> None:
+    code = f"import sys, {imported}; sys.exit({unloaded!r} in sys.modules or 'rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests import layers
-from tests.checkpoints import dequantized, random_experts
+from tests.checkpoints import random_experts
 from tests.nvfp4_layer import distance
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.formats.nvfp4 import dequantize
-from trtllm_b12x.tools.verify import kernel_calls
+from trtllm_b12x.tools.verify import kernel_calls, reference
 
 pytestmark = pytest.mark.usefixtures("triton_alone")
 host = layers.host
@@ -30,25 +30,17 @@ def in_float32(
     x: torch.Tensor,
     ids: torch.Tensor,
     router_weights: torch.Tensor,
-    alpha: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
-    limit: torch.Tensor | None = None,
+    **constants: float,
 ) -> torch.Tensor:
-    """SwiGLU experts on ``x (T, H)``, ids and router weights ``(T, k)``."""
-    result = torch.zeros(x.shape[0], x.shape[1])
-    for e in ids.unique().tolist():
-        token, slot = (ids == e).nonzero(as_tuple=True)
-        up, gate = (x[token].float() @ dequantized(tensors, e, name).T for name in ("w3", "w1"))
-        most = math.inf if limit is None else float(limit[e])
-        up, gate = up.clamp(-most, most), gate.clamp(max=most)
-        inner = gate * torch.sigmoid(gate if alpha is None else alpha[e] * gate) * (up if beta is None else up + beta[e])
-        result.index_add_(0, token, inner @ dequantized(tensors, e, "w2").T * router_weights[token, slot].unsqueeze(1))
-    return result
+    """SwiGLU experts on ``x (T, H)``, ids and router weights ``(T, k)``, with ``alpha``, ``beta`` or ``limit``."""
+    swiglu = constants.get("alpha", 1.0), constants.get("beta", 0.0), constants.get("limit", math.inf)
+    call, points = reference.MoECall(x, ids, router_weights), [reference.Arithmetic.UNQUANTIZED]
+    ((found,),) = reference.outputs(tensors, EXPERTS, True, [call], points, swiglu=swiglu)
+    return found
 
 
-def constants(*names: str) -> dict[str, torch.Tensor]:
-    drawn = {"alpha": 1 + torch.rand(EXPERTS), "beta": torch.rand(EXPERTS), "limit": 0.2 + 0.2 * torch.rand(EXPERTS)}
-    return {name: drawn[name] for name in names}
+def constants(*names: str) -> dict[str, float]:
+    return {name: value for name, value in (("alpha", 1.5), ("beta", 0.5), ("limit", 0.3)) if name in names}
 
 
 def twins(tensors: dict[str, torch.Tensor], device: str, **arguments: Any) -> tuple[Any, Any]:
@@ -62,14 +54,15 @@ def twins(tensors: dict[str, torch.Tensor], device: str, **arguments: Any) -> tu
 def with_constants(names: tuple[str, ...], tokens: int, device: str = "cpu") -> tuple[Any, float, int]:
     """A layer, its error, and how many calls were the kernel's."""
     tensors, given = random_experts(EXPERTS, HIDDEN, SIZE), constants(*names)
-    there = {name: tensor.to(device) for name, tensor in given.items()}
+    there = {name: torch.full((EXPERTS,), value, device=device) for name, value in given.items()}
     module, hosts = twins(tensors, device, **layers.swiglu_constants(**there))
     x, logits = layers.inputs(module, tokens, tensors)
     call = x.to(device), logits.to(device)
     with kernel_calls(module.backend) as reached:
         found = module(*call)
-    expected = in_float32(tensors, x, *module.routing_method.apply(logits), **given)
-    plain = in_float32(tensors, x, *module.routing_method.apply(logits))
+    ids, router_weights = module.routing_method.apply(logits)
+    expected = in_float32(tensors, x, ids, router_weights, **given)
+    plain = in_float32(tensors, x, ids, router_weights)
     assert distance(plain, expected) > 0.1  # what it would be without
     assert len(reached) or torch.equal(found, hosts(*call))
     return module, distance(found, expected), len(reached)
@@ -95,7 +88,9 @@ def test_b12x_goes_on_refusing_constants(every_family: None) -> None:
 def test_constants_that_no_kernel_reads_leave_the_layer_to_the_host() -> None:
     """Another type than the operator's; or a number alone, which its tensors do not have."""
     tensors = random_experts(EXPERTS, HIDDEN, SIZE)
-    module = layers.load(layers.create(EXPERTS, HIDDEN, SIZE, **layers.swiglu_constants(**constants("limit"))), tensors)
+    module = layers.load(
+        layers.create(EXPERTS, HIDDEN, SIZE, **layers.swiglu_constants(limit=torch.full((EXPERTS,), 0.3))), tensors
+    )
     backend = module.backend
     name = "act_clamp" if hasattr(backend, "act_clamp") else "swiglu_limit"
     delattr(backend, name)

@@ -139,6 +139,12 @@ def grouped(cuda: Any, kind: type[GroupedKernel], quantized: bool) -> dict[str, 
     return {way: told(cuda, kernel, 1, quantized, way) for way in ("jit", "direct")}
 
 
+def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same values, as many elements behind an address that 16 divides."""
+    memory = torch.zeros(tensor.numel() + elements, dtype=tensor.dtype)[elements:].view(tensor.shape)
+    return memory.copy_(tensor)
+
+
 def late_compiles() -> dict[str, list[str]]:
     """Family to what its calls compile where Triton's JIT launches them, though its plan has compiled every variant."""
     found, card = {}, Card(132, 228 << 10, 90)
@@ -155,12 +161,14 @@ def late_compiles() -> dict[str, list[str]]:
         kernel.bind(random_layer(geometry).kernel_weights() if nvfp4 else mxfp8.random_weights(geometry), 3)
         x, ids, router_weights = random_call(geometry, 1)
         with warm_start.compiles() as names:
-            for given in ids, ids.long(), ids.short():
-                for weights in router_weights, router_weights.bfloat16(), router_weights.half():
-                    kernel.run(MoECall(x, given, weights))
-                    if nvfp4:
-                        codes, scales = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.uint8)
-                        kernel.run(MoECall(codes, given, weights, x_sf=scales, swizzled=False))
+            for shift in (0, 1):  # of everything that a host hands on, from where 16 bytes begin
+                for given in ids, ids.long(), ids.short():
+                    for weights in router_weights, router_weights.bfloat16(), router_weights.half():
+                        routes = shifted(given, shift), shifted(weights, shift)
+                        kernel.run(MoECall(shifted(x, shift), *routes))
+                        if nvfp4:
+                            codes, scales = (torch.zeros(1, size, dtype=torch.uint8) for size in (64, 8))
+                            kernel.run(MoECall(shifted(codes, shift), *routes, x_sf=shifted(scales, shift), swizzled=False))
         found[kind.__name__] = names
     return found
 

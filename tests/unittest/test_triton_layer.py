@@ -12,7 +12,7 @@ from tests import forks, layers
 from tests.checkpoints import random_experts
 from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.kernels.triton.jit import check
 from trtllm_b12x.tools.verify import kernel_calls
@@ -96,27 +96,6 @@ def test_one_half_at_a_time() -> None:
         assert torch.equal(found[:192], other["1.w3.weight_scale"].view(torch.uint8))
         expected = tensors if half == "w3" else other
         assert torch.equal(found[192:], expected["1.w1.weight_scale"].view(torch.uint8))
-
-
-def test_a_refit_is_followed_without_a_word() -> None:
-    """Parameters that are overwritten, no hook called: those of a layer that loaded them."""
-    tensors, other = random_experts(3, 128, 192), random_experts(3, 128, 192, seed=3)
-    module, fresh = (layers.load(layers.create(3, 128, 192), given) for given in (tensors, other))
-    for name, parameter in fresh.backend.named_parameters():
-        module.backend.get_parameter(name).data.copy_(parameter)
-    x, logits = layers.inputs(module, 9, other)
-    assert error(module, x, logits, other, Arithmetic.UNQUANTIZED) < BOUND
-    assert torch.equal(module(x, logits), fresh(x, logits))
-
-
-def test_float16() -> None:
-    module, tensors = layers.made(4, 128, 192, dtype=torch.float16)
-    assert module.backend.kernel.geometry.dtype is torch.float16
-    x, logits = layers.inputs(module, 5, tensors)
-    result = module(x.half(), logits)
-    assert result.dtype is torch.float16
-    direct = module.backend.kernel.run(MoECall(x, *module.routing_method.apply(logits)))
-    assert float((result.float() - direct.float()).norm()) < 0.1
 
 
 def test_the_next_family_takes_what_b12x_leaves(every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:

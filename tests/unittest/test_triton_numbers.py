@@ -32,8 +32,6 @@ LONG = (
     "more routes than a word has bits",
     "more routes than a word has bits, in blocks",
     "quantized input, scales in rows",
-    "several blocks of one expert",
-    "small tiles",
     "self-test",
 )
 """Nine tenths of the time of all cases; ``make test-all`` runs them."""
@@ -145,16 +143,6 @@ def _(routes: int) -> dict[str, Any]:
     return {"error": error(layer, kernel.run(call), call)}
 
 
-@case("several blocks of one expert")
-def _() -> dict[str, Any]:
-    """All of 20 tokens take the same two experts, once sorted by a launch of its own and once by every program."""
-    layer = random_layer(Geometry(3, 2, 128, 128, "Relu2"))
-    kernel, call = bound(layer), drawn(layer, 20)
-    call.ids[:] = torch.tensor([2, 0])
-    inline, launched = kernel.run(call), kernel.run(call._replace(ids=call.ids.long()))
-    return {"error": error(layer, inline, call), "same": torch.equal(inline, launched)}
-
-
 @case("float16")
 def _() -> dict[str, Any]:
     """Products of gate and up beyond what float16 holds, and outputs that it does."""
@@ -213,15 +201,6 @@ def _() -> dict[str, Any]:
     after = kernel.run(call)
     same = torch.equal(before[0], after[0])
     return {"error": 0.0, "same": same, "marked": bool(after[1].isnan().all() and not after[2].isfinite().any())}
-
-
-@case("small tiles")
-def _() -> dict[str, Any]:
-    """A tile of 128 rows by several programs: sums of a token are added up by whichever comes last."""
-    layer = random_layer(Geometry(2, 2, 128, 128, "Silu"))
-    call = drawn(layer, 1)
-    small = bound(layer, found=Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 2, 2))).run(call)
-    return {"error": error(layer, small, call), "same": torch.equal(small, bound(layer).run(call))}
 
 
 @case("self-test")

@@ -100,22 +100,6 @@ def test_scales_far_apart(gate: float, up: float) -> None:
 # ---- what others see -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("ratio", [1.0, 3.0])
-def test_state_dicts_are_the_hosts(ratio: float, gated: bool) -> None:
-    """Keys, dtypes, shapes and bytes; parameters by name too."""
-    tensors = random_experts(E, H, SIZE, gated, up_to_gate=ratio)
-    ours, plain = (layers.load(layers.create(E, H, SIZE, gated=gated, promote=p), tensors) for p in (True, False))
-    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert list(ours.state_dict()) == list(plain.state_dict())
-    for name, tensor in plain.state_dict().items():
-        own = ours.state_dict()[name]
-        assert (own.dtype, own.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(own.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
-    plain.load_state_dict(ours.state_dict())
-    ours.load_state_dict(plain.state_dict())
-
-
 def test_one_warning_names_the_first_layer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
     for index in (3, 4):
@@ -130,16 +114,6 @@ def test_one_warning_names_the_first_layer(caplog: pytest.LogCaptureFixture) -> 
 # ---- parameters alone ----------------------------------------------------------------------------------------------------
 
 
-def from_meta(value: float) -> Any:
-    """As hosts build: on meta tensors, then memory as it comes."""
-    with torch.device("meta"):
-        module = created()
-        if not getattr(module, "backend", module)._weights_created:
-            module.create_weights()
-    module._apply(lambda t: torch.full_like(t, value, device="cpu") if t.is_meta else t)
-    return module
-
-
 def by_name(target: Any, source: Any) -> None:
     parameters = dict(target.named_parameters())
     for name, parameter in source.named_parameters():
@@ -148,25 +122,6 @@ def by_name(target: Any, source: Any) -> None:
 
 def by_state_dict(target: Any, source: Any) -> None:
     target.load_state_dict(source.state_dict())
-
-
-@pytest.mark.parametrize("ratio", [1.0, 0.4, 3.0])
-@pytest.mark.parametrize("way", [by_name, by_state_dict])
-def test_a_layer_that_gets_parameters_alone(way: Any, ratio: float, caplog: pytest.LogCaptureFixture) -> None:
-    """A peer's parameters, before the post-load hooks run (ModelExpress): decode and prefill use the larger scale."""
-    caplog.set_level(logging.INFO, logger="trtllm_b12x")
-    tensors = random_experts(E, H, SIZE, up_to_gate=ratio)
-    target = from_meta(7)
-    assert not target.backend.b12x_fc1_half_alphas.any()
-    way(target, layers.load(created(promote=False), tensors))
-    for module in target.modules():
-        for hook in ("post_load_weights", "cache_derived_state"):
-            if hasattr(module, hook):
-                getattr(module, hook)()
-    assert target.backend.verdict.families == ("b12x", "triton", "grouped")
-    assert_same(target, layers.load(created(), with_the_larger_scale(tensors)))
-    (record,) = [record for record in caplog.records if "share fc31_alpha" in record.message]
-    assert record.levelno == logging.INFO
 
 
 @pytest.mark.parametrize(("first", "second"), [(3.0, 0.4), (3.0, 1.0), (1.0, 3.0)])
@@ -208,15 +163,3 @@ def test_reloads(first: float, second: float, hooks: bool) -> None:
     assert {name: buffer.data_ptr() for name, buffer in module.backend.named_buffers()} == own
     assert_same(module, layers.load(created(), tensors))
     assert ("b12x" in module.backend.verdict.families) == (second == 1)
-
-
-def test_a_fault_leaves_the_layer_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.engines.trtllm.quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod
-
-    module = loaded(3.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(NVFP4Sm12xFusedMoEMethod, "_write_half_alphas", lambda *_: 1 / 0)
-        layers.load(module, random_experts(E, H, SIZE, up_to_gate=0.4))
-    assert module.backend.kernel is None
-    assert "division by zero" in str(module.backend.verdict)
-    assert_same(module, loaded(0.4, promote=False))

@@ -1,7 +1,8 @@
-"""What ``verify`` concludes from its numbers, and that its bounds do not fail sound layers."""
+"""What ``verify`` concludes from its numbers; its bounds do not fail sound layers, and fail each mistake."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -11,9 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests import layers
 from tests.checkpoints import random_experts, unquantized, write_checkpoint
+from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.engines.trtllm import embedded
+from trtllm_b12x.engines.trtllm import quantization as placing
+from trtllm_b12x.engines.trtllm import quantization_nvfp4 as quantization
+from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
+from trtllm_b12x.formats.nvfp4 import InputScales
 from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
-from trtllm_b12x.tools.verify import Case, LayerReport, Tolerances, relative_l2, verify_layer
+from trtllm_b12x.tools.progress import UnusableError
+from trtllm_b12x.tools.verify import Case, LayerReport, Ranks, Tolerances, relative_l2, resolve_on_ranks, verify_layer
 from trtllm_b12x.tools.verify.bits import _holds
 from trtllm_b12x.tools.verify.bounds import exceeds
 
@@ -164,3 +173,175 @@ def test_tokens_with_a_flipped_code(errors: tuple[float, ...], tokens: int, fail
     reference = torch.ones(tokens, 4)
     error = torch.tensor([*errors, *[0.0038] * (tokens - len(errors))])
     assert exceeds(reference * (1 + error.unsqueeze(1)), reference, 0.005) is fails
+
+
+# ---- mistakes that others have made, or could: each exceeds the bound ten times ----------------------------------------
+
+
+Method = quantization.NVFP4Sm12xFusedMoEMethod
+CASES = [Case(1), Case(8), Case(63)]
+
+
+def judged(tmp_path: Path, gated: bool = True) -> LayerReport:
+    write_checkpoint(tmp_path, [random_experts(4, 128, 160, gated)], top_k=2, gated=gated)
+    checkpoint = Checkpoint(tmp_path)
+    return verify_layer(checkpoint, checkpoint.layers[0], CASES)
+
+
+def inverted_scale_map(patch: pytest.MonkeyPatch) -> None:
+    def derive(self: InputScales) -> None:
+        self.fc1_divisor.copy_(self.fc31_input_scale)
+        self.fc2_divisor.copy_(self.fc2_input_scale)
+
+    patch.setattr(InputScales, "derive", derive)
+
+
+def alpha_without_the_input_scale(patch: pytest.MonkeyPatch) -> None:
+    original = Method.kernel_weights
+
+    def kernel_weights(self: Any, module: Any) -> Any:
+        weights = original(self, module)
+        return dataclasses.replace(weights, fc1_alpha=weights.fc1_alpha / weights.fc1_divisor)
+
+    patch.setattr(Method, "kernel_weights", kernel_weights)
+
+
+def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
+    original = Method.load_expert_w3_w1_weight
+    patch.setattr(Method, "load_expert_w3_w1_weight", lambda self, module, w1, w3, dst: original(self, module, w3, w1, dst))
+
+
+def interleave_skipped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(placing, "interleave", lambda rows, block_scales: block_scales.view(torch.uint8).copy_(rows))
+
+
+def split_at_the_padded_half(patch: pytest.MonkeyPatch) -> None:
+    """w1 right below w3, padding at the bottom, as the host lays it out; the kernel splits in the middle."""
+
+    def load(self: Any, module: Any, w1: torch.Tensor, w3: torch.Tensor, dst: torch.Tensor) -> None:
+        rows = torch.cat([w3, w1]).view(torch.uint8)
+        dst.view(torch.uint8).zero_()
+        dst.view(torch.uint8)[: rows.shape[0]].copy_(rows)
+
+    patch.setattr(Method, "load_expert_w3_w1_weight", load)
+
+
+def scales_shifted_by_one_row(patch: pytest.MonkeyPatch) -> None:
+    original = placing.interleave
+    patch.setattr(placing, "interleave", lambda rows, block_scales: original(rows.roll(1, 0), block_scales))
+
+
+def baked_block_scales(patch: pytest.MonkeyPatch) -> None:
+    """``weight_scale_2`` multiplied into the E4M3 scales, alphas left with the input scales, as peers do."""
+    original = Method.kernel_weights
+
+    def kernel_weights(self: Any, module: Any) -> Any:
+        weights = original(self, module)
+
+        def baked(scales: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+            plain = (plain_scales(scales).float() * alpha.view(-1, 1, 1)).to(torch.float8_e4m3fn)
+            return mma_scale_view(
+                torch.stack([torch.from_numpy(interleaved(p)) for p in plain]), plain.shape[1], 16 * plain.shape[2]
+            )
+
+        def interleaved(plain: torch.Tensor) -> Any:
+            return embedded.block_scale_interleave(plain.view(torch.uint8)).numpy()
+
+        fc2_scale = weights.fc2_divisor
+        return dataclasses.replace(
+            weights,
+            fc1_weight_sf=baked(weights.fc1_weight_sf, weights.fc1_alpha / weights.fc1_divisor),
+            fc1_alpha=weights.fc1_divisor.expand(weights.fc1_alpha.shape).contiguous(),
+            fc2_weight_sf=baked(weights.fc2_weight_sf, weights.fc2_alpha / fc2_scale),
+            fc2_alpha=fc2_scale.clone(),
+        )
+
+    patch.setattr(Method, "kernel_weights", kernel_weights)
+
+
+GATED_ONLY = [gate_and_up_swapped, split_at_the_padded_half]
+MUTATIONS = [inverted_scale_map, alpha_without_the_input_scale, interleave_skipped, scales_shifted_by_one_row, baked_block_scales]
+
+
+@pytest.mark.parametrize(
+    ("mutate", "gated"),
+    [(m, True) for m in MUTATIONS + GATED_ONLY] + [(m, False) for m in MUTATIONS],
+    ids=lambda v: getattr(v, "__name__", v),
+)
+def test_each_mutation_fails_by_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None], gated: bool
+) -> None:
+    mutate(monkeypatch)
+    report = judged(tmp_path, gated)
+    assert report.served_by == "b12x"
+    assert not report.passed
+    if mutate is baked_block_scales:
+        assert report.bits_exact is False
+        assert report.bytes is not None
+        assert report.bytes.extra > 0
+    for case in report.cases:
+        assert case.rel_l2_kernel is not None
+        assert case.rel_l2_kernel > 10 * Tolerances().kernel, (mutate.__name__, case)
+        assert case.failures
+
+
+# ---- tensor and expert parallelism, simulated: two models x TP x EP x token counts -------------------------------------
+
+
+OF_RANKS = [Case(1), Case(8), Case(63)]
+EXPERTS, TOP_K = 4, 3
+SIZES = {"qwen3-moe": 1280, "nemotron-h": 768}  # 1280 / 8 = 160, / 4 = 320; 768 / 8 = 96
+
+
+@pytest.fixture(scope="module", params=sorted(SIZES))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    gated = request.param == "qwen3-moe"
+    experts = random_experts(EXPERTS, 128, SIZES[request.param], gated)
+    return Checkpoint(write_checkpoint(tmp_path_factory.mktemp(request.param), [experts], TOP_K, gated=gated))
+
+
+@pytest.mark.all("*-[14]-?", "*-?-4", "*-2-2", "*-8-1")
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_ranks_add_up(checkpoint: Checkpoint, tp: int, ep: int, caplog: pytest.LogCaptureFixture) -> None:
+    (layer,) = checkpoint.layers
+    report = verify_layer(checkpoint, layer, OF_RANKS, ranks=Ranks(tp, ep), require_b12x=True)
+    assert report.passed, (report.failures, [case.failures for case in report.cases])
+    assert [case.path for case in report.cases] == ["b12x"] * 3
+    size = layer.intermediate_size // tp
+    padded = tp * (-(-size // 256) * 256) - layer.intermediate_size
+    matrices = EXPERTS * len(layer.projections)
+    assert report.bytes is not None
+    assert report.bytes.padding == matrices * padded * 128 * 9 // 16
+    assert report.bytes.extra == 0
+    assert report.bytes.scalars <= 16 * EXPERTS * tp
+    assert [line.split(" refuses")[0] for line in report.warnings] == (
+        ["TensorRT-LLM from August 2026 on"] if layer.gated and size % 64 else []
+    )
+    assert "answer" not in caplog.text  # nobody is asked about simulated ranks
+
+
+def test_ranks_that_do_not_divide(checkpoint: Checkpoint) -> None:
+    (layer,) = checkpoint.layers
+    with pytest.raises(UnusableError, match="--tp 7"):
+        verify_layer(checkpoint, layer, OF_RANKS, ranks=Ranks(tp=7))
+    with pytest.raises(UnusableError, match="--ep 3"):
+        verify_layer(checkpoint, layer, OF_RANKS, ranks=Ranks(ep=3))
+    ranks = Ranks(tp=32 if layer.gated else 96)
+    assert resolve_on_ranks(checkpoint, layer, ranks).reasons == (RejectReason.INTERMEDIATE_SIZE,)
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_a_rank_without_a_local_expert_for_any_token_returns_zeros(tokens: int) -> None:
+    tensors = random_experts(4, 128, 96)
+    total: Any = 0
+    for rank in range(4):
+        mapping = {"world_size": 4, "rank": rank, "tp_size": 4, "moe_ep_size": 4}
+        module = layers.load(layers.create(4, 128, 96, top_k=3, mapping=mapping), tensors)
+        assert module.backend.expert_size_per_partition < module.routing_method.top_k
+        x, logits = layers.inputs(module, tokens, tensors)
+        logits[:, 2] = -torch.inf  # nobody chooses expert 2
+        result = module(x, logits)
+        assert bool(result.any()) == (rank != 2)
+        total = total + result.float()
+    assert layers.errors(module, x, logits, total, tensors)[0] < 0.05

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -64,13 +63,6 @@ def test_numbers_at_every_count(size: int, gated: bool, up_to_gate: float, input
         assert (distance(module, x, logits, result, tensors) < (BOUND if served else HOSTS_BOUND)) == right
 
 
-def test_the_host_misplaces_what_ours_does_not() -> None:
-    tensors = experts(224)
-    alone = built(tensors, 224, promote=False)
-    x, logits = call(alone, 200)
-    assert distance(alone, x, logits, alone(x, logits), tensors) > 0.5
-
-
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("size", [64, 128, 192])
 def test_the_parameters_are_the_hosts_to_the_bit(size: int, gated: bool) -> None:
@@ -98,19 +90,6 @@ def test_the_kernels_read_the_hosts_scales_in_rows() -> None:
     assert torch.equal(weights.fc2_weight_sf[2, :, :14].view(torch.uint8), tensors["2.w2.weight_scale"].view(torch.uint8))
     assert not weights.fc2_weight_sf[2, :, 14:].view(torch.uint8).any()
     assert backend.quant_method.scalar_bytes(backend) == 16 * 4
-
-
-@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_add_up(tp: int, ep: int) -> None:
-    tensors = experts(448)
-    x, logits = call(built(tensors, 448), 5)
-    total = torch.zeros(x.shape)
-    for mapping in layers.ranks(tp, ep):
-        module = built(tensors, 448, mapping=mapping)
-        with kernel_calls(module.backend) as reached:
-            total += module(x, logits).float()
-        assert reached == ["triton"]
-    assert distance(module, x, logits, total, tensors) < BOUND
 
 
 def test_fp16() -> None:
@@ -149,16 +128,6 @@ def test_the_host_is_timed_on_16_bit_tokens() -> None:
     assert torch.equal(layers.as_the_host(module, x, logits), alone(x, logits))
 
 
-def test_a_group_of_32_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    """The host loads it with half of the scales zero, and says nothing."""
-    config = host.QuantConfig(quant_algo=host.QuantAlgo.W4A16_NVFP4, group_size=32)
-    module = layers.create(4, 128, 192, quant_config=config)
-    assert type(module.backend.quant_method) is host.methods["W4A16_NVFP4"]
-    assert trtllm_b12x.status().reasons == {"GROUP_SIZE": 1}
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "W4A16_NVFP4 with group size 32" in line
-
-
 @pytest.mark.embedded
 @pytest.mark.parametrize("backend", ["CUTLASS", "AUTO"])
 def test_one_layer_of_a_mixed_checkpoint(backend: str) -> None:
@@ -178,21 +147,6 @@ def test_random_weights_give_outputs_of_about_one(shape: tuple[str, str, bool | 
     (module,) = build_layer.build(sizes, torch.device("cpu"))
     x, logits = call(module, 5)
     assert 0.1 < float(module(x, logits).float().pow(2).mean().sqrt()) < 3
-
-
-def test_explain() -> None:
-    for algo in ("W4A16_NVFP4", "W4A8_MXFP4_MXFP8"):
-        config = host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algo)))
-        assert trtllm_b12x.explain(config).families == ("triton", "grouped")
-
-
-def test_a_host_without_the_method_keeps_its_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    methods = layers._host.load().methods
-    monkeypatch.delitem(methods, "W4A16_NVFP4")
-    module = layers.create(4, 128, 192, quant_config=CONFIG)
-    assert type(module.backend) is host.CutlassFusedMoE
-    assert trtllm_b12x.status().reasons == {"QUANTIZATION": 1}
-    assert caplog.text.count("this TensorRT-LLM has no W4A16NVFP4CutlassFusedMoEMethod") == 1
 
 
 # ---- W4A4 prefill, by a switch -------------------------------------------------------------------------------------------

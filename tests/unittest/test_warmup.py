@@ -78,11 +78,6 @@ def built(variables: dict[str, str]) -> list[dict[str, Any]]:
     return build("nvfp4", "triton", variables)
 
 
-@pytest.fixture(scope="module")
-def built_for_mxfp8(variables: dict[str, str]) -> list[dict[str, Any]]:
-    return build("mxfp8", "grouped", variables)
-
-
 @pytest.mark.all
 def test_every_kernel_is_compiled_once(built: list[dict[str, Any]], variables: dict[str, str]) -> None:
     assert compiled(built) == [("triton", 12, 0, 0), ("triton", 0, 12, 0)]
@@ -117,14 +112,12 @@ def test_a_frozen_server_compiles_nothing(built: list[dict[str, Any]], variables
 
 
 @pytest.mark.all
-def test_calls_of_mxfp8_compile_nothing(built_for_mxfp8: list[dict[str, Any]], variables: dict[str, str], folder: Path) -> None:
-    """What a call compiles is seen: its sort by hand is."""
-    assert compiled(built_for_mxfp8) == [("grouped", 13, 0, 0), ("grouped", 0, 13, 0)]
+def test_a_server_of_mxfp8_plans_every_kernel(variables: dict[str, str], folder: Path) -> None:
+    """What its calls compile: ``test_triton_launch.py``."""
+    assert compiled(build("mxfp8", "grouped", variables)) == [("grouped", 13, 0, 0), ("grouped", 0, 13, 0)]
     asked = [{**FIELDS, "family": "grouped", "capacity": 4096, "format": "MXFP8"}]
     (grouped,) = warm_start.start(warm_start.driver(folder), asked, CARD, variables)
     assert (grouped["error"], grouped["kernels"], grouped["compiled"]) == ("", 13, 0)
-    found = warm_start.calls(warm_start.driver(folder), {**FIELDS, "format": "MXFP8"}, CARD, variables)
-    assert found == {"by calls": [], "by hand": ["sort_kernel"]}
 
 
 @pytest.mark.all

@@ -1,9 +1,7 @@
 """``CutlassFusedMoE`` of generation A, which can also forward by itself (``ENABLE_CONFIGURABLE_MOE=0``)."""
 
-import torch
-from tensorrt_llm._ops import quantized_to_mxfp8, run_operator
+from tensorrt_llm._ops import quantized_input, run_operator
 from tensorrt_llm._scheduling import KeywordScheduler
-from tensorrt_llm._torch.utils import Fp4QuantizedTensor
 from tensorrt_llm.models.modeling_utils import QuantAlgo
 
 from ...model_config import ModelConfig
@@ -64,21 +62,7 @@ class CutlassFusedMoE(MoE):
         self.quant_method.post_load_weights(self)
 
     def quantize_input(self, x, post_quant_comm=True, **kwargs):
-        if self.quant_algo is QuantAlgo.W4A8_MXFP4_MXFP8:
-            return quantized_to_mxfp8(self, x, post_quant_comm)
-        if not self.has_nvfp4:
-            return x, None
-        if getattr(self, "fc31_act_scale", None) is not None:
-            x = x * self.fc31_act_scale
-        if isinstance(x, Fp4QuantizedTensor):
-            if not post_quant_comm:
-                return x, None
-            assert not x.is_sf_swizzled
-            x, x_sf = x.fp4_tensor, x.scaling_factor
-        else:
-            swizzled = not post_quant_comm
-            x, x_sf = torch.ops.trtllm.fp4_quantize(x, self.fc31_input_scale, self.scaling_vector_size, False, swizzled)
-        return x, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
+        return (x, None) if self.quant_algo is None else quantized_input(self, x, post_quant_comm)
 
     def run_moe(
         self,

@@ -1,8 +1,7 @@
 """``CutlassFusedMoE`` from C1 on: called with a context, wrapped always."""
 
 import torch
-from tensorrt_llm._ops import quantized_to_mxfp8, run_operator
-from tensorrt_llm._torch.utils import Fp4QuantizedTensor
+from tensorrt_llm._ops import quantized_input, run_operator
 from tensorrt_llm.models.modeling_utils import QuantAlgo
 
 from ...model_config import ModelConfig
@@ -88,19 +87,7 @@ class CutlassFusedMoE(MoEImplBase):
     def quantize_input(self, x, post_quant_comm=True, **kwargs):
         if self.quant_algo is None or isinstance(self.quant_method, W4A16NVFP4CutlassFusedMoEMethod):
             return x, None
-        if self.quant_algo is QuantAlgo.W4A8_MXFP4_MXFP8:
-            return quantized_to_mxfp8(self, x, post_quant_comm)
-        if getattr(self, "fc31_act_scale", None) is not None:
-            x = x * self.fc31_act_scale
-        if isinstance(x, Fp4QuantizedTensor):
-            if not post_quant_comm:
-                return x, None
-            assert not x.is_sf_swizzled, "Fp4QuantizedTensor should not be swizzled before communication"
-            x, x_sf = x.fp4_tensor, x.scaling_factor
-        else:
-            swizzled = not post_quant_comm
-            x, x_sf = torch.ops.trtllm.fp4_quantize(x, self.fc31_input_scale, self.scaling_vector_size, False, swizzled)
-        return x, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
+        return quantized_input(self, x, post_quant_comm)
 
     def run_moe(self, ctx, *, workspace=None):
         plan = require_comm_plan(self, ctx)

@@ -83,7 +83,6 @@ def test_the_crossover_is_measured_once_the_host_has_tuned_and_never_under_captu
 
 SUITE = [
     "tests/unittest/test_fused_moe.py",
-    "tests/unittest/test_quantization.py",
     "tests/unittest/test_refit.py",
     "tests/unittest/test_faults.py",
     "tests/unittest/test_triton_layer.py",

@@ -3,7 +3,7 @@
 import torch
 
 from trtllm_b12x.engines.trtllm.embedded import ops
-from trtllm_b12x.engines.trtllm.embedded.config import ActivationType
+from trtllm_b12x.engines.trtllm.embedded.config import ActivationType, Fp4QuantizedTensor, QuantAlgo
 
 _library = torch.library.Library("trtllm", "DEF")
 _library.define("fp4_quantize(Tensor x, Tensor scale, int vec, bool ue8m0=False, bool swizzled=True) -> (Tensor, Tensor)")
@@ -64,9 +64,20 @@ def fused_moe(
     return [] if out_tensor is not None else [result]
 
 
-def quantized_to_mxfp8(module, x, post_quant_comm):
-    """``quantize_input`` of MXFP4 layers, in every generation."""
-    x, x_sf = torch.ops.trtllm.mxfp8_quantize(x, not post_quant_comm, alignment=module.quant_method.weight_alignment)
+def quantized_input(module, x, post_quant_comm):
+    """``quantize_input`` of NVFP4 and MXFP4 layers, in every generation."""
+    if getattr(module, "fc31_act_scale", None) is not None:
+        x = x * module.fc31_act_scale
+    if isinstance(x, Fp4QuantizedTensor):
+        if not post_quant_comm:
+            return x, None
+        assert not x.is_sf_swizzled, "Fp4QuantizedTensor should not be swizzled before communication"
+        x, x_sf = x.fp4_tensor, x.scaling_factor
+    elif module.quant_algo is QuantAlgo.W4A8_MXFP4_MXFP8:
+        x, x_sf = torch.ops.trtllm.mxfp8_quantize(x, not post_quant_comm, alignment=module.quant_method.weight_alignment)
+    else:
+        given = module.fc31_input_scale, module.scaling_vector_size, False
+        x, x_sf = torch.ops.trtllm.fp4_quantize(x, *given, not post_quant_comm)
     return x, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
 
 

@@ -1,4 +1,4 @@
-"""MXFP8: numbers, quantization, what Triton multiplies, and what is asked of a family for it."""
+"""Numbers of MXFP8 and NVFP4; what Triton multiplies of MXFP8, and what is asked of a family for it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests import mxfp8
 from trtllm_b12x import formats
 from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, RejectReason, decide
 from trtllm_b12x.decision.families import grouped, grouped_nvfp4, triton_mxfp8
 from trtllm_b12x.engines.trtllm import machine
 from trtllm_b12x.environment import triton
+from trtllm_b12x.formats import nvfp4
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.mxfp8 import decode_e8m0, dequantize, quantize
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.catalog import KERNELS
+from trtllm_b12x.kernels.self_test import _off_ties
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel
 from trtllm_b12x.kernels.triton.jit import CompiledPlan
-from trtllm_b12x.tools.verify.reference_formats import dequantize_mxfp8, fake_quantize_mxfp8
+from trtllm_b12x.tools.verify import reference as strict_reference
+from trtllm_b12x.tools.verify import reference_formats as reference
+from trtllm_b12x.tools.verify.reference_formats import fake_quantize_mxfp8
 
 
 def test_every_scale() -> None:
@@ -53,12 +58,6 @@ def test_rounding_is_to_nearest_even_and_saturates() -> None:
     codes, scales = quantize(block)
     assert int(scales[0, 0]) == 127
     assert codes.float()[0, :6].tolist() == [256.0, 448.0, 16.0, 20.0, -256.0, 0.0]
-
-
-def test_weights_of_an_export() -> None:
-    tensors = mxfp8.quantize_weight(torch.randn(64, 96))
-    plain = dequantize_mxfp8(tensors["weight"], tensors["weight_scale"])
-    assert torch.equal(plain, dequantize(tensors["weight"], tensors["weight_scale"]))
 
 
 @pytest.mark.parametrize(
@@ -113,3 +112,66 @@ def test_other_formats_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> No
     found = machine.resolve((LayerShape(quant_algo="NVFP4"), Deployment()))
     assert found.families == ("b12x", "triton", "grouped")
     assert KERNELS["grouped", "NVFP4"][0].features.quantizations == {"NVFP4"}
+
+
+# ---- NVFP4's numbers, against values worked out by hand and against the judge's own arithmetic -------------------------
+
+
+VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def test_every_code_decodes_to_its_value_and_rounds_back() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    values = nvfp4.decode_e2m1(codes)
+    assert values.tolist() == VALUES + [-v for v in VALUES]
+    assert nvfp4.round_to_e2m1(values).tolist() == codes.tolist()
+
+
+def test_ties_go_to_the_even_code() -> None:
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    # 0.25 -> 0, 0.75 -> 1.0, 1.25 -> 1.0, 1.75 -> 2.0, 2.5 -> 2.0, 3.5 -> 4.0, 5.0 -> 4.0
+    assert nvfp4.decode_e2m1(nvfp4.round_to_e2m1(ties)).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    above = nvfp4.decode_e2m1(nvfp4.round_to_e2m1(torch.nextafter(ties, torch.tensor(9.0))))
+    assert above.tolist() == [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def test_saturation_and_nan() -> None:
+    odd = torch.tensor([7.0, -1e30, float("inf"), float("-inf"), float("nan"), -0.0])
+    assert nvfp4.round_to_e2m1(odd).tolist() == [7, 15, 7, 15, 7, 8]
+
+
+@given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=64))
+def test_rounding_agrees_with_the_judge(numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    assert torch.equal(nvfp4.decode_e2m1(nvfp4.round_to_e2m1(values)), reference._nearest(values, reference._E2M1).float())
+
+
+@given(st.lists(st.floats(0, 1000, width=32), min_size=1, max_size=64))
+def test_block_scales_agree_with_the_judge(numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    assert torch.equal(nvfp4.round_to_e4m3(values).float(), reference._nearest(values, reference._E4M3).float())
+
+
+def test_packing_puts_the_even_column_low() -> None:
+    packed = nvfp4.pack_fp4(torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8))
+    assert packed.tolist() == [[0x21, 0x0F]]
+    assert nvfp4.unpack_fp4(packed).tolist() == [[1, 2, 15, 0]]
+
+
+@pytest.mark.parametrize("move_off_ties", [reference.move_off_ties, _off_ties], ids=["strict reference", "reference kernel"])
+def test_move_off_ties_leaves_no_tie_and_moves_by_one_step(move_off_ties: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+    amax = 3.3125  # a bf16 value whose triple is one too: block maxima of 3 * amax / 2**n tie
+    scale = amax / 2688
+    x = torch.zeros(4, 16, dtype=torch.bfloat16)
+    x[0, 3], x[1, 0], x[2, :2] = 3 * amax / 4, -3 * amax / 8, torch.tensor([1.0, 0.3])
+    moved = move_off_ties(x, scale)
+    assert moved[0, 3] == torch.tensor(3 * amax / 4, dtype=torch.bfloat16) * (1 + 2**-7)
+    assert moved[1, 0] < x[1, 0]
+    assert torch.equal(moved[3], x[3])
+    for arithmetic in (strict_reference.Arithmetic.KERNEL, strict_reference.Arithmetic.NONE):
+        for gated in (True, False):
+            up, down = (
+                reference.fake_quantize_nvfp4(moved.float(), torch.tensor(scale * f), arithmetic, gated) / f
+                for f in (1 + 1e-6, 1 - 1e-6)
+            )
+            torch.testing.assert_close(up, down, rtol=1e-5, atol=0)

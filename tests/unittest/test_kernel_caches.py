@@ -1,16 +1,21 @@
-"""What asks Triton's cache for a kernel, and refuses a miss."""
+"""What asks Triton's cache and FlashInfer's for a kernel, and what becomes of a miss."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from triton import knobs
 from triton.runtime import cache as triton_cache
 
+from trtllm_b12x.core import process, settings
+from trtllm_b12x.environment import prove
 from trtllm_b12x.kernels import PlanError
+from trtllm_b12x.kernels.b12x import compiler
 from trtllm_b12x.kernels.triton import cache
 
 KEY = "ab" * 32
@@ -80,3 +85,45 @@ def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.toolchain, "lacking", lambda capability: ("no ptxas",))
     with pytest.raises(PlanError, match="no ptxas"):
         cache.load([], 120, "")
+
+
+# ---- FlashInfer's kernels: what its cache lacks is tried in a child first, inside a server -----------------------------
+
+
+@pytest.mark.parametrize(
+    ("cached", "in_server", "frozen", "answer", "proofs"),
+    [
+        (True, True, "1", "loaded", []),
+        (False, True, "0", "ptxas fatal", ["sm_120a"]),
+        (False, False, "0", "compiled", []),
+        (False, True, "1", r"static_1 is not in FlashInfer's cache.*warmup \.\.\.", []),
+    ],
+    ids=["in the cache", "tried in a child", "no server that would die", "frozen"],
+)
+def test_what_flashinfers_cache_lacks(
+    monkeypatch: pytest.MonkeyPatch, cached: bool, in_server: bool, frozen: str, answer: str, proofs: list[str]
+) -> None:
+    """On an sm_120a, where FlashInfer cannot compile."""
+    targets: list[str] = []
+
+    def fails(target: str) -> str:
+        targets.append(target)
+        return "ptxas fatal"
+
+    def flashinfers(module: str, name: str, compile_kernel: Callable[[], Any]) -> Any:
+        return "loaded" if cached else compile_kernel()
+
+    def build() -> Any:
+        device = torch.device("cuda")
+        return compiler._build(flashinfers, "trtllm-b12x warmup ...", device, "module", "static_1", lambda: "compiled")
+
+    monkeypatch.setattr(process, "in_server", in_server)
+    monkeypatch.setattr(prove, "compile_error", fails)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    with settings.FREEZE.set(frozen):
+        if answer in ("loaded", "compiled"):
+            assert build() == answer
+        else:
+            with pytest.raises(PlanError, match=answer):
+                build()
+    assert targets == proofs
