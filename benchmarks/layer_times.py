@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.floor_models import CARDS
 from benchmarks.markdown import table
+from benchmarks.peers import pages
 from trtllm_b12x.kernels.cards import MODELS
 
 FILES = {"moe-decode.json": "NVFP4", "moe-w4a16.json": "W4A16_NVFP4", "moe-mxfp4.json": "MXFP4", "moe-mxfp8.json": "MXFP8"}
@@ -17,7 +18,7 @@ CLOCK = 2.4e9
 _HEAD = """
 ## One MoE layer on paper
 
-Microseconds that a decode layer of `triton` would take, by `fixed part + factor x bytes / copy`. Fixed part and factor are fitted
+Microseconds that a decode layer would take, by `fixed part + factor x bytes / copy`. Fixed part and factor are fitted
 to one run on {gpu} ({tokens} tokens); "off" is the largest error of the fit there. Assumed: the fixed part is the same on every
 card, a copy gets {share:.0%} of the specified bandwidth as on that card, and no part of a layer is in L2.
 """
@@ -58,7 +59,8 @@ def section(found: dict[str, dict[str, Any]]) -> list[str]:
         results = found.get(file, first)
         if file in found and results["gpu"] == first["gpu"]:
             rows += _rows(form, results, share)
-    reached = [x["bytes_per_clock_sm"] for x in first["lines"] if x["tokens"] in TOKENS]
+    usual = pages.whole_layers(first).values()
+    reached = [line["bytes_per_clock_sm"] for lines in usual for tokens, line in lines.items() if tokens in TOKENS]
     multiprocessors = {name: count for target in MODELS.values() for name, count in target.items()}
     needed = ", ".join(
         f"{bandwidth / CLOCK / multiprocessors[name]:.1f} on {name}"
@@ -74,11 +76,9 @@ def section(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def _rows(form: str, results: dict[str, Any], share: float) -> list[list[str]]:
     """Return a row for each layer and bandwidth. Two token counts at least are needed for a fit."""
-    usual = {"split": "TP1", "routing": "random", "kernel": "triton"}
-    lines = [x for x in results["lines"] if {"kernel": "triton", **x}.items() >= usual.items() and x["tokens"] in TOKENS]
     rows = []
-    for name in dict.fromkeys(x["geometry"] for x in lines):
-        layer = {x["tokens"]: x for x in lines if x["geometry"] == name}
+    for name, lines in pages.whole_layers(results).items():
+        layer = {tokens: line for tokens, line in lines.items() if tokens in TOKENS}
         if len(layer) < 2:
             continue
         fixed, factor, off = fit(list(layer.values()), results["copy"])

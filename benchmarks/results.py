@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import blocks, floor
 from benchmarks.markdown import table
 from benchmarks.on_card import greedy
+from benchmarks.peers import pages as of_peers
 from benchmarks.peers.others import PEERS
 
 ROOT = Path(__file__).parents[1]
@@ -64,10 +65,10 @@ SOURCES = (
         "make device",
         lambda found: "GB10" in found,
     ),
-    _of_peers("moe-decode.json", "NVFP4", "Triton kernels"),
-    _of_peers("moe-w4a16.json", "W4A16_NVFP4", "Triton and grouped kernels"),
-    _of_peers("moe-mxfp4.json", "MXFP4", "Triton kernels"),
-    _of_peers("moe-mxfp8.json", "MXFP8", "Triton and grouped kernels"),
+    _of_peers("moe-decode.json", "NVFP4", "decode kernels"),
+    _of_peers("moe-w4a16.json", "W4A16_NVFP4", "decode and grouped kernels"),
+    _of_peers("moe-mxfp4.json", "MXFP4", "decode kernels"),
+    _of_peers("moe-mxfp8.json", "MXFP8", "decode and grouped kernels"),
     Source(
         "vllm.json",
         "time of whole layers inside vLLM, beside its Marlin",
@@ -184,7 +185,7 @@ def _load(load: dict[str, Any]) -> str:
 
 
 def _of_layers(found: dict[str, Any], file: str) -> list[list[str]]:
-    whole = [x for x in found["lines"] if (x["split"], x["routing"], x.get("kernel", "triton")) == ("TP1", "random", "triton")]
+    whole = [line for lines in of_peers.whole_layers(found).values() for line in lines.values()]
     own = {(x["geometry"], x["tokens"]): x["us"] for x in whole}
     shares = {(x["geometry"], x["tokens"]): x["fraction"] for x in whole}
     lines, form = [], "" if found["format"] == "NVFP4" else f"{found['format']} "

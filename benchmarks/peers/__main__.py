@@ -1,4 +1,4 @@
-"""Time whole MoE layers on our Triton kernels, beside other kernels for the same experts and the card's bandwidth.
+"""Time whole MoE layers on our kernels, beside other kernels for the same experts and the card's bandwidth.
 
 ``python -m benchmarks.peers OUT`` on a GPU of capability 8.0 or newer (8.9 for MXFP8) writes OUT.json, OUT.md and, with
 matplotlib, OUT.png. The defaults take at most 9 minutes; ``--help`` lists the rest.
@@ -29,12 +29,16 @@ from benchmarks.on_card.steps import gpu_state, write_json, write_text
 from benchmarks.peers import pages, parts
 from benchmarks.peers.layers import l2_bytes, measure_peer, stack
 from benchmarks.peers.others import PEERS
-from benchmarks.peers.ours import BOUND, KERNELS, QUANTIZATION, SPLITS, Layers, Line, measure, split
+from benchmarks.peers.ours import BOUND, GROUPED_QUANTIZATION, KERNELS, QUANTIZATION, SPLITS, Layers, Line, measure, split
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.dispatch.timing import copy_bandwidth
 
 LAYERS = {"nvfp4": GEOMETRIES, "w4a16_nvfp4": W4A16, "mxfp4": MXFP4, "mxfp8": MXFP8}
-TOKENS = {"triton": (1, 2, 4, 8, 16, 32, 64, 128, 256), "grouped": (1, 16, 64, 128, 256, 1024, 4096)}
+TOKENS = {
+    "cuda": (1, 2, 4, 8, 16, 32, 64),
+    "triton": (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    "grouped": (1, 16, 64, 128, 256, 1024, 4096),
+}
 SPLIT_TOKENS = (1, 8, 64)
 _CLOCKS = ("clocks.sm", "clocks.mem")
 
@@ -43,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="path of the results without suffix")
     parser.add_argument("--format", choices=list(KERNELS), default="nvfp4", help="default: %(default)s")
-    parser.add_argument("--kernel", choices=list(TOKENS), nargs="+", help="default: all of the format; for nvfp4 triton")
+    parser.add_argument("--kernel", choices=list(TOKENS), nargs="+", help="default: all of the format; for nvfp4 cuda and triton")
     parser.add_argument("--geometry", action="append", help=f"default: all of the format; for nvfp4 {', '.join(pages.SHOWN)}")
     parser.add_argument("--split", action="append", choices=list(SPLITS), help="default: TP1; peers are measured on TP1 alone")
     parser.add_argument("--routing", choices=("random", "skewed"), nargs="+", default=["random"], help="default: random")
@@ -67,7 +71,7 @@ def arguments() -> argparse.Namespace:
     options.geometry = options.geometry or list(pages.SHOWN if options.format == "nvfp4" else known)
     if not {*options.geometry} <= known.keys():
         parser.error(f"--geometry: {options.format} has {', '.join(known)}")
-    options.kernel = options.kernel or (["triton"] if options.format == "nvfp4" else list(KERNELS[options.format]))
+    options.kernel = options.kernel or (list(pages.DECODE) if options.format == "nvfp4" else list(KERNELS[options.format]))
     if not {*options.kernel} <= KERNELS[options.format].keys():
         parser.error(f"--kernel: {options.format} has {', '.join(KERNELS[options.format])}")
     options.split = options.split or ["TP1"]
@@ -87,11 +91,12 @@ def measure_ours(options: argparse.Namespace, name: str, part: str, layers: Any,
         counts = options.tokens or [n for n in TOKENS[family] if part == "TP1" or n in SPLIT_TOKENS]
         kernels = Layers(KERNELS[options.format][family], split(whole, *SPLITS[part]), layers, max(counts))
         for tokens in counts:
-            for routing in options.routing if family == "triton" else ("random",):
+            for routing in options.routing if family in pages.DECODE else ("random",):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"stopped before {family} at {tokens} tokens; --seconds gives it longer")
                 numbers = measure(kernels, whole, tokens, routing == "skewed", copy)
-                yield Line(name, family, part, routing, tokens, **numbers, quantization=QUANTIZATION[options.format][family])
+                of = GROUPED_QUANTIZATION if family == "grouped" else QUANTIZATION
+                yield Line(name, family, part, routing, tokens, **numbers, quantization=of[options.format])
 
 
 def clocks() -> dict[str, Any]:
