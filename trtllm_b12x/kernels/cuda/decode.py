@@ -1,4 +1,4 @@
-"""Decode of 1 to 8 tokens in one launch (``layer.cu``), on the host's own tensors: NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
+"""Decode of 1 to 64 tokens in one launch (``layer.cu``), on the host's own tensors: NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
 
 Numbers are those of the Triton kernels, whose docstring describes them (``triton/decode.py``).
 """
