@@ -54,7 +54,7 @@ def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) 
 
 @pytest.mark.all
 def test_the_pages_show_what_the_demo_prints(tmp_path: Path, every_family: None) -> None:
-    """Other machines may differ in the last digits."""
+    """Other machines may differ: processors round sums in bfloat16 at other places."""
     checkpoint = export(qwen3_moe(), tmp_path, original=True)
     command = ["verify", str(checkpoint), "--original", str(tmp_path / "original"), "--require-b12x"]
     printed = CliRunner().invoke(main, command).output
@@ -66,7 +66,7 @@ def test_the_pages_show_what_the_demo_prints(tmp_path: Path, every_family: None)
         same = [each for each in printed.splitlines() if numbers.sub("", each).split() == numbers.sub("", line).split()]
         assert same, f"{line} is not in {printed}"
         values = [list(map(float, numbers.findall(each))) for each in (same[0], line)]
-        assert values[0] == pytest.approx(values[1], rel=0.05, abs=2e-4)
+        assert values[0] == pytest.approx(values[1], rel=0.05, abs=8e-4)
 
 
 def test_shards_exclusions_and_the_original(tmp_path: Path) -> None:
