@@ -16,13 +16,11 @@ from tests.nvfp4_layer import distance, random_call, random_layer
 from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS, TILES, WeightLayout
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.catalog import KERNELS
-from trtllm_b12x.kernels.triton.decode_tiles import Tile, Tiles
+from trtllm_b12x.kernels.triton.decode import Tile, Tiles
 
 CPU = torch.device("cpu")
 TRTLLM_W4A16, TRTLLM_MXFP4 = WeightLayout(scales=ROWS), WeightLayout(hidden_multiple=128)
 VLLM, VLLM_GPT_OSS = WeightLayout(ROWS, GATE_UP), WeightLayout(ROWS, BY_TURNS)
-SPLIT = Tiles(1, Tile(128, 128, 4, 2, split=2), Tile(64, 128, 4, 2, split=4))
-TOKEN = Tiles(1, Tile(128, 128, 4, 2), Tile(128, 128, 4, 2), Tile(64, 128, 8, 2))
 BLOCKS = Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2))
 
 
@@ -35,9 +33,7 @@ def geometry(form: str, layout: WeightLayout, *sizes: int, **options: Any) -> Ge
 CASES: dict[str, tuple[Geometry, int, Any]] = {
     "W4A16 in rows": (geometry("W4A16_NVFP4", TRTLLM_W4A16, 4, 2, 128, 192), 3, None),
     "W4A16 in rows, off every tile": (geometry("W4A16_NVFP4", TRTLLM_W4A16, 3, 2, 192, 80), 3, None),
-    "W4A16 in rows, sorted": (geometry("W4A16_NVFP4", TRTLLM_W4A16, 4, 2, 256, 128), 40, BLOCKS),
-    "W4A16 in rows, stretches": (geometry("W4A16_NVFP4", TRTLLM_W4A16, 5, 3, 192, 144), 1, SPLIT),
-    "W4A16 in rows, one product a token": (geometry("W4A16_NVFP4", TRTLLM_W4A16, 9, 6, 192, 80), 2, TOKEN),
+    "W4A16 in rows, blocks of 16": (geometry("W4A16_NVFP4", TRTLLM_W4A16, 4, 2, 256, 128), 40, BLOCKS),
     "W4A16 in rows, squared": (geometry("W4A16_NVFP4", TRTLLM_W4A16, 4, 2, 128, 128, activation="Relu2"), 3, None),
     "W4A16 in rows, float16": (geometry("W4A16_NVFP4", TRTLLM_W4A16, 4, 2, 128, 64, dtype=torch.float16), 3, None),
     "W4A16, gate first": (geometry("W4A16_NVFP4", VLLM, 4, 2, 128, 64), 3, None),
@@ -46,13 +42,11 @@ CASES: dict[str, tuple[Geometry, int, Any]] = {
     "MXFP4 padded, bias and limits": (
         geometry("MXFP4", TRTLLM_MXFP4, 4, 2, 160, 256, activation="SwigluBias", bias=torch.bfloat16), 3, None,
     ),
-    "MXFP4 padded, sorted": (geometry("MXFP4", TRTLLM_MXFP4, 4, 2, 96, 128, bias=torch.bfloat16), 40, BLOCKS),
-    "MXFP4 padded, stretches": (geometry("MXFP4", TRTLLM_MXFP4, 5, 3, 288, 128), 1, SPLIT),
-    "MXFP4 padded, one product a token": (geometry("MXFP4", TRTLLM_MXFP4, 9, 6, 160, 128, bias=torch.bfloat16), 2, TOKEN),
+    "MXFP4 padded, blocks of 16": (geometry("MXFP4", TRTLLM_MXFP4, 4, 2, 96, 128, bias=torch.bfloat16), 40, BLOCKS),
     "MXFP4 by turns": (
         geometry("MXFP4", VLLM_GPT_OSS, 4, 2, 160, 96, activation="SwigluBias", bias=torch.bfloat16), 3, None,
     ),
-    "MXFP4 by turns, sorted": (geometry("MXFP4", VLLM_GPT_OSS, 4, 2, 128, 96, activation="SwigluBias"), 40, BLOCKS),
+    "MXFP4 by turns, blocks of 16": (geometry("MXFP4", VLLM_GPT_OSS, 4, 2, 128, 96, activation="SwigluBias"), 40, BLOCKS),
     "MXFP4, a rank of two": (geometry("MXFP4", TRTLLM_MXFP4, 5, 3, 160, 128, ranks=2), 9, None),
 }  # fmt: skip
 GROUPED = {

@@ -18,11 +18,9 @@ from trtllm_b12x.kernels.triton.grouped import GroupedKernel
 
 CASES = {
     "gated": (Geometry(4, 2, 128, 96, "Swiglu"), 3, 0),
-    "sorted, squared": (Geometry(4, 2, 256, 160, "Relu2"), 40, 0),
-    "all routes of a token as one product": (Geometry(40, 5, 128, 96, "Swiglu"), 2, 0),
-    "stretches of a sum side by side": (Geometry(40, 3, 256, 160, "Swiglu"), 1, 0),
+    "blocks of 16, squared": (Geometry(4, 2, 256, 160, "Relu2"), 40, 0),
     "alpha, beta and limit": (Geometry(4, 2, 128, 96, "SwigluBias"), 3, 0),
-    "alpha, beta and limit, sorted": (Geometry(4, 2, 128, 96, "SwigluBias"), 40, 0),
+    "alpha, beta and limit, blocks of 16": (Geometry(4, 2, 128, 96, "SwigluBias"), 40, 0),
     "a rank of two": (Geometry(5, 3, 128, 64, "Geglu", ranks=2), 9, 5),
 }
 SHORT = ("gated", "alpha, beta and limit", "a rank of two")
