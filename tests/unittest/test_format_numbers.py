@@ -26,7 +26,7 @@ from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel
 from trtllm_b12x.kernels.triton import scales as scale_addresses
-from trtllm_b12x.kernels.triton.decode_tiles import Tile, Tiles
+from trtllm_b12x.kernels.triton.decode import Tile, Tiles
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
@@ -39,8 +39,6 @@ NVFP4, MXFP8 = ("NVFP4", WeightLayout()), ("MXFP8", WeightLayout())
 W4A16_ROWS, W4A16_GATE_UP = ("W4A16_NVFP4", WeightLayout(scales=ROWS)), ("W4A16_NVFP4", WeightLayout(ROWS, GATE_UP))
 MXFP4_PADDED, MXFP4_TURNS = ("MXFP4", WeightLayout(hidden_multiple=128)), ("MXFP4", WeightLayout(ROWS, BY_TURNS))
 GPT_OSS: dict[str, Any] = {"activation": "SwigluBias", "bias": torch.bfloat16}
-SPLIT = Tiles(1, Tile(128, 128, 4, 2, split=2), Tile(64, 128, 4, 2, split=4))
-TOKEN = Tiles(1, Tile(128, 128, 4, 2), Tile(128, 128, 4, 2), Tile(64, 128, 8, 2))
 BLOCKS = Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2))
 Answers = dict[str, float | bool]
 
@@ -253,17 +251,13 @@ SHORT: dict[str, Callable[[], Answers]] = {
 """Cases that ``make test`` runs."""
 LONG: dict[str, Callable[[], Answers]] = {
     "W4A16 in rows": case("triton", W4A16_ROWS, 4, 2, 128, 192),
-    "W4A16 in rows, sorted": case("triton", W4A16_ROWS, 4, 2, 256, 128, tokens=40, tiles=BLOCKS),
-    "W4A16 in rows, stretches": case("triton", W4A16_ROWS, 5, 3, 192, 144, tokens=1, tiles=SPLIT),
-    "W4A16 in rows, one product a token": case("triton", W4A16_ROWS, 9, 6, 192, 80, tokens=2, tiles=TOKEN),
+    "W4A16 in rows, blocks of 16": case("triton", W4A16_ROWS, 4, 2, 256, 128, tokens=40, tiles=BLOCKS),
     "W4A16 in rows, squared": case("triton", W4A16_ROWS, 4, 2, 128, 128, activation="Relu2"),
     "W4A16 in rows, float16": case("triton", W4A16_ROWS, 4, 2, 128, 64, dtype=torch.float16),
     "W4A16, gate first": case("triton", W4A16_GATE_UP, 4, 2, 128, 64),
     "MXFP4 padded": case("triton", MXFP4_PADDED, 4, 2, 160, 128),
-    "MXFP4 padded, sorted": case("triton", MXFP4_PADDED, 4, 2, 96, 128, tokens=40, tiles=BLOCKS, bias=torch.bfloat16),
-    "MXFP4 padded, stretches": case("triton", MXFP4_PADDED, 5, 3, 288, 128, tokens=1, tiles=SPLIT),
-    "MXFP4 padded, one product a token": case("triton", MXFP4_PADDED, 9, 6, 160, 128, tokens=2, tiles=TOKEN, bias=torch.bfloat16),
-    "MXFP4 by turns, sorted": case("triton", MXFP4_TURNS, 4, 2, 128, 96, tokens=40, tiles=BLOCKS, activation="SwigluBias"),
+    "MXFP4 padded, blocks of 16": case("triton", MXFP4_PADDED, 4, 2, 96, 128, tokens=40, tiles=BLOCKS, bias=torch.bfloat16),
+    "MXFP4 by turns, blocks of 16": case("triton", MXFP4_TURNS, 4, 2, 128, 96, tokens=40, tiles=BLOCKS, activation="SwigluBias"),
     "MXFP4, a rank of two": case("triton", MXFP4_PADDED, 5, 3, 160, 128, tokens=9, ranks=2),
     "grouped W4A16, gate first": case("grouped", W4A16_GATE_UP, 4, 2, 192, 64, tokens=70, activation="Geglu"),
     "grouped W4A16, not gated": case("grouped", W4A16_ROWS, 4, 2, 64, 64, tokens=20, activation="Relu2"),
@@ -274,8 +268,7 @@ LONG: dict[str, Callable[[], Answers]] = {
     "grouped NVFP4, off every tile": case("grouped", NVFP4, 3, 2, 192, 192, tokens=9, activation="Geglu"),
     "grouped NVFP4, not gated": case("grouped", NVFP4, 3, 2, 64, 64, tokens=9, activation="Silu"),
     "MXFP8, sorted, squared": case("triton grouped", MXFP8, 4, 2, 256, 160, tokens=40, activation="Relu2"),
-    "MXFP8, all routes of a token as one product": case("triton grouped", MXFP8, 40, 5, 128, 96, tokens=2),
-    "MXFP8, stretches of a sum side by side": case("triton grouped", MXFP8, 40, 3, 256, 160, tokens=1),
+    "MXFP8, one token": case("triton grouped", MXFP8, 40, 3, 256, 160, tokens=1),
     "MXFP8, alpha, beta and limit, sorted": case("triton grouped", MXFP8, 4, 2, 128, 96, tokens=40, activation="SwigluBias"),
     "a checkpoint, squared": functools.partial(of_a_checkpoint, False, 1.0, 3),
     "block scales that are no number": of_scales_that_are_no_number,

@@ -60,8 +60,8 @@ def recorded(cuda: Any, start: Any, variant: Variant, launches: dict[str, str]) 
     return launch
 
 
-FORMS = {"inline": (2, True, False), "sorted": (40, False, False), "quantized": (2, False, True)}
-"""Decode calls: tokens, whether their routes are read inline, whether their input is quantized."""
+FORMS = {"blocks of 8": (2, False), "blocks of 32": (40, False), "quantized": (2, True)}
+"""Decode calls: tokens, whether their input is quantized."""
 GROUPED = {"MXFP8": (GroupedKernel, False), "NVFP4": (GroupedNVFP4Kernel, True)}
 
 
@@ -81,12 +81,10 @@ def main(*names: str) -> None:
         kernel.bind(layer.kernel_weights(), 3)
         found: dict[str, Any] = {"known": launcher.known()}
         forms = [(name, *form) for name, form in FORMS.items() if name in names]
-        configs = {tokens: kernel.config(tokens) for _, tokens, _, _ in forms}
-        called = [kernel.variants_of_call(configs[tokens], inline, quantized) for _, tokens, inline, quantized in forms]
+        called = [kernel.variants_of_call(kernel.tiles(tokens), quantized) for _, tokens, quantized in forms]
         every = {variant.key: variant for variants in called for variant in variants}
         found["processes"] = compile_pool.fill(list(every.values()), 90, workers=2)
-        for (name, tokens, _, quantized), variants in zip(forms, called, strict=True):
-            assert configs[tokens].inline is (tokens == 2)
+        for (name, tokens, quantized), variants in zip(forms, called, strict=True):
             kernel._plan = CompiledPlan({v.key: v.warm_up() for v in variants})
             launches = {way: told(cuda, kernel, tokens, quantized, way) for way in ("jit", "direct")}
             functions = [getattr(decode_kernels, f"{kind}_kernel") for kind in ("route", "fc1", "fc2")]
@@ -175,7 +173,7 @@ def late_compiles() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def found(selected: list[str]) -> dict[str, Any]:
-    names = ["inline", *selected] + ["late"] * (len(selected) > 1)
+    names = ["blocks of 8", *selected] + ["late"] * (len(selected) > 1)
     code = f"from tests.unittest.test_triton_launch import main; main(*{names})"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -184,8 +182,8 @@ def found(selected: list[str]) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.all("[!i]*")
-@pytest.mark.parametrize(("name", "kernels"), [("inline", 2), ("sorted", 3), ("quantized", 3), ("MXFP8", 5), ("NVFP4", 4)])
+@pytest.mark.all("[!b]*", "blocks of 32*")
+@pytest.mark.parametrize(("name", "kernels"), [*dict.fromkeys(FORMS, 3).items(), ("MXFP8", 5), ("NVFP4", 4)])
 def test_the_driver_gets_the_same(found: dict[str, Any], name: str, kernels: int) -> None:
     assert found["known"]
     told = found[name]
@@ -197,13 +195,13 @@ def test_the_driver_gets_the_same(found: dict[str, Any], name: str, kernels: int
 @pytest.mark.all
 def test_a_call_asks_for_no_kernel_that_was_not_planned(found: dict[str, Any]) -> None:
     """The JIT finds what its warm-up left for each form: alignments and types are as planned."""
-    assert [found[form]["kernels"] for form in ("inline", "sorted", "quantized")] == [2, 5, 8]
+    assert [found[form]["kernels"] for form in FORMS] == [3, 5, 6]
 
 
 @pytest.mark.all
 def test_processes_leave_in_the_cache_what_the_jit_looks_for(found: dict[str, Any]) -> None:
     assert found["processes"] == 2
-    assert found["kept"] == [True] * 8
+    assert found["kept"] == [True] * 6
 
 
 @pytest.mark.all

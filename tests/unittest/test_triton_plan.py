@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -20,10 +21,10 @@ from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry, PlanError
+from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.triton import launcher
-from trtllm_b12x.kernels.triton.decode import TritonKernel
-from trtllm_b12x.kernels.triton.decode_tiles import TABLE, Card, blocks, tiles
+from trtllm_b12x.kernels.triton.decode import MXFP8_TABLE, TABLE, TritonKernel, TritonMXFP8Kernel, blocks
 from trtllm_b12x.kernels.triton.grouped import GroupedNVFP4Kernel
 from trtllm_b12x.kernels.triton.jit import check
 
@@ -33,31 +34,35 @@ GPT_OSS, GEMMA4 = Geometry(128, 4, 2880, 2880, "Swiglu"), Geometry(128, 8, 2816,
 H100, RTX_PRO_6000 = Card(132, 228 << 10, 90), Card(188, 100 << 10, 120)
 
 
-@pytest.mark.parametrize("card", [H100, RTX_PRO_6000])
-@pytest.mark.parametrize("codes", [8, 4])
-@pytest.mark.parametrize(
-    "geometry",
-    [
-        QWEN3_30B,
-        NEMOTRON_SUPER,
-        GPT_OSS,
-        GEMMA4,
-        Geometry(512, 22, 1024, 768, "Swiglu"),
-        Geometry(128, 8, 512, 768, "Swiglu"),
-        Geometry(8, 2, 144, 80, "Swiglu"),
-    ],
+GEOMETRIES = (
+    QWEN3_30B,
+    NEMOTRON_SUPER,
+    GEMMA4,
+    Geometry(512, 22, 1024, 768, "Swiglu"),
+    Geometry(128, 8, 512, 768, "Swiglu"),
+    GPT_OSS,
+    Geometry(8, 2, 144, 80, "Swiglu"),
 )
-def test_every_call_has_tiles_that_fit(geometry: Geometry, codes: int, card: Card) -> None:
+FITTED = [(TritonKernel, geometry) for geometry in GEOMETRIES] + [(TritonMXFP8Kernel, geometry) for geometry in GEOMETRIES[:5]]
+
+
+def described(geometry: Geometry, card: Card, kind: type[TritonKernel] = TritonKernel) -> TritonKernel:
+    kernel = kind(card)
+    kernel.describe(geometry, 256, torch.device("cuda"))
+    return kernel
+
+
+@pytest.mark.parametrize("card", [H100, RTX_PRO_6000])
+@pytest.mark.parametrize(("kind", "geometry"), FITTED)
+def test_every_call_has_tiles_that_fit(kind: type[TritonKernel], geometry: Geometry, card: Card) -> None:
+    kernel = described(geometry, card, kind)
     for tokens in range(1, 257):
-        found = tiles(geometry, tokens, card, codes_per_int32=codes, group_size=128 // codes)
-        for tile, parts in ((found.fc1, 1 + geometry.gated), (found.fc2, 1), (found.token, 8)):
-            if tile is not None:
-                assert tile.rows in (16, 32, 64, 128)
-                assert tile.columns in (128, 256)
-                assert 16 * tile.num_warps <= parts * tile.split * tile.rows <= 64 * tile.num_warps
-                assert tile.split == 1 or (found.routes == 1 and tile.split <= 8)  # the columns of one product
-                assert tile is found.token or tile.scales_by_four(128 // codes)
-        assert found.token is None or geometry.top_k <= 8  # the columns of one product
+        found = kernel.tiles(tokens)
+        for tile, parts in ((found.fc1, 1 + geometry.gated), (found.fc2, 1)):
+            assert tile.rows in (16, 32, 64, 128)
+            assert tile.columns in (128, 256)
+            assert 16 * tile.num_warps <= parts * tile.rows <= 64 * tile.num_warps
+            assert tile.scales_by_four(kind.features.group_size)
         routes = tokens * geometry.top_k
         # Every expert's routes, however they fall, find a block.
         most = min(routes, geometry.num_experts)
@@ -65,20 +70,15 @@ def test_every_call_has_tiles_that_fit(geometry: Geometry, codes: int, card: Car
         assert blocks(geometry, tokens, found.routes) >= -(-routes // found.routes)
 
 
-@pytest.mark.parametrize(("card", "products"), [(H100, 12), (RTX_PRO_6000, 10)])
-def test_few_variants_and_the_fewest_launches(card: Card, products: int) -> None:
-    kernel = TritonKernel(card)
-    kernel.describe(QWEN3_30B, 63, torch.device("cuda"))
+@pytest.mark.parametrize(("card", "products"), [(H100, 6), (RTX_PRO_6000, 8)])
+def test_few_variants(card: Card, products: int) -> None:
+    kernel = described(QWEN3_30B, card)
     every = {variant.key: variant for variant in kernel.variants()}
     routes = [variant for variant in every.values() if variant.name == "route_kernel"]
     assert len(routes) == 8  # ids and router weights of two types each, for both kinds of input
-    assert len(every) - len(routes) <= products
-    for tokens in range(1, 64):
-        config = kernel.config(tokens)
-        for inline, quantized in {(config.inline, False), (False, False), (False, True)}:
-            made = kernel.variants_of_call(config, inline, quantized)
-            assert len(made) == 3 - inline
-            assert all(variant.key in every for variant in made)
+    assert len(every) - len(routes) == products
+    for tokens, quantized in itertools.product(range(1, 257), (False, True)):
+        assert all(variant.key in every for variant in kernel.variants_of_call(kernel.tiles(tokens), quantized))
 
 
 def test_frozen_kernels_are_not_planned_on_an_unknown_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,50 +89,27 @@ def test_frozen_kernels_are_not_planned_on_an_unknown_triton(monkeypatch: pytest
         kernel._make_plan()
 
 
-def test_long_rows_take_more_programs_with_stretches_side_by_side() -> None:
-    """Of MiniMax-M3 on eight ranks: with as many programs as rows of 2 KB get, an H200 takes 1.3 to 2.4 times as long."""
-    layer = Geometry(128, 4, 6144, 384, "SwigluBias")
-    for codes, rows in ((8, (16, 16, 32)), (4, (16, 16, 16))):
-        found = [tiles(layer, tokens, H100, codes_per_int32=codes, group_size=128 // codes).fc1 for tokens in (1, 2, 4)]
-        assert tuple(tile.rows for tile in found) == rows
-        assert all(tile.split > 1 and tile.num_warps == 4 for tile in found)
-    assert tiles(layer, 16, H100).fc1.split == 1  # of blocks of several routes, whose columns the inputs are
-
-
-@pytest.mark.parametrize(
-    ("codes", "size", "split"), [(8, 384, 1), (4, 384, 1), (8, 192, 1), (4, 704, 2), (8, 768, 2), (8, 1024, 4)]
-)
-def test_no_stretch_of_zeros(codes: int, size: int, split: int) -> None:
-    """Three steps of 128 columns are no two stretches, six no four."""
-    assert (
-        tiles(Geometry(128, 4, 2048, size, "Swiglu"), 1, H100, codes_per_int32=codes, group_size=128 // codes).fc2.split == split
-    )
-
-
 def test_one_token_of_a_small_layer_takes_narrower_tiles() -> None:
-    one, many = (tiles(Geometry(128, 8, 2048, 384, "Swiglu"), tokens, H100).fc1 for tokens in (1, 8))
+    kernel = described(Geometry(128, 8, 2048, 384, "Swiglu"), H100)
+    one, many = kernel.tiles(1).fc1, kernel.tiles(8).fc1
     assert (one.rows, many.rows) == (32, 64)
     assert one.num_warps < many.num_warps
 
 
 def test_sizes_that_no_wide_tile_divides() -> None:
-    for tokens, found in ((t, tiles(GPT_OSS, t, H100)) for t in (1, 2, 4, 8, 64)):
-        for tile in (found.fc1, found.fc2):
-            assert (tile.split > 1, tile.columns) == ((True, 128) if tokens <= 2 else (False, 256)), tokens
+    for tokens in (1, 8, 64):
+        found = described(GPT_OSS, H100).tiles(tokens)
+        assert (found.fc1.columns, found.fc2.columns) == (256, 256)
     # Rows in 128: half the columns, many on their way.
-    long = tiles(NEMOTRON_SUPER, 8, H100).fc2
+    long = described(NEMOTRON_SUPER, H100).tiles(8).fc2
     assert (long.columns, long.num_stages) == (128, 6)
-    # All routes of a token as one product only where no step of FC2 is half empty.
-    assert [tiles(layer, 4, H100, codes_per_int32=4, group_size=32).token is None for layer in (QWEN3_30B, GEMMA4)] == [
-        False,
-        True,
-    ]
 
 
 def test_blocks_grow_with_the_routes_of_an_expert() -> None:
-    assert [tiles(QWEN3_30B, tokens, H100).routes for tokens in (1, 8, 63, 128, 256)] == [1, 8, 8, 16, 32]
-    assert tiles(QWEN3_30B, 256, H100, ranks=4).routes == 8
-    assert all(table[-1].max_routes == float("inf") for table in TABLE.values())
+    kernel = described(QWEN3_30B, H100)
+    assert [kernel.tiles(tokens).routes for tokens in (1, 8, 63, 128, 256)] == [8, 8, 8, 16, 32]
+    assert described(dataclasses.replace(QWEN3_30B, ranks=4), H100).tiles(256).routes == 8
+    assert all(rules[-1].max_routes == float("inf") for table in (TABLE, MXFP8_TABLE) for rules in table.values())
 
 
 def test_a_layer_s_tensors_are_checked() -> None:

@@ -80,7 +80,7 @@ def built(variables: dict[str, str]) -> list[dict[str, Any]]:
 
 @pytest.mark.all
 def test_every_kernel_is_compiled_once(built: list[dict[str, Any]], variables: dict[str, str]) -> None:
-    assert compiled(built) == [("triton", 12, 0, 0), ("triton", 0, 12, 0)]
+    assert compiled(built) == [("triton", 10, 0, 0), ("triton", 0, 10, 0)]
     assert built[0]["caches"]["triton"] == variables["TRITON_CACHE_DIR"]
 
 
@@ -93,8 +93,8 @@ def test_a_server_without_compilers_plans_every_kernel(
     asked = [{**FIELDS, "family": "triton", "capacity": 1}, {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1}]
     server = {**variables, "TRITON_LIBCUDA_PATH": libcuda}
     triton, other = warm_start.start(warm_start.driver(folder), asked, CARD, server)
-    assert (triton["error"], triton["kernels"], triton["compiled"]) == ("", 12, 0)
-    assert other["error"].startswith("PlanError: fc1_kernel is not in Triton's cache and is not compiled: no C compiler")
+    assert (triton["error"], triton["kernels"], triton["compiled"]) == ("", 10, 0)
+    assert other["error"].startswith("PlanError: route_kernel is not in Triton's cache and is not compiled: no C compiler")
     assert f"(trtllm-b12x warmup {OTHER})" in other["error"]
 
 
@@ -105,8 +105,8 @@ def test_a_frozen_server_compiles_nothing(built: list[dict[str, Any]], variables
     before = set((folder / "triton").rglob("*.cubin"))
     frozen = {**variables, "TRTLLM_B12X_FREEZE": "1"}
     own, other = warm_start.start(warm_start.driver(folder), asked, CARD, frozen, compiler=True)
-    assert (own["error"], own["kernels"], own["compiled"]) == ("", 12, 0)
-    expected = f"fc1_kernel is not in Triton's cache and is not compiled: TRTLLM_B12X_FREEZE=1 (trtllm-b12x warmup {OTHER})"
+    assert (own["error"], own["kernels"], own["compiled"]) == ("", 10, 0)
+    expected = f"route_kernel is not in Triton's cache and is not compiled: TRTLLM_B12X_FREEZE=1 (trtllm-b12x warmup {OTHER})"
     assert other["error"] == f"PlanError: {expected}"
     assert set((folder / "triton").rglob("*.cubin")) == before
 

@@ -1,9 +1,8 @@
 """Decode kernels in Triton on 16-bit activations, on the host's own tensors: experts in NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
 
-A call of few routes is two launches: FC1 with its activation, and FC2 with the weighted sum. A call of more routes, or of input
-that arrives quantized, has a third one first, which sorts routes by expert. Nothing depends on values and nothing is shared
-between calls: scratch memory is the call's, or comes from torch's allocator call by call, so streams and graphs that replay do
-not meet.
+A call is three launches: routes sorted by expert, FC1 with its activation, and FC2 with the weighted sum. Nothing depends on
+values and nothing is shared between calls: scratch memory is the call's, or comes from torch's allocator call by call, so streams
+and graphs that replay do not meet.
 
 Activations are not quantized. NVFP4 sums are multiplied by ``weight_scale_2`` alone: the host's alpha times the host's input
 scale, which is the reciprocal of what that alpha contains. Every call reads both, since anybody may overwrite them.
@@ -12,9 +11,9 @@ scale, which is the reciprocal of what that alpha contains. Every call reads bot
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,7 +30,6 @@ from trtllm_b12x.kernels.reference import (
 )
 from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
-from .decode_tiles import INLINE_ROUTES, Tile, Tiles, blocks, tiles
 from .jit import JitKernel
 from .launcher import LaunchPlan, LayerTensors, WorkspaceLayout
 from .variant import Variant
@@ -39,24 +37,127 @@ from .variant import Variant
 _MAX_TOP_K = 64
 _MAX_EXPERTS = 2048
 _LAST_INDEX = 2**31 - 1
-_REGISTERS = 168
-"""Limit of a thread where its kernel has few programs, or many routes in each."""
 _BLOCK = 1024
 """Elements a program sets or sorts at a time."""
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
-    """How calls of one token count are launched."""
+# ---- tiles ---------------------------------------------------------------------------------------------------------------
 
-    tokens: int
-    tiles: Tiles
-    blocks: int
-    """Programs along routes, if those are sorted."""
-    inline: bool
-    """Routes need not be sorted."""
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of one product: weight rows by columns at a time, times routes."""
+
+    rows: int
+    """A power of two up to 128, as many as have their scales interleaved: of each half where FC1 has a gate. Those of a product
+    are 16 a warp or more, since a tensor core instruction takes 16."""
     columns: int
-    """Number of tiles of the hidden size."""
+    """Columns of the sum at a time, 128 or 256: products of an eighth (MXFP8: a quarter) each, of at least 16."""
+    num_warps: int
+    num_stages: int
+
+    def scales_by_four(self, group_size: int) -> bool:
+        """Return True if a thread loads four bytes of scales or more in a step; fewer are not copied asynchronously."""
+        return self.rows * self.columns // group_size >= 128 * self.num_warps
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles that a call is launched with."""
+
+    routes: int
+    """Most routes of one expert in a block: 8, as many columns as a tensor core instruction has, 16 or 32."""
+    fc1: Tile
+    fc2: Tile
+
+
+@dataclass(frozen=True)
+class TileRule:
+    """Tiles for up to ``max_routes`` routes per expert of the layer, before they are fitted to a geometry."""
+
+    max_routes: float
+    routes: int
+    gated: Tile
+    """FC1."""
+    plain: Tile
+    """FC1 without a gate."""
+    short: Tile
+    """FC2 of few columns."""
+    long: Tile
+    """FC2 of more than ``_SHORT``: a deeper pipeline."""
+
+
+_SHORT = 1024
+"""Columns of FC2 that are few: all of them are on their way at once."""
+_LARGE_SHARED_MEMORY = 160 << 10
+_PROGRAMS_PER_MULTIPROCESSOR = 0.7
+"""At least, where rows can be divided."""
+LARGE, SMALL = "large", "small"
+"""Shared memory of a multiprocessor: 164 KB and more (8.0, 9.0, 10.0), or about 100 KB (8.6, 8.9, 12.x)."""
+_MANY_ROUTES = (
+    TileRule(11.0, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4)),
+    TileRule(float("inf"), 32, *[Tile(64, 128, 4, 3)] * 4),
+)
+TABLE: dict[str, tuple[TileRule, ...]] = {
+    LARGE: (
+        TileRule(5.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(64, 256, 4, 4)),
+        *_MANY_ROUTES,
+    ),
+    SMALL: (
+        TileRule(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 4)),
+        *_MANY_ROUTES,
+    ),
+}
+"""Large: the fastest of a search on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super, gpt-oss's and DeepSeek's sizes, 23
+November 2026, for more than 0.3 routes per expert. Small: not measured, those of an earlier search with half of the columns,
+for shared memory. Blocks of 64 routes spill."""
+_MANY_MXFP8 = TileRule(float("inf"), 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
+MXFP8_TABLE: dict[str, tuple[TileRule, ...]] = {
+    LARGE: (
+        TileRule(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(128, 128, 4, 4)),
+        _MANY_MXFP8,
+    ),
+    SMALL: (
+        TileRule(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3)),
+        replace(_MANY_MXFP8, long=Tile(128, 128, 4, 3)),
+    ),
+}
+"""Twice the bytes a column. Large: measured on an H200 for layers of Qwen3-30B-A3B and gemma-4-26B-A4B at up to 64 tokens, for
+more than 0.3 routes per expert; long ones, those without a gate, and small: not measured."""
+
+
+def _fitted(tile: Tile, rows: int, inner: int, programs: float, group_size: int) -> Tile:
+    """Fit a tile to a matrix.
+
+    Take fewer warps where a step of all would load fewer than four bytes of scales each; half the columns if the last step of the
+    sum would multiply zeros for half of its time; fewer rows for at least so many ``programs`` per expert.
+
+    Args:
+        rows: of the matrix, or of a half of it.
+        inner: columns of the sum.
+        group_size: columns that share a block scale.
+    """
+    while tile.num_warps > 1 and not tile.scales_by_four(group_size):
+        tile = replace(tile, num_warps=tile.num_warps // 2)
+    # gpt-oss's sizes have no rows in 128: there half the columns take a seventh more time from 4 tokens on.
+    if 0 < inner % 256 <= 128 < tile.columns and (rows % 128 == 0 or rows % tile.rows):
+        half = replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
+        tile = half if half.scales_by_four(group_size) else tile
+    while tile.rows > 16 and rows // tile.rows < programs:
+        half = replace(tile, rows=tile.rows // 2, num_warps=max(1, tile.num_warps // 2))
+        if not half.scales_by_four(group_size):
+            break
+        tile = half
+    return tile
+
+
+def blocks(geometry: Geometry, tokens: int, routes: int) -> int:
+    """Return the most blocks of ``routes`` that a call's routes can fall into."""
+    total = tokens * geometry.top_k
+    return min(total, geometry.num_experts + total // routes)
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------------
 
 
 class TritonKernel(JitKernel):
@@ -64,10 +165,10 @@ class TritonKernel(JitKernel):
 
     features = families.triton(Environment())
     reference: type[ReferenceKernel] = UnquantizedReferenceKernel
+    table: ClassVar[dict[str, tuple[TileRule, ...]]] = TABLE
     codes_per_int32 = 8
     registers = 0
-    """Limit of a thread where several programs of few routes share a multiprocessor; 0: ptxas chooses everywhere, for W4A16_NVFP4
-    96, with which it spills."""
+    """Most registers of a thread; 0: ptxas chooses, for W4A16_NVFP4 96, with which it spills."""
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         # 32-bit offsets reach every route's row.
@@ -82,78 +183,69 @@ class TritonKernel(JitKernel):
         return self.geometry, self.capacity, self.card
 
     def tiles(self, tokens: int) -> Tiles:
-        return tiles(self.geometry, tokens, self.card, self.geometry.ranks, self.codes_per_int32, self.features.group_size)
+        g, card, group_size = self.geometry, self.card, self.features.group_size
+        routes = -(-tokens * g.top_k // g.ranks)  # a rank's share
+        rules = self.table[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
+        rule = next(rule for rule in rules if routes <= rule.max_routes * g.num_experts)
+        # Narrower tiles of more than 16 routes spill.
+        programs = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / min(g.num_experts, routes) if rule.routes <= 16 else 0
+        first, second = rule.gated if g.gated else rule.plain, rule.short if g.intermediate_size <= _SHORT else rule.long
+        fc1 = _fitted(first, g.intermediate_size, g.hidden_size, programs, group_size)
+        return Tiles(rule.routes, fc1, _fitted(second, g.hidden_size, g.intermediate_size, programs, group_size))
 
-    def config(self, tokens: int) -> LaunchConfig:
-        g, chosen = self.geometry, self.tiles(tokens)
-        inline = chosen.routes == 1 or tokens * g.top_k <= INLINE_ROUTES
-        columns = -(-g.hidden_size // chosen.fc2.rows)
-        return LaunchConfig(tokens, chosen, blocks(g, tokens, chosen.routes), inline, columns)
+    def _all_tiles(self) -> dict[Tiles, list[int]]:
+        """Return every set of tiles and the token counts that take it."""
+        counts: dict[Tiles, list[int]] = {}
+        for tokens in range(1, self.capacity + 1):
+            counts.setdefault(self.tiles(tokens), []).append(tokens)
+        return counts
 
     def variants(self) -> Iterator[Variant]:
         quantized = (False, True) if self.features.quantized_input else (False,)
-        for config in map(self.config, range(1, self.capacity + 1)):
-            if config.inline:
-                yield from self.variants_of_call(config, True)
-            for types in product(quantized, ID_TYPES, ROUTER_WEIGHT_TYPES):
-                yield from self.variants_of_call(config, False, *types)
+        for chosen, types in product(self._all_tiles(), product(quantized, ID_TYPES, ROUTER_WEIGHT_TYPES)):
+            yield from self.variants_of_call(chosen, *types)
 
     def variants_of_call(
         self,
-        config: LaunchConfig,
-        inline: bool,
+        chosen: Tiles,
         quantized: bool = False,
         ids: torch.dtype = ID_TYPES[0],
         router_weights: torch.dtype = ROUTER_WEIGHT_TYPES[0],
-    ) -> tuple[Variant, ...]:
+    ) -> tuple[Variant, Variant, Variant]:
         """Return the kernels of a call, in the order of their launches.
 
         Args:
-            inline: programs find their routes by themselves.
-            quantized: NVFP4 input; never inline.
-            ids, router_weights: types of the routes; always the first if ``inline``.
+            quantized: NVFP4 input.
+            ids, router_weights: types of the routes.
         """
-        g, chosen = self.geometry, config.tiles
+        g = self.geometry
         x, byte, f, i = g.dtype, torch.uint8, torch.float32, torch.int32
-        slots = 1 << max(g.top_k - 1, 1).bit_length()
-        # Constants that a variant does not use do not make another.
-        common = {"TOP_K": g.top_k, "PDL": self._overlap}
-        both = {"H": g.hidden_size, "SIZE": g.intermediate_size, "TILES": config.columns, "BM": chosen.routes}
-        both |= {"BIAS": g.bias is not None, "SORTED": not inline, "ROUTES": INLINE_ROUTES, "WORD": self.codes_per_int32}
+        slots, padded = 1 << max(g.top_k - 1, 1).bit_length(), 1 << (g.num_experts - 1).bit_length()
+        common = {"H": g.hidden_size, "TOP_K": g.top_k, "PDL": self._overlap}
+        route = {"SLOTS": slots, "EXPERTS": g.num_experts, "PADDED_EXPERTS": padded, "BLOCK": _BLOCK, "QUANTIZED": quantized}
+        both = {"SIZE": g.intermediate_size, "BM": chosen.routes, "BIAS": g.bias is not None, "WORD": self.codes_per_int32}
         both |= {"GROUP": self.features.group_size, "LINEAR": g.layout.scales == ROWS, "PADDED": g.stored_hidden}
         both |= {"PTX": self.card.capability if self.device.type == "cuda" else 0}
-        first = {"BN": chosen.fc1.rows, "BK": chosen.fc1.columns, "SPLIT": chosen.fc1.split}
-        first |= {"ORDER": ORDERS.index(g.layout.fc1)}
-        first |= {"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "SLOTS": slots, "BLOCK": _BLOCK}
-        second = {"BN": chosen.fc2.rows, "BK": chosen.fc2.columns, "SPLIT": chosen.fc2.split}
-        bias, call = g.bias or f, (i, config.tokens, 1, 0, 1, 0)
-        programs = config.tokens * g.top_k * g.intermediate_size // chosen.fc1.rows
-        crowded = chosen.routes <= 8 and programs > self.card.multiprocessors
-        types: tuple[Any, ...] = (x, i, byte, f, f, f, bias, f, f, f, i, f, x, torch.bfloat16, *call)
-        made = [self._variant("fc1_kernel", types, common | both | first, chosen.fc1, crowded)]
-        types = (torch.bfloat16, i, byte, f, f, bias, i, f, x, f, *call)
-        if inline and chosen.token is not None:
-            constants = {name: both[name] for name in ("H", "SIZE", "BIAS", "PADDED", "WORD", "GROUP", "LINEAR", "PTX")}
-            constants |= {"BN": chosen.token.rows, "BK": chosen.token.columns}
-            made.append(self._variant("fc2_token_kernel", types, common | constants, chosen.token))
-        else:
-            made.append(self._variant("fc2_kernel", types, common | both | second, chosen.fc2, crowded))
-        if not inline:
-            constants = {"H": g.hidden_size, "SLOTS": slots, "EXPERTS": g.num_experts, "BLOCK": _BLOCK, "QUANTIZED": quantized}
-            constants |= {"PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
-            types = (byte if quantized else x, byte, ids, router_weights, x, x, i, config.tokens, 1, 0, 1, 1, 0)
-            made.insert(0, self._variant("route_kernel", types, common | constants, None))
-        return tuple(made)
+        first = {"ORDER": ORDERS.index(g.layout.fc1), "ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated}
+        bias = g.bias or f
+        route_types = byte if quantized else x, byte, ids, router_weights, x, x, i, 1, 1, 0, 1, 1, 0
+        fc1_types = x, i, byte, f, f, f, bias, f, f, f, torch.bfloat16, i, 1, 1, 0
+        fc2_types = torch.bfloat16, i, byte, f, f, bias, x, f, i, 1, 1, 0
+        return (
+            self._variant("route_kernel", route_types, common | route),
+            self._variant("fc1_kernel", fc1_types, common | both | first, chosen.fc1),
+            self._variant("fc2_kernel", fc2_types, common | both, chosen.fc2),
+        )
 
-    def _variant(
-        self, name: str, types: tuple[Any, ...], constants: dict[str, Any], tile: Tile | None, crowded: bool = False
-    ) -> Variant:
+    def _variant(self, name: str, types: tuple[Any, ...], constants: dict[str, Any], tile: Tile | None = None) -> Variant:
         options: dict[str, Any] = {"num_warps": tile.num_warps if tile else 4, "num_stages": tile.num_stages if tile else 1}
         options["enable_fp_fusion"] = True  # the default until Triton 3.10
+        if tile:
+            constants = {**constants, "BN": tile.rows, "BK": tile.columns}
         if self.device.type == "cuda":
             options["launch_pdl"] = self._overlap
-            if tile and tile.num_warps <= 4 and self.registers:
-                options["maxnreg"] = self.registers if crowded else _REGISTERS
+            if tile and self.registers:
+                options["maxnreg"] = self.registers
         return Variant("triton.decode_kernels", name, types, constants, options)
 
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
@@ -172,10 +264,7 @@ class TritonKernel(JitKernel):
 
     def _tested_sizes(self) -> list[int]:
         """Return the smallest and the largest token count of each set of tiles."""
-        sizes: dict[tuple[Tiles, bool], list[int]] = {}
-        for config in map(self.config, range(1, self.capacity + 1)):
-            sizes.setdefault((config.tiles, config.inline), []).append(config.tokens)
-        return sorted({tokens for same in sizes.values() for tokens in (same[0], same[-1])})
+        return sorted({tokens for counts in self._all_tiles().values() for tokens in (counts[0], counts[-1])})
 
     def summary(self) -> tuple[str, ...]:
         return (*super().summary(), *self._pending())
@@ -183,37 +272,27 @@ class TritonKernel(JitKernel):
     def _launch_plan(
         self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype, direct: bool
     ) -> LaunchPlan:
-        g, config = self.geometry, self.config(tokens)
-        inline = config.inline and not quantized and (ids, router_weights) == (ID_TYPES[0], ROUTER_WEIGHT_TYPES[0])
-        variants = self.variants_of_call(config, inline, quantized, ids, router_weights)
-        across = tokens * g.top_k if inline else config.blocks
-        *_, fc1_variant, fc2_variant = variants
-        grids = [
-            (1 + tokens, 1),
-            (-(-g.intermediate_size // fc1_variant.constants["BN"]), across),
-            (-(-g.hidden_size // fc2_variant.constants["BN"]), tokens if fc2_variant.name == "fc2_token_kernel" else across),
-        ]
-        *route, fc1, fc2 = self._launchers(variants, grids[-len(variants) :], direct)
+        g, chosen = self.geometry, self.tiles(tokens)
+        count = blocks(g, tokens, chosen.routes)
+        columns = -(-g.hidden_size // chosen.fc2.rows)
+        grids = (1 + tokens, 1), (-(-g.intermediate_size // chosen.fc1.rows), count), (columns, count)
+        variants = self.variants_of_call(chosen, quantized, ids, router_weights)
+        route, fc1, fc2 = self._launchers(variants, grids, direct)
 
         def launch(stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
-            (x, ids, router_weights, x_sf, swizzled, out), (staged, h, partial, numbers) = call, parts
-            sizes, first = (tokens, config.blocks), layer.first_expert
-            for sort in route:
-                places = config.columns, config.tiles.routes, swizzled
-                sort(stream, x, x_sf, ids, router_weights, staged, out, numbers, *sizes, first, *places)
-                ids, router_weights, first = numbers, partial, 0
-                x = staged if quantized else x
-            experts = first, g.num_experts
-            fc1(stream, x, *layer.fc1, ids, router_weights, out, h, numbers, *sizes, *experts, layer.steps[0])
-            fc2(stream, h, *layer.fc2, ids, router_weights, out, partial, numbers, *sizes, *experts, layer.steps[1])
+            (x, ids, router_weights, x_sf, swizzled, out), (staged, h, partial, workspace) = call, parts
+            sizes = tokens, count, layer.first_expert, columns, chosen.routes
+            route(stream, x, x_sf, ids, router_weights, staged, out, workspace, *sizes, swizzled)
+            fc1(stream, staged if quantized else x, *layer.fc1, h, workspace, count, g.num_experts, layer.steps[0])
+            fc2(stream, h, *layer.fc2, out, partial, workspace, tokens, count, layer.steps[1])
 
-        return LaunchPlan(self._workspace(tokens, quantized, not inline), direct, launch)
+        return LaunchPlan(self._workspace(tokens, quantized, True), direct, launch)
 
     def _workspace(self, tokens: int, quantized: bool, sorts: bool) -> WorkspaceLayout:
-        g, config = self.geometry, self.config(tokens)
-        numbers = tokens * (config.columns + 2)  # for ``routing.route_kernel``
-        if sorts:
-            numbers += tokens * g.top_k + (2 + config.tiles.routes) * config.blocks + g.num_experts
+        g, chosen = self.geometry, self.tiles(tokens)
+        columns = -(-g.hidden_size // chosen.fc2.rows)
+        # ``workspace`` of ``routing.route_kernel``
+        numbers = (2 + chosen.routes) * blocks(g, tokens, chosen.routes) + tokens * (g.top_k + columns + 2) + g.num_experts
         return WorkspaceLayout.of(
             (2 * tokens * g.hidden_size if quantized else 16, g.dtype),  # FC1's input, if it arrives quantized
             (2 * tokens * g.top_k * g.intermediate_size, torch.bfloat16),  # FC1's result
@@ -231,6 +310,7 @@ class TritonMXFP8Kernel(TritonKernel):
 
     features = families.triton_mxfp8(Environment())
     reference = MXFP8UnquantizedReferenceKernel
+    table = MXFP8_TABLE
     codes_per_int32 = 4
 
 
@@ -238,7 +318,7 @@ class TritonW4A16Kernel(TritonKernel):
     """Decode of W4A16_NVFP4 layers."""
 
     features = families.triton_w4a16(Environment())
-    registers = 128
+    registers = 168
     reference = W4A16UnquantizedReferenceKernel
 
 
@@ -246,5 +326,5 @@ class TritonMXFP4Kernel(TritonKernel):
     """Decode of MXFP4 layers."""
 
     features = families.triton_mxfp4(Environment())
-    registers = _REGISTERS
+    registers = 168
     reference = MXFP4UnquantizedReferenceKernel

@@ -50,24 +50,8 @@ def half_alphas(recorded, alpha, e, experts):
 
 
 @triton.jit
-def along(values, BM: tl.constexpr):
-    """A value of each row, as sums have them: of one route, or of the routes of a block."""
-    if BM != 1:
-        values = values[:, None]
-    return values
-
-
-@triton.jit
-def _weights_of(router_weights, route, there, SORTED: tl.constexpr):
-    weights = tl.load(router_weights + route, mask=there, other=0)
-    if SORTED:
-        weights = weights.to(tl.float32, bitcast=True)
-    return weights
-
-
-@triton.jit
 def _held(low, high, k: tl.constexpr):
-    """Return True if a token's route ``k`` is to an expert of this rank, by the words of ``start_token``."""
+    """Return True if a token's route ``k`` is to an expert of this rank, by the words of ``route_kernel``."""
     if k < 32:
         word = low
     else:
@@ -76,51 +60,31 @@ def _held(low, high, k: tl.constexpr):
 
 
 @triton.jit
-def share_of_one(
-    sums, router_weights, out, partial, workspace, tokens, route, tile, rows, H: tl.constexpr, TOP_K: tl.constexpr,
-    TILES: tl.constexpr, SORTED: tl.constexpr,
-):  # fmt: skip
-    """``sums (BN,)`` of one route to its share, or to the token's result if no other is missing."""
-    there = rows < H
-    token = route // TOP_K
-    words = workspace + tokens * TILES + 2 * token
-    low, high = tl.load(words), tl.load(words + 1)
-    sums *= _weights_of(router_weights, route, route >= 0, SORTED)
-    tl.store(partial + route * H + rows, sums, mask=there)
-    tl.debug_barrier()
-    before = tl.atomic_add(workspace + token * TILES + tile, 1, sem="acq_rel")
-    tl.debug_barrier()
-    if before == TOP_K - 1:
-        total = tl.zeros_like(sums)
-        for k in tl.static_range(TOP_K):
-            end = tl.where(_held(low, high, k), H, 0)
-            share = partial + (token * TOP_K + k) * H + rows
-            total += tl.load(share, mask=rows < end, other=0.0, cache_modifier=".cg")
-        tl.store(out + token * H + rows, rounded(total, out.dtype.element_ty), mask=there)
-
-
-@triton.jit
 def shares_of_block(
-    sums, router_weights, out, partial, workspace, tokens, route, given, tile, rows, H: tl.constexpr, TOP_K: tl.constexpr,
-    TILES: tl.constexpr, SORTED: tl.constexpr,
+    sums, router_weights, out, partial, counters, tokens, route, there, tile, rows, H: tl.constexpr, TOP_K: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """``sums (BN, routes)`` of one expert's to their shares, and to results of tokens of which no other is missing."""
-    there = rows < H
+    """``sums (BN, BM)`` of one expert's routes to their shares, and to results of tokens of which no other is missing.
+
+    Args:
+        router_weights, counters: of the workspace (``route_kernel``).
+        there: ``(BM,)``, which of the routes are any.
+    """
+    inside = rows < H
     token = route // TOP_K
-    words = workspace + tokens * TILES + 2 * token
-    low, high = tl.load(words, mask=given, other=0), tl.load(words + 1, mask=given, other=0)
-    sums *= _weights_of(router_weights, route, given, SORTED)[None, :]
-    tl.store(partial + route[None, :] * H + rows[:, None], sums, mask=there[:, None] & given[None, :])
+    words = counters + tokens * TILES + 2 * token
+    low, high = tl.load(words, mask=there, other=0), tl.load(words + 1, mask=there, other=0)
+    sums *= tl.load(router_weights + route, mask=there, other=0).to(tl.float32, bitcast=True)[None, :]
+    tl.store(partial + route[None, :] * H + rows[:, None], sums, mask=inside[:, None] & there[None, :])
     tl.debug_barrier()
-    before = tl.atomic_add(workspace + token * TILES + tile, token * 0 + 1, mask=given, sem="acq_rel")
-    last = given & (before == TOP_K - 1)
+    before = tl.atomic_add(counters + token * TILES + tile, token * 0 + 1, mask=there, sem="acq_rel")
+    last = there & (before == TOP_K - 1)
     tl.debug_barrier()
     if tl.max(last.to(tl.int32), axis=0) > 0:
         total = tl.zeros_like(sums)
         for k in tl.static_range(TOP_K):
-            held = there[:, None] & (last & _held(low, high, k))[None, :]
+            held = inside[:, None] & (last & _held(low, high, k))[None, :]
             share = partial + (token * TOP_K + k)[None, :] * H + rows[:, None]
             total += tl.load(share, mask=held, other=0.0, cache_modifier=".cg")
-        tl.store(
-            out + token[None, :] * H + rows[:, None], rounded(total, out.dtype.element_ty), mask=there[:, None] & last[None, :]
-        )
+        place = out + token[None, :] * H + rows[:, None]
+        tl.store(place, rounded(total, out.dtype.element_ty), mask=inside[:, None] & last[None, :])

@@ -199,8 +199,8 @@ def decoded(
 def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr, WORD: tl.constexpr):
     """Return where a tile of ``ROWS`` inputs lies, whether each place has a row, and its column.
 
-    A tile of eight is ``(4, 2 * BK)``, two rows in one, so that what eight lanes read at a time (16 bytes each, of four stretches
-    of 32 columns in two rows) lies side by side in shared memory: place ``256 a + 64 b + 32 r + 8 c + d`` is column
+    A tile of eight is ``(4, 2 * BK)``, two rows in one, so that what eight lanes read at a time (16 bytes each, of four times
+    32 columns in two rows) lies side by side in shared memory: place ``256 a + 64 b + 32 r + 8 c + d`` is column
     ``128 a + 32 c + 8 b + d`` of row ``r``. Measured on an H200: up to a tenth less time, with more rows as much more. For
     MXFP8, where they read 32 columns of each row, place ``64 a + 32 r + d`` is column ``32 a + d``.
 
@@ -289,14 +289,13 @@ def dot(w, x, sums, WORD: tl.constexpr):
 
 @triton.jit
 def matrix(
-    weight, weight_sf, words, sf_offsets, k, part, there, SPLIT: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr,
-    BK: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr, WHOLE: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr,
-    LINEAR: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
+    weight, weight_sf, words, sf_offsets, k, there, BN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
+    WHOLE: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``k`` to ``k + BK`` of a program's ROWS, as ``decoded`` returns them; zeros where no row or column is ``there``.
+    """Columns ``k`` to ``k + BK`` of a program's rows, as ``decoded`` returns them; zeros where no row or column is.
 
     Args:
-        part: ``(ROWS,)``, which of the SPLIT stretches of ``LENGTH`` columns a row is in.
+        there: ``(BN,)``, rows that the matrix has.
         EVERY: each row is there.
         WHOLE: so is each column.
         LINEAR: the scales lie in rows.
@@ -312,11 +311,8 @@ def matrix(
         codes = tl.load(weight + words + k // WORD, mask=there[:, None], other=0)
         factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None], other=0)
     else:
-        column = (k // WORD + tl.arange(0, BK // WORD))[None, :]  # in words, so that Triton sees which masks are of one stretch
+        column = (k // WORD + tl.arange(0, BK // WORD))[None, :]  # in words, so that Triton sees which masks neighbors share
         block = (k // GROUP + tl.arange(0, BK // GROUP))[None, :]
-        if SPLIT > 1:
-            column += (part * (LENGTH // WORD))[:, None]
-            block += (part * (LENGTH // GROUP))[:, None]
         codes = tl.load(weight + words + k // WORD, mask=there[:, None] & (column < K // WORD), other=0)
         # Four at a time, as they lie: fewer are not copied asynchronously. What lies beyond may be anything.
         if LINEAR and K // GROUP % 4 != 0:
@@ -326,21 +322,4 @@ def matrix(
         factors = tl.load(weight_sf + sf_offsets + beyond, mask=there[:, None] & inside, other=0)
         if K // GROUP % 4 != 0:
             factors = tl.where(block < K // GROUP, factors, 0)
-    return decoded(codes, factors, ROWS, BK, WORD, GROUP, dtype, PTX)
-
-
-@triton.jit
-def own_columns(sums, PARTS: tl.constexpr, BN: tl.constexpr):
-    """Sum ``(PARTS * BN, 8)``, whose part ``i`` of the rows is for column ``i`` alone: ``(PARTS * BN,)``."""
-    part = tl.arange(0, PARTS * BN) // BN
-    return tl.sum(tl.where(part[:, None] == tl.arange(0, 8)[None, :], sums, 0.0), axis=1)
-
-
-@triton.jit
-def added(parts, PARTS: tl.constexpr, BN: tl.constexpr):
-    """``(PARTS * BN,)`` to ``(BN,)``."""
-    if PARTS == 1:
-        total = parts
-    else:
-        total = tl.sum(tl.reshape(parts, (PARTS, BN)), axis=0)
-    return total
+    return decoded(codes, factors, BN, BK, WORD, GROUP, dtype, PTX)

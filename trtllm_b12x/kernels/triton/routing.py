@@ -1,4 +1,4 @@
-"""Routes to blocks of one expert each: by a launch that sorts them, or by every program for itself."""
+"""Sort routes by expert: into blocks of one expert each (decode), or into one list (grouped)."""
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
 # mypy: disable-error-code="no-untyped-def"
@@ -13,26 +13,15 @@ from .numerics import e2m1, e4m3
 
 
 @triton.jit
-def listed_block(workspace, tokens, routes, blocks, slot, TILES: tl.constexpr, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Block ``slot`` of ``route_kernel``'s.
-
-    Returns:
-        expert (-1: there is none), how many routes, which, ``(WIDTH,)`` int32 (anything beyond), and the first (0: none).
-    """
-    table = workspace + tokens * (TILES + 2) + routes
-    order = table + 2 * blocks + slot * BM
-    m = tl.arange(0, WIDTH)
-    expert, n = tl.load(table + 2 * slot), tl.load(table + 2 * slot + 1)
-    one = tl.load(order)
-    if BM == 1:
-        members = one + tl.zeros((WIDTH,), tl.int32)
-    else:
-        members = tl.load(order + m)
-    return tl.where(n > 0, expert, -1), n, members, tl.where(n > 0, one, 0)
+def listed_block(workspace, blocks, slot, BM: tl.constexpr):
+    """Block ``slot`` of ``route_kernel``: its expert, how many routes it has (0: no block), and which, ``(BM,)`` int32."""
+    table = workspace + 2 * slot
+    members = tl.load(workspace + 2 * blocks + slot * BM + tl.arange(0, BM))
+    return tl.load(table), tl.load(table + 1), members
 
 
 @triton.jit
-def localized(ids, first, count):
+def _localized(ids, first, count):
     """Local int32 ids of int32 or int64 ones; -1 for what is not in the table."""
     local = ids - first
     if ids.dtype == tl.int64:
@@ -43,71 +32,22 @@ def localized(ids, first, count):
 
 
 @triton.jit
-def _same(ids, start: tl.constexpr, slot, routes, expert, first, count):
-    """A bit for each of 32 routes to ``expert``; how many they are, and in the upper half how many before ``slot``."""
-    r = start + tl.arange(0, 32)
-    local = localized(tl.load(ids + r, mask=r < routes, other=-1), first, count)
-    same = (r < routes) & (local == expert)
-    word = tl.sum(tl.where(same, 1 << (r - start), 0), axis=0)
-    return word, tl.sum(tl.where(same, tl.where(r < slot, 0x10001, 1), 0), axis=0)
-
-
-@triton.jit
-def own_block(ids, slot, routes, first, count, BM: tl.constexpr, WIDTH: tl.constexpr, ROUTES: tl.constexpr):
-    """The block that route ``slot`` leads, from the ids of all (at most ``ROUTES``) routes.
-
-    Of the routes to one expert, every ``BM``-th leads a block of those that follow it: where BM is 1, each.
-
-    Returns:
-        expert (-1: it leads none), how many routes, and which, ``(WIDTH,)`` int32 (anything beyond).
-    """
-    expert = localized(tl.load(ids + slot), first, count)
-    m = tl.arange(0, WIDTH)
-    if BM == 1:
-        return expert, 1, slot + m * 0
-    # A bit for each route, in words of 32, so that nothing is exchanged between warps.
-    low, low_counts = _same(ids, 0, slot, routes, expert, first, count)
-    high, high_counts = low * 0, 0
-    if ROUTES > 32:
-        high, high_counts = _same(ids, 32, slot, routes, expert, first, count)
-    counts = low_counts + high_counts
-    own = counts >> 16
-    n = tl.minimum((counts & 0xFFFF) - own, BM)
-    # Without the routes up to this one. Places are numbers and no vectors, which Triton would make once for each layout.
-    after = -2 << (slot % 32)
-    high = tl.where(slot < 32, high, high & after)
-    low = tl.where(slot < 32, low & after, 0)
-    members = slot + m * 0
-    for i in tl.static_range(1, BM):
-        bits = tl.where(low != 0, low, high)
-        power = (bits & -bits).to(tl.float32).to(tl.int32, bitcast=True)  # its exponent tells which bit it is
-        members = tl.where(m == i, ((power >> 23) + 1 & 31) + tl.where(low != 0, 0, 32), members)
-        high = tl.where(low != 0, high, high & (high - 1))
-        low &= low - 1
-    return tl.where(own % BM == 0, expert, -1), n, members
-
-
-@triton.jit
-def start_token(
-    token, tokens, ids, out, workspace, first, count, H: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, tiles,
+def _start_token(
+    token, tokens, ids, out, counters, first, count, H: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, tiles,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's counters to the routes that are not this rank's, which of them are, and zeros as its output where none is.
-
-    Args:
-        workspace: counters ``(tokens, tiles)``, then ``(tokens, 2)`` words of a bit for each route.
-    """
+    """A token's counters to the routes that are not this rank's, which of them are, and zeros as its output where none is."""
     k = tl.arange(0, SLOTS)
-    local = localized(tl.load(ids + token * TOP_K + k, mask=k < TOP_K, other=-1), first, count)
+    local = _localized(tl.load(ids + token * TOP_K + k, mask=k < TOP_K, other=-1), first, count)
     held = (k < TOP_K) & (local >= 0)
     bit = tl.where(held, 1, 0) << (k % 32)
-    words = workspace + tokens * tiles + 2 * token
+    words = counters + tokens * tiles + 2 * token
     tl.store(words, tl.sum(tl.where(k < 32, bit, 0), axis=0))
     tl.store(words + 1, tl.sum(tl.where(k < 32, 0, bit), axis=0))
     known = tl.sum(held.to(tl.int32), axis=0)
     at = tl.arange(0, BLOCK)
     for begin in range(0, tiles, BLOCK):
-        tl.store(workspace + token * tiles + begin + at, at * 0 + TOP_K - known, mask=begin + at < tiles)
+        tl.store(counters + token * tiles + begin + at, at * 0 + TOP_K - known, mask=begin + at < tiles)
     zeros = tl.zeros((BLOCK,), out.dtype.element_ty)
     end = tl.where(known == 0, H, 0)
     for begin in range(0, H, BLOCK):
@@ -125,10 +65,14 @@ def route_kernel(
 ):  # fmt: skip
     """Program 0 sorts routes by expert into blocks of at most ``size``, program ``1 + t`` makes token ``t`` ready.
 
-    ``workspace``, int32: as ``start_token``; float32 router weights ``(tokens, TOP_K)``; ``(blocks, 2)``: expert and number
-    of routes (0: none); ``(blocks, size)``: routes; a number per expert.
-
-    Which of an expert's routes comes first is left to the order of atomics: a route's results do not depend on its place.
+    ``workspace``, int32:
+        ``(blocks, 2)``: expert and number of routes (0: none).
+        ``(blocks, size)``: routes. Which of an expert's comes first is left to the order of atomics: a route's results do not
+        depend on its place.
+        ``(tokens, TOP_K)``: router weights, float32.
+        ``(tokens, tiles)``: counters of the routes whose shares are written, or are another rank's.
+        ``(tokens, 2)``: a bit for each route, 1 if it is this rank's.
+        ``(EXPERTS,)``: for program 0 alone.
 
     Args:
         x, x_sf: with QUANTIZED, FP4 ``(tokens, H / 2)`` and E4M3 bytes ``(tokens, H / 16)``.
@@ -143,17 +87,17 @@ def route_kernel(
         cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     routes = tokens * TOP_K
-    weights = workspace + tokens * (tiles + 2)
+    order = workspace + 2 * blocks
+    weights = order + blocks * size
+    counters = weights + routes
     if program == 0:
-        table = weights + routes
-        order = table + 2 * blocks
-        cursors = order + blocks * size
+        cursors = counters + tokens * (tiles + 2)
         at = tl.arange(0, BLOCK)
         e = tl.arange(0, PADDED_EXPERTS)
         count = tl.zeros((PADDED_EXPERTS,), tl.int32)
         for begin in range(0, routes, BLOCK):
             r = begin + at
-            local = localized(tl.load(ids + r, mask=r < routes, other=0), first, EXPERTS)
+            local = _localized(tl.load(ids + r, mask=r < routes, other=0), first, EXPERTS)
             held = (r < routes) & (local >= 0)
             count += tl.histogram(tl.where(held, local, 0), PADDED_EXPERTS, mask=held)
         own = (count + (size - 1)) // size
@@ -162,21 +106,21 @@ def route_kernel(
         tl.debug_barrier()
         for begin in range(0, routes, BLOCK):
             r = begin + at
-            local = localized(tl.load(ids + r, mask=r < routes, other=0), first, EXPERTS)
+            local = _localized(tl.load(ids + r, mask=r < routes, other=0), first, EXPERTS)
             held = (r < routes) & (local >= 0)
             place_of = tl.atomic_add(cursors + local, at * 0 + 1, mask=held, sem="relaxed")
             tl.store(order + place_of, r, mask=held)
         for i in range(tl.max(own, axis=0)):
-            entry = table + (place + i) * 2
+            entry = workspace + (place + i) * 2
             tl.store(entry, e, mask=i < own)
             tl.store(entry + 1, tl.minimum(count - i * size, size), mask=i < own)
         used = tl.sum(own, axis=0)
         for begin in range(0, blocks, BLOCK):
             b = begin + at
-            tl.store(table + b * 2 + 1, at * 0, mask=(b >= used) & (b < blocks))
+            tl.store(workspace + b * 2 + 1, at * 0, mask=(b >= used) & (b < blocks))
     else:
         token = program - 1
-        start_token(token, tokens, ids, out, workspace, first, EXPERTS, H, TOP_K, SLOTS, tiles, BLOCK)
+        _start_token(token, tokens, ids, out, counters, first, EXPERTS, H, TOP_K, SLOTS, tiles, BLOCK)
         k = tl.arange(0, SLOTS)
         weight = tl.load(router_weights + token * TOP_K + k, mask=k < TOP_K, other=0).to(tl.float32)
         tl.store(weights + token * TOP_K + k, weight.to(tl.int32, bitcast=True), mask=k < TOP_K)

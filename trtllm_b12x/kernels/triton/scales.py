@@ -14,10 +14,10 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_of(tile, BN: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr, LINEAR: tl.constexpr):
-    """Rows of program ``tile`` of a matrix (or half) of ``N`` rows, COPIES times."""
+def rows_of(tile, BN: tl.constexpr, N: tl.constexpr, LINEAR: tl.constexpr):
+    """Rows of program ``tile`` of a matrix (or half) of ``N`` rows."""
     tl.static_assert(BN <= 128, "128 rows have their scales beside each other")
-    p = tl.arange(0, COPIES * BN) % BN
+    p = tl.arange(0, BN)
     if N % 128 == 0 and not LINEAR:
         first = tile * BN
         return first // 128 * 128 + first % 128 // 4 + p // 4 + p % 4 * 32
@@ -27,7 +27,7 @@ def rows_of(tile, BN: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr, LINEA
 @triton.jit
 def first_scale(
     tile, FIRST: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr,
-    STEP: tl.constexpr = 1,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """Bytes from the expert's first scale to where ``scale_offsets`` begin."""
     groups: tl.constexpr = (K + 4 * GROUP - 1) // (4 * GROUP)
@@ -43,10 +43,10 @@ def first_scale(
 
 @triton.jit
 def scale_offsets(
-    tile, FIRST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, COPIES: tl.constexpr,
-    GROUP: tl.constexpr, LINEAR: tl.constexpr, STEP: tl.constexpr = 1,
+    tile, FIRST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    LINEAR: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return offsets to the scales of rows ``FIRST + STEP * rows_of(tile)``, ``(COPIES * BN, BK / GROUP)``.
+    """Return offsets to the scales of rows ``FIRST + STEP * rows_of(tile)``, ``(BN, BK / GROUP)``.
 
     Where rows come in whole programs but not in 128 they are those of every program and half, which keeps them once: a third
     fewer registers. So are those of scales in rows.
@@ -54,7 +54,7 @@ def scale_offsets(
     tl.static_assert(LINEAR or STEP == 1, "gate and up by turns have their scales in rows")
     groups: tl.constexpr = (K + 4 * GROUP - 1) // (4 * GROUP)
     b = tl.arange(0, BK // GROUP)[None, :]
-    p = tl.arange(0, COPIES * BN) % BN
+    p = tl.arange(0, BN)
     if LINEAR:
         rows = p * (STEP * (K // GROUP))
     elif N % 128 == 0:
@@ -63,7 +63,7 @@ def scale_offsets(
     elif N % BN == 0:
         rows = p % 32 * 16 + p // 32 * 4
     else:
-        r = FIRST + rows_of(tile, BN, N, COPIES, LINEAR)
+        r = FIRST + rows_of(tile, BN, N, LINEAR)
         rows = r // 128 * (groups * 512) + r % 32 * 16 + r % 128 // 32 * 4
     if not LINEAR:
         b = b // 4 * 512 + b % 4
