@@ -70,7 +70,7 @@ def test_every_call_has_tiles_that_fit(kind: type[TritonKernel], geometry: Geome
         assert blocks(geometry, tokens, found.routes) >= -(-routes // found.routes)
 
 
-@pytest.mark.parametrize(("card", "products"), [(H100, 6), (RTX_PRO_6000, 8)])
+@pytest.mark.parametrize(("card", "products"), [(H100, 4), (RTX_PRO_6000, 6)])
 def test_few_variants(card: Card, products: int) -> None:
     kernel = described(QWEN3_30B, card)
     every = {variant.key: variant for variant in kernel.variants()}
@@ -107,7 +107,7 @@ def test_sizes_that_no_wide_tile_divides() -> None:
 
 def test_blocks_grow_with_the_routes_of_an_expert() -> None:
     kernel = described(QWEN3_30B, H100)
-    assert [kernel.tiles(tokens).routes for tokens in (1, 8, 63, 128, 256)] == [8, 8, 8, 16, 32]
+    assert [kernel.tiles(tokens).routes for tokens in (1, 8, 63, 128, 256)] == [8, 8, 8, 8, 16]
     assert described(dataclasses.replace(QWEN3_30B, ranks=4), H100).tiles(256).routes == 8
     assert all(rules[-1].max_routes == float("inf") for table in (TABLE, MXFP8_TABLE) for rules in table.values())
 

@@ -87,6 +87,13 @@ class Kernel(ABC):
         """Return True if ``plan`` may be asked for this device."""
         return True
 
+    @classmethod
+    def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> None:
+        """Compile for the families of ``planned``, with their capacities, while another one is planned; where that pays.
+
+        What fails is left to the plans, which compile it again.
+        """
+
     @property
     def settled(self) -> bool:
         """True once the answers of ``serves`` are final."""

@@ -48,10 +48,15 @@ def load(
         except CacheMissError as missing:
             raise PlanError(f"{missing} is not in Triton's cache and is not compiled: {obstacle} ({remedy})") from missing
     if _missing(variants):
-        with _turn():
-            needed = {(variant.module, *variant.key): variant for variant in (*variants, *others)}
-            processes = compile_pool.fill(_missing(list(needed.values())), capability)
+        processes = fill((*variants, *others), capability)
     return {variant.key: _loaded(variant) for variant in variants}, processes
+
+
+def fill(variants: Iterable[Variant], capability: int) -> int:
+    """Compile what Triton's cache lacks, and return the number of processes. Others of this machine wait meanwhile."""
+    with _turn():
+        needed = {(variant.module, *variant.key): variant for variant in variants}
+        return compile_pool.fill(_missing(list(needed.values())), capability)
 
 
 def _loaded(variant: Variant) -> Any:

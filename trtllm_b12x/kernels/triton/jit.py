@@ -19,7 +19,7 @@ import torch
 from trtllm_b12x.core import settings
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.environment import triton as toolchain
-from trtllm_b12x.kernels import Geometry, MoECall, PlanError
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall, PlanError
 from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
 from trtllm_b12x.kernels.layer_tensors import check
 from trtllm_b12x.kernels.plans import Plan, PlannedKernel
@@ -125,6 +125,15 @@ class JitKernel(PlannedKernel):
         took = time.monotonic() - started
         logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
         return CompiledPlan(compiled if launcher.known() else None)
+
+    @classmethod
+    def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> None:
+        card, kernel = card_of(device), cls()
+        kernel.geometry, kernel.device, kernel.planned_next = geometry, device, planned
+        first = next(kind for kind, _ in planned if issubclass(kind, JitKernel))  # compiles for all
+        if first is cls and not (settings.FREEZE() or toolchain.lacking(card.capability) or toolchain.tools_lacking()):
+            with torch.cuda.device(device):
+                cache.fill(kernel._variants_planned_next(), card.capability)
 
     def _variants_planned_next(self) -> Iterator[Variant]:
         for kind, capacity in self.planned_next:
