@@ -151,3 +151,43 @@ def test_errors_after_a_call_that_was_right(cuda: Driver, kernel: CudaKernel) ->
     kernel.run(call._replace(x=strided, out=(given := torch.zeros(2, 256, dtype=torch.bfloat16)[:, ::2])))
     assert cuda.launched[-1][2]["x"] != strided.data_ptr()
     assert cuda.launched[-1][2]["out"] != given.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["x", "ids", "router_weights", "out"])
+@pytest.mark.parametrize("form", ["strided", "unaligned", "wider"])
+def test_a_tensor_of_another_form_is_copied(cuda: Driver, kernel: CudaKernel, name: str, form: str) -> None:
+    """As ``prepared`` does. An ``x`` of another dtype is an error, and unaligned routes are read as they are."""
+    call = MoECall(*random_call(GEOMETRY, 2), out=torch.zeros(2, 128, dtype=torch.bfloat16))
+    tensor: torch.Tensor = getattr(call, name)
+    if form == "strided":
+        other = torch.zeros(2, 2 * tensor.shape[1], dtype=tensor.dtype)[:, ::2].copy_(tensor)
+    elif form == "unaligned":
+        other = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+    else:
+        other = tensor.to(torch.float64 if tensor.is_floating_point() else torch.int16)
+    changed = call._replace(**{name: other})  # type: ignore[arg-type]
+    if (name, form) == ("x", "wider"):
+        with pytest.raises(ValueError, match=r"^x is torch\.float64"):
+            kernel.run(changed)
+        return
+    assert kernel.run(changed) is changed.out
+    ((_, _, record),) = cuda.launched
+    copied = not (form == "unaligned" and name in ("ids", "router_weights"))
+    assert (record[name] != other.data_ptr()) == copied
+    assert all(record[rest] == getattr(call, rest).data_ptr() for rest in ("x", "ids", "router_weights", "out") if rest != name)
+    assert record["wide_ids"] == ((name, form) == ("ids", "wider"))
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_an_output_of_another_device_is_replaced(kernel: CudaKernel, missing: bool) -> None:
+    """The fast allocation takes the current device, and a torch may lack it."""
+
+    class Elsewhere(torch.Tensor):
+        def get_device(self) -> int:
+            return 1
+
+    elsewhere = torch.empty(2, 128).as_subclass(Elsewhere)
+    kernel._empty = None if missing else lambda shape, strides, dtype: elsewhere
+    call = MoECall(*random_call(GEOMETRY, 2))
+    out = kernel.run(call)
+    assert (type(out), out.shape, out.dtype, out.device) == (torch.Tensor, call.x.shape, call.x.dtype, call.x.device)

@@ -44,7 +44,7 @@ SEAMS = (
     "engines.trtllm.promote._resolving.<locals>.wrapper",
     "engines.trtllm.patches.known_as_cutlass",
     "engines.trtllm.guard.",
-    "engines.trtllm.calls._Calls._try_kernels",
+    "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._serve",
     "engines.trtllm.quantization_nvfp4.NVFP4Sm12xFusedMoEMethod.record_weight_scale_2",
     "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._announce_and_record",
     "dispatch.layer.LayerDispatch.drop",

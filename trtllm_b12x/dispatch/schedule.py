@@ -47,8 +47,9 @@ class Schedule:
 
     def at(self, tokens: int) -> Kernel | None:
         """Return the kernel that serves so many tokens, or None if the host does."""
-        if tokens in self._cache:
-            return self._cache[tokens]
+        return self._cache[tokens] if tokens in self._cache else self._select(tokens)
+
+    def _select(self, tokens: int) -> Kernel | None:
         name = self.policy.select(tokens, [name for name, kernel in self.chosen.items() if kernel.serves(tokens)])
         kernel = self.families.get(name or self.base)
         if kernel is not None and not kernel.serves(tokens):

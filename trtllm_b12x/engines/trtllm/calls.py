@@ -44,34 +44,6 @@ class _Calls(_Backend):
             if getattr(moe, "enable_alltoall", False):
                 self._behind_alltoall()
 
-    def _try_kernels(
-        self, like: Any, do_finalize: bool, lora_params: Any, enable_alltoall: bool,
-        x: Any, x_sf: Any, swizzled: bool, ids: Any, router_weights: Any, output_dtype: Any, moe_output: Any,
-    ) -> tuple[Any, Exception | None]:  # fmt: skip
-        """Return a kernel's output, or None if CUTLASS serves the call, and the error of ours that made it so.
-
-        ``like`` is the call in the host's form; ``x`` and what follows is for ``_serve``. Only CUTLASS serves unfinalized output,
-        LoRA on these experts, and ids from an all-to-all, which may be padding.
-
-        Raises:
-            Exception: any error of ours, if the host has no path for the format.
-        """
-        try:
-            if enable_alltoall:
-                self._behind_alltoall()
-            if not do_finalize or enable_alltoall:
-                return None, None
-            # Hosts pass the LoRA parameters of all layers, including attention.
-            if lora_params is not None and (not hasattr(self, "_moe_lora_active") or self._moe_lora_active(lora_params)):
-                return None, None
-            if not self.dispatch.decided:
-                self._ask(like)
-            return self._serve(x, x_sf, swizzled, ids, router_weights, output_dtype, moe_output), None
-        except Exception as error:
-            if self._alone:
-                raise
-            return None, error
-
 
 class KeywordCalls(_Calls):
     """Calling convention of generations A and B (TensorRT-LLM 1.2 and 1.3) and of the embedded host: keyword arguments.
@@ -102,7 +74,7 @@ class KeywordCalls(_Calls):
         enable_alltoall = kwargs.get("enable_alltoall")
         if enable_alltoall is None:  # the forward path of late 1.3 omits it; see run_moe in its fused_moe_cutlass.py
             enable_alltoall = getattr(self, "enable_alltoall", False)
-        result, fault = self._try_kernels(
+        result, fault = self._serve(
             kwargs, kwargs.get("do_finalize", True), kwargs.get("lora_params"), enable_alltoall,
             x, x_sf, is_sf_swizzled, token_selected_experts, token_final_scales, output_dtype, moe_output,
         )  # fmt: skip
@@ -141,7 +113,7 @@ class ContextCalls(_Calls):
         """Run the experts on ``ctx.x (T, H)`` with ids and scales of ``ctx``, ``(T, k)`` each. Return ``(T, H)``."""
         plan, fault = ctx.comm_plan, None
         if plan is not None:  # without one the host raises an error
-            result, fault = self._try_kernels(
+            result, fault = self._serve(
                 ctx, ctx.do_finalize, ctx.lora_params, plan.enable_alltoall, ctx.x, ctx.x_sf, plan.input_sf_swizzled,
                 ctx.token_selected_experts, ctx.token_final_scales, ctx.output_dtype, plan.moe_output,
             )  # fmt: skip

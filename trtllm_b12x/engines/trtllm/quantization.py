@@ -32,7 +32,7 @@ class Method(_Method):
     """Name of the format in ``trtllm_b12x.formats.FORMATS``."""
     stored: ClassVar[tuple[str, ...]] = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
     """Parameters that hold the checkpoint's codes and block scales."""
-    read_by_kernels: ClassVar[itemgetter[Any]]
+    read_by_kernels: itemgetter[Any]
     """Get the parameters that kernels read, or that a call derives a value from."""
 
     def __init__(self, tile: int) -> None:
@@ -77,9 +77,6 @@ class Method(_Method):
     def scale_ratio(self, module: Any) -> float:
         """Return the largest ratio of gate's and up's scales of an expert, 1 if CUTLASS applies both. Synchronizes."""
         return 1.0
-
-    def addresses(self, module: Any) -> tuple[int, ...]:
-        return tuple(map(torch.Tensor.data_ptr, self.read_by_kernels(module._parameters)))
 
     def padding_bytes(self, module: Any) -> int:
         """Return the bytes of zero padding in codes and block scales on this rank, including the host's own padding."""

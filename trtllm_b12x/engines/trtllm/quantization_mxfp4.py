@@ -48,9 +48,10 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
         for bias in self._biases_of(module._parameters) if module.bias else ():
             bias.normal_(0, 0.1, generator=generator)
 
-    def addresses(self, module: Any) -> tuple[int, ...]:
-        biases = self._biases_of(module._parameters) if module.bias else ()
-        return (*super().addresses(module), *map(torch.Tensor.data_ptr, biases))
+    def create_weights(self, module: Any) -> None:
+        super().create_weights(module)
+        if module.bias:
+            self.read_by_kernels = itemgetter(*self.stored, *_BIASES)
 
     def check(self, module: Any) -> None:
         for name in self.stored[2:]:

@@ -69,23 +69,24 @@ class Function:
 
         The kernel waits for the one ahead of it by itself. Any thread may launch.
         """
-        pack, start = record.pack_into, _library().cuLaunchKernelEx
+        start = _library().cuLaunchKernelEx
         idle: list[tuple[Any, ...]] = []
 
         def slot() -> tuple[Any, ...]:
             attributes, memory = ctypes.pointer(_Attribute(_OVERLAP, 0, 1)), ctypes.create_string_buffer(record.size)
             config = _Config(blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, 0, attributes, 1)
             pointers = (ctypes.c_void_p * 2)(ctypes.addressof(layer), ctypes.addressof(memory))
-            return config, memory, ctypes.byref(config), self._function, ctypes.byref(pointers)
+            fill = functools.partial(record.pack_into, memory, 0)
+            return config, fill, ctypes.byref(config), self._function, ctypes.byref(pointers)
 
         def launch(stream: int, *values: int) -> None:
             try:
                 mine = idle.pop()  # no other thread's while the driver reads it: ctypes releases the GIL
             except IndexError:
                 mine = slot()
-            config, memory, config_at, function, pointers = mine
+            config, fill, config_at, function, pointers = mine
             config.stream = stream
-            pack(memory, 0, *values)
+            fill(*values)
             code = start(config_at, function, pointers, None)
             idle.append(mine)
             if code:
