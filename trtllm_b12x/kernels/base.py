@@ -88,11 +88,15 @@ class Kernel(ABC):
         return True
 
     @classmethod
-    def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> None:
+    def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
         """Compile for the families of ``planned``, with their capacities, while another one is planned; where that pays.
 
         What fails is left to the plans, which compile it again.
+
+        Returns:
+            Number of processes that compiled.
         """
+        return 0
 
     @property
     def settled(self) -> bool:

@@ -123,7 +123,8 @@ class CudaKernel(PlannedKernel):
 
     def _make_plan(self) -> LaunchPlan:
         started, needed = time.monotonic(), self.variants()
-        threading.Thread(target=self._compile_ahead, daemon=True).start()
+        if self.planned_next:
+            threading.Thread(target=self._compile_ahead, daemon=True).start()
         with torch.cuda.device(self.device):
             torch.cuda.current_stream()  # makes the context that modules are loaded into
             cubins = load(needed, self.target, warmup_command(self.geometry, self.card))

@@ -127,13 +127,14 @@ class JitKernel(PlannedKernel):
         return CompiledPlan(compiled if launcher.known() else None)
 
     @classmethod
-    def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> None:
+    def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
         card, kernel = card_of(device), cls()
         kernel.geometry, kernel.device, kernel.planned_next = geometry, device, planned
         first = next(kind for kind, _ in planned if issubclass(kind, JitKernel))  # compiles for all
-        if first is cls and not (settings.FREEZE() or toolchain.lacking(card.capability) or toolchain.tools_lacking()):
-            with torch.cuda.device(device):
-                cache.fill(kernel._variants_planned_next(), card.capability)
+        if first is not cls or settings.FREEZE() or toolchain.lacking(card.capability) or toolchain.tools_lacking():
+            return 0
+        with torch.cuda.device(device):
+            return cache.fill(kernel._variants_planned_next(), card.capability)
 
     def _variants_planned_next(self) -> Iterator[Variant]:
         for kind, capacity in self.planned_next:
