@@ -176,18 +176,3 @@ def test_a_tensor_of_another_form_is_copied(cuda: Driver, kernel: CudaKernel, na
     assert (record[name] != other.data_ptr()) == copied
     assert all(record[rest] == getattr(call, rest).data_ptr() for rest in ("x", "ids", "router_weights", "out") if rest != name)
     assert record["wide_ids"] == ((name, form) == ("ids", "wider"))
-
-
-@pytest.mark.parametrize("missing", [False, True])
-def test_an_output_of_another_device_is_replaced(kernel: CudaKernel, missing: bool) -> None:
-    """The fast allocation takes the current device, and a torch may lack it."""
-
-    class Elsewhere(torch.Tensor):
-        def get_device(self) -> int:
-            return 1
-
-    elsewhere = torch.empty(2, 128).as_subclass(Elsewhere)
-    kernel._empty = None if missing else lambda shape, strides, dtype: elsewhere
-    call = MoECall(*random_call(GEOMETRY, 2))
-    out = kernel.run(call)
-    assert (type(out), out.shape, out.dtype, out.device) == (torch.Tensor, call.x.shape, call.x.dtype, call.x.device)

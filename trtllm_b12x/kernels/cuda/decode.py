@@ -79,7 +79,6 @@ class CudaKernel(PlannedKernel):
     code_bits = 4
     first_expert: int
     _plan: LaunchPlan
-    _empty: Callable[..., torch.Tensor] | None
     _launches: dict[tuple[int, ...], _Form]
     """By the shape of the output."""
 
@@ -164,8 +163,6 @@ class CudaKernel(PlannedKernel):
             for tokens in range(1, min(size, self.capacity) + 1):
                 launches[tokens, self.geometry.hidden_size] = (tokens, self.geometry.top_k), size, both
         self._launches, self.weights, self.first_expert = launches, weights, first_expert
-        # TorchInductor's code allocates with it (``_inductor/codegen/wrapper.py`` of torch 2.13). It passes by the dispatcher.
-        self._empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{self.device.type}", None)
 
     # ---- test --------------------------------------------------------------------------------------------------------
 
@@ -192,10 +189,7 @@ class CudaKernel(PlannedKernel):
             and (out is None or (out.dtype is dtype and out.shape == x.shape and out.is_contiguous() and not out.data_ptr() % 16))
         ):  # fmt: skip
             if out is None:
-                shape = form[0][0], geometry.hidden_size
-                out = self._empty(shape, (shape[1], 1), dtype) if self._empty else None
-                if out is None or out.get_device() != x.get_device():  # memory of the current device
-                    out = x.new_empty(*shape)
+                out = x.new_empty(form[0][0], geometry.hidden_size)
         else:
             x, ids, router_weights, x_sf, swizzled, out, _ = call.prepared(geometry, self.features.quantized_input)
             assert out is not None

@@ -90,9 +90,10 @@ def _most_apart(g: Geometry) -> int:
     """Return the largest call whose tokens are the columns of every product; larger ones gather.
 
     Measured on an H100: gathering is faster where a warp has several blocks of columns, or a token many experts (Nemotron-3-Super
-    at 8 tokens 202 and 228 us, gemma-4-26B-A4B in MXFP8 130 and 142, Qwen3-30B-A3B 64 and 60).
+    at 8 tokens 202 and 228 us, gemma-4-26B-A4B in MXFP8 130 and 142, MiniMax-M3 at 4 tokens 50 and 61, Qwen3-30B-A3B at 8 tokens
+    64 and 60).
     """
-    return 1 if g.top_k > 16 else 4 if g.stored_hidden > 16 * 128 else _COLUMNS
+    return 1 if g.top_k > 16 or g.stored_hidden > 32 * 128 else 4 if g.stored_hidden > 16 * 128 else _COLUMNS
 
 
 def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Variant:

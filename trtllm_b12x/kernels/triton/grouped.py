@@ -89,10 +89,10 @@ routes a third to half of a loop's instructions are products."""
 W4A16_TABLE = (
     TileRule(8, Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
     TileRule(24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 3)),
-    TileRule(96, Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-    TileRule(float("inf"), Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
+    TileRule(float("inf"), Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
 )
-"""All fit the 99 KB of SM120; not measured there."""
+"""All fit the 99 KB of SM120; not measured there. On an H100 blocks of 128 routes take 4.6 ms for 4,096 tokens of gpt-oss-120b,
+those of 64 take 3.3 ms."""
 
 
 class GroupedKernel(JitKernel):
