@@ -409,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(ep), "=r"(last) : "l"(epoch) : "memory");
     t0 = atomicAdd(ticket, 1);
   }
-  // Routes: warp w has token w. A route: from expert 0 to its expert in FC2's codes (16 bytes) and scales (4 bytes); its factor; its number.
+  // Routes: warp w has token w. A route: from expert 0 to its expert in FC2's codes (16 bytes) and scales (2 bytes); its factor; its number.
   int e = -1, at = 0;
   u32 factor_to = 0;
   float factor = 0;
