@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[type[CudaKernel], Geometry, int]] = {
     ),
     "gemma-4-26B-A4B MXFP8": (CudaMXFP8Kernel, Geometry(128, 8, 2816, 704, "Geglu", format="MXFP8"), 4),
 }
-MOST_SPILLED = 160
+MOST_SPILLED = {"sm_90a": 120, "sm_120a": 48, "sm_121a": 48}
 """Bytes of a thread. Spilled are lane constants, which a task reads once."""
 
 
@@ -62,7 +62,7 @@ def test_compiles(name: str, target: str) -> None:
         registers, threads = int(re.findall(r"Used (\d+) registers", log)[-1]), 32 * (dict(each.definitions)["WARPS"] + 4)
         spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", log)]
         assert registers * threads <= 65536, (each.tokens, registers)
-        assert max(spilled) <= MOST_SPILLED, (each.tokens, spilled)
+        assert max(spilled) <= MOST_SPILLED[target], (each.tokens, spilled)
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,7 @@ SHORT: dict[str, Callable[[], Answers]] = {
     "MXFP4 by turns": case("triton", MXFP4_TURNS, 4, 2, 160, 96, **GPT_OSS),
     "grouped W4A16 in rows": case("grouped", W4A16_ROWS, 4, 2, 128, 192, tokens=70),
     "grouped MXFP4 by turns": case("grouped", MXFP4_TURNS, 4, 2, 160, 96, tokens=70, **GPT_OSS),
+    "grouped MXFP4, halves of words": case("grouped", MXFP4_TURNS, 4, 2, 192, 64, tokens=70),
     "grouped NVFP4, alpha, beta and limit": case("grouped", NVFP4, 3, 2, 128, 64, tokens=9, activation="SwigluBias"),
     "grouped NVFP4, a rank of two": case("grouped", NVFP4, 5, 3, 128, 64, tokens=9, activation="Gelu", ranks=2),
     "MXFP8": case("triton grouped", MXFP8, 4, 2, 128, 96),

@@ -91,13 +91,12 @@ def test_quantized_input_of_another_shape_is_named(kind: type[Kernel]) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if issubclass(kind, JitKernel)])
 def test_scratch_memory_suffices_for_fewer_tokens_too(kind: Any) -> None:
-    """And for either way of launching."""
     kernel = kind(Card(188, 100 << 10, 120))
     kernel.describe(Geometry(128, 8, 2048, 768, "Swiglu"), 256, torch.device("cuda"))
     sizes = [kernel.scratch_bytes(tokens) for tokens in range(1, 300)]
     assert sizes == sorted(sizes)
     assert sizes[255] == sizes[-1]  # the largest call that is planned
-    needed = [max(kernel._workspace(tokens, False, sorts).nbytes for sorts in (False, True)) for tokens in range(1, 257)]
+    needed = [kernel._workspace(tokens, False).nbytes for tokens in range(1, 257)]
     assert all(size >= least for size, least in zip(sizes, needed, strict=False))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -23,7 +24,7 @@ from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.reference import ReferenceKernel
-from trtllm_b12x.kernels.triton import launcher
+from trtllm_b12x.kernels.triton import jit, launcher
 from trtllm_b12x.kernels.triton.decode import MXFP8_TABLE, TABLE, TritonKernel, TritonMXFP8Kernel, blocks
 from trtllm_b12x.kernels.triton.grouped import GroupedNVFP4Kernel
 from trtllm_b12x.kernels.triton.jit import check
@@ -79,6 +80,27 @@ def test_few_variants(card: Card, products: int) -> None:
     assert len(every) - len(routes) == products
     for tokens, quantized in itertools.product(range(1, 257), (False, True)):
         assert all(variant.key in every for variant in kernel.variants_of_call(kernel.tiles(tokens), quantized))
+
+
+def test_one_family_compiles_ahead_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While ``cuda`` is planned: once, for every family of Triton's, and not at all with TRTLLM_B12X_FREEZE."""
+    filled: list[set[str]] = []
+
+    def fill(variants: Any, capability: int) -> int:
+        filled.append({variant.module for variant in variants})
+        return 16
+
+    monkeypatch.setattr(jit, "card_of", lambda device: H100)
+    monkeypatch.setattr(toolchain, "lacking", lambda sm: ())
+    monkeypatch.setattr(toolchain, "tools_lacking", lambda: ())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(jit.cache, "fill", fill)
+    planned: Any = [(ReferenceKernel, 63), (TritonKernel, 256), (GroupedNVFP4Kernel, 4096)]
+    asked = [kind.compile_ahead(planned, QWEN3_30B, torch.device("cuda", 0)) for kind, _ in planned]
+    assert asked == [0, 16, 0]
+    assert filled == [{"triton.decode_kernels", "triton.grouped_kernels", "triton.routing"}]
+    with settings.FREEZE.set("1"):
+        assert TritonKernel.compile_ahead(planned, QWEN3_30B, torch.device("cuda", 0)) == 0
 
 
 def test_frozen_kernels_are_not_planned_on_an_unknown_triton(monkeypatch: pytest.MonkeyPatch) -> None:

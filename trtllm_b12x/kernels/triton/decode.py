@@ -185,8 +185,7 @@ class TritonKernel(JitKernel):
         routes = -(-tokens * g.top_k // g.ranks)  # a rank's share
         rules = self.table[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
         rule = next(rule for rule in rules if routes <= rule.max_routes * g.num_experts)
-        # Narrower tiles of more than 16 routes spill.
-        programs = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / min(g.num_experts, routes) if rule.routes <= 16 else 0
+        programs = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / min(g.num_experts, routes)
         first, second = rule.gated if g.gated else rule.plain, rule.short if g.intermediate_size <= _SHORT else rule.long
         fc1 = _fitted(first, g.intermediate_size, g.hidden_size, programs, group_size)
         return Tiles(rule.routes, fc1, _fitted(second, g.hidden_size, g.intermediate_size, programs, group_size))
@@ -284,9 +283,9 @@ class TritonKernel(JitKernel):
             fc1(stream, staged if quantized else x, *layer.fc1, h, workspace, count, g.num_experts, layer.steps[0])
             fc2(stream, h, *layer.fc2, out, partial, workspace, tokens, count, layer.steps[1])
 
-        return LaunchPlan(self._workspace(tokens, quantized, True), direct, launch)
+        return LaunchPlan(self._workspace(tokens, quantized), direct, launch)
 
-    def _workspace(self, tokens: int, quantized: bool, sorts: bool) -> WorkspaceLayout:
+    def _workspace(self, tokens: int, quantized: bool) -> WorkspaceLayout:
         g, chosen = self.geometry, self.tiles(tokens)
         columns = -(-g.hidden_size // chosen.fc2.rows)
         # ``workspace`` of ``routing.route_kernel``

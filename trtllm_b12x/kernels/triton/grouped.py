@@ -211,9 +211,9 @@ class GroupedKernel(JitKernel):
             fc2(stream, h, h_scales, *layer.fc2, order, starts, weights, shares, layer.steps[1])
             add(stream, shares, ids, out, layer.first_expert)
 
-        return LaunchPlan(self._workspace(tokens, quantized, True), direct, launch)
+        return LaunchPlan(self._workspace(tokens, quantized), direct, launch)
 
-    def _workspace(self, tokens: int, quantized: bool, sorts: bool) -> WorkspaceLayout:
+    def _workspace(self, tokens: int, quantized: bool) -> WorkspaceLayout:
         g, form, i = self.geometry, self.weights_class, torch.int32
         routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
         rows = 0 if quantized or self.act16 else tokens

@@ -172,11 +172,11 @@ class JitKernel(PlannedKernel):
     # ---- run ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _workspace(self, tokens: int, quantized: bool, sorts: bool) -> WorkspaceLayout:
+    def _workspace(self, tokens: int, quantized: bool) -> WorkspaceLayout:
         """Return the scratch memory of calls of so many tokens."""
 
     def scratch_bytes(self, tokens: int) -> int:
-        return self._workspace(min(tokens, self.capacity), False, True).nbytes
+        return self._workspace(min(tokens, self.capacity), False).nbytes
 
     def _launch(self, call: MoECall) -> None:
         plan, quantized = self._plan, call.x_sf is not None
