@@ -89,10 +89,11 @@ def test_the_first_call_measures_every_layer_of_the_geometry_and_all_follow(
     clock: Clock, every_family: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     modules = [built(), built(), layers.load(layers.create(8, 128, 192), random_experts(8, 128, 192))]
-    assert list(modules[0].backend.schedule.families) == ["b12x", "triton", "grouped"]  # every eligible kernel
     assert [module.backend.schedule.kernels[0].capacity for module in modules] == [64, 64, 128]  # 32 rows for each expert
+    first = modules[0].backend.dispatch
+    assert (list(first.schedule.families), first.waiting) == (["b12x"], {"triton": 64, "grouped": 8192})
     on = {line.partition(" layers on ")[2].split(",")[0] for line in caplog.messages if " layers on " in line}
-    assert on == {"b12x+triton"}  # grouped serves only where it was measured
+    assert on == {"b12x"}  # no call reaches the others until they are measured
     assert served(modules[0], 1, 63, 64, 600) == [B12X, B12X, NONE, NONE]  # until then
     for module in modules[:2] * 2:
         called(module, 100)
@@ -122,9 +123,9 @@ def test_kernels_beyond_decode(clock: Clock, every_family: None, monkeypatch: py
     captured = {name: path.captured for name, path in host_path.timed_paths(module.backend, None).items()}
     assert captured == {"b12x": False, "triton": True, "grouped": False, HOST: False}  # prefill is launched
     assert kernels["grouped"].capacity == 8192
-    assert built(max_num_tokens=2048).backend.schedule.families["grouped"].capacity == 2048  # more never come at once
+    assert built(max_num_tokens=2048).backend.dispatch.waiting["grouped"] == 2048  # more never come at once
     small = built(max_num_tokens=32).backend
-    assert (list(small.schedule.families), "grouped" in small.verdict.families) == (["b12x", "triton"], True)
+    assert (list(small.dispatch.waiting), "grouped" in small.verdict.families) == (["triton"], True)
     monkeypatch.setenv(settings.CROSSOVER.name, "300")
     fixed = measured()
     assert list(fixed.backend.schedule.families) == ["b12x"]  # it serves every count

@@ -50,14 +50,6 @@ def test_numbers(gated: bool, tokens: int) -> None:
     assert float((found.float() - expected).norm() / expected.norm()) < 0.005
 
 
-def test_the_first_family_knows_which_is_planned_next() -> None:
-    """So that both compile at once: ``test_triton_plan.py`` has the kernels."""
-    backend = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)).backend
-    first, second = backend.schedule.kernels
-    assert first.planned_next == [(type(second), second.capacity)]
-    assert second.planned_next == []
-
-
 def test_scales_by_another_name() -> None:
     """``weight_scale_inv``, as MiniMax-M3-MXFP8 and trainers that hand on weights have it."""
     weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)

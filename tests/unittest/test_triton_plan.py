@@ -232,19 +232,6 @@ print(module.backend.verdict.families, len(reached))
 """
 
 
-def test_a_plan_compiles_what_the_layer_plans_next() -> None:
-    """All that other families launch, but for a geometry that they do not serve, which their own plans refuse."""
-    geometry, cuda = Geometry(4, 2, 128, 128, "Swiglu"), torch.device("cuda")
-    grouped = GroupedNVFP4Kernel(RTX_PRO_6000)
-    grouped.describe(geometry, 4096, cuda)
-    kernel = TritonKernel(RTX_PRO_6000)
-    kernel.describe(geometry, 64, cuda)
-    kernel.planned_next = [(GroupedNVFP4Kernel, 4096), (ReferenceKernel, 64)]
-    assert [v.key for v in kernel._variants_planned_next()] == [v.key for v in grouped.variants()]
-    kernel.describe(dataclasses.replace(geometry, hidden_size=96), 64, cuda)
-    assert not list(kernel._variants_planned_next())
-
-
 @pytest.mark.all("*SystemExit*")
 @pytest.mark.parametrize("statement", ["raise RuntimeError('a stub')", "raise SystemExit('a stub')"])
 def test_what_needs_no_triton_serves_where_its_import_fails(statement: str, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def max_tokens(features: KernelFeatures, geometry: Geometry, device: torch.devic
     return default_crossover(geometry.top_k, [features], fixed) - 1
 
 
-def default_policy() -> DispatchPolicy:
+def default_policy() -> FixedThreshold:
     """Return the policy that holds until a layer's own is decided."""
     if _unmeasured:
         return FixedThreshold(timing.LARGEST + 1, "unmeasured", measured=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -14,14 +15,17 @@ from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
 
 from . import crossover
-from .schedule import HOSTS, Schedule
+from .schedule import EVERY, HOSTS, Schedule
 from .timing import RouteSampler
 
 _failures: dict[tuple[str, Geometry, str], str] = {}
 """Plans that failed for good on this rank since the last model began to load: no further layer tries them."""
+_ahead: set[tuple[Geometry, str]] = set()
+"""Geometries and devices that a thread compiles for, or has."""
 _model_is_built = False
 """Weights have been loaded: the next layer is another model's."""
 process.kept(_failures.clear)
+process.kept(_ahead.clear)
 
 
 class LayerDispatch:
@@ -36,8 +40,12 @@ class LayerDispatch:
         global _model_is_built
         self.kernels, self.max_num_tokens = kernels, max_num_tokens
         self.schedule = self.detached = HOSTS
+        self.waiting: dict[str, int] = {}
+        """Families that no call reaches before a measurement, with the token counts to plan them for. ``plan_waiting`` does."""
         self.decided = False
         """There is nothing more to measure."""
+        self._layer: Any = None
+        """Geometry, weights, device and first expert."""
         self._stage = -1
         if _model_is_built:
             _failures.clear()
@@ -48,38 +56,87 @@ class LayerDispatch:
     ) -> dict[str, str]:
         """Plan, bind and test the kernels of the eligible families. May compile, allocate and synchronize.
 
+        A family that serves only what a measurement may give it waits for that. A thread compiles its kernels meanwhile.
+
         Returns:
             Family to the first line of what failed. A family that no call would reach is neither planned nor named.
         """
         global _model_is_built
         _model_is_built = True
+        policy, self.waiting = crossover.default_policy(), {}
+        limits = {name: self._limit(kind.features, geometry, device) for name, kind in self.kernels.items() if name in eligible}
+        limits = {name: limit for name, limit in limits.items() if limit}
+        # The largest count of each family that a call may reach without a measurement.
+        ends = {name: EVERY if self.kernels[name].features.every_count else policy.first - 1 for name in limits}
+        reached = {name: min(limit, ends[name]) for name, limit in limits.items()}
+        first, *rest = limits or [""]
+        if soon := [name for name in rest if reached[name] > limits[first]]:
+            self._compile_ahead({name: limits[name] for name in [*soon, *rest]}, geometry, device)
+        self._layer = geometry, weights, device, first_expert
         bound: dict[str, Kernel] = {}
         errors: dict[str, str] = {}
-        limits = {name: self._limit(kind.features, geometry, device) for name, kind in self.kernels.items() if name in eligible}
         for name, limit in limits.items():
-            plan = name, geometry, str(device)
-            try:
-                if not limit or Schedule(bound, crossover.default_policy()).serves_all(limit):
-                    continue
-                if plan in _failures:
-                    raise PlanError(_failures[plan])
-                kernel = self.schedule.families.get(name) or self.detached.families.get(name)
-                if kernel is None or kernel.device != device:
-                    kernel = self.kernels[name]()
-                    kernel.planned_next = [(self.kernels[n], limits[n]) for n in limits if limits[n] and n not in (name, *bound)]
-                    kernel.plan(geometry, limit, device)
-                kernel.bind(weights, first_expert)
-                kernel.self_test()
-                bound[name] = kernel
-            except Exception as error:
-                errors[name] = first_line(error)
-                if isinstance(error, PlanError) and error.lasting:
-                    _failures[plan] = errors[name]
-        self.schedule, self.detached, self._stage = Schedule(bound, crossover.default_policy()), HOSTS, -1
+            served = Schedule(bound, policy)
+            if served.serves_all(limit):
+                continue
+            if self._existing(name, device) is None and served.serves_all(reached[name]):
+                self.waiting[name] = limit
+            else:
+                self._add(name, limit, bound, errors)
+        self.schedule, self.detached, self._stage = Schedule(bound, policy), HOSTS, -1
         self.decided = False
+        self._compile_ahead(self.waiting, geometry, device)
         if errors and device.type == "cuda":
             torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
         return errors
+
+    def plan_waiting(self) -> dict[str, str]:
+        """Plan, bind and test the families that ``load`` left to a measurement; return what failed, as ``load`` does."""
+        errors: dict[str, str] = {}
+        if self.waiting and not torch.cuda.is_current_stream_capturing():
+            bound, waiting = dict(self.schedule.families), self.waiting
+            self.waiting = {}
+            for name, limit in waiting.items():
+                self._add(name, limit, bound, errors)
+            self.schedule = Schedule({name: bound[name] for name in self.kernels if name in bound}, self.schedule.policy)
+        return errors
+
+    def _add(self, name: str, limit: int, bound: dict[str, Kernel], errors: dict[str, str]) -> None:
+        """Plan a family for ``limit`` tokens, bind and test it; add it to ``bound``, or what failed to ``errors``."""
+        geometry, weights, device, first_expert = self._layer
+        plan = name, geometry, str(device)
+        try:
+            if plan in _failures:
+                raise PlanError(_failures[plan])
+            kernel = self._existing(name, device)
+            if kernel is None:
+                kernel = self.kernels[name]()
+                kernel.plan(geometry, limit, device)
+            kernel.bind(weights, first_expert)
+            kernel.self_test()
+            bound[name] = kernel
+        except Exception as error:
+            errors[name] = first_line(error)
+            if isinstance(error, PlanError) and error.lasting:
+                _failures[plan] = errors[name]
+
+    def _existing(self, name: str, device: torch.device) -> Kernel | None:
+        kernel = self.schedule.families.get(name) or self.detached.families.get(name)
+        return kernel if kernel is not None and kernel.device == device else None
+
+    def _compile_ahead(self, limits: Mapping[str, int], geometry: Geometry, device: torch.device) -> None:
+        """Let a thread compile for these families in order, once for a geometry. What fails there is left to their plans."""
+        if not limits or device.type != "cuda" or (geometry, str(device)) in _ahead:
+            return
+        _ahead.add((geometry, str(device)))
+        planned = [(self.kernels[name], limit) for name, limit in limits.items()]
+
+        def compile_all() -> None:
+            for kind, _ in planned:
+                with suppress(Exception):
+                    kind.compile_ahead(planned, geometry, device)
+
+        threading.Thread(target=compile_all, daemon=True).start()
 
     def _limit(self, features: KernelFeatures, geometry: Geometry, device: torch.device) -> int:
         """Return the largest token count to plan a family for; 0 if no call would reach it."""
@@ -90,6 +147,8 @@ class LayerDispatch:
 
     def bind(self, weights: Any, first_expert: int) -> None:
         """Take weights that have other addresses."""
+        geometry, _, device, _ = self._layer
+        self._layer = geometry, weights, device, first_expert
         for kernel in self.schedule.kernels:
             kernel.bind(weights, first_expert)
 
@@ -118,6 +177,7 @@ class LayerDispatch:
     def drop(self) -> None:
         """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""
         self.schedule = self.detached = HOSTS
+        self.waiting, self._layer = {}, None
 
     def moved_to(self, device: torch.device) -> bool:
         """Detach kernels that do not run on ``device`` until the layer is back. Return whether there are some to bind again."""

@@ -44,8 +44,6 @@ class Kernel(ABC):
     """True if ``run`` adds the biases of ``Epilogue``."""
     limited = ""
     """Why the capacity is less than ``plan`` was asked for."""
-    planned_next: Sequence[tuple[type[Kernel], int]] = ()
-    """Families that the layer plans after this one, and their capacities. ``plan`` compiles for all of them at once."""
     weights: Any
     """The bound ``trtllm_b12x.formats.weights.Weights``."""
 
@@ -89,9 +87,7 @@ class Kernel(ABC):
 
     @classmethod
     def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
-        """Compile for the families of ``planned``, with their capacities, while another one is planned; where that pays.
-
-        What fails is left to the plans, which compile it again.
+        """Compile for the families of ``planned``, with their capacities, before they are planned; where that pays.
 
         Returns:
             Number of processes that compiled.

@@ -114,6 +114,7 @@ def _measure(name: str, shape: LayerShape, ranks: options.Ranks, copy: float) ->
     with settings.KERNELS.set(",".join(families)), settings.CROSSOVER.set("auto"):
         modules = build_layer.build(shape, device, ranks.tp, ranks.ep)
         backend = getattr(modules[0], "backend", modules[0])
+        backend.plan_waiting()
         schedule, geometry = backend.schedule, backend.schedule.kernels[0].geometry
         if list(schedule.families) == [schedule.base]:
             raise build_layer.NothingToMeasureError(f"{schedule.summary}: there is nothing to compare it with")

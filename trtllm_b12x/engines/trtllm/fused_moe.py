@@ -161,11 +161,16 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             if errors := self.dispatch.load(geometry, weights, device, self.slot_start, self.verdict.families):
                 self._judge(errors)  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
             if self.apply_router_weight_on_input and self.schedule.kernels:
-                capacity = max(kernel.capacity for kernel in self.schedule.kernels)
+                capacity = max([*(kernel.capacity for kernel in self.schedule.kernels), *self.dispatch.waiting.values()])
                 self._ones = constants.filled(1.0, (capacity, geometry.top_k), device)
         else:
             self.dispatch.drop()
         self._announce_and_record(ready=True)
+
+    def plan_waiting(self) -> None:
+        """Plan the families that a measurement is about to compare."""
+        if errors := self.dispatch.plan_waiting():
+            self._judge(errors)
 
     def _about(self) -> str:
         """Describe the layer whose format the host cannot run, and why no kernel of ours serves it."""
@@ -228,6 +233,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         elif self.dispatch.should_measure() and not torch.compiler.is_compiling():
             with self.dispatch.measuring():
                 device = self.w2_weight.device
+                self.plan_waiting()
                 paths = functools.partial(host_path.timed_paths, self, like)
                 sampler = host_path.route_sampler(self, self.schedule.kernels[0].geometry, device)
                 self.dispatch.measure(device, paths, sampler, _HOST.generation)

@@ -41,6 +41,9 @@ def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
 
 
 def _alike(other: Any, module: Any) -> bool:
+    """Return whether ``other`` has the same kernels, of the same sizes, on weights of its own."""
+    if hasattr(other, "plan_waiting"):
+        other.plan_waiting()
     mine, its = module.schedule, getattr(other, "schedule", HOSTS)
     return bool(
         its.families.keys() == mine.families.keys()

@@ -250,6 +250,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self.measured = True
         elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
             with self.dispatch.measuring():
+                self.dispatch.plan_waiting()
                 paths = functools.partial(self._paths, theirs)
                 self.dispatch.measure(x.device, paths, self._sample_routes, f"vLLM {facts.version()}")
             self.measured = not self.dispatch.should_measure()

@@ -175,4 +175,7 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
     for name, kernel in experts.dispatch.schedule.families.items():
         kept.append(experts.dispatch.kernels[name]())
         kept[-1].plan(geometry, kernel.capacity, device)
+    for name, limit in experts.dispatch.waiting.items():
+        kept.append(experts.dispatch.kernels[name]())
+        kept[-1].describe(geometry, limit, device)  # enough for its scratch
     return kept

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,8 +120,6 @@ class CudaKernel(PlannedKernel):
 
     def _make_plan(self) -> LaunchPlan:
         started, needed = time.monotonic(), self.variants()
-        if self.planned_next:
-            threading.Thread(target=self._compile_ahead, daemon=True).start()
         with torch.cuda.device(self.device):
             torch.cuda.current_stream()  # makes the context that modules are loaded into
             cubins = load(needed, self.target, warmup_command(self.geometry, self.card))
@@ -132,11 +128,6 @@ class CudaKernel(PlannedKernel):
         sizes = {tokens: (function.constant(names[0]), function.constant(names[1])) for tokens, function in functions.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         return LaunchPlan(functions, sizes)
-
-    def _compile_ahead(self) -> None:
-        for kind, _ in self.planned_next:
-            with suppress(Exception):
-                kind.compile_ahead(self.planned_next, self.geometry, self.device)
 
     # ---- bind --------------------------------------------------------------------------------------------------------
 

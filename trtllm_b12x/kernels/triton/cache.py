@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from . import compile_pool
 from .variant import Variant
 
 _TIMEOUT_S = 600
+"""After so long another process is not waited for."""
+_POLL_S = 0.5
 _lock = locks.new()
 
 
@@ -24,15 +27,12 @@ class CacheMissError(Exception):
     """Name of a kernel or module that Triton's cache lacks, and that is not compiled."""
 
 
-def load(
-    variants: Sequence[Variant], capability: int, remedy: str, others: Iterable[Variant] = ()
-) -> tuple[dict[tuple[Any, ...], Any], int]:
+def load(variants: Sequence[Variant], capability: int, remedy: str) -> tuple[dict[tuple[Any, ...], Any], int]:
     """Return every kernel by its key, loaded on torch's current device, and the number of processes that compiled.
 
     Args:
         capability: of that device, major * 10 + minor.
         remedy: command that fills the cache beforehand.
-        others: kernels that are needed later. If the cache lacks any of ``variants``, both are compiled at once.
 
     Raises:
         PlanError: a kernel is not in the cache, and ``TRTLLM_B12X_FREEZE`` forbids a compile or a compiler is missing.
@@ -48,15 +48,22 @@ def load(
         except CacheMissError as missing:
             raise PlanError(f"{missing} is not in Triton's cache and is not compiled: {obstacle} ({remedy})") from missing
     if _missing(variants):
-        processes = fill((*variants, *others), capability)
+        processes = fill(variants, capability)
     return {variant.key: _loaded(variant) for variant in variants}, processes
 
 
 def fill(variants: Iterable[Variant], capability: int) -> int:
-    """Compile what Triton's cache lacks, and return the number of processes. Others of this machine wait meanwhile."""
-    with _turn():
-        needed = {(variant.module, *variant.key): variant for variant in variants}
-        return compile_pool.fill(_missing(list(needed.values())), capability)
+    """Compile what Triton's cache lacks, in order, and return the number of processes.
+
+    While another thread or process of this machine compiles, wait until the cache has all: ranks of a node need the same kernels.
+    """
+    needed = list({(variant.module, *variant.key): variant for variant in variants}.values())
+    deadline = time.monotonic() + _TIMEOUT_S
+    while _missing(needed):
+        with _turn() as ours:
+            if ours or time.monotonic() > deadline:
+                return compile_pool.fill(_missing(needed), capability)
+    return 0
 
 
 def _loaded(variant: Variant) -> Any:
@@ -134,18 +141,18 @@ def _named(filename: str) -> str:
 
 
 @contextmanager
-def _turn() -> Iterator[None]:
-    """Wait while another process compiles: ranks of a node need the same kernels, and the next one then finds them.
-
-    After ten minutes, or where the file system has no locks, go on without.
-    """
-    from filelock import FileLock
+def _turn() -> Iterator[bool]:
+    """Give whether this process may compile: after half a second False if another one does. Where files have no locks, it may."""
+    from filelock import FileLock, Timeout
 
     with ExitStack() as stack:
+        ours = True
         try:
             folder = toolchain.cache_folder()
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(folder / "trtllm_b12x.lock", timeout=_TIMEOUT_S))
+            stack.enter_context(FileLock(folder / "trtllm_b12x.lock", timeout=_POLL_S))
+        except Timeout:
+            ours = False
         except (OSError, NotImplementedError) as error:
             log.once(f"Triton's kernels are compiled without waiting for other processes: {first_line(error)}")
-        yield
+        yield ours

@@ -121,28 +121,25 @@ class JitKernel(PlannedKernel):
         logger.info("%s kernels for %s: compiling, or loading from Triton's cache", name, self.geometry)
         with torch.cuda.device(self.device):
             remedy = warmup_command(self.geometry, self.card)
-            compiled, processes = cache.load(variants, capability, remedy, self._variants_planned_next())
+            compiled, processes = cache.load(variants, capability, remedy)
         took = time.monotonic() - started
         logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
         return CompiledPlan(compiled if launcher.known() else None)
 
     @classmethod
     def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
-        card, kernel = card_of(device), cls()
-        kernel.geometry, kernel.device, kernel.planned_next = geometry, device, planned
-        first = next(kind for kind, _ in planned if issubclass(kind, JitKernel))  # compiles for all
-        if first is not cls or settings.FREEZE() or toolchain.lacking(card.capability) or toolchain.tools_lacking():
+        card, ours = card_of(device), [(kind, limit) for kind, limit in planned if issubclass(kind, JitKernel)]
+        # The first one compiles for all.
+        if ours[0][0] is not cls or settings.FREEZE() or toolchain.lacking(card.capability) or toolchain.tools_lacking():
             return 0
+        variants: list[Variant] = []
+        for kind, limit in ours:
+            kernel = kind(card)
+            with suppress(ValueError):  # its plan raises it again
+                kernel.describe(geometry, limit, device)
+                variants += kernel.variants()
         with torch.cuda.device(device):
-            return cache.fill(kernel._variants_planned_next(), card.capability)
-
-    def _variants_planned_next(self) -> Iterator[Variant]:
-        for kind, capacity in self.planned_next:
-            if issubclass(kind, JitKernel):
-                kernel = kind(self._card)
-                with suppress(ValueError):  # its own plan raises it again
-                    kernel.describe(self.geometry, capacity, self.device)
-                    yield from kernel.variants()
+            return cache.fill(variants, card.capability)
 
     # ---- bind --------------------------------------------------------------------------------------------------------
 
