@@ -128,7 +128,7 @@ def quantized(kernel: GroupedNVFP4Kernel, x: torch.Tensor) -> tuple[torch.Tensor
     """Codes and scales that a call makes of ``x``."""
     hidden = kernel.geometry.hidden_size
     codes, scales = torch.empty(len(x), hidden // 2, dtype=torch.uint8), torch.empty(len(x), hidden // 64, dtype=torch.int32)
-    quantize, *_ = kernel.variants_of_call(kernel.rule(len(x)), torch.int32, torch.float32)
+    quantize, *_ = kernel.variants_of_call(kernel.tiles(len(x)), torch.int32, torch.float32)
     factor = kernel._layers[False][0].quantize
     quantize.function[(-(-len(x) // 4), 1)](x, *factor, codes, scales, len(x), **quantize.constants)
     return codes, scales.view(torch.float8_e4m3fn)

@@ -96,7 +96,7 @@ def test_scratch_memory_suffices_for_fewer_tokens_too(kind: Any) -> None:
     sizes = [kernel.scratch_bytes(tokens) for tokens in range(1, 300)]
     assert sizes == sorted(sizes)
     assert sizes[255] == sizes[-1]  # the largest call that is planned
-    needed = [kernel._workspace(tokens, False).nbytes for tokens in range(1, 257)]
+    needed = [kernel._workspace(tokens, False, kernel.tiles(tokens)).nbytes for tokens in range(1, 257)]
     assert all(size >= least for size, least in zip(sizes, needed, strict=False))
 
 

@@ -307,11 +307,11 @@ def test_a_quick_test_of_one_token(alpha: float, expert_parallel: bool) -> None:
     assert bool((called >= 0).any())
     held = called[called >= 0].long()
     kernel.weights.fc2_alpha[held if alpha == 0 else held[:1]] *= alpha
-    results = run_quick_self_test(kernel, ReferenceKernel(), 0, (1, CAPACITY))
+    results = run_quick_self_test(kernel, ReferenceKernel(), 0, {1: [kernel], CAPACITY: [kernel]})
     assert results
     assert all(result.passed for result in results), list(map(str, results))
     kernel.run = zeros(kernel)  # type: ignore[method-assign]
-    assert not any(result.passed for result in run_quick_self_test(kernel, ReferenceKernel(), 0, (CAPACITY,)) or ())
+    assert not any(result.passed for result in run_quick_self_test(kernel, ReferenceKernel(), 0, {CAPACITY: [kernel]}) or ())
 
 
 def test_larger_sums_of_atomics_are_allowed_what_they_cost() -> None:

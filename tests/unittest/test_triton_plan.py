@@ -25,14 +25,14 @@ from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.triton import jit, launcher
-from trtllm_b12x.kernels.triton.decode import MXFP8_TABLE, TABLE, TritonKernel, TritonMXFP8Kernel, blocks
+from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel, blocks
 from trtllm_b12x.kernels.triton.grouped import GroupedNVFP4Kernel
-from trtllm_b12x.kernels.triton.jit import check
+from trtllm_b12x.kernels.triton.jit import CompiledPlan, check
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 NEMOTRON_SUPER = Geometry(512, 22, 1024, 2688, "Relu2")
 GPT_OSS, GEMMA4 = Geometry(128, 4, 2880, 2880, "Swiglu"), Geometry(128, 8, 2816, 704, "Geglu")
-H100, RTX_PRO_6000 = Card(132, 228 << 10, 90), Card(188, 100 << 10, 120)
+H100, RTX_PRO_6000, GB10 = Card(132, 228 << 10, 90), Card(188, 100 << 10, 120), Card(48, 100 << 10, 121)
 
 
 GEOMETRIES = (
@@ -57,13 +57,13 @@ def described(geometry: Geometry, card: Card, kind: type[TritonKernel] = TritonK
 @pytest.mark.parametrize(("kind", "geometry"), FITTED)
 def test_every_call_has_tiles_that_fit(kind: type[TritonKernel], geometry: Geometry, card: Card) -> None:
     kernel = described(geometry, card, kind)
-    for tokens in range(1, 257):
-        found = kernel.tiles(tokens)
+    for tokens, found in ((count, found) for count in range(1, 257) for found in kernel.proposals(count)):
         for tile, parts in ((found.fc1, 1 + geometry.gated), (found.fc2, 1)):
             assert tile.rows in (16, 32, 64, 128)
             assert tile.columns in (128, 256)
             assert 16 * tile.num_warps <= parts * tile.rows <= 64 * tile.num_warps
             assert tile.scales_by_four(kind.features.group_size)
+            assert tile.num_stages in (2, 3)
         routes = tokens * geometry.top_k
         # Every expert's routes, however they fall, find a block.
         most = min(routes, geometry.num_experts)
@@ -71,15 +71,17 @@ def test_every_call_has_tiles_that_fit(kind: type[TritonKernel], geometry: Geome
         assert blocks(geometry, tokens, found.routes) >= -(-routes // found.routes)
 
 
-@pytest.mark.parametrize(("card", "products"), [(H100, 4), (RTX_PRO_6000, 6)])
+@pytest.mark.parametrize(("card", "products"), [(H100, 7), (RTX_PRO_6000, 11), (GB10, 7)])
 def test_few_variants(card: Card, products: int) -> None:
+    """With the kernels that sort routes, at most 1.5 times as many as with one set for each count: 12 and 14."""
     kernel = described(QWEN3_30B, card)
     every = {variant.key: variant for variant in kernel.variants()}
     routes = [variant for variant in every.values() if variant.name == "route_kernel"]
     assert len(routes) == 8  # ids and router weights of two types each, for both kinds of input
     assert len(every) - len(routes) == products
     for tokens, quantized in itertools.product(range(1, 257), (False, True)):
-        assert all(variant.key in every for variant in kernel.variants_of_call(kernel.tiles(tokens), quantized))
+        for found in kernel.proposals(tokens):
+            assert all(variant.key in every for variant in kernel.variants_of_call(found, quantized))
 
 
 def test_one_family_compiles_ahead_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,20 +120,41 @@ def test_one_token_of_a_small_layer_takes_narrower_tiles() -> None:
     assert one.num_warps < many.num_warps
 
 
-def test_sizes_that_no_wide_tile_divides() -> None:
-    for tokens in (1, 8, 64):
-        found = described(GPT_OSS, H100).tiles(tokens)
+def test_columns_behind_the_last_are_few() -> None:
+    """Steps of 256 columns where at most an eighth of the products are with zeros."""
+    for geometry in (GPT_OSS, NEMOTRON_SUPER):
+        found = described(geometry, H100).tiles(8)
         assert (found.fc1.columns, found.fc2.columns) == (256, 256)
-    # Rows in 128: half the columns, many on their way.
-    long = described(NEMOTRON_SUPER, H100).tiles(8).fc2
-    assert (long.columns, long.num_stages) == (128, 6)
+    assert described(Geometry(128, 8, 2048, 384, "Swiglu"), H100).tiles(8).fc2.columns == 128
 
 
 def test_blocks_grow_with_the_routes_of_an_expert() -> None:
+    def routes(kernel: TritonKernel, tokens: int) -> list[int]:
+        return [found.routes for found in kernel.proposals(tokens)]
+
     kernel = described(QWEN3_30B, H100)
-    assert [kernel.tiles(tokens).routes for tokens in (1, 8, 63, 128, 256)] == [8, 8, 8, 8, 16]
-    assert described(dataclasses.replace(QWEN3_30B, ranks=4), H100).tiles(256).routes == 8
-    assert all(rules[-1].max_routes == float("inf") for table in (TABLE, MXFP8_TABLE) for rules in table.values())
+    assert [routes(kernel, n) for n in (8, 64, 128, 256)] == [[8, 8], [8, 16, 16], [16, 8, 16], [16, 16, 16]]
+    assert routes(described(dataclasses.replace(QWEN3_30B, ranks=4), H100), 128)[0] == 8
+
+
+def test_little_shared_memory_is_shared_by_several_programs() -> None:
+    """A set with steps of half the columns is proposed too, since two programs of four warps leave a multiprocessor waiting."""
+    kernel = described(QWEN3_30B, GB10)
+    assert [(found.fc1.columns, found.fc1.num_stages) for found in kernel.proposals(4)] == [(256, 2), (256, 2), (128, 3)]
+    assert [found.fc1.num_stages for found in described(QWEN3_30B, H100).proposals(4)] == [3, 3]
+
+
+def test_a_form_is_held_to_its_tiles_and_serves_where_they_are_proposed() -> None:
+    kernel = described(QWEN3_30B, H100)
+    kernel._plan = CompiledPlan(None, tested=True)
+    forms = kernel.forms()
+    assert set(forms) == {str(tiles) for tokens in range(1, 257) for tiles in kernel.proposals(tokens)}
+    for tokens in (1, 47, 48, 127, 128, 191, 192, 256):
+        serving = [form.tiles(tokens) for form in forms.values() if form.serves(tokens)]
+        assert sorted(map(str, serving)) == sorted(map(str, kernel.proposals(tokens)))
+        assert kernel.tiles(tokens) == kernel.proposals(tokens)[0]
+        assert kernel.scratch_bytes(tokens) >= max(form.scratch_bytes(tokens) for form in forms.values())
+    assert not any(form.serves(257) for form in forms.values())
 
 
 def test_a_layer_s_tensors_are_checked() -> None:

@@ -25,6 +25,7 @@ PERMANENT = {
     "kernels.cuda.driver": "the driver's library",
     "kernels.cuda.nvrtc": "NVRTC's library and its version",
     "kernels.b12x.precompile": "jobs of a child process",
+    "kernels.triton.tiles": "tiles for equal sizes are equal",
     "kernels.b12x.streams": "launches of existing layers stay in order",
 }
 """Modules whose state ``forget`` leaves as it is, and why."""

@@ -163,7 +163,7 @@ def _log(schedule: Schedule) -> None:
 
 def key_of(geometry: Geometry, device: torch.device, schedule: Schedule, host: str, tuned: bool) -> store.Key:
     """Return what a measurement on ``device`` is valid for."""
-    families = [name for name in schedule.families if name != schedule.base]
+    families = [name for name in schedule.forms if name != schedule.base]
     sizes = {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in asdict(geometry).items()}
     card: dict[str, Any] = {"name": device.type}
     if device.type == "cuda":

@@ -151,6 +151,7 @@ class LayerDispatch:
         self._layer = geometry, weights, device, first_expert
         for kernel in self.schedule.kernels:
             kernel.bind(weights, first_expert)
+        self.schedule = Schedule(self.schedule.families, self.schedule.policy)  # with their forms
 
     def should_measure(self) -> bool:
         """Return whether ``measure`` has something to decide at this stage of the process."""

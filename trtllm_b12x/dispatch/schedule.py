@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from .policy import DEFAULT_CROSSOVER, DispatchPolicy, FixedThreshold
+from .policy import DEFAULT_CROSSOVER, DispatchPolicy, FixedThreshold, MeasuredPolicy
 
 if TYPE_CHECKING:
     from trtllm_b12x.decision import KernelFeatures
@@ -40,10 +41,17 @@ class Schedule:
         self.policy = policy or FixedThreshold()
         self.base = next((name for name, kernel in families.items() if kernel.features.every_count), "")
         """The family that serves calls of any size if the host has no path, else empty."""
-        measured = self.policy.measured
-        self.chosen = {name: kernel for name, kernel in families.items() if measured or not kernel.features.measured_from}
-        """Families that the policy chooses from; others wait for a measurement."""
+        by_form = isinstance(self.policy, MeasuredPolicy)
+        paths = self.forms if by_form else families
+        self.chosen = {n: kernel for n, kernel in paths.items() if self.policy.measured or not kernel.features.measured_from}
+        """What the policy chooses from: kernels in the forms that were measured, or families; some wait for a measurement."""
         self._cache: dict[int, Kernel | None] = {}
+
+    @functools.cached_property
+    def forms(self) -> Mapping[str, Kernel]:
+        """Every form of every kernel, by name."""
+        families = self.families.items()
+        return {f"{name} {what}".rstrip(): form for name, kernel in families for what, form in kernel.forms().items()}
 
     def at(self, tokens: int) -> Kernel | None:
         """Return the kernel that serves so many tokens, or None if the host does."""
@@ -51,7 +59,7 @@ class Schedule:
 
     def _select(self, tokens: int) -> Kernel | None:
         name = self.policy.select(tokens, [name for name, kernel in self.chosen.items() if kernel.serves(tokens)])
-        kernel = self.families.get(name or self.base)
+        kernel = self.chosen.get(name) if name else self.families.get(self.base)
         if kernel is not None and not kernel.serves(tokens):
             kernel = None
         if self.settled:
@@ -72,9 +80,10 @@ class Schedule:
         """First token count from which the host serves every call; ``EVERY`` if it serves none."""
         if self.base:
             return EVERY
-        capacity = {name: kernel.capacity for name, kernel in self.chosen.items() if not kernel.features.every_count}
-        for tokens in range(max(capacity.values(), default=0), 0, -1):
-            if self.policy.select(tokens, [name for name, limit in capacity.items() if tokens <= limit]):
+        forms = {name: kernel for name, kernel in self.chosen.items() if not kernel.features.every_count}
+        for tokens in range(max((kernel.capacity for kernel in forms.values()), default=0), 0, -1):
+            serving = [n for n, kernel in forms.items() if (kernel.serves(tokens) if self.settled else tokens <= kernel.capacity)]
+            if self.policy.select(tokens, serving):
                 return tokens + 1
         return 1
 

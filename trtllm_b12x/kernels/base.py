@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -115,6 +115,13 @@ class Kernel(ABC):
     def serves(self, tokens: int) -> bool:
         """Return True if ``run`` takes this many tokens."""
         return max(1, self.features.measured_from) <= tokens <= self.capacity
+
+    def forms(self) -> Mapping[str, Kernel]:
+        """Return this kernel in each of the ways that a measurement compares. They share its plan and its weights.
+
+        By what tells them apart, which is empty if there is only one.
+        """
+        return {"": self}
 
     def rounding(self, tokens: int) -> float:
         """Return the relative L2 from the reference that rounding explains: the order of bf16 sums, reciprocals."""

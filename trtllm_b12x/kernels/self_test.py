@@ -14,7 +14,7 @@ import torch
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, NVFP4Weights, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.formats.weights import Weights
 
-from . import Geometry, MoECall, first_line
+from . import Geometry, Kernel, MoECall, first_line
 from .reference import ReferenceKernel
 
 BOUND = 0.02
@@ -134,19 +134,24 @@ def run_self_test(
 
 
 def run_quick_self_test(
-    kernel: Any, reference: ReferenceKernel, first_expert: int, sizes: Sequence[int]
+    kernel: Any, reference: ReferenceKernel, first_expert: int, tested: Mapping[int, Sequence[Kernel]]
 ) -> list[SelfTestResult] | None:
-    """Compare a kernel with its reference in a call of each of ``sizes`` tokens, and in one with quantized input.
+    """Compare a kernel with its reference, and once with quantized input.
+
+    Args:
+        tested: token counts to the forms of ``kernel`` that are called with so many.
 
     Returns:
         None if nearly all outputs are zero or not finite.
     """
-    name, weights = kernel.features.name, kernel.weights
+    name, weights, sizes = kernel.features.name, kernel.weights, sorted(tested)
     drawn = _draw(reference, kernel.geometry, weights, first_expert, sizes, quick=True)
     if drawn is None:
         return None
     usable = [size for size in sizes if bool(drawn[size][1].isfinite().all(1).any())]
-    results = [_compared(SelfTestCase(name, size), kernel.run, *drawn[size], QUICK_BOUNDS) for size in usable]
+    results = [
+        _compared(SelfTestCase(name, size), form.run, *drawn[size], QUICK_BOUNDS) for size in usable for form in tested[size]
+    ]
     if kernel.features.quantized_input and weights.input_scales.fc31_input_scale.numel() == 1:
         # A host has one input scale for all experts where it quantizes for them.
         (call,), _ = drawn[sizes[-1]]

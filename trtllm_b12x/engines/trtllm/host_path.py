@@ -27,12 +27,16 @@ def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
         like: call that the host has just made, for ``run_as_the_host``.
     """
     layers = [module, *(other for other, _ in status.alive() if other is not module and _alike(other, module))][:_LAYERS]
-    paths = {}
-    for name, kernel in module.schedule.families.items():
-        runs = [layer.schedule.families[name].run for layer in layers]
+    paths, base = {}, module.schedule.families.get(module.schedule.base)
+    if base is not None:
+        paths[HOST] = TimedPath([layer.schedule.families[module.schedule.base].run for layer in layers], base.serves)
+    for name, kernel in module.schedule.forms.items():
+        if kernel is base:
+            continue
+        runs = [layer.schedule.forms[name].run for layer in layers]
         # Prefill rarely runs in a graph. Launch time then counts for our kernels; the host path is timed without it.
         captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
-        paths[HOST if name == module.schedule.base else name] = TimedPath(runs, kernel.serves, captured)
+        paths[name] = TimedPath(runs, kernel.serves, captured)
     if HOST not in paths:
         # The embedded operator synchronizes to find the experts that have tokens.
         captured = load().generation != "embedded"

@@ -257,10 +257,15 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
     def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
         schedule, paths = self.dispatch.schedule, {}
-        for name, kernel in schedule.families.items():
+        base = schedule.families.get(schedule.base)
+        for name, kernel in schedule.forms.items():
+            if kernel is base:
+                continue
             captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
-            paths[HOST if name == schedule.base else name] = TimedPath([kernel.run], kernel.serves, captured)
-        if HOST not in paths:
+            paths[name] = TimedPath([kernel.run], kernel.serves, captured)
+        if base is not None:
+            paths[HOST] = TimedPath([base.run], base.serves)
+        else:
             assert theirs is not None
             paths[HOST] = TimedPath([lambda call: theirs(call.x, call.ids, call.router_weights, torch.empty_like(call.x))])
         return paths

@@ -5,10 +5,11 @@ Numbers are those of the Triton kernels, whose docstring describes them (``trito
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,12 @@ class CudaKernel(PlannedKernel):
     code_bits = 4
     first_expert: int
     _plan: LaunchPlan
+    gathers = False
+    """Calls of few tokens gather too."""
     _launches: dict[tuple[int, ...], _Form]
     """By the shape of the output."""
+    _gathering: dict[tuple[int, ...], _Form]
+    """The same of the variant that gathers."""
 
     def __init__(self, card: Card | None = None) -> None:
         """
@@ -153,15 +158,31 @@ class CudaKernel(PlannedKernel):
             both = [function.launcher(self.card.multiprocessors, layer, _CALL) for layer in layers]
             for tokens in range(1, min(size, self.capacity) + 1):
                 launches[tokens, self.geometry.hidden_size] = (tokens, self.geometry.top_k), size, both
+            if size == TOKENS[-1]:
+                self._gathering = dict(launches)
         self._launches, self.weights, self.first_expert = launches, weights, first_expert
+
+    def forms(self) -> Mapping[str, CudaKernel]:
+        """Return the kernel, and the one that gathers an expert's routes also where the tokens would be a product's columns."""
+        gathering = copy.copy(self)
+        gathering.gathers, gathering._launches = True, self._gathering
+        return {"": self} | ({"gathering": gathering} if self._most_apart > 1 else {})
+
+    @property
+    def _most_apart(self) -> int:
+        return max(tokens for tokens in self._plan.functions if tokens != TOKENS[-1])
 
     # ---- test --------------------------------------------------------------------------------------------------------
 
     def _test(self) -> list[SelfTestResult] | None:
-        return run_quick_self_test(self, self.reference(), self.first_expert, [n for n in TOKENS if n <= self.capacity])
+        tested = {tokens: [self] for tokens in TOKENS if tokens <= self.capacity}
+        for kernel in self.forms().values():
+            if kernel.gathers:
+                tested[self._most_apart].append(kernel)
+        return run_quick_self_test(self, self.reference(), self.first_expert, tested)
 
     def serves(self, tokens: int) -> bool:
-        return self._plan.tested and super().serves(tokens)
+        return self._plan.tested and super().serves(tokens) and (not self.gathers or 1 < tokens <= self._most_apart)
 
     def summary(self) -> tuple[str, ...]:
         return (*super().summary(), *self._pending())

@@ -10,10 +10,9 @@ scale, which is the reciprocal of what that alpha contains. Every call reads bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -32,6 +31,7 @@ from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
 from .jit import JitKernel
 from .launcher import LaunchPlan, LayerTensors, WorkspaceLayout
+from .tiles import Tile, Tiles, proposals
 from .variant import Variant
 
 _MAX_TOP_K = 64
@@ -39,114 +39,6 @@ _MAX_EXPERTS = 2048
 _LAST_INDEX = 2**31 - 1
 _BLOCK = 1024
 """Elements a program sets or sorts at a time."""
-
-
-# ---- tiles ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Sizes of one product: weight rows by columns at a time, times routes."""
-
-    rows: int
-    """A power of two up to 128, as many as have their scales interleaved: of each half where FC1 has a gate. Those of a product
-    are 16 a warp or more, since a tensor core instruction takes 16."""
-    columns: int
-    """Columns of the sum at a time, 128 or 256: products of an eighth (MXFP8: a quarter) each, of at least 16."""
-    num_warps: int
-    num_stages: int
-
-    def scales_by_four(self, group_size: int) -> bool:
-        """Return True if a thread loads four bytes of scales or more in a step; fewer are not copied asynchronously."""
-        return self.rows * self.columns // group_size >= 128 * self.num_warps
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tiles that a call is launched with."""
-
-    routes: int
-    """Most routes of one expert in a block: 8, as many columns as a tensor core instruction has, or 16."""
-    fc1: Tile
-    fc2: Tile
-
-
-@dataclass(frozen=True)
-class TileRule:
-    """Tiles for up to ``max_routes`` routes per expert of the layer, before they are fitted to a geometry."""
-
-    max_routes: float
-    routes: int
-    gated: Tile
-    """FC1."""
-    plain: Tile
-    """FC1 without a gate."""
-    short: Tile
-    """FC2 of few columns."""
-    long: Tile
-    """FC2 of more than ``_SHORT``: a deeper pipeline."""
-
-
-_SHORT = 1024
-"""Columns of FC2 that are few: all of them are on their way at once."""
-_LARGE_SHARED_MEMORY = 160 << 10
-_PROGRAMS_PER_MULTIPROCESSOR = 0.7
-"""At least, where rows can be divided."""
-LARGE, SMALL = "large", "small"
-"""Shared memory of a multiprocessor: 164 KB and more (8.0, 9.0, 10.0), or about 100 KB (8.6, 8.9, 12.x)."""
-_MANY_ROUTES = TileRule(float("inf"), 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
-TABLE: dict[str, tuple[TileRule, ...]] = {
-    LARGE: (
-        TileRule(10.0, 8, Tile(64, 256, 4, 3), Tile(128, 256, 4, 3), Tile(128, 128, 4, 3), Tile(64, 256, 4, 4)),
-        _MANY_ROUTES,
-    ),
-    SMALL: (
-        TileRule(5.0, 8, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(64, 128, 4, 4)),
-        _MANY_ROUTES,
-    ),
-}
-"""Large: the fastest of a search on an H200 with layers of Qwen3-30B-A3B, Nemotron-3-Super, gpt-oss's and DeepSeek's sizes, 23
-November 2026, for more than 0.3 routes per expert. Small: not measured, those of an earlier search with half of the columns,
-for shared memory. Where rules end was measured on an H100 with Qwen3-30B-A3B: 153, 164 and 217 us at 96, 128 and 256 tokens;
-with blocks of 16 and 32 routes 176, 178 and 240."""
-_MANY_MXFP8 = TileRule(float("inf"), 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
-MXFP8_TABLE: dict[str, tuple[TileRule, ...]] = {
-    LARGE: (
-        TileRule(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 256, 2, 3), Tile(128, 128, 4, 4), Tile(128, 128, 4, 4)),
-        _MANY_MXFP8,
-    ),
-    SMALL: (
-        TileRule(5.0, 8, Tile(32, 256, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3), Tile(64, 128, 2, 3)),
-        replace(_MANY_MXFP8, long=Tile(128, 128, 4, 3)),
-    ),
-}
-"""Twice the bytes a column. Large: measured on an H200 for layers of Qwen3-30B-A3B and gemma-4-26B-A4B at up to 64 tokens, for
-more than 0.3 routes per expert; long ones, those without a gate, and small: not measured."""
-
-
-def _fitted(tile: Tile, rows: int, inner: int, programs: float, group_size: int) -> Tile:
-    """Fit a tile to a matrix.
-
-    Take fewer warps where a step of all would load fewer than four bytes of scales each; half the columns if the last step of the
-    sum would multiply zeros for half of its time; fewer rows for at least so many ``programs`` per expert.
-
-    Args:
-        rows: of the matrix, or of a half of it.
-        inner: columns of the sum.
-        group_size: columns that share a block scale.
-    """
-    while tile.num_warps > 1 and not tile.scales_by_four(group_size):
-        tile = replace(tile, num_warps=tile.num_warps // 2)
-    # gpt-oss's sizes have no rows in 128: there half the columns take a seventh more time from 4 tokens on.
-    if 0 < inner % 256 <= 128 < tile.columns and (rows % 128 == 0 or rows % tile.rows):
-        half = replace(tile, columns=128, num_stages=min(2 * tile.num_stages, 6))
-        tile = half if half.scales_by_four(group_size) else tile
-    while tile.rows > 16 and rows // tile.rows < programs:
-        half = replace(tile, rows=tile.rows // 2, num_warps=max(1, tile.num_warps // 2))
-        if not half.scales_by_four(group_size):
-            break
-        tile = half
-    return tile
 
 
 def blocks(geometry: Geometry, tokens: int, routes: int) -> int:
@@ -163,7 +55,6 @@ class TritonKernel(JitKernel):
 
     features = families.triton(Environment())
     reference: type[ReferenceKernel] = UnquantizedReferenceKernel
-    table: ClassVar[dict[str, tuple[TileRule, ...]]] = TABLE
     codes_per_int32 = 8
     registers = 0
     """Most registers of a thread; 0: ptxas chooses, for W4A16_NVFP4 96, with which it spills."""
@@ -180,26 +71,15 @@ class TritonKernel(JitKernel):
     def _identity(self) -> tuple[Any, ...]:
         return self.geometry, self.capacity, self.card
 
-    def tiles(self, tokens: int) -> Tiles:
-        g, card, group_size = self.geometry, self.card, self.features.group_size
-        routes = -(-tokens * g.top_k // g.ranks)  # a rank's share
-        rules = self.table[LARGE if card.shared_memory >= _LARGE_SHARED_MEMORY else SMALL]
-        rule = next(rule for rule in rules if routes <= rule.max_routes * g.num_experts)
-        programs = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / min(g.num_experts, routes)
-        first, second = rule.gated if g.gated else rule.plain, rule.short if g.intermediate_size <= _SHORT else rule.long
-        fc1 = _fitted(first, g.intermediate_size, g.hidden_size, programs, group_size)
-        return Tiles(rule.routes, fc1, _fitted(second, g.hidden_size, g.intermediate_size, programs, group_size))
+    def proposals(self, tokens: int) -> tuple[Tiles, ...]:
+        return proposals(self.geometry, self.card, 32 // self.codes_per_int32, self.features.group_size, tokens)
 
-    def _all_tiles(self) -> dict[Tiles, list[int]]:
-        """Return every set of tiles and the token counts that take it."""
-        counts: dict[Tiles, list[int]] = {}
-        for tokens in range(1, self.capacity + 1):
-            counts.setdefault(self.tiles(tokens), []).append(tokens)
-        return counts
+    def _counts(self) -> Iterable[int]:
+        return range(1, self.capacity + 1)
 
     def variants(self) -> Iterator[Variant]:
         quantized = (False, True) if self.features.quantized_input else (False,)
-        for chosen, types in product(self._all_tiles(), product(quantized, ID_TYPES, ROUTER_WEIGHT_TYPES)):
+        for chosen, types in product(self.sets(), product(quantized, ID_TYPES, ROUTER_WEIGHT_TYPES)):
             yield from self.variants_of_call(chosen, *types)
 
     def variants_of_call(
@@ -259,10 +139,6 @@ class TritonKernel(JitKernel):
             True: LayerTensors((*head, one, *tail), fc2, first_expert, (0, s.steps[1])),
         }
 
-    def _tested_sizes(self) -> list[int]:
-        """Return the smallest and the largest token count of each set of tiles."""
-        return sorted({tokens for counts in self._all_tiles().values() for tokens in (counts[0], counts[-1])})
-
     def summary(self) -> tuple[str, ...]:
         return (*super().summary(), *self._pending())
 
@@ -283,13 +159,13 @@ class TritonKernel(JitKernel):
             fc1(stream, staged if quantized else x, *layer.fc1, h, workspace, count, g.num_experts, layer.steps[0])
             fc2(stream, h, *layer.fc2, out, partial, workspace, tokens, count, layer.steps[1])
 
-        return LaunchPlan(self._workspace(tokens, quantized), direct, launch)
+        return LaunchPlan(self._workspace(tokens, quantized, chosen), direct, launch)
 
-    def _workspace(self, tokens: int, quantized: bool) -> WorkspaceLayout:
-        g, chosen = self.geometry, self.tiles(tokens)
-        columns = -(-g.hidden_size // chosen.fc2.rows)
+    def _workspace(self, tokens: int, quantized: bool, tiles: Tiles) -> WorkspaceLayout:
+        g = self.geometry
+        columns = -(-g.hidden_size // tiles.fc2.rows)
         # ``workspace`` of ``routing.route_kernel``
-        numbers = (2 + chosen.routes) * blocks(g, tokens, chosen.routes) + tokens * (g.top_k + columns + 2) + g.num_experts
+        numbers = (2 + tiles.routes) * blocks(g, tokens, tiles.routes) + tokens * (g.top_k + columns + 2) + g.num_experts
         return WorkspaceLayout.of(
             (2 * tokens * g.hidden_size if quantized else 16, g.dtype),  # FC1's input, if it arrives quantized
             (2 * tokens * g.top_k * g.intermediate_size, torch.bfloat16),  # FC1's result
@@ -307,7 +183,6 @@ class TritonMXFP8Kernel(TritonKernel):
 
     features = families.triton_mxfp8(Environment())
     reference = MXFP8UnquantizedReferenceKernel
-    table = MXFP8_TABLE
     codes_per_int32 = 4
 
 

@@ -61,11 +61,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileRule:
-    """Tiles for up to ``max_routes`` routes per expert on average."""
+    """Tiles for up to ``max_routes`` routes per expert on average; those of its neighbors are proposed beside it."""
 
     max_routes: float
     fc1: Tile
     fc2: Tile
+
+    def __str__(self) -> str:
+        return " ".join(f"{tile.routes}x{tile.rows}x{tile.columns}w{tile.num_warps}" for tile in (self.fc1, self.fc2))
 
 
 MXFP8_TABLE = (
@@ -172,22 +175,23 @@ class GroupedKernel(JitKernel):
         layer = LayerTensors((*fc1, bias1, *constants), fc2, first_expert, steps, (s.fc1_input,))
         return dict.fromkeys((False, True), layer)
 
-    def _tested_sizes(self) -> list[int]:
-        """Return one token, and one more than each rule serves but the last."""
+    def _counts(self) -> list[int]:
+        """Return one token, and one more than each rule is first for but the last."""
         per_token = self.geometry.top_k / (self.geometry.num_experts * self.geometry.ranks)
         sizes = {1} | {int(rule.max_routes / per_token) + 1 for rule in self.table[:-1]}
         return sorted(size for size in sizes if size <= self.capacity)
 
     # ---- run ---------------------------------------------------------------------------------------------------------
 
-    def rule(self, tokens: int) -> TileRule:
+    def proposals(self, tokens: int) -> tuple[TileRule, ...]:
         g = self.geometry
-        return next(rule for rule in self.table if tokens * g.top_k <= rule.max_routes * g.num_experts * g.ranks)
+        at = next(i for i, rule in enumerate(self.table) if tokens * g.top_k <= rule.max_routes * g.num_experts * g.ranks)
+        return self.table[at], *self.table[at + 1 : at + 2], *self.table[max(at - 1, 0) : at]
 
     def _launch_plan(
         self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype, direct: bool
     ) -> LaunchPlan:
-        g, rule = self.geometry, self.rule(tokens)
+        g, rule = self.geometry, self.tiles(tokens)
         routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
         grids = (
             (-(-tokens // _ROWS), -(-hidden // _COLUMNS)),
@@ -211,9 +215,9 @@ class GroupedKernel(JitKernel):
             fc2(stream, h, h_scales, *layer.fc2, order, starts, weights, shares, layer.steps[1])
             add(stream, shares, ids, out, layer.first_expert)
 
-        return LaunchPlan(self._workspace(tokens, quantized), direct, launch)
+        return LaunchPlan(self._workspace(tokens, quantized, rule), direct, launch)
 
-    def _workspace(self, tokens: int, quantized: bool) -> WorkspaceLayout:
+    def _workspace(self, tokens: int, quantized: bool, tiles: TileRule) -> WorkspaceLayout:
         g, form, i = self.geometry, self.weights_class, torch.int32
         routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
         rows = 0 if quantized or self.act16 else tokens

@@ -5,10 +5,11 @@ A plan comes from Triton's cache (``cache.py``), into which processes compile wh
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,8 +39,8 @@ _PROOF_TOKENS = 63
 class CompiledPlan(Plan):
     compiled: Mapping[tuple[Any, ...], Any] | None
     """Kernels by variant key; None if Triton's JIT or its interpreter launches."""
-    calls: dict[tuple[Any, ...], LaunchPlan] = field(default_factory=dict)
-    """Launches by tokens, form and types of a call."""
+    calls: dict[tuple[str, tuple[Any, ...]], LaunchPlan] = field(default_factory=dict)
+    """Launches by the set of tiles that is held, and by tokens, form and types of a call."""
 
 
 def interpreted() -> bool:
@@ -53,6 +54,9 @@ class JitKernel(PlannedKernel):
     reference: type[ReferenceKernel]
     """Torch kernel that the self-test compares with."""
     first_expert: int
+    held: Any = None
+    """Set of tiles that every call is launched with; None: the first of ``proposals``."""
+    _label = ""
     instruction = "mma.sync"
     adds_bias = True
     _plan: CompiledPlan
@@ -153,36 +157,69 @@ class JitKernel(PlannedKernel):
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
         """Return the tensors that calls read, by whether the input arrives quantized."""
 
-    # ---- test --------------------------------------------------------------------------------------------------------
+    # ---- tiles -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _tested_sizes(self) -> Sequence[int]:
-        """Return token counts that reach every kernel."""
+    def proposals(self, tokens: int) -> tuple[Any, ...]:
+        """Return the sets of tiles for a call of ``tokens``, the one to take unmeasured first."""
+
+    @abstractmethod
+    def _counts(self) -> Iterable[int]:
+        """Return token counts at which every set is proposed."""
+
+    def tiles(self, tokens: int) -> Any:
+        """Return the set that a call of ``tokens`` is launched with."""
+        return self.proposals(tokens)[0] if self.held is None else self.held
+
+    def sets(self) -> dict[Any, list[int]]:
+        """Return every set, and those of ``_counts`` that it is proposed for."""
+        counts: dict[Any, list[int]] = {}
+        for tokens in self._counts():
+            for tiles in self.proposals(tokens):
+                counts.setdefault(tiles, []).append(tokens)
+        return counts
+
+    def forms(self) -> Mapping[str, JitKernel]:
+        return {str(tiles): self._holding(tiles) for tiles in self.sets()}
+
+    def _holding(self, tiles: Any) -> JitKernel:
+        kernel = copy.copy(self)
+        kernel.held, kernel._label = tiles, str(tiles)
+        return kernel
+
+    # ---- test --------------------------------------------------------------------------------------------------------
 
     def _test(self) -> list[SelfTestResult] | None:
-        return run_quick_self_test(self, self.reference(), self.first_expert, self._tested_sizes())
+        tested: dict[int, list[JitKernel]] = {}
+        for tiles, counts in self.sets().items():
+            for tokens in {counts[0], counts[-1]}:
+                tested.setdefault(tokens, []).append(self._holding(tiles))
+        return run_quick_self_test(self, self.reference(), self.first_expert, tested)
 
     def serves(self, tokens: int) -> bool:
         # Weights that are all zero or not finite are served too where the host has no path for them.
-        return (self._plan.tested or (self._plan.untestable and self.features.every_count)) and super().serves(tokens)
+        tested = self._plan.tested or (self._plan.untestable and self.features.every_count)
+        return tested and super().serves(tokens) and (self.held is None or self.held in self.proposals(tokens))
 
     # ---- run ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _workspace(self, tokens: int, quantized: bool) -> WorkspaceLayout:
+    def _workspace(self, tokens: int, quantized: bool, tiles: Any) -> WorkspaceLayout:
         """Return the scratch memory of calls of so many tokens."""
 
     def scratch_bytes(self, tokens: int) -> int:
-        return self._workspace(min(tokens, self.capacity), False).nbytes
+        tokens = min(tokens, self.capacity)
+        return max(self._workspace(tokens, False, tiles).nbytes for tiles in self.proposals(tokens))
 
     def _launch(self, call: MoECall) -> None:
         plan, quantized = self._plan, call.x_sf is not None
-        key = (call.x.shape[0], quantized, call.ids.dtype, call.router_weights.dtype)
+        form = (call.x.shape[0], quantized, call.ids.dtype, call.router_weights.dtype)
+        key = (self._label, form)
         launch_plan = plan.calls.get(key)
         if launch_plan is None:
-            if not 0 < key[0] <= self.capacity:
-                raise ValueError(f"no kernel is planned for {key[0]} tokens, only for 1 to {self.capacity}")
-            launch_plan = plan.calls[key] = self._launch_plan(*key, plan.compiled is not None)
+            if not 0 < form[0] <= self.capacity:
+                raise ValueError(f"no kernel is planned for {form[0]} tokens, only for 1 to {self.capacity}")
+            launch_plan = plan.calls[key] = self._launch_plan(*form, plan.compiled is not None)
         launch_plan.start(self._layers[quantized], call)
 
     @abstractmethod
