@@ -52,7 +52,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--split", action="append", choices=list(SPLITS), help="default: TP1; peers are measured on TP1 alone")
     parser.add_argument("--routing", choices=("random", "skewed"), nargs="+", default=["random"], help="default: random")
     parser.add_argument("--tokens", type=int, nargs="+")
-    parser.add_argument("--layers", type=int, default=8, help="with weights of their own, as memory allows (default: 8)")
+    parser.add_argument(
+        "--layers", type=int, default=64, help="at most; a graph needs those that four L2 caches hold (default: %(default)s)"
+    )
     parser.add_argument(
         "--peer", choices=list(PEERS), nargs="*", default=list(PEERS), help="default: all; none with an empty list"
     )

@@ -1,7 +1,7 @@
 """What every kernel is given, and how one of other makers is timed.
 
-A captured graph cycles through as many layers as memory holds, each with its own weights, and through as many routings as several
-L2 caches need, so no weight is read from the cache. All kernels see the same x, ids and router weights.
+A captured graph cycles through layers with weights of their own, as many as put four times the L2 cache between two uses of one,
+so no weight is read from the cache. All kernels see the same x, ids and router weights.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry
 
 REPLAYS = 9
-_ROUTINGS = (2, 16)
-"""Fewest and most routings that a layer sees within a graph."""
 _COLD = 4
-"""Bytes that a graph reads, in multiples of the L2 cache, if the most routings suffice."""
+"""Bytes that other layers' calls read between two uses of a layer, in multiples of the L2 cache."""
+_ROUTINGS = 2
+"""Calls of a layer in a graph, each with routes of its own."""
 LIMIT = 7.0
 """Limit of gpt-oss's SwiGLU, the same for every expert: Marlin and triton_kernels take one number."""
 
@@ -51,17 +51,22 @@ class Draw:
 
 def draw(geometry: Geometry, whole: Geometry, tokens: int, layers: int, skewed: bool = False) -> Draw:
     """Draw the calls of a graph over ``layers`` layers. Ids name experts of the ``whole`` layer, as in expert parallelism."""
-    read = layers * expected_hits(geometry, tokens) * expert_bytes(geometry)
-    routings = min(max(math.ceil(_COLD * l2_bytes() / read), _ROUTINGS[0]), _ROUTINGS[1]) if tokens <= 256 else 1
+    layers = min(layers, cold_layers(geometry, tokens))
+    routings = _ROUTINGS if tokens <= 256 else 1
     x, _, router_weights = random_call(geometry, tokens, whole.num_experts, "cuda")
     calls = [(i, routes(whole, tokens, i * 97 + turn, skewed).cuda()) for turn in range(routings) for i in range(layers)]
     return Draw(x, router_weights, calls, geometry.num_experts)
 
 
+def cold_layers(geometry: Geometry, tokens: int) -> int:
+    """Return how many layers a graph cycles through."""
+    return 1 + max(1, math.ceil(_COLD * l2_bytes() / (expected_hits(geometry, tokens) * expert_bytes(geometry))))
+
+
 def stack(geometry: Geometry, limit: int) -> Sequence[Layer | Weights]:
-    """Return the weights of at least two layers and, where memory allows, of ``limit``: ``Layer`` for NVFP4."""
+    """Return the weights of as many layers as calls of one token need, at most ``limit`` or what memory allows, at least two."""
     size = expert_bytes(geometry) * geometry.num_experts
-    count = max(2, min(limit, int(0.3 * torch.cuda.mem_get_info()[0]) // size))
+    count = max(2, min(limit, cold_layers(geometry, 1), int(0.3 * torch.cuda.mem_get_info()[0]) // size))
     if geometry.format == "MXFP8":
         return [mxfp8.random_weights(geometry, "cuda", seed) for seed in range(count)]
     first = random_layer(geometry, "cuda", 0)

@@ -16,7 +16,7 @@ from benchmarks.peers.layers import REPLAYS, draw
 from tests.nvfp4_layer import Layer, distance
 from trtllm_b12x.dispatch.timing import expert_bytes, graph_seconds
 from trtllm_b12x.formats.weights import Weights
-from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
@@ -63,6 +63,8 @@ class Line:
     replay_megabytes: float = math.nan
     """Bytes that a replay of the graph must read."""
     quantization: str = ""
+    form: str = ""
+    """The fastest of the kernel's forms: its tiles, or how it takes its tokens."""
 
 
 def split(geometry: Geometry, tp: int, ep: int) -> Geometry:
@@ -90,27 +92,30 @@ class Layers:
         self.reference.plan(geometry, most_tokens, device)
         self.reference.bind(weights[0])
 
-    def error(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> float:
+    def error(self, kernel: Kernel, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> float:
         if len(x) > MOST_CHECKED:
             return math.nan
         call = MoECall(x, ids, router_weights)
         expected = self.reference.run(call._replace(out=torch.zeros(x.shape, device=x.device)))
-        return distance(self.kernels[0].run(call), expected)
+        return distance(kernel.run(call), expected)
 
 
-def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidth: float) -> dict[str, float]:
-    """Measure one line's numbers."""
+def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidth: float) -> dict[str, Any]:
+    """Measure one line's numbers, in the kernel's fastest form."""
     g, kernels = layers.geometry, layers.kernels
     drawn = draw(g, whole, tokens, len(kernels), skewed)
     x, router_weights, calls = drawn.x, drawn.router_weights, drawn.calls
-    error = math.nan if skewed else layers.error(x, calls[0][1], router_weights)
     hit = drawn.hits
     routed = statistics.mean(int((ids < g.num_experts).sum()) for _, ids in calls)
+    forms = [kernel.forms() for kernel in kernels]
 
-    def run() -> list[torch.Tensor]:
-        return [kernels[i].run(MoECall(x, ids, router_weights)) for i, ids in calls]
+    def seconds_of(form: str) -> float:
+        return graph_seconds(lambda: [forms[i][form].run(MoECall(x, ids, router_weights)) for i, ids in calls], REPLAYS)
 
-    seconds = graph_seconds(run, REPLAYS) / len(calls)
+    times = {form: seconds_of(form) / len(calls) for form, kernel in forms[0].items() if kernel.serves(tokens)}
+    form = min(times, key=times.__getitem__)
+    seconds, kernel = times[form], forms[0][form]
+    error = math.nan if skewed else layers.error(kernel, x, calls[0][1], router_weights)
     size, products = hit * expert_bytes(g), (3 if g.gated else 2) * g.hidden_size * g.intermediate_size
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     clock = 1e3 * float(getattr(properties, "clock_rate", 0) or 1_755_000)
@@ -121,9 +126,10 @@ def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidt
         "fraction": size / seconds / bandwidth,
         "bytes_per_clock_sm": size / seconds / clock / properties.multi_processor_count,
         "tflops": 2 * routed * products / seconds / 1e12,
-        "host_us": host_microseconds(functools.partial(kernels[0].run, MoECall(x, calls[0][1], router_weights))),
+        "host_us": host_microseconds(functools.partial(kernel.run, MoECall(x, calls[0][1], router_weights))),
         "error": error,
         "replay_megabytes": len(calls) * size / 1e6,
+        "form": form,
     }
 
 
