@@ -129,7 +129,10 @@ def ensure_measured(
         policy = policy or _policies.get(before)
     if policy is not None:
         return Schedule(schedule.families, policy), final
-    log.once(f"{geometry}: a CUDA graph is captured before any eager call: it keeps {schedule.summary}; nothing is measured yet")
+    log.once(
+        f"{geometry}: a CUDA graph is captured before any eager call: it keeps {schedule.summary}; nothing is measured yet, "
+        "and the engine's own path is not judged"
+    )
     return schedule, False
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.core import log, process
+from trtllm_b12x.core import log, process, settings
 from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
 
-from . import crossover
+from . import crossover, host_check
+from .host_check import HostPath
 from .schedule import EVERY, HOSTS, Schedule
 from .timing import RouteSampler
 
@@ -44,6 +45,8 @@ class LayerDispatch:
         """Families that no call reaches before a measurement, with the token counts to plan them for. ``plan_waiting`` does."""
         self.decided = False
         """There is nothing more to measure."""
+        self.host: host_check.Verdict | None = None
+        """On the engine's own path, once it was judged."""
         self._layer: Any = None
         """Geometry, weights, device and first expert."""
         self._stage = -1
@@ -172,8 +175,26 @@ class LayerDispatch:
         """Take the policy of the layer's geometry, which is measured if need be; see ``crossover.ensure_measured``."""
         stage = crossover.stage()
         self.schedule, final = crossover.ensure_measured(self.schedule, device, paths, sample_routes, host)
+        self._heed_host()
         if final:
             self._stage, self.decided = stage, stage == crossover.TUNED
+
+    def judge_host(self, path: HostPath) -> None:
+        """Judge the engine's own path. If it is wrong, kernels serve the counts that it would, as far as they can."""
+        if self.schedule.base or torch.cuda.is_current_stream_capturing():
+            return
+        families = self.schedule.families
+        served_by = next((name for name, kernel in families.items() if kernel.features.measured_from), "+".join(families))
+        last, switch = max(kernel.capacity for kernel in families.values()), settings.CROSSOVER
+        instead = f"up to {last} tokens {served_by} serves instead, unless {switch.name} is set"
+        if switch() is not None:
+            instead = f"it serves nevertheless, as {switch.name} says"
+        self.host = host_check.judge(self.schedule.kernels[0], self._layer[3], path, crossover.stage(), instead)
+        self._heed_host()
+
+    def _heed_host(self) -> None:
+        if self.host is not None and self.host.wrong and settings.CROSSOVER() is None:
+            self.schedule = self.schedule.without_host()
 
     def drop(self) -> None:
         """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""

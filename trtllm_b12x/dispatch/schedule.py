@@ -34,9 +34,13 @@ def default_crossover(top_k: int = 1, families: Iterable[KernelFeatures] = (), f
 class Schedule:
     """The bound kernels of one layer and the policy that chooses among them and the host."""
 
-    def __init__(self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None) -> None:
-        """``families``: bound kernels, the preferred one first."""
-        self.families = families
+    def __init__(self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None, hostless: bool = False) -> None:
+        """
+        Args:
+            families: bound kernels, the preferred one first.
+            hostless: the host's path is wrong: the last family that serves a count does where the policy leaves it to the host.
+        """
+        self.families, self.hostless = families, hostless
         self.kernels = tuple(families.values())
         self.policy = policy or FixedThreshold()
         self.base = next((name for name, kernel in families.items() if kernel.features.every_count), "")
@@ -60,11 +64,17 @@ class Schedule:
     def _select(self, tokens: int) -> Kernel | None:
         name = self.policy.select(tokens, [name for name, kernel in self.chosen.items() if kernel.serves(tokens)])
         kernel = self.chosen.get(name) if name else self.families.get(self.base)
+        if kernel is None and self.hostless:
+            kernel = next((k for k in reversed(self.kernels) if k.serves(tokens)), None)
         if kernel is not None and not kernel.serves(tokens):
             kernel = None
         if self.settled:
             self._cache[tokens] = kernel
         return kernel
+
+    def without_host(self) -> Schedule:
+        """Return the schedule of a layer whose host's path is wrong."""
+        return Schedule(self.families, self.policy, hostless=True)
 
     @property
     def settled(self) -> bool:
@@ -80,6 +90,8 @@ class Schedule:
         """First token count from which the host serves every call; ``EVERY`` if it serves none."""
         if self.base:
             return EVERY
+        if self.hostless:
+            return 1 + max(kernel.capacity for kernel in self.kernels)
         forms = {name: kernel for name, kernel in self.chosen.items() if not kernel.features.every_count}
         for tokens in range(max((kernel.capacity for kernel in forms.values()), default=0), 0, -1):
             serving = [n for n, kernel in forms.items() if (kernel.serves(tokens) if self.settled else tokens <= kernel.capacity)]

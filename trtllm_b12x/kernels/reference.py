@@ -60,6 +60,9 @@ class ReferenceKernel(Kernel):
     rounds_shares: ClassVar[bool] = True
     """Each route's share is rounded to bf16."""
 
+    rounds_products: ClassVar[bool] = False
+    """Products are rounded to the layer's dtype, before biases; activations are quantized by reciprocals."""
+
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         self.check(geometry, (self.features.hidden_size_multiple, self.multiple))
         self.geometry, self.capacity, self.device = geometry, capacity, device
@@ -102,7 +105,7 @@ class ReferenceKernel(Kernel):
             x = x if arrived else self._quantized(x, divisor_1)
         elif arrived:
             x = x * w.fc1_divisor[0]  # the host has one input scale for all experts where it quantizes for them
-        fc1 = x.float() @ w.matrix(expert, "fc1_weight")[:, : g.hidden_size].T * scale_1
+        fc1 = self._rounded(x.float() @ w.matrix(expert, "fc1_weight")[:, : g.hidden_size].T * scale_1)
         if extra.fc1_bias is not None:
             fc1 = fc1 + w.ordered(extra.fc1_bias[expert]).float()
         constants = (float(tensor[expert]) for tensor in extra.swiglu(g.num_experts, fc1.device)) if g.gated else ()
@@ -114,11 +117,14 @@ class ReferenceKernel(Kernel):
             for columns, rows in zip(inner.split(self.partial_columns, 1), fc2.split(self.partial_columns, 1), strict=True):
                 yield ((columns @ rows.T).to(torch.bfloat16) * factor).float()
             return
-        share = inner @ fc2.T * scale_2
+        share = self._rounded(inner @ fc2.T * scale_2)
         if extra.fc2_bias is not None:
             share = share + extra.fc2_bias[expert, : g.hidden_size].float()
         share = share * router_weights
         yield share.to(torch.bfloat16).float() if self.rounds_shares else share
+
+    def _rounded(self, product: torch.Tensor) -> torch.Tensor:
+        return product.to(self.geometry.dtype).float() if self.rounds_products else product
 
     def _scales(self, expert: int) -> tuple[Any, Any, Any, Any]:
         """Return what a local expert's sums are multiplied by (FC1: per row), and what quantizes its activations."""
@@ -137,7 +143,7 @@ class ReferenceKernel(Kernel):
             return mxfp8.dequantize(*mxfp8.quantize(values))
         blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
         amax = blocks.abs().amax(-1, keepdim=True)
-        if self.geometry.gated:
+        if self.geometry.gated or self.rounds_products:
             reciprocal = divisor.reciprocal()
             block_scale = nvfp4.round_to_e4m3(reciprocal * (amax * (1.0 / torch.tensor(E2M1_MAX)))).float()
             inverse = block_scale.reciprocal() * reciprocal
@@ -191,6 +197,33 @@ class QuantizedReferenceKernel(ReferenceKernel):
     features = dataclasses.replace(families.grouped_nvfp4(Environment()), name="reference W4A4", graph_safe=False)
     multiple = 16
     partial_columns = 0
+
+
+class CutlassReferenceKernel(QuantizedReferenceKernel):
+    """The engines' CUTLASS for NVFP4 (W4A4; ``moe_kernels.cu`` of TensorRT-LLM, which FlashInfer has too)."""
+
+    rounds_products, rounds_shares = True, False
+
+
+class CutlassW4A16ReferenceKernel(W4A16ReferenceKernel):
+    """TensorRT-LLM's path for W4A16_NVFP4."""
+
+    rounds_products, rounds_shares = True, False
+
+
+class CutlassMXFP4ReferenceKernel(MXFP4ReferenceKernel):
+    """TensorRT-LLM's path for MXFP4, which quantizes activations to MXFP8."""
+
+    quantizes = rounds_products = True
+    rounds_shares, partial_columns = False, 0
+
+
+CUTLASS: dict[str, type[ReferenceKernel]] = {
+    "NVFP4": CutlassReferenceKernel,
+    "W4A16_NVFP4": CutlassW4A16ReferenceKernel,
+    "MXFP4": CutlassMXFP4ReferenceKernel,
+}
+"""By number format."""
 
 
 class MXFP8ReferenceKernel(ReferenceKernel):

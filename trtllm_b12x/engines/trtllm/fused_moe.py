@@ -18,7 +18,7 @@ from trtllm_b12x import formats, kernels
 from trtllm_b12x.core import log, settings
 from trtllm_b12x.decision import RejectReason, Resolution
 from trtllm_b12x.decision.announce import announce
-from trtllm_b12x.dispatch import crossover
+from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.schedule import Schedule
 from trtllm_b12x.formats import constants
@@ -234,6 +234,8 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             with self.dispatch.measuring():
                 device = self.w2_weight.device
                 self.plan_waiting()
+                if timing.possible(device) and not self.apply_router_weight_on_input:
+                    self.dispatch.judge_host(host_path.judged(self, like))
                 paths = functools.partial(host_path.timed_paths, self, like)
                 sampler = host_path.route_sampler(self, self.schedule.kernels[0].geometry, device)
                 self.dispatch.measure(device, paths, sampler, _HOST.generation)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from trtllm_b12x.dispatch import timing
+from trtllm_b12x.dispatch.host_check import HostPath
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.schedule import HOSTS
 from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
+from trtllm_b12x.environment import packages
 from trtllm_b12x.kernels import Geometry
 
 from . import guard, status
@@ -42,6 +44,13 @@ def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
         captured = load().generation != "embedded"
         paths[HOST] = TimedPath([partial(layer.run_as_the_host, like) for layer in layers], captured=captured)
     return paths
+
+
+def judged(module: Any, like: Any) -> HostPath:
+    """Return the host's path through this layer, with what a warning names."""
+    version = packages.versions(["tensorrt_llm"]).get("tensorrt_llm", load().generation)
+    layer = f"MoE layer {getattr(module, 'layer_idx', '?')}"
+    return HostPath(partial(module.run_as_the_host, like), "TensorRT-LLM", version, layer)
 
 
 def _alike(other: Any, module: Any) -> bool:

@@ -55,6 +55,8 @@ class Status:
     """Kernels that serve each geometry, and those that failed the self-test, with its numbers."""
     crossovers: dict[str, str] = field(default_factory=dict)
     """Path per token count for each geometry, and the source of that choice."""
+    host_paths: dict[str, str] = field(default_factory=dict)
+    """Error of the engine's own path for each geometry, or why it is not judged."""
 
 
 def record(module: Any, verdict: Resolution, ready: bool) -> None:
@@ -100,6 +102,11 @@ def status() -> Status:
         workspace_bytes=sum(dict(kernel.workspace for kernel in bound if kernel.workspace is not None).values()),
         kernels=_summaries(bound),
         crossovers={str(m.schedule.kernels[0].geometry): m.schedule.summary for m in served if m.schedule.kernels},
+        host_paths={
+            str(m.schedule.kernels[0].geometry): m.dispatch.host.text if m.dispatch.host else "not judged: no eager call yet"
+            for m in served
+            if m.schedule.kernels and not m.schedule.base
+        },
     )
 
 

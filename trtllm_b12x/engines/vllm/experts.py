@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 from trtllm_b12x.core import log
 from trtllm_b12x.decision.verdicts import SERVED_SM
 from trtllm_b12x.dispatch import timing
+from trtllm_b12x.dispatch.host_check import HostPath
 from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.timing import TimedPath
@@ -251,9 +252,19 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
             with self.dispatch.measuring():
                 self.dispatch.plan_waiting()
+                if theirs is not None:
+                    self.dispatch.judge_host(self._host_path(theirs))
                 paths = functools.partial(self._paths, theirs)
                 self.dispatch.measure(x.device, paths, self._sample_routes, f"vLLM {facts.version()}")
             self.measured = not self.dispatch.should_measure()
+
+    def _host_path(self, theirs: Callable[..., None]) -> HostPath:
+        def run(call: MoECall) -> torch.Tensor:
+            out = torch.empty_like(call.x)
+            theirs(call.x, call.ids, call.router_weights, out)
+            return out
+
+        return HostPath(run, "vLLM", facts.version(), f"experts in {self.slot.backend}")
 
     def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
         schedule, paths = self.dispatch.schedule, {}
@@ -267,7 +278,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             paths[HOST] = TimedPath([base.run], base.serves)
         else:
             assert theirs is not None
-            paths[HOST] = TimedPath([lambda call: theirs(call.x, call.ids, call.router_weights, torch.empty_like(call.x))])
+            paths[HOST] = TimedPath([self._host_path(theirs).run])
         return paths
 
     def _sample_routes(self, tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:

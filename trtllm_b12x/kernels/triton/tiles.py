@@ -18,11 +18,11 @@ _ONE_BLOCK = 3.0
 """Routes per expert below which few experts have more than the 8 of a block."""
 _FULL_BLOCKS = 8.0
 """Routes per expert from which most experts have more than 8."""
-_TWO_BLOCKS = 12.0
+_TWO_BLOCKS = 10.0
 """Routes per expert from which blocks of 8 would read an expert's weights twice or more."""
 _STEPS = 3
 """Fewest steps of a sum whose loads overlap the products of others."""
-_RESIDENT_WARPS = 12
+_RESIDENT_WARPS = 10
 """Warps of a multiprocessor that hide each other's waits."""
 _STAGES = (3, 2)
 """Numbers of stages, the better first. More keep more bytes on their way, and programs off the multiprocessor."""
@@ -117,8 +117,10 @@ def _sets(fc1: _Product, fc2: _Product, card: Card, per_expert: float) -> list[t
     if per_expert >= _ONE_BLOCK:
         return [(8, wide, first), sixteen, third]
     # Little shared memory has room for few programs with wide tiles.
-    few = _blocks(fc1, wide, 8, _STAGES[0], card) < 3
-    return [(8, wide, first), (8, wide, other), *([(8, slim, narrow)] if few else [])]
+    if _blocks(fc1, wide, 8, _STAGES[0], card) < 3:
+        return [(8, wide, first), (8, wide, other), (8, slim, narrow)]
+    low = Tile(64, 256, 4) if first.columns == 256 else first  # twice the programs, so the last of them end sooner
+    return [(8, wide, first), (8, wide, other), (8, wide, low)]
 
 
 def _blocks(product: _Product, tile: Tile, routes: int, stages: int, card: Card) -> int:

@@ -1,0 +1,158 @@
+"""Whether the engine's own path is right: a double of the host that is wrong is found, named, and replaced where it can be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layers
+from tests.checkpoints import random_experts
+from tests.clock import Clock, capturing, standing_in
+from tests.nvfp4_layer import random_layer
+from trtllm_b12x import status
+from trtllm_b12x.core import settings
+from trtllm_b12x.dispatch.policy import HOST
+from trtllm_b12x.engines.trtllm.embedded import ops
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.reference import CUTLASS, QuantizedReferenceKernel
+from trtllm_b12x.kernels.self_test import HOST_BOUNDS, judge_host_path
+
+pytestmark = pytest.mark.usefixtures("every_family")
+E, H, SIZE = 8, 128, 256
+TENSORS = random_experts(E, H, SIZE)
+
+
+def host_from_32(name: str, tokens: int) -> float:
+    return 10.0 if (name == HOST) == (tokens >= 32) else 20.0
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    monkeypatch.setenv(settings.CROSSOVER.name, "auto")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    with standing_in(Clock(host_from_32)):
+        yield
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, dict[str, Any]], Any]) -> None:
+    """Let the host's operator run on arguments that ``change`` has made wrong."""
+    right = ops.fused_moe
+
+    def fused_moe(x: Any, *arguments: Any, **named: Any) -> Any:
+        named = dict(named)
+        arguments = change(arguments, named)
+        return right(x, *arguments, **named)
+
+    monkeypatch.setattr(ops, "fused_moe", fused_moe)
+
+
+def one_expert_larger(arguments: Any, named: dict[str, Any]) -> Any:
+    *others, alpha = named["quant_scales"]
+    named["quant_scales"] = *others, alpha * torch.where(torch.arange(E) == 5, 1.5, 1.0)
+    return arguments
+
+
+def halves_swapped_above_32(arguments: Any, named: dict[str, Any]) -> Any:
+    ids, router_weights, fc1, *others = arguments
+    if ids.shape[0] > 32:
+        fc1 = torch.cat(fc1.chunk(2, dim=1)[::-1], dim=1)
+    return ids, router_weights, fc1, *others
+
+
+FAULTS = {"one expert is 1.5 times as large": one_expert_larger, "gate and up are swapped above 32": halves_swapped_above_32}
+
+
+def called(tokens: int = 3, **arguments: Any) -> Any:
+    module = layers.load(layers.create(E, H, SIZE, **arguments), TENSORS)
+    module(*layers.inputs(module, tokens, TENSORS))
+    return module
+
+
+def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [
+        r.getMessage() for r in caplog.records if "TensorRT-LLM" in r.getMessage() and "(E" not in r.name and r.levelno == level
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_host_is_found_named_and_replaced(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken(monkeypatch, FAULTS[fault])
+    modules = [called(), called()]
+    (line,) = said(caplog, logging.WARNING)
+    assert line.startswith(
+        "TensorRT-LLM embedded computes MoE layer 0 (8 experts, top 2, 128 x 256, Swiglu) wrongly on cpu: host, "
+    )
+    assert "up to 8192 tokens grouped serves instead" in line
+    assert line.endswith("https://github.com/NVIDIA/TensorRT-LLM/issues/14154")
+    for module in modules:
+        backend = module.backend
+        families = [backend.schedule.at(tokens).features.name for tokens in (1, 40, 64, 8192)]
+        assert families == ["reference", "reference W4A16", "reference W4A4", "reference W4A4"]
+        assert backend.schedule.at(8193) is None
+        assert backend.schedule.below == 8193
+        call = layers.inputs(module, 70, TENSORS)
+        assert layers.errors(module, *call, module(*call), TENSORS)[1] < 0.005
+    assert all("beyond" in text for text in status().host_paths.values())
+
+
+@pytest.mark.parametrize("ratio", [1.0, 3.0])
+def test_a_right_host_serves(ratio: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of a checkpoint whose gate and up have a ``weight_scale_2`` each: the host was given the larger one."""
+    module = layers.load(layers.create(E, H, SIZE), random_experts(E, H, SIZE, up_to_gate=ratio))
+    module(*layers.inputs(module, 3, TENSORS))
+    assert not said(caplog, logging.WARNING)
+    assert any(line.startswith("TensorRT-LLM's own path for 8 experts") for line in said(caplog, logging.INFO))
+    assert module.backend.schedule.at(64) is None
+    (text,) = status().host_paths.values()
+    assert "within" in text
+
+
+def test_a_setting_is_obeyed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(settings.CROSSOVER.name, "32")
+    broken(monkeypatch, one_expert_larger)
+    module = called()
+    (line,) = said(caplog, logging.WARNING)
+    assert "it serves nevertheless, as TRTLLM_B12X_CROSSOVER says" in line
+    assert module.backend.schedule.at(32) is None
+
+
+def test_what_cannot_be_judged_is_not_blamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with capturing():
+        captured = called()
+    assert captured.backend.dispatch.host is None
+    assert any("the engine's own path is not judged" in line for line in caplog.messages)
+    assert set(status().host_paths.values()) == {"not judged: no eager call yet"}
+
+    def raising(arguments: Any, named: dict[str, Any]) -> Any:
+        raise RuntimeError("CUTLASS does not take this")
+
+    broken(monkeypatch, raising)
+    captured(*layers.inputs(captured, 3, TENSORS))
+    assert not said(caplog, logging.WARNING)
+    assert "not judged: RuntimeError: CUTLASS does not take this" in status().host_paths.values()
+
+
+class Elsewhere(QuantizedReferenceKernel):
+    """A right engine that rounds at other places: routes' shares, and no products."""
+
+
+@pytest.mark.parametrize("activation", ["Swiglu", "Relu2"])
+def test_a_right_engine_is_within_the_bounds_wherever_it_rounds(activation: str) -> None:
+    """What 1,000 draws of three geometries gave is with ``HOST_BOUNDS``."""
+    geometry = Geometry(16, 4, 512, 256, activation)
+    for seed in range(6):
+        weights = random_layer(geometry, "cpu", seed).kernel_weights()
+        for kind in (Elsewhere, CUTLASS["NVFP4"]):
+            kernel = kind()
+            kernel.plan(geometry, 64, torch.device("cpu"))
+            kernel.bind(weights)
+            results = judge_host_path(geometry, weights, 0, kernel.run)
+            assert results
+            assert all(result.passed and result.bounds == HOST_BOUNDS for result in results), list(map(str, results))

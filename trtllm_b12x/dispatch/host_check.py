@@ -1,0 +1,87 @@
+"""Judge the engine's own path, which prefill is left to: right numbers are assumed of it, and cards exist where they are wrong.
+
+Once for a geometry, a device and a stage of the process, on the weights of the layer that asks first, in every process anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_b12x.core import locks, log, process
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall, first_line
+from trtllm_b12x.kernels.reference import CUTLASS
+from trtllm_b12x.kernels.self_test import judge_host_path
+
+REPORTS = {
+    "TensorRT-LLM": "https://github.com/NVIDIA/TensorRT-LLM/issues/14154",
+    "vLLM": "https://github.com/vllm-project/vllm/issues/48898",
+}
+"""Of wrong numbers in NVFP4 on these cards, by engine; both in dense layers."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a check."""
+
+    wrong: bool
+    text: str
+    """The error and its bound, or why nothing was judged."""
+
+
+@dataclass(frozen=True)
+class HostPath:
+    """An engine's own path through one layer."""
+
+    run: Callable[[MoECall], torch.Tensor]
+    engine: str
+    version: str
+    layer: str
+
+
+_lock = locks.new()
+_verdicts: dict[tuple[Any, ...], Verdict] = {}
+process.kept(_verdicts.clear)
+
+
+def judge(kernel: Kernel, first_expert: int, path: HostPath, stage: int, instead: str) -> Verdict:
+    """Compare the engine's path with the reference, once at this stage; warn if it is wrong. An error there is no verdict.
+
+    Args:
+        instead: what serves then.
+    """
+    geometry, device = kernel.geometry, kernel.device
+    key = geometry, str(device), stage
+    with _lock:
+        if key not in _verdicts:
+            _verdicts[key] = Verdict(False, "not judged")  # whatever comes, it is not tried again
+            try:
+                _verdicts[key] = verdict = _judged(geometry, kernel.weights, first_expert, path)
+            except Exception as error:
+                log.logger.debug("judging %s", geometry, exc_info=error)
+                _verdicts[key] = verdict = Verdict(False, f"not judged: {first_line(error)}")
+            if verdict.wrong:
+                card = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+                where = f"{path.engine} {path.version} computes {path.layer} ({geometry}) wrongly on {card}"
+                log.once(f"{where}: {verdict.text}; {instead}. A similar report: {REPORTS[path.engine]}")
+            else:
+                log.once(f"{path.engine}'s own path for {geometry}: {verdict.text}", logging.INFO)
+        return _verdicts[key]
+
+
+def _judged(geometry: Geometry, weights: Any, first_expert: int, path: HostPath) -> Verdict:
+    if geometry.format not in CUTLASS:
+        return Verdict(False, "not judged: the engine has none for this format")
+    started = time.monotonic()
+    with torch.inference_mode():
+        results = judge_host_path(geometry, weights, first_expert, path.run)
+    if results is None:
+        return Verdict(False, "not judged: the weights are all zero or not finite")
+    took = f"judged in {time.monotonic() - started:.2f} s"
+    failed = [result for result in results if not result.passed]
+    return Verdict(bool(failed), "; ".join(map(str, failed or results)) + f", {took}")
