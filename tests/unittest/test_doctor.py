@@ -41,6 +41,31 @@ def test_active(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1] == "b12x WOULD serve decode here, inside TensorRT-LLM"
 
 
+def test_what_cards_have_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tables that a server has stored, by geometry; files that are none are left to it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TRTLLM_B12X_CROSSOVER")
+    assert "not measured yet: the card is asked at the first call of a server" in " ".join(run(monkeypatch, GOOD).output.split())
+    folder = tmp_path / "trtllm_b12x"
+    folder.mkdir()
+    sizes = {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768, "format": "NVFP4"}
+    table = {
+        "card": {"name": "NVIDIA GeForce RTX 5090"},
+        "geometry": sizes,
+        "paths": {"host": "1.3"},
+        "microseconds": {"1": {"cuda": 20.0, "host": 80.0}, "64": {"triton 8 64x256w4 128x256w4": 200.0, "host": 300.0}},
+    }
+    (folder / "crossover-1.json").write_text(json.dumps(table))
+    (folder / "crossover-2.json").write_text("{}")
+    said = " ".join(run(monkeypatch, GOOD).output.split())
+    assert (
+        "NVIDIA GeForce RTX 5090, 128 experts, top 8, 2048 x 768, NVFP4: stored: cuda 1-8, triton 8 64x256w4 128x256w4 9-64"
+        in said
+    )
+    monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", "32")
+    assert "paths TRTLLM_B12X_CROSSOVER=32" in " ".join(run(monkeypatch, GOOD).output.split())
+
+
 def test_every_problem_once_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, FIELD, status=1)
     lines = result.output.splitlines()

@@ -86,9 +86,8 @@ def test_a_wrong_host_is_found_named_and_replaced(
     broken(monkeypatch, FAULTS[fault])
     modules = [called(), called()]
     (line,) = said(caplog, logging.WARNING)
-    assert line.startswith(
-        "TensorRT-LLM embedded computes MoE layer 0 (8 experts, top 2, 128 x 256, Swiglu) wrongly on cpu: host, "
-    )
+    assert line.startswith("TensorRT-LLM embedded computes MoE layer ")
+    assert "(8 experts, top 2, 128 x 256, Swiglu) wrongly on cpu: host, " in line
     assert "up to 8192 tokens grouped serves instead" in line
     assert line.endswith("https://github.com/NVIDIA/TensorRT-LLM/issues/14154")
     for module in modules:

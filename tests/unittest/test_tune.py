@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
@@ -17,6 +18,7 @@ from tests.clock import Clock, standing_in
 from trtllm_b12x.core import process
 from trtllm_b12x.dispatch import store, timing
 from trtllm_b12x.dispatch.policy import HOST, counts_to_measure
+from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
 from trtllm_b12x.tools.cli import main
 
 tune: Any = importlib.import_module("trtllm_b12x.tools.tune")  # its package has the command by that name
@@ -122,6 +124,21 @@ def test_a_family_that_serves_beyond_decode(card: Clock, monkeypatch: pytest.Mon
     assert "grouped" not in table["microseconds"]["32"]  # it serves from 64 tokens on
 
 
+def test_forms_of_a_kernel_beside_each_other(card: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    forms = {"8 64x256w4 128x256w4": 2.0, "16 64x256w4 128x256w4": 1.0}
+    monkeypatch.setattr(UnquantizedReferenceKernel, "forms", lambda self: {name: copy.copy(self) for name in forms})
+    monkeypatch.setattr(tune, "_families", lambda: ["triton"])
+    card.microseconds = lambda name, tokens: 10.0 if name == HOST else tokens * forms[name.removeprefix("triton ")]
+    lines = run(*SIZES, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png").output.splitlines()
+    assert lines[3].endswith("triton 16 64x256w4 128x256w4 1-9, then CUTLASS, 1 layers")
+    assert lines[4:6] == [f"({letter}) triton {name}" for letter, name in zip("ab", forms, strict=True)]
+    assert lines[6].split()[2:8] == ["(a)", "us", "(b)", "us", "host", "us"]
+    assert rows(lines[7:-1])[8][1:4] == ["16.0", "8.0", "10.0"]
+    assert rows(lines[7:-1])[8][-1] == "(b)"
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_server_reads_what_it_writes(card: Clock, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     run(*SIZES, "--ep", "2", "--json", out)
@@ -144,6 +161,7 @@ def test_a_checkpoint_has_a_table_for_each_geometry(card: Clock, tmp_path: Path)
 
 def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, words in (
+        ([*SIZES, "--plot", tmp_path / "none" / "a.png"], "its folder does not exist; create it first"),
         ([], "give a CHECKPOINT or all of --experts, --top-k, --hidden, --intermediate, not both"),
         (SIZES[:6], "give a CHECKPOINT or all of"),
         ([tmp_path, *SIZES[:2]], "give a CHECKPOINT or all of"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
 import platform
 import sys
 
 from trtllm_b12x import environment
-from trtllm_b12x.core import disk
+from trtllm_b12x.core import disk, settings
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment
+from trtllm_b12x.dispatch.policy import MeasuredPolicy, Timings
 from trtllm_b12x.engines.vllm.report import vllm_lines
 from trtllm_b12x.environment import packages
 from trtllm_b12x.environment.flashinfer import cache_folder
@@ -46,6 +49,7 @@ def doctor_rows(e: Environment, target: str | None, driver: tuple[int, int] | No
         *(("Triton", line) for line in [_triton(e)] if line),
         *(("libcuda", line) for line in [environment.triton.libcuda()] if e.sm and target is None),
         *(("cache", line) for line in _caches()),
+        *((name, line) for name, line in zip(itertools.chain(["paths"], itertools.repeat("")), _paths(), strict=False)),
     ]
 
 
@@ -68,6 +72,22 @@ def _triton(e: Environment) -> str:
         why = "; ".join(item.what for item in tools)
         return f"loads kernels from {environment.triton.cache_folder()}, and compiles none: {why}"
     return "has a C compiler, a ptxas that knows the card, and a cache"
+
+
+def _paths() -> list[str]:
+    """Return what says which kernel serves how many tokens: a setting, or the tables that cards have left here."""
+    word = os.environ.get(settings.CROSSOVER.name, "auto")
+    if word.lower() != "auto":
+        return [f"{settings.CROSSOVER.name}={word}"]
+    folder, lines = disk.directory(), []
+    for file in sorted(folder.glob("crossover-*.json")) if folder is not None else ():
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # measured again by a server
+            table = json.loads(file.read_text(encoding="utf-8"))
+            g, host = table["geometry"], table["paths"]["host"]
+            policy = MeasuredPolicy(Timings({int(tokens): row for tokens, row in table["microseconds"].items()}), "stored")
+            sizes = f"{g['num_experts']} experts, top {g['top_k']}, {g['hidden_size']} x {g['intermediate_size']}, {g['format']}"
+            lines.append(f"{table['card']['name']}, {sizes}: {policy.summary(host if host in settings.FAMILIES else 'CUTLASS')}")
+    return lines or ["not measured yet: the card is asked at the first call of a server, or by trtllm-b12x tune"]
 
 
 def _caches() -> list[str]:

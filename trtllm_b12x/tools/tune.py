@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -26,9 +27,12 @@ _DEVICE = "cuda:0"
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for standard output."
 )
+@click.option(
+    "--plot", "plot_file", type=click.Path(path_type=Path), help="Draw every path's times into this PNG; needs matplotlib."
+)
 @click.pass_context
-def tune(ctx: click.Context, json_file: Path | None, **layer: Any) -> None:
-    """Measure each kernel family and TensorRT-LLM's own path on this card, as a server does at warm-up.
+def tune(ctx: click.Context, json_file: Path | None, plot_file: Path | None, **layer: Any) -> None:
+    """Measure each kernel family, with each set of tiles, and TensorRT-LLM's own path on this card, as a server does at warm-up.
 
     Measures each geometry of a CHECKPOINT in a known format, or one given by its sizes. MXFP8 families are compared with each
     other. Weights are random: times do not depend on them. The table is stored where a server of this installation looks for it.
@@ -38,7 +42,11 @@ def tune(ctx: click.Context, json_file: Path | None, **layer: Any) -> None:
     """
     shapes = options.layer_shapes(**layer)
     expect_writable(json_file)
-    ctx.exit(_tune(shapes, options.Ranks(layer["tp"], layer["ep"]), _gpu(), json_file))
+    if plot_file is not None:
+        expect_writable(plot_file)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UnusableError("--plot needs matplotlib: pip install matplotlib")
+    ctx.exit(_tune(shapes, options.Ranks(layer["tp"], layer["ep"]), _gpu(), json_file, plot_file))
 
 
 def _gpu() -> str:
@@ -59,7 +67,7 @@ def _families() -> list[str]:
     return [family for family, kernel in candidate_kernels("cuda").items() if kernel.features.name == family]
 
 
-def _tune(shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, json_file: Path | None) -> int:
+def _tune(shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, json_file: Path | None, plot_file: Path | None) -> int:
     """Measure every layer, print and write the tables, and return the exit status."""
     from trtllm_b12x.dispatch import timing
     from trtllm_b12x.engines.trtllm import build_layer
@@ -93,6 +101,9 @@ def _tune(shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, json_fi
             "tables": tables,
         }
         write(json_file, json.dumps(content, indent=1) + "\n")
+    if plot_file is not None and tables:
+        _plot(tables, gpu, plot_file)
+        print_line(f"wrote {plot_file}", to_stderr)
     return 0 if len(tables) == len(shapes) else 2
 
 
@@ -142,15 +153,37 @@ def _measure(name: str, shape: LayerShape, ranks: options.Ranks, copy: float) ->
     }
     summary = policy.summary(schedule.base or "CUTLASS")
     lines = [f"{name}, on a rank {geometry}: {summary}, {len(modules)} layers"]
-    names = {**{family: family for family in largest}, HOST: schedule.base or HOST}
-    return table, lines + _lines(names, times, rows, limit_us)
+    return table, lines + _lines([*largest, HOST], schedule.base or HOST, times, rows, limit_us)
 
 
-def _lines(names: dict[str, str], times: Timings, rows: dict[int, float], limit_us: dict[int, float]) -> list[str]:
-    """Return the table as it is printed. ``names``: path to its title."""
-    lines = ["  ".join(("tokens", "rows/expert", *(f"{title} us".rjust(10) for title in names.values()), "  limit us", "chosen"))]
-    for tokens, paths in times.rows.items():
-        cells = [(f"{paths[path]:.1f}" if path in paths else "-").rjust(10) for path in names]
-        ends = f"{limit_us[tokens]:.1f}".rjust(10), names[fastest(paths) or HOST]
+def _lines(paths: list[str], host: str, times: Timings, rows: dict[int, float], limit_us: dict[int, float]) -> list[str]:
+    """Return the table as it is printed. Paths of long names have a letter each, and a line above. ``host``: title of HOST."""
+    short = {path: path if len(path) <= 8 else f"({chr(97 + number)})" for number, path in enumerate(paths)} | {HOST: host}
+    lines = [f"{letter} {path}" for path, letter in short.items() if letter not in (path, host)]
+    lines.append("  ".join(("tokens", "rows/expert", *(f"{short[path]} us".rjust(10) for path in paths), "  limit us", "chosen")))
+    for tokens, row in times.rows.items():
+        cells = [(f"{row[path]:.1f}" if path in row else "-").rjust(10) for path in paths]
+        ends = f"{limit_us[tokens]:.1f}".rjust(10), short[fastest(row) or HOST]
         lines.append("  ".join((str(tokens).rjust(6), f"{rows[tokens]:.2f}".rjust(11), *cells, *ends)))
     return lines
+
+
+def _plot(tables: list[dict[str, Any]], gpu: str, file: Path) -> None:
+    """Draw each geometry's paths, time by tokens on logarithmic axes, above the time of a copy of the weights that are read."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(tables), figsize=(9 * len(tables), 6), squeeze=False, layout="constrained")
+    for table, ax in zip(tables, axes[0], strict=True):
+        times = {int(tokens): row for tokens, row in table["microseconds"].items()}
+        for path in dict.fromkeys(path for row in times.values() for path in row):
+            points = [(tokens, row[path]) for tokens, row in times.items() if path in row]
+            ax.plot(*zip(*points, strict=True), marker="o", label=table["paths"]["host"] if path == HOST else path)
+        limits = {int(tokens): limit for tokens, limit in table["bandwidth_limit"].items()}
+        ax.plot(list(limits), list(limits.values()), color="black", linestyle=":", label="copy of what is read")
+        ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds of a layer", title=f"{table['layer']}, {gpu}")
+        ax.legend(fontsize="small")
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

@@ -160,6 +160,8 @@ def _report() -> None:
     counts += ["at every token count"] * any(module.schedule.below == EVERY for module in served)
     names = Counter("+".join(module.schedule.chosen) or "no kernel yet" for module in served)
     on = ", ".join(f"{count} on {name}" for name, count in names.items()) if len(names) > 1 else f"on {next(iter(names))}"
-    caveats = dict.fromkeys(kernel.features.caveat for module in served for kernel in module.schedule.chosen.values())
-    where = (*line, on, " or ".join(counts), " and ".join(_formats(served)), "".join(f"; {text}" for text in caveats if text))
+    waiting = dict.fromkeys(name for module in served for name in module.dispatch.waiting)
+    notes = [f"the card is asked about {' and '.join(waiting)} at the first call"] * bool(waiting)
+    notes += dict.fromkeys(kernel.features.caveat for module in served for kernel in module.schedule.chosen.values())
+    where = (*line, on, " or ".join(counts), " and ".join(_formats(served)), "".join(f"; {text}" for text in notes if text))
     logger.info("rank %d: %d of %d MoE layers %s, %s (%s)%s", served[0].rank, *where)
