@@ -106,11 +106,7 @@ def _qwen3() -> Model:
         128,
         8,
         3 * hidden * 768 * NVFP4,
-        {
-            "attention": layers * attention * NVFP4,
-            "router": layers * hidden * 128 * BF16,
-            "LM head": vocabulary * hidden * BF16,
-        },
+        {"attention": layers * attention * NVFP4, "router": layers * hidden * 128 * BF16, "LM head": vocabulary * hidden * BF16},
         vocabulary * hidden * BF16,
         lambda context: layers * 2 * 4 * 128 * context * FP8,
         0,

@@ -26,12 +26,7 @@ def quantize_weight(weight: torch.Tensor, scale_2: float | None = None) -> dict[
 
 
 def random_experts(
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    gated: bool = True,
-    seed: int = 0,
-    up_to_gate: float = 1.0,
+    num_experts: int, hidden_size: int, intermediate_size: int, gated: bool = True, seed: int = 0, up_to_gate: float = 1.0
 ) -> dict[str, torch.Tensor]:
     """One layer by the host's names, ``"{expert}.w1.weight"`` and so on; input scales differ from expert to expert.
 

@@ -79,11 +79,7 @@ def written(
     total = (TTFT_MS + tpot * (output_tokens - 1)) * -(-requests // at_once)
     speed = 1e3 * requests * output_tokens / total
     report: dict[str, Any] = {
-        "engine": {
-            "version": KIND,
-            "kv_cache_dtype": settings["kv_cache_config"].get("dtype", "FP8"),
-            "quantization": "NVFP4",
-        },
+        "engine": {"version": KIND, "kv_cache_dtype": settings["kv_cache_config"].get("dtype", "FP8"), "quantization": "NVFP4"},
         "request_info": {
             "num_requests": requests,
             "avg_num_concurrent_requests": at_once,

@@ -39,11 +39,7 @@ def driver(folder: Path) -> Path:
 
 
 def start(
-    library: Path,
-    geometries: Sequence[dict[str, Any]],
-    card: dict[str, int],
-    environment: dict[str, str],
-    compiler: bool = False,
+    library: Path, geometries: Sequence[dict[str, Any]], card: dict[str, int], environment: dict[str, str], compiler: bool = False
 ) -> list[dict[str, Any]]:
     """Plan each of ``geometries`` (``family``, ``capacity`` and the fields of a geometry) in a process without a C compiler.
 

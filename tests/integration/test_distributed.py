@@ -169,8 +169,7 @@ def in_turn(jobs: tuple[Callable[[int], None], ...], rank: int) -> None:
     [
         (reduced, attention_dp),
         pytest.param(
-            (a_kernel_that_one_rank_cannot_have, a_rank_without_the_package),
-            marks=[pytest.mark.embedded, pytest.mark.all],
+            (a_kernel_that_one_rank_cannot_have, a_rank_without_the_package), marks=[pytest.mark.embedded, pytest.mark.all]
         ),
     ],
     ids=lambda jobs: jobs[0].__name__,

@@ -120,18 +120,7 @@ def test_on_the_newest_pins_nothing_has_to_move(newest: Environment) -> None:
     assert newest.doctor()["active"]
     pins = {name for name, _ in MAIN} | {"torch", "triton", "numpy"}
     for extra, moved in (("kernels", set()), ("expert-parallel", {"flashinfer-python"})):
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            newest.python,
-            "install",
-            "--dry-run",
-            "--quiet",
-            "--report",
-            "-",
-        ]
+        command = [sys.executable, "-m", "pip", "--python", newest.python, "install", "--dry-run", "--quiet", "--report", "-"]
         result = subprocess.run([*command, f"{ROOT}[{extra}]"], capture_output=True, text=True, check=True)
         installs = {item["metadata"]["name"] for item in json.loads(result.stdout)["install"]}
         assert installs & pins == moved

@@ -118,12 +118,7 @@ def test_tensor_maps_are_rewritten(tmp_path: Path) -> None:
 def test_opcodes() -> None:
     assert opcodes(
         "\tmov.b64 {lo, hi}, %rd1; // add.f32\nL1:\n\t@!%p3 bra.uni L1;\n\t{ .reg .b32 t; add.s32 t, 1, 2; }\n\tret;"
-    ) == {
-        "mov.b64",
-        "bra.uni",
-        "add.s32",
-        "ret",
-    }
+    ) == {"mov.b64", "bra.uni", "add.s32", "ret"}
 
 
 @pytest.fixture(scope="module")

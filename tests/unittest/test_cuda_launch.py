@@ -73,8 +73,7 @@ def kernel(cuda: Driver) -> CudaKernel:
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, TOKENS[-1]])
 @pytest.mark.parametrize(
-    ("ids_type", "weight_type"),
-    [(torch.int32, torch.float32), (torch.int64, torch.bfloat16), (torch.uint8, torch.float16)],
+    ("ids_type", "weight_type"), [(torch.int32, torch.float32), (torch.int64, torch.bfloat16), (torch.uint8, torch.float16)]
 )
 def test_records(cuda: Driver, kernel: CudaKernel, tokens: int, ids_type: torch.dtype, weight_type: torch.dtype) -> None:
     x, ids, router_weights = random_call(GEOMETRY, tokens)

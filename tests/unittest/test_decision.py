@@ -164,10 +164,7 @@ def any_of(kind: Any, **known: Any) -> Any:
 
 
 KERNELS = {"group_size": st.just(16), "activations": st.sampled_from([frozenset(), FEATURES.activations]), "name": st.just("k")}
-FACTS = st.tuples(
-    *map(any_of, RECORDS),
-    any_of(KernelFeatures, **KERNELS, hidden_size_multiple=st.sampled_from([1, 128])),
-)
+FACTS = st.tuples(*map(any_of, RECORDS), any_of(KernelFeatures, **KERNELS, hidden_size_multiple=st.sampled_from([1, 128])))
 ALONE = {name: value for _, facts in CASES if len(facts) == 1 for name, value in facts.items()}
 STRICTER = {
     **ALONE,

@@ -52,11 +52,7 @@ SEAMS = (
     "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._quantize_late",
 )
 """The guards themselves, and what stands in the host's place."""
-PLACING = (
-    "engines.trtllm.quantization.PaddedMethod._place",
-    "formats.layouts.interleave",
-    "formats.layouts.interleaved_rows",
-)
+PLACING = ("engines.trtllm.quantization.PaddedMethod._place", "formats.layouts.interleave", "formats.layouts.interleaved_rows")
 """A tensor that could not be placed is a load that failed: anything but an error would be a wrong number."""
 
 TENSORS = {ratio: random_experts(4, 128, 128, up_to_gate=ratio) for ratio in (1.0, 2.0)}

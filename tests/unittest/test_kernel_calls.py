@@ -26,12 +26,7 @@ from trtllm_b12x.kernels.triton.jit import JitKernel
 
 GEOMETRY = Geometry(3, 2, 128, 128, "Swiglu")
 TOKENS = 4
-OF_MXFP8: tuple[type[Kernel], ...] = (
-    TritonMXFP8Kernel,
-    GroupedKernel,
-    MXFP8ReferenceKernel,
-    MXFP8UnquantizedReferenceKernel,
-)
+OF_MXFP8: tuple[type[Kernel], ...] = (TritonMXFP8Kernel, GroupedKernel, MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel)
 TAKE_QUANTIZED: tuple[type[Kernel], ...] = (
     TritonKernel,
     GroupedNVFP4Kernel,

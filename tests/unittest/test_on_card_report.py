@@ -46,10 +46,7 @@ def _decode(us: float = 50.0, error: float = 0.0022) -> dict[str, Any]:
 def _reported(tmp_path: Path, decode: dict[str, Any]) -> dict[str, Any]:
     clocks = {"clocks.sm": {"least": 800.0, "median": 850.0, "most": 900.0}}
     tune = {"tables": [{"microseconds": {"1": {"b12x": 30.0, "triton": 51.0, "host": 60.0}}}]}
-    results = {
-        "kernels-Qwen3-30B-A3B": {"peers": decode, "clocks": clocks},
-        "paths-Qwen3-30B-A3B": {"tune": tune, "clocks": {}},
-    }
+    results = {"kernels-Qwen3-30B-A3B": {"peers": decode, "clocks": clocks}, "paths-Qwen3-30B-A3B": {"tune": tune, "clocks": {}}}
     made = [Step(name, name, {}, lambda runner: None, 1) for name in results]
     records = {name: {"state": "done", "result": result, "asked": {}, "seconds": 1.0} for name, result in results.items()}
     return report.write(tmp_path, FACTS, [], made, records, models=False)

@@ -168,10 +168,7 @@ def test_what_is_good_enough_stays() -> None:
     main = {**NEW, "flashinfer": "0.6.18", "dsl": "4.7.0", "expert_parallel": False}
     newer = ('pip install "flashinfer-python>=0.7.2,<0.8"',)
     assert decide(LayerShape(), environment=Environment(**main)).served
-    assert repair(Deployment(ep_size=2), **main) == (
-        newer,
-        ("flashinfer-python 0.6.18",),
-    )
+    assert repair(Deployment(ep_size=2), **main) == (newer, ("flashinfer-python 0.6.18",))
     old = {**main, "flashinfer": "0.6.16"}
     assert repair(**old) == (newer, ("flashinfer-python 0.6.16",))
 
@@ -186,12 +183,7 @@ def test_what_is_good_enough_stays() -> None:
             ('pip install "nvidia-cutlass-dsl-libs-cu13==4.7.0"',),
         ),
         (
-            {
-                **NEW,
-                "payload_cuda": (0, 0),
-                "payload_fault": PayloadFault.IMPORT,
-                "dsl_wheels": ("x", "x-cu13"),
-            },
+            {**NEW, "payload_cuda": (0, 0), "payload_fault": PayloadFault.IMPORT, "dsl_wheels": ("x", "x-cu13")},
             ("pip install --force-reinstall --no-deps x==4.8.1 x-cu13==4.8.1",),
         ),
         (

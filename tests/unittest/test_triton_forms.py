@@ -26,11 +26,7 @@ EXPERTS, HIDDEN, SIZE = 4, 128, 192
 
 
 def in_float32(
-    tensors: dict[str, torch.Tensor],
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    router_weights: torch.Tensor,
-    **constants: float,
+    tensors: dict[str, torch.Tensor], x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, **constants: float
 ) -> torch.Tensor:
     """SwiGLU experts on ``x (T, H)``, ids and router weights ``(T, k)``, with ``alpha``, ``beta`` or ``limit``."""
     swiglu = constants.get("alpha", 1.0), constants.get("beta", 0.0), constants.get("limit", math.inf)

@@ -19,16 +19,7 @@ from .cute_dsl import WHEELS, inspect_payload
 from .flashinfer import distribution_of, inspect_flashinfer
 from .gpu import cards, driver_cuda, gpu_sm, toolkit_cuda
 
-__all__ = [
-    "cards",
-    "driver_cuda",
-    "gpu_sm",
-    "inspect_flashinfer",
-    "inspect_payload",
-    "probe",
-    "toolkit_cuda",
-    "triton",
-]
+__all__ = ["cards", "driver_cuda", "gpu_sm", "inspect_flashinfer", "inspect_payload", "probe", "toolkit_cuda", "triton"]
 
 _COMPILED_WITH = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
 """Requirements of FlashInfer whose version affects its kernels. The others only have to be installed."""

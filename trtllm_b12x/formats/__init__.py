@@ -51,19 +51,8 @@ class Format:
 
 
 FORMATS: tuple[Format, ...] = (
-    Format(
-        "NVFP4",
-        "NVFP4_DEFAULT_CFG",
-        code_bits=4,
-        group_size=16,
-    ),
-    Format(
-        "W4A16_NVFP4",
-        "W4A16_NVFP4_CFG",
-        code_bits=4,
-        group_size=16,
-        layout=WeightLayout(scales=ROWS),
-    ),
+    Format("NVFP4", "NVFP4_DEFAULT_CFG", code_bits=4, group_size=16),
+    Format("W4A16_NVFP4", "W4A16_NVFP4_CFG", code_bits=4, group_size=16, layout=WeightLayout(scales=ROWS)),
     Format(
         "MXFP4",
         "MXFP4_DEFAULT_CFG",
@@ -73,14 +62,7 @@ FORMATS: tuple[Format, ...] = (
         layout=WeightLayout(hidden_multiple=128),
         algorithm="W4A8_MXFP4_MXFP8",
     ),
-    Format(
-        "MXFP8",
-        "MXFP8_DEFAULT_CFG",
-        code_bits=8,
-        group_size=32,
-        activations=("Swiglu", "Geglu"),
-        hosts_path=False,
-    ),
+    Format("MXFP8", "MXFP8_DEFAULT_CFG", code_bits=8, group_size=32, activations=("Swiglu", "Geglu"), hosts_path=False),
 )
 
 

@@ -36,10 +36,7 @@ _METHODS = {
 
 class CutlassFusedMoE(MoEImplBase):
     capabilities = MoEStaticCapability(
-        supports_moe_lora=True,
-        supports_expert_bias=True,
-        supports_eplb=True,
-        supports_apply_router_weight_on_input=True,
+        supports_moe_lora=True, supports_expert_bias=True, supports_eplb=True, supports_apply_router_weight_on_input=True
     )
     input_requirement = MoEInputRequirement(routing_scales_dtype=torch.float32)
 

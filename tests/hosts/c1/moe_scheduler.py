@@ -35,10 +35,7 @@ class ExternalCommMoEScheduler(Scheduler):
     def run(self, arguments, counts, *, swizzled, lora_params=None, **call):
         moe, backend = self.moe, self.backend
         plan = MoECommPlan(
-            input_sf_swizzled=swizzled,
-            enable_alltoall=moe.enable_alltoall,
-            moe_output=None,
-            payload_in_workspace=False,
+            input_sf_swizzled=swizzled, enable_alltoall=moe.enable_alltoall, moe_output=None, payload_in_workspace=False
         )
         context = MoERunContext(
             **arguments,

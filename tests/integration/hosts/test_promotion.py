@@ -153,8 +153,7 @@ def test_other_generations_are_left_alone_with_one_line(machine: Machine, case: 
 
 @pytest.mark.all
 @pytest.mark.parametrize(
-    ("name", "new", "modules"),
-    [("slot_start", "first_slot", ["interface"]), ("fc2_input_scale", "fc2_scale", ["quantization"])],
+    ("name", "new", "modules"), [("slot_start", "first_slot", ["interface"]), ("fc2_input_scale", "fc2_scale", ["quantization"])]
 )
 def test_layers_without_an_attribute_are_the_hosts(machine: Machine, name: str, new: str, modules: list[str]) -> None:
     result = machine.double("C2", f"no {name}", tuple((m, name, new) for m in modules)).scenario("starts.by_itself")

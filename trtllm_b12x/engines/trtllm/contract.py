@@ -36,11 +36,7 @@ _METHOD = (
     "load_expert_w2_weight_scale_nvfp4",
     "load_quant_scales",
 )
-_STAGED_METHOD = (
-    "_reconcile_and_compute_alphas",
-    "_interleave_w2_weight_scale",
-    "process_weights_after_loading",
-)
+_STAGED_METHOD = ("_reconcile_and_compute_alphas", "_interleave_w2_weight_scale", "process_weights_after_loading")
 _CACHED = ("transform_weights",)
 
 LAYER = (

@@ -151,12 +151,7 @@ def _tensorrt_llm() -> Host:
 
 
 def _host(
-    generation: str,
-    create_moe: ModuleType,
-    cutlass: Any,
-    quantization: ModuleType,
-    utils: Any,
-    is_tuning: Callable[[], bool],
+    generation: str, create_moe: ModuleType, cutlass: Any, quantization: ModuleType, utils: Any, is_tuning: Callable[[], bool]
 ) -> Host:
     named = hasattr(create_moe, "get_moe_cls")
     calls = KeywordCalls if named else ContextCalls

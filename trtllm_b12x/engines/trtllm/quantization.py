@@ -113,11 +113,7 @@ class PaddedMethod(Method):
             self._place(module, half, "COLUMN", destination)
 
     def load_expert_w2_weight(
-        self,
-        module: Any,
-        w2_weight: torch.Tensor | None,
-        dst_w2_weight: torch.Tensor,
-        allow_partial_loading: bool = False,
+        self, module: Any, w2_weight: torch.Tensor | None, dst_w2_weight: torch.Tensor, allow_partial_loading: bool = False
     ) -> None:
         """Copy this rank's columns, as bytes, to the start of ``dst (H, ...)``."""
         self._place(module, w2_weight, "ROW", dst_w2_weight.view(torch.uint8))

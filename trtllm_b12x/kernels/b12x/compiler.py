@@ -82,12 +82,7 @@ class Compiler:
     """Makes the candidates of one geometry, in the sizes and with the grids that FlashInfer's launcher would choose."""
 
     def __init__(
-        self,
-        dispatch: Any,
-        geometry: Geometry,
-        scratch: Scratch,
-        device: torch.device,
-        build: Callable[..., Any] | None = None,
+        self, dispatch: Any, geometry: Geometry, scratch: Scratch, device: torch.device, build: Callable[..., Any] | None = None
     ) -> None:
         """
         Args:

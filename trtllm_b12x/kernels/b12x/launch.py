@@ -131,12 +131,7 @@ class Candidate:
         return self.signature.kind
 
     def launch(
-        self,
-        bound: list[Any],
-        scratch: Scratch,
-        table: routes.ExpertRange,
-        input_scales: InputScales | None,
-        call: MoECall,
+        self, bound: list[Any], scratch: Scratch, table: routes.ExpertRange, input_scales: InputScales | None, call: MoECall
     ) -> None:
         """Launch a prepared call, with ``bound`` of ``Signature.bind``."""
         rows = call.ids.numel()

@@ -83,11 +83,7 @@ class ConfigurableMoE(MoE):
         if self.backend.__class__ == CutlassFusedMoE:
             arguments = {"is_sf_swizzled": True, "output_dtype": output_dtype, "enable_alltoall": False, "moe_output": None}
         output: torch.Tensor = self.backend.run_moe(
-            x=x,
-            token_selected_experts=token_selected_experts,
-            token_final_scales=scales,
-            x_sf=x_sf,
-            **arguments,
+            x=x, token_selected_experts=token_selected_experts, token_final_scales=scales, x_sf=x_sf, **arguments
         )
         return output
 

@@ -37,13 +37,7 @@ class CutlassFusedMoE(MoE):
     w3_w1_weight: torch.nn.Parameter
     w2_weight: torch.nn.Parameter
 
-    def __init__(
-        self,
-        *,
-        model_config: ModelConfig,
-        apply_router_weight_on_input: bool = False,
-        **arguments: Any,
-    ) -> None:
+    def __init__(self, *, model_config: ModelConfig, apply_router_weight_on_input: bool = False, **arguments: Any) -> None:
         super().__init__(model_config=model_config, **arguments)
         self.apply_router_weight_on_input = apply_router_weight_on_input
         if not model_config.skip_create_weights_in_init:

@@ -66,10 +66,7 @@ class FusedMoEMethodBase:
             raise NotImplementedError(f"the embedded host loads per-expert tensors, not {weight_loading_mode}")
         for slot, expert in enumerate(module.initial_local_expert_ids):
             self.load_expert_w3_w1_weight(
-                module,
-                weights[f"{expert}.w1.weight"],
-                _up(module, weights, expert, "weight"),
-                module.w3_w1_weight.data[slot],
+                module, weights[f"{expert}.w1.weight"], _up(module, weights, expert, "weight"), module.w3_w1_weight.data[slot]
             )
             self.load_expert_w2_weight(module, weights[f"{expert}.w2.weight"], module.w2_weight.data[slot])
             if module.bias:
@@ -183,11 +180,7 @@ class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
         module.quant_scales = (*fc1, module.fc2_input_scale, module.w2_weight_scale, module.fc2_alpha)
 
     def load_expert_w3_w1_weight_scale_nvfp4(
-        self,
-        module: Any,
-        w1_weight_scale: torch.Tensor,
-        w3_weight_scale: torch.Tensor,
-        dst_w3_w1_weight_scale: torch.Tensor,
+        self, module: Any, w1_weight_scale: torch.Tensor, w3_weight_scale: torch.Tensor, dst_w3_w1_weight_scale: torch.Tensor
     ) -> None:
         # The rows match those of the weights, so copy them in the same way, then interleave.
         self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
@@ -204,11 +197,7 @@ class W4A16NVFP4CutlassFusedMoEMethod(NVFP4CutlassFusedMoEMethod):
     """Method for NVFP4 weights with 16-bit activations: block scales in rows, experts dequantized at every call."""
 
     def load_expert_w3_w1_weight_scale_nvfp4(
-        self,
-        module: Any,
-        w1_weight_scale: torch.Tensor,
-        w3_weight_scale: torch.Tensor,
-        dst_w3_w1_weight_scale: torch.Tensor,
+        self, module: Any, w1_weight_scale: torch.Tensor, w3_weight_scale: torch.Tensor, dst_w3_w1_weight_scale: torch.Tensor
     ) -> None:
         self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
 

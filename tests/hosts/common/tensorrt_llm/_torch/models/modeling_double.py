@@ -20,13 +20,7 @@ class Model(nn.Module):
         super().__init__()
         for index in range(layers):
             layer = create_moe(
-                RenormalizeMoeRoutingMethod(2),
-                4,
-                128,
-                192,
-                dtype=torch.bfloat16,
-                model_config=model_config,
-                layer_idx=index,
+                RenormalizeMoeRoutingMethod(2), 4, 128, 192, dtype=torch.bfloat16, model_config=model_config, layer_idx=index
             )
             setattr(self, f"layer{index}", layer)
         for index in excluded:
