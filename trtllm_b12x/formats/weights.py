@@ -112,21 +112,30 @@ class Weights(ABC):
 
     def matrix(self, slot: int, name: str) -> torch.Tensor:
         """Return a local expert's ``fc1_weight`` (rows [up; gate]) or ``fc2_weight`` in float32, without per-expert scales."""
-        values = self.dequantized(getattr(self, name)[slot], self.row_scales(slot, name))
-        return self.ordered(values) if name == "fc1_weight" else values
+        return self.matrices(slice(slot, slot + 1), name)[0]
 
-    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return FC1's rows, or its bias, of one expert in the order [up; gate]."""
+    def matrices(self, slots: slice, name: str) -> torch.Tensor:
+        """Return the same of several local experts, ``(experts, rows, columns)``."""
+        values = self.dequantized(getattr(self, name)[slots], self._scales_in_rows(slots, name))
+        return self.ordered(values, 1) if name == "fc1_weight" else values
+
+    def ordered(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Return FC1's rows, or its bias, in the order [up; gate]. They lie along ``dim``."""
         if self.layout.fc1 == GATE_UP:
-            return torch.cat(rows.chunk(2)[::-1])
-        return torch.cat((rows[1::2], rows[0::2])) if self.layout.fc1 == BY_TURNS else rows
+            return torch.cat(rows.chunk(2, dim)[::-1], dim)
+        if self.layout.fc1 != BY_TURNS:
+            return rows
+        return torch.cat(rows.unflatten(dim, (-1, 2)).flip(dim + 1).unbind(dim + 1), dim)
 
     def row_scales(self, slot: int, name: str) -> torch.Tensor:
         """Return the block scales of a local expert's ``fc1_weight`` or ``fc2_weight`` in rows, ``(rows, blocks)``."""
+        return self._scales_in_rows(slice(slot, slot + 1), name)[0]
+
+    def _scales_in_rows(self, slots: slice, name: str) -> torch.Tensor:
         rows, columns = getattr(self, name).shape[1:]
         scales: torch.Tensor = getattr(self, f"{name}_sf")
-        plain = scales[slot] if self.layout.scales == ROWS else plain_scales(scales[..., slot : slot + 1])[0]
-        return plain[:rows, : columns * self.packed // self.group_size]
+        plain = scales[slots] if self.layout.scales == ROWS else plain_scales(scales[..., slots])
+        return plain[:, :rows, : columns * self.packed // self.group_size]
 
     @property
     def decodable(self) -> bool:

@@ -37,6 +37,9 @@ from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, NVFP4Weights
 from . import Geometry, Kernel, MoECall
 from .routes import ExpertRange, of_known_types
 
+_ELEMENTS = 1 << 26
+"""Weights that ``each_expert`` dequantizes at a time: 256 MB."""
+
 
 class ReferenceKernel(Kernel):
     """b12x: NVFP4 activations (W4A4), FC2 rounded per 256 columns."""
@@ -122,6 +125,43 @@ class ReferenceKernel(Kernel):
             share = share + extra.fc2_bias[expert, : g.hidden_size].float()
         share = share * router_weights
         yield share.to(torch.bfloat16).float() if self.rounds_shares else share
+
+    def each_expert(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what each local expert makes of a token of its own: float32 ``(E, H)`` of ``x (E, H)``.
+
+        Several experts at a time, without synchronizing. Gate and up have one alpha, ``fc1_alpha``.
+        """
+        g, w, extra = self.geometry, self.weights, self.weights.epilogue
+        w.derive()
+        alphas: tuple[Any, Any] = (1.0, 1.0)
+        divisors: tuple[Any, Any] = (None, None)
+        if isinstance(w, NVFP4Weights):
+            alphas = w.fc1_alpha.unsqueeze(1), w.fc2_alpha.unsqueeze(1)
+            divisors = w.fc1_divisor.unsqueeze(1), w.fc2_divisor.unsqueeze(1)
+            if not self.quantizes:
+                alphas, divisors = tuple(a / d for a, d in zip(alphas, divisors, strict=True)), (None, None)  # type: ignore[assignment]
+
+        def product(name: str, rows: torch.Tensor, columns: int) -> torch.Tensor:
+            per_expert = math.prod(getattr(w, name).shape[1:]) * w.packed
+            step = max(1, _ELEMENTS // per_expert)
+            slots = (slice(first, first + step) for first in range(0, g.num_experts, step))
+            parts = [torch.bmm(w.matrices(s, name)[:, :, :columns], rows[s].unsqueeze(2)).squeeze(2) for s in slots]
+            return torch.cat(parts)
+
+        def inputs(values: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
+            if not self.quantizes:
+                return values.float()
+            return self._quantized(values, None if divisor is None else divisor.unsqueeze(2))
+
+        fc1 = self._rounded(product("fc1_weight", inputs(x, divisors[0]), g.hidden_size) * alphas[0])
+        if extra.fc1_bias is not None:
+            fc1 = fc1 + w.ordered(extra.fc1_bias, 1).float()
+        constants = [tensor.unsqueeze(1) for tensor in extra.swiglu(g.num_experts, fc1.device)] if g.gated else []
+        inner = activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants).to(g.dtype)
+        fc2 = self._rounded(product("fc2_weight", inputs(inner, divisors[1]), g.intermediate_size) * alphas[1])
+        if extra.fc2_bias is not None:
+            fc2 = fc2 + extra.fc2_bias.float()
+        return fc2[:, : g.hidden_size]
 
     def _rounded(self, product: torch.Tensor) -> torch.Tensor:
         return product.to(self.geometry.dtype).float() if self.rounds_products else product
@@ -247,7 +287,7 @@ def activate(
     gate: torch.Tensor | None = None,
     alpha: torch.Tensor | float = 1.0,
     beta: torch.Tensor | float = 0.0,
-    limit: float = math.inf,
+    limit: Any = math.inf,
 ) -> torch.Tensor:
     """Convert FC1's product to FC2's input, float32, as CUTLASS does; ``fc1`` is up's half if there is a ``gate``."""
     if gate is None:

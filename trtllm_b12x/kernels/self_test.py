@@ -6,7 +6,7 @@ The layer's own weights are used: random ones would need as much memory again. A
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,11 +34,14 @@ _TIE = 5e-4
 QUICK_BOUNDS = (0.01, 0.05)
 """Relative L2 of a call and of its worst token, where the reference has the kernel's rounding points. Right kernels stay below
 0.004: bf16 rounding of the activation's result and of the output."""
-_OF_THE_FIRST = 1 / 256
-"""Router weight of a token's other experts where the first one is judged."""
 HOST_TOKENS = (8, 64)
-HOST_BOUNDS = (0.05, 0.09)
-"""Relative L2 of all calls of an engine's path and of its worst token. TODO"""
+HOST_BOUNDS = (0.08, 0.25)
+"""Relative L2 of all calls of an engine's path and of its worst token, which is the worst expert.
+
+Where an engine rounds FC1's and FC2's products is its own affair: between the reference with and without those roundings, which
+flip codes of FC2's input, 1,000 draws of three geometries gave at most 0.041 and 0.146. An expert that is 1.5 times as large
+gives 0.5 for its token, at least 0.46 in those draws.
+"""
 _QUICK_EXPERTS = 16
 """Number of experts that a quick test calls; the others are the same code at other addresses."""
 _QUANTIZED_TOKENS = 8
@@ -178,6 +181,8 @@ def run_quick_self_test(
 def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run: Run) -> list[SelfTestResult] | None:
     """Compare an engine's path with CUTLASS's arithmetic in torch, in calls of ``HOST_TOKENS`` that reach every local expert.
 
+    A token has one expert that counts, and others with a router weight of zero.
+
     Args:
         weights: as our kernels read them. The engine has one ``weight_scale_2`` for gate and up, the larger one.
         run: the engine's call.
@@ -185,13 +190,27 @@ def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run
     Returns:
         None if the weights are all zero or not finite.
     """
-    if isinstance(weights, NVFP4Weights):
-        weights = replace(weights, fc1_half_alphas=None)
-    drawn = _draw(CUTLASS[geometry.format](), geometry, weights, first_expert, HOST_TOKENS, all_experts=True)
-    if drawn is None:
-        return None
-    cases = {tokens: SelfTestCase("host", tokens, atomic=True) for tokens in HOST_TOKENS}
-    return [_compared(case, run, *drawn[tokens], HOST_BOUNDS) for tokens, case in cases.items()]
+    experts, top_k, device = geometry.num_experts, geometry.top_k, weights.device
+    reference = CUTLASS[geometry.format]()
+    reference.plan(geometry, experts, device)
+    reference.bind(weights)
+    x = _activations(geometry, weights, experts)
+    expected = reference.each_expert(x)
+    generator, results = torch.Generator().manual_seed(0), []
+    with torch.device("cpu"):
+        order = torch.randperm(experts, generator=generator)
+    usable = (expected.isfinite().all(1) & expected.any(1)).float().mean()
+    for tokens in HOST_TOKENS:
+        with torch.device("cpu"):
+            turns = torch.arange(-(-experts // tokens) * tokens)
+            local = order[(turns.unsqueeze(1) + torch.arange(top_k)) % experts].to(device)
+        ids, counting = (local + first_expert).int(), local[:, 0]
+        router_weights = torch.zeros(ids.shape, device=device)
+        router_weights[:, 0] = 1
+        rows = [slice(first, first + tokens) for first in range(0, len(ids), tokens)]
+        calls = [MoECall(x[counting[row]], ids[row], router_weights[row]) for row in rows]
+        results.append(_compared(SelfTestCase("host", tokens, atomic=True), run, calls, expected[counting], HOST_BOUNDS))
+    return results if float(usable) > 0.25 else None
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------------
@@ -207,30 +226,21 @@ def _draw(
     first_expert: int,
     sizes: Sequence[int],
     quick: bool = False,
-    all_experts: bool = False,
 ) -> Drawn | None:
     """Draw the calls of each size. The reference runs them all at once: it dequantizes an expert once.
-
-    Args:
-        quick, all_experts: see ``_routes``.
 
     Returns:
         None if nearly all outputs are zero or not finite.
     """
     device, generator = weights.device, torch.Generator().manual_seed(0)
     with torch.device("cpu"):  # whatever the host's default is while it loads
-        routes = [_routes(geometry, tokens, generator, quick, all_experts) for tokens in sizes]
+        routes = [_routes(geometry, tokens, generator, quick) for tokens in sizes]
     local = torch.cat(routes).to(device)
     capacity = max(len(local), geometry.num_experts)
     reference.plan(geometry, capacity, device)
     reference.bind(weights, first_expert)
     x = _activations(geometry, weights, capacity)
-    ids = _global(local, geometry.num_experts, first_expert)
-    if all_experts:
-        router_weights = torch.full(local.shape, _OF_THE_FIRST, device=device)
-        router_weights[:, 0] = 1
-    else:
-        router_weights = _router_weights(reference, x, local)
+    router_weights, ids = _router_weights(reference, x, local), _global(local, geometry.num_experts, first_expert)
     expected = reference.run(MoECall(x[: len(local)], ids, router_weights)).float()
     if bool((expected.isfinite().all(1) & expected.any(1)).float().mean() <= 0.25):
         return None
@@ -273,16 +283,11 @@ def _next_bf16(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values.view(torch.int16) + mask.to(torch.int16)).view(torch.bfloat16)
 
 
-def _routes(
-    geometry: Geometry, tokens: int, generator: torch.Generator, quick: bool = False, all_experts: bool = False
-) -> torch.Tensor:
+def _routes(geometry: Geometry, tokens: int, generator: torch.Generator, quick: bool = False) -> torch.Tensor:
     """Local ids ``(calls * tokens, top_k)`` int32, -1 for a route that is not this rank's.
 
-    First calls that go through all experts in turn, then two with all tokens on the same experts, the rest at random.
-
-    Args:
-        quick: one call, at random among a few experts, the same at each number of tokens.
-        all_experts: as few calls as give every expert a token whose first one it is.
+    First calls that go through all experts in turn, then two with all tokens on the same experts, the rest at random. A quick
+    test has one call, at random among a few experts, the same at each number of tokens.
     """
     experts, top_k = geometry.num_experts, geometry.top_k
     if quick:
@@ -290,9 +295,6 @@ def _routes(
         turns, skewed, calls = 0, [], 1
     else:
         order = torch.randperm(experts, generator=generator)
-        if all_experts:
-            rows = -(-experts // tokens) * tokens
-            return order[(torch.arange(rows).unsqueeze(1) + torch.arange(top_k)) % experts].int()
         turns = -(-experts // (tokens * top_k))
         skewed = [torch.arange(top_k).repeat(tokens, 1), torch.arange(experts - top_k, experts).repeat(tokens, 1)]
         calls = max(CALLS, turns + 2)
