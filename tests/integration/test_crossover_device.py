@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.nvfp4_layer import distance
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy, Timings, counts_to_measure, fastest
 from trtllm_b12x.dispatch.timing import BUDGET_S, PathTimer, RouteSampler, TimedPath
@@ -119,7 +120,9 @@ def test_a_layer_measures_once_outside_capture_and_keeps_it(
     assert not measured
     graph.replay()
     expected = captured.clone()
-    assert [torch.equal(call(backend), expected) for backend in backends] == [backend is backends[0] for backend in backends]
+    results = [call(backend) for backend in backends]  # perhaps with other tiles, whose sums have another order
+    assert distance(results[0], expected.float()) < 0.004
+    assert not any(torch.equal(result, expected) for result in results[1:])
     assert len(measured) == 1
     assert measured[0].spent_s <= BUDGET_S  # whatever the embedded host's operator takes
     assert torch.equal(torch.cuda.get_rng_state(), before)
