@@ -66,7 +66,7 @@ SOURCES = (
         lambda found: "GB10" in found,
     ),
     _of_peers("moe-decode.json", "NVFP4", "decode kernels"),
-    _of_peers("moe-w4a16.json", "W4A16_NVFP4", "decode and grouped kernels"),
+    _of_peers("moe-w4a16.json", "W4A16_NVFP4", "decode kernels"),
     _of_peers("moe-mxfp4.json", "MXFP4", "decode kernels"),
     _of_peers("moe-mxfp8.json", "MXFP8", "decode and grouped kernels"),
     Source(
@@ -349,8 +349,8 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
     return lines
 
 
-_BESIDE = {"moe-w4a16.json": "as TensorRT-LLM does", "moe-mxfp4.json": "triton_kernels"}
-"""Files of other formats to the comparison that the README shows of them."""
+_BESIDE = {"moe-w4a16.json": ("Qwen3.6", "as TensorRT-LLM does"), "moe-mxfp4.json": ("gpt-oss", "triton_kernels")}
+"""Files of other formats to the layer and the comparison that the README shows of them."""
 
 
 def in_short(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -366,7 +366,7 @@ def _table(found: dict[str, dict[str, Any]], link: str = "", model: str = "") ->
         or f" a {model}" in cells[0]
         or f" of {model}" in cells[0]
         or file.startswith("on-card/")
-        or (file in _BESIDE and _BESIDE[file] in cells[2])
+        or (file in _BESIDE and _BESIDE[file][0] in cells[0] and _BESIDE[file][1] in cells[2])
     ]
     if not any(row[0].startswith("a token of") for row in rows):
         rows.insert(0, ["time of a token, served whole", NOWHERE, "-", "no SM12x card yet", "`python -m benchmarks.on_card`"])

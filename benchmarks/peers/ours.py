@@ -112,7 +112,8 @@ def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidt
     def seconds_of(form: str) -> float:
         return graph_seconds(lambda: [forms[i][form].run(MoECall(x, ids, router_weights)) for i, ids in calls], REPLAYS)
 
-    times = {form: seconds_of(form) / len(calls) for form, kernel in forms[0].items() if kernel.serves(tokens)}
+    serving = [form for form, kernel in forms[0].items() if kernel.serves(tokens)] or [next(iter(forms[0]))]
+    times = {form: seconds_of(form) / len(calls) for form in serving}
     form = min(times, key=times.__getitem__)
     seconds, kernel = times[form], forms[0][form]
     error = math.nan if skewed else layers.error(kernel, x, calls[0][1], router_weights)
