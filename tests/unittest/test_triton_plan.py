@@ -133,7 +133,9 @@ def test_blocks_grow_with_the_routes_of_an_expert() -> None:
         return [found.routes for found in kernel.proposals(tokens)]
 
     kernel = described(QWEN3_30B, H100)
-    assert [routes(kernel, n) for n in (8, 64, 128, 256)] == [[8, 8, 8], [8, 16, 16], [16, 8, 16], [16, 16, 16]]
+    assert [routes(kernel, n) for n in (8, 64, 128)] == [[8, 8, 8], [8, 16, 16], [16, 8, 16]]
+    # What may be the fastest from some count on is proposed before what it replaces ends.
+    assert [routes(kernel, n) for n in (160, 191, 192)] == [[16, 16, 8], [16, 16, 8], [16, 16, 16]]
     assert routes(described(dataclasses.replace(QWEN3_30B, ranks=4), H100), 128)[0] == 8
 
 

@@ -18,8 +18,10 @@ _ONE_BLOCK = 3.0
 """Routes per expert below which few experts have more than the 8 of a block."""
 _FULL_BLOCKS = 8.0
 """Routes per expert from which most experts have more than 8."""
-_TWO_BLOCKS = 10.0
-"""Routes per expert from which blocks of 8 would read an expert's weights twice or more."""
+_MANY_ROUTES = 10.0
+"""Routes per expert from which steps of half the columns may be faster: a block of 16 has activations as large as codes."""
+_TWO_BLOCKS = 12.0
+"""Routes per expert from which blocks of 8 read the weights of most experts twice."""
 _STEPS = 3
 """Fewest steps of a sum whose loads overlap the products of others."""
 _RESIDENT_WARPS = 10
@@ -110,8 +112,8 @@ def _sets(fc1: _Product, fc2: _Product, card: Card, per_expert: float) -> list[t
         sixteen, third = (16, wide, first), (16, wide, other)
     else:  # without wgmma a step's activations are in registers: 64 of a thread for 16 routes by 256 columns
         sixteen, third = halved, (16, slim, narrow)
-    if per_expert >= _TWO_BLOCKS:
-        return [halved, sixteen, third]
+    if per_expert >= _MANY_ROUTES:
+        return [halved, sixteen, third if per_expert >= _TWO_BLOCKS else (8, wide, first)]
     if per_expert >= _FULL_BLOCKS:
         return [sixteen, (8, wide, first), third]
     if per_expert >= _ONE_BLOCK:
