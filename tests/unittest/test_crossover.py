@@ -20,6 +20,7 @@ from trtllm_b12x.dispatch import crossover, store
 from trtllm_b12x.dispatch.policy import HOST, FixedThreshold, MeasuredPolicy, Timings
 from trtllm_b12x.dispatch.schedule import Schedule
 from trtllm_b12x.engines.trtllm import fused_moe, host_path
+from trtllm_b12x.kernels import PlanError
 from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
 
 TENSORS = random_experts(4, 128, 192)
@@ -110,6 +111,23 @@ def test_the_first_call_measures_every_layer_of_the_geometry_and_all_follow(
     for tokens in (9, 600):
         call = layers.inputs(modules[0], tokens, TENSORS)
         assert layers.errors(modules[0], *call, modules[0](*call), TENSORS)[1] < 0.005
+
+
+def test_a_family_that_cannot_be_planned_when_its_turn_comes(
+    clock: Clock, every_family: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are measured; the verdict says why this one is not."""
+
+    def plan(self: Any, *arguments: Any) -> None:
+        raise PlanError("no memory for this")
+
+    monkeypatch.setattr(GROUPED, "plan", plan)
+    module = built()
+    assert "grouped" in module.backend.verdict.families
+    called(module)
+    assert served(module, 1, 8, 600) == [TRITON, B12X, NONE]
+    assert module.backend.verdict.families == ("b12x", "triton")
+    assert any("no memory for this" in text for text in caplog.messages)
 
 
 def test_kernels_beyond_decode(clock: Clock, every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ class LayerDispatch:
         """There is nothing more to measure."""
         self.host: host_check.Verdict | None = None
         """On the engine's own path, once it was judged."""
+        self._errors: dict[str, str] = {}
         self._layer: Any = None
         """Geometry, weights, device and first expert."""
         self._stage = -1
@@ -87,14 +88,18 @@ class LayerDispatch:
             else:
                 self._add(name, limit, bound, errors)
         self.schedule, self.detached, self._stage = Schedule(bound, policy), HOSTS, -1
-        self.decided = False
+        self.decided, self._errors = False, errors
         self._compile_ahead(self.waiting, geometry, device)
         if errors and device.type == "cuda":
             torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
         return errors
 
     def plan_waiting(self) -> dict[str, str]:
-        """Plan, bind and test the families that ``load`` left to a measurement; return what failed, as ``load`` does."""
+        """Plan, bind and test the families that ``load`` left to a measurement.
+
+        Returns:
+            If one failed, what failed here and in ``load``, as that returns it.
+        """
         errors: dict[str, str] = {}
         if self.waiting and not torch.cuda.is_current_stream_capturing():
             bound, waiting = dict(self.schedule.families), self.waiting
@@ -102,7 +107,7 @@ class LayerDispatch:
             for name, limit in waiting.items():
                 self._add(name, limit, bound, errors)
             self.schedule = Schedule({name: bound[name] for name in self.kernels if name in bound}, self.schedule.policy)
-        return errors
+        return self._errors | errors if errors else {}
 
     def _add(self, name: str, limit: int, bound: dict[str, Kernel], errors: dict[str, str]) -> None:
         """Plan a family for ``limit`` tokens, bind and test it; add it to ``bound``, or what failed to ``errors``."""
@@ -154,7 +159,7 @@ class LayerDispatch:
         self._layer = geometry, weights, device, first_expert
         for kernel in self.schedule.kernels:
             kernel.bind(weights, first_expert)
-        self.schedule = Schedule(self.schedule.families, self.schedule.policy)  # with their forms
+        self.schedule = Schedule(self.schedule.families, self.schedule.policy, self.schedule.hostless)  # with their forms
 
     def should_measure(self) -> bool:
         """Return whether ``measure`` has something to decide at this stage of the process."""
@@ -181,7 +186,7 @@ class LayerDispatch:
 
     def judge_host(self, path: HostPath) -> None:
         """Judge the engine's own path. If it is wrong, kernels serve the counts that it would, as far as they can."""
-        if self.schedule.base or torch.cuda.is_current_stream_capturing():
+        if self.schedule.base or not self.schedule.settled or torch.cuda.is_current_stream_capturing():
             return
         families = self.schedule.families
         served_by = next((name for name, kernel in families.items() if kernel.features.measured_from), "+".join(families))

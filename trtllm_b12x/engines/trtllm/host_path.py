@@ -55,9 +55,10 @@ def judged(module: Any, like: Any) -> HostPath:
 
 def _alike(other: Any, module: Any) -> bool:
     """Return whether ``other`` has the same kernels, of the same sizes, on weights of its own."""
-    if hasattr(other, "plan_waiting"):
-        other.plan_waiting()
     mine, its = module.schedule, getattr(other, "schedule", HOSTS)
+    if its.kernels and its.kernels[0].geometry == mine.kernels[0].geometry:
+        other.plan_waiting()
+        its = other.schedule
     return bool(
         its.families.keys() == mine.families.keys()
         and its.settled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +176,8 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
         kept.append(experts.dispatch.kernels[name]())
         kept[-1].plan(geometry, kernel.capacity, device)
     for name, limit in experts.dispatch.waiting.items():
-        kept.append(experts.dispatch.kernels[name]())
-        kept[-1].describe(geometry, limit, device)  # enough for its scratch
+        kernel = experts.dispatch.kernels[name]()
+        with suppress(ValueError):  # its plan raises it again
+            kernel.describe(geometry, limit, device)  # enough for its scratch
+            kept.append(kernel)
     return kept
