@@ -218,12 +218,8 @@ def _kernels(found: dict[str, Any]) -> list[str]:
         rows = []
         for line in (one for one in results["lines"] if one["routing"] == "random"):
             t = line["tokens"]
-            cells = [
-                f"{line['us']:.1f}",
-                f"{line['megabytes']:.1f}",
-                f"{line['fraction']:.2f}",
-                f"{line['bytes_per_clock_sm']:.1f}",
-            ]
+            digits = {"us": 1, "megabytes": 1, "fraction": 2, "bytes_per_clock_sm": 1}
+            cells = [f"{line[name]:.{number}f}" for name, number in digits.items()]
             cells += [_us(times.get(t, {}).get(path)) for path in others] + [_us(at.get(t)) for at in peers.values()]
             rows.append([t, *cells, "-" if math.isnan(line["error"]) else f"{line['error']:.4f}"])
         beyond = [t for t in sorted(times) if t > max((row[0] for row in rows), default=0)]
