@@ -82,25 +82,14 @@ def triton(e: Environment) -> KernelFeatures:
     )
 
 
-def cuda(e: Environment) -> KernelFeatures:
-    """Return the capabilities of decode in one launch: as Triton's, up to 8 tokens."""
-    return _one_launch(triton(e))
+def one_launch(decode: Callable[[Environment], KernelFeatures]) -> Callable[[Environment], KernelFeatures]:
+    """Return the capabilities of decode in one launch: as Triton's, up to 64 tokens and without Triton."""
 
+    def features(e: Environment) -> KernelFeatures:
+        known = decode(e)
+        return replace(known, name="cuda", oldest_sm=90, most_tokens=64, bound_by=known.bound_by - {RejectReason.TRITON})
 
-def cuda_w4a16(e: Environment) -> KernelFeatures:
-    return _one_launch(triton_w4a16(e))
-
-
-def cuda_mxfp4(e: Environment) -> KernelFeatures:
-    return _one_launch(triton_mxfp4(e))
-
-
-def cuda_mxfp8(e: Environment) -> KernelFeatures:
-    return _one_launch(triton_mxfp8(e))
-
-
-def _one_launch(known: KernelFeatures) -> KernelFeatures:
-    return replace(known, name="cuda", oldest_sm=90, most_tokens=64, bound_by=known.bound_by - {RejectReason.TRITON})
+    return features
 
 
 def triton_w4a16(e: Environment) -> KernelFeatures:
@@ -175,6 +164,9 @@ def grouped_nvfp4(e: Environment) -> KernelFeatures:
         bound_by=known.bound_by | {RejectReason.UPCAST},
     )
 
+
+cuda, cuda_w4a16 = one_launch(triton), one_launch(triton_w4a16)
+cuda_mxfp4, cuda_mxfp8 = one_launch(triton_mxfp4), one_launch(triton_mxfp8)
 
 FAMILIES: tuple[Family, ...] = (
     Family("cuda", "NVFP4", cuda),

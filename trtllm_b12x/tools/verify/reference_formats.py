@@ -165,7 +165,7 @@ class _MXFP4(ReferenceDequantizer):
     that TensorRT-LLM's CUTLASS quantizes activations to MXFP8 is its own choice."""
 
     def matrix(self, expert: int, name: str) -> torch.Tensor:
-        return dequantize_mxfp4(self.weights[f"{expert}.{name}.weight"], self.weights[f"{expert}.{name}.weight_scale"])
+        return _scaled(decode_fp4(self.weights[f"{expert}.{name}.weight"]), self.weights[f"{expert}.{name}.weight_scale"])
 
 
 class _MXFP8(ReferenceDequantizer):
@@ -174,7 +174,8 @@ class _MXFP8(ReferenceDequantizer):
     quantized = True
 
     def matrix(self, expert: int, name: str) -> torch.Tensor:
-        return dequantize_mxfp8(self.weights[f"{expert}.{name}.weight"], self.weights[f"{expert}.{name}.weight_scale"])
+        codes = self.weights[f"{expert}.{name}.weight"].view(torch.float8_e4m3fn)
+        return _scaled(codes, self.weights[f"{expert}.{name}.weight_scale"])
 
     def quantize(self, values: torch.Tensor, fc: int, arithmetic: Arithmetic) -> torch.Tensor:
         return fake_quantize_mxfp8(values)
@@ -213,21 +214,12 @@ def dequantize_nvfp4(weight: torch.Tensor, weight_scale: torch.Tensor, weight_sc
     return values
 
 
-def dequantize_mxfp8(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """Return float32 ``(rows, K)`` of E4M3 ``(rows, K)`` in any 8-bit dtype and E8M0 bytes ``(rows, K / 32)``."""
-    return (weight.view(torch.float8_e4m3fn).double() * _powers(weight_scale).repeat_interleave(_MX_BLOCK, dim=1)).float()
-
-
-def dequantize_mxfp4(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """Return float32 ``(rows, K)`` of FP4 codes, two in a byte, and E8M0 bytes ``(rows, K / 32)``."""
-    return (decode_fp4(weight).double() * _powers(weight_scale).repeat_interleave(_MX_BLOCK, dim=1)).float()
-
-
-def _powers(scales: torch.Tensor) -> torch.Tensor:
-    """Decode E8M0 bytes to float64: two to the power of the byte minus 127, NaN for 255."""
+def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply ``(rows, K)`` by E8M0 bytes ``(rows, K / 32)``: two to the power of the byte minus 127, NaN for 255. float32."""
     exponents = scales.view(torch.uint8).to(torch.int32)
     powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64, device=scales.device), exponents - 127)
-    return torch.where(exponents == 255, torch.nan, powers)
+    factors = torch.where(exponents == 255, torch.nan, powers)
+    return (values.double() * factors.repeat_interleave(_MX_BLOCK, dim=1)).float()
 
 
 def fake_quantize_nvfp4(values: torch.Tensor, global_scale: torch.Tensor, arithmetic: Arithmetic, gated: bool) -> torch.Tensor:

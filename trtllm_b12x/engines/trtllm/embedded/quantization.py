@@ -184,27 +184,23 @@ class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
     ) -> None:
         # The rows match those of the weights, so copy them in the same way, then interleave.
         self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
-        _interleave(dst_w3_w1_weight_scale)
+        self._order_scales(dst_w3_w1_weight_scale)
 
     def load_expert_w2_weight_scale_nvfp4(
         self, module: Any, w2_weight_scale: torch.Tensor, dst_w2_weight_scale: torch.Tensor
     ) -> None:
         self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
-        _interleave(dst_w2_weight_scale)
+        self._order_scales(dst_w2_weight_scale)
+
+    def _order_scales(self, block_scales: torch.Tensor) -> None:
+        _interleave(block_scales)
 
 
 class W4A16NVFP4CutlassFusedMoEMethod(NVFP4CutlassFusedMoEMethod):
     """Method for NVFP4 weights with 16-bit activations: block scales in rows, experts dequantized at every call."""
 
-    def load_expert_w3_w1_weight_scale_nvfp4(
-        self, module: Any, w1_weight_scale: torch.Tensor, w3_weight_scale: torch.Tensor, dst_w3_w1_weight_scale: torch.Tensor
-    ) -> None:
-        self.load_expert_w3_w1_weight(module, w1_weight_scale, w3_weight_scale, dst_w3_w1_weight_scale)
-
-    def load_expert_w2_weight_scale_nvfp4(
-        self, module: Any, w2_weight_scale: torch.Tensor, dst_w2_weight_scale: torch.Tensor
-    ) -> None:
-        self.load_expert_w2_weight(module, w2_weight_scale, dst_w2_weight_scale)
+    def _order_scales(self, block_scales: torch.Tensor) -> None:
+        """Leave them in rows."""
 
     def dequant_active_experts_to_hp(
         self, module: Any, token_selected_experts: torch.Tensor, out_dtype: torch.dtype
