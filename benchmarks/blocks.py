@@ -88,17 +88,9 @@ def baked(found: Found) -> list[str]:
     return table(["export, kernel", "scales", "weights moved by", "output error", "the reference's own"], rows)
 
 
-def served(found: Found) -> list[str]:
-    return models.served()
-
-
-def capabilities(found: Found) -> list[str]:
-    return models.capabilities()
-
-
 BLOCKS: dict[str, Callable[[Found], list[str]]] = {
-    "models": served,
-    "capabilities": capabilities,
+    "models": lambda found: models.served(),
+    "capabilities": lambda found: models.capabilities(),
     "warmup": warmup,
     "hopper": hopper,
     "baked": baked,
