@@ -11,14 +11,29 @@ from typing import Any
 from benchmarks.on_card.steps import gpu_state, write_json
 from trtllm_b12x.environment import packages
 
-PACKAGES, CLOCKS = (
-    tuple(names.split())
-    for names in (
-        "trtllm-b12x tensorrt-llm flashinfer-python flashinfer-cubin flashinfer-jit-cache nvidia-cutlass-dsl "
-        "nvidia-cutlass-dsl-libs-cu13 torch triton transformers",
-        "clocks.sm clocks.max.sm clocks.mem clocks.max.mem clocks.applications.graphics clocks_event_reasons.active "
-        "persistence_mode power.limit temperature.gpu pstate",
-    )
+PACKAGES = (
+    "trtllm-b12x",
+    "tensorrt-llm",
+    "flashinfer-python",
+    "flashinfer-cubin",
+    "flashinfer-jit-cache",
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "torch",
+    "triton",
+    "transformers",
+)
+CLOCKS = (
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "clocks.max.mem",
+    "clocks.applications.graphics",
+    "clocks_event_reasons.active",
+    "persistence_mode",
+    "power.limit",
+    "temperature.gpu",
+    "pstate",
 )
 IDENTITY = ("name", "uuid", "driver_version", "vbios_version", "memory.total", "mig.mode.current")
 
