@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from tests import faults
+from tests.clock import Clock, standing_in
 from tests.integration.vllm import layers, whole
 from trtllm_b12x.core import process, settings
+from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.vllm import facts, machine, plugin, problem
 from trtllm_b12x.kernels import MoECall
 
@@ -330,6 +332,22 @@ def test_theirs_serves_beyond_ours_and_after_a_fault(monkeypatch: pytest.MonkeyP
     assert bool((layers.call(method, layer, *layers.routes(config, 5)) == 7).all())
     assert seen == [200, 5]
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_wrong_experts_of_vllms_are_found_and_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the card has measured, as a stand-in for its clock says, that they are the fastest at every count."""
+    config, experts = layers.config_of(*SIZES), layers.random_experts("NVFP4", SIZES[0], *SIZES[2:])
+    method, layer = layers.loaded("NVFP4", config, experts)
+    monkeypatch.setattr("trtllm_b12x.engines.vllm.experts._quantize_input", lambda x, config: (x, None))
+    monkeypatch.setattr(type(experts_of(method)._own), "apply", lambda self, out, *rest: out.fill_(7))
+    call = layers.routes(config, 200)
+    with standing_in(Clock(lambda name, tokens: 1.0 if name == HOST else 2.0)):
+        result = layers.call(method, layer, *call)
+    (line,) = (text for text in caplog.messages if "wrongly" in text)
+    assert line.startswith(f"vLLM {facts.version()} computes experts in ")
+    assert "grouped serves instead" in line
+    assert line.endswith("https://github.com/vllm-project/vllm/issues/48898")
+    assert layers.distance(result, experts.expected(*call)) < 0.2  # activations in FP4
 
 
 ITSELF = (
