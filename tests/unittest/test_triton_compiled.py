@@ -103,7 +103,7 @@ def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, .
         # Two programs, with what each launch reserves, find room on a multiprocessor.
         assert 2 * (made.metadata.shared + 1024) <= CARDS[capability].shared_memory
         # Triton 3.9 has Hopper multiply 64 rows of four warps as one, with inputs in shared memory; 3.7 and older do not.
-        group = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16" in ptx
+        group = f"wgmma.mma_async.sync.aligned.m64n{variant.constants['BM']}k16.f32.bf16.bf16" in ptx
         assert not group or (capability == 90 and warps >= 4)
         assert group or "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in ptx
         assert "griddepcontrol.wait" in ptx
