@@ -18,6 +18,8 @@ E4M3_MAX = 448.0
 _LARGEST_EXPONENT = 8
 """Exponent of the largest E4M3 number."""
 _NAN = 255
+_BEYOND_THE_LARGEST = 0x1FFFFF
+"""Added to a float32's bits, it carries into the exponent if the mantissa is above 1.75, which is that of 448."""
 
 
 def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
@@ -27,19 +29,21 @@ def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(wide == _NAN, torch.nan, bits.view(torch.float32))
 
 
-def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(values: torch.Tensor, scale_up: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize activations as the kernels do.
 
     The scale is ``floor(log2(amax)) - 8``, values are rounded to nearest even and saturate; a block that is not finite gets NaN.
 
     Args:
         values: ``(..., K)`` of any float type.
+        scale_up: the scale is ``ceil(log2(amax / 448))``, so that none saturates: TensorRT-LLM's ``cvt_warp_fp16_to_mxfp8``.
 
     Returns:
         float8_e4m3fn ``(..., K)`` and uint8 ``(..., K / 32)``.
     """
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
-    exponent = (blocks.abs().amax(-1).contiguous().view(torch.int32) >> 23) & 255
+    bits = blocks.abs().amax(-1).contiguous().view(torch.int32)
+    exponent = (bits + (_BEYOND_THE_LARGEST if scale_up else 0) >> 23) & 255
     scales = torch.where(blocks.isfinite().all(-1), (exponent - _LARGEST_EXPONENT).clamp(min=0), _NAN)
     inverse = ((254 - scales) << 23).view(torch.float32)
     codes = (blocks * inverse.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -64,7 +64,7 @@ class ReferenceKernel(Kernel):
     """Each route's share is rounded to bf16."""
 
     rounds_products: ClassVar[bool] = False
-    """Products are rounded to the layer's dtype, before biases; activations are quantized by reciprocals."""
+    """Products are rounded to the layer's dtype, before biases. Activations are quantized by reciprocals, MXFP8 scales rounded up."""
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         self.check(geometry, (self.features.hidden_size_multiple, self.multiple))
@@ -180,7 +180,7 @@ class ReferenceKernel(Kernel):
     def _quantized(self, values: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
         """Round 16-bit values ``(n, K)`` to the weights' format; float32, without ``divisor``."""
         if divisor is None:
-            return mxfp8.dequantize(*mxfp8.quantize(values))
+            return mxfp8.dequantize(*mxfp8.quantize(values, self.rounds_products))
         blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
         amax = blocks.abs().amax(-1, keepdim=True)
         if self.geometry.gated or self.rounds_products:
