@@ -89,6 +89,7 @@ class LayerDispatch:
                 self._add(name, limit, bound, errors)
         self.schedule, self.detached, self._stage = Schedule(bound, policy), HOSTS, -1
         self.decided, self._errors = False, errors
+        self._heed_host()
         self._compile_ahead(self.waiting, geometry, device)
         if errors and device.type == "cuda":
             torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
@@ -107,6 +108,7 @@ class LayerDispatch:
             for name, limit in waiting.items():
                 self._add(name, limit, bound, errors)
             self.schedule = Schedule({name: bound[name] for name in self.kernels if name in bound}, self.schedule.policy)
+            self._heed_host()
         return self._errors | errors if errors else {}
 
     def _add(self, name: str, limit: int, bound: dict[str, Kernel], errors: dict[str, str]) -> None:
@@ -191,15 +193,16 @@ class LayerDispatch:
         families = self.schedule.families
         served_by = next((name for name, kernel in families.items() if kernel.features.measured_from), "+".join(families))
         last, switch = max(kernel.capacity for kernel in families.values()), settings.CROSSOVER
-        instead = f"up to {last} tokens {served_by} serves instead, unless {switch.name} is set"
+        instead = f"up to {last} tokens {served_by} serves instead, unless {switch.name} is set; longer calls stay with it"
         if switch() is not None:
             instead = f"it serves nevertheless, as {switch.name} says"
         self.host = host_check.judge(self.schedule.kernels[0], self._layer[3], path, crossover.stage(), instead)
         self._heed_host()
 
     def _heed_host(self) -> None:
-        if self.host is not None and self.host.wrong and settings.CROSSOVER() is None:
-            self.schedule = self.schedule.without_host()
+        hostless = self.host is not None and self.host.wrong and settings.CROSSOVER() is None
+        if hostless != self.schedule.hostless:
+            self.schedule = Schedule(self.schedule.families, self.schedule.policy, hostless)
 
     def drop(self) -> None:
         """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""

@@ -72,10 +72,6 @@ class Schedule:
             self._cache[tokens] = kernel
         return kernel
 
-    def without_host(self) -> Schedule:
-        """Return the schedule of a layer whose host's path is wrong."""
-        return Schedule(self.families, self.policy, hostless=True)
-
     @property
     def settled(self) -> bool:
         """Every kernel is tested, so that the counts they serve no longer change."""

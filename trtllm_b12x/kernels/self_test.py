@@ -181,7 +181,8 @@ def run_quick_self_test(
 def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run: Run) -> list[SelfTestResult] | None:
     """Compare an engine's path with CUTLASS's arithmetic in torch, in calls of ``HOST_TOKENS`` that reach every local expert.
 
-    A token has one expert that counts, and others with a router weight of zero.
+    A token has one expert that counts, and others with a router weight of zero. In the last call of each size all count alike, so
+    that the sum over routes is judged too.
 
     Args:
         weights: as our kernels read them. The engine has one ``weight_scale_2`` for gate and up, the larger one.
@@ -194,23 +195,42 @@ def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run
     reference = CUTLASS[geometry.format]()
     reference.plan(geometry, experts, device)
     reference.bind(weights)
-    x = _activations(geometry, weights, experts)
-    expected = reference.each_expert(x)
-    generator, results = torch.Generator().manual_seed(0), []
     with torch.device("cpu"):
-        order = torch.randperm(experts, generator=generator)
-    usable = (expected.isfinite().all(1) & expected.any(1)).float().mean()
+        order, group, routes = _routes_of_groups(experts, min(top_k, experts))
+        # A rank of expert parallelism may have fewer experts than a token has routes.
+        elsewhere = (first_expert + torch.arange(experts, max(experts, top_k))) % (experts * geometry.ranks)
+    order, group, routes, elsewhere = (tensor.to(device) for tensor in (order, group, routes, elsewhere))
+    x = _activations(geometry, weights, experts)[group]
+    each = reference.each_expert(x)
+    results = []
     for tokens in HOST_TOKENS:
-        with torch.device("cpu"):
-            turns = torch.arange(-(-experts // tokens) * tokens)
-            local = order[(turns.unsqueeze(1) + torch.arange(top_k)) % experts].to(device)
-        ids, counting = (local + first_expert).int(), local[:, 0]
-        router_weights = torch.zeros(ids.shape, device=device)
-        router_weights[:, 0] = 1
-        rows = [slice(first, first + tokens) for first in range(0, len(ids), tokens)]
-        calls = [MoECall(x[counting[row]], ids[row], router_weights[row]) for row in rows]
-        results.append(_compared(SelfTestCase("host", tokens, atomic=True), run, calls, expected[counting], HOST_BOUNDS))
-    return results if float(usable) > 0.25 else None
+        calls, sums = [], []
+        turns = -(-experts // tokens)
+        for turn in range(turns + 1):
+            local = routes[order[torch.arange(turn * tokens, (turn + 1) * tokens, device=device) % experts]]
+            router_weights = torch.ones(tokens, top_k, device=device)
+            if turn < turns:
+                router_weights[:, 1:] = 0
+            ids = torch.cat((local + first_expert, elsewhere.expand(tokens, -1)), 1).int()
+            calls.append(MoECall(x[local[:, 0]], ids, router_weights))
+            sums.append((router_weights[:, : local.shape[1], None] * each[local]).sum(1))
+        case = SelfTestCase("host", tokens, atomic=True)
+        results.append(_compared(case, run, calls, torch.cat(sums), HOST_BOUNDS))
+    return results if float((each.isfinite().all(1) & each.any(1)).float().mean()) > 0.25 else None
+
+
+def _routes_of_groups(experts: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the experts in random order, each one's group, and ``(experts, width)``: each one, then others of its group.
+
+    All tokens of a group have the same activations, so that one run of each expert tells every sum over a group.
+    """
+    order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
+    place = torch.arange(experts)
+    first = (place // width).clamp(max=experts // width - 1) * width
+    size = torch.where(first + 2 * width > experts, experts - first, width)
+    turns = first[:, None] + ((place - first)[:, None] + torch.arange(width)) % size[:, None]
+    back = order.argsort()
+    return order, first[back], order[turns[back]]
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------------

@@ -259,9 +259,12 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self.measured = not self.dispatch.should_measure()
 
     def _host_path(self, theirs: Callable[..., None]) -> HostPath:
+        # The ids of this rank's experts are local ones if these are not neighbors. vLLM takes global ones: -1 comes last.
+        places = None if self._local is None else (self._local[1:-1] & torch.iinfo(torch.int32).max).argsort()
+
         def run(call: MoECall) -> torch.Tensor:
-            out = torch.empty_like(call.x)
-            theirs(call.x, call.ids, call.router_weights, out)
+            out, ids = torch.empty_like(call.x), call.ids
+            theirs(call.x, ids if places is None else places[ids].to(ids.dtype), call.router_weights, out)
             return out
 
         return HostPath(run, "vLLM", facts.version(), f"experts in {self.slot.backend}")
