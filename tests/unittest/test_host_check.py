@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import layers
+from tests import layers, mxfp4
 from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
+from tests.layers import host
 from tests.nvfp4_layer import random_layer
 from trtllm_b12x import status
 from trtllm_b12x.core import settings
@@ -19,7 +21,7 @@ from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.trtllm.embedded import ops
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import CUTLASS, QuantizedReferenceKernel
-from trtllm_b12x.kernels.self_test import HOST_BOUNDS, judge_host_path
+from trtllm_b12x.kernels.self_test import HOST_BOUNDS, _routes_of_groups, judge_host_path
 
 pytestmark = pytest.mark.usefixtures("every_family")
 E, H, SIZE = 8, 128, 256
@@ -64,7 +66,16 @@ def halves_swapped_above_32(arguments: Any, named: dict[str, Any]) -> Any:
     return ids, router_weights, fc1, *others
 
 
-FAULTS = {"one expert is 1.5 times as large": one_expert_larger, "gate and up are swapped above 32": halves_swapped_above_32}
+def second_route_forgotten(arguments: Any, named: dict[str, Any]) -> Any:
+    ids, router_weights, *others = arguments
+    return ids, router_weights * torch.tensor([1.0, 0.0]), *others
+
+
+FAULTS = {
+    "one expert is 1.5 times as large": one_expert_larger,
+    "gate and up are swapped above 32": halves_swapped_above_32,
+    "the second route is forgotten": second_route_forgotten,
+}
 
 
 def called(tokens: int = 3, **arguments: Any) -> Any:
@@ -101,6 +112,9 @@ def test_a_wrong_host_is_found_named_and_replaced(
         assert backend.schedule.hostless
         assert layers.errors(module, *call, module(*call), TENSORS)[1] < 0.005
     assert all("beyond" in text for text in status().host_paths.values())
+    dispatch = modules[0].backend.dispatch
+    dispatch.bind(modules[0].backend._kernel_weights(), 0)  # as when weights move
+    assert dispatch.schedule.at(64) is not None
 
 
 @pytest.mark.parametrize("ratio", [1.0, 3.0])
@@ -138,6 +152,59 @@ def test_what_cannot_be_judged_is_not_blamed(monkeypatch: pytest.MonkeyPatch, ca
     captured(*layers.inputs(captured, 3, TENSORS))
     assert not said(caplog, logging.WARNING)
     assert "not judged: RuntimeError: CUTLASS does not take this" in status().host_paths.values()
+
+
+MXFP4 = host.QuantConfig(quant_algo=host.QuantAlgo.W4A8_MXFP4_MXFP8, group_size=32)
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+@pytest.mark.parametrize("quantization", [None, MXFP4], ids=["NVFP4", "MXFP4"])
+def test_the_engines_rounding_points(quantization: Any, ep: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Also on a rank that has fewer experts than a token has routes."""
+    tensors = TENSORS if quantization is None else mxfp4.random_experts(E, H, SIZE)
+    for mapping in layers.ranks(1, ep)[-1:]:
+        module = layers.load(layers.create(E, H, SIZE, top_k=3, quant_config=quantization, mapping=mapping), tensors)
+        module(torch.randn(3, H).bfloat16(), torch.randn(3, E))
+        assert not said(caplog, logging.WARNING)
+        backend, like = module.backend, caught(module)
+        run = functools.partial(backend.run_as_the_host, like)
+        results = judge_host_path(backend.kernel.geometry, backend.kernel.weights, backend.slot_start, run)
+        assert results
+        assert all(result.error < 0.02 and result.worst < 0.04 for result in results), list(map(str, results))
+        if quantization is not None:
+            assert all(result.worst < 0.005 for result in results), list(map(str, results))
+
+
+def caught(module: Any) -> Any:
+    """A call in the host's form."""
+    seen: list[Any] = []
+    module.backend.dispatch.decided = False
+    module.backend._ask = seen.append
+    module(torch.randn(3, H).bfloat16(), torch.randn(3, E))
+    return seen[0]
+
+
+@pytest.mark.parametrize(("experts", "width"), [(8, 2), (10, 4), (11, 4), (4, 4), (5, 1), (2, 2)])
+def test_every_expert_comes_first_once_and_shares_a_group(experts: int, width: int) -> None:
+    order, group, routes = _routes_of_groups(experts, width)
+    assert sorted(order.tolist()) == list(range(experts))
+    assert routes[:, 0].tolist() == list(range(experts))
+    for row in routes.tolist():
+        assert len(set(row)) == width
+        assert len({int(group[expert]) for expert in row}) == 1
+
+
+@pytest.mark.all("1000")
+@pytest.mark.parametrize("draws", [4, 1000])
+def test_a_right_host_is_never_blamed(draws: int) -> None:
+    module, like = layers.create(E, H, H), None
+    for seed in range(draws):
+        backend = layers.load(module, random_experts(E, H, H, seed=seed)).backend
+        like = like or caught(module)
+        kernel = backend.kernel
+        results = judge_host_path(kernel.geometry, kernel.weights, 0, functools.partial(backend.run_as_the_host, like))
+        assert results
+        assert all(result.passed for result in results), (seed, list(map(str, results)))
 
 
 class Elsewhere(QuantizedReferenceKernel):

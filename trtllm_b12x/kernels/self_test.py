@@ -35,12 +35,13 @@ QUICK_BOUNDS = (0.01, 0.05)
 """Relative L2 of a call and of its worst token, where the reference has the kernel's rounding points. Right kernels stay below
 0.004: bf16 rounding of the activation's result and of the output."""
 HOST_TOKENS = (8, 64)
-HOST_BOUNDS = (0.08, 0.25)
-"""Relative L2 of all calls of an engine's path and of its worst token, which is the worst expert.
+HOST_BOUNDS = (0.18, 0.25)
+"""Relative L2 of all calls of an engine's path, and of its worst token.
 
-Where an engine rounds FC1's and FC2's products is its own affair: between the reference with and without those roundings, which
-flip codes of FC2's input, 1,000 draws of three geometries gave at most 0.041 and 0.146. An expert that is 1.5 times as large
-gives 0.5 for its token, at least 0.46 in those draws.
+A right engine may round to 16 bits elsewhere than the reference, which moves FC2's input across its quantizer's ties. Two roundings
+of one vector differ by at most the sum of their errors. In NVFP4 an error is 0.09 of a token on average and 0.122 at most (2,400
+tokens): the bounds are twice that. FC2 keeps a relative error. Over 1,000 draws of weights the embedded host gave at most 0.042 and
+0.102, an engine without 16-bit roundings 0.085 and 0.175. An expert that is 1.5 times as large gave its token 0.45 to 0.61.
 """
 _QUICK_EXPERTS = 16
 """Number of experts that a quick test calls; the others are the same code at other addresses."""
