@@ -64,7 +64,8 @@ class ReferenceKernel(Kernel):
     """Each route's share is rounded to bf16."""
 
     rounds_products: ClassVar[bool] = False
-    """Products are rounded to the layer's dtype, before biases. Activations are quantized by reciprocals, MXFP8 scales rounded up."""
+    """Products are rounded to the layer's dtype, before biases. Activations are quantized by reciprocals, with MXFP8
+    scales rounded up."""
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         self.check(geometry, (self.features.hidden_size_multiple, self.multiple))

@@ -38,10 +38,11 @@ HOST_TOKENS = (8, 64)
 HOST_BOUNDS = (0.18, 0.25)
 """Relative L2 of all calls of an engine's path, and of its worst token.
 
-A right engine may round to 16 bits elsewhere than the reference, which moves FC2's input across its quantizer's ties. Two roundings
-of one vector differ by at most the sum of their errors. In NVFP4 an error is 0.09 of a token on average and 0.122 at most (2,400
-tokens): the bounds are twice that. FC2 keeps a relative error. Over 1,000 draws of weights the embedded host gave at most 0.042 and
-0.102, an engine without 16-bit roundings 0.085 and 0.175. An expert that is 1.5 times as large gave its token 0.45 to 0.61.
+A right engine may round to 16 bits elsewhere than the reference. That moves FC2's input across ties of its quantizer. Two
+roundings of one vector differ by at most the sum of their errors. In NVFP4 an error is 0.09 of a token on average, and was at most
+0.122 in 2,400 tokens. The bounds are twice that, as FC2 keeps a relative error. Over 1,000 draws of weights the embedded host gave at
+most 0.042 and 0.102, an engine that rounds neither products nor the activation's result to 16 bits 0.085 and 0.175. An expert that
+is 1.5 times as large gave its token 0.45 to 0.61, a forgotten route 0.55 over all calls.
 """
 _QUICK_EXPERTS = 16
 """Number of experts that a quick test calls; the others are the same code at other addresses."""
