@@ -143,7 +143,7 @@ def test_what_cannot_be_judged_is_not_blamed(monkeypatch: pytest.MonkeyPatch, ca
         captured = called()
     assert captured.backend.dispatch.host is None
     assert any("the engine's own path is not judged" in line for line in caplog.messages)
-    assert set(status().host_paths.values()) == {"not judged: no eager call yet"}
+    assert set(status().host_paths.values()) == {"not judged"}
 
     def raising(arguments: Any, named: dict[str, Any]) -> Any:
         raise RuntimeError("CUTLASS does not take this")

@@ -8,7 +8,7 @@ kernels that it captured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,13 +21,12 @@ from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.kernels import Geometry
 
 from . import store, timing
-from .policy import DispatchPolicy, FixedThreshold, MeasuredPolicy, counts_to_measure
+from .policy import HOST, DispatchPolicy, FixedThreshold, MeasuredPolicy, counts_to_measure
 from .schedule import EVERY, Schedule, default_crossover
 from .timing import RouteSampler, TimedPath
 
 _ROWS = 32
-"""Routed rows per local expert up to which kernels are planned if the card decides: Triton's largest block. Beyond it an expert's
-weights are read more than once."""
+"""Routed rows per local expert up to which kernels are planned if the card decides: two of Triton's largest blocks."""
 _TOKENS = (64, 256)
 """Kernels are planned for at least and at most so many tokens."""
 UNTUNED, TUNED = 0, 1
@@ -97,6 +96,25 @@ def tuning() -> None:
     """Note that the host's autotuner is at work."""
     global _stage
     _stage = TUNED
+
+
+def paths_of(schedules: Sequence[Schedule], host: TimedPath | None) -> dict[str, TimedPath]:
+    """Return what is timed: every form of every kernel, over layers of equal schedules, and ``HOST``.
+
+    Args:
+        host: None if the host has no path; a family that serves every count then takes its place.
+    """
+    first, paths = schedules[0], {}
+    base = first.families.get(first.base)
+    if base is not None:
+        host = TimedPath([schedule.families[first.base].run for schedule in schedules], base.serves)
+    assert host is not None
+    for name, kernel in first.forms.items():
+        if kernel is not base:
+            # Prefill rarely runs in a graph. Launch time then counts for our kernels; the host path is timed without it.
+            captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
+            paths[name] = TimedPath([schedule.forms[name].run for schedule in schedules], kernel.serves, captured)
+    return {**paths, HOST: host}
 
 
 def ensure_measured(

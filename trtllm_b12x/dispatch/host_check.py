@@ -1,4 +1,4 @@
-"""Judge the engine's own path, which prefill is left to: right numbers are assumed of it, and cards exist where they are wrong.
+"""Judge the engine's own path, which serves prefill: users report SM12x cards on which its NVFP4 products are wrong.
 
 Once for a geometry, a device and a stage of the process, on the weights of the layer that asks first, in every process anew.
 """
@@ -22,26 +22,29 @@ REPORTS = {
     "TensorRT-LLM": "https://github.com/NVIDIA/TensorRT-LLM/issues/14154",
     "vLLM": "https://github.com/vllm-project/vllm/issues/48898",
 }
-"""Of wrong numbers in NVFP4 on these cards, by engine; both in dense layers."""
+"""Report of wrong NVFP4 products on these cards, by engine. Both are of dense layers."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a check."""
+    """Result of judging an engine's path."""
 
     wrong: bool
+    """An error is beyond its bound."""
     text: str
     """The error and its bound, or why nothing was judged."""
 
 
 @dataclass(frozen=True)
 class HostPath:
-    """An engine's own path through one layer."""
+    """An engine's own path through one layer, and what a warning names."""
 
     run: Callable[[MoECall], torch.Tensor]
     engine: str
+    """A key of ``REPORTS``."""
     version: str
     layer: str
+    """Such as "MoE layer 3"."""
 
 
 _lock = locks.new()

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.dispatch import timing
+from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.host_check import HostPath
-from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.schedule import HOSTS
 from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
 from trtllm_b12x.environment import packages
@@ -29,21 +28,11 @@ def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
         like: call that the host has just made, for ``run_as_the_host``.
     """
     layers = [module, *(other for other, _ in status.alive() if other is not module and _alike(other, module))][:_LAYERS]
-    paths, base = {}, module.schedule.families.get(module.schedule.base)
-    if base is not None:
-        paths[HOST] = TimedPath([layer.schedule.families[module.schedule.base].run for layer in layers], base.serves)
-    for name, kernel in module.schedule.forms.items():
-        if kernel is base:
-            continue
-        runs = [layer.schedule.forms[name].run for layer in layers]
-        # Prefill rarely runs in a graph. Launch time then counts for our kernels; the host path is timed without it.
-        captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
-        paths[name] = TimedPath(runs, kernel.serves, captured)
-    if HOST not in paths:
-        # The embedded operator synchronizes to find the experts that have tokens.
-        captured = load().generation != "embedded"
-        paths[HOST] = TimedPath([partial(layer.run_as_the_host, like) for layer in layers], captured=captured)
-    return paths
+    if module.schedule.base:
+        return crossover.paths_of([layer.schedule for layer in layers], None)
+    # The embedded operator synchronizes to find the experts that have tokens.
+    host = TimedPath([partial(layer.run_as_the_host, like) for layer in layers], captured=load().generation != "embedded")
+    return crossover.paths_of([layer.schedule for layer in layers], host)
 
 
 def judged(module: Any, like: Any) -> HostPath:

@@ -103,7 +103,7 @@ def status() -> Status:
         kernels=_summaries(bound),
         crossovers={str(m.schedule.kernels[0].geometry): m.schedule.summary for m in served if m.schedule.kernels},
         host_paths={
-            str(m.schedule.kernels[0].geometry): m.dispatch.host.text if m.dispatch.host else "not judged: no eager call yet"
+            str(m.schedule.kernels[0].geometry): m.dispatch.host.text if m.dispatch.host else "not judged"
             for m in served
             if m.schedule.kernels and not m.schedule.base
         },

@@ -16,10 +16,9 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from trtllm_b12x.core import log
 from trtllm_b12x.decision.verdicts import SERVED_SM
-from trtllm_b12x.dispatch import timing
+from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.host_check import HostPath
 from trtllm_b12x.dispatch.layer import LayerDispatch
-from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.timing import TimedPath
 from trtllm_b12x.formats.nvfp4 import InputScales
 from trtllm_b12x.kernels import MoECall, first_line
@@ -251,7 +250,8 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self.measured = True
         elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
             with self.dispatch.measuring():
-                self.dispatch.plan_waiting()
+                for family, reason in self.dispatch.plan_waiting().items():
+                    log.once(f"{family} does not serve {self.geometry}: {reason}")
                 if theirs is not None:
                     self.dispatch.judge_host(self._host_path(theirs))
                 paths = functools.partial(self._paths, theirs)
@@ -270,19 +270,8 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         return HostPath(run, "vLLM", facts.version(), f"experts in {self.slot.backend}")
 
     def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
-        schedule, paths = self.dispatch.schedule, {}
-        base = schedule.families.get(schedule.base)
-        for name, kernel in schedule.forms.items():
-            if kernel is base:
-                continue
-            captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
-            paths[name] = TimedPath([kernel.run], kernel.serves, captured)
-        if base is not None:
-            paths[HOST] = TimedPath([base.run], base.serves)
-        else:
-            assert theirs is not None
-            paths[HOST] = TimedPath([self._host_path(theirs).run])
-        return paths
+        host = None if theirs is None else TimedPath([self._host_path(theirs).run])
+        return crossover.paths_of([self.dispatch.schedule], host)
 
     def _sample_routes(self, tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logits = timing.router_logits(self.geometry, tokens, seed, skewed).to(machine.device_of(self.moe_config))
