@@ -91,10 +91,10 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     requirements = metadata.get_all("Requires-Dist") or []
     extras = {re.split(r"[<>=;]", r)[0].strip() for r in requirements if "extra ==" in r}
-    assert extras == {"flashinfer-python", "nvidia-cutlass-dsl[cu13]"}
+    assert extras == {"flashinfer-python", "matplotlib", "nvidia-cutlass-dsl[cu13]"}
     # Without a bound, no version that a host has can be wrong.
     assert {r for r in requirements if "extra ==" not in r} == {"click", "filelock", "packaging", "rich", "safetensors", "torch"}
-    assert set(metadata.get_all("Provides-Extra") or ()) == {"kernels", "expert-parallel"}
+    assert set(metadata.get_all("Provides-Extra") or ()) == {"kernels", "expert-parallel", "plot"}
 
 
 @pytest.mark.all
