@@ -23,8 +23,9 @@ def decodable(scales: torch.Tensor) -> bool:
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply FP4 bytes ``(..., K / 2)`` by E8M0 bytes ``(..., K / 32)``: float32, exact except for underflow."""
-    blocks = nvfp4.decode_e2m1(nvfp4.unpack_fp4(packed)).unflatten(-1, (-1, BLOCK_SIZE))
-    return (blocks * mxfp8.decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
+    values = nvfp4.decode_packed(packed)
+    values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(mxfp8.decode_e8m0(scales).unsqueeze(-1))
+    return values
 
 
 @dataclass(frozen=True)

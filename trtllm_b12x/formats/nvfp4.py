@@ -65,16 +65,21 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def decode_packed(packed: torch.Tensor) -> torch.Tensor:
+    """Decode FP4 bytes ``[..., K/2]`` to float32 ``[..., K]``."""
+    pairs = decode_e2m1(unpack_fp4(torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)))
+    # Both values of a byte in one gather of eight bytes, and no temporary as large as the result.
+    both = pairs.view(torch.int64).flatten().index_select(0, packed.flatten().int()).view(torch.float32)
+    return both.view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
 def dequantize(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
     """Multiply FP4 bytes ``[..., K/2]`` by E4M3 block scales ``[..., K/16]``, without any per-tensor scale.
 
     Returns:
         float32 ``[..., K]``. Exact: the product of an E2M1 and an E4M3 value has at most 6 significant bits.
     """
-    pairs = decode_e2m1(unpack_fp4(torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)))
-    # Both values of a byte in one gather of eight bytes, and no temporary as large as the result.
-    both = pairs.view(torch.int64).flatten().index_select(0, packed.flatten().int()).view(torch.float32)
-    values = both.view(*packed.shape[:-1], 2 * packed.shape[-1])
+    values = decode_packed(packed)
     values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(block_scales.float().unsqueeze(-1))
     return values
 

@@ -156,7 +156,8 @@ class ReferenceKernel(Kernel):
 
         fc1 = self._rounded(product("fc1_weight", inputs(x, divisors[0]), g.hidden_size) * alphas[0])
         if extra.fc1_bias is not None:
-            fc1 = fc1 + w.ordered(extra.fc1_bias, 1).float()
+            fc1 = fc1 + extra.fc1_bias.float()
+        fc1 = w.ordered(fc1, 1)
         constants = [tensor.unsqueeze(1) for tensor in extra.swiglu(g.num_experts, fc1.device)] if g.gated else []
         inner = activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants).to(g.dtype)
         fc2 = self._rounded(product("fc2_weight", inputs(inner, divisors[1]), g.intermediate_size) * alphas[1])
