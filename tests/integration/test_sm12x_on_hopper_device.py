@@ -98,6 +98,81 @@ def test_mma_at_every_position(of_a: bool) -> None:
     assert torch.equal(result, product(a, b, sa, sb).float())
 
 
+def e4m3(codes: torch.Tensor) -> torch.Tensor:
+    return torch.where(codes >= 0x80, -1.0, 1.0) * ue4m3(codes)
+
+
+def e8m0(codes: torch.Tensor) -> torch.Tensor:
+    """float64; 255 is NaN."""
+    return torch.where(codes == 255, float("nan"), torch.exp2(codes.double() - 127))
+
+
+def mma_e4m3(
+    a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor, c: torch.Tensor, ids: tuple[int, ...]
+) -> torch.Tensor:
+    registers = probes.fragments(a, b, sa, sb, *ids)
+    d = torch.empty(a.shape[0], 32, 4, device="cuda")
+    probes.run(probes.mma_ptx(*ids[:2], probes.MMA_E4M3, *ids[2:]), a.shape[0], 32, registers, probes.accumulators(c), d)
+    return probes.matrix(d)
+
+
+@pytest.mark.parametrize("ids", [(0, 0, 0, 0), (1, 0, 2, 0), (0, 1, 0, 3), (1, 2, 3, 1), (0, 3, 1, 2)])
+def test_mma_of_e4m3_on_random_operands(ids: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    n = 4096
+    a, b = codes(n, 16, 32, below=256), codes(n, 8, 32, below=256)
+    a[(a & 0x7F) == 0x7F], b[(b & 0x7F) == 0x7F] = 0, 0
+    sa, sb = (torch.randint(100, 155, (n, rows, 1), device="cuda", dtype=torch.uint8) for rows in (16, 8))
+    c = torch.randn(n, 16, 8, device="cuda")
+    factor = e8m0(sa) * e8m0(sb).transpose(1, 2)
+    expected = c.double() + (e4m3(a) @ e4m3(b).transpose(1, 2)) * factor
+    size = c.double().abs() + (e4m3(a).abs() @ e4m3(b).abs().transpose(1, 2)) * factor
+    assert bool(((mma_e4m3(a, b, sa, sb, c, ids).double() - expected).abs() <= 64 * 2.0**-24 * size).all())
+
+
+@pytest.mark.parametrize("of_a", [True, False])
+def test_mma_of_e4m3_at_every_position_and_of_every_pair_of_scales(of_a: bool) -> None:
+    """One 1.0 in A (or B) against a random other matrix; then one product of 1 by 1 with each pair of scales."""
+    torch.manual_seed(1)
+    height = 16 if of_a else 8
+    n = height * 32
+    one = torch.zeros(n, height, 32, device="cuda", dtype=torch.uint8)
+    one.view(n, n)[torch.arange(n), torch.arange(n)] = 0x38
+    other = codes(n, 8 if of_a else 16, 32, below=0x7F)
+    a, b = (one, other) if of_a else (other, one)
+    sa, sb = (torch.randint(100, 150, (n, rows, 1), device="cuda", dtype=torch.uint8) for rows in (16, 8))
+    zero = torch.zeros(n, 16, 8, device="cuda")
+    expected = (e4m3(a) @ e4m3(b).transpose(1, 2)) * e8m0(sa) * e8m0(sb).transpose(1, 2)
+    assert torch.equal(mma_e4m3(a, b, sa, sb, zero, (0, 0, 0, 0)), expected.float())
+    every = torch.arange(256, device="cuda", dtype=torch.uint8)
+    sa, sb = every.view(16, 1, 16, 1).expand(16, 32, 16, 1), every.view(1, 32, 8, 1).expand(16, 32, 8, 1)
+    a, b = (torch.full((512, rows, 32), 0, device="cuda", dtype=torch.uint8) for rows in (16, 8))
+    a[..., 0], b[..., 0] = 0x38, 0x38
+    found = mma_e4m3(a, b, sa.reshape(512, 16, 1), sb.reshape(512, 8, 1), zero[:1].expand(512, 16, 8).contiguous(), (0, 0, 0, 0))
+    wanted = (e8m0(sa) * e8m0(sb).transpose(2, 3)).float().view(512, 16, 8)
+    wanted[wanted.abs() < 2.0**-126] = 0  # subnormal: the instruction's own result is not known
+    found[found.abs() < 2.0**-126] = 0
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
+
+
+def test_pairs_of_float32() -> None:
+    given = torch.randn(3, 2, device="cuda")
+    out = torch.empty(2, 2, device="cuda")
+    probes.run(probes.PAIRS, 1, 1, given, out)
+    product = given[0].double() * given[1].double() + given[2].double()
+    assert torch.equal(out, torch.stack((product.float(), given[0] + given[1])))
+
+
+@pytest.mark.parametrize("values", [(1.0, 3.0, 2.0), (3.0, -1.0, 2.0), (-5.0, -4.0, -3.0), (1.0, float("nan"), 0.5)])
+def test_largest_of_three(values: tuple[float, ...]) -> None:
+    out = torch.empty(2, device="cuda")
+    probes.run(probes.LARGEST, 1, 1, torch.tensor(values, device="cuda"), out)
+    known = [value for value in values if value == value]
+    assert float(out[0]) == max(known)
+    assert bool(out[1].isnan()) if len(known) < 3 else float(out[1]) == max(known)
+
+
 def nearest_e2m1(values: torch.Tensor) -> torch.Tensor:
     """By distance, ties to the even code, NaN to +6; float32 in, codes out."""
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=values.device, dtype=torch.float64)

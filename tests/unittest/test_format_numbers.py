@@ -61,7 +61,7 @@ def planned(kind: Any, geometry: Geometry, tokens: int, weights: Any, first: int
 
 
 def compared(families: str, geometry: Geometry, tokens: int, tiles: Tiles | None = None) -> Answers:
-    """Distances of each family; the last of several tokens has no route."""
+    """Distances of each family; the last of several tokens has no route, and is not a number."""
     layer, weights = weights_of(geometry)
     first = geometry.num_experts if geometry.expert_parallel else 0
     x, ids, router_weights = random_call(geometry, tokens, geometry.num_experts * geometry.ranks, dtype=geometry.dtype)
@@ -71,7 +71,9 @@ def compared(families: str, geometry: Geometry, tokens: int, tiles: Tiles | None
     for family in families.split():
         kinds = KERNELS[family, geometry.format]
         quantizes = kinds[1] is QuantizedReferenceKernel
-        call = MoECall(move_off_ties(x, INPUT_SCALE[0]) if quantizes else x, ids, router_weights)
+        given = move_off_ties(x, INPUT_SCALE[0]) if quantizes else x.clone()
+        given[1:][-1:] = torch.nan
+        call = MoECall(given, ids, router_weights)
         kernel = planned(kinds[0], geometry, tokens, weights, first, tiles)
         wanted = planned(kinds[1], geometry, tokens, weights, first).run(call._replace(out=torch.zeros(x.shape)))
         result = kernel.run(call._replace(out=torch.full_like(x, torch.nan)))
@@ -238,6 +240,7 @@ SHORT: dict[str, Callable[[], Answers]] = {
     "MXFP4 by turns": case("triton", MXFP4_TURNS, 4, 2, 160, 96, **GPT_OSS),
     "grouped W4A16 in rows": case("grouped", W4A16_ROWS, 4, 2, 128, 192, tokens=70),
     "grouped MXFP4 by turns": case("grouped", MXFP4_TURNS, 4, 2, 160, 96, tokens=70, **GPT_OSS),
+    "grouped MXFP4 padded by a step": case("grouped", MXFP4_PADDED, 4, 2, 192, 64, tokens=70),
     "grouped MXFP4, halves of words": case("grouped", MXFP4_TURNS, 4, 2, 192, 64, tokens=70),
     "grouped NVFP4, alpha, beta and limit": case("grouped", NVFP4, 3, 2, 128, 64, tokens=9, activation="SwigluBias"),
     "grouped NVFP4, a rank of two": case("grouped", NVFP4, 5, 3, 128, 64, tokens=9, activation="Gelu", ranks=2),

@@ -94,7 +94,7 @@ def sm12x_on_hopper(
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         _answer_for_the_card(stack, options.sm, sm_count, build_only)
-        bed = Bed(Builder(cache or _default_cache(), dump, options), build_only)
+        bed = Bed(Builder(cache or default_cache(), dump, options), build_only)
         _take_the_doors(stack, bed, sm_count)
         yield bed
 
@@ -107,7 +107,7 @@ def _dump_directory() -> Path:
     return Path(directory)
 
 
-def _default_cache() -> Path:
+def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sm12x_on_hopper"
 
 

@@ -80,6 +80,19 @@ class Builder:
         path.with_suffix(".json").write_text(json.dumps(built, indent=1))
 
 
+MUTATION = "SM12X_ON_HOPPER_MUTATION"
+"""Environment variable: ``what => other`` breaks a replaced instruction, to show that it is noticed."""
+
+
+def instructions() -> str:
+    return mutated((_HERE / "instructions.cu").read_text(encoding="utf-8"))
+
+
+def mutated(text: str) -> str:
+    what, _, other = os.environ.get(MUTATION, "").partition(" => ")
+    return text.replace(what, other) if what else text
+
+
 @functools.cache
 def device_functions() -> str:
     """``instructions.cu`` in PTX for ``sm_90a``, by NVRTC: no CUDA toolkit is needed.
@@ -94,7 +107,7 @@ def device_functions() -> str:
             raise BuildError(f"NVRTC: {result[0]}")
         return result[1] if len(result) > 1 else None
 
-    program = checked(nvrtc.nvrtcCreateProgram((_HERE / "instructions.cu").read_bytes(), b"instructions.cu", 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(instructions().encode(), b"instructions.cu", 0, [], []))
     # Relocatable: functions that nothing in this module calls are kept.
     options = [b"--gpu-architecture=compute_90a", b"--relocatable-device-code=true"]
     status = nvrtc.nvrtcCompileProgram(program, len(options), options)

@@ -76,6 +76,43 @@ extern "C" __device__ __noinline__ Float4 b12x_mma_mxf4nvf4(
     return Float4{d[0], d[1], d[2], d[3]};
 }
 
+__device__ __forceinline__ u32 e4m3_to_f16x2(u32 pair) {
+    u32 packed;
+    asm("{ .reg .b16 codes; cvt.u16.u32 codes, %1; cvt.rn.f16x2.e4m3x2 %0, codes; }" : "=r"(packed) : "r"(pair));
+    return packed;
+}
+
+// mma.sync.m16n8k32.kind::mxf8f6f4.block_scale.scale_vec::1X, e4m3 by e4m3 with ue8m0 scales.
+//
+// Of lane 4*g + t, register a0 holds row g, columns 4*t..4*t+3; a1 row g+8; a2 and a3 the same 16 columns further; b0 and b1 hold column g
+// likewise (PTX ISA 9.0, 9.7.14.5.10).  A row has one scale: the byte that the byte selector names, of the lane that the thread selector
+// names as above (9.7.14.3).
+//
+// E4M3 is exact in float16, and so are its products in float32.  Scales are powers of two: the sum of 32 columns is multiplied by both at
+// once, in two steps so that no factor leaves float32.  255 is NaN.
+extern "C" __device__ __noinline__ Float4 b12x_mma_mxf8f6f4_e4m3(
+    u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3, u32 sfa, u32 tid_a, u32 byte_a, u32 sfb,
+    u32 tid_b, u32 byte_b) {
+    u32 lane;
+    asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+    const u32 first = lane & ~3u, column = 2u * (lane & 3u);
+    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    mma_m16n8k16(d, e4m3_to_f16x2(a0), e4m3_to_f16x2(a1), e4m3_to_f16x2(a0 >> 16), e4m3_to_f16x2(a1 >> 16), e4m3_to_f16x2(b0),
+                 e4m3_to_f16x2(b0 >> 16));
+    mma_m16n8k16(d, e4m3_to_f16x2(a2), e4m3_to_f16x2(a3), e4m3_to_f16x2(a2 >> 16), e4m3_to_f16x2(a3 >> 16), e4m3_to_f16x2(b1),
+                 e4m3_to_f16x2(b1 >> 16));
+    const float c[4] = {c0, c1, c2, c3};
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {  // rows g and g+8, columns 2*t and 2*t+1
+        const u32 row = __shfl_sync(0xFFFFFFFFu, sfa, first + 2u * tid_a + (i >> 1)) >> (8u * byte_a) & 0xFFu;
+        const u32 col = __shfl_sync(0xFFFFFFFFu, sfb, 4u * (column + (i & 1u)) + tid_b) >> (8u * byte_b) & 0xFFu;
+        const int exponent = (int)(row + col) - 254, half = exponent / 2;
+        const float scaled = d[i] * __uint_as_float((u32)(half + 127) << 23) * __uint_as_float((u32)(exponent - half + 127) << 23);
+        d[i] = row == 255u || col == 255u ? __uint_as_float(0x7FC00000u) : c[i] + scaled;
+    }
+    return Float4{d[0], d[1], d[2], d[3]};
+}
+
 // Nearest E2M1, ties to the even code, saturating at 6; NaN becomes +6 (PTX ISA 9.0, 9.7.9.21, .satfinite).
 __device__ __forceinline__ u32 encode_e2m1(float value) {
     const float a = __uint_as_float(__float_as_uint(value) & 0x7FFFFFFFu);

@@ -15,6 +15,11 @@ from .translate import translate
 
 _HEAD = ".version 9.0\n.target sm_120a\n.address_size 64\n"
 
+MMA_E4M3 = (
+    "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0 "
+    "{{ %f5,%f6,%f7,%f8 }}, {{ %r1,%r2,%r3,%r4 }}, {{ %r5,%r6 }}, {{ %f1,%f2,%f3,%f4 }}, %r7, {{ {byte_a}, {tid_a} }}, "
+    "%r8, {{ {byte_b}, {tid_b} }};"
+)
 MMA = (
     "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 "
     "{{%f5,%f6,%f7,%f8}},{{%r1,%r2,%r3,%r4}},{{%r5,%r6}},{{%f1,%f2,%f3,%f4}},{{%r7}},{{0,{tid_a}}},{{%r8}},{{0,{tid_b}}};"
@@ -29,7 +34,7 @@ def _kernel(addresses: int, registers: str, body: str) -> str:
     return f"{_HEAD}.visible .entry probe(\n{parameters}\n)\n{{\n\t{registers} .reg .b64 %rd<8>;\n{loads}{body}\tret;\n}}\n"
 
 
-def mma_ptx(tid_a: int, tid_b: int) -> str:
+def mma_ptx(tid_a: int, tid_b: int, instruction: str = MMA, byte_a: int = 0, byte_b: int = 0) -> str:
     """One warp per product.  Parameters: registers ``(n, 32, 8)`` b32 (a0-a3, b0, b1, sfa, sfb), c and d ``(n, 32, 4)`` f32."""
     body = f"""
 	mov.u32 %r9, %ctaid.x;
@@ -43,7 +48,7 @@ def mma_ptx(tid_a: int, tid_b: int) -> str:
 	add.s64 %rd6, %rd2, %rd4;
 	add.s64 %rd7, %rd3, %rd4;
 	ld.global.v4.f32 {{%f1,%f2,%f3,%f4}}, [%rd6];
-	{MMA.format(tid_a=tid_a, tid_b=tid_b)}
+	{instruction.format(tid_a=tid_a, tid_b=tid_b, byte_a=byte_a, byte_b=byte_b)}
 	st.global.v4.f32 [%rd7], {{%f5,%f6,%f7,%f8}};
 """
     return _kernel(3, ".reg .b32 %r<12>; .reg .f32 %f<9>;", body)
@@ -86,6 +91,32 @@ FROM_E2M1 = _kernel(
 """,
 )
 """``(256,)`` u8 to ``(256,)`` b32, one block."""
+
+PAIRS = _kernel(
+    2,
+    "",
+    """
+	ld.global.v2.u64 {%rd3,%rd4}, [%rd1];
+	ld.global.u64 %rd5, [%rd1+16];
+	fma.rn.f32x2 %rd6, %rd3, %rd4, %rd5;
+	add.f32x2 %rd7, %rd3, %rd4;
+	st.global.v2.u64 [%rd2], {%rd6,%rd7};
+""",
+)
+"""``(3, 2)`` f32 to ``(2, 2)``: the first two multiplied, plus the third; and added."""
+
+LARGEST = _kernel(
+    2,
+    ".reg .f32 %f<5>;",
+    """
+	ld.global.v2.f32 {%f1,%f2}, [%rd1];
+	ld.global.f32 %f3, [%rd1+8];
+	max.f32 %f4, %f1, %f2, %f3;
+	max.NaN.f32 %f1, %f1, %f2, %f3;
+	st.global.v2.f32 [%rd2], {%f4,%f1};
+""",
+)
+"""``(3,)`` f32 to ``(2,)``: the largest, and NaN if one is."""
 
 _UNUSED_MAPS = ",\n".join(f"\t.param .align 64 .b8 probe_param_{i}[128]" for i in range(1, 6))
 LOAD = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -164,28 +195,40 @@ def run(ptx: str, grid: int, block: int, *parameters: Any) -> None:
 
 
 def fragments(
-    a: torch.Tensor, b: torch.Tensor, scales_a: torch.Tensor, scales_b: torch.Tensor, tid_a: int, tid_b: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales_a: torch.Tensor,
+    scales_b: torch.Tensor,
+    tid_a: int,
+    tid_b: int,
+    byte_a: int = 0,
+    byte_b: int = 0,
 ) -> torch.Tensor:
     """Registers ``(n, 32, 8)`` int32 of codes a ``(n, 16, 64)``, b ``(n, 8, 64)`` and scale bytes ``(n, 16, 4)``, ``(n, 8, 4)``.
 
-    PTX ISA 9.0, 9.7.14.5.15 and 9.7.14.3.  Lanes that supply no scale get bytes that would show.
+    Of E4M3 32 columns, and one scale byte at a place of its word. PTX ISA 9.0, 9.7.14.5.10, 9.7.14.5.15 and 9.7.14.3.  Lanes
+    and bytes that supply no scale get what would show.
     """
     n = a.shape[0]
 
     def words(codes: torch.Tensor) -> torch.Tensor:
-        """``(..., 8)`` codes to one word, the first in the lowest bits."""
-        shifts = torch.arange(0, 32, 4, device=codes.device)
+        """``(..., 8)`` codes of 4 bits, or 4 of 8, to one word, the first in the lowest bits."""
+        shifts = torch.arange(0, 32, 32 // codes.shape[-1], device=codes.device)
         return (codes.long() << shifts).sum(-1)
 
-    rows_a, rows_b = words(a.view(n, 16, 8, 8)), words(b.view(n, 8, 8, 8))  # (n, row, eighth of the columns)
+    def scales(given: torch.Tensor, byte: int) -> torch.Tensor:
+        if given.shape[-1] == 1:
+            return given[..., 0].long() << 8 * byte | 0x55AA55AA & ~(0xFF << 8 * byte)
+        return words(given)
+
+    rows_a, rows_b = words(a.view(n, 16, 8, -1)), words(b.view(n, 8, 8, -1))  # (n, row, eighth of the columns)
     top, bottom = rows_a[:, :8], rows_a[:, 8:]
     registers = [top[..., :4], bottom[..., :4], top[..., 4:], bottom[..., 4:], rows_b[..., :4], rows_b[..., 4:]]  # (n, g, t)
-    shifts = torch.arange(0, 32, 8, device=a.device)
     sfa = torch.full((n, 8, 4), 0x55AA55AA, device=a.device, dtype=torch.long)
     sfb = sfa.clone()
-    sfa[:, :, 2 * tid_a] = (scales_a[:, :8].long() << shifts).sum(-1)
-    sfa[:, :, 2 * tid_a + 1] = (scales_a[:, 8:].long() << shifts).sum(-1)
-    sfb[:, :, tid_b] = (scales_b.long() << shifts).sum(-1)
+    sfa[:, :, 2 * tid_a] = scales(scales_a[:, :8], byte_a)
+    sfa[:, :, 2 * tid_a + 1] = scales(scales_a[:, 8:], byte_a)
+    sfb[:, :, tid_b] = scales(scales_b, byte_b)
     stacked = torch.stack([*registers, sfa, sfb], -1).view(n, 32, 8)
     return torch.where(stacked >= 1 << 31, stacked - (1 << 32), stacked).to(torch.int32).contiguous()
 

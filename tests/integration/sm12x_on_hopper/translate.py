@@ -1,4 +1,4 @@
-"""PTX that the CuTe DSL wrote for ``sm_120a``, as PTX for ``sm_90a``.
+"""PTX that the CuTe DSL, Triton or NVRTC wrote for ``sm_120a`` or ``sm_121a``, as PTX for ``sm_90a``.
 
 Most instructions are the same on both (:data:`_KEPT`).  For each of the others there is a :class:`Rule`.  Anything else is
 an error that names the instruction.
@@ -6,6 +6,7 @@ an error that names the instruction.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,15 +76,19 @@ def _call(result: str, result_type: str, function: str, arguments: list[str], pr
 
 
 def _mma(match: re.Match[str], kernel: _Kernel) -> str:
+    """The CuTe DSL writes a scale's register in braces, Triton does not."""
     if match["predicate"]:
         raise UnknownInstructionError(f"a predicated {match['opcode']}")
-    groups = [re.split(r",\s*", group.strip()) for group in re.findall(r"\{([^}]*)\}", match["groups"])]
+    groups = [re.split(r",\s*", (many or one).strip()) for many, one in re.findall(r"\{([^}]*)\}|([%\w]+)", match["groups"])]
     d, a, b, c, sfa, (byte_a, tid_a), sfb, (byte_b, tid_b) = groups
-    kernel.byte_ids.update((byte_a, byte_b))
-    prologue = f" .reg .b32 tid<2>;{_widened('tid0', tid_a)}{_widened('tid1', tid_b)}"
+    fp4, selectors = "mxf4nvf4" in match["opcode"], {"tid0": tid_a, "tid1": tid_b, "byte0": byte_a, "byte1": byte_b}
+    if fp4:  # a scale of each byte
+        kernel.byte_ids.update((selectors.pop("byte0"), selectors.pop("byte1")))
+    prologue = " .reg .b32 tid<2>, byte<2>;" + "".join(itertools.starmap(_widened, selectors.items()))
     loads = "\n\t".join(f"ld.param.b32 {register}, [result+{4 * i}];" for i, register in enumerate(d))
-    arguments = [*a, *b, *c, *sfa, "tid0", *sfb, "tid1"]
-    return _call(loads, ".align 4 .b8 result[16]", "b12x_mma_mxf4nvf4", arguments, prologue)
+    scales = [*sfa, "tid0", *sfb, "tid1"] if fp4 else [*sfa, "tid0", "byte0", *sfb, "tid1", "byte1"]
+    function = "b12x_mma_mxf4nvf4" if fp4 else "b12x_mma_mxf8f6f4_e4m3"
+    return _call(loads, ".align 4 .b8 result[16]", function, [*a, *b, *c, *scales], prologue)
 
 
 def _widened(register: str, source: str) -> str:
@@ -123,19 +128,56 @@ def _tensor_load(match: re.Match[str], kernel: _Kernel) -> str | None:
     return f"{{ .reg .b32 pair; shr.s32 pair, {first.strip()}, 1;\n\t{load} }}"
 
 
+def _pairs_of_float32(match: re.Match[str], kernel: _Kernel) -> str:
+    """Two instructions, with the rounding of the one."""
+    operation, names = match["opcode"].removesuffix("x2"), "xyz"
+    operands = re.split(r",\s*", match["operands"].strip())
+    given = "".join(f" mov.b64 {{{name}0, {name}1}}, {operand};" for name, operand in zip(names, operands, strict=False))
+    each = "".join(f" {operation} d{i}, {', '.join(f'{name}{i}' for name in names[: len(operands)])};" for i in range(2))
+    predicate = match["predicate"] or ""
+    return f"{{ .reg .f32 d<2>, x<2>, y<2>, z<2>;{given}{each} {predicate}mov.b64 {match['d']}, {{d0, d1}}; }}"
+
+
+def _largest_of_three(match: re.Match[str], kernel: _Kernel) -> str:
+    """Neither order nor NaN matters: one operand at a time."""
+    predicate, opcode = match["predicate"] or "", match["opcode"]
+    inner = f"{opcode} two, {match['b']}, {match['c']};"
+    return f"{{ .reg .f32 two; {inner} {predicate}{opcode} {match['d']}, {match['a']}, two; }}"
+
+
 def _nothing(match: re.Match[str], kernel: _Kernel) -> str:
     """A hint: ptxas ignores it in code with calls, after a minute of inlining them."""
     return ""
+
+
+def _block_scaled(kind: str, scale_vec: str, shape: str, element: str, scale: str) -> str:
+    """As PTX ISA has the modifiers, and as Triton has them."""
+    kind, shape = rf"kind::{kind}\.block_scale\.scale_vec::{scale_vec}", rf"{shape}\.row\.col"
+    return rf"mma\.sync\.aligned\.(?:{kind}\.{shape}|{shape}\.{kind})\.f32\.{element}\.{element}\.f32\.{scale}"
 
 
 _REGISTER = r"[%\w]+"
 RULES = (
     Rule(
         "block-scaled FP4 mma",
-        r"mma\.sync\.aligned\.kind::mxf4nvf4\.block_scale\.scale_vec::4X\.m16n8k64\.row\.col\.f32\.e2m1\.e2m1\.f32\.ue4m3",
+        _block_scaled("mxf4nvf4", "4X", "m16n8k64", "e2m1", "ue4m3"),
         r"(?P<groups>\{[^;]*\})",
         _mma,
         "PTX ISA 9.0, 9.7.14.3 (block scaling) and 9.7.14.5.15 (m16n8k64 fragments); sm_120a and later",
+    ),
+    Rule(
+        "block-scaled E4M3 mma",
+        _block_scaled("mxf8f6f4", "1X", "m16n8k32", "e4m3", "ue8m0"),
+        r"(?P<groups>\{[^;]*\})",
+        _mma,
+        "PTX ISA 9.0, 9.7.14.3 (block scaling) and 9.7.14.5.10 (m16n8k32 fragments); sm_120a and later",
+    ),
+    Rule(
+        "pairs of float32",
+        r"(?:add|sub|mul|fma)(?:\.rn)?(?:\.ftz)?\.f32x2",
+        r"(?P<d>%rd\d+),\s*(?P<operands>%rd\d+(?:,\s*%rd\d+){1,2})",
+        _pairs_of_float32,
+        "PTX ISA 9.0, 9.7.3 (add, sub, mul and fma of f32x2); sm_100 and later",
     ),
     Rule(
         "float32 to E2M1",
@@ -159,28 +201,36 @@ RULES = (
         "PTX ISA 9.0, 5.5 (tensors, sub-byte types); CUDA driver API, CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B needs sm_100",
     ),
     Rule(
+        "largest of three",
+        r"(?:max|min)(?:\.ftz)?(?:\.NaN)?\.f32",
+        ",\\s*".join(rf"(?P<{name}>{_REGISTER})" for name in "dabc"),
+        _largest_of_three,
+        "PTX ISA 9.0, 9.7.3.11 and 9.7.3.12 (min and max of three); sm_100 and later",
+    ),
+    Rule(
         "register count", r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", r"\d+", _nothing, "PTX ISA 9.0, 9.7.19.5; ptxas C7508"
     ),
 )
 
 _KEPT = re.compile(
-    r"(?:abs|add|and|atom|bar|barrier|bra|call|cp|createpolicy|cvt|cvta|div|elect|ex2|exit|fence|fma|griddepcontrol|ld|ldmatrix|lg2|mad|max|mbarrier|membar"
-    r"|min|mov|mul|neg|not|or|prefetch|prefetchu|prmt|rcp|red|rem|ret|selp|set|setp|shfl|shl|shr|sqrt|st|stmatrix|sub|tanh|trap"
+    r"mma\.sync\.aligned\.m16n8k(?:8|16)\.row\.col\.f32\.(?:bf16\.bf16|f16\.f16)\.f32"
+    r"|(?:abs|add|and|atom|bar|barrier|bfe|bfi|bfind|bra|brev|call|copysign|cp|createpolicy|cvt|cvta|div|elect|ex2|exit|fence|fma|griddepcontrol|ld|ldmatrix|lg2|lop3|mad|match|max|mbarrier"
+    r"|membar|min|mov|mul|nanosleep|neg|not|or|popc|prefetch|prefetchu|prmt|rcp|red|redux|rem|ret|selp|set|setp|shfl|shl|shr|sqrt|st|stmatrix|sub|tanh|trap"
     r"|vote|xor)"
-    r"(?:\.(?:[usb](?:8|16|32|64|128)|f(?:16|32|64)|f16x2|bf16|bf16x2|e4m3x2|pred|r[nzmp]i?|approx|ftz|noftz|satfinite|sat|full|wide|lo|hi|nc|v[248]"
+    r"(?:\.(?:[usb](?:8|16|32|64|128)|[su]16x2|f(?:16|32|64)|f16x2|bf16|bf16x2|e4m3x2|pred|r[nzmp]i?|approx|ftz|noftz|satfinite|sat|full|wide|lo|hi|nc|v[248]"
     r"|param|global|shared|local|const|shared::cta|to|uni|sync|aligned|arrive|red|idx|bfly|up|down|all|any|ballot|warp|gl|cta|sys|gpu|cluster"
     r"|acquire|release|relaxed|volatile|acq_rel|sc|proxy|async|alias|tensormap|mbarrier_init|init|inval|try_wait|test_wait|parity|expect_tx"
     r"|complete_tx|noComplete|bulk|tensor|[1-5]d|tile|mbarrier::complete_tx::bytes|L2::cache_hint|commit_group|wait_group|read"
     r"|m8n8|x[124]|trans|b16|eq|ne|lt|le|gt|ge|ltu|leu|gtu|geu|equ|neu|num|nan|ls|hs|and|or|xor|add|min|max|exch|cas|inc|dec|cg|ca|L1::no_allocate"
-    r"|L2|fractional|L2::evict_last|L2::evict_first|launch_dependents|wait|u8|s8|L1::evict_last|L1::evict_first|L2::128B|L2::256B))*"
+    r"|L2|fractional|L2::evict_last|L2::evict_first|launch_dependents|wait|shiftamt|u8|s8|L1::evict_last|L1::evict_first|L2::128B|L2::256B))*"
 )
 """Whole opcodes that mean the same on ``sm_90a`` and ``sm_120a``, from mnemonics and modifiers that older targets know."""
 
 _INSTRUCTION = re.compile(r"(?:^|[;{}])[ \t]*(?:@!?%?\w+[ \t]+)?([a-z][\w.:]*)", re.M)
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\n\)", re.S)
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](?P<bits>\d+)\s+\w+?_param_\d+(?:\[(?P<length>\d+)\])?")
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.[a-z](?P<bits>\d+)\s+\w+?_param_\d+(?:\[(?P<length>\d+)\])?")
 _ADDRESS = re.compile(r"(?:mov\.b64|mov\.u64|cvta\.param\.u64)\s+(%rd\d+),\s*(%rd\d+|\w+_param_(\d+));")
-_TENSOR_MAP_SIZE = 128
+_TENSOR_MAP_SIZE, _TENSOR_MAP_ALIGNMENT = 128, 64
 _FP4_MAPS = (0, 2, 4)
 """Of the six tensor maps of a kernel, in parameter order activations, weights of FC1, weights of FC2, each before its
 scales (``moe_static_kernel.py``, ``moe_micro_kernel.py``, ``_moe_dynamic``).  ``loader.c`` refuses a launch whose
@@ -188,11 +238,11 @@ maps disagree."""
 
 
 def translate(ptx: str, device_functions: str, *, stagger: bool = False) -> Translation:
-    """Translate a module of the CuTe DSL.
+    """Translate a module.
 
     Args:
-        ptx: as ``CUTE_DSL_KEEP_PTX`` keeps it.
-        device_functions: ``instructions.cu`` in PTX for ``sm_90a``.
+        ptx: as ``CUTE_DSL_KEEP_PTX`` keeps it, Triton hands it to ptxas, or NVRTC returns it.
+        device_functions: ``instructions.cu`` in PTX for ``sm_90a``; left out where nothing calls them.
         stagger: let every warp sleep at random behind each barrier.
 
     Raises:
@@ -225,7 +275,7 @@ def translate(ptx: str, device_functions: str, *, stagger: bool = False) -> Tran
     if not targets:
         raise UnknownInstructionError("the module's target is not sm_120a or sm_121a")
     head, size, body = result.partition(".address_size 64")
-    functions = device_functions.partition(".address_size 64")[2]
+    functions = device_functions.partition(".address_size 64")[2] if "call.uni" in body else ""
     return Translation(f"{head}{size}\n{functions}\n{body}", tuple(entries), counts)
 
 
@@ -247,8 +297,10 @@ def opcodes(ptx: str) -> set[str]:
 def _entry(text: str) -> Entry:
     match = _ENTRY.match(text)
     assert match is not None
-    sizes = tuple(int(p["length"] or int(p["bits"]) // 8) for p in _PARAMETER.finditer(match[2]))
-    maps = [index for index, size in enumerate(sizes) if size == _TENSOR_MAP_SIZE]
+    parameters = list(_PARAMETER.finditer(match[2]))
+    sizes = tuple(int(p["length"] or int(p["bits"]) // 8) for p in parameters)
+    aligned = (int(p["align"] or 0) >= _TENSOR_MAP_ALIGNMENT for p in parameters)
+    maps = [index for index, (size, fits) in enumerate(zip(sizes, aligned, strict=True)) if fits and size == _TENSOR_MAP_SIZE]
     if len(maps) not in (0, 6):
         raise UnknownInstructionError(f"{match[1]} has {len(maps)} tensor maps, not six")
     return Entry(match[1], sizes, tuple(maps[rank] for rank in _FP4_MAPS) if maps else ())
@@ -277,5 +329,5 @@ def _check_byte_ids(text: str, registers: set[str]) -> None:
 def _refuse_leftovers(ptx: str) -> None:
     """An operand form that a rule's opcode has and its pattern does not."""
     for opcode in opcodes(ptx):
-        if "e2m1" in opcode or "kind::" in opcode:
+        if "e2m1" in opcode or "kind::" in opcode or opcode.endswith("f32x2"):
             raise UnknownInstructionError(f"no rule for this form of {opcode}")

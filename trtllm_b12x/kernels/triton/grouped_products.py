@@ -103,7 +103,7 @@ def _product_of_16_bits(
     place = k + tl.arange(0, BK)
     column = k // 2 + tl.arange(0, BK // 2)
     codes = w + rows[:, None] * (K // 2) + column[None, :]
-    if X % BK != 0:
+    if X % BK != 0 or K > X:  # behind a row lies the next token's
         x = tl.load(a + place[None, :], mask=a_there[:, None] & (place < X)[None, :], other=0.0)
     else:
         x = tl.load(a + place[None, :])

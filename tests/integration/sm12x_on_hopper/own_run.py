@@ -1,0 +1,229 @@
+"""The package's kernels for SM12x on a Hopper GPU, every form that a card of the list may take: numbers, to JSON.
+
+``python -m tests.integration.sm12x_on_hopper.own_run measure OUT.json [NAME ...]`` runs the layers of these names and adds their rows to
+the file; ``... mutate OUT.json`` breaks each replaced instruction in turn. ``python -m benchmarks.results --take FILE`` keeps the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.geometries import GEOMETRIES, MXFP4, W4A16
+from benchmarks.geometries import MXFP8 as OF_MXFP8
+from tests import mxfp8
+from tests.integration.test_kernels_device import BOUNDS, KINDS, TOKENS
+from tests.nvfp4_layer import INPUT_SCALE, distance, random_layer
+from trtllm_b12x.core import process
+from trtllm_b12x.dispatch.timing import router_logits
+from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels.cards import MODELS, SHARED_MEMORY, Card
+from trtllm_b12x.tools.verify.reference_formats import move_off_ties
+
+from .build import MUTATION
+from .own import card_on_hopper
+
+CUDA = torch.device("cuda", 0)
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 31, 33, 64, 100, 128, 200, 256, 300, 700, 1024, 2048, 4096)
+SMALL = Geometry(16, 4, 512, 256, "Swiglu")
+MUTATIONS = {
+    ("NVFP4", "another byte of the scales"): ("(2u * half + ((lane & 3u) >> 1))", "(2u * half + 1u - ((lane & 3u) >> 1))"),
+    ("NVFP4", "the scales of another column"): ("sfb, first + tid_b)", "sfb, (first ^ 4u) + tid_b)"),
+    ("NVFP4", "rows' scales exchanged"): ("sfa, first + 2u * tid_a + 1u)", "sfa, (first ^ 4u) + 2u * tid_a + 1u)"),
+    ("NVFP4", "codes of a pair exchanged"): (
+        "encode_e2m1(high) << 4 | encode_e2m1(low)",
+        "encode_e2m1(low) << 4 | encode_e2m1(high)",
+    ),
+    ("MXFP8", "another byte of the scales"): (">> (8u * byte_a) & 0xFFu", ">> (8u * (byte_a ^ 1u)) & 0xFFu"),
+    ("MXFP8", "the scales of another column"): ("4u * (column + (i & 1u)) + tid_b", "4u * (column + (~i & 1u)) + tid_b"),
+    ("MXFP8", "rows' scales exchanged"): ("2u * tid_a + (i >> 1))", "2u * tid_a + (~i >> 1 & 1u))"),
+    ("MXFP8", "the halves of a pair of float32 exchanged"): ("{d0, d1};", "{d1, d0};"),
+}
+"""Format, and what is broken: a place of ``instructions.cu`` or of translated PTX, and what stands there instead."""
+
+
+def layers() -> dict[str, list[Geometry]]:
+    """Return the layers by name: with NVFP4 and MXFP8, and in the format that their owners run."""
+    found: dict[str, list[Geometry]] = {}
+    for name, g in {**GEOMETRIES, "gemma-4-26B-A4B": OF_MXFP8["gemma-4-26B-A4B"]}.items():
+        if name != "DeepSeek-like":
+            plain = replace(g, bias=None) if g.bias is not None else g
+            found[name.removesuffix("-like")] = [g, replace(plain, format="MXFP8")]
+    for name, g in (W4A16 | MXFP4).items():
+        found[name].append(g)
+    return found
+
+
+def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
+    """Run every form of a family that a card may take: each at its fewest and its most tokens, and in between.
+
+    Returns:
+        None if the family does not serve the layer.
+    """
+    kind, capacity = KINDS[family, geometry.format], TOKENS[family][-1]
+    multiprocessors = sorted({count for cards in MODELS.values() for count in cards.values()}, reverse=True)
+    try:
+        cards = list(_differing(kind, geometry, capacity, multiprocessors))
+    except ValueError:
+        return None
+    weights = mxfp8.random_weights(geometry, CUDA) if geometry.format == "MXFP8" else random_layer(geometry, "cuda").kernel_weights()
+    yardstick = kind.reference()
+    yardstick.plan(geometry, capacity, CUDA)
+    yardstick.bind(weights)
+    calls = {n: _drawn(geometry, n, n % 2 == 1, family == "grouped" and geometry.format == "NVFP4") for n in COUNTS}
+    expected: dict[int, torch.Tensor] = {}
+    done: set[str] = set()
+    codes: set[str] = set()
+    worst, ran = 0.0, 0
+    for card in cards:
+        kernel = kind(card)
+        kernel.plan(geometry, capacity, CUDA)
+        kernel.bind(weights)
+        kernel.self_test()
+        codes |= _codes(kernel)
+        for label, form in kernel.forms().items():
+            if label in done:
+                continue
+            done.add(label)
+            for n in COUNTS:
+                if n > capacity or not form.serves(n):
+                    continue
+                call = calls[n]
+                if n not in expected:
+                    expected[n] = yardstick.run(call._replace(out=torch.zeros(call.x.shape, device=CUDA)))
+                first = form.run(call)
+                assert all(torch.equal(form.run(call), first) for _ in range(2)), (name, family, label, n)
+                error, ran = distance(first, expected[n]), ran + 3
+                worst = max(worst, error)
+                if n > 1:
+                    _beside_nan(form, call, first)
+                    ran += 1
+    found = {"layer": name, "format": geometry.format, "family": family, "cards": [card.multiprocessors for card in cards]}
+    return {**found, "forms": len(done), "kernels": len(codes), "calls": ran, "error": worst, "bound": BOUNDS[family]}
+
+
+def _differing(kind: Any, geometry: Geometry, capacity: int, multiprocessors: Iterable[int]) -> Iterator[Card]:
+    """Yield the cards of the list that add a kernel."""
+    seen: set[Any] = set()
+    for count in multiprocessors:
+        kernel = kind(Card(count, SHARED_MEMORY, 120))
+        kernel.describe(geometry, capacity, CUDA)
+        keys = {getattr(variant, "key", variant) for variant in kernel.variants()}
+        if not keys <= seen:
+            yield kernel.card
+        seen |= keys
+
+
+def _codes(kernel: Any) -> set[str]:
+    """Return a digest of each machine code of a plan: identical code counts once."""
+    if hasattr(kernel._plan, "functions"):
+        contents = [variant.cached(kernel.target) for variant in kernel.variants()]
+    else:
+        contents = [made.asm["cubin"] for made in kernel._plan.compiled.values()]
+    return {hashlib.sha256(content).hexdigest() for content in contents}
+
+
+def _drawn(geometry: Geometry, tokens: int, skewed: bool, off_ties: bool) -> MoECall:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x = torch.randn(tokens, geometry.hidden_size, device=CUDA, generator=generator).to(geometry.dtype)
+    values, ids = router_logits(geometry, tokens, tokens, skewed).to(CUDA).topk(geometry.top_k, dim=1)
+    return MoECall(move_off_ties(x, INPUT_SCALE[0]) if off_ties else x, ids.int(), values.softmax(1))
+
+
+def _beside_nan(form: Any, call: MoECall, first: torch.Tensor) -> None:
+    """A token that is not a number leaves the others as they are."""
+    x = call.x.clone()
+    x[-1] = torch.nan
+    after = form.run(call._replace(x=x))
+    assert torch.equal(after[:-1], first[:-1])
+    assert after[-1].isnan().all()
+
+
+def measure(out: Path, names: list[str]) -> None:
+    """Add rows to ``out``, layer by layer; what is there of others stays."""
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    with card_on_hopper(torch.cuda.get_device_properties(0).multi_processor_count):
+        for name in names or layers():
+            rows = [line for line in result.get("own", []) if line["layer"] != name]
+            for geometry in layers()[name]:
+                for family in ("grouped", "triton", "cuda"):
+                    line = row(name, geometry, family)
+                    process.forget()
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    if line is not None:
+                        print(line, flush=True)
+                        rows.append(line)
+            out.write_text(json.dumps(result | versions() | {"own": rows}, indent=1))
+
+
+def mutate(out: Path) -> None:
+    """Add the error of ``grouped`` with each instruction broken, on a small layer, in a process each."""
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    result["mutations"] = []
+    for (form, what), change in MUTATIONS.items():
+        command = [sys.executable, "-m", __spec__.name, "small", "-", form]
+        with tempfile.TemporaryDirectory() as folder:
+            env = {**os.environ, MUTATION: " => ".join(change), "XDG_CACHE_HOME": folder}
+            said = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+        result["mutations"].append({"format": form, "what": what, "error": float(said.split()[-1]), "bound": BOUNDS["grouped"]})
+        print(result["mutations"][-1], flush=True)
+        out.write_text(json.dumps(result | versions(), indent=1))
+
+
+def small(form: str) -> None:
+    """Print the worst error of ``grouped`` on a small layer."""
+    with card_on_hopper(48):
+        geometry = replace(SMALL, format=form)
+        kernel = KINDS["grouped", form](Card(48, SHARED_MEMORY, 120))
+        weights = mxfp8.random_weights(geometry, CUDA) if form == "MXFP8" else random_layer(geometry, "cuda").kernel_weights()
+        pair = kernel, kernel.reference()
+        for each in pair:
+            each.plan(geometry, 256, CUDA)
+            each.bind(weights)
+        errors = []
+        for tokens in (1, 33, 256):
+            call = _drawn(geometry, tokens, False, form == "NVFP4")
+            kernel._plan.tested = True
+            wanted = pair[1].run(call._replace(out=torch.zeros(call.x.shape, device=CUDA)))
+            errors.append(distance(kernel.run(call), wanted))
+        print(max(errors))
+
+
+def versions() -> dict[str, str]:
+    import triton
+
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    gpu = torch.cuda.get_device_name()
+    return {"gpu": gpu, "date": today, "triton": triton.__version__, "torch": torch.__version__, "target": "sm_120a"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=("measure", "mutate", "small"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*", help="layers; of small, a format")
+    given = parser.parse_args()
+    if given.what == "measure":
+        measure(given.out, given.names)
+    elif given.what == "mutate":
+        mutate(given.out)
+    else:
+        small(given.names[0])
+
+
+if __name__ == "__main__":
+    main()
