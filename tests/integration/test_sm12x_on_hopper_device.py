@@ -112,7 +112,9 @@ def mma_e4m3(
 ) -> torch.Tensor:
     registers = probes.fragments(a, b, sa, sb, *ids)
     d = torch.empty(a.shape[0], 32, 4, device="cuda")
-    probes.run(probes.mma_ptx(*ids[:2], probes.MMA_E4M3, *ids[2:]), a.shape[0], 32, registers, probes.accumulators(c), d)
+    probes.run(
+        probes.mma_ptx(ids[0], ids[1], probes.MMA_E4M3, ids[2], ids[3]), a.shape[0], 32, registers, probes.accumulators(c), d
+    )
     return probes.matrix(d)
 
 

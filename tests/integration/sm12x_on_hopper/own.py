@@ -1,10 +1,10 @@
 """The package's own kernels for an SM12x card, on a Hopper GPU: whatever Triton and NVRTC make for the card is translated.
 
-Inside :func:`card_on_hopper` the package believes in the card. It chooses tiles for it, compiles for it, and keeps what is compiled in
-a cache of its own. Only the last step differs: PTX is translated before ptxas makes machine code of it.
+Inside :func:`card_on_hopper` the package believes in the card. It chooses tiles for it, compiles for it, and keeps what is compiled
+in a cache of its own. Only the last step differs: PTX is translated before ptxas makes machine code of it.
 
-What is patched: the backend's ``make_cubin`` in Triton, here and in the processes that compile (``pool.py``), and the target that its
-driver names; ``kernels.cuda.nvrtc.compiled``; torch's properties and capability of the GPU.
+What is patched: the backend's ``make_cubin`` in Triton, here and in the processes that compile (``pool.py``), and the target that
+its driver names; ``kernels.cuda.nvrtc.compiled``; torch's properties and capability of the GPU.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ def translating_triton() -> Iterator[None]:
         if capability // 10 != 12:
             return make(self, source, metadata, options, capability)
         if metadata["shared"] > SHARED_MEMORY:
-            raise BuildError(f"{metadata['name']} takes {metadata['shared']} bytes of shared memory; the card has {SHARED_MEMORY}")
+            raise _too_large(metadata["name"], metadata["shared"])
         return machine_code(source)[0]
 
     with mock.patch.object(CUDABackend, "make_cubin", make_cubin):
         yield
+
+
+def _too_large(name: str, nbytes: int) -> BuildError:
+    return BuildError(f"{name} takes {nbytes} bytes of shared memory; a block of the card has {SHARED_MEMORY}")
 
 
 def machine_code(ptx: str) -> tuple[bytes, str]:
@@ -91,7 +95,7 @@ def card_on_hopper(multiprocessors: int, sm: int = 120, cache: Path | None = Non
         def __init__(self, cubin: bytes, name: str) -> None:
             super().__init__(cubin, name)
             if self.shared_bytes > SHARED_MEMORY:
-                raise BuildError(f"{name} takes {self.shared_bytes} bytes of shared memory; the card has {SHARED_MEMORY}")
+                raise _too_large(name, self.shared_bytes)
 
         def launcher(self, blocks: int, *arguments: Any) -> Any:
             return super().launcher(min(blocks, limit), *arguments)

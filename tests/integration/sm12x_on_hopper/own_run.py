@@ -1,7 +1,8 @@
 """The package's kernels for SM12x on a Hopper GPU, every form that a card of the list may take: numbers, to JSON.
 
-``python -m tests.integration.sm12x_on_hopper.own_run measure OUT.json [NAME ...]`` runs the layers of these names and adds their rows to
-the file; ``... mutate OUT.json`` breaks each replaced instruction in turn. ``python -m benchmarks.results --take FILE`` keeps the file.
+``python -m tests.integration.sm12x_on_hopper.own_run measure OUT.json [NAME ...]`` runs the layers of these names and adds their rows
+to the file; ``... mutate OUT.json`` breaks each replaced instruction in turn; ``... start OUT.json [CARD ...]`` starts layers on
+cards of the list, from empty caches and from those that ``warmup`` filled. ``python -m benchmarks.results --take FILE`` keeps it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import datetime
 import gc
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +29,13 @@ import torch
 from benchmarks.geometries import GEOMETRIES, MXFP4, W4A16
 from benchmarks.geometries import MXFP8 as OF_MXFP8
 from tests import mxfp8
-from tests.integration.test_kernels_device import BOUNDS, KINDS, TOKENS
+from tests.integration.test_kernels_device import BOUNDS, KINDS, TOKENS, built
 from tests.nvfp4_layer import INPUT_SCALE, distance, random_layer
 from trtllm_b12x.core import process
 from trtllm_b12x.dispatch.timing import router_logits
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cards import MODELS, SHARED_MEMORY, Card
+from trtllm_b12x.tools.cli import main as cli
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
 
 from .build import MUTATION
@@ -38,6 +43,8 @@ from .own import card_on_hopper
 
 CUDA = torch.device("cuda", 0)
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 31, 33, 64, 100, 128, 200, 256, 300, 700, 1024, 2048, 4096)
+CARDS = {"RTX PRO 6000": (120, 188), "RTX 5090": (120, 170), "GB10": (121, 48)}
+OURS = {"TRTLLM_B12X_KERNELS": "cuda,triton,grouped"}
 SMALL = Geometry(16, 4, 512, 256, "Swiglu")
 MUTATIONS = {
     ("NVFP4", "another byte of the scales"): ("(2u * half + ((lane & 3u) >> 1))", "(2u * half + 1u - ((lane & 3u) >> 1))"),
@@ -79,7 +86,7 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
         cards = list(_differing(kind, geometry, capacity, multiprocessors))
     except ValueError:
         return None
-    weights = mxfp8.random_weights(geometry, CUDA) if geometry.format == "MXFP8" else random_layer(geometry, "cuda").kernel_weights()
+    weights = _weights(geometry)
     yardstick = kind.reference()
     yardstick.plan(geometry, capacity, CUDA)
     yardstick.bind(weights)
@@ -113,6 +120,10 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
                     ran += 1
     found = {"layer": name, "format": geometry.format, "family": family, "cards": [card.multiprocessors for card in cards]}
     return {**found, "forms": len(done), "kernels": len(codes), "calls": ran, "error": worst, "bound": BOUNDS[family]}
+
+
+def _weights(geometry: Geometry) -> Any:
+    return mxfp8.random_weights(geometry, CUDA) if geometry.format == "MXFP8" else random_layer(geometry, "cuda").kernel_weights()
 
 
 def _differing(kind: Any, geometry: Geometry, capacity: int, multiprocessors: Iterable[int]) -> Iterator[Card]:
@@ -189,7 +200,7 @@ def small(form: str) -> None:
     with card_on_hopper(48):
         geometry = replace(SMALL, format=form)
         kernel = KINDS["grouped", form](Card(48, SHARED_MEMORY, 120))
-        weights = mxfp8.random_weights(geometry, CUDA) if form == "MXFP8" else random_layer(geometry, "cuda").kernel_weights()
+        weights = _weights(geometry)
         pair = kernel, kernel.reference()
         for each in pair:
             each.plan(geometry, 256, CUDA)
@@ -203,6 +214,54 @@ def small(form: str) -> None:
         print(max(errors))
 
 
+def start(out: Path, names: list[str]) -> None:
+    """Add what a first start on a card is like: a process each for an empty cache, for what that left, and for a filled one."""
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    result["starts"] = [line for line in result.get("starts", []) if line["card"] not in (names or CARDS)]
+    for name, form in product(names or CARDS, ("NVFP4", "MXFP8")):
+        with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as filled:
+            for what, folder in (("empty", empty), ("second", empty), ("warmup", filled), ("filled", filled)):
+                env = {**os.environ, "XDG_CACHE_HOME": folder, "TRTLLM_B12X_CROSSOVER": "auto", **OURS}
+                command = [sys.executable, "-m", __spec__.name, "once", what, name, form]
+                said = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+                result["starts"].append({"card": name, "format": form, "caches": what, **json.loads(said.splitlines()[-1])})
+                print(result["starts"][-1], flush=True)
+                out.write_text(json.dumps(result | versions(), indent=1))
+
+
+def once(what: str, name: str, form: str) -> None:
+    """Start one layer on a card, or fill the cache for it; print seconds, what was said, and what serves."""
+    sm, multiprocessors = CARDS[name]
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trtllm_b12x").addHandler(handler)
+    with card_on_hopper(multiprocessors, sm):
+        torch.zeros(1, device=CUDA)
+        begun = time.monotonic()
+        if what == "warmup":
+            sizes = ["--hidden", "512", "--intermediate", "256", "--experts", "16", "--top-k", "4", "--format", form.lower()]
+            arguments = [*sizes, "--activation", "swiglu", "--target", f"sm_{sm}a", "--card", str(multiprocessors)]
+            assert cli.main(["warmup", *arguments], standalone_mode=False) in (None, 0)
+            print(json.dumps({"seconds": round(time.monotonic() - begun, 2)}))
+            return
+        module, _ = built(form, size=256)
+        loaded = time.monotonic()
+        x, logits = torch.randn(8, 512, device=CUDA).bfloat16(), torch.randn(8, 16, device=CUDA)
+        module(x, logits)  # measures, and waits for what a measurement needs
+        measured, first = time.monotonic(), module(x, logits)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = module(x, logits)
+        kept.fill_(torch.nan)
+        graph.replay()
+        schedule = module.backend.schedule
+        summary, families = schedule.policy.summary(), list(schedule.families)
+        seconds = {"load": round(loaded - begun, 2), "first call": round(measured - loaded, 2)}
+        same = torch.equal(kept, first)
+        print(json.dumps({"seconds": seconds, "families": families, "serves": summary, "captured": same, "warnings": said}))
+
+
 def versions() -> dict[str, str]:
     import triton
 
@@ -213,7 +272,7 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=("measure", "mutate", "small"))
+    parser.add_argument("what", choices=("measure", "mutate", "start", "small", "once"))
     parser.add_argument("out", type=Path)
     parser.add_argument("names", nargs="*", help="layers; of small, a format")
     given = parser.parse_args()
@@ -221,6 +280,10 @@ def main() -> None:
         measure(given.out, given.names)
     elif given.what == "mutate":
         mutate(given.out)
+    elif given.what == "start":
+        start(given.out, given.names)
+    elif given.what == "once":
+        once(str(given.out), *given.names)
     else:
         small(given.names[0])
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.integration.sm12x_on_hopper.build import device_functions  # noqa: E402
-from tests.integration.sm12x_on_hopper.own import translating_triton  # noqa: E402
-from trtllm_b12x.kernels.triton import compile_pool  # noqa: E402
+from tests.integration.sm12x_on_hopper.build import device_functions
+from tests.integration.sm12x_on_hopper.own import translating_triton
+from trtllm_b12x.kernels.triton import compile_pool
 
 if __name__ == "__main__":
     device_functions()  # once, before the pool forks

@@ -228,7 +228,9 @@ _KEPT = re.compile(
 
 _INSTRUCTION = re.compile(r"(?:^|[;{}])[ \t]*(?:@!?%?\w+[ \t]+)?([a-z][\w.:]*)", re.M)
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\n\)", re.S)
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.[a-z](?P<bits>\d+)\s+\w+?_param_\d+(?:\[(?P<length>\d+)\])?")
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.[a-z](?P<bits>\d+)\s+\w+?_param_\d+(?:\[(?P<length>\d+)\])?"
+)
 _ADDRESS = re.compile(r"(?:mov\.b64|mov\.u64|cvta\.param\.u64)\s+(%rd\d+),\s*(%rd\d+|\w+_param_(\d+));")
 _TENSOR_MAP_SIZE, _TENSOR_MAP_ALIGNMENT = 128, 64
 _FP4_MAPS = (0, 2, 4)
