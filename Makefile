@@ -5,6 +5,7 @@
 # `make results` writes the figures on pages from the files that runs wrote, and the table of models from the code.
 # `make environments` makes the table tests/integration/environments.json anew: an hour.
 # `make device` runs FlashInfer's SM120 kernels, translated, on a Hopper GPU and keeps the numbers in docs/sm12x-on-hopper.json.
+# `make device-own` does the same for our own kernels, in docs/own-on-hopper.json.
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= .demo
@@ -12,6 +13,7 @@ TESTS ?= tests
 BIN := $(VENV)/bin
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 BED := $(BIN)/python -m tests.integration.sm12x_on_hopper
+OWN := $(BED).own_run
 
 # Python compiles a module at its first import. Compiling all of them takes longer than the rest of an installation.
 export PIP_COMPILE := 0
@@ -20,7 +22,7 @@ export PIP_COMPILE := 0
 # four times as long.
 test test-all vllm vllm-0.33 vllm-0.28: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all vllm vllm-0.33 vllm-0.28 environments device results lint bench clean
+.PHONY: demo test test-all vllm vllm-0.33 vllm-0.28 environments device device-own results lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
@@ -51,6 +53,15 @@ device: $(VENV)/.test
 	$(BED).run build --processes $$(nproc) --cache .kernels
 	$(BED).run measure --cache .kernels --exports .device/exports --out .device/result.json
 	$(BIN)/python -m benchmarks.results --take .device/result.json
+
+# Our own kernels for SM12x on a Hopper GPU: about 20 minutes.
+device-own: $(VENV)/.test
+	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py
+	$(OWN) measure .device/own.json
+	$(OWN) mutate .device/own.json
+	$(OWN) start .device/own.json
+	SM12X_ON_HOPPER=120 $(BIN)/python -m pytest tests/integration/test_kernels_device.py tests/integration/test_cuda_device.py
+	$(BIN)/python -m benchmarks.results --take .device/own.json
 
 results: $(VENV)/.test
 	$(BIN)/python -m benchmarks.results

@@ -71,6 +71,49 @@ def hopper(found: Found) -> list[str]:
     return [head, "", *table(["layer", "kernel", "tokens", "kernel points", "unquantized", "torch kernel", "reruns"], rows)]
 
 
+def own(found: Found) -> list[str]:
+    """Return the numbers of our kernels for SM12x on a Hopper GPU: a row for each family of a layer."""
+    if "own-on-hopper.json" not in found:
+        return []
+    run = found["own-on-hopper.json"]
+    head = f"{run['gpu']}, {run['date']}, torch {run['torch']}, triton {run['triton']} ([every number](own-on-hopper.json)):"
+    columns = ("layer", "format", "family", "forms", "kernels", "calls")
+    rows = [
+        [*(f"`{r[name]}`" if name == "family" else r[name] for name in columns), f"{r['error']:.4f}", r["bound"]]
+        for r in run["own"]
+    ]
+    total = [
+        "all",
+        "",
+        "",
+        *(sum(r[name] for r in run["own"]) for name in columns[3:]),
+        f"{max(r['error'] for r in run['own']):.4f}",
+        "",
+    ]
+    return [head, "", *table([*columns, "worst error", "bound"], [*rows, total])]
+
+
+def mutations(found: Found) -> list[str]:
+    """Return what a broken replacement of an instruction does to the numbers."""
+    lines = found.get("own-on-hopper.json", {}).get("mutations", [])
+    rows = [[r["format"], r["what"], f"{r['error']:.2f}", f"{r['error'] / r['bound']:.0f}"] for r in lines]
+    return table(["format", "broken", "error", "times the bound"], rows) if rows else []
+
+
+def starts(found: Found) -> list[str]:
+    """Return seconds of a layer's first start, by card, format and caches."""
+    lines = found.get("own-on-hopper.json", {}).get("starts", [])
+    rows = []
+    for card, form in dict.fromkeys((line["card"], line["format"]) for line in lines):
+        by = {line["caches"]: line["seconds"] for line in lines if (line["card"], line["format"]) == (card, form)}
+        cells = [
+            f"{by[name]['load']:.1f} + {by[name]['first call']:.1f}" if name in by else "-"
+            for name in ("empty", "second", "filled")
+        ]
+        rows.append([card, form, *cells, f"{by['warmup']:.0f}" if "warmup" in by else "-"])
+    return table(["card", "format", "empty caches", "second start", "caches of `warmup`", "`warmup`"], rows) if rows else []
+
+
 def baked(found: Found) -> list[str]:
     """Return the error of weights whose ``weight_scale_2`` is multiplied into the block scales."""
     if "sm12x-on-hopper.json" not in found:
@@ -94,4 +137,7 @@ BLOCKS: dict[str, Callable[[Found], list[str]]] = {
     "warmup": warmup,
     "hopper": hopper,
     "baked": baked,
+    "own": own,
+    "mutations": mutations,
+    "starts": starts,
 }

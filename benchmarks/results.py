@@ -65,6 +65,12 @@ SOURCES = (
         "make device",
         lambda found: "GB10" in found,
     ),
+    Source(
+        "own-on-hopper.json",
+        "numbers of our kernels for SM120 and SM121, translated",
+        "make device-own",
+        lambda found: found.keys() >= {"own", "mutations", "starts"},
+    ),
     _of_peers("moe-decode.json", "NVFP4", "decode kernels"),
     _of_peers("moe-w4a16.json", "W4A16_NVFP4", "decode kernels"),
     _of_peers("moe-mxfp4.json", "MXFP4", "decode kernels"),

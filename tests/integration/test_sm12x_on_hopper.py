@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integration.sm12x_on_hopper import UnknownInstructionError, probes
-from tests.integration.sm12x_on_hopper.build import device_functions
+from tests.integration.sm12x_on_hopper.build import BuildError, device_functions, instructions
 from tests.integration.sm12x_on_hopper.kernels import LISTED, Job, build_all
+from tests.integration.sm12x_on_hopper.own import machine_code, translating_triton
+from tests.integration.sm12x_on_hopper.own_run import CARDS, MUTATIONS, layers
 from tests.integration.sm12x_on_hopper.run import BOUND
 from tests.integration.sm12x_on_hopper.translate import RULES, opcodes, translate
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.cards import SHARED_MEMORY, Card
+from trtllm_b12x.kernels.cuda.variant import variants
+from trtllm_b12x.kernels.triton.decode import TritonMXFP8Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 
 
 def module(*statements: str, maps: int = 0) -> str:
@@ -92,9 +100,63 @@ def test_the_last_run_is_within_the_bounds() -> None:
 def test_every_rule_has_a_function_and_a_source() -> None:
     functions = device_functions()
     assert ".target sm_90a" in functions
-    for name in ("b12x_mma_mxf4nvf4", "b12x_cvt_e2m1x2_f32", "b12x_cvt_f16x2_e2m1x2"):
+    for name in ("b12x_mma_mxf4nvf4", "b12x_mma_mxf8f6f4_e4m3", "b12x_cvt_e2m1x2_f32", "b12x_cvt_f16x2_e2m1x2"):
         assert f" {name}(" in functions
     assert all("PTX ISA" in rule.source for rule in RULES)
+
+
+@pytest.mark.parametrize("sm", [120, 121])
+@pytest.mark.parametrize(
+    ("kind", "form", "rule"),
+    [
+        (GroupedNVFP4Kernel, "NVFP4", "block-scaled FP4 mma"),
+        (GroupedKernel, "MXFP8", "block-scaled E4M3 mma"),
+        (TritonMXFP8Kernel, "MXFP8", ""),
+    ],
+)
+def test_tritons_kernels_translate(kind: Any, form: str, rule: str, sm: int) -> None:
+    """As this Triton compiles them, for both cards; products of 16 bits are the same on Hopper."""
+    kernel = kind(Card(48, SHARED_MEMORY, sm))
+    kernel.describe(Geometry(16, 4, 512, 256, "Swiglu", format=form), 256, torch.device("cuda"))
+    for name, variant in {variant.name: variant for variant in kernel.variants()}.items():
+        made = variant.compile_for(sm).asm["ptx"]
+        counts = translate(made, device_functions()).counts
+        assert not rule or bool(counts[rule]) == (name in ("fc1_kernel", "fc2_kernel")), (name, counts)
+        code, words = machine_code(made)
+        assert code.startswith(b"\x7fELF")
+        assert "0 bytes spill stores" in words
+
+
+def test_nvrtcs_kernels_translate_without_a_rule() -> None:
+    (variant, *_) = variants(Geometry(16, 4, 512, 256, "Swiglu"), 4, 16)
+    translation = translate(variant.assembled("sm_120a").rstrip("\0"), device_functions())
+    assert not any(translation.counts.values())
+    assert "b12x_" not in translation.ptx
+    assert translation.entries[0].fp4_maps == ()
+
+
+def test_a_block_has_the_cards_shared_memory() -> None:
+    with translating_triton():
+        from triton.backends.nvidia.compiler import CUDABackend
+
+        with pytest.raises(BuildError, match="fc1_kernel takes 101377 bytes"):
+            CUDABackend.make_cubin(None, "", {"name": "fc1_kernel", "shared": 101377}, None, 120)
+
+
+def test_our_last_run_is_within_the_bounds() -> None:
+    result = json.loads((Path(__file__).parents[2] / "docs/own-on-hopper.json").read_text())
+    assert {row["layer"] for row in result["own"]} == set(layers())
+    assert sum(row["calls"] for row in result["own"]) >= 2000
+    assert all(row["error"] <= row["bound"] for row in result["own"])
+    assert [(row["format"], row["what"]) for row in result["mutations"]] == list(MUTATIONS)
+    assert all(row["error"] >= 10 * row["bound"] for row in result["mutations"])
+    assert all(row["captured"] for row in result["starts"] if "captured" in row)
+    assert {row["card"] for row in result["starts"]} == set(CARDS)
+
+
+def test_each_mutation_changes_something() -> None:
+    source = instructions() + translate(probes.PAIRS, "").ptx
+    assert all(what in source for what, _ in MUTATIONS.values())
 
 
 def test_tensor_maps_are_rewritten(tmp_path: Path) -> None:

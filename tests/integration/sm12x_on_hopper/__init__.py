@@ -1,7 +1,7 @@
-"""FlashInfer's kernels for SM120 and SM121, run on a Hopper GPU: for whoever has the code and not the card.
+"""Kernels for SM120 and SM121, FlashInfer's and our own, run on a Hopper GPU: for whoever has the code and not the card.
 
-The CuTe DSL compiles them for ``sm_120a`` on any machine.  Their PTX is valid on ``sm_90a`` but for a few instructions, each
-of which has an exact equivalent there.  ``docs/sm12x-on-hopper.md`` says what this proves and what it can not.
+The CuTe DSL, Triton and NVRTC compile them for ``sm_120a`` on any machine.  Their PTX is valid on ``sm_90a`` but for a few
+instructions, each of which has an exact equivalent there.  ``docs/sm12x-on-hopper.md`` says what this proves and what it can not.
 
 =================== ===============================================================================
 translate.py        PTX for ``sm_120a`` to PTX for ``sm_90a``, as a table of rules
@@ -12,6 +12,8 @@ bed.py              the context manager :func:`sm12x_on_hopper`
 problem.py          a layer's tensors, drawn
 kernels.py          the kernels that are built
 run.py              one run on a device, to JSON
+own.py, pool.py     the package's own kernels: Triton's and NVRTC's last step, translated
+own_run.py          runs of them on a device, to JSON
 =================== ===============================================================================
 """
 

@@ -1,7 +1,7 @@
 """The package's own kernels for an SM12x card, on a Hopper GPU: whatever Triton and NVRTC make for the card is translated.
 
-Inside :func:`card_on_hopper` the package believes in the card. It chooses tiles for it, compiles for it, and keeps what is compiled
-in a cache of its own. Only the last step differs: PTX is translated before ptxas makes machine code of it.
+Inside :func:`card_on_hopper` the package believes in the card. It chooses tiles for it, compiles for it, and keeps what is
+compiled in a cache of its own. Only the last step differs: PTX is translated before ptxas makes machine code of it.
 
 What is patched: the backend's ``make_cubin`` in Triton, here and in the processes that compile (``pool.py``), and the target that
 its driver names; ``kernels.cuda.nvrtc.compiled``; torch's properties and capability of the GPU.

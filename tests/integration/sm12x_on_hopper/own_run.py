@@ -1,8 +1,8 @@
 """The package's kernels for SM12x on a Hopper GPU, every form that a card of the list may take: numbers, to JSON.
 
-``python -m tests.integration.sm12x_on_hopper.own_run measure OUT.json [NAME ...]`` runs the layers of these names and adds their rows
-to the file; ``... mutate OUT.json`` breaks each replaced instruction in turn; ``... start OUT.json [CARD ...]`` starts layers on
-cards of the list, from empty caches and from those that ``warmup`` filled. ``python -m benchmarks.results --take FILE`` keeps it.
+``python -m tests.integration.sm12x_on_hopper.own_run measure OUT.json [NAME ...]`` runs the layers of these names and adds their
+rows to the file; ``... mutate OUT.json`` breaks each replaced instruction in turn; ``... start OUT.json [CARD ...]`` starts layers
+on cards of the list, from empty caches and from those that ``warmup`` filled. ``python -m benchmarks.results --take FILE`` keeps it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
                 if n > 1:
                     _beside_nan(form, call, first)
                     ran += 1
-    found = {"layer": name, "format": geometry.format, "family": family, "cards": [card.multiprocessors for card in cards]}
+    found = {"layer": name, "format": geometry.format, "family": family}
     return {**found, "forms": len(done), "kernels": len(codes), "calls": ran, "error": worst, "bound": BOUNDS[family]}
 
 
@@ -168,7 +168,7 @@ def measure(out: Path, names: list[str]) -> None:
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     with card_on_hopper(torch.cuda.get_device_properties(0).multi_processor_count):
         for name in names or layers():
-            rows = [line for line in result.get("own", []) if line["layer"] != name]
+            rows = result["own"] = [line for line in result.get("own", []) if line["layer"] != name]
             for geometry in layers()[name]:
                 for family in ("grouped", "triton", "cuda"):
                     line = row(name, geometry, family)
@@ -178,7 +178,7 @@ def measure(out: Path, names: list[str]) -> None:
                     if line is not None:
                         print(line, flush=True)
                         rows.append(line)
-            out.write_text(json.dumps(result | versions() | {"own": rows}, indent=1))
+            out.write_text(json.dumps(result | versions(), indent=1))
 
 
 def mutate(out: Path) -> None:
