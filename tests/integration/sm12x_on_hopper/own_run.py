@@ -1,8 +1,9 @@
 """The package's kernels for SM12x on a Hopper GPU, every form that a card of the list may take: numbers, to JSON.
 
 ``python -m tests.integration.sm12x_on_hopper.own_run measure OUT.json [NAME ...]`` runs the layers of these names and adds their
-rows to the file; ``... mutate OUT.json`` breaks each replaced instruction in turn; ``... start OUT.json [CARD ...]`` starts layers
-on cards of the list, from empty caches and from those that ``warmup`` filled. ``python -m benchmarks.results --take FILE`` keeps it.
+rows to the file. ``... mutate OUT.json`` breaks each replaced instruction in turn. ``... start OUT.json [CARD ...]`` starts
+layers on cards of the list, from empty caches and from those that ``warmup`` filled.
+``python -m benchmarks.results --take FILE`` keeps the file.
 """
 
 from __future__ import annotations
