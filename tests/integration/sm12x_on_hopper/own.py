@@ -60,13 +60,14 @@ def machine_code(ptx: str) -> tuple[bytes, str]:
 
 
 @contextlib.contextmanager
-def card_on_hopper(multiprocessors: int, sm: int = 120, cache: Path | None = None) -> Iterator[None]:
+def card_on_hopper(multiprocessors: int, sm: int = 120) -> Iterator[None]:
     """Let the package believe in a card. Enter it before the process runs a kernel of Triton's.
+
+    Triton's cache is a folder for each state of the translator, below ``XDG_CACHE_HOME``.
 
     Args:
         multiprocessors: of the card. Blocks of the one launch wait for each other, so it launches at most as many as the GPU has.
         sm: 120 or 121.
-        cache: Triton's cache, which other processes may have filled; default: a folder per translator.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -76,7 +77,7 @@ def card_on_hopper(multiprocessors: int, sm: int = 120, cache: Path | None = Non
 
     real, compile_cuda, driver = torch.cuda.get_device_properties, nvrtc.compiled, triton.runtime.driver.active
     limit = real(0).multi_processor_count
-    folder = cache or default_cache() / f"triton-{fingerprint()}"
+    folder = default_cache() / f"triton-{fingerprint()}"
     major, minor = divmod(sm, 10)
 
     def properties(device: Any = None) -> Any:

@@ -139,7 +139,7 @@ def _pairs_of_float32(match: re.Match[str], kernel: _Kernel) -> str:
 
 
 def _largest_of_three(match: re.Match[str], kernel: _Kernel) -> str:
-    """Neither order nor NaN matters: one operand at a time."""
+    """Two at a time: the order changes nothing, nor does a NaN."""
     predicate, opcode = match["predicate"] or "", match["opcode"]
     inner = f"{opcode} two, {match['b']}, {match['c']};"
     return f"{{ .reg .f32 two; {inner} {predicate}{opcode} {match['d']}, {match['a']}, two; }}"
