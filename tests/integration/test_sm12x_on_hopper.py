@@ -16,12 +16,13 @@ from tests.integration.sm12x_on_hopper import UnknownInstructionError, probes
 from tests.integration.sm12x_on_hopper.build import BuildError, device_functions, instructions
 from tests.integration.sm12x_on_hopper.kernels import LISTED, Job, build_all
 from tests.integration.sm12x_on_hopper.own import machine_code, translating_triton
-from tests.integration.sm12x_on_hopper.own_run import CARDS, MUTATIONS, layers
+from tests.integration.sm12x_on_hopper.own_run import CARDS, MUTATIONS, differing, layers
 from tests.integration.sm12x_on_hopper.run import BOUND
 from tests.integration.sm12x_on_hopper.translate import RULES, opcodes, translate
+from tests.integration.test_kernels_device import KINDS, TOKENS
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.cards import SHARED_MEMORY, Card
+from trtllm_b12x.kernels.cards import MODELS, SHARED_MEMORY, Card
 from trtllm_b12x.kernels.cuda.variant import variants
 from trtllm_b12x.kernels.triton.decode import TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
@@ -154,6 +155,14 @@ def test_our_last_run_is_within_the_bounds() -> None:
     assert all(row["error"] >= 10 * row["bound"] for row in result["mutations"])
     assert all(row["captured"] for row in result["starts"] if "captured" in row)
     assert {row["card"] for row in result["starts"]} == set(CARDS)
+
+
+@pytest.mark.parametrize(("form", "family"), [("NVFP4", "triton"), ("NVFP4", "grouped"), ("MXFP8", "triton"), ("MXFP8", "cuda")])
+def test_the_largest_card_takes_every_kernel_of_the_list(form: str, family: str) -> None:
+    counts = sorted({count for cards in MODELS.values() for count in cards.values()}, reverse=True)
+    for geometry in (g for of in layers().values() for g in of if g.format == form and g.hidden_size % 128 == 0):
+        cards = list(differing(KINDS[family, form], geometry, TOKENS[family][-1], counts))
+        assert [card.multiprocessors for card in cards] == counts[:1]
 
 
 def test_each_mutation_changes_something() -> None:

@@ -84,7 +84,7 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
     kind, capacity = KINDS[family, geometry.format], TOKENS[family][-1]
     multiprocessors = sorted({count for cards in MODELS.values() for count in cards.values()}, reverse=True)
     try:
-        cards = list(_differing(kind, geometry, capacity, multiprocessors))
+        cards = list(differing(kind, geometry, capacity, multiprocessors))
     except ValueError:
         return None
     weights = _weights(geometry)
@@ -127,7 +127,7 @@ def _weights(geometry: Geometry) -> Any:
     return mxfp8.random_weights(geometry, CUDA) if geometry.format == "MXFP8" else random_layer(geometry, "cuda").kernel_weights()
 
 
-def _differing(kind: Any, geometry: Geometry, capacity: int, multiprocessors: Iterable[int]) -> Iterator[Card]:
+def differing(kind: Any, geometry: Geometry, capacity: int, multiprocessors: Iterable[int]) -> Iterator[Card]:
     """Yield the cards of the list that add a kernel."""
     seen: set[Any] = set()
     for count in multiprocessors:
