@@ -83,14 +83,18 @@ def test_mma_on_every_pair_of_codes_and_scales() -> None:
     assert torch.equal(result.nan_to_num(0.5), expected.nan_to_num(0.5))
 
 
+def ones_by_turns(rows: int, columns: int, one: int) -> torch.Tensor:
+    """Codes ``(rows * columns, rows, columns)``: the code of 1.0 at each place in turn, zero elsewhere."""
+    n = rows * columns
+    return (torch.eye(n, device="cuda", dtype=torch.uint8) * one).view(n, rows, columns)
+
+
 @pytest.mark.parametrize("of_a", [True, False])
 def test_mma_at_every_position(of_a: bool) -> None:
     """One element of A (or B) at a time against a random other matrix: every lane, register and nibble."""
     torch.manual_seed(1)
-    height = 16 if of_a else 8
-    n = height * 64
-    one = torch.zeros(n, height, 64, device="cuda", dtype=torch.uint8)
-    one.view(n, n)[torch.arange(n), torch.arange(n)] = 2  # 1.0
+    one = ones_by_turns(16 if of_a else 8, 64, 2)
+    n = len(one)
     other = codes(n, 8 if of_a else 16, 64)
     a, b = (one, other) if of_a else (other, one)
     sa, sb = codes(n, 16, 4, below=0x7F), codes(n, 8, 4, below=0x7F)
@@ -136,10 +140,8 @@ def test_mma_of_e4m3_on_random_operands(ids: tuple[int, ...]) -> None:
 def test_mma_of_e4m3_at_every_position_and_of_every_pair_of_scales(of_a: bool) -> None:
     """One 1.0 in A (or B) against a random other matrix; then one product of 1 by 1 with each pair of scales."""
     torch.manual_seed(1)
-    height = 16 if of_a else 8
-    n = height * 32
-    one = torch.zeros(n, height, 32, device="cuda", dtype=torch.uint8)
-    one.view(n, n)[torch.arange(n), torch.arange(n)] = 0x38
+    one = ones_by_turns(16 if of_a else 8, 32, 0x38)
+    n = len(one)
     other = codes(n, 8 if of_a else 16, 32, below=0x7F)
     a, b = (one, other) if of_a else (other, one)
     sa, sb = (torch.randint(100, 150, (n, rows, 1), device="cuda", dtype=torch.uint8) for rows in (16, 8))

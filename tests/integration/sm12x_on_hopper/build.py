@@ -89,6 +89,7 @@ def instructions() -> str:
 
 
 def mutated(text: str) -> str:
+    """Return the source or PTX with the change that ``MUTATION`` asks for."""
     what, _, other = os.environ.get(MUTATION, "").partition(" => ")
     return text.replace(what, other) if what else text
 

@@ -21,13 +21,15 @@ from unittest import mock
 
 import torch
 
+from trtllm_b12x.kernels import cards
+
 from .bed import default_cache
 from .build import MUTATION, BuildError, assemble, device_functions, instructions, mutated
 from .translate import translate
 
 _HERE = Path(__file__).parent
-SHARED_MEMORY = 99 << 10
-"""Bytes that a block of an SM12x card may have."""
+SHARED_MEMORY = cards.SHARED_MEMORY - (1 << 10)
+"""Bytes that a block of an SM12x card may have: the driver keeps 1 KB."""
 
 
 @contextlib.contextmanager
@@ -84,7 +86,7 @@ def card_on_hopper(multiprocessors: int, sm: int = 120) -> Iterator[None]:
         found = real(device)
         kept = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
         kept |= {"major": major, "minor": minor, "multi_processor_count": multiprocessors}
-        return SimpleNamespace(**kept | {"shared_memory_per_multiprocessor": 100 << 10})
+        return SimpleNamespace(**kept | {"shared_memory_per_multiprocessor": cards.SHARED_MEMORY})
 
     def compiled(source: str, name: str, target: str, definitions: Any) -> tuple[bytes, str]:
         if not target.startswith("sm_12"):
