@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trtllm_b12x import formats
 
@@ -24,14 +25,17 @@ ATOMIC_SUMS = (
 )
 
 
+Features = Callable[[Environment], KernelFeatures]
+"""Function that returns the capabilities for a given machine."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Kernels of one family for one number format."""
 
     name: str
     format: str
-    features: Callable[[Environment], KernelFeatures]
-    """Function that returns the capabilities for a given machine."""
+    features: Features
 
     @property
     def key(self) -> tuple[str, str]:
@@ -82,67 +86,67 @@ def triton(e: Environment) -> KernelFeatures:
     )
 
 
-def one_launch(decode: Callable[[Environment], KernelFeatures]) -> Callable[[Environment], KernelFeatures]:
-    """Return the capabilities of decode in one launch: as Triton's, up to 64 tokens and without Triton."""
+def _derived(
+    family: Features,
+    free_of: frozenset[RejectReason] = frozenset(),
+    bound_by: frozenset[RejectReason] = frozenset(),
+    **changes: Any,
+) -> Features:
+    """Return the capabilities of ``family`` with other values, and with rules that bind these kernels less or more."""
 
     def features(e: Environment) -> KernelFeatures:
-        known = decode(e)
-        return replace(known, name="cuda", oldest_sm=90, most_tokens=64, bound_by=known.bound_by - {RejectReason.TRITON})
+        known = family(e)
+        return replace(known, bound_by=known.bound_by - free_of | bound_by, **changes)
 
     return features
 
 
-def triton_w4a16(e: Environment) -> KernelFeatures:
-    """Return the capabilities for W4A16_NVFP4 decode. Ranks of attention-DP send each other 16-bit tokens."""
-    known = triton(e)
-    return replace(
-        known,
-        quantizations=frozenset({"W4A16_NVFP4"}),
-        hidden_size_multiple=64,
-        quantized_input=False,
-        bound_by=known.bound_by - {RejectReason.ATTENTION_DP},
-    )
+_ATTENTION_DP = frozenset({RejectReason.ATTENTION_DP})
+_ROUTER_WEIGHT = frozenset({RejectReason.ROUTER_WEIGHT_ON_INPUT})
 
+triton_w4a16 = _derived(
+    triton, _ATTENTION_DP, quantizations=frozenset({"W4A16_NVFP4"}), hidden_size_multiple=64, quantized_input=False
+)
+"""W4A16_NVFP4 decode. Ranks of attention-DP send each other 16-bit tokens."""
+triton_mxfp4 = _derived(
+    triton,
+    frozenset({RejectReason.BIAS, RejectReason.INTERMEDIATE_SIZE}),
+    _ROUTER_WEIGHT,
+    quantizations=frozenset({"W4A8_MXFP4_MXFP8"}),
+    group_size=32,
+    tile=128,
+    hidden_size_multiple=32,
+    dtypes=frozenset({"bfloat16"}),
+    quantized_input=False,
+)
+"""MXFP4 decode. The host pads each rank's part, so that every intermediate size suits."""
+triton_mxfp8 = _derived(
+    triton,
+    _ATTENTION_DP,
+    _ROUTER_WEIGHT,
+    quantizations=frozenset({"MXFP8"}),
+    group_size=32,
+    tile=32,
+    hidden_size_multiple=128,
+    dtypes=frozenset({"bfloat16"}),
+    quantized_input=False,
+)
+"""MXFP8 decode. Attention-DP ranks gather the output of our layers, which is always bf16 if the host has no path."""
 
-def grouped_w4a16(e: Environment) -> KernelFeatures:
-    """Return the capabilities for W4A16_NVFP4 prefill. Only token counts measured to be faster than CUTLASS are used."""
-    return replace(triton_w4a16(e), name="grouped", arithmetic="UNQUANTIZED", oldest_sm=89, measured_from=64)
-
-
-def triton_mxfp4(e: Environment) -> KernelFeatures:
-    """Return the capabilities for MXFP4 decode. The host pads each rank's part, so that every intermediate size suits."""
-    known = triton(e)
-    return replace(
-        known,
-        quantizations=frozenset({"W4A8_MXFP4_MXFP8"}),
-        group_size=32,
-        tile=128,
-        hidden_size_multiple=32,
-        dtypes=frozenset({"bfloat16"}),
-        quantized_input=False,
-        bound_by=known.bound_by - {RejectReason.BIAS, RejectReason.INTERMEDIATE_SIZE} | {RejectReason.ROUTER_WEIGHT_ON_INPUT},
-    )
-
-
-def grouped_mxfp4(e: Environment) -> KernelFeatures:
-    """Return the capabilities for MXFP4 prefill, on 16-bit activations where CUTLASS rounds them to MXFP8."""
-    return replace(triton_mxfp4(e), name="grouped", oldest_sm=89, measured_from=64)
-
-
-def triton_mxfp8(e: Environment) -> KernelFeatures:
-    """Return the capabilities for MXFP8 decode. The host has no path for MXFP8; ``grouped`` serves prefill under equal rules."""
-    known = triton(e)
-    return replace(
-        known,
-        quantizations=frozenset({"MXFP8"}),
-        group_size=32,
-        tile=32,
-        hidden_size_multiple=128,
-        dtypes=frozenset({"bfloat16"}),
-        quantized_input=False,
-        # Attention-DP ranks gather the output of our layers, which is always bf16 if the host has no path.
-        bound_by=known.bound_by - {RejectReason.ATTENTION_DP} | {RejectReason.ROUTER_WEIGHT_ON_INPUT},
-    )
+grouped_nvfp4 = _derived(
+    triton,
+    bound_by=frozenset({RejectReason.UPCAST}),
+    name="grouped",
+    hidden_size_multiple=64,
+    arithmetic="KERNEL",
+    dtypes=frozenset({"bfloat16"}),
+    oldest_sm=89,
+    measured_from=64,
+)
+"""NVFP4 prefill. CUTLASS also serves it, here and in the next two, so only token counts measured to be faster are used."""
+grouped_w4a16 = _derived(triton_w4a16, name="grouped", oldest_sm=89, measured_from=64)
+grouped_mxfp4 = _derived(triton_mxfp4, name="grouped", oldest_sm=89, measured_from=64)
+"""MXFP4 prefill, on 16-bit activations where CUTLASS rounds them to MXFP8."""
 
 
 def grouped(e: Environment) -> KernelFeatures:
@@ -150,23 +154,11 @@ def grouped(e: Environment) -> KernelFeatures:
     return replace(triton_mxfp8(e), name="grouped", arithmetic="KERNEL", oldest_sm=89, every_count=True, caveat=e.upcast)
 
 
-def grouped_nvfp4(e: Environment) -> KernelFeatures:
-    """Return the capabilities for NVFP4 prefill. CUTLASS also serves it, so only token counts measured to be faster are used."""
-    known = triton(e)
-    return replace(
-        known,
-        name="grouped",
-        hidden_size_multiple=64,
-        arithmetic="KERNEL",
-        dtypes=frozenset({"bfloat16"}),
-        oldest_sm=89,
-        measured_from=64,
-        bound_by=known.bound_by | {RejectReason.UPCAST},
-    )
-
-
-cuda, cuda_w4a16 = one_launch(triton), one_launch(triton_w4a16)
-cuda_mxfp4, cuda_mxfp8 = one_launch(triton_mxfp4), one_launch(triton_mxfp8)
+cuda, cuda_w4a16, cuda_mxfp4, cuda_mxfp8 = (
+    _derived(decode, frozenset({RejectReason.TRITON}), name="cuda", oldest_sm=90, most_tokens=64)
+    for decode in (triton, triton_w4a16, triton_mxfp4, triton_mxfp8)
+)
+"""Decode in one launch: as Triton's, up to 64 tokens and without Triton."""
 
 FAMILIES: tuple[Family, ...] = (
     Family("cuda", "NVFP4", cuda),
