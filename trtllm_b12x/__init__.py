@@ -17,15 +17,8 @@ def install() -> None:
 def explain(model_config: object, override_quant_config: object = None) -> "Resolution":
     """Explain which kernels serve the layers of a ``ModelConfig`` in this process, and why the others do not.
 
-    Args:
-        model_config: as passed to ``get_moe_cls``.
-        override_quant_config: quantization of one layer, if it differs.
-
-    Raises:
-        TypeError: ``model_config`` is not a ``ModelConfig``.
-
-    Returns:
-        A ``trtllm_b12x.decision.Resolution``. Printing it shows every reason with its remedy.
+    Printing the result shows every reason with its remedy. ``override_quant_config`` is the quantization of one layer, if it
+    differs. Raise TypeError for anything but a ``ModelConfig``.
     """
     from trtllm_b12x.engines.trtllm import describe, machine
 

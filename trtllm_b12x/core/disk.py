@@ -81,12 +81,7 @@ def read_owned(file: Path) -> Any:
 
 
 def owned_bytes(file: Path) -> bytes:
-    """Read the file. Refuse it if another user could have written it.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: another user could have written it, or it is no file of this package.
-    """
+    """Read the file. Raise OSError if that fails, ValueError if another user could have written it or it is no file of ours."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as stream:
         status = os.fstat(descriptor)

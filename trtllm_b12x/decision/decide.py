@@ -31,8 +31,7 @@ def decide(
 ) -> Verdict:
     """Apply every rule that binds the family. A rule abstains if its facts are unknown. Cached: most layers of a model are equal.
 
-    Args:
-        plan_error: first line of the error that planning this family's kernels raised.
+    ``plan_error`` is the first line of the error that planning this family's kernels raised.
     """
     deployment, environment = deployment or Deployment(), environment or Environment()
     rules = (

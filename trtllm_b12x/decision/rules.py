@@ -134,10 +134,7 @@ def _size_per_rank(p: LayerShape, d: Deployment) -> float | None:
 
 
 def refused_by_hosts(shape: LayerShape, deployment: Deployment) -> list[str]:
-    """List which TensorRT-LLM versions refuse this layer before any rule of this package, and why.
-
-    For tools that run outside the server that will load it.
-    """
+    """List which TensorRT-LLM versions refuse this layer before any rule of ours, and why. For tools outside the server."""
     if shape.quant_algo != _NVFP4:
         return []
     faults, size = [], _size_per_rank(shape, deployment)

@@ -101,8 +101,7 @@ def tuning() -> None:
 def paths_of(schedules: Sequence[Schedule], host: TimedPath | None) -> dict[str, TimedPath]:
     """Return what is timed: every form of every kernel, over layers of equal schedules, and ``HOST``.
 
-    Args:
-        host: None if the host has no path; a family that serves every count then takes its place.
+    ``host`` is None if the host has no path; a family that serves every count then takes its place.
     """
     first, paths = schedules[0], {}
     base = first.families.get(first.base)
@@ -122,12 +121,8 @@ def ensure_measured(
 ) -> tuple[Schedule, bool]:
     """Return the schedule with the policy of its geometry, which is decided if need be, and whether it is final at this stage.
 
-    Args:
-        paths: asked for only if they are to be measured.
-        host: name of the host's generation; times are stored by it.
-
-    Raises:
-        Exception: what a path or the driver raised while it was measured.
+    ``paths`` is asked for only if they are to be measured; what one raises then is raised. Times are stored by ``host``, the
+    name of the host's generation.
     """
     geometry = schedule.kernels[0].geometry
     if not timing.possible(device):

@@ -33,11 +33,7 @@ class LayerDispatch:
     """Plans, binds and selects the kernels of one layer. An engine's layer holds one and hands it weights and calls."""
 
     def __init__(self, kernels: Mapping[str, type[Kernel]] = MappingProxyType({}), max_num_tokens: int | None = None) -> None:
-        """
-        Args:
-            kernels: families that may serve the layer, the preferred one first.
-            max_num_tokens: largest batch that the host announced.
-        """
+        """Take the families that may serve the layer, the preferred one first, and the largest batch that the host announced."""
         global _model_is_built
         self.kernels, self.max_num_tokens = kernels, max_num_tokens
         self.schedule = self.detached = HOSTS
@@ -60,10 +56,8 @@ class LayerDispatch:
     ) -> dict[str, str]:
         """Plan, bind and test the kernels of the eligible families. May compile, allocate and synchronize.
 
-        A family that serves only what a measurement may give it waits for that. A thread compiles its kernels meanwhile.
-
-        Returns:
-            Family to the first line of what failed. A family that no call would reach is neither planned nor named.
+        A family that serves only what a measurement may give it waits for that. A thread compiles its kernels meanwhile. Return
+        the first line of what failed, by family. A family that no call would reach is neither planned nor named.
         """
         global _model_is_built
         _model_is_built = True
@@ -96,11 +90,7 @@ class LayerDispatch:
         return errors
 
     def plan_waiting(self) -> dict[str, str]:
-        """Plan, bind and test the families that ``load`` left to a measurement.
-
-        Returns:
-            If one failed, what failed here and in ``load``, as that returns it.
-        """
+        """Plan, bind and test the families that ``load`` left to a measurement. If one fails, return every failure so far."""
         errors: dict[str, str] = {}
         if self.waiting and not torch.cuda.is_current_stream_capturing():
             bound, waiting = dict(self.schedule.families), self.waiting

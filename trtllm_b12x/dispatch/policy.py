@@ -46,10 +46,7 @@ class Timings:
     """Measured rows of one geometry, by token count."""
 
     def __init__(self, rows: Rows) -> None:
-        """
-        Raises:
-            ValueError: there is no row, a count or a time is not positive, or the host's time is missing.
-        """
+        """Raise ValueError if there is no row, a count or a time is not positive, or the host's time is missing."""
         if not rows:
             raise ValueError("no counts")
         for tokens, paths in rows.items():

@@ -17,12 +17,7 @@ EVERY = 2**31 - 1
 
 
 def default_crossover(top_k: int = 1, families: Iterable[KernelFeatures] = (), first: int | None = None) -> int:
-    """Return the token count from which CUTLASS serves; kernels are planned for fewer.
-
-    Args:
-        families: those that serve the layer. The crossover is at most where the last of them ends.
-        first: instead of ``DEFAULT_CROSSOVER``.
-    """
+    """Return the token count from which CUTLASS serves: ``first``, or less, where the last of ``families`` ends."""
     first = first or DEFAULT_CROSSOVER
     limits = []
     for family in families:
@@ -35,10 +30,10 @@ class Schedule:
     """The bound kernels of one layer and the policy that chooses among them and the host."""
 
     def __init__(self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None, hostless: bool = False) -> None:
-        """
-        Args:
-            families: bound kernels, the preferred one first.
-            hostless: the host's path is wrong: the last family that serves a count does where the policy leaves it to the host.
+        """Take bound kernels, the preferred one first.
+
+        ``hostless``: the host's path is wrong, and the last family that serves a count does where the policy leaves it to the
+        host.
         """
         self.families, self.hostless = families, hostless
         self.kernels = tuple(families.values())

@@ -82,8 +82,7 @@ def load(key: Key) -> Timings | None:
 def load_file(path: Path, key: Key) -> Timings:
     """Load a table from a user's file, or from ``trtllm-b12x tune --json``. Card and geometry must match, versions need not.
 
-    Raises:
-        ValueError: the file holds no matching table or cannot be read. The message says why.
+    Raise ValueError, which says why, if the file holds no matching table or cannot be read.
     """
     problems = []
     try:

@@ -28,9 +28,8 @@ _COMPILED_WITH = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
 def probe(host: tuple[str, str] = ("none", ""), always_look: bool = False) -> Environment:
     """Return all facts about this machine.
 
-    Args:
-        host: state of TensorRT-LLM in this process, and the difference from the nearest known generation.
-        always_look: load the CuTe DSL payload even if nothing could make b12x serve here.
+    ``host`` is the state of TensorRT-LLM in this process, and the difference from the nearest known generation.
+    ``always_look``: load the CuTe DSL payload even if nothing could make b12x serve here.
     """
     state, detail = host
     return replace(_probe(state != "unsupported", always_look), host=state, host_detail=detail)

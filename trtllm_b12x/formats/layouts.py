@@ -12,17 +12,13 @@ def mma_scale_view(
 
     Args:
         block_scales: ``rows * columns / block_size`` bytes per expert, any dtype, contiguous, experts first.
-        rows: of the weight, a multiple of 128.
-        columns: of the weight in elements, a multiple of ``4 * block_size``.
-        block_size: elements that share a scale.
+        rows: of the weight, a multiple of 128. ValueError is raised for others.
+        columns: of the weight in elements, a multiple of ``4 * block_size``. ValueError is raised for others.
         dtype: of a scale, one byte.
 
     Returns:
         ``dtype`` ``(32, 4, rows/128, 4, columns/(4 * block_size), E)``: row ``m`` and block ``k`` of expert ``e`` are at
         ``(m % 32, m % 128 // 32, m // 128, k % 4, k // 4, e)``.
-
-    Raises:
-        ValueError: the sizes are off the tile.
     """
     width = 4 * block_size
     if rows % 128 or columns % width:

@@ -30,16 +30,10 @@ def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(values: torch.Tensor, scale_up: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize activations as the kernels do.
+    """Quantize activations ``(..., K)`` as the kernels do: float8_e4m3fn ``(..., K)`` and uint8 ``(..., K / 32)``.
 
-    The scale is ``floor(log2(amax)) - 8``, values are rounded to nearest even and saturate; a block that is not finite gets NaN.
-
-    Args:
-        values: ``(..., K)`` of any float type.
-        scale_up: the scale is ``ceil(log2(amax / 448))``, so that none saturates: TensorRT-LLM's ``cvt_warp_fp16_to_mxfp8``.
-
-    Returns:
-        float8_e4m3fn ``(..., K)`` and uint8 ``(..., K / 32)``.
+    The scale is ``floor(log2(amax)) - 8``, values are rounded to nearest even and saturate; a block that is not finite gets
+    NaN. With ``scale_up`` it is ``ceil(log2(amax / 448))``, so that none saturates: TensorRT-LLM's ``cvt_warp_fp16_to_mxfp8``.
     """
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
     bits = blocks.abs().amax(-1).contiguous().view(torch.int32)

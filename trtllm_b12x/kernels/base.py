@@ -51,28 +51,23 @@ class Kernel(ABC):
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Prepare for up to ``capacity`` tokens. May allocate, compile and synchronize.
 
-        Raises:
-            ValueError: the kernel does not support the activation or a size.
-            PlanError: compiling or allocating failed; nothing is kept.
+        Raise ValueError if the kernel does not support the activation or a size; PlanError, keeping nothing, if compiling or
+        allocating failed.
         """
 
     @abstractmethod
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         """Take views of the weights of the layer's experts, the first of which has the global id ``first_expert``.
 
-        Raises:
-            ValueError: a tensor has the wrong shape or dtype; the message names it.
+        Raise ValueError, naming the tensor, if one has the wrong shape or dtype.
         """
 
     @abstractmethod
     def self_test(self) -> None:
         """Compare with the reference on the bound weights, and leave out what misses its bound.
 
-        Call it after every ``bind``. Weights that are all zero or not finite leave the test to later ones; what was not
-        tested does not serve.
-
-        Raises:
-            PlanError: nothing is left.
+        Call it after every ``bind``. Weights that are all zero or not finite leave the test to later ones; what was not tested
+        does not serve. Raise PlanError if nothing is left.
         """
 
     @classmethod
@@ -89,8 +84,7 @@ class Kernel(ABC):
     def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
         """Compile for the families of ``planned``, with their capacities, before they are planned; where that pays.
 
-        Returns:
-            Number of processes that compiled.
+        Return the number of processes that compiled.
         """
         return 0
 
@@ -102,8 +96,7 @@ class Kernel(ABC):
     def check(self, geometry: Geometry, multiples: tuple[int, int]) -> None:
         """Raise ValueError if the family does not support the activation or a size.
 
-        Args:
-            multiples: of the hidden and of the intermediate size.
+        ``multiples`` are of the hidden and of the intermediate size.
         """
         activations, sizes = self.features.activations, (geometry.hidden_size, geometry.intermediate_size)
         if geometry.activation not in activations:
@@ -143,13 +136,9 @@ class Kernel(ABC):
         return None
 
     def run(self, call: MoECall) -> torch.Tensor:
-        """Run the layer's experts.
+        """Run the layer's experts. Return ``(tokens, H)``: ``call.out`` if given, else a new tensor in the layer's dtype.
 
-        Returns:
-            ``(tokens, H)``: ``call.out`` if given, else a new tensor in the layer's dtype.
-
-        Raises:
-            ValueError: a tensor has the wrong shape or dtype, or no kernel is planned for so many tokens.
+        Raise ValueError if a tensor has the wrong shape or dtype, or no kernel is planned for so many tokens.
         """
         prepared = call.prepared(self.geometry, self.features.quantized_input)
         self._launch(prepared)

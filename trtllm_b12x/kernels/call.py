@@ -32,8 +32,7 @@ class MoECall(NamedTuple):
     def check(self, geometry: Geometry, quantized_input: bool) -> None:
         """Raise ValueError, naming the tensor, if a shape is not what kernels read or write.
 
-        Args:
-            quantized_input: the kernel takes ``x_sf``.
+        ``quantized_input``: the kernel takes ``x_sf``.
         """
         x, x_sf, swizzled = self.x, self.x_sf, self.swizzled
         tokens, hidden = x.shape[0], geometry.hidden_size
@@ -53,8 +52,7 @@ class MoECall(NamedTuple):
     def prepared(self, geometry: Geometry, quantized_input: bool) -> MoECall:
         """Return the checked call as kernels take it: contiguous tensors of types they know, and an output they can write.
 
-        Raises:
-            ValueError: see ``check``; or ``x`` has another dtype than the layer.
+        Raise ValueError as ``check`` does, and if ``x`` has another dtype than the layer.
         """
         x, ids, router_weights, x_sf, swizzled, out, scratch = self
         shape, hidden, dtype = x.shape, geometry.hidden_size, geometry.dtype

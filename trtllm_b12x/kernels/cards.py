@@ -51,11 +51,8 @@ MODELS: dict[str, dict[str, int]] = {
 def models(target: str, names: Iterable[str] = ()) -> tuple[Card, ...]:
     """Return the cards of ``target``, one for each number of multiprocessors.
 
-    Args:
-        names: of ``MODELS``, in any case, ``GeForce`` or ``NVIDIA`` left out or not, or numbers of multiprocessors; default all.
-
-    Raises:
-        ValueError: a name is unknown; the message lists the known ones.
+    ``names`` are of ``MODELS``, in any case, with ``GeForce`` or ``NVIDIA`` or without, or numbers of multiprocessors; default
+    all. Raise ValueError, with the known names, for another one.
     """
     known = {_plain(name): count for name, count in MODELS[target].items()}
     counts = []

@@ -43,10 +43,7 @@ class Scalars(NamedTuple):
 
 
 def scalars_of(weights: Any) -> Scalars:
-    """
-    Raises:
-        ValueError: the input scales are given as divisors alone.
-    """
+    """Return the scalars of a layer. Raise ValueError if the input scales are given as divisors alone."""
     if not isinstance(weights, NVFP4Weights):
         none = constants.filled(1.0, (1,), weights.device)
         return Scalars(none, none, none, none, none, (0, 0))

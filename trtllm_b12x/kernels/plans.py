@@ -52,11 +52,7 @@ class PlannedKernel(Kernel):
     _key: tuple[Any, ...]
 
     def _share(self, key: tuple[Any, ...], make: Callable[[], Plan]) -> None:
-        """Take the plan of ``key``, or make it.
-
-        Raises:
-            PlanError: compiling or allocating failed.
-        """
+        """Take the plan of ``key``, or make it. Raise PlanError if compiling or allocating failed."""
         with _lock:
             plan = _plans.get(key)
             if plan is None:
@@ -70,11 +66,7 @@ class PlannedKernel(Kernel):
         """Compare every kernel of the plan with the reference; None if the weights are all zero or not finite."""
 
     def _leave_out(self, failed: list[SelfTestResult]) -> None:
-        """Serve without the kernels that failed.
-
-        Raises:
-            PlanError: no kernel is left for some token count; the message has the numbers.
-        """
+        """Serve without the kernels that failed. Raise PlanError, with the numbers, if none is left for some token count."""
         raise PlanError("; ".join(map(str, failed)))
 
     def self_test(self) -> None:

@@ -59,11 +59,8 @@ def prepare(
 ) -> None:
     """Write local ids and router weights (0 for routes to other ranks) in one launch.
 
-    Args:
-        ids: contiguous integers of any type and shape.
-        router_weights: contiguous floats of any type, as many.
-        into: int32 and float32, as many; on the same GPU.
-        input_scales: derive its divisors too.
+    ``ids`` are contiguous integers of any type and shape, ``router_weights`` as many contiguous floats of any type, ``into`` as
+    many int32 and float32 on the same GPU. The divisors of ``input_scales`` are derived too.
     """
     from .routes_triton import prepare as kernel
 
@@ -90,11 +87,7 @@ def variants() -> Iterator[Variant]:
 
 
 def warm_up(device: torch.device, remedy: str) -> None:
-    """Compile ``variants``, or load them from Triton's cache.
-
-    Raises:
-        PlanError: see ``triton.cache.load``, which takes ``remedy``.
-    """
+    """Compile ``variants``, or load them from Triton's cache. Raise PlanError as ``triton.cache.load`` does."""
     if device.type != "cuda":
         return
     from .triton import cache

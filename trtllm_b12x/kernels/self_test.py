@@ -119,13 +119,10 @@ def _compared(
 def run_self_test(
     cases: Mapping[SelfTestCase, Run], geometry: Geometry, weights: Weights, first_expert: int = 0
 ) -> list[SelfTestResult] | None:
-    """Compare each case with the reference.
+    """Compare each case with the reference. Return None if nearly all outputs are zero or not finite.
 
     Every case reaches every expert, alone with others and with all tokens on the same ``top_k``, so that each tile of rows and,
     with the most tokens, each wave of tasks is run; and some ids that are not this rank's.
-
-    Returns:
-        A result for each, or None if nearly all outputs are zero or not finite.
     """
     sizes = sorted({case.tokens for case in cases})
     drawn = _draw(ReferenceKernel(), geometry, weights, first_expert, sizes)
@@ -147,13 +144,9 @@ def run_self_test(
 def run_quick_self_test(
     kernel: Any, reference: ReferenceKernel, first_expert: int, tested: Mapping[int, Sequence[Kernel]]
 ) -> list[SelfTestResult] | None:
-    """Compare a kernel with its reference, and once with quantized input.
+    """Compare a kernel with its reference, and once with quantized input. Return None as ``run_self_test`` does.
 
-    Args:
-        tested: token counts to the forms of ``kernel`` that are called with so many.
-
-    Returns:
-        None if nearly all outputs are zero or not finite.
+    ``tested`` maps token counts to the forms of ``kernel`` that are called with so many.
     """
     name, weights, sizes = kernel.features.name, kernel.weights, sorted(tested)
     drawn = _draw(reference, kernel.geometry, weights, first_expert, sizes, quick=True)
@@ -184,15 +177,9 @@ def run_quick_self_test(
 def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run: Run) -> list[SelfTestResult] | None:
     """Compare an engine's path with CUTLASS's arithmetic in torch, in calls of ``HOST_TOKENS`` that reach every local expert.
 
-    A token has one expert that counts, and others with a router weight of zero. In the last call of each size all count alike, so
-    that the sum over routes is judged too.
-
-    Args:
-        weights: as our kernels read them. The engine has one ``weight_scale_2`` for gate and up, the larger one.
-        run: the engine's call.
-
-    Returns:
-        None if the weights are all zero or not finite.
+    A token has one expert that counts, and others with a router weight of zero. In the last call of each size all count alike,
+    so that the sum over routes is judged too. ``weights`` are as our kernels read them; the engine has one ``weight_scale_2``
+    for gate and up, the larger one. Return None if they are all zero or not finite.
     """
     experts, top_k, device = geometry.num_experts, geometry.top_k, weights.device
     reference = CUTLASS[geometry.format]()
@@ -252,8 +239,7 @@ def _draw(
 ) -> Drawn | None:
     """Draw the calls of each size. The reference runs them all at once: it dequantizes an expert once.
 
-    Returns:
-        None if nearly all outputs are zero or not finite.
+    Return None if nearly all outputs are zero or not finite.
     """
     device, generator = weights.device, torch.Generator().manual_seed(0)
     with torch.device("cpu"):  # whatever the host's default is while it loads

@@ -53,8 +53,7 @@ Report = Callable[[CompileResult | None, int], None]
 def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, workers: int | None = None) -> None:
     """Compile everything that ``tasks`` take on ``cards``, which are of one capability.
 
-    Raises:
-        PlanError: compilers cannot be run, or have died; the message says which.
+    Raise PlanError, which says which, if compilers cannot be run or have died.
     """
     capability = cards[0].capability
     workers = min(workers or len(os.sched_getaffinity(0)), compile_pool.MOST_PROCESSES)

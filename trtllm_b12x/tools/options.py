@@ -36,10 +36,7 @@ class Ranks:
         return Deployment(tp_size=self.tp, ep_size=self.ep)
 
     def expect_to_divide(self, shape: LayerShape) -> None:
-        """
-        Raises:
-            UnusableError: the ranks do not divide the layer.
-        """
+        """Raise UnusableError if the ranks do not divide the layer."""
         if (shape.intermediate_size or 0) % self.tp:
             raise UnusableError(f"--tp {self.tp} does not divide intermediate size {shape.intermediate_size}")
         if (shape.num_experts or 0) % self.ep:
@@ -74,9 +71,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, ep: int, **sizes: Any) -> dict[str, LayerShape]:
     """Map a name to each distinct layer: the first with that shape in a checkpoint, or the one of the given sizes.
 
-    Raises:
-        click.UsageError: neither a checkpoint nor all sizes are given, or both are.
-        UnusableError: the checkpoint, the sizes or the ranks cannot be used.
+    Raise UsageError unless a checkpoint or all sizes are given, UnusableError if they or the ranks cannot be used.
     """
     missing = [name for name in _SIZES if sizes[name] is None]
     if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(_SIZES)):
@@ -106,10 +101,7 @@ def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, e
 
 
 def opened(checkpoint: Path) -> Checkpoint:
-    """
-    Raises:
-        UnusableError: the folder cannot be used, or torch is missing.
-    """
+    """Raise UnusableError if the folder cannot be used, or torch is missing."""
     try:
         from .checkpoint import Checkpoint
     except ImportError as error:

@@ -86,10 +86,7 @@ def write_report(
 ) -> None:
     """Write the report, if there is a file for it. ``-``, pipes and devices get it once, at the end.
 
-    ``errors`` maps a layer to the reason why it could not be verified.
-
-    Raises:
-        UnusableError: the file cannot be written.
+    ``errors`` maps a layer to the reason why it could not be verified. Raise UnusableError if the file cannot be written.
     """
     if file is None or (status == "running" and not is_replaceable(file)):
         return

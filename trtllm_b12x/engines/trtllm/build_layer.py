@@ -38,11 +38,7 @@ class NothingToMeasureError(RuntimeError):
 def build(shape: LayerShape, device: torch.device, tp: int = 1, ep: int = 1) -> list[Any]:
     """Build promoted layers of the first rank with random weights: so many that none is in the L2 cache when it runs again.
 
-    Returns:
-        TensorRT-LLM wrappers whose ``backend`` is our layer.
-
-    Raises:
-        NothingToMeasureError: no kernel of ours serves the layer.
+    Return TensorRT-LLM's wrappers, whose ``backend`` is our layer. Raise NothingToMeasureError if no kernel of ours serves it.
     """
     made: list[Any] = []
     wanted, was_active = 1, patches.active
@@ -68,12 +64,7 @@ def build(shape: LayerShape, device: torch.device, tp: int = 1, ep: int = 1) -> 
 
 
 def create(shape: LayerShape, tp: int = 1, ep: int = 1) -> Any:
-    """Call ``create_moe`` for the first of ``tp * ep`` ranks, in bf16. The weights are uninitialized.
-
-    Raises:
-        ValueError: the host does not know the algorithm.
-        Exception: any error of the host.
-    """
+    """Call ``create_moe`` for the first of ``tp * ep`` ranks, in bf16. The weights are uninitialized. Raise the host's errors."""
     trtllm, quant_algo = host.load(), str(shape.quant_algo)
     in_torch = trtllm.generation == "embedded"
 

@@ -118,8 +118,7 @@ def facts() -> dict[str, dict[str, Any]]:
 def recognize() -> str:
     """Return the newest generation whose facts the installed host satisfies.
 
-    Raises:
-        UnsupportedHostError: no generation fits. The message lists the differences from the nearest one.
+    Raise UnsupportedHostError, with the differences from the nearest generation, if none fits.
     """
     differences: dict[str, list[str]] = {}
     for generation in reversed(facts()):

@@ -32,8 +32,7 @@ _CONSTANTS = (*_ACTIVATION_TENSORS, "swiglu_limit_scalar")
 def quantization_of(model_config: Any, override: Any = None) -> dict[str, Any] | None:
     """Return ``quant_algo`` and ``group_size`` of the layers of a ``ModelConfig``: empty if layers differ, None for other types.
 
-    Args:
-        override: quantization of one layer, if it differs from the model.
+    ``override`` is the quantization of one layer, if it differs from the model.
     """
     try:
         quantization = _quantization(override if override is not None else model_config.quant_config)
@@ -54,9 +53,8 @@ def from_config(
 ) -> Question:
     """Describe a layer that is not built yet. Missing fields of a ``ModelConfig`` count as their defaults.
 
-    Args:
-        quantization: ``quant_algo`` and ``group_size`` of the layer, as far as known.
-        arguments: by name, of the ``create_moe_backend`` that is to build it.
+    ``quantization`` has ``quant_algo`` and ``group_size`` as far as known, ``arguments`` those of the ``create_moe_backend`` to
+    come.
     """
     mapping = getattr(model_config, "mapping", None)
     # The host function for this has moved between generations and is missing in early ones.
@@ -83,13 +81,10 @@ def from_config(
 
 
 def from_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: bool = False) -> Question:
-    """Describe a layer that the host has built, completely and with its final quantization.
+    """Describe a layer that the host has built (``contract.LAYER``), completely and with its final quantization.
 
-    Args:
-        layer: see ``trtllm_b12x.engines.trtllm.contract.LAYER``.
-        config: result of ``from_config`` when the layer was built.
-        alltoall: True if its tokens come from an all-to-all.
-        unequal_scales: True if gate and up of some expert have a ``weight_scale_2`` each.
+    ``config`` is the result of ``from_config`` when it was built, ``alltoall`` True if its tokens come from an all-to-all,
+    ``unequal_scales`` True if gate and up of some expert have a ``weight_scale_2`` each.
     """
     shape, deployment = config
     shape = replace(
@@ -120,8 +115,7 @@ def from_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: boo
 def _activation(get: Callable[[str], Any]) -> dict[str, Any]:
     """Return the activation's name, and whether SwiGLU's alpha, beta or limit are set.
 
-    Args:
-        get: looks up an argument of ``create_moe_backend`` or an attribute of the layer; None for what is missing.
+    ``get`` looks up an argument of ``create_moe_backend`` or an attribute of the layer; None for what is missing.
     """
     record = get("activation")  # C2; older ones have activation_type and the constants themselves
     kind = getattr(record, "kind", get("activation_type"))
@@ -137,10 +131,7 @@ def _activation(get: Callable[[str], Any]) -> dict[str, Any]:
 def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
     """Return SwiGLU alpha, beta and limit as the host's operator receives them, ``(E,)`` float32 each, for local experts.
 
-    With any of them the operator computes SwigluBias (``moeOp.cpp``).
-
-    Raises:
-        ValueError: one of them is not a tensor.
+    With any of them the operator computes SwigluBias (``moeOp.cpp``). Raise ValueError if one of them is not a tensor.
     """
     tensors = {name: getattr(layer, attribute) for name, attribute in activation_tensor_names(layer).items()}
     for name, value in tensors.items():

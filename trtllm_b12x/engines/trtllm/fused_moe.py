@@ -123,10 +123,9 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     def _weights_are_ready(self) -> None:
         """Plan, bind and test kernels. The hook that this host's generation ends a load or refit with calls this.
 
-        Raises:
-            RuntimeError: no kernel serves every call of a format that the host has no path for. Its first call would raise
-                while other ranks wait in the reduction.
-            ValueError: the experts are to run in W4A4, and the checkpoint has no input scales. The host leaves those at 1.
+        Raise RuntimeError if the host has no path for the format and no kernel serves every call: the first call would raise
+        while other ranks wait in the reduction. Raise ValueError if the experts are to run in W4A4 and the checkpoint has no
+        input scales, which the host leaves at 1.
         """
         if self._as_w4a4 and not self.w2_weight.is_meta and bool((self.fc31_input_scale == 1).all()):
             raise ValueError(
@@ -225,8 +224,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     def _ask(self, like: Any) -> None:
         """Measure once, at the first eager call, which of the families and the host serves how many tokens on this card.
 
-        Args:
-            like: the call under way, in the host's form.
+        ``like`` is the call under way, in the host's form.
         """
         if self._is_tuning():
             crossover.tuning()
@@ -278,11 +276,9 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
     ) -> tuple[torch.Tensor | None, Exception | None]:  # fmt: skip
         """Return a kernel's output, or None if CUTLASS serves the call, and the error of ours that made it so.
 
-        ``like`` is the call in the host's form. ``moe_output`` is written and returned if given. Only CUTLASS serves unfinalized
-        output, LoRA on these experts, and ids from an all-to-all, which may be padding.
-
-        Raises:
-            Exception: any error of ours, if the host has no path for the format.
+        ``like`` is the call in the host's form. ``moe_output`` is written and returned if given. Only CUTLASS serves
+        unfinalized output, LoRA on these experts, and ids from an all-to-all, which may be padding. Our errors are raised if
+        the host has no path.
         """
         try:
             if enable_alltoall:
@@ -315,11 +311,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             return None, error
 
     def _unserved(self, x: Any, moe_output: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the output of a call without tokens if the host has no path for the format.
-
-        Raises:
-            RuntimeError: the host has no path for the format, and there are tokens.
-        """
+        """Return the output of a call without tokens if the host has no path; raise RuntimeError if there are tokens."""
         if not self._alone or not isinstance(x, torch.Tensor):
             return None
         if x.shape[0]:

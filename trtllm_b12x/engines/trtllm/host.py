@@ -81,8 +81,7 @@ def use_embedded() -> None:
 def load() -> Host:
     """Return the host of this process: TensorRT-LLM if installed, else the embedded host.
 
-    Raises:
-        UnsupportedHostError: no adapter fits. The message lists the differences from the nearest generation.
+    Raise UnsupportedHostError, with the differences from the nearest generation, if no adapter fits.
     """
     global _loaded, _failure
     with _loading:
@@ -104,10 +103,7 @@ def lacks(form: str) -> bool:
 
 
 def state() -> tuple[str, str]:
-    """Return ``none``, a generation, ``unsupported`` with the differences, or ``installed`` if not examined yet.
-
-    This function does not import TensorRT-LLM; ``load`` does.
-    """
+    """Return ``none``, a generation, ``unsupported`` with the differences, or ``installed`` (not imported, not examined)."""
     if not installed():
         return "none", ""
     if "tensorrt_llm" not in sys.modules:

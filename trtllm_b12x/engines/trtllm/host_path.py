@@ -21,11 +21,9 @@ _LAYERS = 32
 
 
 def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
-    """Return the timed path of each family and of the host, over this layer and similar ones.
+    """Return the timed path of each family and of the host, over this layer of ours and similar ones.
 
-    Args:
-        module: layer of ours with kernels.
-        like: call that the host has just made, for ``run_as_the_host``.
+    ``like`` is a call that the host has just made, for ``run_as_the_host``.
     """
     layers = [module, *(other for other, _ in status.alive() if other is not module and _alike(other, module))][:_LAYERS]
     if module.schedule.base:

@@ -24,8 +24,7 @@ _Method: Any = object
 class Method(_Method):
     """Base of a quantization method whose tensors serve both the host's path and our kernels.
 
-    Args:
-        tile: the intermediate size is padded to a multiple of this, which suits every eligible kernel.
+    The intermediate size is padded to a multiple of ``tile``, which suits every eligible kernel.
     """
 
     format: ClassVar[str]
@@ -43,8 +42,7 @@ class Method(_Method):
     def kernel_weights(self, module: Any) -> Weights:
         """Return the kernels' arguments as views of the module's storage. Keep the object alive with the module.
 
-        Raises:
-            ValueError: a parameter is not contiguous or not aligned. The message names it.
+        Raise ValueError, naming the parameter, if one is not contiguous or not aligned.
         """
 
     @classmethod

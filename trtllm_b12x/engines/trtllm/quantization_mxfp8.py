@@ -39,10 +39,7 @@ class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
     read_by_kernels = itemgetter(*PaddedMethod.stored)
 
     def create_weights(self, module: Any) -> None:
-        """
-        Raises:
-            ValueError: the hidden size is no multiple of 128.
-        """
+        """Raise ValueError if the hidden size is no multiple of 128."""
         experts, hidden = module.expert_size_per_partition, module.hidden_size
         if hidden % _TILE:
             raise ValueError(f"hidden size {hidden} is no multiple of {_TILE}")
@@ -65,10 +62,8 @@ class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
     def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
         """E8M0 bytes of each local expert, ``weight_scale`` or, as some producers name it, ``weight_scale_inv``.
 
-        What is missing stays as it was (partial loading).
-
-        Raises:
-            ValueError: scales of stacked experts are not those of blocks along the inner dimension.
+        What is missing stays as it was (partial loading). Raise ValueError if scales of stacked experts are not those of blocks
+        along the inner dimension.
         """
         height = module.w3_w1_weight.shape[1]
         for slot, expert in enumerate(module.initial_local_expert_ids):

@@ -178,9 +178,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     ) -> bool:  # fmt: skip
         """Run a kernel. Return False if none serves so many tokens.
 
-        Args:
-            call: ``scratch`` is vLLM's workspace.
-            weighted: the input has been multiplied by the router weights.
+        ``call.scratch`` is vLLM's workspace. ``weighted``: the input has been multiplied by the router weights.
         """
         if self._tensors(w1, w2).addresses() != self._addresses:
             self.load(w1, w2, expert_map)
@@ -212,11 +210,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         return weights.Tensors(w1, w2, (self.w1_scale, self.w2_scale), alphas, biases)
 
     def load(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> None:
-        """Plan, bind and test at the first call; later take tensors that have moved.
-
-        Raises:
-            RuntimeError: no kernel serves the layer.
-        """
+        """Plan, bind and test at the first call; later take tensors that have moved. Raise RuntimeError if no kernel serves."""
         tensors, swiglu = self._tensors(w1, w2), problem.swiglu_constants(self.moe_config)
         views = weights.view(tensors, self.geometry, self._inputs, swiglu)
         if self.dispatch.schedule.kernels:

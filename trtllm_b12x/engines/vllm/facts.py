@@ -122,11 +122,7 @@ def version() -> str:
 
 
 def check() -> None:
-    """Compare the installed vLLM with the facts above.
-
-    Raises:
-        UnknownVLLMError: it differs.
-    """
+    """Compare the installed vLLM with the facts above. Raise UnknownVLLMError if it differs."""
     try:
         found = next(_differences(), "")
     except Exception as error:

@@ -111,8 +111,7 @@ def float32_default() -> Iterator[None]:
 def rehearse(experts_class: Any, config: Any) -> str:
     """Load and call an experts object on random weights of the layer's sizes, once per geometry. Every kernel is tested.
 
-    Returns:
-        The reason why our kernels do not serve; empty if they do. Plans are kept, so that layers compile nothing.
+    Return why our kernels do not serve; empty if they do. Plans are kept, so that layers compile nothing.
     """
     slot, device = experts_class.slot, device_of(config)
     key = slot, problem.geometry_of(config, slot), device

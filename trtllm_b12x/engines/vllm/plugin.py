@@ -40,13 +40,9 @@ def register() -> None:
 
 
 def install(sm: int | None = None) -> None:
-    """Rebind ``facts.REBOUND`` in this process. Idempotent.
+    """Rebind ``facts.REBOUND`` in this process. Idempotent. If vLLM differs, raise UnknownVLLMError and rebind nothing.
 
-    Args:
-        sm: card to assume, such as 120, for tests and benchmarks on another one.
-
-    Raises:
-        UnknownVLLMError: the installed vLLM differs from what this package relies on. Nothing is rebound.
+    ``sm`` is a card to assume, such as 120, for tests and benchmarks on another one.
     """
     from . import machine
 

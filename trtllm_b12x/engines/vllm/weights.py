@@ -50,9 +50,7 @@ class Tensors:
 def view(t: Tensors, geometry: Geometry, inputs: InputScales | None, swiglu: tuple[float, float, float] | None) -> Weights:
     """Return the weights of a layer on vLLM's own storage.
 
-    Args:
-        inputs: scales that the alphas contain the reciprocals of, for NVFP4.
-        swiglu: alpha, beta and limit.
+    ``inputs`` are the scales that NVFP4's alphas contain the reciprocals of, ``swiglu`` alpha, beta and limit.
     """
     kind, experts, device = WEIGHTS[geometry.format], geometry.num_experts, t.w1.device
     size = kind.group_size

@@ -44,11 +44,7 @@ def sizes(dispatch: Any, capacity: int) -> list[int]:
 
 
 def signatures(dispatch: Any) -> dict[str, Signature]:
-    """Return the run-time arguments of each kind.
-
-    Raises:
-        ValueError: FlashInfer's kernels take an argument that is not known here.
-    """
+    """Return the run-time arguments of each kind. Raise ValueError if FlashInfer's kernels take one that is not known here."""
     return {kind.name: Signature(kind, dispatch) for kind in (STATIC, DIRECT_MICRO)}
 
 
@@ -84,10 +80,7 @@ class Compiler:
     def __init__(
         self, dispatch: Any, geometry: Geometry, scratch: Scratch, device: torch.device, build: Callable[..., Any] | None = None
     ) -> None:
-        """
-        Args:
-            build: instead of FlashInfer's ``build_and_load_cute_dsl_kernel``, which compiles what its cache does not hold.
-        """
+        """``build`` replaces FlashInfer's ``build_and_load_cute_dsl_kernel``, which compiles what its cache does not hold."""
         self.dispatch, self.geometry, self.workspace, self.device = dispatch, geometry, scratch.workspace, device
         remedy = warmup_command(geometry, card_of(device))
         self._build = build or functools.partial(_build, dispatch.build_and_load_cute_dsl_kernel, remedy, device)

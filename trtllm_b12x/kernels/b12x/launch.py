@@ -96,10 +96,7 @@ class Signature:
     """The run-time arguments of a kind, in the order of the installed FlashInfer's kernel."""
 
     def __init__(self, kind: B12xKernelKind, dispatch: Any) -> None:
-        """
-        Raises:
-            ValueError: the kernel takes an argument that is not known here.
-        """
+        """Raise ValueError if the kernel takes an argument that is not known here."""
         kernel = getattr(dispatch, kind.kernel_class)
         self.kind = kind
         self.names = [name for name in inspect.signature(kernel.__call__).parameters if name not in _COMPILED_IN]

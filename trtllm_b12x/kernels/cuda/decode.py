@@ -104,11 +104,7 @@ class CudaKernel(PlannedKernel):
         self._share((type(self), geometry, str(device)), self._make_plan)
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """Set the sizes; compile nothing.
-
-        Raises:
-            ValueError: the kernel does not serve ``geometry``.
-        """
+        """Set the sizes; compile nothing. Raise ValueError if the kernel does not serve ``geometry``."""
         self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
         self.geometry, self.capacity, self.device = geometry, min(capacity, TOKENS[-1]), device
         self.card = self._card or card_of(device)

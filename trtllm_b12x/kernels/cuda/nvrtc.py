@@ -16,11 +16,7 @@ class CompileError(RuntimeError):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the newest NVRTC of the environment's wheels, or else the system's.
-
-    Raises:
-        CompileError: there is none.
-    """
+    """Load the newest NVRTC of the environment's wheels, or else the system's. Raise CompileError if there is none."""
     folders = [Path(path) for path in sys.path]
     files = [file for folder in folders for file in folder.glob("nvidia/*/lib/libnvrtc.so.1?")]
     names = [str(file) for file in sorted(files, key=lambda file: file.name, reverse=True)] + ["libnvrtc.so.13", "libnvrtc.so.12"]
@@ -42,18 +38,9 @@ def version() -> str:
 
 
 def compiled(source: str, name: str, target: str, definitions: Mapping[str, int]) -> tuple[bytes, str]:
-    """Compile to a cubin, or to PTX.
+    """Compile for ``"sm_120a"`` to a cubin, for ``"compute_120a"`` to PTX. Return it, and the log with registers and spills.
 
-    Args:
-        name: of the source, for messages.
-        target: ``"sm_120a"``; ``"compute_120a"`` for PTX.
-        definitions: macros.
-
-    Returns:
-        The cubin or PTX, and the compiler's log with registers and spills.
-
-    Raises:
-        CompileError: see there.
+    ``name`` is the source's in messages, ``definitions`` are macros. Raise CompileError, see there.
     """
     lib, program = library(), ctypes.c_void_p()
     options = [f"--gpu-architecture={target}", "--std=c++17", "-default-device", "--ptxas-options=-v"]

@@ -66,14 +66,9 @@ class Variant:
 
 
 def variants(g: Geometry, bits: int, group: int) -> tuple[Variant, ...]:
-    """Return the variants for calls of a layer: of ``TOKENS``, those that pay.
+    """Return the variants for calls of a layer: of ``TOKENS``, those that pay. ``group`` weights of ``bits`` share a scale.
 
-    Args:
-        bits: of a weight.
-        group: weights that share a block scale.
-
-    Raises:
-        ValueError: the kernel does not take a size or the layout.
+    Raise ValueError if the kernel does not take a size or the layout.
     """
     tiled = g.layout.scales != ROWS
     pair = 2 * group  # of columns whose scales begin at an even address
@@ -176,9 +171,8 @@ def _parts_of_fc2(warps: int, blocks: int) -> int:
 def load(needed: tuple[Variant, ...], target: str, remedy: str) -> Iterator[bytes]:
     """Return the cubins, from the cache or compiled side by side.
 
-    Raises:
-        PlanError: the cache lacks one, and ``TRTLLM_B12X_FREEZE`` forbids a compile; ``remedy`` is the command that fills it.
-        nvrtc.CompileError: NVRTC is missing or does not know the card.
+    Raise PlanError if the cache lacks one and ``TRTLLM_B12X_FREEZE`` forbids a compile (``remedy`` is the command that fills
+    it), CompileError if NVRTC is missing or does not know the card.
     """
     found = {variant: variant.cached(target) for variant in needed}
     missing = [variant for variant, content in found.items() if content is None]

@@ -45,16 +45,12 @@ def fill(
     """Compile ``variants`` into Triton's cache. Leave failures, and a few kernels, to the JIT, unless ``ahead``.
 
     Args:
-        capability: of the card, major * 10 + minor.
         workers: processes; None: one for each core that this process may use.
         report: receives ``index`` in ``variants``, ``seconds``, ``cached`` and ``error`` of each kernel.
-        ahead: this machine may have no driver; compile Triton's modules in C too.
+        ahead: this machine may have no driver; compile Triton's modules in C too, and raise RuntimeError if a process died.
 
     Returns:
         Number of processes that compiled.
-
-    Raises:
-        RuntimeError: a process died; only if ``ahead``.
     """
     import triton
 

@@ -89,12 +89,7 @@ class TritonKernel(JitKernel):
         ids: torch.dtype = ID_TYPES[0],
         router_weights: torch.dtype = ROUTER_WEIGHT_TYPES[0],
     ) -> tuple[Variant, Variant, Variant]:
-        """Return the kernels of a call, in the order of their launches.
-
-        Args:
-            quantized: NVFP4 input.
-            ids, router_weights: types of the routes.
-        """
+        """Return the kernels of a call, in the order of their launches. ``quantized``: NVFP4 input."""
         g = self.geometry
         x, byte, f, i = g.dtype, torch.uint8, torch.float32, torch.int32
         slots, padded = 1 << max(g.top_k - 1, 1).bit_length(), 1 << (g.num_experts - 1).bit_length()

@@ -251,11 +251,7 @@ class GroupedNVFP4Kernel(GroupedKernel):
     table = NVFP4_TABLE
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
-        """Take the layer's tensors.
-
-        Raises:
-            ValueError: see ``Kernel.bind``; or FC1's input scale differs between experts: a token is quantized once.
-        """
+        """Raise ValueError as ``Kernel.bind``, and if FC1's input scale differs between experts: a token is quantized once."""
         if weights.input_scales is not None and weights.input_scales.fc31_input_scale.numel() != 1:
             raise ValueError("the kernels take the host's input scales, and of FC1 one for all experts")
         super().bind(weights, first_expert)

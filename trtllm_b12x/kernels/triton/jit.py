@@ -89,11 +89,7 @@ class JitKernel(PlannedKernel):
         self._share((type(self), *self._identity(), str(device)), self._make_plan)
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """Set the sizes that ``variants`` depends on; compile nothing.
-
-        Raises:
-            ValueError: no kernel of the family serves ``geometry``.
-        """
+        """Set the sizes that ``variants`` depends on; compile nothing. Raise ValueError if no kernel serves ``geometry``."""
         self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
         self.geometry, self.capacity, self.device = geometry, capacity, device
         self.card = self._card or card_of(device)

@@ -14,10 +14,8 @@ _CONSTANTS = ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "swiglu_beta")
 def activation(config: Section, gated: bool) -> tuple[str, bool, tuple[float, float, float] | None]:
     """Return the activation's name, whether SwiGLU constants are set, and alpha, beta and limit if the host's are known.
 
-    The name is that of the host's ``ActivationType``, or ``hidden_act`` as it is if the host has none.
-
-    Raises:
-        CheckpointError: the activation is missing, or a constant is not a number.
+    The name is that of the host's ``ActivationType``, or ``hidden_act`` as it is if the host has none. Raise CheckpointError if
+    that is missing.
     """
     word = config.typed(str, "mlp_hidden_act", "hidden_act", "hidden_activation")
     if word is None:

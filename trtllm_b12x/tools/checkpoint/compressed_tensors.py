@@ -34,11 +34,7 @@ class Group:
 
 
 def groups_of(section: Section) -> tuple[Group, ...]:
-    """Return the groups of a ``quantization_config``.
-
-    Raises:
-        CheckpointError: there is no group, or a key has the wrong type.
-    """
+    """Return the groups of a ``quantization_config``. Raise CheckpointError if there is none."""
     groups = section.section("config_groups")
     if not groups:
         raise CheckpointError(section.path, "quantization_config has no config_groups", "copy config.json from the export")

@@ -37,11 +37,7 @@ class Section(dict[str, Any]):
         self.path = path
 
     def typed(self, kind: type, *keys: str) -> Any:
-        """Return the value of the first key that is there, or None.
-
-        Raises:
-            CheckpointError: a value has another type.
-        """
+        """Return the value of the first key that is there, or None. Raise CheckpointError if it has another type."""
         for key in keys:
             value = self.get(key)
             if value is None:
@@ -57,11 +53,7 @@ class Section(dict[str, Any]):
 
 
 def read_json(path: Path) -> Section:
-    """Parse a JSON file that holds an object.
-
-    Raises:
-        CheckpointError: the file is missing, or not valid JSON.
-    """
+    """Parse a JSON file that holds an object. Raise CheckpointError if it is missing or not valid."""
     with _opening(path):
         raw = path.read_bytes()
     _refuse_pointer(path, raw)

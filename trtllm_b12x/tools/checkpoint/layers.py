@@ -90,10 +90,9 @@ class MoELayer(LayerShape):
 
 
 class LayerWeights(Mapping[str, torch.Tensor]):
-    """The tensors of one layer by the host's names, ``"{expert}.w1.weight_scale"``. Each is read on access.
+    """The tensors of one layer by the host's names, ``"{expert}.w1.weight_scale"``.
 
-    Raises:
-        CheckpointError: on access, if a scale is not finite or is negative.
+    Each is read on access, which raises CheckpointError if a scale is not finite or is negative.
     """
 
     def __init__(self, checkpoint: Checkpoint, layer: MoELayer) -> None:
@@ -146,11 +145,7 @@ class LayerWeights(Mapping[str, torch.Tensor]):
 
 
 class Checkpoint:
-    """A checkpoint directory.
-
-    Raises:
-        CheckpointError: the directory, its configuration or a tensor header cannot be used.
-    """
+    """A checkpoint directory. CheckpointError: the directory, its configuration or a tensor header cannot be used."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -190,8 +185,7 @@ class Checkpoint:
     def layers(self) -> list[MoELayer]:
         """Every MoE layer, by index and then by name (multi-token-prediction layers have indices of their own).
 
-        Raises:
-            CheckpointError: the checkpoint has no layer, or one whose tensors are incomplete or contradict the configuration.
+        Raise CheckpointError if there is none, or one whose tensors are incomplete or contradict the configuration.
         """
         names: dict[str, _TensorNames] = {}
         for name in self._files:

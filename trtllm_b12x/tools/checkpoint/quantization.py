@@ -34,10 +34,7 @@ class Quantization:
 
     @classmethod
     def from_files(cls, directory: Path, config: Section) -> Quantization:
-        """
-        Raises:
-            CheckpointError: a key has the wrong type, or another tool quantized the model.
-        """
+        """Raise CheckpointError if a key has the wrong type, or another tool quantized the model."""
         path = directory / "hf_quant_config.json"
         if path.exists():
             section = read_json(path).section("quantization")
@@ -64,8 +61,7 @@ class Quantization:
     def of_experts(self, layer: str, modules: Iterable[str]) -> tuple[str, int | None]:
         """Return the algorithm of a layer's experts (``none`` if they are not quantized), and its group size.
 
-        Args:
-            modules: names of the modules that hold the tensors of the experts.
+        ``modules`` are the names of those that hold the tensors of the experts.
         """
         if self.algo is None or (len(self.groups) < 2 and self._excludes(layer)):
             return "none", None
@@ -85,9 +81,7 @@ class Quantization:
     def remarks(self, modules: Iterable[str], model_type: str) -> list[str]:
         """Return lines on what TensorRT-LLM does with such a checkpoint on SM120 and SM121 if it does not load it.
 
-        Args:
-            modules: names of all modules that have tensors.
-            model_type: of config.json.
+        ``modules`` are the names of all that have tensors, ``model_type`` is config.json's.
         """
         labels = {self.algo, *(algo for algo, _ in self.per_layer.values()), *(group.algo for group in self.groups)}
         fates = {label: fate for storage in STORAGE.values() for label, fate in storage.labels.items()}

@@ -55,8 +55,7 @@ class Batch:
 def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: int, device: str) -> tuple[Any, list[Batch]]:
     """Return a routing method and the calls of every case. The model's own router is not tested.
 
-    Raises:
-        CheckpointError: the layer's calibration cannot be used.
+    Raise CheckpointError if the layer's calibration cannot be used.
     """
     routing = embedded.RenormalizeMoeRoutingMethod(layer.top_k)
     dequantizer = reference_for(checkpoint.weights(layer), layer.num_experts, layer.gated, layer.quant_algo)

@@ -49,14 +49,8 @@ def verify_layer(
     """Verify one layer. Peak host memory is the layer's bytes, padded to the kernel's tile, and 200 MB.
 
     Every expert's codes, block scales and scales are compared; the tokens of a case go to 16 experts. Cases that no kernel
-    serves are left out. A layer that CUTLASS serves is reported with its reasons and not run.
-
-    Args:
-        require_b12x: fail a layer if none of our kernels ran.
-        original: the unquantized model.
-
-    Raises:
-        UnusableError: a tensor is unusable, or the ranks do not divide the layer.
+    serves are left out. A layer that CUTLASS serves is reported with its reasons and not run; with ``require_b12x`` it fails.
+    ``original`` is the unquantized model. Raise UnusableError if a tensor is unusable, or the ranks do not divide the layer.
     """
     ranks.expect_to_divide(layer.shape)
     verdict = resolve_on_ranks(checkpoint, layer, ranks, device)

@@ -85,8 +85,7 @@ class ReferenceDequantizer:
     def largest_input(self) -> float:
         """Return the largest activation that the layer was calibrated for; 1 for formats without calibration.
 
-        Raises:
-            ValueError: the calibration cannot be used. The message follows the layer's name in a sentence.
+        Raise ValueError, whose message follows the layer's name in a sentence, if the calibration cannot be used.
         """
         return 1.0
 
