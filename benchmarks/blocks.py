@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import models
+from benchmarks import floor, models
 from benchmarks.markdown import table
 
 Found = dict[str, dict[str, Any]]
@@ -140,4 +140,7 @@ BLOCKS: dict[str, Callable[[Found], list[str]]] = {
     "own": own,
     "mutations": mutations,
     "starts": starts,
+    "reads": lambda found: floor.reads(),
+    "steps": lambda found: floor.steps(),
+    "published": lambda found: floor.beside(),
 }

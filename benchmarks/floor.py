@@ -1,122 +1,195 @@
-"""The least time of one decode step: bytes that it must read over the bandwidth of the card.
+"""The least time of one decode step: bytes that it must read over the bandwidth of the card. Blocks of docs/floor.md.
 
-``python -m benchmarks.results`` writes docs/floor.md.  No GPU, no network.  Weights that a step reads are read once, whatever the
-batch; of the experts those that some token goes to.  Nothing else is counted: no activation, no launch, no synchronization, no
-sampling.  So no implementation is faster, and none gets there.
+Weights that a step reads are read once, whatever the batch; of the experts those that some token goes to. Nothing else counts: no
+activation, launch, synchronization or sampling. So no implementation is faster, and none gets there.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from benchmarks import layer_times, published
-from benchmarks.floor_models import CARDS, CONTEXT, MODELS, Card, Model
+from benchmarks import published
+from benchmarks.geometries import GEOMETRIES, MXFP8
 from benchmarks.markdown import table
+from trtllm_b12x.dispatch.timing import expected_hits, expert_bytes
+from trtllm_b12x.kernels import Geometry
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-DRAFTS = (2, 3, 4)
-"""Tokens of a sequence in one step, with multi-token prediction or another drafter."""
-
-_HEAD = """# The floor of a decode step
-
-Bytes that one decode step must read, over the bandwidth of the card: no implementation is faster, and none gets there.
-Written by `python -m benchmarks.results` (`benchmarks/floor.py`; figures of models and cards in `benchmarks/floor_models.py`).
-Nothing on this page was measured on SM12x, but for what others have published.
-
-## What a step reads
-
-Megabytes at batch 1, {context} tokens behind the sequence:
-"""
-_HITS = """
-T tokens that each choose k of E experts hit E (1 - (1 - k/E)^T) of them on average. Where routing is skewed, the expert of rank r
-is liked by 1/r. Experts of a layer that are hit, uniform and skewed:
-"""
-_MTP = """
-## Several tokens of a sequence in a step
-
-With multi-token prediction (MTP) a step checks 2 to 4 tokens of each sequence. They go to more experts; weights, KV cache and
-recurrent states are read once. The drafter's own steps are not counted. Milliseconds by batch on RTX PRO 6000, whose bandwidth
-RTX 5090 has too; uniform routing, in parentheses skewed:
-"""
-_BESIDE = """
-## Beside what is published
-
-All published figures are others', on their own kernels, as their sources report them.
-"""
-_AFTER = """
-A step of `n` sequences takes `n` over the output tokens a second. That counts prefill too, so the floor's share is a little low.
-A first token is not a decode step, and of a run without a limit on requests nobody says how many were decoded together: these
-have no floor here. Which edition of the RTX PRO 6000 pull request 13773 measured is not known; on the Server Edition the floor
-is {server:.2f} ms.
-
-## Assumptions
-"""
-_COMMON = """- Figures of a config.json are those that public code quotes; they add up to the published numbers of parameters.
-- A weight that a step needs is read once; nothing is left in L2 from the step before (96 MB on RTX 5090).
-- One card; one token a sequence if a table does not say otherwise; tokens choose experts independently of each other.
-- Activations, router scores, norms and biases are not counted: below one percent. Nor are launches, sampling and the host.
-"""
+CONTEXT = 2560
+"""Tokens that a sequence has behind it: 2048 in and half of 1024 out, the mean of the published recipe."""
+_NVFP4, _MXFP8, _FP8, _BF16, _FP32 = 9 / 16, 33 / 32, 1.0, 2.0, 4.0
+"""Bytes of a weight, block scales included (one byte for 16 and 32 weights)."""
+CARDS = {
+    "RTX 5090": (1792e9, 32e9),
+    "RTX PRO 6000": (1792e9, 96e9),
+    "RTX PRO 6000 Server": (1597e9, 96e9),
+    "GB10": (273e9, 128e9),
+}
+"""Bytes a second and bytes of memory, of public specifications."""
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
-    """Return docs/floor.md.
+@dataclass(frozen=True)
+class Model:
+    """What a decode step of a model reads. docs/floor.md has the source of every figure, and what is assumed."""
 
-    Args:
-        found: files of docs/ by name; times of layers are fitted to them.
-    """
-    columns = [str(batch) for batch in BATCHES]
-    parts = {m.name: m.parts(1) for m in MODELS}
-    names = list(dict.fromkeys(name for one in parts.values() for name in one))
-    text = [_HEAD.format(context=CONTEXT)]
-    rows = [[f"{parts[m.name][n] / 1e6:,.0f}" if parts[m.name].get(n) else "-" for n in names] for m in MODELS]
-    sums = [sum(parts[m.name].values()) for m in MODELS]
-    fast = max(CARDS, key=lambda card: card.bandwidth).bandwidth
-    ends = [[f"{s / 1e6:,.0f}", f"{fast / s:,.0f}", f"{m.weights / 1e9:.1f}"] for m, s in zip(MODELS, sums, strict=True)]
-    text += table(
-        ["model", *names, "sum", f"tokens/s at {fast / 1e9:,.0f} GB/s", "all weights, GB"],
-        [[m.name, *row, *end] for m, row, end in zip(MODELS, rows, ends, strict=True)],
+    name: str
+    layer: Geometry
+    moe_layers: int
+    fixed: dict[str, float]
+    """Bytes that every step reads, by what they are."""
+    embedding: float
+    """Bytes of the table, of which a step reads a row per token; 0 where it is the LM head's."""
+    cache: Callable[[int], float]
+    """Bytes of a sequence's KV cache that a step reads, by context."""
+    state: float = 0
+    """Bytes of a sequence's recurrent state, read and written."""
+
+    def parts(self, batch: int, context: int = CONTEXT) -> dict[str, float]:
+        """Return the bytes of a step by what they are."""
+        experts = self.moe_layers * expected_hits(self.layer, batch) * expert_bytes(self.layer)
+        return {"experts": experts, **self.fixed, "KV cache": batch * self.cache(context), "state": batch * self.state}
+
+    def milliseconds(self, card: str, batch: int) -> float:
+        return 1e3 * sum(self.parts(batch).values()) / CARDS[card][0]
+
+    @property
+    def weights(self) -> float:
+        """Bytes of all weights."""
+        experts = self.moe_layers * self.layer.num_experts * expert_bytes(self.layer)
+        return experts + sum(self.fixed.values()) + self.embedding
+
+
+# ---- models --------------------------------------------------------------------------------------------------------------
+
+
+def _qwen3() -> Model:
+    layers, hidden, vocabulary = 48, 2048, 151_936
+    attention = hidden * 128 * (32 + 4 + 4) + 32 * 128 * hidden
+    head = vocabulary * hidden * _BF16
+    return Model(
+        "Qwen3-30B-A3B",
+        GEOMETRIES["Qwen3-30B-A3B"],
+        layers,
+        {"attention": layers * attention * _NVFP4, "router": layers * hidden * 128 * _BF16, "LM head": head},
+        head,
+        lambda context: layers * 2 * 4 * 128 * context * _FP8,
     )
-    text += [_HITS]
-    text += table(
-        ["model", *columns],
-        [[m.name, *(f"{m.hits(batch):.0f}, {m.hits(batch, skewed=True):.0f}" for batch in BATCHES)] for m in MODELS],
+
+
+def _qwen36() -> Model:
+    full, linear, hidden, vocabulary = 10, 30, 2048, 248_320
+    attention = hidden * 256 * (2 * 16 + 2 + 2) + 16 * 256 * hidden
+    keys, values = 16 * 128, 32 * 128
+    delta = hidden * (2 * keys + 2 * values + 2 * 32) + values * hidden
+    return Model(
+        "Qwen3.6-35B-A3B",
+        GEOMETRIES["Qwen3.6-35B-A3B"],
+        full + linear,
+        {
+            "shared experts": 40 * 3 * hidden * 512 * _NVFP4,
+            "attention": full * attention * _FP8,
+            "Mamba, linear attention": linear * delta * _FP8,
+            "router": 40 * hidden * 256 * _BF16,
+            "LM head": vocabulary * hidden * _NVFP4,
+        },
+        vocabulary * hidden * _BF16,
+        lambda context: full * 2 * 2 * 256 * context * _FP8,
+        2 * linear * (32 * 128 * 128 * _FP32 + 3 * (2 * keys + values) * _BF16),
     )
-    text += ["", "## Milliseconds of a step at the floor", "", "By batch; uniform routing, in parentheses skewed.", ""]
-    text += table(["model", "card", *columns], [[m.name, c.name, *_floors(m, c)] for m in MODELS for c in CARDS])
-    text += [_MTP]
-    card = next(card for card in CARDS if card.name == "RTX PRO 6000")
-    rows = [[m.name, str(draft), *_floors(m, card, draft)] for m in MODELS for draft in (1, *DRAFTS)]
-    text += table(["model", "tokens a sequence", *columns], rows)
-    text += layer_times.section(found)
-    text += [_BESIDE]
-    text += table(["model", "card", "at a time", "experts by", "published", "floor", "floor is", "source"], _beside())
-    text += [_AFTER.format(server=_least("Nemotron-3-Super", "RTX PRO 6000 Server", 1))]
-    text += [f"- {card.name}: {card.bandwidth / 1e9:,.0f} GB/s. {card.source}." for card in CARDS]
-    text += [f"- {m.name}: {m.sources}. Assumed: {m.assumed}." for m in MODELS]
-    return "\n".join(text) + "\n" + _COMMON
 
 
-def _floors(model: Model, card: Card, draft: int = 1) -> list[str]:
-    if not model.fits(card):
-        return ["does not fit", *["-"] * (len(BATCHES) - 1)]
-    pairs = [[1e3 * model.floor(card, batch, skewed=skewed, draft=draft) for skewed in (False, True)] for batch in BATCHES]
-    return [f"{uniform:.2f} ({skewed:.2f})" for uniform, skewed in pairs]
+def _nemotron() -> Model:
+    pattern = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+    mamba, moe, attending = (pattern.count(kind) for kind in "ME*")
+    hidden, vocabulary, inner, convolved = 4096, 131_072, 128 * 64, 128 * 64 + 2 * 8 * 128
+    return Model(
+        "Nemotron-3-Super",
+        GEOMETRIES["Nemotron-3-Super"],
+        moe,
+        {
+            "shared experts": moe * 2 * hidden * 5376 * _FP8,
+            "latent projections": moe * 2 * hidden * 1024 * _BF16,
+            "attention": attending * (hidden * 128 * (32 + 2 + 2) + 32 * 128 * hidden) * _BF16,
+            "Mamba, linear attention": mamba * (hidden * (inner + convolved + 128) + inner * hidden) * _FP8,
+            "router": moe * hidden * 512 * _FP32,
+            "LM head": vocabulary * hidden * _BF16,
+        },
+        vocabulary * hidden * _BF16,
+        lambda context: attending * 2 * 2 * 128 * context * _FP8,
+        2 * mamba * (128 * 64 * 128 * _FP32 + 3 * convolved * _BF16),
+    )
 
 
-def _least(model: str, card: str, batch: int) -> float:
-    """Milliseconds, by the names of model and card."""
-    ((m, c),) = ((m, c) for m in MODELS for c in CARDS if (m.name, c.name) == (model, card))
-    return 1e3 * m.floor(c, batch)
+def _gpt_oss() -> Model:
+    layers, hidden, head = 36, 2880, 201_088 * 2880 * _BF16
+    attention = hidden * 64 * (64 + 8 + 8) + 64 * 64 * hidden
+    return Model(
+        "gpt-oss-120b",
+        replace(GEOMETRIES["gpt-oss-120b-like"], format="MXFP4"),
+        layers,
+        {"attention": layers * attention * _BF16, "router": layers * hidden * 128 * _BF16, "LM head": head},
+        head,
+        lambda context: layers // 2 * 2 * 8 * 64 * (context + min(context, 128)) * _FP8,
+    )
 
 
-def _beside() -> list[list[str]]:
+def _gemma() -> Model:
+    sliding, full, hidden, vocabulary = 25, 5, 2816, 262_144
+    of_window, of_all = hidden * 256 * (16 + 8 + 8) + 16 * 256 * hidden, hidden * 512 * (16 + 2) + 16 * 512 * hidden
+    return Model(
+        "gemma-4-26B-A4B",
+        replace(MXFP8["gemma-4-26B-A4B"], format="MXFP8"),
+        sliding + full,
+        {
+            "dense MLP": 30 * 3 * hidden * 2112 * _MXFP8,
+            "attention": (sliding * of_window + full * of_all) * _MXFP8,
+            "router": 30 * hidden * 128 * _BF16,
+            "LM head": vocabulary * hidden * _BF16,
+        },
+        0,
+        lambda context: (sliding * 2 * 8 * 256 * min(context, 1024) + full * 2 * 2 * 512 * context) * _FP8,
+    )
+
+
+MODELS = {model.name: model for model in (_qwen3(), _qwen36(), _nemotron(), _gpt_oss(), _gemma())}
+
+# ---- blocks of docs/floor.md ---------------------------------------------------------------------------------------------
+
+
+def reads() -> list[str]:
+    """Return the megabytes of a step at batch 1."""
+    parts = {name: model.parts(1) for name, model in MODELS.items()}
+    columns = list(dict.fromkeys(column for one in parts.values() for column in one))
+    fast = max(bandwidth for bandwidth, _ in CARDS.values())
+    rows = []
+    for name, one in parts.items():
+        size = sum(one.values())
+        cells = [f"{one[column] / 1e6:,.0f}" if one.get(column) else "-" for column in columns]
+        rows.append([name, *cells, f"{size / 1e6:,.0f}", f"{fast / size:,.0f}", f"{MODELS[name].weights / 1e9:.1f}"])
+    return table(["model", *columns, "sum", f"tokens/s at {fast / 1e9:,.0f} GB/s", "all weights, GB"], rows)
+
+
+def steps() -> list[str]:
+    """Return the milliseconds of a step by model, card and batch."""
+    rows = []
+    for name, model in MODELS.items():
+        for card, (_, memory) in CARDS.items():
+            fits = model.weights < 0.95 * memory
+            times = [f"{model.milliseconds(card, batch):.2f}" for batch in BATCHES]
+            rows.append([name, card, *(times if fits else ["does not fit", *"-" * (len(BATCHES) - 1)])])
+    return table(["model", "card", *map(str, BATCHES)], rows)
+
+
+def beside() -> list[str]:
+    """Return what others have published, beside the floor of the same step."""
     rows = []
     for f in published.FIGURES:
-        step = f.value if f.metric == published.TPOT else 1e3 * (f.concurrency or 0) / f.value
         cells = ["-", "-"]
         if f.concurrency and f.metric != published.TTFT:
-            least = _least(f.model, f.card, f.concurrency)
+            step = f.value if f.metric == published.TPOT else 1e3 * f.concurrency / f.value
+            least = MODELS[f.model].milliseconds(f.card, f.concurrency)
             cells = [f"{least:.2f} ms", f"{100 * least / step:.0f} % of {step:.2f} ms"]
         at = str(f.concurrency or "no limit")
         rows.append([f.model, f.card, at, f.path, f"{f.metric} {f.value:g} ({f.recipe})", *cells, f.source])
-    return rows
+    return table(["model", "card", "at a time", "experts by", "published", "floor", "floor is", "source"], rows)

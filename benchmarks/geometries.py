@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from trtllm_b12x.dispatch.timing import router_logits
 from trtllm_b12x.formats import ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry
 
@@ -32,8 +31,3 @@ MXFP4 = {
     ),
 }
 """As TensorRT-LLM stores them: intermediate size 2880 padded to 2944."""
-
-
-def routes(geometry: Geometry, tokens: int, seed: int, skewed: bool = False) -> torch.Tensor:
-    """Global ids ``(tokens, top_k)`` int32 on the CPU."""
-    return router_logits(geometry, tokens, seed, skewed).topk(geometry.top_k, dim=1).indices.int()

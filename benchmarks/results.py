@@ -1,4 +1,4 @@
-"""One page of results: ``python -m benchmarks.results`` writes docs/results.md, docs/floor.md and the table in the README.
+"""One page of results: ``python -m benchmarks.results`` writes docs/results.md and the blocks of other pages.
 
 Of the files that runs wrote, and of nothing else: what has no file is said to be missing.  ``--take FILE ...`` copies what
 benchmarks wrote into docs/ first, without what tells of the machine.
@@ -205,7 +205,6 @@ def _of_layers(found: dict[str, Any], file: str) -> list[list[str]]:
         ("marlin", f"vLLM's Marlin, {found['format']}"),
         ("triton_kernels", "OpenAI's triton_kernels, MXFP4"),
         ("dequantize", "experts written to bfloat16, then multiplied, as TensorRT-LLM does"),
-        ("torch_grouped", "torch._grouped_mm on bfloat16 experts, products alone"),
     ):
         at = {(x["geometry"], x["tokens"]): x["us"] for x in found.get(peer, []) if x["us"] is not None}
         for name in dict.fromkeys(geometry for geometry, _ in at):
@@ -292,17 +291,15 @@ def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
     text = []
     for file in ("moe-decode.json", "moe-w4a16.json", "moe-mxfp4.json", "moe-mxfp8.json"):
         results = found.get(file, {"lines": []})
-        usual = {"split": "TP1", "routing": "random"}
-        ours = [line for line in results["lines"] if {**usual, **line}.items() >= usual.items()]
+        ours = [line for line in results["lines"] if line["split"] == "TP1"]
         cells: dict[tuple[str, str], dict[int, str]] = {}
         for line in ours:
-            kernel = f"`{line.get('kernel', 'triton')}`"
-            cells.setdefault((line["geometry"], kernel), {})[line["tokens"]] = f"{line['us']:.0f} ({line['fraction']:.2f})"
-        for peer, about in PEERS.items():
+            times = cells.setdefault((line["geometry"], f"`{line['kernel']}`"), {})
+            times[line["tokens"]] = f"{line['us']:.0f} ({line['fraction']:.2f})"
+        for peer in PEERS:
             for line in results.get(peer) or []:
                 if line["us"] is not None:
-                    kernel = f"{about.title}, {line.get('quantization') or about.quantization}"
-                    cells.setdefault((line["geometry"], kernel), {})[line["tokens"]] = f"{line['us']:.0f}"
+                    cells.setdefault((line["geometry"], of_peers.label(peer, line)), {})[line["tokens"]] = f"{line['us']:.0f}"
         if ours:
             counts = sorted({tokens for times in cells.values() for tokens in times})
             rows = [[*key, *(times.get(n, "-") for n in counts)] for key, times in sorted(cells.items())]
@@ -346,8 +343,8 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
         )
     models = {run["model"] for name in real for run in found[name]["bench"]}
     for model in floor.MODELS:
-        if not any(model.name.lower() in name.lower() for name in models):
-            lines.append(f"- {model.name} served whole, with and without the package, on any card.")
+        if not any(model.lower() in name.lower() for name in models):
+            lines.append(f"- {model} served whole, with and without the package, on any card.")
     lines += [f"- {source.what}: not in a file ({source.file})." for source in SOURCES if source.file not in found]
     if not any(report["paths"] for report in cards.values()):
         lines.append("- The host's own CUTLASS beside any of these kernels on the same card.")
@@ -383,7 +380,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
     """Return every page that holds figures or tables of the code, as it has to be."""
     docs = root / "docs"
     found = load(docs)
-    written = {docs / "results.md": page(found), docs / "floor.md": floor.page(found)}
+    written = {docs / "results.md": page(found)}
     parts = {**blocks.BLOCKS, "results": in_short}
     for path in sorted([*root.glob("*.md"), *docs.glob("*.md")]):
         if path not in written:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import published
-from benchmarks.floor_models import MODELS
+from benchmarks.floor import MODELS
 from benchmarks.markdown import table
 from benchmarks.on_card import greedy, page
 from benchmarks.on_card.recipes import recipe_for
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
 from benchmarks.peers import pages
-from benchmarks.peers.others import PEERS
 from benchmarks.plots import axes, save
 
 FORM = 1
@@ -182,7 +181,7 @@ def _benchmarks(found: dict[str, Any]) -> list[str]:
 
 def _floor(found: dict[str, Any], run: dict[str, Any], what: str) -> list[str]:
     """The least time of a step at the bandwidth that a copy reached, where the model and a copy are known."""
-    model = next((m for m in MODELS if m.name == recipe_for(run["model"]).model), None)
+    model = MODELS.get(recipe_for(run["model"]).model)
     copy = max((result["peers"]["copy"] for result in found["kernels"].values()), default=0)
     load = run["load"]
     if model is None or not copy or not load["concurrency"]:
@@ -208,44 +207,20 @@ def _same(figure: published.Published, load: dict[str, Any]) -> bool:
 
 
 def _kernels(found: dict[str, Any]) -> list[str]:
+    """Return each layer's times, those of ``benchmarks.peers`` and those of ``tune``."""
     lines: list[str] = []
     for name, result in found["kernels"].items():
         results = result["peers"]
-        times = _paths_by_tokens(found, name)
-        others = list(dict.fromkeys(path for at in times.values() for path in at))
-        peers = {p: {line["tokens"]: line["us"] for line in results.get(p) or []} for p in PEERS}
-        peers = {p: at for p, at in peers.items() if at and any(line["geometry"] == name for line in results[p])}
-        rows = []
-        for line in (one for one in results["lines"] if one["routing"] == "random"):
-            t = line["tokens"]
-            digits = {"us": 1, "megabytes": 1, "fraction": 2, "bytes_per_clock_sm": 1}
-            cells = [f"{line[name]:.{number}f}" for name, number in digits.items()]
-            cells += [_us(times.get(t, {}).get(path)) for path in others] + [_us(at.get(t)) for at in peers.values()]
-            rows.append([t, *cells, "-" if math.isnan(line["error"]) else f"{line['error']:.4f}"])
-        beyond = [t for t in sorted(times) if t > max((row[0] for row in rows), default=0)]
-        rows += [[t, *"----", *(_us(times[t].get(path)) for path in others), *"-" * len(peers), "-"] for t in beyond]
-        titles = ["tokens", "Triton us", "MB", "of copy", "B/clock/SM", *(f"{path} us (tune)" for path in others)]
-        titles += [f"{p} us" for p in peers] + ["Triton's error"]
         head = f"A layer in a captured graph, random routing; the copy of the same run moves {results['copy'] / 1e12:.2f} TB/s."
-        lines += [f"## {name}, one MoE layer", "", head, "", *table(titles, rows), ""]
-    if lines:
-        lines += [
-            "torch_grouped is torch._grouped_mm on bfloat16 experts, products alone. (tune) is `trtllm-b12x tune`: each path as",
-            "the server calls it; host is the host's own CUTLASS with its quantization of the input.",
-            "",
-        ]
+        lines += [f"## {name}, one MoE layer", "", head, "", *pages.every_kernel(results), ""]
+        tables = found["paths"][name]["tune"]["tables"] if name in found["paths"] else []
+        times = {int(tokens): paths for one in tables for tokens, paths in one["microseconds"].items()}
+        paths = list(dict.fromkeys(path for at in times.values() for path in at))
+        if paths:
+            lines += ["Microseconds of each path as a server calls it (`trtllm-b12x tune`); `host` is its CUTLASS:", ""]
+            rows = [[tokens, *(pages.number(at.get(path)) for path in paths)] for tokens, at in sorted(times.items())]
+            lines += [*table(["tokens", *paths], rows), ""]
     return lines
-
-
-def _paths_by_tokens(found: dict[str, Any], name: str) -> dict[int, dict[str, float]]:
-    if name not in found["paths"]:
-        return {}
-    tables = found["paths"][name]["tune"]["tables"]
-    return {int(tokens): paths for one in tables for tokens, paths in one["microseconds"].items()}
-
-
-def _us(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 def _clocks(found: dict[str, Any]) -> list[str]:

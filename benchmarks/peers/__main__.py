@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from benchmarks.on_card.steps import gpu_state, write_json, write_text
 from benchmarks.peers import pages, parts
 from benchmarks.peers.layers import l2_bytes, measure_peer, stack
 from benchmarks.peers.others import PEERS
-from benchmarks.peers.ours import BOUND, GROUPED_QUANTIZATION, KERNELS, QUANTIZATION, SPLITS, Layers, Line, measure, split
+from benchmarks.peers.ours import BOUND, GROUPED_QUANTIZATION, KERNELS, QUANTIZATION, SPLITS, Layers, measure, split
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.dispatch.timing import copy_bandwidth
 
@@ -50,7 +50,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kernel", choices=list(TOKENS), nargs="+", help="default: all of the format; for nvfp4 cuda and triton")
     parser.add_argument("--geometry", action="append", help=f"default: all of the format; for nvfp4 {', '.join(pages.SHOWN)}")
     parser.add_argument("--split", action="append", choices=list(SPLITS), help="default: TP1; peers are measured on TP1 alone")
-    parser.add_argument("--routing", choices=("random", "skewed"), nargs="+", default=["random"], help="default: random")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument(
         "--layers", type=int, default=64, help="at most; a graph needs those that four L2 caches hold (default: %(default)s)"
@@ -86,19 +85,20 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def measure_ours(options: argparse.Namespace, name: str, part: str, layers: Any, copy: float, deadline: float) -> Iterator[Line]:
+def measure_ours(
+    options: argparse.Namespace, name: str, part: str, layers: Any, copy: float, deadline: float
+) -> Iterator[dict[str, Any]]:
     """Yield the lines of one layer."""
     whole = replace(LAYERS[options.format][name], format=options.format.upper())
     for family in options.kernel:
         counts = options.tokens or [n for n in TOKENS[family] if part == "TP1" or n in SPLIT_TOKENS]
         kernels = Layers(KERNELS[options.format][family], split(whole, *SPLITS[part]), layers, max(counts))
         for tokens in counts:
-            for routing in options.routing if family in pages.DECODE else ("random",):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"stopped before {family} at {tokens} tokens; --seconds gives it longer")
-                numbers = measure(kernels, whole, tokens, routing == "skewed", copy)
-                of = GROUPED_QUANTIZATION if family == "grouped" else QUANTIZATION
-                yield Line(name, family, part, routing, tokens, **numbers, quantization=of[options.format])
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"stopped before {family} at {tokens} tokens; --seconds gives it longer")
+            of = GROUPED_QUANTIZATION if family == "grouped" else QUANTIZATION
+            facts = {"geometry": name, "kernel": family, "split": part, "tokens": tokens, "quantization": of[options.format]}
+            yield {**facts, **measure(kernels, whole, tokens, copy)}
 
 
 def clocks() -> dict[str, Any]:
@@ -148,8 +148,8 @@ def run(options: argparse.Namespace, results: dict[str, Any], deadline: float) -
             try:
                 layers: Any = stack(split(whole, *SPLITS[part]), options.layers)
                 for line in measure_ours(options, name, part, layers, results["copy"], deadline):
-                    results["lines"].append(asdict(line))
-                    print(" | ".join(pages.row(results["lines"][-1])), "WRONG" if line.error > BOUND else "", flush=True)
+                    results["lines"].append(line)
+                    print(" | ".join(pages.row(line)), "WRONG" if line["error"] > BOUND else "", flush=True)
             except Exception as error:  # one kernel's fault must not cost the others
                 results["not_measured"].append(f"ours, {name}, {part}: {_reason(error)}")
                 print(results["not_measured"][-1], flush=True)

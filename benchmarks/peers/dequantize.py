@@ -14,14 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.peers.layers import activated
 from tests.nvfp4_layer import Layer
 from trtllm_b12x.kernels import Geometry
 
 
 def lacks(geometry: Geometry, vllm: Path | None) -> str:
     """Return why the layer cannot be measured, or an empty string."""
-    if geometry.format != "W4A16_NVFP4" or not geometry.gated:
+    if geometry.format != "W4A16_NVFP4" or geometry.activation != "Swiglu":
         return f"TensorRT-LLM dequantizes W4A16_NVFP4 experts; this is {geometry.format}, {geometry.activation}"
     return "" if hasattr(torch, "_grouped_mm") else f"torch {torch.__version__} has no _grouped_mm"
 
@@ -74,15 +73,14 @@ class DequantizedLayer:
             write_experts[(-(-k // 256), -(-n // 32), experts)](codes, scales, scale_2, counts, out, n, k, ROWS=32, COLUMNS=256)
         inner = torch._grouped_mm(x[token], first.transpose(1, 2), offs=ends)
         gate, up = inner.chunk(2, 1)
-        inner = torch.nn.functional.silu(gate) * up if self.geometry.activation == "Swiglu" else activated(self.geometry, inner)
-        shares = torch._grouped_mm(inner.to(x.dtype), second.transpose(1, 2), offs=ends) * weights
+        shares = torch._grouped_mm(torch.nn.functional.silu(gate) * up, second.transpose(1, 2), offs=ends) * weights
         return shares[back].view(len(x), -1, x.shape[1]).sum(1)
 
     def expected(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
         return self.layer.expected(x, ids, router_weights)
 
 
-def layers(geometry: Geometry, ours: Sequence[Layer], most_tokens: int) -> list[DequantizedLayer]:
+def layers(geometry: Geometry, ours: Sequence[Layer]) -> list[DequantizedLayer]:
     experts, hidden, size = geometry.num_experts, geometry.hidden_size, geometry.intermediate_size
     like = torch.empty(0, dtype=torch.bfloat16, device=ours[0].w1.device)
     memory = like.new_empty(experts, 2 * size, hidden), like.new_empty(experts, hidden, size)

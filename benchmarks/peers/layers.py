@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.geometries import routes
 from tests import mxfp8
-from tests.nvfp4_layer import Layer, distance, plain, random_call, random_layer
-from trtllm_b12x.dispatch.timing import expected_hits, expert_bytes, graph_seconds
+from tests.nvfp4_layer import Layer, distance, random_call, random_layer
+from trtllm_b12x.dispatch.timing import expected_hits, expert_bytes, graph_seconds, router_logits
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry
 
@@ -49,13 +48,18 @@ class Draw:
         return statistics.mean(int(ids[ids < self.local_experts].unique().numel()) for _, ids in self.calls)
 
 
-def draw(geometry: Geometry, whole: Geometry, tokens: int, layers: int, skewed: bool = False) -> Draw:
+def draw(geometry: Geometry, whole: Geometry, tokens: int, layers: int) -> Draw:
     """Draw the calls of a graph over ``layers`` layers. Ids name experts of the ``whole`` layer, as in expert parallelism."""
     layers = min(layers, cold_layers(geometry, tokens))
     routings = _ROUTINGS if tokens <= 256 else 1
     x, _, router_weights = random_call(geometry, tokens, whole.num_experts, "cuda")
-    calls = [(i, routes(whole, tokens, i * 97 + turn, skewed).cuda()) for turn in range(routings) for i in range(layers)]
+    calls = [(i, routes(whole, tokens, i * 97 + turn).cuda()) for turn in range(routings) for i in range(layers)]
     return Draw(x, router_weights, calls, geometry.num_experts)
+
+
+def routes(geometry: Geometry, tokens: int, seed: int) -> torch.Tensor:
+    """Draw global ids ``(tokens, top_k)`` int32 on the CPU."""
+    return router_logits(geometry, tokens, seed).topk(geometry.top_k, dim=1).indices.int()
 
 
 def cold_layers(geometry: Geometry, tokens: int) -> int:
@@ -91,8 +95,8 @@ class PeerLayer(Protocol):
     def prepare(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[Any, ...]:
         """Return the arguments of the timed functions; not timed."""
 
-    def output(self, *prepared: Any) -> torch.Tensor | None:
-        """Return the layer's output ``(T, H)``, or None if no error is computed."""
+    def output(self, *prepared: Any) -> torch.Tensor:
+        """Return the layer's output ``(T, H)``."""
 
     def expected(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
         """Return the output in float32, of dequantized weights and activations that are not quantized."""
@@ -108,25 +112,24 @@ class Peer:
     """Function of the geometry and vLLM's folder to the reason why the peer cannot be measured, or ""."""
     note: str
     """How its calls differ from ours, for the page."""
-    layers: Callable[[Geometry, Sequence[Any], int], list[Any]]
-    """Function of the geometry, our layers and the largest token count to as many ``PeerLayer`` or, if memory is short, fewer."""
+    layers: Callable[[Geometry, Sequence[Any]], list[Any]]
+    """Function of the geometry and our layers to as many ``PeerLayer``."""
 
 
 def measure_peer(peer: Peer, geometry: Geometry, ours: Sequence[Any], tokens: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield a line for each token count: microseconds of a call, error, megabytes of a call and of a replay.
+    """Yield a line for each token count: microseconds, error and megabytes of a call.
 
     ``us`` is None if the peer has only products, as its ``products_us``.
     """
-    layers = peer.layers(geometry, ours, max(tokens))
+    layers = peer.layers(geometry, ours)
     for count in tokens:
         drawn = draw(geometry, geometry, count, len(layers))
         calls = [(layers[i], layers[i].prepare(drawn.x, ids, drawn.router_weights)) for i, ids in drawn.calls]
         layer, arguments = calls[0]
-        output = layer.output(*arguments)
-        expected = None if output is None else layer.expected(drawn.x, drawn.calls[0][1], drawn.router_weights)
+        expected = layer.expected(drawn.x, drawn.calls[0][1], drawn.router_weights)
         line: dict[str, Any] = {"tokens": count, "us": None}
         line["quantization"] = getattr(layer, "quantization", peer.quantization)
-        line["error"] = math.nan if expected is None or output is None else distance(output, expected)
+        line["error"] = distance(layer.output(*arguments), expected)
         for key in layer.timed:
 
             def run(key: str = key, calls: Any = calls) -> list[Any]:
@@ -134,31 +137,4 @@ def measure_peer(peer: Peer, geometry: Geometry, ours: Sequence[Any], tokens: Se
 
             line[key] = 1e6 * graph_seconds(run, REPLAYS) / len(calls)
         line["megabytes"] = drawn.hits * layer.expert_bytes / 1e6
-        line["replay_megabytes"] = line["megabytes"] * len(calls)
         yield line
-
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, limit: float = math.inf) -> torch.Tensor:
-    gate = gate.clamp(max=limit)
-    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + beta)
-
-
-def activated(geometry: Geometry, inner: torch.Tensor) -> torch.Tensor:
-    """Apply the layer's activation to ``(rows, r * I)``, gated halves in the order gate, up."""
-    if not geometry.gated:
-        return plain(geometry.activation, inner)
-    gate, up = inner.chunk(2, dim=1)
-    if geometry.activation == "Geglu":
-        return torch.nn.functional.gelu(gate) * up
-    return swiglu(gate, up, 1.702, 1.0, LIMIT) if geometry.activation == "SwigluBias" else swiglu(gate, up)
-
-
-def float_layer(
-    x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, expert: Callable[[torch.Tensor, int], torch.Tensor]
-) -> torch.Tensor:
-    """Return the weighted sum ``(T, H)`` float32 of ``expert(rows of x in float32, index)`` over the routes."""
-    result = torch.zeros(x.shape, device=x.device)
-    for e in ids.unique().tolist():
-        token, slot = (ids == e).nonzero(as_tuple=True)
-        result.index_add_(0, token, expert(x[token].float(), e) * router_weights[token, slot].unsqueeze(1))
-    return result

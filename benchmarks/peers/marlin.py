@@ -243,7 +243,7 @@ class MarlinLayer:
         return result
 
 
-def layers(geometry: Geometry, ours: Sequence[Layer], most_tokens: int) -> list[MarlinLayer]:
+def layers(geometry: Geometry, ours: Sequence[Layer]) -> list[MarlinLayer]:
     units = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     workspace = torch.zeros(_BLOCKS_PER_SM * units, dtype=torch.int32, device="cuda")
     return [MarlinLayer(layer, workspace) for layer in ours]

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,35 +36,6 @@ MOST_CHECKED = 4096
 """Largest token count that is compared with the reference."""
 BOUND = 0.004
 """Relative L2 from the reference in torch."""
-
-
-@dataclass
-class Line:
-    """Time of one kernel family on one layer at one token count."""
-
-    geometry: str
-    kernel: str
-    split: str
-    routing: str
-    tokens: int
-    us: float
-    experts: float
-    """Mean number of experts that are hit."""
-    megabytes: float
-    """Codes and scales of those experts, which a call must read once."""
-    fraction: float
-    """Share of the copy bandwidth."""
-    bytes_per_clock_sm: float
-    tflops: float
-    host_us: float
-    """Host time of a call outside graphs."""
-    error: float
-    """Relative L2 from the kernel's reference in torch: float32 for decode, with quantized activations for ``grouped``."""
-    replay_megabytes: float = math.nan
-    """Bytes that a replay of the graph must read."""
-    quantization: str = ""
-    form: str = ""
-    """The fastest of the kernel's forms: its tiles, or how it takes its tokens."""
 
 
 def split(geometry: Geometry, tp: int, ep: int) -> Geometry:
@@ -100,13 +71,16 @@ class Layers:
         return distance(kernel.run(call), expected)
 
 
-def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidth: float) -> dict[str, Any]:
-    """Measure one line's numbers, in the kernel's fastest form."""
+def measure(layers: Layers, whole: Geometry, tokens: int, bandwidth: float) -> dict[str, Any]:
+    """Measure a call in the kernel's fastest form, whose tiles are ``form``.
+
+    ``megabytes`` are codes and scales of the experts that are hit, ``fraction`` is the share of the copy bandwidth, ``host_us``
+    the host time outside graphs. ``error`` is the relative L2 from the kernel's reference in torch. The reference is in float32
+    for decode and quantizes activations for ``grouped``.
+    """
     g, kernels = layers.geometry, layers.kernels
-    drawn = draw(g, whole, tokens, len(kernels), skewed)
+    drawn = draw(g, whole, tokens, len(kernels))
     x, router_weights, calls = drawn.x, drawn.router_weights, drawn.calls
-    hit = drawn.hits
-    routed = statistics.mean(int((ids < g.num_experts).sum()) for _, ids in calls)
     forms = [kernel.forms() for kernel in kernels]
 
     def seconds_of(form: str) -> float:
@@ -116,20 +90,14 @@ def measure(layers: Layers, whole: Geometry, tokens: int, skewed: bool, bandwidt
     times = {form: seconds_of(form) / len(calls) for form in serving}
     form = min(times, key=times.__getitem__)
     seconds, kernel = times[form], forms[0][form]
-    error = math.nan if skewed else layers.error(kernel, x, calls[0][1], router_weights)
-    size, products = hit * expert_bytes(g), (3 if g.gated else 2) * g.hidden_size * g.intermediate_size
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    clock = 1e3 * float(getattr(properties, "clock_rate", 0) or 1_755_000)
+    error = layers.error(kernel, x, calls[0][1], router_weights)
+    size = drawn.hits * expert_bytes(g)
     return {
         "us": 1e6 * seconds,
-        "experts": hit,
         "megabytes": size / 1e6,
         "fraction": size / seconds / bandwidth,
-        "bytes_per_clock_sm": size / seconds / clock / properties.multi_processor_count,
-        "tflops": 2 * routed * products / seconds / 1e12,
         "host_us": host_microseconds(functools.partial(kernel.run, MoECall(x, calls[0][1], router_weights))),
         "error": error,
-        "replay_megabytes": len(calls) * size / 1e6,
         "form": form,
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,30 +14,26 @@ from benchmarks.on_card import __main__ as on_card
 from benchmarks.on_card import greedy, page, plan, report
 from benchmarks.on_card.card import identity
 from benchmarks.on_card.steps import Runner, Step, gpu_state
-from benchmarks.peers.ours import Line
 from tests.unittest.test_on_card import FACTS, SUPER, bench, executable, read, run  # noqa: F401
 
 
 def _decode(us: float = 50.0, error: float = 0.0022) -> dict[str, Any]:
     """What benchmarks.peers writes."""
-    numbers = (8.0, 21.2, 0.23, 3.7, 1.5, 22.0)
+    names = {"geometry": "Qwen3-30B-A3B", "kernel": "triton", "split": "TP1", "quantization": "W4A16 NVFP4"}
+    numbers = {"megabytes": 21.2, "fraction": 0.23, "host_us": 22.0}
     lines = [
-        asdict(
-            Line("Qwen3-30B-A3B", "triton", "TP1", routing, tokens, us * tokens, *numbers, error if tokens < 64 else float("nan"))
-        )
+        {**names, **numbers, "tokens": tokens, "us": us * tokens, "error": error if tokens < 64 else float("nan")}
         for tokens in (1, 64)
-        for routing in ("random", "skewed")
     ]
-    torch_grouped = [{"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 98.0, "error": float("nan")}]
+    marlin = [{"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 98.0, "products_us": 90.0, "error": float("nan")}]
     lacking = ["triton_kernels: it is not on PYTHONPATH"]
     return {
         "gpu": "A",
         "copy": 4e12,
         "lines": lines,
         "format": "NVFP4",
-        "torch_grouped": torch_grouped,
+        "marlin": marlin,
         "triton_kernels": [],
-        "flashinfer": [],
         "not_measured": lacking,
     }
 
@@ -75,9 +70,10 @@ def test_the_kernels_of_a_report(tmp_path: Path) -> None:
     found = _reported(tmp_path, _decode())
     assert found["kernels"]["Qwen3-30B-A3B"]["peers"]["lines"][0]["us"] == 50.0
     page = (tmp_path / "report.md").read_text()
-    assert "| B/clock/SM | b12x us (tune) | triton us (tune) | host us (tune) | torch_grouped us |" in page
-    assert "| 1 | 50.0 | 21.2 | 0.23 | 3.7 | 30.0 | 51.0 | 60.0 | 98.0 | 0.0022 |" in page
-    assert "| 64 | 3200.0 | 21.2 | 0.23 | 3.7 | - | - | - | - | - |" in page
+    assert "| Qwen3-30B-A3B | 1 | ours, `triton` | 50.0 | - | 21.2 | 0.23 | 22 | 0.0022 |" in page
+    assert "| Qwen3-30B-A3B | 1 | vLLM's Marlin, W4A16 NVFP4 | 98.0 | 90.0 | - | - | - | - |" in page
+    assert "| Qwen3-30B-A3B | 64 | ours, `triton` | 3200.0 | - | 21.2 | 0.23 | 22 | - |" in page
+    assert "| tokens | b12x | triton | host |\n| --- | --- | --- | --- |\n| 1 | 30.0 | 51.0 | 60.0 |" in page
     assert "Never at 90% of 2600 MHz: kernels Qwen3-30B-A3B. Lock the clock (`sudo nvidia-smi -lgc 2600`" in page
     assert "triton_kernels: it is not on PYTHONPATH" in page
     assert "no --model was given" in page
