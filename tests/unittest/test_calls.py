@@ -12,9 +12,6 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x.decision import RejectReason
-from trtllm_b12x.engines.trtllm.embedded import fp4_quantize
-from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
-from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.tools import verify
 
 host = layers.host
@@ -63,27 +60,6 @@ def test_what_only_cutlass_does(
     assert layers.errors(module, x[:4], logits[:4], result[:4], tensors)[0] < 0.05
 
 
-def test_lora_on_attention_alone_is_no_reason(
-    layer: tuple[Any, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hosts hand every layer all there is, and can tell whether it reaches these experts."""
-    module, tensors = layer
-    run_moe = host.CutlassFusedMoE.run_moe
-
-    def without_lora(self: Any, *args: Any, lora_params: Any = None, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = run_moe(self, *args, **kwargs)
-        return result
-
-    monkeypatch.setattr(host.CutlassFusedMoE, "run_moe", without_lora)
-    monkeypatch.setattr(host.CutlassFusedMoE, "_moe_lora_active", lambda self, given: "experts" in given, raising=False)
-    x, logits = layers.inputs(module, 5, tensors)
-    routing = module.routing_method.apply(logits)
-    for given, expected in (("attention", 1), ("experts", 0)):
-        with verify.kernel_calls(module.backend) as reached:
-            module.backend.run_moe(x, *routing, output_dtype=torch.bfloat16, lora_params={given: 1})
-        assert len(reached) == expected
-
-
 IN_KEYWORDS = "workspace" not in inspect.signature(host.CutlassFusedMoE.run_moe).parameters
 
 
@@ -115,20 +91,6 @@ def test_behind_an_all_to_all_nothing_is_promised(monkeypatch: pytest.MonkeyPatc
     assert backend.kernel is None
 
 
-def test_scales_given_with_the_input(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
-    """Quantized elsewhere, linear scales, as after a gather."""
-    module, tensors = layer
-    x, logits = layers.inputs(module, 6, tensors)
-    packed, sf = fp4_quantize(x, module.backend.fc31_input_scale, is_sf_swizzled_layout=False)
-    ids, router_weights = module.routing_method.apply(logits)
-    with verify.kernel_calls(module.backend) as reached:
-        result = module.backend.run_moe(
-            packed, ids, router_weights, sf.view(6, -1), is_sf_swizzled=False, output_dtype=torch.bfloat16
-        )
-    assert len(reached) == 0
-    assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("padding", [6, 100, -1])
 def test_ids_of_nobody_are_unrouted(padding: int, dtype: torch.dtype) -> None:
@@ -155,46 +117,7 @@ def test_latent_experts_have_a_hidden_size_of_their_own() -> None:
     assert layers.run(module, tensors, 40)[1] < 0.005
 
 
-def test_a_kernel_that_cannot_be_planned_leaves_the_layer_to_cutlass(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan(self: Any, *arguments: Any) -> None:
-        raise RuntimeError("ptxas failed\nwith a long story")
-
-    monkeypatch.setattr(ReferenceKernel, "plan", plan)
-    module, tensors = layers.made(6, 128, 192, top_k=3)
-    assert module.backend.verdict.reasons == (RejectReason.KERNEL_PLAN_FAILED,)
-    assert module.backend.verdict.rejections[0].detail == "RuntimeError: ptxas failed"
-    x, logits = layers.inputs(module, 40, tensors)
-    sent, scales = module.backend.quantize_input(x)
-    assert sent.dtype is torch.uint8  # what is gathered has the form of the other ranks', none of which serves the layer
-    assert scales is not None
-    assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
-
-
 def test_a_pipeline_rank_is_no_tensor_parallel_rank() -> None:
     """Rank 1 of two pipeline stages holds its layer whole."""
     module, tensors = layers.made(6, 128, 192, top_k=3, mapping={"world_size": 2, "rank": 1})
     assert layers.run(module, tensors, 40)[1] < 0.005
-
-
-def built(dynamic: bool = False, **config: Any) -> Any:
-    quant_config = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16)
-    sizes = {"num_experts": 4, "hidden_size": 128, "intermediate_size": 128, "dtype": torch.bfloat16}
-    model_config = host.ModelConfig(quant_config=quant_config, **config)
-    if dynamic:
-        object.__setattr__(model_config, "force_dynamic_quantization", True)
-    return FlashInferNvfp4Sm12xFusedMoE(routing_method=host.RenormalizeMoeRoutingMethod(2), **sizes, model_config=model_config)
-
-
-def test_what_a_deployment_refuses() -> None:
-    for targets, reasons in ((["attn_q", "attn_v"], ()), ([], ()), (["attn_q", "MOE_H_to_4h"], (RejectReason.LORA,))):
-        assert built(lora_config=SimpleNamespace(lora_target_modules=targets)).verdict.reasons == reasons
-    assert built(dynamic=True).verdict.reasons == (RejectReason.DYNAMIC_QUANTIZATION,)
-    assert built(use_cuda_graph=True).verdict.reasons == (RejectReason.CUDA_GRAPHS,)  # the torch kernel asks the host
-    mapping = host.Mapping(world_size=2, tp_size=2, moe_tp_size=2, enable_attention_dp=True)
-    assert built(mapping=mapping).verdict.reasons == (RejectReason.ATTENTION_DP,)
-    balanced = built(skip_create_weights_in_init=True)
-    # Set by the wrapper between construction and create_weights.
-    balanced.layer_load_balancer = type("Balancer", (), {"is_dynamic_routing": lambda self: True})()
-    balanced.create_weights()
-    assert balanced.verdict.reasons == (RejectReason.LOAD_BALANCER,)
-    assert type(balanced.quant_method) is host.methods["NVFP4"]

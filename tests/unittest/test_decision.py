@@ -21,7 +21,6 @@ from trtllm_b12x.decision import (
     resolve,
     version_tuple,
 )
-from trtllm_b12x.decision.remedies import FLASHINFERS
 from trtllm_b12x.formats.geometry import LayerShape
 
 KERNEL = Environment()
@@ -98,36 +97,6 @@ def test_every_reason_has_a_case() -> None:
     (none,) = resolve(LayerShape(), None, None, {}).rejections
     alone = {RejectReason.PREFILL}  # of a format, not of a family: test_number_formats.py
     assert {case[0] for case in CASES} | {plan.reason, none.reason} | alone == set(RejectReason)
-
-
-def test_a_family_is_bound_by_its_own_rules_alone() -> None:
-    """W4A16 in another compiler: any card from SM80 on, other activations, dtypes and sizes, and nothing of FlashInfer's."""
-    own = FLASHINFERS | {RejectReason.TOOLKIT, RejectReason.BIAS, RejectReason.ACTIVATION_CONSTANTS}
-    other = KernelFeatures(
-        "other",
-        frozenset({"Swiglu", "Geglu"}),
-        tile=16,
-        hidden_size_multiple=16,
-        negative_ids=True,
-        dtypes=frozenset({"bfloat16", "float16"}),
-        bound_by=frozenset(RejectReason) - own,
-    )
-    bare = Environment(enabled=True, host="B", sm=120, toolkit_cuda=(12, 9), dsl="none", flashinfer="none")
-    asked = LayerShape(
-        quant_algo="NVFP4", activation="Geglu", dtype="float16", bias=True, activation_constants=True, hidden_size=80
-    )
-    found = resolve(asked, Deployment(ep_size=2), bare, {"b12x": FEATURES, "other": other})
-    assert (found.served, found.families, found.reasons) == (True, ("other",), ())
-    refused = {rejection.reason for name, rejection in found.refused if name == "b12x"}
-    assert refused >= own - {RejectReason.DSL_PAYLOAD, RejectReason.FLASHINFER_TOO_OLD} - {
-        RejectReason.FLASHINFER_BROKEN,
-        RejectReason.REQUIREMENT,
-    }
-    assert str(found).startswith("other; not b12x: TOOLKIT: ")
-    neither = resolve(replace(asked, quant_algo="FP8"), None, bare, {"b12x": FEATURES, "other": other})
-    assert not neither.served
-    assert [name for name, rejection in neither.refused if rejection.reason is RejectReason.QUANTIZATION] == ["b12x"]  # once
-    assert not resolve(asked, None, replace(bare, sm=90), {"other": other}).served
 
 
 def test_unknown_facts_speak_against_nothing() -> None:

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_b12x import formats
 from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, RejectReason, decide
 from trtllm_b12x.decision.families import grouped, grouped_nvfp4, triton_mxfp8
 from trtllm_b12x.engines.trtllm import machine
@@ -19,7 +18,6 @@ from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.mxfp8 import decode_e8m0, dequantize, quantize
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
-from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.kernels.self_test import _off_ties
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel
 from trtllm_b12x.kernels.triton.jit import CompiledPlan
@@ -104,14 +102,6 @@ def test_decode_alone_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.resolve((problem, Deployment())).families == ("grouped",)
     monkeypatch.delenv("TRTLLM_B12X_KERNELS")
     assert machine.resolve((problem, Deployment())).families == ("triton", "grouped")
-
-
-def test_other_formats_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRTLLM_B12X_KERNELS")
-    assert [row.name for row in formats.FORMATS if not row.hosts_path] == ["MXFP8"]
-    found = machine.resolve((LayerShape(quant_algo="NVFP4"), Deployment()))
-    assert found.families == ("b12x", "triton", "grouped")
-    assert KERNELS["grouped", "NVFP4"][0].features.quantizations == {"NVFP4"}
 
 
 # ---- NVFP4's numbers, against values worked out by hand and against the judge's own arithmetic -------------------------

@@ -119,13 +119,6 @@ def test_the_next_family_takes_what_b12x_leaves(every_family: None, monkeypatch:
     ]
 
 
-def test_explain_says_what_is_built(every_family: None) -> None:
-    trtllm_b12x.install()
-    for config, said, became in layers.explained():
-        assert said == became, config
-    trtllm_b12x.uninstall()
-
-
 @pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"])
 def test_gated_is_what_the_host_calls_so(activation: str) -> None:
     from trtllm_b12x.engines.trtllm.embedded.config import ActivationType, is_gated_activation
