@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from math import log2
 from typing import Any, ClassVar
 
 import torch
 
 from . import BY_TURNS, DEFAULT_LAYOUT, GATE_UP, ROWS, WeightLayout, constants
 from .geometry import Geometry
-from .layouts import plain_scales
+from .layouts import mma_scale_view, plain_scales
 
 
 def tensors_of(record: Any) -> dict[str, torch.Tensor]:
@@ -67,6 +69,32 @@ class Weights(ABC):
     """Codes in one element of ``code_dtype``."""
     epilogue: Epilogue = field(default_factory=Epilogue, kw_only=True)
     layout: WeightLayout = field(default=DEFAULT_LAYOUT, kw_only=True)
+
+    @classmethod
+    def on_storage(
+        cls, codes: Iterable[torch.Tensor], scales: Iterable[torch.Tensor], layout: WeightLayout, **others: Any
+    ) -> Weights:
+        """View an engine's tensors of FC1 and FC2, ``(E, rows, ...)`` codes and block scales in integers of any size."""
+
+        def scale_view(tensor: torch.Tensor) -> torch.Tensor:
+            if layout.scales == ROWS:
+                return tensor.view(cls.scale_dtype)
+            columns = tensor.shape[2] * tensor.element_size() * cls.group_size
+            return mma_scale_view(tensor, tensor.shape[1], columns, cls.group_size, cls.scale_dtype)
+
+        views: Any = *(tensor.view(cls.code_dtype) for tensor in codes), *map(scale_view, scales)
+        return cls(**dict(zip(cls.stored_fields, views, strict=True)), layout=layout, **others)
+
+    @classmethod
+    def draw(cls, codes: torch.Tensor, scales: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill a matrix of every expert with random codes and block scales; E8M0 ones give products of about one."""
+        data = codes.view(torch.uint8).random_(0, 256, generator=generator)
+        if cls.packed == 1:
+            data.bitwise_and_(0xBF)  # E4M3 below 2, so that none is NaN
+        first, count = 0x30, 0x11  # E4M3 of 0.5 to 2
+        if cls.scale_dtype == torch.uint8:
+            first, count = 127 - 2 * (cls.packed - 1) - round(log2(data.shape[2] * cls.packed) / 2), 2
+        scales.view(torch.uint8).random_(first, first + count, generator=generator)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that kernels read, by field."""

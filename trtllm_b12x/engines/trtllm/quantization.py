@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 
 from trtllm_b12x import formats
 from trtllm_b12x.formats import WeightLayout
+from trtllm_b12x.formats.catalog import WEIGHTS
 from trtllm_b12x.formats.layouts import interleave, interleaved_rows
 from trtllm_b12x.formats.weights import Weights
 
@@ -38,12 +39,23 @@ class Method(_Method):
         super().__init__()
         self.tile = tile
 
-    @abstractmethod
     def kernel_weights(self, module: Any) -> Weights:
         """Return the kernels' arguments as views of the module's storage. Keep the object alive with the module.
 
         Raise ValueError, naming the parameter, if one is not contiguous or not aligned.
         """
+        return self._views(module)
+
+    def _views(self, module: Any, also: tuple[str, ...] = (), **others: Any) -> Weights:
+        """Return codes and block scales with ``others``. Kernels read the parameters ``also`` too."""
+        for name in (*self.stored, *also):
+            tensor = getattr(module, name)
+            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+                raise ValueError(
+                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
+                )
+        tensors = [getattr(module, name).data for name in self.stored]
+        return WEIGHTS[self.format].on_storage(tensors[:2], tensors[2:], self.layout(), **others)
 
     @classmethod
     def layout(cls) -> WeightLayout:
@@ -51,23 +63,16 @@ class Method(_Method):
         assert row is not None
         return row.layout
 
-    @staticmethod
-    def readable(module: Any, names: Iterable[str]) -> None:
-        """Raise ValueError if a parameter is not contiguous or not aligned, as kernels need it."""
-        for name in names:
-            tensor = getattr(module, name)
-            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-                raise ValueError(
-                    f"{name} is not contiguous, or not at a multiple of 16 bytes: kernels read it 16 bytes at a time"
-                )
-
     @abstractmethod
     def intermediate_size(self, module: Any) -> int:
         """Return the intermediate size on this rank, padded to the kernels' tile."""
 
-    @abstractmethod
+    @torch.no_grad()
     def fill(self, module: Any, generator: torch.Generator) -> None:
         """Fill in random weights that give outputs of about one. ``generator`` is on the parameters' device."""
+        fc1, fc2, scales1, scales2 = (getattr(module, name).data for name in self.stored)
+        for codes, scales in ((fc1, scales1), (fc2, scales2)):
+            WEIGHTS[self.format].draw(codes, scales, generator)
 
     def check(self, module: Any) -> None:
         """Raise ValueError if kernels cannot serve the loaded weights. May synchronize."""

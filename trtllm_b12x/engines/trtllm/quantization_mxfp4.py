@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from operator import itemgetter
 from typing import Any
 
 import torch
 
 from trtllm_b12x.formats import constants
-from trtllm_b12x.formats.layouts import mma_scale_view
-from trtllm_b12x.formats.mxfp4 import BLOCK_SIZE, LARGEST_SCALE, MXFP4Weights, decodable
-from trtllm_b12x.formats.weights import Epilogue
+from trtllm_b12x.formats.mxfp4 import LARGEST_SCALE, decodable
+from trtllm_b12x.formats.weights import Epilogue, Weights
 
 from .host import load
 from .quantization import Method
@@ -19,8 +17,6 @@ from .quantization import Method
 W4A8MXFP4MXFP8CutlassFusedMoEMethod: Any = load().methods.get("MXFP4", object)
 
 _BIASES = ("w3_w1_bias", "w2_bias")
-_ONE = 127
-"""As E8M0."""
 
 
 class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
@@ -39,12 +35,8 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
 
     @torch.no_grad()
     def fill(self, module: Any, generator: torch.Generator) -> None:
-        """Codes of every value, scales of two neighboring powers, and small biases."""
+        super().fill(module, generator)
         module.fake_input_scale.fill_(1.0)
-        for weight, scale in ((module.w3_w1_weight, module.w3_w1_weight_scale), (module.w2_weight, module.w2_weight_scale)):
-            weight.data.view(torch.uint8).random_(0, 256, generator=generator)
-            byte = _ONE - 2 - round(math.log2(16 * weight.shape[2]) / 2)
-            scale.data.view(torch.uint8).random_(byte, byte + 2, generator=generator)
         for bias in self._biases_of(module._parameters) if module.bias else ():
             bias.normal_(0, 0.1, generator=generator)
 
@@ -56,21 +48,13 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
     def check(self, module: Any) -> None:
         for name in self.stored[2:]:
             if not decodable(getattr(module, name).data):
-                raise ValueError(f"{name} holds scales above 2**{LARGEST_SCALE - _ONE}, the largest that the kernels multiply by")
+                raise ValueError(f"{name} holds scales above 2**{LARGEST_SCALE - 127}, the largest that the kernels multiply by")
 
     def intermediate_size(self, module: Any) -> int:
         return int(module.w3_w1_weight.shape[1]) // 2
 
-    def kernel_weights(self, module: Any) -> MXFP4Weights:
-        self.readable(module, (*self.stored, *(_BIASES if module.bias else ())))
-        return MXFP4Weights(
-            fc1_weight=module.w3_w1_weight.data.view(torch.uint8),
-            fc1_weight_sf=_scale_view(module.w3_w1_weight_scale.data),
-            fc2_weight=module.w2_weight.data.view(torch.uint8),
-            fc2_weight_sf=_scale_view(module.w2_weight_scale.data),
-            epilogue=self._biases(module) if module.bias else Epilogue(),
-            layout=self.layout(),
-        )
+    def kernel_weights(self, module: Any) -> Weights:
+        return self._views(module, _BIASES, epilogue=self._biases(module)) if module.bias else self._views(module)
 
     def _biases(self, module: Any) -> Epilogue:
         """Return the biases. FC2's counts on tensor-parallel rank 0 alone (``finalizeMoeRoutingKernelLauncher``)."""
@@ -80,8 +64,3 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
             shape = tuple(fc2.shape)
             fc2 = constants.kept(("zeros", shape, *form.values()), lambda: torch.zeros(shape, **form))
         return Epilogue(fc1_bias=fc1, fc2_bias=fc2)
-
-
-def _scale_view(scales: torch.Tensor) -> torch.Tensor:
-    """View int32 ``(E, rows, K/128)`` as kernels read block scales."""
-    return mma_scale_view(scales, scales.shape[1], 4 * BLOCK_SIZE * scales.shape[2], BLOCK_SIZE, torch.uint8)

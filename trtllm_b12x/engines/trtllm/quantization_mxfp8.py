@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
 import torch
 
-from trtllm_b12x.formats.layouts import mma_scale_view
-from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE, MXFP8Weights
+from trtllm_b12x.formats.mxfp8 import BLOCK_SIZE
 
 from .host import load
 from .quantization import PaddedMethod
@@ -20,10 +18,6 @@ MXFP8CutlassFusedMoEMethod: Any = load().methods.get("MXFP8", object)
 
 _TILE = 128
 """Rows, and columns in four blocks, that a tile of interleaved scales has."""
-_BELOW_TWO = 0xBF
-"""Bits of an E4M3 code but the highest of its exponent."""
-_ONE = 127
-"""As E8M0."""
 
 
 class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
@@ -80,29 +74,8 @@ class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
         """Nothing is staged: hosts that stage scales interleave here what they wrote themselves."""
         super(MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
 
-    # ---- the kernels' view -------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def fill(self, module: Any, generator: torch.Generator) -> None:
-        """Codes of both signs below 2, all with scales of two neighboring powers."""
-        for weight, scale in ((module.w3_w1_weight, module.w3_w1_weight_scale), (module.w2_weight, module.w2_weight_scale)):
-            weight.data.view(torch.uint8).random_(0, 256, generator=generator).bitwise_and_(_BELOW_TWO)
-            byte = _ONE - round(math.log2(weight.shape[2]) / 2)
-            scale.data.view(torch.uint8).random_(byte, byte + 2, generator=generator)
-
     def intermediate_size(self, module: Any) -> int:
         return int(module.w2_weight.shape[2])
-
-    def kernel_weights(self, module: Any) -> MXFP8Weights:
-        self.readable(module, self.stored)
-        fc1, fc2 = module.w3_w1_weight.data, module.w2_weight.data
-        s1, s2 = module.w3_w1_weight_scale.data, module.w2_weight_scale.data
-        return MXFP8Weights(
-            fc1_weight=fc1,
-            fc1_weight_sf=mma_scale_view(s1, s1.shape[1], s1.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
-            fc2_weight=fc2,
-            fc2_weight_sf=mma_scale_view(s2, s2.shape[1], s2.shape[2] * _TILE, BLOCK_SIZE, torch.uint8),
-        )
 
 
 def _tiles(size: int) -> int:

@@ -7,13 +7,12 @@ import logging
 import math
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from trtllm_b12x.core import log
-from trtllm_b12x.formats.layouts import mma_scale_view
-from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+from trtllm_b12x.formats.nvfp4 import InputScales
 
 from . import guard
 from .host import load
@@ -23,9 +22,7 @@ _HOST = load()
 Weights: Any = _HOST.Weights
 NVFP4CutlassFusedMoEMethod: Any = _HOST.methods["NVFP4"]
 
-_READ_BY_KERNELS = (*PaddedMethod.stored, "fc31_alpha", "fc2_alpha")
-"""Parameters of the host whose memory the kernels read."""
-
+_ALPHAS = ("fc31_alpha", "fc2_alpha")
 _SAME = 2e-5
 """Relative difference of two scales that the host takes for equal (``torch.allclose``), with float32's rounding."""
 _INPUT_SCALES = (0.01, 0.0005)
@@ -50,9 +47,8 @@ class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod
     """
 
     format = "NVFP4"
-    weights_class: ClassVar[type[NVFP4Weights]] = NVFP4Weights
     # Every call derives the divisors of its activations from the last two.
-    read_by_kernels = itemgetter(*_READ_BY_KERNELS, "fc31_input_scale", "fc2_input_scale")
+    read_by_kernels = itemgetter(*PaddedMethod.stored, *_ALPHAS, "fc31_input_scale", "fc2_input_scale")
 
     def create_weights(self, module: Any) -> None:
         logical = module.intermediate_size_per_partition
@@ -132,10 +128,7 @@ class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod
 
     @torch.no_grad()
     def fill(self, module: Any, generator: torch.Generator) -> None:
-        """Codes of every value and block scales from 0.5 to 2."""
-        for name in self.stored:
-            low, high = (0x30, 0x41) if name.endswith("_scale") else (0, 256)
-            getattr(module, name).data.view(torch.uint8).random_(low, high, generator=generator)
+        super().fill(module, generator)
         sizes = module.hidden_size, module.intermediate_size_per_partition
         for fc, size, scale in zip(("fc31", "fc2"), sizes, _INPUT_SCALES, strict=True):
             getattr(module, f"{fc}_input_scale").data.fill_(1 / scale)
@@ -145,29 +138,19 @@ class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod
     def intermediate_size(self, module: Any) -> int:
         return 2 * int(module.w2_weight.data.view(torch.uint8).shape[2])
 
-    def kernel_weights(self, module: Any) -> NVFP4Weights:
-        self.readable(module, _READ_BY_KERNELS)
-        fc1 = module.w3_w1_weight.data.view(torch.uint8)
-        fc2 = module.w2_weight.data.view(torch.uint8)
+    def kernel_weights(self, module: Any) -> Any:
         # FlashInfer divides activations by the checkpoint's ``input_scale``, the host multiplies by its reciprocal. The host's
         # alphas, ``weight_scale_2 * input_scale``, are the kernels' own.
         divisors = module.b12x_fc1_divisor, module.b12x_fc2_divisor
-        weights = self.weights_class(
-            fc1_weight=fc1,
-            fc1_weight_sf=self._scale_view(module.w3_w1_weight_scale.data),
+        weights: Any = self._views(
+            module,
+            _ALPHAS,
             fc1_alpha=module.fc31_alpha.data,
-            fc2_weight=fc2,
-            fc2_weight_sf=self._scale_view(module.w2_weight_scale.data),
             fc2_alpha=module.fc2_alpha.data,
             fc1_divisor=divisors[0],
             fc2_divisor=divisors[1],
             input_scales=InputScales(module.fc31_input_scale.data, module.fc2_input_scale.data, *divisors),
             fc1_half_alphas=module.b12x_fc1_half_alphas if module.is_gated_activation else None,
-            layout=self.layout(),
         )
         weights.derive()
         return weights
-
-    def _scale_view(self, scales: torch.Tensor) -> torch.Tensor:
-        """View int32 ``(E, rows, K/64)`` as kernels read block scales."""
-        return mma_scale_view(scales, scales.shape[1], 64 * scales.shape[2])

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.formats.w4a16_nvfp4 import W4A16NVFP4Weights
-
 from .host import load
 from .quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod
 
@@ -25,7 +23,6 @@ class W4A16NVFP4Sm12xFusedMoEMethod(NVFP4Sm12xFusedMoEMethod, W4A16NVFP4CutlassF
     """
 
     format = "W4A16_NVFP4"
-    weights_class = W4A16NVFP4Weights
 
     def _place_scales(self, destination: torch.Tensor, place: Callable[[torch.Tensor], None]) -> None:
         place(destination.view(torch.uint8))
@@ -33,6 +30,3 @@ class W4A16NVFP4Sm12xFusedMoEMethod(NVFP4Sm12xFusedMoEMethod, W4A16NVFP4CutlassF
     def process_weights_after_loading(self, module: Any) -> None:
         """Skip the host's own method, which would reverse an interleaving that has not been done."""
         super(W4A16NVFP4CutlassFusedMoEMethod, self).process_weights_after_loading(module)
-
-    def _scale_view(self, scales: torch.Tensor) -> torch.Tensor:
-        return scales.view(torch.float8_e4m3fn)

@@ -9,20 +9,12 @@ from typing import Any
 import torch
 
 from trtllm_b12x.formats import ROWS, constants
+from trtllm_b12x.formats.catalog import WEIGHTS
 from trtllm_b12x.formats.geometry import Geometry
-from trtllm_b12x.formats.layouts import mma_scale_view
-from trtllm_b12x.formats.mxfp4 import MXFP4Weights
-from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
 from trtllm_b12x.formats.w4a16_nvfp4 import W4A16NVFP4Weights
 from trtllm_b12x.formats.weights import Epilogue, Weights
 
-WEIGHTS: dict[str, type[Weights]] = {
-    "MXFP4": MXFP4Weights,
-    "MXFP8": MXFP8Weights,
-    "NVFP4": NVFP4Weights,
-    "W4A16_NVFP4": W4A16NVFP4Weights,
-}
 _TYPICAL = 672.0
 """Reciprocal of an input scale for activations of about 1: a quarter of the calibrated range, 6 * 448."""
 
@@ -52,23 +44,14 @@ def view(t: Tensors, geometry: Geometry, inputs: InputScales | None, swiglu: tup
 
     ``inputs`` are the scales that NVFP4's alphas contain the reciprocals of, ``swiglu`` alpha, beta and limit.
     """
-    kind, experts, device = WEIGHTS[geometry.format], geometry.num_experts, t.w1.device
-    size = kind.group_size
-    fields: dict[str, Any] = {
-        "fc1_weight": t.w1.view(kind.code_dtype),
-        "fc2_weight": t.w2.view(kind.code_dtype),
-        "layout": geometry.layout,
-    }
-    for name, scales in zip(("fc1_weight_sf", "fc2_weight_sf"), t.scales, strict=True):
-        rows, blocks = scales.shape[1:]
-        by_row = geometry.layout.scales == ROWS
-        fields[name] = scales.view(kind.scale_dtype) if by_row else mma_scale_view(scales, rows, blocks * size, size)
+    fields: dict[str, Any] = {}
     if t.alphas is not None:
         assert inputs is not None
         fields |= {"fc1_alpha": t.alphas[0], "fc2_alpha": t.alphas[1], "input_scales": inputs}
         fields |= {"fc1_divisor": inputs.fc1_divisor, "fc2_divisor": inputs.fc2_divisor}
-    values = (constants.filled(value, (experts,), device) for value in swiglu or ())
-    return kind(**fields, epilogue=Epilogue(*(t.biases or (None, None)), *values))
+    values = (constants.filled(value, (geometry.num_experts,), t.w1.device) for value in swiglu or ())
+    epilogue = Epilogue(*(t.biases or (None, None)), *values)
+    return WEIGHTS[geometry.format].on_storage((t.w1, t.w2), t.scales, geometry.layout, **fields, epilogue=epilogue)
 
 
 def input_scales(holder: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None, like: torch.Tensor) -> InputScales:
@@ -93,18 +76,16 @@ def input_scales(holder: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None,
 def draw(geometry: Geometry, device: torch.device) -> tuple[Tensors, tuple[torch.Tensor, torch.Tensor] | None]:
     """Draw the tensors of a layer, and the input scales that its alphas contain, for a rehearsal."""
     kind, experts, hidden = WEIGHTS[geometry.format], geometry.num_experts, geometry.hidden_size
-    byte: Any = {"dtype": torch.uint8, "device": device, "generator": torch.Generator(device).manual_seed(0)}
+    generator = torch.Generator(device).manual_seed(0)
     size, rows = geometry.intermediate_size, (2 if geometry.gated else 1) * geometry.intermediate_size
     codes, scales = [], []
     for height, width in ((rows, hidden), (hidden, size)):
-        drawn = torch.randint(0, 256, (experts, height, width // kind.packed), **byte)
-        # E4M3 below 2: no code is NaN.
-        codes.append((drawn.bitwise_and_(0xBF) if kind.packed == 1 else drawn).view(kind.code_dtype))
+        codes.append(torch.empty(experts, height, width // kind.packed, dtype=kind.code_dtype, device=device))
         blocks = width // kind.group_size
         if geometry.layout.scales != ROWS:
             height, blocks = -(-height // 128) * 128, -(-blocks // 4) * 4
-        least, most = (118, 122) if kind.scale_dtype is torch.uint8 else (0x30, 0x40)
-        scales.append(torch.randint(least, most, (experts, height, blocks), **byte).view(kind.scale_dtype))
+        scales.append(torch.empty(experts, height, blocks, dtype=kind.scale_dtype, device=device))
+        kind.draw(codes[-1], scales[-1], generator)
     tensors = Tensors(codes[0], codes[1], (scales[0], scales[1]))
     if geometry.bias is not None:
         heights = rows, hidden

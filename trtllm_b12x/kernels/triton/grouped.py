@@ -19,11 +19,8 @@ from trtllm_b12x.core import log
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import ROWS
+from trtllm_b12x.formats.catalog import WEIGHTS
 from trtllm_b12x.formats.layouts import scales_of_tokens
-from trtllm_b12x.formats.mxfp4 import MXFP4Weights
-from trtllm_b12x.formats.mxfp8 import MXFP8Weights
-from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.formats.w4a16_nvfp4 import W4A16NVFP4Weights
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.call import aligned16
@@ -104,9 +101,6 @@ class GroupedKernel(JitKernel):
     features = families.grouped(Environment())
     reference: type[ReferenceKernel] = MXFP8ReferenceKernel
     instruction = "kind::mxf8f6f4.block_scale"
-    elements: ClassVar[str] = "e4m3"
-    """``FORMAT`` of ``grouped_kernels.py``, of weights and activations."""
-    weights_class: ClassVar[type[Weights]] = MXFP8Weights
     table: ClassVar[tuple[TileRule, ...]] = MXFP8_TABLE
     act16: ClassVar[bool] = False
     """Activations stay in 16 bits."""
@@ -123,6 +117,10 @@ class GroupedKernel(JitKernel):
         return self.geometry, self._native
 
     @property
+    def _stored(self) -> type[Weights]:
+        return WEIGHTS[self.geometry.format]
+
+    @property
     def _native(self) -> bool:
         """True if Triton has an instruction for block-scaled products here; else it has none, or a slow one of bfloat16."""
         return not self.act16 and self.device.type == "cuda" and toolchain.block_scaled(self.card.capability)
@@ -133,9 +131,9 @@ class GroupedKernel(JitKernel):
 
     def variants_of_call(self, rule: TileRule, ids: torch.dtype, router_weights: torch.dtype) -> tuple[Variant, ...]:
         """Return the kernels of a call in the order of their launches: quantize, sort, FC1, FC2, sum."""
-        g, codes, f, i = self.geometry, self.weights_class.code_dtype, torch.float32, torch.int32
-        form = {"FORMAT": self.elements, "NATIVE": self._native}
-        stored = {"GROUP": self.weights_class.group_size, "LINEAR": g.layout.scales == ROWS, "PADDED": g.stored_hidden}
+        g, codes, f, i = self.geometry, self._stored.code_dtype, torch.float32, torch.int32
+        form = {"FORMAT": "e4m3" if self._stored.packed == 1 else "e2m1", "NATIVE": self._native}
+        stored = {"GROUP": self._stored.group_size, "LINEAR": g.layout.scales == ROWS, "PADDED": g.stored_hidden}
         stored |= {"ACT16": self.act16, "BIAS": g.bias is not None}
         experts = {"EXPERTS": g.num_experts}
         sizes = {"H": g.hidden_size, "SIZE": g.intermediate_size, "PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
@@ -218,7 +216,7 @@ class GroupedKernel(JitKernel):
         return LaunchPlan(self._workspace(tokens, quantized, rule), direct, launch)
 
     def _workspace(self, tokens: int, quantized: bool, tiles: TileRule) -> WorkspaceLayout:
-        g, form, i = self.geometry, self.weights_class, torch.int32
+        g, form, i = self.geometry, self._stored, torch.int32
         routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
         rows = 0 if quantized or self.act16 else tokens
         inner = (2 * routes * size, torch.bfloat16) if self.act16 else (routes * size // form.packed, form.code_dtype)
@@ -233,7 +231,7 @@ class GroupedKernel(JitKernel):
 
     def _scale_bytes(self, columns: int) -> int:
         """Return the bytes of a row's scales, whole words of four."""
-        return -(-columns // (4 * self.weights_class.group_size)) * 4
+        return -(-columns // (4 * self._stored.group_size)) * 4
 
     def _max_blocks(self, routes: int, tile: Tile) -> int:
         """Return the most blocks that the routes can fall into."""
@@ -246,8 +244,6 @@ class GroupedNVFP4Kernel(GroupedKernel):
     features = families.grouped_nvfp4(Environment())
     reference = QuantizedReferenceKernel
     instruction = "kind::mxf4nvf4.block_scale"
-    elements = "e2m1"
-    weights_class = NVFP4Weights
     table = NVFP4_TABLE
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
@@ -270,8 +266,6 @@ class GroupedW4A16Kernel(GroupedKernel):
     features = families.grouped_w4a16(Environment())
     reference = W4A16ReferenceKernel
     instruction = "mma.sync"
-    elements = "e2m1"
-    weights_class: ClassVar[type[Weights]] = W4A16NVFP4Weights
     table = W4A16_TABLE
     act16 = True
 
@@ -281,4 +275,3 @@ class GroupedMXFP4Kernel(GroupedW4A16Kernel):
 
     features = families.grouped_mxfp4(Environment())
     reference = MXFP4ReferenceKernel
-    weights_class = MXFP4Weights
