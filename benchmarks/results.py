@@ -152,18 +152,32 @@ def _finite(value: Any) -> Any:
 # ---- the numbers ---------------------------------------------------------------------------------------------------------
 
 
-def gains(found: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """What a user gains, of the files that are there, in the order in which a user asks.
+_LAYERS = (
+    ("moe-decode.json", "Qwen3-30B-A3B", ""),
+    ("moe-decode.json", "Qwen3-30B-A3B", "marlin"),
+    ("moe-decode.json", "Qwen3-30B-A3B", "triton_kernels"),
+    ("moe-w4a16.json", "Qwen3.6-35B-A3B", "dequantize"),
+    ("moe-mxfp4.json", "gpt-oss-120b", "triton_kernels"),
+)
+"""What the short table has of docs/results.md's tables: file, layer and peer, or "" for the bandwidth of a copy."""
+_WHOSE = {
+    "marlin": "vLLM's Marlin, NVFP4",
+    "triton_kernels": "OpenAI's triton_kernels, MXFP4",
+    "dequantize": "experts written to bfloat16, then multiplied, as TensorRT-LLM does",
+}
+
+
+def gains(found: dict[str, dict[str, Any]], short: bool) -> list[list[str]]:
+    """Return what a user gains, of the files that exist, in the order in which a user asks. ``short``: as the README shows it.
 
     A line: what, with the package, otherwise and whose that is, where it was measured, the file.
     """
     lines = _of_cards(found)
-    for file in ("moe-decode.json", "moe-w4a16.json", "moe-mxfp4.json"):
-        if file in found:
-            lines += _of_layers(found[file], file)
+    for file, name, peer in _LAYERS:
+        lines += _of_a_layer(found[file], file, name, peer) if file in found else []
     if "decode.json" in found:
-        lines += _of_the_driver(found["decode.json"])
-    if "sm12x-on-hopper.json" in found:
+        lines += _of_the_driver(found["decode.json"])[: 1 if short else None]
+    if "sm12x-on-hopper.json" in found and not short:
         lines += _of_preparation(found["sm12x-on-hopper.json"])
     return lines
 
@@ -190,30 +204,20 @@ def _load(load: dict[str, Any]) -> str:
     return f"{load['input_tokens']} in, {load['output_tokens']} out, {load['concurrency'] or 'all'} at a time"
 
 
-def _of_layers(found: dict[str, Any], file: str) -> list[list[str]]:
-    whole = [line for lines in of_peers.whole_layers(found).values() for line in lines.values()]
-    own = {(x["geometry"], x["tokens"]): x["us"] for x in whole}
-    shares = {(x["geometry"], x["tokens"]): x["fraction"] for x in whole}
-    lines, form = [], "" if found["format"] == "NVFP4" else f"{found['format']} "
-    for name in dict.fromkeys(x["geometry"] for x in whole):
-        counts = [tokens for tokens in (1, 8, 64) if (name, tokens) in own]
-        us, share = ", ".join(f"{own[name, t]:.0f}" for t in counts), ", ".join(f"{shares[name, t]:.0%}" for t in counts)
-        what = f"decode of a {form}{name} layer, {' / '.join(map(str, counts))} tokens"
-        here = f"{us} us: {share} of the bandwidth of a copy"
-        lines.append([what, here, "-", found["gpu"], file])
-    for peer, whose in (
-        ("marlin", f"vLLM's Marlin, {found['format']}"),
-        ("triton_kernels", "OpenAI's triton_kernels, MXFP4"),
-        ("dequantize", "experts written to bfloat16, then multiplied, as TensorRT-LLM does"),
-    ):
-        at = {(x["geometry"], x["tokens"]): x["us"] for x in found.get(peer, []) if x["us"] is not None}
-        for name in dict.fromkeys(geometry for geometry, _ in at):
-            counts = [tokens for tokens in (1, 8, 64) if (name, tokens) in at and (name, tokens) in own]
-            if counts:
-                here, there = (", ".join(f"{times[name, t]:.0f}" for t in counts) for times in (own, at))
-                what = f"decode of a {form}{name} layer, {' / '.join(map(str, counts))} tokens"
-                lines.append([what, f"{here} us", f"{there} us: {whose}", found["gpu"], file])
-    return lines
+def _of_a_layer(found: dict[str, Any], file: str, name: str, peer: str) -> list[list[str]]:
+    ours = of_peers.whole_layers(found).get(name, {})
+    theirs = {line["tokens"]: line["us"] for line in found.get(peer) or [] if line["geometry"] == name and line["us"]}
+    counts = [tokens for tokens in (1, 8, 64) if tokens in ours and (not peer or tokens in theirs)]
+    if not counts:
+        return []
+    form = "" if found["format"] == "NVFP4" else f"{found['format']} "
+    here = ", ".join(f"{ours[n]['us']:.0f}" for n in counts) + " us"
+    other = "-"
+    if peer:
+        other = ", ".join(f"{theirs[n]:.0f}" for n in counts) + f" us: {_WHOSE[peer]}"
+    else:
+        here += ": " + ", ".join(f"{ours[n]['fraction']:.0%}" for n in counts) + " of the bandwidth of a copy"
+    return [[f"decode of a {form}{name} layer, {' / '.join(map(str, counts))} tokens", here, other, found["gpu"], file]]
 
 
 def _of_the_driver(found: dict[str, Any]) -> list[list[str]]:
@@ -223,7 +227,7 @@ def _of_the_driver(found: dict[str, Any]) -> list[list[str]]:
         total = row["layers"] * row["B12xMoEWrapper per layer, sized by the crossover"]
         other = f"{_size(total)}: FlashInfer's B12xMoEWrapper for as many tokens, one a layer"
         lines.append([what, _size(row["ours, all layers"]), other, found["gpu"], "decode.json"])
-    row = next((r for r in found["host microseconds"] if not r["stubbed"] and r["tokens"] == 1), None)
+    row = next((r for r in found["host microseconds"] if r["tokens"] == 1 and "B12xMoEWrapper.run" in r), None)
     if row:
         other = f"{row['B12xMoEWrapper.run']:.0f} us: B12xMoEWrapper.run"
         what = f"host time of a call of 1 token outside graphs, {row['layer']}"
@@ -281,7 +285,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     for name, report in cards.items():
         what = "kernels and whole models, with and without the package" if report["bench"] else "time of layers, no model served"
         rows.append([what, _where_card(report), f"[{name}]({name})"])
-    text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short:", "", *_table(found), ""]
+    text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short:", "", *_table(gains(found, False)), ""]
     text += [*_every_layer(found), _INFERRED.strip(), ""]
     return "\n".join([*text, *_open(found, cards)]) + "\n"
 
@@ -352,25 +356,13 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
     return lines
 
 
-_BESIDE = {"moe-w4a16.json": ("Qwen3.6", "as TensorRT-LLM does"), "moe-mxfp4.json": ("gpt-oss", "triton_kernels")}
-"""Files of other formats to the layer and the comparison that the README shows of them."""
-
-
 def in_short(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return the README's table: a whole model, decode layers, and scratch memory of one model."""
-    return _table(found, "docs/", "Qwen3-30B-A3B")
+    return _table(gains(found, True), "docs/")
 
 
-def _table(found: dict[str, dict[str, Any]], link: str = "", model: str = "") -> list[str]:
-    rows = [
-        [*cells, f"[{file}]({link}{file})"]
-        for *cells, file in gains(found)
-        if not model
-        or f" a {model}" in cells[0]
-        or f" of {model}" in cells[0]
-        or file.startswith("on-card/")
-        or (file in _BESIDE and _BESIDE[file][0] in cells[0] and _BESIDE[file][1] in cells[2])
-    ]
+def _table(lines: list[list[str]], link: str = "") -> list[str]:
+    rows = [[*cells, f"[{file}]({link}{file})"] for *cells, file in lines]
     if not any(row[0].startswith("a token of") for row in rows):
         rows.insert(0, ["time of a token, served whole", NOWHERE, "-", "no SM12x card yet", "`python -m benchmarks.on_card`"])
     return table(["", "with the package", "otherwise", "measured on", "in"], rows)
