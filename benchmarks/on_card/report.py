@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import time
@@ -16,14 +15,10 @@ from benchmarks.markdown import table
 from benchmarks.on_card import greedy, page
 from benchmarks.on_card.recipes import recipe_for
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
-from benchmarks.peers import pages
-from benchmarks.plots import axes, save
+from benchmarks.peers import pages, plots
 
 FORM = 1
-_PLOTS = {
-    "kernels.png": "Microseconds of a layer, by tokens",
-    "bench.png": "TPOT P50 of each model, with and without the package",
-}
+_PLOT = "kernels.png"
 _ISSUE_VERSIONS = ("trtllm-b12x", "tensorrt-llm", "flashinfer-python", "nvidia-cutlass-dsl", "torch", "triton")
 _HELD = 0.9
 """Of the highest clock: a card that holds less under load was throttled, or is in a slow state."""
@@ -66,7 +61,7 @@ def write(
     }
     found["issue"] = issue(found)
     write_json(out / "report.json", found)
-    text = markdown(found, plots(out, found))
+    text = markdown(found, bool(found["kernels"]) and plots.plot([found], out / _PLOT))
     write_text(out / "report.md", text)
     write_text(out / "report.html", page.html(text, out))
     return found
@@ -102,7 +97,7 @@ def pairs(found: dict[str, Any]) -> list[tuple[dict[str, Any] | None, dict[str, 
 # ---- markdown ------------------------------------------------------------------------------------------------------------
 
 
-def markdown(found: dict[str, Any], drawn: Sequence[str] = ()) -> str:
+def markdown(found: dict[str, Any], drawn: bool = False) -> str:
     card = found["card"]
     gpu = card.get("card", {})
     smi = (card.get("nvidia_smi") or [{}])[0]
@@ -117,7 +112,7 @@ def markdown(found: dict[str, Any], drawn: Sequence[str] = ()) -> str:
     ]
     if found["settings_left_out"]:
         lines += [f"Set, and left out of every step: {', '.join(found['settings_left_out'])}.", ""]
-    lines += [line for name in reversed(drawn) for line in (f"![{_PLOTS[name]}]({name})", "")]
+    lines += [f"![Microseconds of a layer, by tokens]({_PLOT})", ""] if drawn else []
     lines += _benchmarks(found) + greedy.section(found["answers"]) + _kernels(found) + _clocks(found)
     if found["doctor"]:
         lines += [
@@ -130,8 +125,8 @@ def markdown(found: dict[str, Any], drawn: Sequence[str] = ()) -> str:
     lines += [f"- {line['step']} ({line['title']}): {line['because']}" for line in found["not_measured"]] or [
         "Nothing is missing."
     ]
-    if not drawn and (found["kernels"] or found["bench"]) and importlib.util.find_spec("matplotlib") is None:
-        lines += ["No plots: matplotlib is not installed (`pip install matplotlib`, then the same command draws them)."]
+    if found["kernels"] and not drawn:
+        lines += ["No plot: matplotlib is not installed (`pip install matplotlib`, then the same command draws it)."]
     lines += ["", "## Line for an issue", "", "```", issue(found), "```"]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
@@ -251,23 +246,3 @@ def _clocks(found: dict[str, Any]) -> list[str]:
 
 def _range(values: dict[str, float] | None) -> str:
     return "-" if values is None else f"{values['least']:g}, {values['median']:g}, {values['most']:g}"
-
-
-def plots(out: Path, found: dict[str, Any]) -> list[str]:
-    """Draw kernels.png and bench.png. Return the names of those that were drawn: none without matplotlib."""
-    drawn = []
-    if found["kernels"] and pages.plot([found], out / "kernels.png"):
-        drawn.append("kernels.png")
-    both = [(a, b) for a, b in pairs(found) if a and b]
-    bars = axes(8, 1 + 0.8 * len(both)) if both else None
-    if bars is not None:
-        for shift, which, label in ((-0.2, 0, "with the package"), (0.2, 1, "without")):
-            values = [pair[which]["tpot_ms"]["p50"] for pair in both]
-            bars.barh([place + shift for place in range(len(both))], values, height=0.38, label=label)
-        names = [f"{Path(a['model']).name}\n{a['load']['concurrency'] or 'all'} at a time" for a, _ in both]
-        bars.set_yticks(range(len(both)), names)
-        bars.invert_yaxis()
-        bars.set(xlabel=published.TPOT)
-        save(bars, out / "bench.png")
-        drawn.append("bench.png")
-    return drawn

@@ -26,7 +26,7 @@ import triton
 from benchmarks import require_gpu
 from benchmarks.geometries import GEOMETRIES, MXFP4, MXFP8, W4A16
 from benchmarks.on_card.steps import gpu_state, write_json, write_text
-from benchmarks.peers import pages, parts
+from benchmarks.peers import pages, parts, plots
 from benchmarks.peers.layers import l2_bytes, measure_peer, stack
 from benchmarks.peers.others import PEERS
 from benchmarks.peers.ours import BOUND, GROUPED_QUANTIZATION, KERNELS, QUANTIZATION, SPLITS, Layers, measure, split
@@ -194,7 +194,7 @@ def main() -> int:
     if options.plot:
         *files, target = options.plot
         try:
-            if not pages.plot([json.loads(file.read_text(encoding="utf-8")) for file in files], target):
+            if not plots.plot([json.loads(file.read_text(encoding="utf-8")) for file in files], target):
                 raise ValueError("matplotlib is not installed")
         except (OSError, LookupError, TypeError, ValueError) as error:
             print(f"error: {target} cannot be drawn: {type(error).__name__}: {error}", file=sys.stderr)
@@ -213,7 +213,7 @@ def main() -> int:
     if options.out:
         write_json(options.out.with_suffix(".json"), results)
         write_text(options.out.with_suffix(".md"), text)
-        if results["lines"] and not pages.plot([results], options.out.with_suffix(".png")):
+        if results["lines"] and not plots.plot([results], options.out.with_suffix(".png")):
             print("no plot: matplotlib is not installed")
     return 1 if any(line.startswith("ours") for line in results["not_measured"]) else 0
 

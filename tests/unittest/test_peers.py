@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import marlin, pages, parts, triton_kernels
+from benchmarks.peers import marlin, pages, parts, plots, triton_kernels
 from trtllm_b12x.kernels import Geometry
 
 QWEN = GEOMETRIES["Qwen3-30B-A3B"]
@@ -162,8 +162,8 @@ def test_the_plot_is_drawn_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     drawn = (tmp_path / "a.svg").read_text()
     for text in ("tokens", "microseconds a layer, lower is better", "256", "Nemotron-3-Super", "One MoE layer on NVIDIA H100"):
         assert f"<!-- {text}" in drawn
-    for curve in (pages.CUTLASS, "vLLM's Marlin, W4A16 NVFP4", f"{pages.OURS}, W4A16 NVFP4"):
+    for curve in (plots.CUTLASS, "vLLM's Marlin, W4A16 NVFP4", f"{plots.OURS}, W4A16 NVFP4"):
         assert drawn.count(f"<!-- {curve} -->") == 1
-    found = pages.curves(card)["Qwen3-30B-A3B"]
-    assert found[pages.CUTLASS] == [(1, 60.0), (8, 90.0)]
-    assert "OpenAI's triton_kernels, W4A16 MXFP4" not in pages.curves(results())["Nemotron-3-Super"]
+    found = plots.curves(card)["Qwen3-30B-A3B"]
+    assert found[plots.CUTLASS] == [(1, 60.0), (8, 90.0)]
+    assert "OpenAI's triton_kernels, W4A16 MXFP4" not in plots.curves(results())["Nemotron-3-Super"]
