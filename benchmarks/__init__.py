@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
-
-os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
-"""Calls are measured, not what a card makes of them."""
 
 
 def require_gpu() -> None:

@@ -66,7 +66,8 @@ def serve() -> None:
 @contextmanager
 def serving(checkout: Path) -> Iterator[subprocess.Popen[str]]:
     """A process with the package and the tests of ``checkout``."""
-    env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "TRTLLM_B12X_KERNELS": "b12x"}
+    env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    env |= {"TRTLLM_B12X_KERNELS": "b12x", "TRTLLM_B12X_CROSSOVER": "64"}
     command = [sys.executable, str(Path(__file__))]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=checkout, env=env, text=True, **pipes) as process:  # type: ignore[call-overload]

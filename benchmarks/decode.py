@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import statistics
 import sys
 import time
@@ -102,6 +103,7 @@ def main() -> None:
     require_gpu()
     versions = {name: importlib.metadata.version(name) for name in ("flashinfer-python", "nvidia-cutlass-dsl", "torch")}
     results: dict[str, Any] = {"versions": versions, "gpu": torch.cuda.get_device_name()}
+    os.environ |= {"TRTLLM_B12X_KERNELS": "b12x", "TRTLLM_B12X_CROSSOVER": "64"}
     with sm12x_on_hopper():
         results["host microseconds"] = [overhead(shape, n) for shape in (SMALL_SWIGLU, SMALL_RELU2) for n in (1, 8, 16)]
         results["memory"] = [memory(shape) for shape in (QWEN3_30B, NEMOTRON_SUPER)]

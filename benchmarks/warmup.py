@@ -54,7 +54,6 @@ def measured(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         variables = {
-            "TRTLLM_B12X_CROSSOVER": "auto",  # benchmarks have another
             "TRITON_CACHE_DIR": str(folder / "triton"),
             "FLASHINFER_WORKSPACE_BASE": str(folder),
             "FLASHINFER_CUDA_ARCH_LIST": "12.0",

@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         (out / "steps").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return _wrong(f"OUT {out} must be a folder that can be written ({error.strerror}); choose another one")
-    left_out = sorted(name for name in os.environ if name.startswith("TRTLLM_B12X") and not _ours(name))
+    left_out = sorted(name for name in os.environ if name.startswith("TRTLLM_B12X"))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM_B12X")}
     say: Callable[[str], None] = (lambda text: print(text, file=sys.stderr, flush=True)) if given.json else _say
     runner = Runner(out, 60.0 * given.timeout, say, environment)
@@ -174,11 +174,6 @@ def _plan(steps: list[Step], todo: list[Step], as_json: bool) -> None:
     for step in steps:
         print(f"{'  done' if step not in todo else f'{step.minutes:4g} m'}  {step.name}: {step.title}")
     print(f"about {sum(step.minutes for step in todo):.0f} minutes, and the loads of models that are not in memory's cache")
-
-
-def _ours(name: str) -> bool:
-    """Set by benchmarks/__init__.py for calls within a process, and not for these."""
-    return name == "TRTLLM_B12X_CROSSOVER" and os.environ[name] == "64"
 
 
 def _as_interrupt(number: int, frame: Any) -> None:

@@ -4,7 +4,7 @@ REQUEST has ``model`` (a folder or a Hugging Face name), ``options`` of the LLM 
 ``answers``, for each prompt its ``text``, ``tokens`` and ``logprobs`` (a dict from token to log-probability for each token), and
 ``repeated``, whether a second round gave the same tokens. Prompts go one at a time, so that batches are the same in every run.
 
-The process imports TensorRT-LLM and nothing of this repository: ``import benchmarks`` sets a setting of the package.
+The process imports TensorRT-LLM and nothing of this repository.
 
 Names read in NVIDIA/TensorRT-LLM on 2026-11-24: ``sampling_params.py`` (a98a9061), ``executor/result.py`` (a678b91a),
 ``llmapi/llm.py`` (4c05a748), ``llmapi/__init__.py`` (5ca85aff), ``_torch/pyexecutor/sampler.py`` (00026bd1), all under

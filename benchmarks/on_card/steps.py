@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trtllm_b12x.core import disk
 from trtllm_b12x.environment.gpu import smi_program
 
 ROOT = Path(__file__).parents[2]
@@ -213,19 +214,13 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the whole file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    disk.replace(path, text)
 
 
 def _plain(value: Any) -> Any:

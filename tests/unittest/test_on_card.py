@@ -75,6 +75,7 @@ def called(calls: Path) -> list[dict[str, Any]]:
 def test_a_model_with_and_without(bench: Path, tmp_path: Path, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAND_IN", generation)
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
+    monkeypatch.delenv("TRTLLM_B12X_CROSSOVER")
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0
     found = read(tmp_path)
     with_it, without = found["bench"]
