@@ -51,27 +51,26 @@ def start(
     if (file := shutil.which("file")) and not (path / "file").exists():
         (path / "file").symlink_to(file)
     variables = environment if compiler else {**environment, "PATH": str(path)}
-    return _lines("plans", library, {"geometries": list(geometries)}, card, variables)
+    return _lines(library, geometries, card, variables)
 
 
 def together(
     ranks: int, library: Path, geometries: Sequence[dict[str, Any]], card: dict[str, int], environment: dict[str, str]
 ) -> list[dict[str, Any]]:
     """The first of ``geometries`` in so many processes at once, with compilers."""
-    request = "plans", library, {"geometries": list(geometries)}, card, environment
     with ThreadPoolExecutor(ranks) as pool:
-        return [lines[0] for lines in pool.map(lambda rank: _lines(*request), range(ranks))]
+        return [lines[0] for lines in pool.map(lambda rank: _lines(library, geometries, card, environment), range(ranks))]
 
 
 def _lines(
-    function: str, library: Path, request: dict[str, Any], card: dict[str, int], environment: dict[str, str]
+    library: Path, geometries: Sequence[dict[str, Any]], card: dict[str, int], environment: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """What a process prints that runs ``function``."""
+    """What a process prints that runs :func:`plans`."""
     variables = {name: value for name, value in os.environ.items() if name not in ("CC", "TRITON_INTERPRET")}
     result = subprocess.run(
-        [sys.executable, "-c", f"from tests import warm_start; warm_start.{function}()"],
+        [sys.executable, "-c", "from tests import warm_start; warm_start.plans()"],
         env={**variables, **environment},
-        input=json.dumps({**request, "library": str(library), "card": card}),
+        input=json.dumps({"geometries": list(geometries), "library": str(library), "card": card}),
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -82,17 +81,12 @@ def _lines(
     return lines
 
 
-def _asked() -> dict[str, Any]:
+def plans() -> None:
     asked: dict[str, Any] = json.load(sys.stdin)
     ctypes.CDLL(asked["library"], mode=ctypes.RTLD_GLOBAL)
     import torch
 
     torch.version.cuda = torch.version.cuda or "13.0"  # FlashInfer's folder is named by what that, or an nvcc, knows
-    return asked
-
-
-def plans() -> None:
-    asked = _asked()
     from triton import knobs
 
     from trtllm_b12x.kernels import Geometry
@@ -138,18 +132,24 @@ def compiles() -> Iterator[list[str]]:
         knobs.compilation.listener = before
 
 
-@contextlib.contextmanager
-def _on(card: dict[str, int]) -> Iterator[None]:
-    """torch and Triton see the card."""
-    import torch
+def activate(capability: int) -> None:
+    """Let Triton's own launchers run, on a card that is not here."""
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime import driver as triton_driver
 
     from trtllm_b12x.kernels.triton import compile_pool
 
-    active: Any = compile_pool.driver(card["capability"])
+    active: Any = compile_pool.driver(capability)
     active.utils, active.launcher_cls = CudaUtils(), CudaLauncher
     triton_driver.set_active(active)
+
+
+@contextlib.contextmanager
+def _on(card: dict[str, int]) -> Iterator[None]:
+    """torch and Triton see the card."""
+    import torch
+
+    activate(card["capability"])
     major, minor = divmod(card["capability"], 10)
     answer = {"multi_processor_count": card["multiprocessors"], "shared_memory_per_multiprocessor": 100 << 10}
     properties = mock.Mock(major=major, minor=minor, total_memory=96 << 30, **answer)
