@@ -21,6 +21,7 @@ from tests.integration.sm12x_on_hopper.run import BOUND
 from tests.integration.sm12x_on_hopper.translate import RULES, opcodes, translate
 from tests.integration.test_kernels_device import KINDS, TOKENS
 from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.formats import FORMATS
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import MODELS, SHARED_MEMORY, Card
 from trtllm_b12x.kernels.cuda.variant import variants
@@ -131,7 +132,7 @@ def test_tritons_kernels_translate(kind: Any, form: str, rule: str, sm: int) -> 
 
 
 def test_nvrtcs_kernels_translate_without_a_rule() -> None:
-    (variant, *_) = variants(Geometry(16, 4, 512, 256, "Swiglu"), 4, 16)
+    (variant, *_) = variants(Geometry(16, 4, 512, 256, "Swiglu"), FORMATS[0])
     translation = translate(variant.assembled("sm_120a").rstrip("\0"), device_functions())
     assert not any(translation.counts.values())
     assert "b12x_" not in translation.ptx

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS, WeightLayout
+from trtllm_b12x.formats import BY_TURNS, FORMATS, GATE_UP, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry, PlanError, prove_child, warmup
 from trtllm_b12x.kernels.cards import models
 from trtllm_b12x.kernels.cuda import nvrtc, variant
@@ -85,7 +85,7 @@ def test_what_it_does_not_take(kind: type[CudaKernel], geometry: Geometry) -> No
 def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cubin is compiled once, and not at all with TRTLLM_B12X_FREEZE; a file that others may write is none of ours."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    needed = variant.variants(Geometry(8, 2, 512, 256, "Swiglu"), 4, 16)[:1]
+    needed = variant.variants(Geometry(8, 2, 512, 256, "Swiglu"), FORMATS[0])[:1]
     monkeypatch.setenv("TRTLLM_B12X_FREEZE", "1")
     with pytest.raises(PlanError, match=r"TRTLLM_B12X_FREEZE=1 \(the command\)"):
         variant.load(needed, "sm_120a", "the command")

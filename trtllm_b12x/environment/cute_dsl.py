@@ -120,10 +120,7 @@ def _ending(result: subprocess.CompletedProcess[str]) -> tuple[PayloadFault, str
     """Interpret the end of a subprocess. SIGKILL comes from the kernel, out of memory, and may not happen again."""
     if result.returncode < 0:
         number = -result.returncode
-        try:
-            name = signal.Signals(number).name
-        except ValueError:
-            name = f"signal {number}"
+        name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
         return (PayloadFault.NO_ANSWER if number == signal.SIGKILL else PayloadFault.CRASH), name
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     if result.returncode:

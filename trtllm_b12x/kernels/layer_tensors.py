@@ -29,7 +29,10 @@ def check(geometry: Geometry, weights: Weights) -> None:
 
 
 class Scalars(NamedTuple):
-    """Scales of a layer besides its block scales, float32. A format without them gets an address that no kernel reads."""
+    """What kernels read of a layer besides codes and block scales. A layer without one of them has ``one`` in its place."""
+
+    one: torch.Tensor
+    """Also FC1's input scale if the input arrives quantized, which is then in units of the scale that the alpha contains."""
 
     fc1_alpha: torch.Tensor
     fc1_half_alphas: torch.Tensor
@@ -40,27 +43,27 @@ class Scalars(NamedTuple):
     fc2_input: torch.Tensor
     steps: tuple[int, int]
     """From one expert's input scale to the next."""
+    biases: tuple[torch.Tensor, ...]
+    """Of FC1 and FC2."""
+    swiglu: tuple[torch.Tensor, ...]
+    """Alpha, beta and limit."""
 
 
-def scalars_of(weights: Any) -> Scalars:
+def scalars_of(geometry: Geometry, weights: Any) -> Scalars:
     """Return the scalars of a layer. Raise ValueError if the input scales are given as divisors alone."""
+    one, extra = constants.filled(1.0, (1,), weights.device), weights.epilogue
+    biases = tuple(one if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
+    swiglu = extra.swiglu(geometry.num_experts, one.device) if geometry.activation == "SwigluBias" else (one,) * 3
     if not isinstance(weights, NVFP4Weights):
-        none = constants.filled(1.0, (1,), weights.device)
-        return Scalars(none, none, none, none, none, (0, 0))
+        return Scalars(one, one, one, one, one, one, (0, 0), biases, swiglu)
     inputs, halves = weights.input_scales, weights.fc1_half_alphas
     if inputs is None:
         raise ValueError("the kernels take the host's input scales, not their reciprocals")
     if halves is None:
         halves = constants.filled(0.0, (2, weights.fc1_alpha.numel()), weights.device)
     fc1, fc2 = inputs.fc31_input_scale, inputs.fc2_input_scale
-    return Scalars(weights.fc1_alpha, halves, fc1, weights.fc2_alpha, fc2, (int(fc1.numel() > 1), int(fc2.numel() > 1)))
-
-
-def swiglu(geometry: Geometry, weights: Weights, none: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return alpha, beta and limit as kernels take them; ``none``, an address of float32, if they read none."""
-    if geometry.activation != "SwigluBias":
-        return (none,) * 3
-    return weights.epilogue.swiglu(geometry.num_experts, weights.device)
+    steps = int(fc1.numel() > 1), int(fc2.numel() > 1)
+    return Scalars(one, weights.fc1_alpha, halves, fc1, weights.fc2_alpha, fc2, steps, biases, swiglu)
 
 
 def scales_in_memory(weights: Weights, name: str) -> torch.Tensor:

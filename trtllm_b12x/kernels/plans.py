@@ -11,14 +11,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from trtllm_b12x.core import locks, process
 from trtllm_b12x.core.log import logger
+from trtllm_b12x.formats import FORMATS, Format
+from trtllm_b12x.formats.geometry import Geometry
 
 from .base import Kernel, PlanError, first_line
+from .cards import Card, card_of
+from .reference import ReferenceKernel
 from .self_test import SelfTestResult
 
 
@@ -46,8 +50,8 @@ def _any_error_as_plan_error() -> Iterator[None]:
 
 
 class PlannedKernel(Kernel):
-    """A kernel with a shared plan."""
-
+    reference: ClassVar[type[ReferenceKernel]]
+    """Torch kernel that the self-test compares with."""
     _plan: Any
     _key: tuple[Any, ...]
 
@@ -103,3 +107,25 @@ class PlannedKernel(Kernel):
         if self._plan.tested:
             return ()
         return ("not before the self-test, which waits for weights that are neither all zero nor not finite",)
+
+
+class OwnKernel(PlannedKernel):
+    """Kernels of our own. They can be compiled for a card that is not here."""
+
+    instruction = "mma.sync"
+    adds_bias = True
+    first_expert: int
+
+    def __init__(self, card: Card | None = None) -> None:
+        """``card``: that kernels are chosen and compiled for, instead of the device's own."""
+        self._card = card
+
+    @classmethod
+    def number_format(cls) -> Format:
+        return next(form for form in FORMATS if form.quant_algo in cls.features.quantizations)
+
+    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """Set the sizes that ``variants`` depends on; compile nothing. Raise ValueError if no kernel serves ``geometry``."""
+        self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
+        self.geometry, self.capacity, self.device = geometry, capacity, device
+        self.card = self._card or card_of(device)

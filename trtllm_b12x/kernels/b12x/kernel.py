@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import time
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry, MoECall, routes
 from trtllm_b12x.kernels.cards import card_of, warmup_command
 from trtllm_b12x.kernels.plans import Plan, PlannedKernel
+from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.self_test import Run, SelfTestCase, SelfTestResult, run_self_test
 
 from . import precompile
@@ -67,6 +69,7 @@ class B12xKernel(PlannedKernel):
     _flashinfer = environment.inspect_flashinfer()
     features = families.b12x(_flashinfer)
     instruction = "kind::mxf4nvf4"
+    reference = ReferenceKernel
 
     @classmethod
     def available(cls) -> bool:
@@ -181,13 +184,8 @@ class B12xKernel(PlannedKernel):
 
 def _ranges(numbers: list[int]) -> str:
     """``[1, 2, 3, 8]`` to ``1-3, 8``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)
+    runs = [[number for _, number in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join("-".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in runs)
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------------

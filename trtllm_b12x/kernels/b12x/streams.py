@@ -12,6 +12,8 @@ from types import TracebackType
 
 import torch
 
+from trtllm_b12x.kernels.cuda import driver
+
 _serializers: dict[str, StreamSerializer] = {}
 _lock = threading.Lock()
 
@@ -64,7 +66,7 @@ class StreamSerializer:
 
     def _order_captured(self) -> int:
         stream = torch.cuda.current_stream(self.device)
-        capture, last = _capture_id(stream), self.last_captured_stream
+        capture, last = driver.capture_of(stream.cuda_stream), self.last_captured_stream
         if capture == self.last_capture_id and last is not None and last != stream:
             stream.wait_stream(last)
         self.last_captured_stream, self.last_capture_id = stream, capture
@@ -81,12 +83,3 @@ class StreamSerializer:
 def _is_capturing(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
-
-
-def _capture_id(stream: torch.cuda.Stream) -> int:
-    from cuda.bindings import runtime  # a requirement of the CuTe DSL
-
-    status, *info = runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)
-    if int(status):
-        raise RuntimeError(f"cudaStreamGetCaptureInfo: {status}")
-    return int(info[1])

@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import Environment, families
-from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import Geometry, MoECall
-from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
-from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory, swiglu
-from trtllm_b12x.kernels.plans import Plan, PlannedKernel
+from trtllm_b12x.kernels.cards import Card, warmup_command
+from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory
+from trtllm_b12x.kernels.plans import OwnKernel, Plan
 from trtllm_b12x.kernels.reference import (
     MXFP4UnquantizedReferenceKernel,
     MXFP8UnquantizedReferenceKernel,
@@ -68,15 +67,11 @@ class LaunchPlan(Plan):
     """Addresses and memory. Launches that may overlap share none."""
 
 
-class CudaKernel(PlannedKernel):
+class CudaKernel(OwnKernel):
     """Decode of NVFP4 layers."""
 
     features = families.cuda(Environment())
-    reference: type[ReferenceKernel] = UnquantizedReferenceKernel
-    instruction = "mma.sync"
-    adds_bias = True
-    code_bits = 4
-    first_expert: int
+    reference: ClassVar[type[ReferenceKernel]] = UnquantizedReferenceKernel
     _plan: LaunchPlan
     gathers = False
     """Calls of few tokens gather too."""
@@ -84,13 +79,6 @@ class CudaKernel(PlannedKernel):
     """By the shape of the output."""
     _gathering: dict[tuple[int, ...], _Form]
     """The same of the variant that gathers."""
-
-    def __init__(self, card: Card | None = None) -> None:
-        """
-        Args:
-            card: that kernels are compiled for, instead of the device's own.
-        """
-        self._card = card
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -104,14 +92,11 @@ class CudaKernel(PlannedKernel):
         self._share((type(self), geometry, str(device)), self._make_plan)
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """Set the sizes; compile nothing. Raise ValueError if the kernel does not serve ``geometry``."""
-        self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
-        self.geometry, self.capacity, self.device = geometry, min(capacity, TOKENS[-1]), device
-        self.card = self._card or card_of(device)
+        super().describe(geometry, min(capacity, TOKENS[-1]), device)
         self.target = f"sm_{self.card.capability}a"
 
     def variants(self) -> tuple[Variant, ...]:
-        return variants(self.geometry, self.code_bits, self.features.group_size)
+        return variants(self.geometry, self.number_format())
 
     @classmethod
     def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
@@ -134,20 +119,16 @@ class CudaKernel(PlannedKernel):
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         check(self.geometry, weights)
-        s, extra = scalars_of(weights), weights.epilogue
-        none = s.fc2_alpha  # an address for what is not read
-        # Input that arrives quantized is in units of the input scale, which the alpha contains.
-        one = constants.filled(1.0, (1,), weights.device)
+        s = scalars_of(self.geometry, weights)
         head = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
         tail = (
             *(weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input),
-            *(none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias)),
-            *swiglu(self.geometry, weights, none),
+            *(*s.biases, *s.swiglu),
         )
-        self._tensors = *head, s.fc1_input, one, *tail
+        self._tensors = *head, s.fc1_input, s.one, *tail
         layers = [
             _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail)), step, s.steps[1], first_expert)
-            for scale, step in ((s.fc1_input, s.steps[0]), (one, 0))
+            for scale, step in ((s.fc1_input, s.steps[0]), (s.one, 0))
         ]
         launches: dict[tuple[int, ...], _Form] = {}
         for size, function in reversed(self._plan.functions.items()):
@@ -233,22 +214,15 @@ class CudaKernel(PlannedKernel):
 
 
 class CudaW4A16Kernel(CudaKernel):
-    """Decode of W4A16_NVFP4 layers."""
-
     features = families.cuda_w4a16(Environment())
     reference = W4A16UnquantizedReferenceKernel
 
 
 class CudaMXFP4Kernel(CudaKernel):
-    """Decode of MXFP4 layers."""
-
     features = families.cuda_mxfp4(Environment())
     reference = MXFP4UnquantizedReferenceKernel
 
 
 class CudaMXFP8Kernel(CudaKernel):
-    """Decode of MXFP8 layers."""
-
     features = families.cuda_mxfp8(Environment())
     reference = MXFP8UnquantizedReferenceKernel
-    code_bits = 8

@@ -14,7 +14,7 @@ import torch
 
 from trtllm_b12x.core import disk, settings
 from trtllm_b12x.environment import triton
-from trtllm_b12x.formats import BY_TURNS, ROWS
+from trtllm_b12x.formats import BY_TURNS, ROWS, Format
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS
 
@@ -65,20 +65,21 @@ class Variant:
             return None
 
 
-def variants(g: Geometry, bits: int, group: int) -> tuple[Variant, ...]:
-    """Return the variants for calls of a layer: of ``TOKENS``, those that pay. ``group`` weights of ``bits`` share a scale.
+def variants(g: Geometry, form: Format) -> tuple[Variant, ...]:
+    """Return the variants for calls of a layer: of ``TOKENS``, those that pay.
 
     Raise ValueError if the kernel does not take a size or the layout.
     """
     tiled = g.layout.scales != ROWS
-    pair = 2 * group  # of columns whose scales begin at an even address
+    pair = 2 * form.group_size  # of columns whose scales begin at an even address
     multiples = (64, 32) if tiled else (pair, pair)  # 64: rows of gate behind rows of up
     if g.intermediate_size % multiples[0] or g.stored_hidden % multiples[1] or (tiled and g.layout.fc1 == BY_TURNS):
         sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
         raise ValueError(f"one launch does not take {sizes}")
     if g.top_k > _MAX_TOP_K:
         raise ValueError(f"one launch takes at most {_MAX_TOP_K} experts a token, not {g.top_k}")
-    return tuple(_variant(g, tokens, bits, group, tiled) for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS)
+    taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
+    return tuple(_variant(g, tokens, form.code_bits, form.group_size, tiled) for tokens in taken)
 
 
 def _most_apart(g: Geometry) -> int:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from trtllm_b12x.decision import Environment, families
-from trtllm_b12x.formats import ROWS, constants
+from trtllm_b12x.formats import ROWS
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS, scalars_of, scales_in_memory, swiglu
+from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS, scalars_of, scales_in_memory
 from trtllm_b12x.kernels.reference import (
     MXFP4UnquantizedReferenceKernel,
     MXFP8UnquantizedReferenceKernel,
@@ -54,8 +54,7 @@ class TritonKernel(JitKernel):
     """Decode of NVFP4 layers."""
 
     features = families.triton(Environment())
-    reference: type[ReferenceKernel] = UnquantizedReferenceKernel
-    codes_per_int32 = 8
+    reference: ClassVar[type[ReferenceKernel]] = UnquantizedReferenceKernel
     registers = 0
     """Most registers of a thread; 0: ptxas chooses, for W4A16_NVFP4 96, with which it spills."""
 
@@ -72,7 +71,8 @@ class TritonKernel(JitKernel):
         return self.geometry, self.capacity, self.card
 
     def proposals(self, tokens: int) -> tuple[Tiles, ...]:
-        return proposals(self.geometry, self.card, 32 // self.codes_per_int32, self.features.group_size, tokens)
+        form = self.number_format()
+        return proposals(self.geometry, self.card, form.code_bits, form.group_size, tokens)
 
     def _counts(self) -> Iterable[int]:
         return range(1, self.capacity + 1)
@@ -90,13 +90,13 @@ class TritonKernel(JitKernel):
         router_weights: torch.dtype = ROUTER_WEIGHT_TYPES[0],
     ) -> tuple[Variant, Variant, Variant]:
         """Return the kernels of a call, in the order of their launches. ``quantized``: NVFP4 input."""
-        g = self.geometry
+        g, form = self.geometry, self.number_format()
         x, byte, f, i = g.dtype, torch.uint8, torch.float32, torch.int32
         slots, padded = 1 << max(g.top_k - 1, 1).bit_length(), 1 << (g.num_experts - 1).bit_length()
         common = {"H": g.hidden_size, "TOP_K": g.top_k, "PDL": self._overlap}
         route = {"SLOTS": slots, "EXPERTS": g.num_experts, "PADDED_EXPERTS": padded, "BLOCK": _BLOCK, "QUANTIZED": quantized}
-        both = {"SIZE": g.intermediate_size, "BM": chosen.routes, "BIAS": g.bias is not None, "WORD": self.codes_per_int32}
-        both |= {"GROUP": self.features.group_size, "LINEAR": g.layout.scales == ROWS, "PADDED": g.stored_hidden}
+        both = {"SIZE": g.intermediate_size, "BM": chosen.routes, "BIAS": g.bias is not None, "WORD": 32 // form.code_bits}
+        both |= {"GROUP": form.group_size, "LINEAR": g.layout.scales == ROWS, "PADDED": g.stored_hidden}
         both |= {"PTX": self.card.capability if self.device.type == "cuda" else 0}
         first = {"ORDER": ORDERS.index(g.layout.fc1), "ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated}
         bias = g.bias or f
@@ -121,17 +121,14 @@ class TritonKernel(JitKernel):
         return Variant("triton.decode_kernels", name, types, constants, options)
 
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
-        s, extra = scalars_of(weights), weights.epilogue
-        none = s.fc2_alpha  # an address for what is not read
-        bias1, bias2 = (none if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
+        s = scalars_of(self.geometry, weights)
         head = weights.fc1_weight.view(torch.int32), scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha
-        tail = s.fc1_half_alphas, bias1, *swiglu(self.geometry, weights, none)
-        fc2 = weights.fc2_weight.view(torch.int32), scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input, bias2
-        # Input that arrives quantized is in units of the input scale, which the alpha contains.
-        one = constants.filled(1.0, (1,), weights.device)
+        tail = s.fc1_half_alphas, s.biases[0], *s.swiglu
+        codes, scales = weights.fc2_weight.view(torch.int32), scales_in_memory(weights, "fc2_weight_sf")
+        fc2 = codes, scales, s.fc2_alpha, s.fc2_input, s.biases[1]
         return {
             False: LayerTensors((*head, s.fc1_input, *tail), fc2, first_expert, s.steps),
-            True: LayerTensors((*head, one, *tail), fc2, first_expert, (0, s.steps[1])),
+            True: LayerTensors((*head, s.one, *tail), fc2, first_expert, (0, s.steps[1])),
         }
 
     def summary(self) -> tuple[str, ...]:
@@ -174,24 +171,17 @@ class TritonKernel(JitKernel):
 
 
 class TritonMXFP8Kernel(TritonKernel):
-    """Decode of MXFP8 layers, by the same launches."""
-
     features = families.triton_mxfp8(Environment())
     reference = MXFP8UnquantizedReferenceKernel
-    codes_per_int32 = 4
 
 
 class TritonW4A16Kernel(TritonKernel):
-    """Decode of W4A16_NVFP4 layers."""
-
     features = families.triton_w4a16(Environment())
     registers = 168
     reference = W4A16UnquantizedReferenceKernel
 
 
 class TritonMXFP4Kernel(TritonKernel):
-    """Decode of MXFP4 layers."""
-
     features = families.triton_mxfp4(Environment())
     registers = 168
     reference = MXFP4UnquantizedReferenceKernel

@@ -24,7 +24,7 @@ from trtllm_b12x.formats.layouts import scales_of_tokens
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.call import aligned16
-from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS, scalars_of, scales_in_memory, swiglu
+from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS, scalars_of, scales_in_memory
 from trtllm_b12x.kernels.reference import (
     MXFP4ReferenceKernel,
     MXFP8ReferenceKernel,
@@ -99,7 +99,7 @@ class GroupedKernel(JitKernel):
     """MXFP8 by MXFP8."""
 
     features = families.grouped(Environment())
-    reference: type[ReferenceKernel] = MXFP8ReferenceKernel
+    reference: ClassVar[type[ReferenceKernel]] = MXFP8ReferenceKernel
     instruction = "kind::mxf8f6f4.block_scale"
     table: ClassVar[tuple[TileRule, ...]] = MXFP8_TABLE
     act16: ClassVar[bool] = False
@@ -118,7 +118,7 @@ class GroupedKernel(JitKernel):
 
     @property
     def _stored(self) -> type[Weights]:
-        return WEIGHTS[self.geometry.format]
+        return WEIGHTS[self.number_format().name]
 
     @property
     def _native(self) -> bool:
@@ -163,14 +163,12 @@ class GroupedKernel(JitKernel):
     # ---- bind --------------------------------------------------------------------------------------------------------
 
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
-        s = scalars_of(weights)
+        s = scalars_of(self.geometry, weights)
         sf1, sf2 = (scales_in_memory(weights, name).flatten().view(torch.int32) for name in ("fc1_weight_sf", "fc2_weight_sf"))
-        constants, extra = swiglu(self.geometry, weights, s.fc1_alpha), weights.epilogue
-        bias1, bias2 = (s.fc1_alpha if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
         steps = s.steps if self.act16 else (s.steps[1], 0)
         fc1 = weights.fc1_weight, sf1, s.fc1_alpha, s.fc1_input if self.act16 else s.fc2_input, s.fc1_half_alphas
-        fc2 = weights.fc2_weight, sf2, s.fc2_alpha, s.fc2_input, bias2
-        layer = LayerTensors((*fc1, bias1, *constants), fc2, first_expert, steps, (s.fc1_input,))
+        fc2 = weights.fc2_weight, sf2, s.fc2_alpha, s.fc2_input, s.biases[1]
+        layer = LayerTensors((*fc1, s.biases[0], *s.swiglu), fc2, first_expert, steps, (s.fc1_input,))
         return dict.fromkeys((False, True), layer)
 
     def _counts(self) -> list[int]:

@@ -23,8 +23,7 @@ from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall, PlanError
 from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
 from trtllm_b12x.kernels.layer_tensors import check
-from trtllm_b12x.kernels.plans import Plan, PlannedKernel
-from trtllm_b12x.kernels.reference import ReferenceKernel
+from trtllm_b12x.kernels.plans import OwnKernel, Plan
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
 from . import cache, launcher
@@ -48,27 +47,13 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-class JitKernel(PlannedKernel):
-    """Our own kernels on one layer."""
-
-    reference: type[ReferenceKernel]
-    """Torch kernel that the self-test compares with."""
-    first_expert: int
+class JitKernel(OwnKernel):
     held: Any = None
     """Set of tiles that every call is launched with; None: the first of ``proposals``."""
     _label = ""
-    instruction = "mma.sync"
-    adds_bias = True
     _plan: CompiledPlan
     _layers: dict[bool, tuple[LayerTensors, LayerTensors]]
     """Tensors of the layer and their addresses, by whether the input arrives quantized."""
-
-    def __init__(self, card: Card | None = None) -> None:
-        """
-        Args:
-            card: that kernels are chosen for, instead of the device's own.
-        """
-        self._card = card
 
     @classmethod
     def available(cls) -> bool:
@@ -87,12 +72,6 @@ class JitKernel(PlannedKernel):
         """Compile every kernel for 1 to ``capacity`` tokens, or share what another layer compiled."""
         self.describe(geometry, capacity, device)
         self._share((type(self), *self._identity(), str(device)), self._make_plan)
-
-    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        """Set the sizes that ``variants`` depends on; compile nothing. Raise ValueError if no kernel serves ``geometry``."""
-        self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
-        self.geometry, self.capacity, self.device = geometry, capacity, device
-        self.card = self._card or card_of(device)
 
     @abstractmethod
     def variants(self) -> Iterator[Variant]:

@@ -39,11 +39,7 @@ LARGEST_MX_SCALE = tl.constexpr(mxfp4.LARGEST_SCALE)
 # Two words and their scale to eight pairs, each the value times 2**-8. The three bits of a magnitude, moved to the bottom of the
 # exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too; the scale is
 # given as float32, 2**118 (2**6) times as large.
-E2M1_BFLOAT16 = tl.constexpr(
-    """{
-    .reg .b32 s, m, z, h;
-    mov.b32 z, 0x80008000;
-    cvt.rn.bf16x2.f32 s, $10, $10;
+_E2M1_PAIRS = """
     shr.u32 h, $8, 8;
     and.b32 m, $8, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $0, m, s, z;
     and.b32 m, $8, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $1, m, s, z;
@@ -55,6 +51,13 @@ E2M1_BFLOAT16 = tl.constexpr(
     and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $6, m, s, z;
     and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $7, m, s, z;
     }"""
+"""Two words times the pair of scales in s, plus z."""
+E2M1_BFLOAT16 = tl.constexpr(
+    """{
+    .reg .b32 s, m, z, h;
+    mov.b32 z, 0x80008000;
+    cvt.rn.bf16x2.f32 s, $10, $10;"""
+    + _E2M1_PAIRS
 )
 E2M1_FLOAT16 = tl.constexpr(
     """{
@@ -81,18 +84,8 @@ MX_E2M1_BFLOAT16 = tl.constexpr(
     add.u32 s, $10, 118;
     min.u32 s, s, 255;
     mul.lo.u32 s, s, 0x00800080;
-    fma.rn.bf16x2 n, s, z, z;
-    shr.u32 h, $8, 8;
-    and.b32 m, $8, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $0, m, s, n;
-    and.b32 m, $8, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $1, m, s, n;
-    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $2, m, s, n;
-    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $3, m, s, n;
-    shr.u32 h, $9, 8;
-    and.b32 m, $9, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $4, m, s, n;
-    and.b32 m, $9, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $5, m, s, n;
-    and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $6, m, s, n;
-    and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $7, m, s, n;
-    }"""
+    fma.rn.bf16x2 n, s, z, z;"""
+    + _E2M1_PAIRS.replace("s, z;", "s, n;")
 )
 _MX_E2M1_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 # Two words and their scale to four pairs. A code's exponent and mantissa at the bottom of bfloat16's exponent are the value
