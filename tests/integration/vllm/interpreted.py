@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def found(form: str, activation: str, weighted: bool, scattered: bool) -> dict[s
     return result
 
 
-def main() -> None:
+def cases() -> list[dict[str, Any]]:
     layers.pretend_sm120()
     from trtllm_b12x.engines.vllm import plugin
     from trtllm_b12x.kernels.triton import decode, grouped
@@ -77,9 +76,4 @@ def main() -> None:
     for kind in (decode.TritonKernel, grouped.GroupedKernel):  # other counts take minutes
         kind._counts = lambda self: [1]  # type: ignore[method-assign]
     with layers.vllm_config():
-        cases = ("MXFP8", "silu", True, True), ("MXFP4", "swigluoai", False, False)
-        print("RESULT", json.dumps([found(*case) for case in cases]))
-
-
-if __name__ == "__main__":
-    main()
+        return [found("MXFP8", "silu", True, True), found("MXFP4", "swigluoai", False, False)]

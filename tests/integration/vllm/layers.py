@@ -13,8 +13,9 @@ from unittest import mock
 
 import torch
 
-from tests import mxfp4, mxfp8
-from trtllm_b12x.formats import nvfp4
+from tests import checkpoints, mxfp4, mxfp8
+from tests.nvfp4_layer import dequantized
+from tests.nvfp4_layer import distance as distance
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 
@@ -131,11 +132,20 @@ def swigluoai(inner: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
 
 
-def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """Decode bytes ``(rows, K / 2)`` to float32 ``(rows, K)``, low nibble first."""
-    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    table = torch.tensor((*magnitudes, *(-m for m in magnitudes)), dtype=torch.float32, device=packed.device)
-    return table[torch.stack((packed % 16, packed // 16), -1).flatten(-2).long()]
+QUANTIZE = {
+    "MXFP8": mxfp8.quantize_weight,
+    "MXFP4": mxfp4.quantize_weight,
+    "NVFP4": checkpoints.quantize_weight,
+    "W4A16_NVFP4": checkpoints.quantize_weight,
+}
+
+
+def dequantize(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a matrix in float32."""
+    weight, scale = tensors["weight"], tensors["weight_scale"]
+    if weight.dtype is torch.float8_e4m3fn:
+        return weight.float() * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
+    return dequantized(weight, scale) * tensors.get("weight_scale_2", 1.0)
 
 
 def random_experts(
@@ -147,48 +157,27 @@ def random_experts(
     parameters: dict[str, torch.Tensor] = {}
     wide = {}
     for name, height, width in (("w13", rows, hidden), ("w2", hidden, size)):
-        codes, scales, globals_, values = [], [], [], []
+        parts = []
         for _ in range(experts):
             spread = 1 + torch.rand((), generator=generator, device=device)
             weight = torch.randn(height, width, generator=generator, device=device) * spread / width**0.5
-            if form == "MXFP8":
-                tensors = mxfp8.quantize_weight(weight)
-                codes.append(tensors["weight"])
-                scales.append(tensors["weight_scale"])
-                factor = torch.exp2(scales[-1].float() - 127).repeat_interleave(32, 1)
-                values.append(codes[-1].float() * factor)
-                continue
-            if form == "MXFP4":
-                tensors = mxfp4.quantize_weight(weight)
-                codes.append(tensors["weight"])
-                scales.append(tensors["weight_scale"])
-                factor = torch.exp2(scales[-1].float() - 127).repeat_interleave(32, 1)
-                values.append(decode_fp4(codes[-1]) * factor)
-                continue
-            scale_2 = weight.abs().amax() / (6 * 448)
-            blocks = weight.unflatten(-1, (-1, 16))
-            scale = nvfp4.round_to_e4m3(blocks.abs().amax(-1) / 6 / scale_2)
-            quotients = blocks / (scale.float() * scale_2).clamp(min=1e-30).unsqueeze(-1)
-            codes.append(nvfp4.pack_fp4(nvfp4.round_to_e2m1(quotients.flatten(-2))))
-            scales.append(scale)
-            globals_.append(scale_2)
-            values.append(decode_fp4(codes[-1]) * scale.float().repeat_interleave(16, 1) * scale_2)
-        parameters[f"{name}_weight"], parameters[f"{name}_weight_scale"] = torch.stack(codes), torch.stack(scales)
-        wide[name] = torch.stack(values)
-        if globals_:
+            parts.append(QUANTIZE[form](weight))
+        for kind in parts[0]:
+            parameters[f"{name}_{kind}"] = torch.stack([part[kind] for part in parts]).to(device)
+        wide[name] = torch.stack([dequantize(part) for part in parts])
+        if "NVFP4" in form:
             largest = 6 if name == "w13" else 16  # of the calibrated activations
-            shape = (experts, 2 if gated else 1) if name == "w13" else (experts,)
-            column = torch.stack(globals_)
-            parameters[f"{name}_weight_scale_2"] = (
-                (column[:, None] if name == "w13" else column).expand(shape).float().contiguous()
-            )
-            parameters[f"{name}_input_scale"] = torch.full(shape, largest / 2688, dtype=torch.float32, device=device)
+            column = parameters[f"{name}_weight_scale_2"]
+            if name == "w13":
+                column = column[:, None].repeat(1, 2 if gated else 1)
+            parameters[f"{name}_weight_scale_2"] = column
+            parameters[f"{name}_input_scale"] = torch.full_like(column, largest / 2688)
     if not bias:
-        return Experts(parameters, wide["w13"], wide["w2"])
+        return Experts(parameters, **wide)
     for name, height in (("w13", rows), ("w2", hidden)):
         drawn = torch.randn(experts, height, generator=generator, device=device) / 4
         parameters[f"{name}_bias"] = drawn.to(torch.bfloat16)
-    return Experts(parameters, wide["w13"], wide["w2"], parameters["w13_bias"], parameters["w2_bias"])
+    return Experts(parameters, **wide, b13=parameters["w13_bias"], b2=parameters["w2_bias"])
 
 
 def by_turns(experts: Experts) -> Experts:
@@ -305,7 +294,3 @@ def call(method: Any, layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids:
         x = torch.nn.functional.pad(x, (0, padding))
     result: torch.Tensor = method.apply(layer, x, weights, ids, None, None)
     return result[:, :hidden] if padding else result
-
-
-def distance(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((result.float() - expected).norm() / expected.norm())

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import faults
+from tests import faults, forks
 from tests.clock import Clock, standing_in
 from tests.integration.vllm import layers, whole
 from trtllm_b12x.core import process, settings
@@ -24,7 +20,6 @@ from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.vllm import facts, machine, plugin, problem
 from trtllm_b12x.kernels import MoECall
 
-ROOT = Path(__file__).parents[3]
 SIZES = 8, 2, 256, 128
 _CUTLASS = "VLLM_CUTLASS" if importlib.util.find_spec("flashinfer") is None else "FLASHINFER_CUTLASS"
 FORMATS = {
@@ -403,12 +398,7 @@ def test_activations_have_kernels() -> None:
 
 def test_in_tritons_interpreter() -> None:
     """The very kernels on layers of two experts: ``apply`` allocates nothing, for experts that are no neighbors too."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.integration.vllm.interpreted"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
-    lines = [line.removeprefix("RESULT ") for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, run.stderr[-2000:]
-    mxfp8, mxfp4 = json.loads(lines[0])
+    mxfp8, mxfp4 = forks.in_the_interpreter("tests.integration.vllm.interpreted:cases")
     assert mxfp8["kernels"] == ["TritonMXFP8Kernel", "GroupedKernel"]
     assert mxfp4["kernels"] == ["TritonMXFP4Kernel", "GroupedMXFP4Kernel"]
     assert mxfp8["errors"][0] < 0.004
