@@ -13,7 +13,7 @@ from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, Reject
 from trtllm_b12x.decision.families import grouped, grouped_nvfp4, triton_mxfp8
 from trtllm_b12x.engines.trtllm import machine
 from trtllm_b12x.environment import triton
-from trtllm_b12x.formats import nvfp4
+from trtllm_b12x.formats import mxfp4, nvfp4
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.mxfp8 import decode_e8m0, dequantize, quantize
 from trtllm_b12x.kernels import Geometry
@@ -30,6 +30,20 @@ def test_every_scale() -> None:
     found = decode_e8m0(torch.arange(256, dtype=torch.uint8))
     assert found[255].isnan()
     assert torch.equal(found[:255].double(), torch.ldexp(torch.ones(255).double(), torch.arange(255) - 127))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantized_fp4_is_exact_in_16_bits(dtype: torch.dtype) -> None:
+    packed = torch.arange(256, dtype=torch.uint8).expand(256, 256)
+    scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    of_nvfp4 = scales.view(torch.float8_e4m3fn).expand(256, 32)
+    assert torch.equal(
+        nvfp4.dequantize(packed, of_nvfp4, dtype).float().nan_to_num(), nvfp4.dequantize(packed, of_nvfp4).nan_to_num()
+    )
+    if dtype == torch.bfloat16:
+        of_mxfp4 = scales.expand(256, 16)
+        found, expected = mxfp4.dequantize(packed, of_mxfp4, dtype).float(), mxfp4.dequantize(packed, of_mxfp4)
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 def test_activations_are_quantized_as_the_judge_has_it() -> None:

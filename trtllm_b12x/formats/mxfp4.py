@@ -21,10 +21,10 @@ def decodable(scales: torch.Tensor) -> bool:
     return not bool(((codes > LARGEST_SCALE) & (codes != 255)).any())
 
 
-def dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiply FP4 bytes ``(..., K / 2)`` by E8M0 bytes ``(..., K / 32)``: float32, exact except for underflow."""
-    values = nvfp4.decode_packed(packed)
-    values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(mxfp8.decode_e8m0(scales).unsqueeze(-1))
+def dequantize(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Multiply FP4 bytes ``(..., K / 2)`` by E8M0 bytes ``(..., K / 32)``: float32 or bfloat16, exact except for underflow."""
+    values = nvfp4.decode_packed(packed, dtype)
+    values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(mxfp8.decode_e8m0(scales).to(dtype).unsqueeze(-1))
     return values
 
 
@@ -50,5 +50,5 @@ class MXFP4Weights(Weights):
     def decodable(self) -> bool:
         return decodable(self.fc1_weight_sf) and decodable(self.fc2_weight_sf)
 
-    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return dequantize(codes, scales)
+    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return dequantize(codes, scales, dtype)

@@ -67,5 +67,5 @@ class MXFP8Weights(Weights):
     fc2_weight_sf: torch.Tensor
     """``(32, 4, H/128, 4, T/128, E)`` uint8."""
 
-    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return dequantize(codes, scales)
+    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return dequantize(codes, scales).to(dtype)

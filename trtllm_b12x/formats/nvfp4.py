@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import constants
 from .weights import Weights
 
 BLOCK_SIZE = 16
@@ -65,22 +66,29 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def decode_packed(packed: torch.Tensor) -> torch.Tensor:
-    """Decode FP4 bytes ``[..., K/2]`` to float32 ``[..., K]``."""
-    pairs = decode_e2m1(unpack_fp4(torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)))
-    # Both values of a byte in one gather of eight bytes, and no temporary as large as the result.
-    both = pairs.view(torch.int64).flatten().index_select(0, packed.flatten().int()).view(torch.float32)
-    return both.view(*packed.shape[:-1], 2 * packed.shape[-1])
+def decode_packed(packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Decode FP4 bytes ``[..., K/2]`` to ``[..., K]`` of ``dtype``, which has 16 or 32 bits."""
+    words = packed.contiguous().view(torch.uint16 if dtype.itemsize == 2 else torch.uint8)
+
+    def table() -> torch.Tensor:
+        word = torch.arange(256**words.itemsize, device=packed.device).unsqueeze(1)
+        shifts = torch.arange(0, 8 * words.itemsize, 4, device=packed.device)
+        return decode_e2m1(word >> shifts & 0xF).to(dtype).view(torch.int64).flatten()
+
+    # All values of a word in one gather of eight bytes, and no temporary as large as the result.
+    values = constants.kept(("E2M1", dtype, packed.device), table).index_select(0, words.flatten().int())
+    return values.view(dtype).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-def dequantize(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+def dequantize(packed: torch.Tensor, block_scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Multiply FP4 bytes ``[..., K/2]`` by E4M3 block scales ``[..., K/16]``, without any per-tensor scale.
 
     Returns:
-        float32 ``[..., K]``. Exact: the product of an E2M1 and an E4M3 value has at most 6 significant bits.
+        ``[..., K]`` of ``dtype``: float32, bfloat16 or float16. Exact: the product of an E2M1 and an E4M3 value has at most 6
+        significant bits, and an exponent that float16 has.
     """
-    values = decode_packed(packed)
-    values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(block_scales.float().unsqueeze(-1))
+    values = decode_packed(packed, dtype)
+    values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(block_scales.to(dtype).unsqueeze(-1))
     return values
 
 
@@ -169,5 +177,5 @@ class NVFP4Weights(Weights):
         if self.input_scales is not None:
             self.input_scales.derive()
 
-    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return dequantize(codes, scales)
+    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return dequantize(codes, scales, dtype)

@@ -135,17 +135,17 @@ class Weights(ABC):
         }
 
     @abstractmethod
-    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Multiply codes ``(rows, K / packed)`` by block scales ``(rows, blocks)``: float32 ``(rows, K)``."""
+    def dequantized(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Multiply codes ``(rows, K / packed)`` by block scales ``(rows, blocks)``: ``(rows, K)`` of ``dtype``."""
 
     def matrix(self, slot: int, name: str) -> torch.Tensor:
         """Return a local expert's ``fc1_weight`` (rows [up; gate]) or ``fc2_weight`` in float32, without per-expert scales."""
         values = self.matrices(slice(slot, slot + 1), name)[0]
         return self.ordered(values) if name == "fc1_weight" else values
 
-    def matrices(self, slots: slice, name: str) -> torch.Tensor:
+    def matrices(self, slots: slice, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the same of several local experts, ``(experts, rows, columns)``, with FC1's rows in the layout's order."""
-        return self.dequantized(getattr(self, name)[slots], self._scales_in_rows(slots, name))
+        return self.dequantized(getattr(self, name)[slots], self._scales_in_rows(slots, name), dtype)
 
     def ordered(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return FC1's rows, or its bias, in the order [up; gate]. They lie along ``dim``."""
