@@ -84,7 +84,7 @@ def test_a_geometry(card: Clock, tmp_path: Path) -> None:
     assert printed[16][-1] == "host"
     content = json.loads(out.read_text())
     (table,) = content["tables"]
-    assert table["chosen"] == [[1, 9, "b12x"], [10, 128, "host"]]
+    assert table["chosen"] == [[1, 8, "b12x"], [9, 128, "host"]]
     assert table["rows_per_local_expert"]["8"] == 2
     assert table["bandwidth_limit"]["8"] == pytest.approx(read, abs=0.01)
     assert (content["gpu"], content["embedded_host"]) == ("A stand-in (SM0)", True)
