@@ -38,10 +38,6 @@ def parser() -> argparse.ArgumentParser:
         choices=list(GEOMETRIES),
         help=f"layers to time; again for more (default: those of the models, or {', '.join(_USUAL)})",
     )
-    counts = [1, 2, 4, 8, 16, 32, 64]
-    made.add_argument("--tokens", type=_positive, nargs="+", default=counts, help="of a decode call (default: 1, 2, 4 ... 64)")
-    made.add_argument("--layers", type=_positive, default=8, help="layers with weights of their own (default: 8)")
-    made.add_argument("--seconds", type=_positive, default=240, help="limit for the table of one geometry (default: 240)")
     made.add_argument("--vllm", metavar="FOLDER", default="", help="parts of vLLM's wheel (python -m benchmarks.peers --parts)")
     made.add_argument("--no-kernels", action="store_true", help="skip the kernels: models alone")
     made.add_argument("--timeout", type=_positive, default=90, metavar="MINUTES", help="limit for one command (default: 90)")
@@ -61,8 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     of_models = [name for model in given.model if (name := recipes.recipe_for(model).model) in GEOMETRIES]
     geometries = [] if given.no_kernels else given.geometry or of_models or list(_USUAL)
-    unique = [list(dict.fromkeys(values)) for values in (given.model, geometries, sorted(given.tokens), given.concurrency)]
-    models, geometries, tokens, concurrency = unique
+    models, geometries, concurrency = (list(dict.fromkeys(values)) for values in (given.model, geometries, given.concurrency))
     for model in models:
         if not host.is_model(model):
             name = recipes.RECIPES[0].hf_name
@@ -75,8 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"--concurrency {' '.join(map(str, concurrency))}: these models are run at {sorted(known)}; choose among them"
         )
     vllm = str(Path(given.vllm).absolute()) if given.vllm else ""
-    wanted = plan.Wanted(tuple(models), tuple(geometries), tuple(tokens), given.layers, given.seconds, tuple(concurrency), vllm)
-    steps = plan.steps(wanted)
+    steps = plan.steps(models, geometries, concurrency, vllm)
     unknown = sorted(set(given.again or ()) - {step.name for step in steps})
     if unknown:
         names = ", ".join(step.name for step in steps)

@@ -6,7 +6,8 @@ import functools
 import importlib.util
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,48 +19,28 @@ from benchmarks.on_card.steps import Runner, Step, StepError
 _PYTHON = sys.executable
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the command line asks for."""
+def steps(models: Sequence[str], geometries: Sequence[str], concurrency: Sequence[int] = (), vllm: str = "") -> list[Step]:
+    """Return all steps.
 
-    models: tuple[str, ...]
-    geometries: tuple[str, ...]
-    tokens: tuple[int, ...]
-    layers: int
-    seconds: int
-    """Most, of the kernel table of a geometry."""
-    concurrency: tuple[int, ...]
-    """Of the recipes' runs; empty: all."""
-    vllm: str = ""
-    """Folder with parts of vLLM's wheel; empty: the installed vLLM."""
-
-
-def steps(wanted: Wanted) -> list[Step]:
+    Args:
+        concurrency: only the recipes' runs with so many requests at a time; empty: all.
+        vllm: folder with parts of vLLM's wheel; empty: the installed vLLM.
+    """
     found = [Step("doctor", "doctor: which kernels will serve here", {}, _doctor, 0.5)]
-    for name in wanted.geometries:
-        asked = {
-            "geometry": name,
-            "tokens": wanted.tokens,
-            "layers": wanted.layers,
-            "seconds": wanted.seconds,
-            "vllm": wanted.vllm,
-        }
-        measure = functools.partial(_kernels, wanted=wanted, geometry=name)
-        found.append(Step(f"kernels-{name}", f"kernels of a layer of {name}", asked, measure, 1.5))
-    for name in wanted.geometries:
-        measure = functools.partial(_paths, geometry=name)
-        found.append(
-            Step(f"paths-{name}", f"every family and the host's CUTLASS on a layer of {name}", {"geometry": name}, measure, 2)
-        )
-    if wanted.models:
+    for name in geometries:
+        asked = {"geometry": name, "vllm": vllm}
+        measure = functools.partial(_kernels, geometry=name, vllm=vllm)
+        found.append(Step(f"kernels-{name}", f"kernels of a layer of {name}", asked, measure, 3))
+    for name in geometries:
+        title = f"every family and the host's CUTLASS on a layer of {name}"
+        found.append(Step(f"paths-{name}", title, {"geometry": name}, functools.partial(_paths, geometry=name), 2))
+    if models:
         found.append(Step("trtllm-bench", "which trtllm-bench there is", {}, host.look, 1))
-    for model in wanted.models:
+    for model in models:
         recipe = recipe_for(model)
         for load in recipe.loads:
-            if wanted.concurrency and load.concurrency not in wanted.concurrency:
-                continue
-            for with_it in (True, False):
-                found.append(_bench(model, recipe, load, with_it))
+            if not concurrency or load.concurrency in concurrency:
+                found += [_bench(model, recipe, load, with_it) for with_it in (True, False)]
         found += [_answers(model, recipe, with_it) for with_it in (True, False)]
     return found
 
@@ -94,19 +75,17 @@ def _doctor(runner: Runner) -> dict[str, Any]:
     return {"active": report["active"], "facts": report["facts"], "verdicts": report["verdicts"]}
 
 
-def _kernels(runner: Runner, wanted: Wanted, geometry: str) -> dict[str, Any]:
-    """Run ``benchmarks.peers`` as a user would."""
+def _kernels(runner: Runner, geometry: str, vllm: str) -> dict[str, Any]:
+    """Run ``benchmarks.peers`` as a user would. Exit status 1 says that some kernel was not measured."""
     file = runner.path(f"kernels-{geometry}", ".peers.json")
     file.unlink(missing_ok=True)
-    command = [_PYTHON, "-m", "benchmarks.peers", str(file), "--geometry", geometry, "--split", "TP1"]
-    command += ["--vllm", wanted.vllm] if wanted.vllm else []
-    command += ["--layers", str(wanted.layers), "--seconds", str(wanted.seconds), "--tokens", *map(str, wanted.tokens)]
-    done = runner.command(f"kernels-{geometry}", command)
+    command = [_PYTHON, "-m", "benchmarks.peers", str(file), "--geometry", geometry, *(["--vllm", vllm] if vllm else [])]
+    done = runner.command(f"kernels-{geometry}", command, ok=(0, 1))
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     for suffix in (".json", ".md", ".png"):
         file.with_suffix(suffix).unlink(missing_ok=True)
     if not results["lines"]:
-        raise StepError(f"no line was measured within {wanted.seconds} s; --seconds gives it longer")
+        raise StepError(f"no kernel was measured: {'; '.join(results['not_measured'])}")
     return {"peers": results, "clocks": done.clocks}
 
 

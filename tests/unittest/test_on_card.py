@@ -281,7 +281,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: Any) -> None:
     assert doctor["active"] is False
     assert ["GPU", "none"] in doctor["facts"]
     with pytest.raises(StepError, match=r"ended with 2.*this measures on a GPU"):
-        plan._kernels(Runner(tmp_path, 60), plan.Wanted((), ("Qwen3-30B-A3B",), (1,), 2, 10, ()), "Qwen3-30B-A3B")
+        plan._kernels(Runner(tmp_path, 60), "Qwen3-30B-A3B", "")
     (tmp_path / "file").touch()
     assert run(tmp_path / "file") == 2
     assert "must be a folder that can be written (Not a directory); choose another one" in capsys.readouterr().err
