@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 KIND = os.environ.get("STAND_IN_LLM", "")
@@ -30,55 +30,31 @@ def install(folder: Path) -> None:
     (package / "llmapi.py").write_text("from . import CudaGraphConfig, KvCacheConfig, MoeConfig\n")
 
 
-@dataclass(kw_only=True)
-class MoeConfig:
-    backend: str = "AUTO"
-    max_num_tokens: int | None = None
-    load_balancer: object | None = None
-    disable_finalize_fusion: bool = False
-    use_low_precision_moe_combine: bool = False
+class _Record:
+    """Take the named arguments of ``known``, refuse others, and default to None."""
+
+    known = ""
+
+    def __init__(self, **given: Any) -> None:
+        if unknown := given.keys() - set(self.known.split()):
+            raise TypeError(f"{type(self).__name__} got unexpected arguments: {unknown}")
+        vars(self).update({**dict.fromkeys(self.known.split()), **given})
 
 
-@dataclass(kw_only=True)
-class KvCacheConfig:
-    enable_block_reuse: bool = True
-    free_gpu_memory_fraction: float | None = None
-    dtype: str = "auto"
+class MoeConfig(_Record):
+    known = "backend max_num_tokens load_balancer disable_finalize_fusion use_low_precision_moe_combine"
 
 
-@dataclass(kw_only=True)
-class CudaGraphConfig:
-    batch_sizes: list[int] | None = None
-    max_batch_size: int = 0
-    enable_padding: bool = False
+class KvCacheConfig(_Record):
+    known = "enable_block_reuse free_gpu_memory_fraction dtype"
 
 
-@dataclass(slots=True, kw_only=True)
-class SamplingParams:
-    max_tokens: int = 32
-    top_k: int | None = None
-    top_p: float | None = None
-    temperature: float | None = None
-    logprobs: int | None = None
+class CudaGraphConfig(_Record):
+    known = "batch_sizes max_batch_size enable_padding"
 
 
-@dataclass(slots=True)
-class Logprob:
-    logprob: float
-    rank: int | None = None
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-
-
-class RequestOutput:
-    def __init__(self, outputs: list[CompletionOutput]) -> None:
-        self.outputs = outputs
+class SamplingParams(_Record):
+    known = "max_tokens top_k top_p temperature logprobs"
 
 
 class LLM:
@@ -89,7 +65,7 @@ class LLM:
                 raise ValueError(f"LLM got invalid argument: {name}")
             if name in known and not isinstance(value, known[name]):
                 raise ValueError(f"{name} is no {known[name].__name__}")
-        if kwargs["moe_config"].backend != "CUTLASS" or not trust_remote_code:
+        if vars(kwargs["moe_config"])["backend"] != "CUTLASS" or not trust_remote_code:
             raise ValueError("not as trtllm-bench has it")
         if settings := [name for name in os.environ if name.startswith("TRTLLM_B12X_")]:
             raise ValueError(f"settings of the package: {settings}")
@@ -107,13 +83,14 @@ class LLM:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def generate(self, inputs: str, sampling_params: SamplingParams | None = None, use_tqdm: bool = True) -> RequestOutput:
-        params = sampling_params or SamplingParams()
-        assert params.top_k == 1
+    def generate(self, inputs: str, sampling_params: SamplingParams, use_tqdm: bool = True) -> SimpleNamespace:
+        params = vars(sampling_params)
+        assert params["top_k"] == 1
         self._asked += 1
-        tokens = [zlib.crc32(f"{inputs}{place}".encode()) % 50_000 for place in range(min(params.max_tokens, LENGTH))]
+        tokens = [zlib.crc32(f"{inputs}{place}".encode()) % 50_000 for place in range(min(params["max_tokens"], LENGTH))]
         part, gap, other = next((found for start, found in PARTS.items() if inputs.startswith(start)), (0, 1.5, 0))
-        logprobs = [{t: Logprob(-0.1, 1), t + 1: Logprob(-0.1 - gap, 2)} for t in tokens][: params.logprobs and len(tokens)]
+        likeliest, second = (SimpleNamespace(logprob=-0.1 - less, rank=rank) for rank, less in ((1, 0), (2, gap)))
+        logprobs = [{t: likeliest, t + 1: second} for t in tokens][: params["logprobs"] and len(tokens)]
         if self._on:
             if other:
                 tokens[part:] = [token + other for token in tokens[part:]]
@@ -123,4 +100,5 @@ class LLM:
             tokens[-1] += 1
         text = " ".join(map(str, tokens))
         shown: list[Any] = [entry[min(entry)].logprob for entry in logprobs] if KIND == "floats" else logprobs
-        return RequestOutput([CompletionOutput(0, text, tokens, shown[: len(tokens)])])
+        output = SimpleNamespace(index=0, text=text, token_ids=tokens, logprobs=shown[: len(tokens)])
+        return SimpleNamespace(outputs=[output])

@@ -1,7 +1,6 @@
 """``MoE``: metaclass ``type``."""
 
 from tensorrt_llm._wrapping import CompleteLayer
-from tensorrt_llm.models.modeling_utils import QuantAlgo
 
 from trtllm_b12x.engines.trtllm.embedded import interface
 from trtllm_b12x.engines.trtllm.embedded.config import MoEWeightLoadingMode
@@ -31,11 +30,6 @@ class MoE(CompleteLayer, interface.MoE):
 
     def _add_raw_shared_weights_for_unmap(self, weights):
         pass
-
-    @property
-    def has_nvfp4(self):
-        assert self._weights_created
-        return self.quant_algo is QuantAlgo.NVFP4
 
     def process_weights_after_loading(self):
         self.quant_method.process_weights_after_loading(self)

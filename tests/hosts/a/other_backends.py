@@ -10,18 +10,6 @@ class _Other(MoE):
     def create_weights(self):
         self._weights_created = True
 
-    def load_weights(self, weights, allow_partial_loading=False):
-        pass
-
-    def post_load_weights(self):
-        pass
-
-    def quantize_input(self, x, **kwargs):
-        return x, None
-
-    def run_moe(self, *args, **kwargs):
-        raise RuntimeError(f"{type(self).__name__} has no kernels here")
-
 
 _NAMES = (
     "CuteDslFusedMoE",

@@ -2,8 +2,6 @@
 
 import inspect
 
-from tensorrt_llm.models.modeling_utils import QuantAlgo
-
 from .impl_contract import MoEInputRequirement, MoEStaticCapability
 
 
@@ -53,10 +51,6 @@ class MoEWeightOwnerMixin:
     def quant_algo(self):
         assert self._weights_created
         return None if self.quant_config is None else self.quant_config.quant_algo
-
-    @property
-    def has_nvfp4(self):
-        return self.quant_algo in (QuantAlgo.NVFP4, QuantAlgo.W4A16_NVFP4)
 
 
 class MoEEplbWeightLayoutMixin:

@@ -62,7 +62,7 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 def load(build, weights, peer=None):
     """``built_once`` of the model says that it was not built anew.
 
-    ``weights``: None is ``LoadFormat.DUMMY``, a list a stream of groups; nothing of it is loaded where the peer has published."""
+    ``weights``: a list is a stream of groups; nothing of it is loaded where the peer has published."""
     try:
         with MetaInitMode():
             model = build()
@@ -80,10 +80,6 @@ def load(build, weights, peer=None):
         for group in weights:
             _load_weights(model, group, allow_partial_loading=True)
         _walk_process_weights_after_loading(model)
-    elif weights is None:
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data.uniform_(-1e-3, 1e-3)
     else:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda item: getattr(model, item[0]).load_weights([item[1]]), weights.items()))
