@@ -58,12 +58,8 @@ def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:
     b12x, triton = families.b12x(Environment()), families.triton(Environment())
     assert [default_crossover(top_k, [b12x]) for top_k in (1, 8, 16, 22, 1024)] == [64, 64, 64, 47, 2]
     assert [default_crossover(top_k, [b12x, triton]) for top_k in (8, 1024)] == [64, 64]
-    module, tensors = layers.made(24, 128, 128, top_k=22)
-    for tokens, calls in ((46, 1), (47, 0)):
-        x, logits = layers.inputs(module, tokens, tensors)
-        with verify.kernel_calls(module.backend) as reached:
-            assert layers.errors(module, x, logits, module(x, logits), tensors)[0] < 0.05
-        assert len(reached) == calls
+    module, _ = layers.made(24, 128, 128, top_k=22)
+    assert [module.backend.schedule.at(tokens) for tokens in (46, 47)] == [module.backend.kernel, None]
 
 
 def test_the_scheduler_may_see_other_token_counts_in_quantize_input_and_run_moe(

@@ -19,7 +19,7 @@ from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x import environment
 from trtllm_b12x.decision import Environment, RejectReason, Resolution, families
-from trtllm_b12x.engines.trtllm import describe, promote
+from trtllm_b12x.engines.trtllm import promote
 from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
@@ -182,26 +182,6 @@ def test_threads_that_install_at_once() -> None:
     trtllm_b12x.uninstall()
     assert create_moe.create_moe_backend is original
     assert trtllm_b12x.status().patches == ()
-
-
-def test_a_layer_that_cannot_be_judged_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describe, "from_layer", lambda layer, *facts: layer.gone)
-    trtllm_b12x.install()
-    module = built()
-    assert module.backend.verdict.reasons == (RejectReason.HOST,)
-    assert type(module.backend.quant_method) is host.methods["NVFP4"]
-
-
-def test_whatever_goes_wrong_the_host_builds_what_it_would_have_built(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(promote, "_resolve", lambda *_: 1 / 0)
-    trtllm_b12x.install()
-    for _ in range(2):
-        assert type(built().backend) is host.CutlassFusedMoE
-    assert trtllm_b12x.status().refused == "ZeroDivisionError: division by zero"
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == ["promotion is off in this process, the host's own classes run: ZeroDivisionError: division by zero"]
 
 
 def test_arguments_that_the_function_may_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts, unquantized, write_checkpoint
+from tests.nvfp4_layer import interleaved
 from trtllm_b12x.decision import RejectReason
-from trtllm_b12x.engines.trtllm import embedded
 from trtllm_b12x.engines.trtllm import quantization as placing
 from trtllm_b12x.engines.trtllm import quantization_nvfp4 as quantization
-from trtllm_b12x.formats.layouts import mma_scale_view, plain_scales
+from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.formats.nvfp4 import InputScales
 from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
 from trtllm_b12x.tools.progress import UnusableError
@@ -236,25 +236,13 @@ def baked_block_scales(patch: pytest.MonkeyPatch) -> None:
     original = Method.kernel_weights
 
     def kernel_weights(self: Any, module: Any) -> Any:
-        weights = original(self, module)
-
-        def baked(scales: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-            plain = (plain_scales(scales).float() * alpha.view(-1, 1, 1)).to(torch.float8_e4m3fn)
-            return mma_scale_view(
-                torch.stack([torch.from_numpy(interleaved(p)) for p in plain]), plain.shape[1], 16 * plain.shape[2]
-            )
-
-        def interleaved(plain: torch.Tensor) -> Any:
-            return embedded.block_scale_interleave(plain.view(torch.uint8)).numpy()
-
-        fc2_scale = weights.fc2_divisor
-        return dataclasses.replace(
-            weights,
-            fc1_weight_sf=baked(weights.fc1_weight_sf, weights.fc1_alpha / weights.fc1_divisor),
-            fc1_alpha=weights.fc1_divisor.expand(weights.fc1_alpha.shape).contiguous(),
-            fc2_weight_sf=baked(weights.fc2_weight_sf, weights.fc2_alpha / fc2_scale),
-            fc2_alpha=fc2_scale.clone(),
-        )
+        weights, changed = original(self, module), {}
+        for name in ("fc1", "fc2"):
+            divisor, alpha = getattr(weights, f"{name}_divisor"), getattr(weights, f"{name}_alpha")
+            scales = plain_scales(getattr(weights, f"{name}_weight_sf")).float() * (alpha / divisor).view(-1, 1, 1)
+            changed[f"{name}_weight_sf"] = interleaved(scales.to(torch.float8_e4m3fn))
+            changed[f"{name}_alpha"] = divisor.expand(alpha.shape).contiguous()
+        return dataclasses.replace(weights, **changed)
 
     patch.setattr(Method, "kernel_weights", kernel_weights)
 
