@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from trtllm_b12x.formats.geometry import LayerShape
 
 from . import embedded, host, patches, promote, status
 
-_SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
+_SWIGLU = MappingProxyType({"alpha": 1.702, "beta": 1.0, "limit": 7.0})
 """SwigluBias constants of gpt-oss and MiniMax-M3. The time of a layer does not depend on them."""
 _SOURCES = {
     "ModelConfig": "tensorrt_llm._torch.model_config",
@@ -63,38 +65,43 @@ def build(shape: LayerShape, device: torch.device, tp: int = 1, ep: int = 1) -> 
     return made
 
 
-def create(shape: LayerShape, tp: int = 1, ep: int = 1) -> Any:
-    """Call ``create_moe`` for the first of ``tp * ep`` ranks, in bf16. The weights are uninitialized. Raise the host's errors."""
+def create(
+    shape: LayerShape, tp: int = 1, ep: int = 1, rank: int = 0, swiglu: Mapping[str, float] = _SWIGLU, **arguments: Any
+) -> Any:
+    """Call ``create_moe`` for one of ``tp * ep`` ranks, in bf16. The weights are uninitialized. Raise the host's errors.
+
+    ``swiglu`` are the constants of SwigluBias, ``arguments`` others of ``create_moe``.
+    """
     trtllm, quant_algo = host.load(), str(shape.quant_algo)
     in_torch = trtllm.generation == "embedded"
 
     def named(name: str, module: str = "") -> Any:
         return getattr(embedded if in_torch else importlib.import_module(module or _SOURCES[name]), name)
 
-    quant_config = named("QuantConfig")(quant_algo=named("QuantAlgo")(quant_algo), group_size=formats.group_size(quant_algo))
+    group_size = shape.group_size or formats.group_size(quant_algo)
+    quant_config = named("QuantConfig")(quant_algo=named("QuantAlgo")(quant_algo), group_size=group_size)
     config = named("ModelConfig")(
         quant_config=quant_config,
-        mapping=named("Mapping")(world_size=tp * ep, tp_size=tp * ep, moe_tp_size=tp, moe_ep_size=ep),
+        mapping=named("Mapping")(world_size=tp * ep, rank=rank, tp_size=tp * ep, moe_tp_size=tp, moe_ep_size=ep),
         moe_backend="CUTLASS",
         max_num_tokens=8192,
     )
     package = trtllm.create_moe.__package__
     routing = named("RenormalizeMoeRoutingMethod", f"{package}.routing")(shape.top_k)
     create_moe, kind = trtllm.create_moe.create_moe, trtllm.ActivationType[str(shape.kernel_activation)]
-    experts, values = shape.num_experts, _SWIGLU if shape.activation_constants else {}
+    experts, values = shape.num_experts, swiglu if shape.activation_constants else {}
     constants = {name: torch.full((int(experts or 0) // ep,), value, dtype=torch.float32) for name, value in values.items()}
-    activation: dict[str, Any]
     if in_torch or "activation_type" in inspect.signature(create_moe).parameters:
-        activation = {"activation_type": kind, **{f"swiglu_{name}": tensor for name, tensor in constants.items()}}
+        arguments |= {"activation_type": kind, **{f"swiglu_{name}": tensor for name, tensor in constants.items()}}
     else:
         records = importlib.import_module(f"{package}.activation")
         if constants:
-            activation = {"activation": records.SwigluBiasActivation(*constants.values())}
+            arguments["activation"] = records.SwigluBiasActivation(*constants.values())
         else:
-            swiglu = kind == trtllm.ActivationType.Swiglu
-            activation = {"activation": records.SwigluActivation() if swiglu else records.SimpleActivation(kind)}
+            plain = kind == trtllm.ActivationType.Swiglu
+            arguments["activation"] = records.SwigluActivation() if plain else records.SimpleActivation(kind)
     sizes = experts, shape.hidden_size, shape.intermediate_size
-    module = create_moe(routing, *sizes, dtype=torch.bfloat16, model_config=config, bias=bool(shape.bias), **activation)
+    module = create_moe(routing, *sizes, dtype=torch.bfloat16, model_config=config, bias=bool(shape.bias), **arguments)
     if not getattr(module, "backend", module)._weights_created:
         module.create_weights()
     return module

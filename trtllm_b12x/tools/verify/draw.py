@@ -52,8 +52,8 @@ class Batch:
     """Outputs of the reference, and of the unquantized model."""
 
 
-def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: int, device: str) -> tuple[Any, list[Batch]]:
-    """Return a routing method and the calls of every case. The model's own router is not tested.
+def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: int, device: str) -> list[Batch]:
+    """Return the calls of every case. The model's own router is not tested.
 
     Raise CheckpointError if the layer's calibration cannot be used.
     """
@@ -79,7 +79,7 @@ def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: i
             call = MoECall(dequantizer.move_off_ties(x).to(device), *routing.apply(logits))
             batches.append(Batch(case, logits, call))
             first += case.tokens * turns
-    return routing, batches
+    return batches
 
 
 def draw_activations(tokens: int, hidden_size: int, largest: float, outliers: float, generator: torch.Generator) -> torch.Tensor:

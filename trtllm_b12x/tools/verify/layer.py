@@ -15,7 +15,7 @@ import torch
 from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, default_crossover
-from trtllm_b12x.engines.trtllm import embedded, promote
+from trtllm_b12x.engines.trtllm import build_layer, promote
 from trtllm_b12x.engines.trtllm.machine import candidate_kernels, resolve
 from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError, LayerWeights, MoELayer
 from trtllm_b12x.tools.options import Ranks
@@ -111,7 +111,7 @@ class _Run:
     ) -> None:
         self.layer, self.families, self.report, self.device = layer, families, report, device
         self.weights = checkpoint.weights(layer)
-        self.routing, self.batches = draw(checkpoint, layer, cases, seed, device)
+        self.batches = draw(checkpoint, layer, cases, seed, device)
         self.counts = {case.tokens for case in cases}
         self.quantized = True  # the format quantizes activations
         features = {name: kernel.features for name, kernel in candidate_kernels(device, layer.quant_algo).items()}
@@ -131,10 +131,8 @@ class _Run:
         total = report.bytes = BytesReport(self.weights.nbytes, -self.weights.nbytes, 0, 0)
         report.bits_exact = True
         kernels: set[str] = set()
-        count = ranks.tp * ranks.ep
-        for rank in range(count):
-            mapping = embedded.Mapping(count, rank, tp_size=count, moe_tp_size=ranks.tp, moe_ep_size=ranks.ep)
-            module = self._load(mapping)
+        for rank in range(ranks.tp * ranks.ep):
+            module = self._load(ranks, rank)
             backend, schedule = module.backend, getattr(module.backend, "schedule", HOSTS)
             kernels |= schedule.families.keys() or {"cutlass"}
             if schedule.kernels:
@@ -169,28 +167,15 @@ class _Run:
             ratio = f"gate and up have different weight_scale_2 (up to {report.scale_ratio:.3g} times)"
             report.notes.append(f"{ratio}: our kernels apply each, CUTLASS the larger one")
 
-    def _load(self, mapping: Any) -> Any:
+    def _load(self, ranks: Ranks, rank: int) -> Any:
         """Build the layer as the host does with ``moe_backend: CUTLASS``, and load it."""
         layer = self.layer
         promote.install()
-        quant_config = embedded.QuantConfig(quant_algo=embedded.QuantAlgo(layer.quant_algo), group_size=layer.group_size)
         # As TensorRT-LLM's models pass them: alpha 1 and beta 0 are left out.
-        swiglu = zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), layer.swiglu or (), (1.0, 0.0, None), strict=False)
+        swiglu = zip(("alpha", "beta", "limit"), layer.swiglu or (), (1.0, 0.0, None), strict=False)
+        constants = {name: value for name, value, usual in swiglu if value != usual}
         with torch.device(self.device):
-            local = torch.ones(layer.num_experts // mapping.moe_ep_size, dtype=torch.float32)
-            constants: dict[str, Any] = {name: local * value for name, value, usual in swiglu if value != usual}
-            module = embedded.create_moe.create_moe(
-                self.routing,
-                layer.num_experts,
-                layer.hidden_size,
-                layer.intermediate_size,
-                dtype=torch.bfloat16,
-                model_config=embedded.ModelConfig(quant_config=quant_config, mapping=mapping, moe_backend="CUTLASS"),
-                layer_idx=layer.index,
-                activation_type=embedded.ActivationType[layer.activation],
-                bias=bool(layer.bias),
-                **constants,
-            )
+            module = build_layer.create(layer.shape, ranks.tp, ranks.ep, rank, constants, layer_idx=layer.index)
         module.load_weights([self.weights])
         module.post_load_weights()
         return module

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from trtllm_b12x.formats import mxfp4, mxfp8
+from trtllm_b12x.formats.layouts import scales_of_tokens
 from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, dequantize, pack_fp4, round_to_e2m1, round_to_e4m3
 
 from .config import ActivationType, is_gated_activation
@@ -52,13 +53,8 @@ def mxfp8_quantize(x: torch.Tensor, is_sf_swizzled_layout: bool = True, alignmen
         float8_e4m3fn ``[T, columns]`` and a flat uint8 tensor of E8M0 scales, in the 128x4 layout or row by row. A scale is
         ``amax / 448``, rounded up to a power of two (``cvt_warp_fp16_to_mxfp8``).
     """
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % alignment))
-    blocks = padded.unflatten(-1, (-1, mxfp8.BLOCK_SIZE))
-    mantissa, exponent = torch.frexp(blocks.abs().amax(-1) / mxfp8.E4M3_MAX)
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)
-    codes = torch.ldexp(blocks, -exponent.unsqueeze(-1)).clamp(-mxfp8.E4M3_MAX, mxfp8.E4M3_MAX).to(torch.float8_e4m3fn)
-    scales = (exponent + 127).to(torch.uint8)
-    return codes.flatten(-2), block_scale_interleave(scales) if is_sf_swizzled_layout else scales.flatten()
+    codes, scales = mxfp8.quantize(torch.nn.functional.pad(x.float(), (0, -x.shape[1] % alignment)), scale_up=True)
+    return codes, block_scale_interleave(scales) if is_sf_swizzled_layout else scales.flatten()
 
 
 def block_scale_interleave(block_scales: torch.Tensor) -> torch.Tensor:
@@ -131,7 +127,7 @@ def fused_moe(
     Raises:
         ValueError: shapes do not match, in the cases that the C++ op checks.
     """
-    nvfp4, mxfp4_weights = len(quant_scales) == 6, len(quant_scales) == 4
+    nvfp4 = len(quant_scales) == 6
     constants = (swiglu_alpha, swiglu_beta, swiglu_limit)
     for name, tensor in zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), constants, strict=True):
         if tensor is not None:
@@ -149,49 +145,37 @@ def fused_moe(
     tokens = token_selected_experts.shape[0]
     hidden = fc2_expert_weights.shape[1]
     rounded = output_dtype if quant_scales else x.dtype
-    if nvfp4:
-        _, block1, alpha1, act2, block2, alpha2 = quant_scales
-        sf1 = _expert_scales(block1, fc1_expert_weights.shape[1], hidden).view(torch.float8_e4m3fn)
-        sf2 = _expert_scales(block2, hidden, inter_size).view(torch.float8_e4m3fn)
+    x_codes = x
+    if quant_scales:
+        block, dtype = (BLOCK_SIZE, torch.float8_e4m3fn) if nvfp4 else (mxfp4.BLOCK_SIZE, torch.uint8)
+        scales1, scales2 = quant_scales[1::3] if nvfp4 else quant_scales[::2]
+        sf1 = _expert_scales(scales1, fc1_expert_weights.shape[1], hidden, block).view(dtype)
+        sf2 = _expert_scales(scales2, hidden, inter_size, block).view(dtype)
         assert input_sf is not None
-        x_scales = _token_scales(input_sf, tokens, hidden // BLOCK_SIZE, swizzled_input_sf)
-        x_codes = dequantize(x.view(torch.uint8), x_scales.view(torch.float8_e4m3fn))
-    elif mxfp4_weights:
-        sf1 = _expert_scales(quant_scales[0], fc1_expert_weights.shape[1], hidden, mxfp4.BLOCK_SIZE)
-        sf2 = _expert_scales(quant_scales[2], hidden, inter_size, mxfp4.BLOCK_SIZE)
-        assert input_sf is not None
-        x_codes = mxfp8.dequantize(x, _token_scales(input_sf, tokens, hidden // mxfp4.BLOCK_SIZE, swizzled_input_sf))
-    else:
-        x_codes = x.float()
+        x_scales = scales_of_tokens(input_sf, tokens, hidden // block, swizzled_input_sf)
+        x_codes = dequantize(x.view(torch.uint8), x_scales.view(dtype)) if nvfp4 else mxfp8.dequantize(x, x_scales)
     result = torch.zeros(tokens, hidden, dtype=torch.float32, device=x.device)
     for local in range(num_local):
         token, slot = (token_selected_experts == local + ep_rank * num_local).nonzero(as_tuple=True)
         if token.numel() == 0:
             continue
-        if nvfp4:
-            fc1 = dequantize(fc1_expert_weights[local].view(torch.uint8), sf1[local])
-            fc2 = dequantize(fc2_expert_weights[local].view(torch.uint8), sf2[local])
-            fc1_scale, fc2_scale = alpha1[local], alpha2[local]
-        else:
-            fc1_scale = fc2_scale = torch.ones((), device=x.device)
-            if mxfp4_weights:
-                fc1 = mxfp4.dequantize(fc1_expert_weights[local].view(torch.uint8), sf1[local])
-                fc2 = mxfp4.dequantize(fc2_expert_weights[local].view(torch.uint8), sf2[local])
-            else:
-                fc1, fc2 = fc1_expert_weights[local].float(), fc2_expert_weights[local].float()
-        inner = ((x_codes[token] @ fc1.T) * fc1_scale).to(rounded).float()
+        fc1, fc2 = fc1_expert_weights[local], fc2_expert_weights[local]
+        if quant_scales:
+            decode = dequantize if nvfp4 else mxfp4.dequantize
+            fc1, fc2 = decode(fc1.view(torch.uint8), sf1[local]), decode(fc2.view(torch.uint8), sf2[local])
+        fc1_scale, fc2_scale = (quant_scales[2][local], quant_scales[5][local]) if nvfp4 else (1.0, 1.0)
+        inner = ((x_codes[token].float() @ fc1.float().T) * fc1_scale).to(rounded).float()
         if fc1_expert_biases is not None:
             inner = inner + fc1_expert_biases[local].float()
         local_constants = (None if tensor is None else tensor[local] for tensor in constants)
         inner = _activate(inner, activation_type, *local_constants).to(rounded).float()
         if nvfp4:
-            global_scale = act2[local] if act2.dim() else act2
-            packed, sf = fp4_quantize(inner, global_scale, is_sf_swizzled_layout=False)
+            packed, sf = fp4_quantize(inner, quant_scales[3].expand(num_local)[local], is_sf_swizzled_layout=False)
             inner = dequantize(packed, sf.view(torch.float8_e4m3fn).view(inner.shape[0], -1))
-        elif mxfp4_weights:
+        elif quant_scales:
             codes, sf = mxfp8_quantize(inner, is_sf_swizzled_layout=False)
             inner = mxfp8.dequantize(codes, sf.view(inner.shape[0], -1))
-        partial = ((inner @ fc2.T) * fc2_scale).to(rounded).float()
+        partial = ((inner @ fc2.float().T) * fc2_scale).to(rounded).float()
         if fc2_expert_biases is not None and tp_rank == 0:
             partial = partial + fc2_expert_biases[local].float()
         if token_final_scales is not None:
@@ -230,17 +214,9 @@ def _activate(
     )
 
 
-def _expert_scales(block_scales: torch.Tensor, rows: int, columns: int, block: int = BLOCK_SIZE) -> torch.Tensor:
+def _expert_scales(block_scales: torch.Tensor, rows: int, columns: int, block: int) -> torch.Tensor:
     """Convert int32 interleaved block scales ``[E, ...]`` to row-major bytes ``[E, rows, columns/block]``."""
     groups = block_scales.shape[0]
     padded = (_round_up(rows, 128), _round_up(columns // block, 4))
     plain = block_scale_interleave_reverse(block_scales.view(torch.uint8).reshape(groups, *padded))
     return plain[:, :rows, : columns // block].contiguous()
-
-
-def _token_scales(sf: torch.Tensor, tokens: int, columns: int, swizzled: bool) -> torch.Tensor:
-    """Return the block scales of quantized activations as row-major bytes ``[T, columns]``."""
-    if not swizzled:
-        return sf.view(torch.uint8).reshape(tokens, columns)
-    padded = (_round_up(tokens, 128), _round_up(columns, 4))
-    return block_scale_interleave_reverse(sf.view(torch.uint8).reshape(padded))[:tokens, :columns].contiguous()
