@@ -12,17 +12,12 @@ from tensorrt_llm._experts import of_expert
 from tensorrt_llm._torch.modules.linear import TensorParallelMode, load_weight_shard
 from torch import nn
 
+from trtllm_b12x.engines.trtllm.embedded import quantization as embedded
 from trtllm_b12x.engines.trtllm.embedded.quantization import MXFP4Tensors
-from trtllm_b12x.engines.trtllm.embedded.quantization import W4A16NVFP4CutlassFusedMoEMethod as EmbeddedW4A16Method
 
 from .interface import MoEWeightLoadingMode
 
 __all__ = ["MoEWeightLoadingMode", "TensorParallelMode", "load_weight_shard"]
-
-
-def _register(module, parameters):
-    for name, tensor in parameters.items():
-        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 def _shard(module, tensor, mode, destination):
@@ -40,17 +35,7 @@ def _named(hook, **arguments):
     return {name: value for name, value in arguments.items() if name in names}
 
 
-class FusedMoEMethodBase:
-    def create_weights(self, module, weight_dtype, w3_w1_weight_shape, w2_weight_shape, *bias_shapes):
-        shapes = {"w3_w1_weight": w3_w1_weight_shape, "w2_weight": w2_weight_shape}
-        _register(module, {name: torch.empty(shape, dtype=weight_dtype) for name, shape in shapes.items()})
-        if module.bias:
-            biases = dict(zip(("w3_w1_bias", "w2_bias"), bias_shapes, strict=True))
-            _register(module, {name: torch.empty(shape, dtype=module.dtype) for name, shape in biases.items()})
-        else:
-            module.w3_w1_bias = module.w2_bias = None
-        module.rebuild_tensor_metadata = {}
-
+class FusedMoEMethodBase(embedded.FusedMoEMethodBase):
     def load_weights(self, module, weights, weight_loading_mode, allow_partial_loading=False):
         for slot, expert in enumerate(module.initial_local_expert_ids):
             given = of_expert(module, weights, expert, "weight")
@@ -76,17 +61,11 @@ class FusedMoEMethodBase:
     def cache_derived_state(self, module):
         self.setup_quant_scales(module)
 
-    def load_quant_scales(self, module, weights):
-        pass
-
     def process_weights_after_loading(self, module):
         pass
 
     def pre_reload_weights(self, module):
         """Rebuilds what ``rebuild_tensor_metadata`` names, which is nothing for CUTLASS."""
-
-    def setup_quant_scales(self, module):
-        module.quant_scales = ()
 
     def load_expert_w3_w1_weight(self, module, w1_weight, w3_weight, dst_w3_w1_weight, allow_partial_loading=False):
         for half, destination in zip((w3_weight, w1_weight), dst_w3_w1_weight.tensor_split(2), strict=True):
@@ -99,12 +78,8 @@ class FusedMoEMethodBase:
             dst_w2_weight.copy_(_shard(module, w2_weight, TensorParallelMode.ROW, dst_w2_weight))
 
 
-class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
-    def create_weights(self, module):
-        experts, hidden = module.expert_size_per_partition, module.hidden_size
-        inner, ratio = module.intermediate_size_per_partition, 1 + module.is_gated_activation
-        super().create_weights(module, module.dtype, (experts, ratio * inner, hidden), (experts, hidden, inner))
-        self.setup_quant_scales(module)
+class UnquantizedFusedMoEMethod(FusedMoEMethodBase, embedded.UnquantizedFusedMoEMethod):
+    """Only the load is staged."""
 
 
 class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
@@ -120,26 +95,6 @@ class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
 
 
 class NVFP4FusedMoEMethod(FusedMoEMethodBase):
-    def create_weights(self, module, weight_dtype, weight_vec_size, block_scales_dtype, block_scales_vec_size):
-        module.scaling_vector_size = 16
-        experts, hidden = module.expert_size_per_partition, module.hidden_size
-        ratio, scales = 1 + module.is_gated_activation, module.scaling_vector_size * block_scales_vec_size
-        rows = -(-module.intermediate_size_per_partition * ratio // self.NVFP4_ROW_ALIGNMENT) * self.NVFP4_ROW_ALIGNMENT
-        inner = rows // ratio
-        parameters = {
-            "w3_w1_weight_scale": torch.ones((experts, rows, hidden // scales), dtype=block_scales_dtype),
-            "w2_weight_scale": torch.ones((experts, hidden, inner // scales), dtype=block_scales_dtype),
-            "fc31_input_scale": torch.tensor(1.0),
-            "fc2_input_scale": torch.tensor(1.0),
-            "fc31_alpha": torch.ones(experts),
-            "fc2_alpha": torch.ones(experts),
-        }
-        _register(module, parameters)
-        module.register_parameter("fc31_act_scale", None)
-        shapes = (experts, rows, hidden // weight_vec_size), (experts, hidden, inner // weight_vec_size)
-        super().create_weights(module, weight_dtype, *shapes)
-        self.setup_quant_scales(module)
-
     def load_quant_scales(self, module, weights):
         if not hasattr(module, "tmp_raw_input_scales"):
             module.tmp_raw_input_scales = {}
@@ -198,20 +153,16 @@ class NVFP4FusedMoEMethod(FusedMoEMethodBase):
         del module.tmp_raw_input_scales
         self.setup_quant_scales(module)
 
-    def setup_quant_scales(self, module):
-        fc1 = module.fc31_input_scale, module.w3_w1_weight_scale, module.fc31_alpha
-        module.quant_scales = (*fc1, module.fc2_input_scale, module.w2_weight_scale, module.fc2_alpha)
 
-
-class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
+class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod, embedded.NVFP4CutlassFusedMoEMethod):
     weight_dtype = torch.int64
     block_scales_dtype = torch.int32
     NVFP4_ROW_ALIGNMENT = 128
     NVFP4_COL_ALIGNMENT = 4
 
     def create_weights(self, module):
-        self.block_scales_vec_size = 4
-        super().create_weights(module, self.weight_dtype, 16, self.block_scales_dtype, self.block_scales_vec_size)
+        super().create_weights(module)
+        module.register_parameter("fc31_act_scale", None)
 
     def load_expert_w3_w1_weight(
         self, module, w1_weight, w3_weight, dst_w3_w1_weight, allow_partial_loading=False, expert_idx=-1
@@ -252,7 +203,7 @@ class NVFP4CutlassFusedMoEMethod(NVFP4FusedMoEMethod):
     def load_expert_w2_weight_scale_nvfp4(self, module, w2_weight_scale, dst_w2_weight_scale):
         """Row by row; the interleave is left to ``process_weights_after_loading``."""
         shard = _shard(module, w2_weight_scale, TensorParallelMode.ROW, dst_w2_weight_scale).contiguous().view(torch.uint8)
-        columns = dst_w2_weight_scale.shape[1] * self.block_scales_vec_size
+        columns = dst_w2_weight_scale.shape[1] * 4
         padded = nn.functional.pad(shard, (0, columns - shard.shape[1]))
         dst_w2_weight_scale.copy_(padded.view(dst_w2_weight_scale.dtype))
 
@@ -295,7 +246,7 @@ class W4A16NVFP4CutlassFusedMoEMethod(NVFP4CutlassFusedMoEMethod):
             scales = parameter.data.view(torch.uint8)
             scales.copy_(torch.ops.trtllm.block_scale_interleave_reverse(scales))
 
-    dequant_active_experts_to_hp = EmbeddedW4A16Method.dequant_active_experts_to_hp
+    dequant_active_experts_to_hp = embedded.W4A16NVFP4CutlassFusedMoEMethod.dequant_active_experts_to_hp
 
 
 class W4A8MXFP4MXFP8CutlassFusedMoEMethod(MXFP4Tensors, FusedMoEMethodBase):
