@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
+import os
+import platform
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -14,14 +17,18 @@ from typing import Any
 
 import click
 
+from trtllm_b12x import environment as machine
 from trtllm_b12x import formats
-from trtllm_b12x.core import settings
+from trtllm_b12x.core import disk, hook, settings
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment, Rejection, Resolution, families
 from trtllm_b12x.decision.families import Family
+from trtllm_b12x.dispatch.policy import MeasuredPolicy, Timings
+from trtllm_b12x.engines.vllm.report import vllm_lines
+from trtllm_b12x.environment import packages, prove
+from trtllm_b12x.environment.flashinfer import cache_folder
 from trtllm_b12x.formats.geometry import LayerShape
 
-from .doctor_rows import doctor_rows
 from .options import TARGETS, opened, probe_machine, resolve_layer, shapes_in
 from .progress import UnusableError
 
@@ -77,8 +84,6 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
 
     Exit status: 0 some kernel serves, 1 none does, 2 wrong usage, a wrong setting or an unusable checkpoint.
     """
-    from trtllm_b12x.environment import driver_cuda, prove
-
     complaints = settings.complaints()
     for complaint in complaints:
         click.echo(f"error: {complaint}", err=True)
@@ -95,9 +100,9 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     layers = [_Layer(shape, resolve_layer(shape, environment)) for shape in shapes]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((family for family in layer.decoding if family not in failed), "") for layer in layers]
-    driver = driver_cuda()
+    driver = machine.driver_cuda()
     caveats = dict.fromkeys(row.features(environment).caveat for layer in layers for row in layer.rows)
-    rows = [*doctor_rows(environment, target, driver), *(("note", caveat) for caveat in caveats if caveat)]
+    rows = [*_facts(environment, target, driver), *(("note", caveat) for caveat in caveats if caveat)]
     rows += [("setting", complaint) for complaint in complaints]
     rows += [("checkpoint", remark) for remark in (source.remarks if source else ())]
     if as_json:
@@ -205,8 +210,6 @@ def _print_rejections(layers: list[_Layer], several: bool) -> None:
 
 def _hook_problem(e: Environment) -> str:
     """Return why worker processes are not reached, or an empty string."""
-    from trtllm_b12x.core import hook
-
     if e.host == "none" or hook.watching():
         return ""
     return (
@@ -214,3 +217,89 @@ def _hook_problem(e: Environment) -> str:
         "run without our kernels. Install the package into site-packages, or start trtllm-serve or trtllm-bench with "
         '--custom_module_dirs "$(trtllm-b12x switch)"'
     )
+
+
+# ---- facts, without importing torch, FlashInfer or the CuTe DSL ---------------------------------------------------------------
+
+_NO_HOST = "not installed (the embedded host stands in)"
+_HOSTS = {"none": _NO_HOST, "unsupported": "an unknown version", "installed": "not looked at"}
+
+
+def _cuda(version: tuple[int, int] | None) -> str:
+    return "unknown" if version is None else f"CUDA {version[0]}.{version[1]}" if version[0] else "none"
+
+
+def _facts(e: Environment, target: str | None, driver: tuple[int, int] | None) -> list[tuple[str, str]]:
+    ranks = "" if e.expert_parallel else "no "
+    gpu = "unknown" if e.sm is None else f"SM{e.sm}" if e.sm else "none"
+    host_version = _versions("tensorrt_llm").partition(" ")[2]
+    recognized = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
+    return [
+        ("trtllm-b12x", __version__),
+        ("Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}"),
+        ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
+        ("TensorRT-LLM", f"{host_version}, {recognized}" if host_version else recognized),
+        *((name, line) for name, line in zip(itertools.chain(["vLLM"], itertools.repeat("")), vllm_lines(e), strict=False)),
+        ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
+        *(("", card) for card in machine.cards()),
+        ("driver", _cuda(driver)),
+        ("toolkit", f"{_cuda(e.toolkit_cuda)} (nvcc or torch, as FlashInfer sees it)"),
+        ("FlashInfer", "not installed" if e.flashinfer == "none" else f"{e.flashinfer} ({ranks}expert parallelism)"),
+        *(("", line) for line in [_versions("flashinfer-cubin", "flashinfer-jit-cache")] if line),
+        ("CuTe DSL", "not installed" if e.dsl == "none" else _payload(e)),
+        *(("", line) for line in [_versions(*e.dsl_wheels)] if line),
+        *(("Triton", line) for line in [_triton(e)] if line),
+        *(("libcuda", line) for line in [machine.triton.libcuda()] if e.sm and target is None),
+        *(("cache", line) for line in _caches()),
+        *((name, line) for name, line in zip(itertools.chain(["paths"], itertools.repeat("")), _paths(), strict=False)),
+    ]
+
+
+def _versions(*names: str) -> str:
+    return ", ".join(f"{name} {version}" for name, version in packages.versions(names).items())
+
+
+def _payload(e: Environment) -> str:
+    kept = ", read by an earlier process (trtllm-b12x cache clear)" if e.payload_kept else ""
+    where = f", from {e.payload_file}" if e.payload_file else ""
+    return f"{e.dsl}, payload that loads: {_cuda(e.payload_cuda)}{where}{kept}"
+
+
+def _triton(e: Environment) -> str:
+    if e.triton_lacks is None:
+        return ""
+    if e.triton_lacks:
+        return "; ".join(item.what for item in e.triton_lacks)
+    if tools := machine.triton.tools_lacking():
+        why = "; ".join(item.what for item in tools)
+        return f"loads kernels from {machine.triton.cache_folder()}, and compiles none: {why}"
+    return "has a C compiler, a ptxas that knows the card, and a cache"
+
+
+def _paths() -> list[str]:
+    """Return what says which kernel serves how many tokens: a setting, or the tables that cards have left here."""
+    word = os.environ.get(settings.CROSSOVER.name, "auto")
+    if word.lower() != "auto":
+        return [f"{settings.CROSSOVER.name}={word}"]
+    folder, lines = disk.directory(), []
+    for file in sorted(folder.glob("crossover-*.json")) if folder is not None else ():
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # measured again by a server
+            table = json.loads(file.read_text(encoding="utf-8"))
+            g, host = table["geometry"], table["paths"]["host"]
+            policy = MeasuredPolicy(Timings({int(tokens): row for tokens, row in table["microseconds"].items()}), "stored")
+            sizes = f"{g['num_experts']} experts, top {g['top_k']}, {g['hidden_size']} x {g['intermediate_size']}, {g['format']}"
+            lines.append(f"{table['card']['name']}, {sizes}: {policy.summary(host if host in settings.FAMILIES else 'CUTLASS')}")
+    return lines or ["not measured yet: the card is asked at the first call of a server, or by trtllm-b12x tune"]
+
+
+def _caches() -> list[str]:
+    """Return our cache folder and FlashInfer's, with their sizes."""
+    folders = [disk.directory()]
+    lines = [] if folders[0] else ["none: neither XDG_CACHE_HOME nor HOME is an absolute path"]
+    with contextlib.suppress(RuntimeError):  # no home
+        folders.append(cache_folder())
+    for folder in folders:
+        if folder is not None and folder.is_dir():
+            size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+            lines.append(f"{folder}: {size / 1e6:.1f} MB")
+    return lines
