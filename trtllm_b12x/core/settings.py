@@ -21,8 +21,6 @@ _ON_OFF = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false"
 
 @dataclass(frozen=True)
 class Switch(Generic[_Value]):
-    """Environment variable."""
-
     name: str
     parse: Callable[[str], _Value]
     """Function from a text to its value. It raises ValueError, with what it expects, for a text that is none."""

@@ -37,8 +37,6 @@ class PayloadFault(Enum):
 
 @dataclass(frozen=True)
 class Lacking:
-    """Missing item and how to get it."""
-
     what: str
     remedy: str
     """Command to run, or environment variable to set."""

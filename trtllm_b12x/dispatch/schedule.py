@@ -92,7 +92,6 @@ class Schedule:
 
     @property
     def summary(self) -> str:
-        """Describe the policy, and where it comes from."""
         if len(self.families) == 1 and self.base:
             return f"{self.base} at every count"
         return self.policy.summary(self.base or "CUTLASS")

@@ -55,7 +55,6 @@ def versions() -> dict[str, str]:
 
 
 def record(key: Key, timings: Timings) -> dict[str, Any]:
-    """Return one table as it is written to a file."""
     rows = {str(tokens): {name: round(t, 3) for name, t in paths.items()} for tokens, paths in timings.rows.items()}
     return {"form": FORM, **asdict(key), "microseconds": rows}
 

@@ -48,7 +48,6 @@ def cache_folder() -> Path:
 
 
 def kernel_sources() -> list[Path]:
-    """Return the source files that planning runs, of the copy that loads."""
     init = packages.origin("flashinfer")
     paths = [] if init is None else [path for name in _KERNELS for path in (init.parents[1] / name).rglob("*.py")]
     return sorted(paths)

@@ -19,7 +19,6 @@ _DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 def smi_program() -> str | None:
-    """Return the path of nvidia-smi, or None."""
     return shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=WSL_FOLDER)
 
 

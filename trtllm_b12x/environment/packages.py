@@ -25,7 +25,6 @@ def installed(names: Iterable[str]) -> dict[str, Distribution]:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of ``names`` that are installed."""
     return {name: distribution.version for name, distribution in installed(names).items()}
 
 

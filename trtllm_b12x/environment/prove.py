@@ -19,8 +19,6 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of the test compile."""
-
     target: str
     compiled: bool
     error: str = ""

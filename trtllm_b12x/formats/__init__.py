@@ -28,8 +28,6 @@ DEFAULT_LAYOUT = WeightLayout()
 
 @dataclass(frozen=True)
 class Format:
-    """Number format: codes and block scales."""
-
     name: str
     recipe: str
     """nvidia-modelopt's configuration that exports it."""

@@ -77,7 +77,6 @@ def card_of(device: torch.device) -> Card:
 
 
 def warmup_command(geometry: Geometry, card: Card) -> str:
-    """Return the command that compiles what a layer needs."""
     g, capability = geometry, card.capability
     sizes = f"--hidden {g.hidden_size} --intermediate {g.intermediate_size} --experts {g.num_experts * g.ranks} --top-k {g.top_k}"
     form = f"--activation {g.activation.lower()} --format {g.format.lower()}" + f" --ep {g.ranks}" * g.expert_parallel

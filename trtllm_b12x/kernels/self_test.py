@@ -53,8 +53,6 @@ _QUANTIZED_TOKENS = 8
 
 @dataclass(frozen=True)
 class SelfTestCase:
-    """One kernel at one token count."""
-
     kernel: str
     tokens: int
     variant: int = 0

@@ -36,8 +36,6 @@ class CompileTask:
 
 @dataclass(frozen=True)
 class CompileResult:
-    """Result of compiling one kernel."""
-
     family: str
     name: str
     seconds: float

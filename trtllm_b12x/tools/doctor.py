@@ -293,7 +293,6 @@ def _paths() -> list[str]:
 
 
 def _caches() -> list[str]:
-    """Return our cache folder and FlashInfer's, with their sizes."""
     folders = [disk.directory()]
     lines = [] if folders[0] else ["none: neither XDG_CACHE_HOME nor HOME is an absolute path"]
     with contextlib.suppress(RuntimeError):  # no home

@@ -110,7 +110,6 @@ def opened(checkpoint: Path) -> Checkpoint:
 
 
 def shapes_in(checkpoint: Checkpoint) -> dict[str, LayerShape]:
-    """Map the name of the first layer with each shape to the shape, in the model's order."""
     names: dict[LayerShape, str] = {}
     for layer in checkpoint.layers:
         names.setdefault(layer.shape, layer.name)
@@ -141,6 +140,5 @@ def probe_machine(target: str | None) -> Environment:
 
 
 def resolve_layer(shape: LayerShape, facts: Environment, deployment: Deployment | None = None) -> Resolution:
-    """Return which families serve the layer."""
     rows = families.rows(settings.KERNELS(), shape.quant_algo)
     return resolve(shape, deployment, facts, {row.name: row.features(facts) for row in rows})

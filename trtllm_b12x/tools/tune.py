@@ -61,14 +61,12 @@ def _gpu() -> str:
 
 
 def _families() -> list[str]:
-    """Return the families whose real kernels run on this card."""
     from trtllm_b12x.engines.trtllm.machine import candidate_kernels
 
     return [family for family, kernel in candidate_kernels("cuda").items() if kernel.features.name == family]
 
 
 def _tune(shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, json_file: Path | None, plot_file: Path | None) -> int:
-    """Measure every layer, print and write the tables, and return the exit status."""
     from trtllm_b12x.dispatch import timing
     from trtllm_b12x.engines.trtllm import build_layer
 

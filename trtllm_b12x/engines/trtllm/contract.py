@@ -157,7 +157,6 @@ def _differences(generation: str) -> Iterator[str]:
 
 
 def cutlass(package: str) -> Any:
-    """Return the class that our layer inherits."""
     module, _, name = CUTLASS.partition(".")
     return getattr(importlib.import_module(f"{package}.{module}"), name)
 

@@ -31,8 +31,6 @@ class DirectWeights(_Method):
 
 
 class StagedWeights(_Method):
-    """Generation B."""
-
     def _reconcile_and_compute_alphas(self, module: Any, tmp_weight_scale_2: Any, *args: Any, **kwargs: Any) -> None:
         local = getattr(module, "tmp_weight_scale_2", None)  # the other dictionary is the load balancer's
         pairs = {}

@@ -198,7 +198,6 @@ def _config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]
 
 
 def _class_for(moe_cls: Any, model_config: Any, override: Any) -> Any:
-    """Return the class for a layer for which ``get_moe_cls`` has returned ``moe_cls``."""
     trtllm = _adapter()
     if trtllm is None:
         return moe_cls

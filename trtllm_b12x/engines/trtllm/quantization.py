@@ -88,7 +88,6 @@ class Method(_Method):
         return int(total * (padded - logical) // padded)
 
     def scalar_bytes(self, module: Any) -> int:
-        """Return the bytes of this method's buffers."""
         return sum(int(tensor.nbytes) for name, tensor in module.named_buffers(recurse=False) if name.startswith("b12x_"))
 
 

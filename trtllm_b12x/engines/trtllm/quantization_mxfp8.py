@@ -51,8 +51,6 @@ class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
             module.register_parameter(name, scales)
         self.setup_quant_scales(module)
 
-    # ---- loading, one expert at a time -------------------------------------------------------------------------------
-
     def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
         """E8M0 bytes of each local expert, ``weight_scale`` or, as some producers name it, ``weight_scale_inv``.
 

@@ -62,8 +62,6 @@ class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod
         for name, shape in shapes.items():
             module.register_buffer(name, torch.zeros(shape, dtype=torch.float32), persistent=False)
 
-    # ---- loading, one expert at a time -------------------------------------------------------------------------------
-
     def load_expert_w3_w1_weight_scale_nvfp4(
         self,
         module: Any,
@@ -82,8 +80,6 @@ class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod
     ) -> None:
         if w2_weight_scale is not None:
             self._place_scales(dst_w2_weight_scale, functools.partial(self.load_expert_w2_weight, module, w2_weight_scale))
-
-    # ---- scalars -----------------------------------------------------------------------------------------------------
 
     def record_weight_scale_2(self, module: Any, pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take ``weight_scale_2`` of gate and up, by local expert, once the host has made ``fc31_alpha`` of them."""

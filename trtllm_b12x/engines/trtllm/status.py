@@ -81,7 +81,6 @@ def alive() -> list[tuple[Any, Resolution]]:
 
 
 def status() -> Status:
-    """Return the state of this process; see ``trtllm_b12x.status``."""
     gc.collect()  # layers of a failed attempt refer to each other
     layers = alive()
     served = [module for module, verdict in layers if verdict.served]

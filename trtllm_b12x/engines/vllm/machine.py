@@ -83,7 +83,6 @@ def _for_every_call(kernel: type[Kernel], adds_bias: bool) -> type[Kernel]:
 
 
 def resolve(slot: Slot, config: Any) -> Resolution:
-    """Apply the rules to a ``FusedMoEConfig``."""
     device, number = device_of(config), sm()
     facts = Environment(enabled=settings.ENABLED(), sm=number)
     if device.type == "cuda":

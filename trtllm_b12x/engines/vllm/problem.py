@@ -41,7 +41,6 @@ def swiglu_constants(config: Any) -> tuple[float, float, float] | None:
 
 
 def shape_of(config: Any, slot: Slot) -> LayerShape:
-    """Return the sizes of a layer, of a ``FusedMoEConfig``."""
     return LayerShape(
         num_experts=config.num_experts,
         top_k=config.experts_per_token,

@@ -188,9 +188,6 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join("-".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in runs)
 
 
-# ---- planning ------------------------------------------------------------------------------------------------------------
-
-
 def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan:
     started = time.monotonic()
     logger.info("b12x kernels for %s: compiling, or loading from FlashInfer's cache", geometry)

@@ -77,8 +77,6 @@ _ADDRESSES: dict[str, Source] = {
 
 @dataclass(frozen=True, eq=False)
 class B12xKernelKind:
-    """One of FlashInfer's kernels, as data."""
-
     name: str
     kernel_class: str
     arguments: Mapping[str, Source]

@@ -78,7 +78,6 @@ def _collect(request: dict[str, Any], target: str) -> None:
 
 
 def describe(multiprocessors: int, target: str) -> None:
-    """Describe the card to torch and FlashInfer."""
     import torch
 
     payload_child.answer_for_the_gpu(torch, multiprocessors, int(target[3:5]), int(target[5]))
@@ -108,5 +107,4 @@ def _store(name: str, target: str) -> dict[str, Any]:
 
 
 def fields(geometry: Any) -> dict[str, Any]:
-    """Return the geometry's part of the request."""
     return {**dataclasses.asdict(geometry), "dtype": str(geometry.dtype).removeprefix("torch."), "bias": None}

@@ -31,7 +31,6 @@ class Scratch:
 
     @staticmethod
     def allocate(dispatch: Any, geometry: Geometry, capacity: int, device: torch.device) -> Scratch:
-        """Allocate by FlashInfer's own constructor."""
         rows = capacity * geometry.top_k
         workspace = dispatch.allocate_sm120_static_workspace(
             state_E=geometry.num_experts,

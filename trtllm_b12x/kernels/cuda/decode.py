@@ -84,8 +84,6 @@ class CudaKernel(OwnKernel):
     def runs_on(cls, device: torch.device) -> bool:
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
-    # ---- plan --------------------------------------------------------------------------------------------------------
-
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Compile the variants, or share what another layer compiled."""
         self.describe(geometry, capacity, device)
@@ -114,8 +112,6 @@ class CudaKernel(OwnKernel):
         sizes = {tokens: (function.constant(names[0]), function.constant(names[1])) for tokens, function in functions.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         return LaunchPlan(functions, sizes)
-
-    # ---- bind --------------------------------------------------------------------------------------------------------
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         check(self.geometry, weights)
@@ -149,8 +145,6 @@ class CudaKernel(OwnKernel):
     def _most_apart(self) -> int:
         return max(tokens for tokens in self._plan.functions if tokens != TOKENS[-1])
 
-    # ---- test --------------------------------------------------------------------------------------------------------
-
     def _test(self) -> list[SelfTestResult] | None:
         tested = {tokens: [self] for tokens in TOKENS if tokens <= self.capacity}
         for kernel in self.forms().values():
@@ -163,8 +157,6 @@ class CudaKernel(OwnKernel):
 
     def summary(self) -> tuple[str, ...]:
         return (*super().summary(), *self._pending())
-
-    # ---- run ---------------------------------------------------------------------------------------------------------
 
     def run(self, call: MoECall) -> torch.Tensor:
         x, ids, router_weights, x_sf, swizzled, given, _ = call

@@ -38,8 +38,6 @@ _MAX_TOP_K = 32
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of ``layer.cu``."""
-
     tokens: int
     definitions: tuple[tuple[str, int], ...]
 

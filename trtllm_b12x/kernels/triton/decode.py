@@ -47,9 +47,6 @@ def blocks(geometry: Geometry, tokens: int, routes: int) -> int:
     return min(total, geometry.num_experts + total // routes)
 
 
-# ---- kernels -------------------------------------------------------------------------------------------------------------
-
-
 class TritonKernel(JitKernel):
     """Decode of NVFP4 layers."""
 

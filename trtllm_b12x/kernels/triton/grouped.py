@@ -105,8 +105,6 @@ class GroupedKernel(JitKernel):
     act16: ClassVar[bool] = False
     """Activations stay in 16 bits."""
 
-    # ---- plan --------------------------------------------------------------------------------------------------------
-
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         super().plan(geometry, capacity, device)
         slow = toolchain.upcast(self.card.capability) if device.type == "cuda" else ""
@@ -160,8 +158,6 @@ class GroupedKernel(JitKernel):
                     {**by_token, **experts, "TOP_K": g.top_k}, {}),
         )  # fmt: skip
 
-    # ---- bind --------------------------------------------------------------------------------------------------------
-
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
         s = scalars_of(self.geometry, weights)
         sf1, sf2 = (scales_in_memory(weights, name).flatten().view(torch.int32) for name in ("fc1_weight_sf", "fc2_weight_sf"))
@@ -176,8 +172,6 @@ class GroupedKernel(JitKernel):
         per_token = self.geometry.top_k / (self.geometry.num_experts * self.geometry.ranks)
         sizes = {1} | {int(rule.max_routes / per_token) + 1 for rule in self.table[:-1]}
         return sorted(size for size in sizes if size <= self.capacity)
-
-    # ---- run ---------------------------------------------------------------------------------------------------------
 
     def proposals(self, tokens: int) -> tuple[TileRule, ...]:
         g = self.geometry

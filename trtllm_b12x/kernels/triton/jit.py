@@ -66,8 +66,6 @@ class JitKernel(OwnKernel):
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor >= cls.features.oldest_sm
 
-    # ---- plan --------------------------------------------------------------------------------------------------------
-
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Compile every kernel for 1 to ``capacity`` tokens, or share what another layer compiled."""
         self.describe(geometry, capacity, device)
@@ -120,8 +118,6 @@ class JitKernel(OwnKernel):
         with torch.cuda.device(device):
             return cache.fill(variants, card.capability)
 
-    # ---- bind --------------------------------------------------------------------------------------------------------
-
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         check(self.geometry, weights)
         layers = self._layer_tensors(weights, first_expert)
@@ -131,8 +127,6 @@ class JitKernel(OwnKernel):
     @abstractmethod
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
         """Return the tensors that calls read, by whether the input arrives quantized."""
-
-    # ---- tiles -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def proposals(self, tokens: int) -> tuple[Any, ...]:
@@ -162,8 +156,6 @@ class JitKernel(OwnKernel):
         kernel.held, kernel._label = tiles, str(tiles)
         return kernel
 
-    # ---- test --------------------------------------------------------------------------------------------------------
-
     def _test(self) -> list[SelfTestResult] | None:
         tested: dict[int, list[JitKernel]] = {}
         for tiles, counts in self.sets().items():
@@ -175,8 +167,6 @@ class JitKernel(OwnKernel):
         # Weights that are all zero or not finite are served too where the host has no path for them.
         tested = self._plan.tested or (self._plan.untestable and self.features.every_count)
         return tested and super().serves(tokens) and (self.held is None or self.held in self.proposals(tokens))
-
-    # ---- run ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _workspace(self, tokens: int, quantized: bool, tiles: Any) -> WorkspaceLayout:

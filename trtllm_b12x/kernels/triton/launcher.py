@@ -97,7 +97,6 @@ def launcher(variant: Variant, grid: tuple[int, int], kernel: Any) -> Launch:
 
 
 def known() -> bool:
-    """Return True if this Triton's launchers are known."""
     import triton
 
     return version_tuple(triton.__version__)[:2] <= _NEWEST

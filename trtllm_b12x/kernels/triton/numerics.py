@@ -17,9 +17,6 @@ _E4M3_NAN = tl.constexpr(127)
 _SIXTH = tl.constexpr(1 / 6)
 
 
-# ---- to float32 ----------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def e2m1(code):
     """Convert the lowest four bits of integer codes."""
@@ -49,9 +46,6 @@ def e8m0(byte):
     """Convert int32 bytes."""
     bits = tl.where(byte == 0, 0x400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
     return bits.to(tl.float32, bitcast=True)
-
-
-# ---- from float32 --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -16,8 +16,6 @@ PACKAGE = "trtllm_b12x.kernels"
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel that is compiled once."""
-
     module: str
     """Below ``PACKAGE``."""
     name: str

@@ -346,5 +346,4 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _index(name: str) -> int:
-    """Return the layer's number in its name."""
     return int(next(iter(re.findall(r"\.([0-9]{1,9})\.", f".{name}.")[-1:]), 0))

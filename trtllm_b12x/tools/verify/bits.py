@@ -24,7 +24,6 @@ def zero_matrices(weights: LayerWeights, layer: MoELayer) -> list[str]:
 
 
 def count_bytes(backend: Any, total: BytesReport) -> None:
-    """Add one rank's bytes."""
     parameters = {p.untyped_storage().data_ptr() for p in backend.parameters()}
     weights, tensors = backend.kernel.weights, backend.kernel.weights.tensors()
     read = [tensors[name] for name in weights.stored_fields]

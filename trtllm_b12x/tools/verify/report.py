@@ -41,8 +41,6 @@ class CaseReport:
 
 @dataclass
 class BytesReport:
-    """Bytes of one layer."""
-
     checkpoint: int
     """Payload and block scales in the checkpoint."""
     padding: int

@@ -105,7 +105,6 @@ def create_moe_backend(moe_cls: type[MoE], **arguments: Any) -> Any:
 def create_moe(
     routing_method: RenormalizeMoeRoutingMethod, num_experts: int, hidden_size: int, intermediate_size: int, **arguments: Any
 ) -> ConfigurableMoE:
-    """Build the layer for a model: the backend class wrapped in ``ConfigurableMoE``."""
     return ConfigurableMoE(
         routing_method=routing_method,
         num_experts=num_experts,
