@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,19 @@ from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch import crossover, store
+from trtllm_b12x.dispatch import layer as dispatch_layer
+from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.policy import HOST, FixedThreshold, MeasuredPolicy, Timings
 from trtllm_b12x.dispatch.schedule import Schedule
 from trtllm_b12x.engines.trtllm import fused_moe, host_path
-from trtllm_b12x.kernels import PlanError
-from trtllm_b12x.kernels.reference import QuantizedReferenceKernel, ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.kernels import Geometry, Kernel, PlanError
+from trtllm_b12x.kernels.reference import (
+    MXFP8ReferenceKernel,
+    MXFP8UnquantizedReferenceKernel,
+    QuantizedReferenceKernel,
+    ReferenceKernel,
+    UnquantizedReferenceKernel,
+)
 
 TENSORS = random_experts(4, 128, 192)
 CPU = torch.device("cpu")
@@ -128,6 +137,54 @@ def test_a_family_that_cannot_be_planned_when_its_turn_comes(
     assert served(module, 1, 8, 600) == [TRITON, B12X, NONE]
     assert module.backend.verdict.families == ("b12x", "triton")
     assert any("no memory for this" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("families", "now", "ahead"),
+    [
+        # The one launch serves fewer than 64 tokens: the others wait for a measurement.
+        ({"cuda": TRITON, "triton": TRITON}, ["cuda"], ["triton"]),
+        # A format without a host's path: the family that serves every count is compiled first.
+        (
+            {"cuda": MXFP8UnquantizedReferenceKernel, "triton": MXFP8UnquantizedReferenceKernel, "grouped": MXFP8ReferenceKernel},
+            ["cuda", "grouped"],
+            ["grouped", "triton"],
+        ),
+    ],
+)
+def test_what_no_call_reaches_before_a_measurement_is_compiled_meanwhile(
+    clock: Clock, families: dict[str, type[Kernel]], now: list[str], ahead: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    planned: list[str] = []
+    geometry, device = Geometry(128, 8, 2048, 768, "Swiglu"), torch.device("cuda", 0)
+
+    class Recorded(LayerDispatch):
+        def _add(self, name: str, limit: int, bound: dict[str, Any], errors: dict[str, str]) -> None:
+            planned.append(name)
+            bound[name] = kernel = families[name]()
+            vars(kernel).update(geometry=geometry, capacity=limit, device=device)
+
+    def compile_ahead(cls: Any, kinds: Sequence[Any], *_: Any) -> int:
+        if kinds[0][0] is cls:
+            asked.append([kind.name for kind, _ in kinds])
+        return 0
+
+    distinct = {
+        name: type(name, (kind,), {"name": name, "compile_ahead": classmethod(compile_ahead)}) for name, kind in families.items()
+    }
+    monkeypatch.setattr(dispatch_layer, "_ahead", type(dispatch_layer._ahead)())
+    monkeypatch.setattr(threading, "Thread", lambda target, daemon: type("Started", (), {"start": staticmethod(target)}))
+    for _ in range(2):
+        dispatch = Recorded(distinct)
+        dispatch.load(geometry, None, device, 0, set(families))
+        assert list(dispatch.schedule.families) == now
+    assert asked == [ahead]  # once, whatever the number of layers
+    waiting = [name for name in families if name not in now]
+    assert list(dispatch.waiting) == waiting
+    planned.clear()
+    assert (dispatch.plan_waiting(), dispatch.plan_waiting(), planned) == ({}, {}, waiting)
+    assert list(dispatch.schedule.families) == list(families)  # in order of preference
 
 
 def test_kernels_beyond_decode(clock: Clock, every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:

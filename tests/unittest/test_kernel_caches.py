@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from triton import knobs
 from triton.runtime import cache as triton_cache
 
@@ -85,6 +86,19 @@ def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.toolchain, "lacking", lambda capability: ("no ptxas",))
     with pytest.raises(PlanError, match="no ptxas"):
         cache.load([], 120, "")
+
+
+def test_a_plan_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another thread or process compiles for longer: the cache is asked again, and what is there is taken."""
+    monkeypatch.setattr(cache.toolchain, "cache_folder", lambda: tmp_path)
+    answers = [["missing"], ["missing"], []]
+    monkeypatch.setattr(cache, "_missing", lambda needed: answers.pop(0))
+    with FileLock(tmp_path / "trtllm_b12x.lock"):
+        assert cache.fill([], 120) == 0
+    assert not answers
+    answers = [["missing"], ["missing"]]
+    monkeypatch.setattr(cache.compile_pool, "fill", lambda missing, capability: len(missing))
+    assert cache.fill([], 120) == 1
 
 
 # ---- FlashInfer's kernels: what its cache lacks is tried in a child first, inside a server -----------------------------

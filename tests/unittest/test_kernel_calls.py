@@ -1,4 +1,4 @@
-"""Shapes of a call's tensors: every kernel refuses what it would read or write beyond."""
+"""Shapes of a call's tensors: every kernel refuses what it would read or write beyond; ids and router weights of any type."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import mxfp8
+from tests import forks, mxfp8
 from tests.nvfp4_layer import random_call, random_layer
-from trtllm_b12x.kernels import Geometry, Kernel, MoECall
+from trtllm_b12x.formats.nvfp4 import InputScales
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall, routes
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.reference import (
@@ -99,3 +100,94 @@ def test_scratch_memory_suffices_for_fewer_tokens_too(kind: Any) -> None:
 def test_other_kernels_refuse_quantized_input(kind: type[Kernel]) -> None:
     with pytest.raises(ValueError, match="x_sf is given, but the kernel takes unquantized x"):
         kernel_of(kind).run(MoECall(*random_call(GEOMETRY, TOKENS), x_sf=torch.zeros(32, dtype=torch.uint8)))
+
+
+# ---- the launch that makes a host's routes a kernel's: on a GPU as it is, without one in Triton's interpreter -------------
+
+
+EXPERTS, FIRST = 16, 32
+IDS = [32, 47, 33, 31, 48, -1, 2**31 - 1, -(2**31), 32, 33]
+"""Of ten routes four are not of experts 32 to 47."""
+HELD = [True, True, True, False, False, False, False, False, True, True]
+
+
+def on(device: str) -> dict[str, list[list[float]]]:
+    """Both kernels on :data:`IDS`, for every pair of types, and once on an id that 32 bits would make another's."""
+    found: dict[str, list[list[float]]] = {}
+    router_weights = torch.arange(1, len(IDS) + 1, device=device) / 8
+    for unrouted in (-1, 0):
+        table = routes.ExpertRange(FIRST, EXPERTS, unrouted)
+        for ids_type in (torch.int32, torch.int64):
+            for scales_type in (torch.float32, torch.bfloat16, torch.float16):
+                ids = torch.tensor(IDS, device=device, dtype=ids_type)
+                if ids_type is torch.int64:
+                    ids[3] = FIRST + 2**32
+                out = torch.full((4, len(IDS)), -7, dtype=torch.int32, device=device)
+                floats = out[1].view(torch.float32)
+                routes.prepare(table, ids, router_weights.to(scales_type), (out[0], floats))
+                prepared = [out[0].tolist(), floats.tolist(), table.local(ids).tolist()]
+                found[f"{unrouted} {ids_type} {scales_type}"] = prepared
+    return found
+
+
+def divisors_on(device: str) -> dict[str, list[list[float]]]:
+    """Divisors of more experts than a block has, and what torch makes of the same input scales."""
+    experts, found = 1100, {}
+    ids, router_weights = torch.zeros(8, dtype=torch.int32, device=device), torch.ones(8, device=device)
+    for fc2 in (torch.tensor(3.7, device=device), torch.rand(experts, device=device) + 0.1):
+        derived = InputScales(torch.tensor(0.037, device=device), fc2, *torch.zeros(2, experts, device=device))
+        given = (derived.fc1_divisor, derived.fc2_divisor)
+        table, out = routes.ExpertRange(0, experts), torch.empty(3, 8, dtype=torch.int32, device=device)
+        floats = torch.empty(8, device=device)
+        results = []
+        for launch in (
+            lambda: routes.prepare(table, ids, router_weights, (out[0], floats), derived),  # noqa: B023
+            derived.derive,
+        ):
+            for divisor in given:
+                divisor.zero_()
+            launch()
+            results.append([*given[0].tolist(), *given[1].tolist()])
+        found[str(fc2.numel())] = results
+    return found
+
+
+def in_triton(function: str) -> Any:
+    """``function(device)``, with Triton's interpreter where there is no GPU."""
+    if torch.cuda.is_available():
+        return globals()[function]("cuda")
+    return forks.in_the_interpreter(f"{__name__}:{function}", "cpu")
+
+
+def test_divisors_are_derived_in_the_same_launch() -> None:
+    for prepared, in_torch in in_triton("divisors_on").values():
+        assert prepared == in_torch
+        assert 0 not in in_torch
+
+
+def test_routes_outside_the_table_become_unrouted_ones() -> None:
+    found = in_triton("on")
+    assert len(found) == 12
+    for name, (ids, router_weights, in_torch) in found.items():
+        unrouted = int(name.split()[0])
+        expected = [i - FIRST if held else unrouted for i, held in zip(IDS, HELD, strict=True)]
+        assert ids == in_torch == expected, name
+        assert router_weights == [(at + 1) / 8 if held else 0 for at, held in enumerate(HELD)]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64])
+def test_ids_of_every_integer_type_keep_their_value(dtype: torch.dtype) -> None:
+    """An id beyond 32 bits is no expert, though its lower half is one."""
+    ids = torch.tensor([[4, 3], [7, 2]]).to(dtype)
+    expected = [[0, -1], [3, -1]]
+    if dtype in (torch.int64, torch.uint64):
+        ids[0, 0] = 2**32 + 5
+        expected[0][0] = -1
+    if dtype == torch.uint32:
+        ids[0, 0] = 2**32 - 1
+        expected[0][0] = -1
+    known, router_weights = routes.of_known_types(ids, torch.ones(2, 2, dtype=torch.float16))
+    assert known.dtype in routes.ID_TYPES
+    assert router_weights.dtype is torch.float32
+    local = routes.ExpertRange(4, 4).local(known)
+    assert (local.dtype, local.tolist()) == (torch.int32, expected)
