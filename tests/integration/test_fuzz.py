@@ -10,7 +10,7 @@ import json
 import os
 import struct
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -51,33 +51,20 @@ def sound_files() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
-@dataclass
-class Damage:
-    kind: str
-    what: list[Any]
-    """What was drawn, in order."""
-    files: dict[str, bytes] = field(repr=False)
-
-
 FRACTION = st.floats(0, 1, exclude_max=True)
 SCALAR = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1e-38, 1e30, -1.0, float("nan"), float("inf")]))
 KINDS = ["header", "entry", "data", "truncate", "scalar", "json", "json value", "matrix", "matrix"]
 
 
-@st.composite
-def damages(draw_one: st.DrawFn) -> Damage:
-    files, what = dict(sound_files()), []
-
-    def draw(strategy: st.SearchStrategy[Any]) -> Any:
-        what.append(draw_one(strategy))
-        return what[-1]
-
+def damaged(example: st.DataObject) -> dict[str, bytes]:
+    """Return the sound files with one damage, which hypothesis draws and names."""
+    files, draw = dict(sound_files()), example.draw
     blob = files["model.safetensors"]
     (length,) = struct.unpack("<Q", blob[:8])
     header, data = blob[: 8 + length], bytearray(blob[8 + length :])
     entries = json.loads(header[8:])
     names = sorted(name for name in entries if name != "__metadata__")
-    kind = draw_one(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from(KINDS))
     if kind == "matrix":
         matrix = st.tuples(st.integers(0, EXPERTS - 1), st.sampled_from(sorted(PROJECTIONS)))
         matrices = draw(matrix), draw(matrix)
@@ -89,12 +76,10 @@ def damages(draw_one: st.DrawFn) -> Damage:
         change = draw(st.sampled_from(["zero", "random", "roll", "exchange", "half"]))
         data[first], data[second] = damaged_matrix(bytes(data[first]), bytes(data[second]), change)
         blob = header + bytes(data)
-    elif kind in ("header", "data"):
-        changed = bytearray(blob)
-        start, size = (0, len(header)) if kind == "header" else (len(header), len(data))
-        for position, byte in draw(st.lists(st.tuples(FRACTION, st.integers(0, 255)), min_size=1, max_size=8)):
-            changed[start + int(position * size)] = byte
-        blob = bytes(changed)
+    elif kind == "header":
+        blob = with_other_bytes(header, draw) + bytes(data)
+    elif kind == "data":
+        blob = header + with_other_bytes(bytes(data), draw)
     elif kind == "truncate":
         blob = blob[: int(draw(FRACTION) * len(blob))]
     elif kind == "entry":
@@ -119,16 +104,21 @@ def damages(draw_one: st.DrawFn) -> Damage:
         blob = header + bytes(data)
     elif kind == "json":
         file = draw(st.sampled_from(["config.json", "hf_quant_config.json", "model.safetensors.index.json"]))
-        edited = bytearray(files[file])
-        edited[int(draw(FRACTION) * len(edited))] = draw(st.integers(0, 255))
-        files[file] = bytes(edited)
+        files[file] = with_other_bytes(files[file], draw)
     else:
         key, value = draw(st.sampled_from(sorted(KEYS))), draw(st.sampled_from(CONTENTS))
         content = json.loads(files[KEYS[key]])
         (content if key in content else content.get("quantization", content))[key] = value
         files[KEYS[key]] = json.dumps(content).encode()
     files["model.safetensors"] = blob
-    return Damage(kind, what, files)
+    return files
+
+
+def with_other_bytes(content: bytes, draw: Callable[[st.SearchStrategy[Any]], Any]) -> bytes:
+    changed = bytearray(content)
+    for position, byte in draw(st.lists(st.tuples(FRACTION, st.integers(0, 255)), min_size=1, max_size=8)):
+        changed[int(position * len(changed))] = byte
+    return bytes(changed)
 
 
 def damaged_matrix(one: bytes, other: bytes, change: str) -> tuple[bytes, bytes]:
@@ -197,10 +187,11 @@ def sound(files: dict[str, bytes]) -> bool:
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(damage=damages(), with_original=st.booleans())
-def test_no_damage_passes_unseen(tmp_path: Path, damage: Damage, with_original: bool) -> None:
+@given(data=st.data(), with_original=st.booleans())
+def test_no_damage_passes_unseen(tmp_path: Path, data: st.DataObject, with_original: bool) -> None:
     torch.set_num_threads(1)
-    for name, content in damage.files.items():
+    files = damaged(data)
+    for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     report = tmp_path / "report.out"
     report.unlink(missing_ok=True)
@@ -216,12 +207,12 @@ def test_no_damage_passes_unseen(tmp_path: Path, damage: Damage, with_original: 
     layers = json.loads(report.read_text())["layers"]
     assert len(layers) == 1
     if result.exit_code == 0:
-        assert sound(damage.files)
+        assert sound(files)
         assert layers[0]["served_by"] == "b12x"
         assert layers[0]["bits_exact"] is True
         assert layers[0]["num_experts"] == EXPERTS
         assert all(isinstance(case[key], float) for case in layers[0]["cases"] for key in ("rel_l2_none", "error"))
-        assert not with_original or moved(damage.files) <= 0.2
+        assert not with_original or moved(files) <= 0.2
     else:
         assert result.exit_code == 1
         assert layers[0]["failures"] or any(case["failures"] for case in layers[0]["cases"])

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.machine import site
+from tests.installations import distribution
+
 from .environments import Environment, pip
 
 ROOT = Path(__file__).parents[2]
@@ -45,17 +48,12 @@ def environment(directory: Path, pins: Path) -> Path:
     """An environment that has, as far as pip can see, what a host of this generation has; returns its interpreter."""
     venv.create(directory, with_pip=False, symlinks=True)
     python = directory / "bin" / "python"
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip())
     exact = re.findall(r"^([\w.-]+)[=~]=([\w.]+)$", pins.read_text(), re.MULTILINE)
     oldest = re.search(r"^torch>=([\d.]+?)a0", pins.read_text(), re.MULTILINE)
     torch = oldest.group(1) if oldest else "2.9.0"
-    installed = {"torch": torch, **BROUGHT_BY_THE_HOST, **dict(exact)}
-    for name, version in installed.items():
-        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "INSTALLER").write_text("pip\n")
+    packages = site(python)
+    for name, version in {"torch": torch, **BROUGHT_BY_THE_HOST, **dict(exact)}.items():
+        distribution(packages, name, version, [])
     return python
 
 

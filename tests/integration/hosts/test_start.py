@@ -12,6 +12,7 @@ import pytest
 
 from tests.checkpoints import random_experts, write_checkpoint
 from tests.hosts.machine import HOSTS, OURS, SHORT, Double, Machine, of, site
+from tests.installations import distribution
 
 LINE = "rank 0: 2 of 3 MoE layers on {}, decode below 64 tokens (NVFP4)"
 
@@ -63,13 +64,10 @@ def test_a_model_is_promoted_on_its_cards_only(double: Double, card: str, timing
 @pytest.mark.parametrize(("double", "timing"), STOCK, indirect=["double"])
 def test_on_stock_pins_decode_runs_on_triton(double: Double, tmp_path: Path, timing: str) -> None:
     """FlashInfer is 1.2's, as far as its metadata and sources say."""
-    for file, text in {
-        "flashinfer/__init__.py": "",
-        "flashinfer/_build_meta.py": '__version__ = "0.6.0"\n',
-        "flashinfer_python-0.6.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 0.6.0\n",
-    }.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").touch()
+    (tmp_path / "flashinfer" / "_build_meta.py").write_text('__version__ = "0.6.0"\n')
+    distribution(tmp_path, "flashinfer-python", "0.6.0", [])
     path = f"{tmp_path}:{double.variables['PYTHONPATH']}"
     result = double.scenario(f"starts.{timing}", PYTHONPATH=path, TRTLLM_B12X_KERNELS="auto")
     assert result["generation"] == double.generation

@@ -225,16 +225,6 @@ def test_biases_of_a_pair_stay_vllms(caplog: pytest.LogCaptureFixture) -> None:
     assert "trtllm_b12x" not in chosen("NVFP4", activation="swigluoai_uninterleave", has_bias=True)[1].__module__
 
 
-def test_router_weights_are_applied_once() -> None:
-    config, experts = layers.config_of(8, 1, 256, 128), layers.random_experts("MXFP8", 8, 256, 128)
-    method, layer = layers.loaded("MXFP8", config, experts)
-    layer.apply_router_weight_on_input = True
-    x, _, ids = layers.routes(config, 5)
-    weights = torch.tensor([[0.5], [0.25], [2.0], [1.0], [0.125]])
-    expected = experts.expected((x.float() * weights).bfloat16(), torch.ones(5, 1), ids)
-    assert layers.distance(layers.call(method, layer, x, weights, ids), expected) < 0.004
-
-
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_ours_do_not_serve_stays_vllms(form: str, case: str, caplog: pytest.LogCaptureFixture) -> None:
