@@ -166,8 +166,6 @@ def run(options: argparse.Namespace, results: dict[str, Any], deadline: float) -
                         print(f"{peer}, {name}: {found}", flush=True)
                         if time.monotonic() > deadline and found["tokens"] != counts[-1]:
                             raise TimeoutError(f"stopped after {found['tokens']} tokens; --seconds gives it longer")
-                    if any(line["us"] is None for line in results[peer] if line["geometry"] == name):
-                        why = f"its products alone, as its routing takes no top {whole.top_k}"
                 except Exception as error:  # the peer's own fault
                     why = _reason(error)
                 if why:

@@ -6,7 +6,7 @@ memory for all of them. ``torch._grouped_mm`` stands in for its CUTLASS. Routes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ class DequantizedLayer:
         self.first = (*(torch.cat(rows.chunk(2, 1)[::-1], 1).contiguous() for rows in gate_first), layer.scale_1)
         self.second = layer.w2, layer.s2.view(torch.uint8), layer.scale_2
         self.expert_bytes = sum(part.nbytes for part in (*self.first[:2], *self.second[:2])) / g.num_experts
-        self.timed: Mapping[str, Callable[..., Any]] = {"us": self.output}
 
     def prepare(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[Any, ...]:
         order = ids.flatten().argsort(stable=True)

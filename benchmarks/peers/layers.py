@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -89,14 +89,12 @@ class PeerLayer(Protocol):
 
     expert_bytes: float
     """Bytes of codes and scales of one expert."""
-    timed: Mapping[str, Callable[..., Any]]
-    """Key of a line to the function whose time it is: ``us`` and ``products_us``."""
 
     def prepare(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[Any, ...]:
-        """Return the arguments of the timed functions; not timed."""
+        """Return the arguments of ``output``; not timed."""
 
     def output(self, *prepared: Any) -> torch.Tensor:
-        """Return the layer's output ``(T, H)``."""
+        """Return the layer's output ``(T, H)``; timed."""
 
     def expected(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
         """Return the output in float32, of dequantized weights and activations that are not quantized."""
@@ -117,24 +115,21 @@ class Peer:
 
 
 def measure_peer(peer: Peer, geometry: Geometry, ours: Sequence[Any], tokens: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield a line for each token count: microseconds, error and megabytes of a call.
-
-    ``us`` is None if the peer has only products, as its ``products_us``.
-    """
+    """Yield a line for each token count: microseconds, error and megabytes of a call."""
     layers = peer.layers(geometry, ours)
     for count in tokens:
         drawn = draw(geometry, geometry, count, len(layers))
         calls = [(layers[i], layers[i].prepare(drawn.x, ids, drawn.router_weights)) for i, ids in drawn.calls]
         layer, arguments = calls[0]
         expected = layer.expected(drawn.x, drawn.calls[0][1], drawn.router_weights)
-        line: dict[str, Any] = {"tokens": count, "us": None}
-        line["quantization"] = getattr(layer, "quantization", peer.quantization)
-        line["error"] = distance(layer.output(*arguments), expected)
-        for key in layer.timed:
 
-            def run(key: str = key, calls: Any = calls) -> list[Any]:
-                return [each.timed[key](*arguments) for each, arguments in calls]
+        def run(calls: Any = calls) -> list[Any]:
+            return [each.output(*arguments) for each, arguments in calls]
 
-            line[key] = 1e6 * graph_seconds(run, REPLAYS) / len(calls)
-        line["megabytes"] = drawn.hits * layer.expert_bytes / 1e6
-        yield line
+        yield {
+            "tokens": count,
+            "quantization": getattr(layer, "quantization", peer.quantization),
+            "error": distance(layer.output(*arguments), expected),
+            "us": 1e6 * graph_seconds(run, REPLAYS) / len(calls),
+            "megabytes": drawn.hits * layer.expert_bytes / 1e6,
+        }

@@ -10,7 +10,7 @@ Read in vLLM 0.22.1: ``fused_moe/experts/marlin_moe.py`` (calls and block sizes)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,11 +161,10 @@ class MarlinLayer:
         )
         stored = (self.first.codes, self.first.scales, self.second.codes, self.second.scales)
         self.expert_bytes = sum(part.nbytes for part in stored) / g.num_experts
-        self.timed: Mapping[str, Callable[..., Any]] = {"us": self.output, "products_us": self.products}
         self.expected = layer.expected
 
     def prepare(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[Any, ...]:
-        return x, ids, router_weights.float(), self.sort(ids)
+        return x, ids, router_weights.float()
 
     def sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """Return the sorted routes, the expert of each block, the number of padded routes, and the rows of a block."""
@@ -179,12 +178,8 @@ class MarlinLayer:
         torch.ops._moe_C.moe_align_block_size(ids, experts, block, order, blocks, total, None)
         return order, blocks, total, block
 
-    def output(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, _: Any = None) -> torch.Tensor:
-        return self.products(x, ids, router_weights, self.sort(ids))
-
-    def products(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor, order: Any) -> torch.Tensor:
-        """Run the layer on routes that are sorted."""
-        tokens, top_k = ids.shape
+    def output(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
+        (tokens, top_k), order = ids.shape, self.sort(ids)
         if self.hidden != x.shape[1]:
             x = pad(x, self.hidden)
         inner = self.gemm(x, self.first, router_weights, order, tokens, top_k, False)

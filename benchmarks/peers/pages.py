@@ -11,8 +11,8 @@ from benchmarks.peers.others import PEERS
 SHOWN = ("Qwen3-30B-A3B", "Nemotron-3-Super", "gpt-oss-120b-like")
 """Layers of the default run and of the plot."""
 DECODE = "cuda", "triton"
-_DIGITS = {"us": 1, "products_us": 1, "megabytes": 1, "fraction": 2, "host_us": 0, "error": 4}
-_TITLES = "layer", "tokens", "kernel", "us", "products us", "MB", "of copy", "host us", "error"
+_DIGITS = {"us": 1, "megabytes": 1, "fraction": 2, "host_us": 0, "error": 4}
+_TITLES = "layer", "tokens", "kernel", "us", "MB", "of copy", "host us", "error"
 
 
 def label(peer: str, line: dict[str, Any]) -> str:
@@ -55,7 +55,7 @@ def markdown(results: dict[str, Any]) -> str:
         if clocks:
             head.append(f"Clocks {when}: SM {clocks.get('clocks.sm')}, memory {clocks.get('clocks.mem')} MHz.")
     notes = [
-        "- us: microseconds of a whole layer from x, ids and router weights. products us: without the sorting of routes.",
+        "- us: microseconds of a whole layer from x, ids and router weights.",
         "- error: relative L2 from float32 on dequantized weights with activations that are not quantized.",
         *(f"- {PEERS[peer].note}" for peer in PEERS if results.get(peer)),
         *(f"- Not measured: {line}" for line in results["not_measured"]),

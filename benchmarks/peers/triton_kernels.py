@@ -2,7 +2,7 @@
 
 A call is its routing from logits (top-k, softmax, sorting), FC1 with its SwiGLU fused, and FC2 with the router weights and the
 sum over routes. Weights are random MXFP4 codes of its own. Logits give the ids and router weights of the other kernels.
-Its SwiGLU multiplies by ``up + 1``, on Qwen's layers too. ReLU2 is two kernels of torch, as in vLLM.
+Its SwiGLU multiplies by ``up + 1``, on Qwen's layers too.
 
 Read in vLLM 0.22.1: ``third_party/triton_kernels``, ``fused_moe/experts/gpt_oss_triton_kernels_moe.py`` (calls, capabilities) and
 ``quantization/utils/mxfp4_utils.py`` (layouts, ``split_k`` of 1 on Hopper).
@@ -11,7 +11,7 @@ Read in vLLM 0.22.1: ``third_party/triton_kernels``, ``fused_moe/experts/gpt_oss
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ _ABSENT = -30.0
 
 def lacks(geometry: Geometry, vllm: Path | None) -> str:
     """Return why the layer cannot be measured, or an empty string."""
-    if geometry.format not in ("NVFP4", "W4A16_NVFP4", "MXFP4") or geometry.activation not in ("Swiglu", "SwigluBias", "Relu2"):
+    if geometry.format not in ("NVFP4", "W4A16_NVFP4", "MXFP4") or geometry.activation not in ("Swiglu", "SwigluBias"):
         return f"this comparison has no {geometry.format} layer with {geometry.activation}"
+    if geometry.top_k & (geometry.top_k - 1):  # its kernels have tl.arange(0, top_k)
+        return f"its routing takes no top {geometry.top_k}"
     if vllm is None:
         return parts.MISSING
     major, minor = torch.cuda.get_device_capability()
@@ -72,37 +74,27 @@ class TritonKernelsLayer:
 
     def __init__(self, geometry: Geometry, seed: int, device: str = "cuda") -> None:
         g = self.geometry = geometry
-        self.columns = (2 if g.gated else 1) * g.intermediate_size
-        self.first = Matrix(g.num_experts, g.hidden_size, self.columns, 2 * seed, device)
+        columns = 2 * g.intermediate_size
+        self.first = Matrix(g.num_experts, g.hidden_size, columns, 2 * seed, device)
         self.second = Matrix(g.num_experts, g.intermediate_size, g.hidden_size, 2 * seed + 1, device)
         self.bias_1, self.bias_2 = (
             torch.rand(g.num_experts, width, device=device) - 0.5 if g.bias is not None else None
-            for width in (self.columns, g.hidden_size)
+            for width in (columns, g.hidden_size)
         )
         matmul = _module("matmul_ogs")
         self.constants = (1.702, LIMIT) if g.activation == "SwigluBias" else (1.0, 1e6)
         specs = matmul.FnSpecs("swiglu", _module("swiglu").swiglu_fn, ("alpha", "limit"))
-        self.activation = matmul.FusedActivation(specs, self.constants, 2) if g.gated else None
+        self.activation = matmul.FusedActivation(specs, self.constants, 2)
         stored = (self.first.codes, self.first.scales, self.second.codes, self.second.scales)
         self.expert_bytes = sum(part.nbytes for part in stored) / g.num_experts
-        self.routes_itself = g.top_k & (g.top_k - 1) == 0  # its kernels have tl.arange(0, top_k)
-        self.timed: Mapping[str, Callable[..., Any]] = {"products_us": self.output}
-        if self.routes_itself:
-            self.timed = {"us": self.whole, "products_us": self.output}
 
     def prepare(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[Any, ...]:
         logits = torch.full((len(x), self.geometry.num_experts), _ABSENT, device=x.device)
         logits.scatter_(1, ids.long(), router_weights.float().log())
-        routing = _module("routing")
-        route = routing.routing if self.routes_itself else routing.routing_torch
-        return x, logits, route(logits, self.geometry.top_k)
+        return x, logits
 
-    def whole(self, x: torch.Tensor, logits: torch.Tensor, _: Any) -> torch.Tensor:
-        return self.output(x, logits, _module("routing").routing(logits, self.geometry.top_k))
-
-    def output(self, x: torch.Tensor, _: torch.Tensor, routes: Any) -> torch.Tensor:
-        """Run the products on routes that are sorted."""
-        data, gather, scatter = routes
+    def output(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        data, gather, scatter = _module("routing").routing(logits, self.geometry.top_k)
         matmul = _module("matmul_ogs").matmul_ogs
         inner = matmul(
             x,
@@ -113,8 +105,6 @@ class TritonKernelsLayer:
             precision_config=self.first.precision,
             fused_activation=self.activation,
         )
-        if self.activation is None:
-            inner = torch.square(torch.relu_(inner))
         result: torch.Tensor = matmul(
             inner,
             self.second.weight,
@@ -127,16 +117,12 @@ class TritonKernelsLayer:
         return result
 
     def expected(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
-        result = torch.zeros(x.shape, device=x.device)
+        (alpha, limit), result = self.constants, torch.zeros(x.shape, device=x.device)
         for e in ids.unique().tolist():
             token, slot = (ids == e).nonzero(as_tuple=True)
             inner = x[token].float() @ self.first.dense(e) + (0 if self.bias_1 is None else self.bias_1[e])
-            if self.geometry.gated:
-                alpha, limit = self.constants
-                gate, up = inner[:, 0::2].clamp(max=limit), inner[:, 1::2].clamp(-limit, limit)
-                inner = gate * torch.sigmoid(alpha * gate) * (up + 1)
-            else:
-                inner = torch.relu(inner) ** 2
+            gate, up = inner[:, 0::2].clamp(max=limit), inner[:, 1::2].clamp(-limit, limit)
+            inner = gate * torch.sigmoid(alpha * gate) * (up + 1)
             output = inner @ self.second.dense(e) + (0 if self.bias_2 is None else self.bias_2[e])
             result.index_add_(0, token, output * router_weights[token, slot].unsqueeze(1))
         return result

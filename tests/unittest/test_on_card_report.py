@@ -26,7 +26,7 @@ def _decode(us: float = 50.0, error: float = 0.0022) -> dict[str, Any]:
         {**names, **numbers, "tokens": tokens, "us": us * tokens, "error": error if tokens < 64 else float("nan")}
         for tokens in (1, 64)
     ]
-    marlin = [{"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 98.0, "products_us": 90.0, "error": float("nan")}]
+    marlin = [{"geometry": "Qwen3-30B-A3B", "tokens": 1, "us": 98.0, "error": float("nan")}]
     lacking = ["triton_kernels: it is not on PYTHONPATH"]
     return {
         "gpu": "A",
@@ -70,9 +70,9 @@ def test_the_kernels_of_a_report(tmp_path: Path) -> None:
     found = _reported(tmp_path, _decode())
     assert found["kernels"]["Qwen3-30B-A3B"]["peers"]["lines"][0]["us"] == 50.0
     page = (tmp_path / "report.md").read_text()
-    assert "| Qwen3-30B-A3B | 1 | ours, `triton` | 50.0 | - | 21.2 | 0.23 | 22 | 0.0022 |" in page
-    assert "| Qwen3-30B-A3B | 1 | vLLM's Marlin, W4A16 NVFP4 | 98.0 | 90.0 | - | - | - | - |" in page
-    assert "| Qwen3-30B-A3B | 64 | ours, `triton` | 3200.0 | - | 21.2 | 0.23 | 22 | - |" in page
+    assert "| Qwen3-30B-A3B | 1 | ours, `triton` | 50.0 | 21.2 | 0.23 | 22 | 0.0022 |" in page
+    assert "| Qwen3-30B-A3B | 1 | vLLM's Marlin, W4A16 NVFP4 | 98.0 | - | - | - | - |" in page
+    assert "| Qwen3-30B-A3B | 64 | ours, `triton` | 3200.0 | 21.2 | 0.23 | 22 | - |" in page
     assert "| tokens | b12x | triton | host |\n| --- | --- | --- | --- |\n| 1 | 30.0 | 51.0 | 60.0 |" in page
     assert "Never at 90% of 2600 MHz: kernels Qwen3-30B-A3B. Lock the clock (`sudo nvidia-smi -lgc 2600`" in page
     assert "triton_kernels: it is not on PYTHONPATH" in page
