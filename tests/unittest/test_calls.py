@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.tools import verify
 
 host = layers.host
@@ -58,37 +56,6 @@ def test_what_only_cutlass_does(
     assert seen["x_sf"] is not None
     assert arguments.items() <= seen.items()
     assert layers.errors(module, x[:4], logits[:4], result[:4], tensors)[0] < 0.05
-
-
-IN_KEYWORDS = "workspace" not in inspect.signature(host.CutlassFusedMoE.run_moe).parameters
-
-
-@pytest.mark.parametrize("told", ["by the wrapper", "by a call", *(["by the layer"] if IN_KEYWORDS else [])])
-def test_behind_an_all_to_all_nothing_is_promised(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
-    """No kernel of ours serves what comes out of it."""
-    monkeypatch.setattr(host.CutlassFusedMoE, "validate_configurable_moe", lambda self, moe: None, raising=False)
-    module, tensors = layers.made(6, 128, 192, top_k=3)
-    backend = module.backend
-    x, logits = layers.inputs(module, 5, tensors)
-    assert backend.quantize_input(x, post_quant_comm=False)[0] is x
-    if told == "by the wrapper":
-        backend.validate_configurable_moe(SimpleNamespace(enable_alltoall=False))
-        assert backend.verdict.served
-        backend.validate_configurable_moe(SimpleNamespace(enable_alltoall=True))
-    else:
-        routing = module.routing_method.apply(logits)
-        given: dict[str, Any] = {"is_sf_swizzled": False, "output_dtype": torch.bfloat16}
-        if told == "by a call":
-            given |= {"enable_alltoall": True, **TUNED}
-        else:
-            monkeypatch.setattr(host.CutlassFusedMoE, "enable_alltoall", True, raising=False)
-        result = backend.run_moe(x, *routing, **given)
-        assert layers.errors(module, x, logits, result, tensors)[0] < 0.05
-    sent, scales = backend.quantize_input(x, post_quant_comm=False)
-    assert (sent.dtype, scales is None) == (torch.uint8, False)
-    assert backend.verdict.reasons == (RejectReason.ALLTOALL,)
-    backend.post_load_weights()
-    assert backend.kernel is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

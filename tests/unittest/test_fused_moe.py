@@ -25,20 +25,6 @@ def layer() -> tuple[Any, dict[str, torch.Tensor]]:
     return layers.load(layers.create(6, 128, 192, top_k=3), tensors), tensors
 
 
-@pytest.mark.keywords
-def test_the_class_counts_as_the_hosts_wherever_classes_are_compared() -> None:
-    ours, cutlass = FlashInferNvfp4Sm12xFusedMoE, host.CutlassFusedMoE
-    assert ours == cutlass
-    assert cutlass == ours
-    assert ours in (cutlass,)
-    assert ours in [object, cutlass]
-    assert hash(ours) == hash(cutlass)
-    assert ours is not cutlass
-    assert ours != host.create_moe.ConfigurableMoE
-    assert issubclass(ours, cutlass)
-    assert not issubclass(cutlass, ours)
-
-
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [1, 7, 63, 64, 130])
 def test_both_sides_of_the_crossover(tokens: int, gated: bool) -> None:
@@ -81,36 +67,20 @@ def test_the_scheduler_may_see_other_token_counts_in_quantize_input_and_run_moe(
     assert len(reached) == 0  # already quantized: CUTLASS
 
 
-def test_before_communication_the_form_never_depends_on_the_count(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
-    backend = layer[0].backend
-    for tokens in (1, 63, 64):
-        packed, sf = backend.quantize_input(torch.randn(tokens, 128).bfloat16())
-        assert packed.dtype is torch.uint8
-        assert sf.shape == (tokens, 8)
-
-
-def test_moe_output_is_written_and_returned(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
+def test_moe_output_is_written_and_output_dtype_is_honored(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
     module, tensors = layer
     for tokens in (4, 70):
         x, logits = layers.inputs(module, tokens, tensors)
         ids, router_weights = module.routing_method.apply(logits)
         quantized, sf = module.backend.quantize_input(x, post_quant_comm=False)
+        call = module.backend, quantized, ids, router_weights, sf
         for dtype in (torch.bfloat16, torch.float32):
             buffer = torch.full((tokens, 128), float("nan"), dtype=dtype)
-            result = layers.run_moe(module.backend, quantized, ids, router_weights, sf, output_dtype=dtype, moe_output=buffer)
-            assert result is buffer
+            assert layers.run_moe(*call, output_dtype=dtype, moe_output=buffer) is buffer
             assert layers.errors(module, x, logits, buffer, tensors)[0] < 0.05
-
-
-def test_output_dtype_is_honored_and_outputs_are_never_shared(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
-    module, tensors = layer
-    x, logits = layers.inputs(module, 3, tensors)
-    ids, router_weights = module.routing_method.apply(logits)
-    dtypes = (None, torch.bfloat16, torch.float32, torch.float16)
-    results = [layers.run_moe(module.backend, x, ids, router_weights, output_dtype=dtype) for dtype in dtypes]
-    assert [r.dtype for r in results] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16]
-    assert len({r.data_ptr() for r in results}) == 4
-    assert torch.equal(results[0], results[1])
+    results = [layers.run_moe(module.backend, x[:3], ids[:3], router_weights[:3], output_dtype=d) for d in (None, torch.float16)]
+    assert [result.dtype for result in results] == [torch.bfloat16, torch.float16]
+    assert results[0].data_ptr() != results[1].data_ptr() != buffer.data_ptr()
 
 
 @pytest.mark.embedded  # TensorRT-LLM hands the record itself to its operator, which has no place for it
@@ -125,19 +95,6 @@ def test_quantized_input_and_no_tokens_are_served_as_the_host_serves_them(layer:
     assert len(reached) == 0
     assert empty.shape == (0, 128)
     assert empty.dtype is torch.bfloat16
-
-
-def test_a_call_that_the_host_cuts_is_put_together_right() -> None:
-    """The embedded host runs every call whole: this one on CUTLASS."""
-    calls = 0 if host.generation == "embedded" else 3
-    module, tensors = layers.made(6, 128, 192, top_k=3, max_num_tokens=200, moe_max_num_tokens=50)
-    x, logits = layers.inputs(module, 120, tensors)
-    with verify.kernel_calls(module.backend) as reached:
-        result = module(x, logits)
-    assert len(reached) == calls
-    none, kernel = layers.errors(module, x, logits, result, tensors)
-    assert none < 0.05
-    assert kernel < 0.005 or not calls
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2), (1, 3)])

@@ -52,14 +52,6 @@ def test_a_difference_is_found(tmp_path: Path, module: str, old: str, new: str) 
     assert differences(folder, "C1") != []
 
 
-def test_every_generation_has_its_sources() -> None:
-    assert tuple(contract.facts()) == contract.GENERATIONS
-    for generation, facts in contract.facts().items():
-        assert set(facts["functions"]) == set(contract.relied_on(generation))
-        for module in ("create_moe", "fused_moe_cutlass", "quantization"):
-            assert module in facts["sources"], generation
-
-
 @pytest.mark.parametrize(
     ("function", "found"),
     [

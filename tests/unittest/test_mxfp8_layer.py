@@ -14,7 +14,7 @@ import trtllm_b12x
 from tests import mxfp8
 from tests.checkpoints import random_experts
 from tests.clock import Clock, standing_in
-from tests.layers import create, host, load, swiglu_constants
+from tests.layers import create, host, load
 from trtllm_b12x.core import settings
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch import crossover
@@ -67,17 +67,6 @@ def test_scales_that_a_checkpoint_lacks_are_seen() -> None:
     met = (layer.routing_method.apply(logits)[0] == 3).any(1)
     assert 0 < int(met.sum()) < 40
     assert torch.equal(layer(x, logits).isnan().all(1), met)
-
-
-def test_a_layer_that_no_kernel_serves_raises_at_load(caplog: pytest.LogCaptureFixture) -> None:
-    """Its first call would raise while other ranks wait in the reduction."""
-    one = {"alpha": torch.ones(EXPERTS), "beta": torch.ones(EXPERTS), "limit": torch.ones(EXPERTS, 2)[:, 0]}
-    with pytest.raises(
-        RuntimeError, match=r"no kernel serves the MoE layer of .* no path for it on this card: .* swiglu_limit is"
-    ):
-        built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE), **swiglu_constants(**one))
-    assert "has no implementation: KERNEL_PLAN_FAILED" in caplog.text
-    assert "CUTLASS" not in caplog.text
 
 
 def test_beside_a_layer_of_another_format(caplog: pytest.LogCaptureFixture) -> None:

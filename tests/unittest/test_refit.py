@@ -183,15 +183,6 @@ def test_padding_is_named() -> None:
     assert_serves(layers.load(ours, tensors), tensors)
 
 
-@pytest.mark.embedded  # later hosts load parts
-def test_partial_reload_is_the_hosts_answer() -> None:
-    """1.2 and 1.3 refuse partial loading of quantized experts; nothing is lost."""
-    module, tensors = layers.made(4, 128, 192)
-    with pytest.raises(ValueError, match="partial loading"):
-        module.load_weights([tensors], allow_partial_loading=True)
-    assert_serves(module, tensors)
-
-
 # ---- copies, moves and halves ------------------------------------------------------------------------------------------
 
 

@@ -139,22 +139,16 @@ def test_forms_of_a_kernel_beside_each_other(card: Clock, monkeypatch: pytest.Mo
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_reads_what_it_writes(card: Clock, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    run(*SIZES, "--ep", "2", "--json", out)
-    (table,) = json.loads(out.read_text())["tables"]
-    assert (table["geometry"]["num_experts"], table["geometry"]["ranks"]) == (4, 2)
-    stored = store.load(key_of(table))
-    assert stored is not None
-    assert store.load_file(out, key_of(table)).rows == stored.rows
-
-
-def test_a_checkpoint_has_a_table_for_each_geometry(card: Clock, tmp_path: Path) -> None:
+def test_a_checkpoint_has_a_table_for_each_geometry_and_a_server_reads_it(card: Clock, tmp_path: Path) -> None:
     experts = [random_experts(4, 128, 64), random_experts(4, 128, 64, seed=1)]
-    result = run(write_checkpoint(tmp_path / "model", experts, top_k=2), "--tp", "2", "--json", "-")
+    result = run(write_checkpoint(tmp_path / "model", experts, top_k=2), "--tp", "2", "--ep", "2", "--json", "-")
     (table,) = json.loads(result.stdout)["tables"]
     assert table["layer"] == "model.layers.0.mlp"
-    assert table["geometry"]["intermediate_size"] == 256  # 32 on the tile
+    assert [table["geometry"][name] for name in ("intermediate_size", "num_experts", "ranks")] == [256, 2, 2]  # 32 on the tile
+    stored = store.load(key_of(table))
+    assert stored is not None
+    (tmp_path / "out.json").write_text(result.stdout)
+    assert store.load_file(tmp_path / "out.json", key_of(table)).rows == stored.rows
     assert len(card.asked) == 1
     assert "on a rank" in result.stderr
 
