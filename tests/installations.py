@@ -14,12 +14,10 @@ def program(directory: Path, name: str, text: str) -> None:
     file.chmod(0o755)
 
 
-def distribution(site: Path, name: str, version: str, files: list[Path], hashes: dict[Path, str] | None = None) -> None:
-    """A dist-info whose RECORD holds the files' hashes as they are now, or those given."""
+def distribution(site: Path, name: str, version: str, files: list[Path]) -> None:
+    """A dist-info whose RECORD holds the files' hashes as they are now."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    rows = [
-        f"{file.relative_to(site)},{(hashes or {}).get(file) or packages.digest(file)},{file.stat().st_size}" for file in files
-    ]
+    rows = [f"{file.relative_to(site)},{packages.digest(file)},{file.stat().st_size}" for file in files]
     (info / "RECORD").write_text("\n".join(rows) + "\n")

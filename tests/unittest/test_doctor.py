@@ -18,7 +18,7 @@ from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
 from trtllm_b12x import environment
 from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason, families
-from trtllm_b12x.environment import prove
+from trtllm_b12x.environment import prove, triton
 from trtllm_b12x.tools.cli import main
 
 FIELD = dataclasses.replace(GOOD, dsl="4.5.0", payload_cuda=(12, 9), payload_fault=PayloadFault.SHADOWED, flashinfer="0.6.16")
@@ -33,12 +33,6 @@ def run(monkeypatch: pytest.MonkeyPatch, facts: Environment, *arguments: Any, st
 
 def report(monkeypatch: pytest.MonkeyPatch, facts: Environment, *arguments: Any) -> Any:
     return json.loads(run(monkeypatch, facts, *arguments, "--json").output)
-
-
-def test_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = run(monkeypatch, GOOD, status=0).output.splitlines()
-    assert {f"NVFP4 {name} would be FlashInferNvfp4Sm12xFusedMoE" for name in ("Swiglu", "Relu2")} <= set(lines)
-    assert lines[-1] == "b12x WOULD serve decode here, inside TensorRT-LLM"
 
 
 def test_what_cards_have_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -114,6 +108,7 @@ def test_an_unknown_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_and_what_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, GOOD, status=0).output.splitlines()[-1] == "b12x WOULD serve decode here, inside TensorRT-LLM"
     inside = dataclasses.replace(GOOD, host="A")
     here = run(monkeypatch, inside).output
     assert "NVFP4 Swiglu is FlashInferNvfp4Sm12xFusedMoE" in here
@@ -236,11 +231,15 @@ def test_what_triton_lacks(monkeypatch: pytest.MonkeyPatch, every_family: None) 
     assert report(monkeypatch, facts)["environment"]["triton_lacks"][0]["what"] == "no C compiler"
 
 
-def test_where_libcuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the card that is here, and for no other."""
-    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/nowhere")
-    expected = "not in /nowhere: set TRITON_LIBCUDA_PATH to its folder, for warmup and for the server"
+def test_where_libcuda_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For the card that is here, and for no other. WSL2 has it in a folder of its own."""
+    monkeypatch.delenv("TRITON_LIBCUDA_PATH", raising=False)
+    assert triton.driver_folders()[-1] == "/usr/lib/wsl/lib"
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    expected = f"not in {tmp_path}: set TRITON_LIBCUDA_PATH to its folder, for warmup and for the server"
     assert dict(report(monkeypatch, GOOD)["facts"])["libcuda"] == expected
+    (tmp_path / "libcuda.so.1").touch()
+    assert dict(report(monkeypatch, GOOD)["facts"])["libcuda"] == str(tmp_path)
     assert "libcuda" not in dict(report(monkeypatch, GOOD, "--target", "sm_121a")["facts"])
 
 

@@ -17,7 +17,7 @@ from tests.installations import distribution, program
 from trtllm_b12x import environment
 from trtllm_b12x.core import disk
 from trtllm_b12x.decision import Environment
-from trtllm_b12x.environment import cute_dsl, gpu, packages, triton
+from trtllm_b12x.environment import cute_dsl, gpu, packages
 
 
 @pytest.fixture
@@ -101,19 +101,6 @@ def test_nvidia_smi_of_wsl2_need_not_be_on_path(tmp_path: Path, monkeypatch: pyt
     assert environment.gpu_sm() == 120
 
 
-def test_where_libcuda_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """WSL2 has it in a folder of its own; a folder that warmup does not know is named by TRITON_LIBCUDA_PATH."""
-    monkeypatch.delenv("TRITON_LIBCUDA_PATH", raising=False)
-    assert triton.driver_folders()[-1] == "/usr/lib/wsl/lib"
-    monkeypatch.setattr(triton, "driver_folders", lambda: [str(tmp_path / "lib64"), str(tmp_path / "wsl")])
-    assert triton.libcuda() == (
-        f"not in {tmp_path}/lib64, {tmp_path}/wsl: set TRITON_LIBCUDA_PATH to its folder, for warmup and for the server"
-    )
-    (tmp_path / "wsl").mkdir()
-    (tmp_path / "wsl" / "libcuda.so.1").touch()
-    assert triton.libcuda() == str(tmp_path / "wsl")
-
-
 def test_a_slow_nvidia_smi_is_not_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver without persistence mode takes its time to start; a program that fails says so at once."""
     file = tmp_path / "nvidia-smi"
@@ -125,12 +112,6 @@ def test_a_slow_nvidia_smi_is_not_a_machine_without_a_gpu(tmp_path: Path, monkey
         assert environment.gpu_sm() == expected
         assert environment.driver_cuda() is None
         assert environment.cards() == []
-
-
-def test_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path / "bin", "nvidia-smi", "| NVIDIA-SMI 580.95.05   Driver Version: 580.95.05   CUDA Version: 13.0  |")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    assert environment.driver_cuda() == (13, 0)
 
 
 def test_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
