@@ -45,7 +45,7 @@ class Toy(ReferenceKernel):
 def _catalog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """What a row adds."""
     row = families.Family("toy", "NVFP4", lambda facts: TOY)
-    monkeypatch.setitem(KERNELS, row.key, (Toy, Toy))
+    monkeypatch.setitem(KERNELS, (row.name, row.format), (Toy, Toy))
     monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, row))
     monkeypatch.setattr(settings, "FAMILIES", (*settings.FAMILIES, "toy"))
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x,toy")
@@ -55,7 +55,7 @@ def _catalog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 def test_what_the_catalog_says_is_what_the_kernels_say() -> None:
     machine = environment.inspect_flashinfer()
     for family in families.FAMILIES:
-        assert family.features(machine) == KERNELS[family.key][0].features
+        assert family.features(machine) == KERNELS[family.name, family.format][0].features
         assert family.features(machine).name == family.name
     assert B12xKernel.features.activations == set(ACTIVATIONS) == ReferenceKernel.features.activations
     assert TritonKernel.features.activations == set(TRITON_ACTIVATIONS) == UnquantizedReferenceKernel.features.activations

@@ -37,11 +37,6 @@ class Family:
     format: str
     features: Features
 
-    @property
-    def key(self) -> tuple[str, str]:
-        """Key of ``trtllm_b12x.kernels.catalog.KERNELS``."""
-        return self.name, self.format
-
 
 def b12x(e: Environment) -> KernelFeatures:
     return KernelFeatures(

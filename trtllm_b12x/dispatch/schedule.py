@@ -30,11 +30,7 @@ class Schedule:
     """The bound kernels of one layer and the policy that chooses among them and the host."""
 
     def __init__(self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None, hostless: bool = False) -> None:
-        """Take bound kernels, the preferred one first.
-
-        ``hostless``: the host's path is wrong, and the last family that serves a count does where the policy leaves it to the
-        host.
-        """
+        """``hostless``: the host's path is wrong; where the policy names it, the last family that serves the count does."""
         self.families, self.hostless = families, hostless
         self.kernels = tuple(families.values())
         self.policy = policy or FixedThreshold()

@@ -82,10 +82,7 @@ class Kernel(ABC):
 
     @classmethod
     def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
-        """Compile for the families of ``planned``, with their capacities, before they are planned; where that pays.
-
-        Return the number of processes that compiled.
-        """
+        """Compile for the families of ``planned``, with their capacities, before that. Return the number of processes."""
         return 0
 
     @property
@@ -94,10 +91,7 @@ class Kernel(ABC):
         return True
 
     def check(self, geometry: Geometry, multiples: tuple[int, int]) -> None:
-        """Raise ValueError if the family does not support the activation or a size.
-
-        ``multiples`` are of the hidden and of the intermediate size.
-        """
+        """Raise ValueError if the family lacks the activation, or hidden and intermediate size are not of these ``multiples``."""
         activations, sizes = self.features.activations, (geometry.hidden_size, geometry.intermediate_size)
         if geometry.activation not in activations:
             raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(activations))}")

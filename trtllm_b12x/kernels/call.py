@@ -30,10 +30,7 @@ class MoECall(NamedTuple):
     """uint8 memory for intermediate results, ``Kernel.scratch_bytes`` or more at a multiple of 16. Allocated if not given."""
 
     def check(self, geometry: Geometry, quantized_input: bool) -> None:
-        """Raise ValueError, naming the tensor, if a shape is not what kernels read or write.
-
-        ``quantized_input``: the kernel takes ``x_sf``.
-        """
+        """Raise ValueError, naming the tensor, if kernels do not take its shape, or no ``x_sf`` and there is one."""
         x, x_sf, swizzled = self.x, self.x_sf, self.swizzled
         tokens, hidden = x.shape[0], geometry.hidden_size
         if x_sf is not None and not quantized_input:

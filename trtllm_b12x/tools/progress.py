@@ -44,16 +44,9 @@ def is_replaceable(file: Path) -> bool:
 
 def write(file: Path, text: str) -> None:
     """Write a file atomically, or to a device, or to standard output if it is ``-``."""
-    from trtllm_b12x.core import disk
-
-    if str(file) == "-":
-        click.echo(text, nl=False)
-        return
     try:
-        if is_replaceable(file):
-            disk.replace(file, text)
-        else:
-            file.write_text(text, encoding="utf-8")
+        with click.open_file(str(file), "w", encoding="utf-8", atomic=is_replaceable(file)) as stream:
+            stream.write(text)
     except OSError as error:
         raise UnusableError(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
 

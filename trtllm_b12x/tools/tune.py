@@ -63,7 +63,7 @@ def _gpu() -> str:
 def _families() -> list[str]:
     from trtllm_b12x.engines.trtllm.machine import candidate_kernels
 
-    return [family for family, kernel in candidate_kernels("cuda").items() if kernel.features.name == family]
+    return [family for family, kernel in candidate_kernels("cuda").items() if kernel.features.name == family]  # no stand-ins
 
 
 def _tune(shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, json_file: Path | None, plot_file: Path | None) -> int:
@@ -106,10 +106,7 @@ def _tune(shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, json_fi
 
 
 def _measure(name: str, shape: LayerShape, ranks: options.Ranks, copy: float) -> tuple[dict[str, Any], list[str]]:
-    """Measure one geometry, and store its table. Return the table for the JSON file, and the lines to print.
-
-    ``copy``: bytes per second that a copy moves.
-    """
+    """Measure one geometry and store its table. Return it for the JSON file, and lines to print. ``copy``: bytes per second."""
     import torch
 
     from trtllm_b12x.dispatch import crossover, store, timing

@@ -270,7 +270,7 @@ def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in
 
 # ---- table and JSON report -----------------------------------------------------------------------------------------------
 
-_UNQUANTIZED = frozenset(row.key for row in FAMILIES if row.features(Environment()).arithmetic == "UNQUANTIZED")
+_UNQUANTIZED = frozenset((row.name, row.format) for row in FAMILIES if row.features(Environment()).arithmetic == "UNQUANTIZED")
 """Family and format of kernels that do not quantize activations. They have no error against the reference that does."""
 
 

@@ -132,7 +132,7 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
         rows = list(families.rows(verdict.families, shape.quant_algo))
         geometry = shape.on_rank(ranks.tp, ranks.ep, math.lcm(*(row.features(facts).tile for row in rows)))
         for row in rows:
-            kernel, _ = KERNELS[row.key]
+            kernel, _ = KERNELS[row.name, row.format]
             if capacity := crossover.max_tokens(kernel.features, geometry, torch.device("cuda")):
                 tasks.append(CompileTask(kernel, geometry, capacity))
     return list(dict.fromkeys(tasks)), list(dict.fromkeys(refused))

@@ -39,54 +39,20 @@ _METHOD = (
 _STAGED_METHOD = ("_reconcile_and_compute_alphas", "_interleave_w2_weight_scale", "process_weights_after_loading")
 _CACHED = ("transform_weights",)
 
-LAYER = (
-    "_using_dynamic_load_balancer",
-    "apply_router_weight_on_input",
-    "bias",
-    "dtype",
-    "ep_size",
-    "expert_size_per_partition",
-    "hidden_size",
-    "initial_local_expert_ids",
-    "intermediate_size",
-    "intermediate_size_per_partition",
-    "is_gated_activation",
-    "layer_load_balancer",
-    "num_experts",
-    "parallel_size",
-    "quant_config",
-    "rank",
-    "routing_method",
-    "slot_start",
-    "tp_rank",
-    "tp_size",
-    "use_dp",
+LAYER, WEIGHTS, *_CALL = (
+    tuple(names.split())
+    for names in (
+        "_using_dynamic_load_balancer apply_router_weight_on_input bias dtype ep_size expert_size_per_partition hidden_size "
+        "initial_local_expert_ids intermediate_size intermediate_size_per_partition is_gated_activation layer_load_balancer "
+        "num_experts parallel_size quant_config rank routing_method slot_start tp_rank tp_size use_dp",
+        "fc2_alpha fc2_input_scale fc31_alpha fc31_input_scale w2_weight w2_weight_scale w3_w1_weight w3_w1_weight_scale",
+        "comm_plan do_finalize lora_params output_dtype token_final_scales token_selected_experts x x_sf",
+        "enable_alltoall input_sf_swizzled moe_output",
+    )
 )
-"""Attributes read from a layer that the host has built. Every layer is checked for them, because the class does not show them."""
-WEIGHTS = (
-    "fc2_alpha",
-    "fc2_input_scale",
-    "fc31_alpha",
-    "fc31_input_scale",
-    "w2_weight",
-    "w2_weight_scale",
-    "w3_w1_weight",
-    "w3_w1_weight_scale",
-)
-"""Attributes read from a layer with NVFP4 weights. A layer without one of them is left to the host when it is loaded."""
-RECORDS = {
-    "MoERunContext": (
-        "comm_plan",
-        "do_finalize",
-        "lora_params",
-        "output_dtype",
-        "token_final_scales",
-        "token_selected_experts",
-        "x",
-        "x_sf",
-    ),
-    "MoECommPlan": ("enable_alltoall", "input_sf_swizzled", "moe_output"),
-}
+"""Attributes read from a layer that the host has built, for which every layer is checked because the class does not show them;
+those of NVFP4 weights, for which it is left to the host when they are loaded."""
+RECORDS = dict(zip(("MoERunContext", "MoECommPlan"), _CALL, strict=True))
 """Fields read from the records of a call, from C1 on."""
 
 

@@ -30,8 +30,7 @@ from .host import load
 from .quantization import Method
 from .quantization_mxfp4 import MXFP4Sm12xFusedMoEMethod
 from .quantization_mxfp8 import MXFP8Sm12xFusedMoEMethod
-from .quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod
-from .quantization_w4a16_nvfp4 import W4A16NVFP4Sm12xFusedMoEMethod
+from .quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod, W4A16NVFP4Sm12xFusedMoEMethod
 
 METHODS: dict[str, type[Method]] = {
     method.format: method

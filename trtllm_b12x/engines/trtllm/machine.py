@@ -27,7 +27,7 @@ def candidate_kernels(device: str | None = None, quant_algo: str | None = None) 
     on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
     kernels: dict[str, type[Kernel]] = {}
     for row in families.rows(settings.KERNELS(), quant_algo):
-        kernel, in_torch = KERNELS[row.key]
+        kernel, in_torch = KERNELS[row.name, row.format]
         runs = _card_suits(kernel.features) if on_gpu else kernel.runs_on(torch.device("cpu"))
         chosen = kernel if runs and kernel.available() else in_torch
         if chosen is not None:

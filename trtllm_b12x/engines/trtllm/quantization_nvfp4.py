@@ -1,11 +1,11 @@
-"""``NVFP4Sm12xFusedMoEMethod``: the host's NVFP4 parameters, created on the kernels' tile, and the kernels' view of them."""
+"""The host's NVFP4 and W4A16_NVFP4 parameters, created on the kernels' tile, and the kernels' view of them."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +21,7 @@ from .quantization import PaddedMethod
 _HOST = load()
 Weights: Any = _HOST.Weights
 NVFP4CutlassFusedMoEMethod: Any = _HOST.methods["NVFP4"]
+W4A16NVFP4CutlassFusedMoEMethod: Any = _HOST.methods.get("W4A16_NVFP4", object)
 
 _ALPHAS = ("fc31_alpha", "fc2_alpha")
 _SAME = 2e-5
@@ -150,3 +151,22 @@ class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod
         )
         weights.derive()
         return weights
+
+
+class W4A16NVFP4Sm12xFusedMoEMethod(NVFP4Sm12xFusedMoEMethod, W4A16NVFP4CutlassFusedMoEMethod):
+    """W4A16_NVFP4 method with one set of tensors for the host, which dequantizes experts at every call, and our kernels.
+
+    Names, shapes and dtypes are those of NVFP4. Block scales lie in rows: the host interleaves them and then reverses that, over
+    whole parameters (``process_weights_after_loading``, ``quantization.py`` of commit 02320c35). Here each hook writes rows.
+    The host splits FC1 at half of its rows, and pads below both halves, so that it misplaces sizes such as 224; here each half is
+    padded. A checkpoint may lack input scales. They then stay 1, and ``fcX_alpha`` is ``weight_scale_2``.
+    """
+
+    format = "W4A16_NVFP4"
+
+    def _place_scales(self, destination: torch.Tensor, place: Callable[[torch.Tensor], None]) -> None:
+        place(destination.view(torch.uint8))
+
+    def process_weights_after_loading(self, module: Any) -> None:
+        """Skip the host's own method, which would reverse an interleaving that has not been done."""
+        super(W4A16NVFP4CutlassFusedMoEMethod, self).process_weights_after_loading(module)

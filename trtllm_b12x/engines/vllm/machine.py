@@ -59,12 +59,12 @@ def candidate_kernels(slot: Slot, device: torch.device) -> dict[str, type[Kernel
     for row in families.rows((name for name in settings.KERNELS() if name in FAMILIES), slot.format):
         if row.format != slot.format:
             continue
-        kernel, in_torch = KERNELS[row.key]
+        kernel, in_torch = KERNELS[row.name, row.format]
         if not kernel.available() or not kernel.runs_on(device):
             if device.type != "cpu" or in_torch is None:
                 continue
             kernel = in_torch
-        found[row.name] = kernel if slot.pair else _for_every_call(kernel, KERNELS[row.key][0].adds_bias)
+        found[row.name] = kernel if slot.pair else _for_every_call(kernel, KERNELS[row.name, row.format][0].adds_bias)
     return found
 
 

@@ -54,7 +54,8 @@ class Scratch:
 
     def pristine(self) -> torch.Tensor:
         """Return the small planes as ``another`` starts from them, uint8, some kilobytes. Call it before the first launch."""
-        return torch.cat([_padded(plane) for plane in self.planes().values() if plane.nbytes <= _SMALL])
+        small = [plane.reshape(-1).view(torch.uint8) for plane in self.planes().values() if plane.nbytes <= _SMALL]
+        return torch.cat([torch.nn.functional.pad(plane, (0, -plane.nbytes % _ALIGNMENT)) for plane in small])
 
     def another(self, pristine: torch.Tensor) -> Scratch:
         """Return one as large, by two allocations and one copy; under capture all three are the graph's own."""
@@ -78,11 +79,6 @@ def _with_routes(workspace: Any, rows: int, device: torch.device) -> Scratch:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _padded(plane: torch.Tensor) -> torch.Tensor:
-    flat = plane.reshape(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, _rounded(plane.nbytes) - plane.nbytes))
 
 
 def fitting(geometry: Geometry, capacity: int) -> int:

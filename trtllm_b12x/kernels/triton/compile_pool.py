@@ -42,15 +42,11 @@ def fill(
     report: Callable[[dict[str, Any]], None] | None = None,
     ahead: bool = False,
 ) -> int:
-    """Compile ``variants`` into Triton's cache. Leave failures, and a few kernels, to the JIT, unless ``ahead``.
+    """Compile ``variants`` into Triton's cache, and return the number of processes that did.
 
-    Args:
-        workers: processes; None: one for each core that this process may use.
-        report: receives ``index`` in ``variants``, ``seconds``, ``cached`` and ``error`` of each kernel.
-        ahead: this machine may have no driver; compile Triton's modules in C too, and raise RuntimeError if a process died.
-
-    Returns:
-        Number of processes that compiled.
+    Failures, and a few kernels, are left to the JIT, unless ``ahead``: this machine may have no driver. Triton's modules in C
+    are then compiled too, and RuntimeError is raised if a process died. ``workers`` None is one for each core that this process
+    may use. ``report`` receives ``index`` in ``variants``, ``seconds``, ``cached`` and ``error`` of each kernel.
     """
     import triton
 

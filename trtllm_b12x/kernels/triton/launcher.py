@@ -68,10 +68,7 @@ class LaunchPlan:
     """Takes a stream, the layer, the fields of a MoECall and the parts of the workspace, as tensors or addresses."""
 
     def start(self, layer: tuple[LayerTensors, LayerTensors], call: MoECall) -> None:
-        """Launch the kernels of a prepared call, with the layer's tensors or their addresses.
-
-        Allocate scratch memory if it has none that suffices.
-        """
+        """Launch the kernels of a prepared call, with scratch memory of its own if it has none. ``layer``: tensors, addresses."""
         x, ids, router_weights, x_sf, swizzled, out, memory = call
         if memory is None or memory.nbytes < self.workspace.nbytes:
             memory = torch.empty(self.workspace.nbytes, dtype=torch.uint8, device=x.device)

@@ -7,7 +7,7 @@ Rules and precedence: ``update_quant_config_from_compressed_tensors`` (TensorRT-
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .files import CheckpointError, Section
@@ -58,12 +58,12 @@ def _group(name: str, group: Section, common_format: str | None) -> Group:
 
 def group_of(module: str, groups: Sequence[Group], ignore: Iterable[str]) -> Group | None:
     """Return the group that a module belongs to, or None if it is not quantized. Exact targets come before patterns."""
-    if any(_matches(entry, module) for entry in ignore):
+    if any(matches(entry, module) for entry in ignore):
         return None
     owners = {target: group for group in groups for target in group.targets}
     ordered = sorted(owners, key=lambda target: (target.startswith(_PATTERN), target))
     # The class Linear stands for what no other target names.
-    return next((owners[target] for target in ordered if _matches(target, module)), owners.get("Linear"))
+    return next((owners[target] for target in ordered if matches(target, module)), owners.get("Linear"))
 
 
 def remarks(groups: Sequence[Group], modules: Iterable[str], model_type: str) -> list[str]:
@@ -71,7 +71,7 @@ def remarks(groups: Sequence[Group], modules: Iterable[str], model_type: str) ->
     found = [f"{group.fault} (config group {group.name})" for group in groups if group.fault]
     if len(groups) > 1:
         names = list(modules)
-        unmatched = sorted(t for group in groups for t in group.targets if not any(_matches(t, name) for name in names))
+        unmatched = sorted(t for group in groups for t in group.targets if not any(matches(t, name) for name in names))
         found += [f"raises ValueError: target {target[:80]} of config_groups matches no module" for target in unmatched]
     if model_type not in MAPPED and any(storage_of(group.algo).reciprocals for group in groups):
         names_of = "weight_packed, weight_global_scale and input_global_scale"
@@ -79,10 +79,13 @@ def remarks(groups: Sequence[Group], modules: Iterable[str], model_type: str) ->
     return found
 
 
-def _matches(target: str, module: str) -> bool:
+def matches(
+    target: str, module: str, plain: Callable[[str, str], bool] = str.__eq__, pattern: Callable[..., object] = re.match
+) -> bool:
+    """Return whether a module is a target: by ``pattern`` after "re:", else by ``plain``."""
     if not target.startswith(_PATTERN):
-        return target == module
+        return plain(module, target)
     try:
-        return re.match(target.removeprefix(_PATTERN), module) is not None
+        return pattern(target.removeprefix(_PATTERN), module) is not None
     except (re.error, RecursionError, OverflowError):
         return False

@@ -69,13 +69,10 @@ def read_json(path: Path) -> Section:
 class TensorFiles:
     """The tensors of every ``*.safetensors`` in a directory, as TensorRT-LLM finds them.
 
-    ``HfWeightLoader.load_weights`` (``tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py``, commit 02086d89) loads every
-    file, listed in the index or not, except those with "consolidated" in their names if there are others, and merges them in no
-    fixed order. It reads neither the index nor folders below. So the same name in two files is an error, and so is an index that
-    lists a tensor that is not loaded.
-
-    Raises:
-        CheckpointError: a file or the index cannot be used.
+    ``HfWeightLoader.load_weights`` (``tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py``, commit 02086d89) loads
+    every file, listed in the index or not, except those with "consolidated" in their names if there are others, and merges them
+    in no fixed order. It reads neither the index nor folders below. So the same name in two files is a CheckpointError, and so
+    is an index that lists a tensor that is not loaded.
     """
 
     def __init__(self, directory: Path) -> None:

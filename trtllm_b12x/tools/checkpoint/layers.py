@@ -16,7 +16,6 @@ import torch
 from trtllm_b12x import formats
 from trtllm_b12x.formats.geometry import LayerShape
 
-from .activation import activation
 from .files import CheckpointError, Section, TensorFiles, read_json
 from .quantization import BLOCK_FP8, Quantization
 from .storage import UNQUANTIZED, algorithm, storage_of
@@ -43,6 +42,12 @@ _PROJECTIONS = (
     {"w1": "up_proj", "w2": "down_proj"},
 )
 """Host's names of the projections to those of a checkpoint."""
+
+_ACTIVATIONS = {(True, "silu"): "Swiglu", (True, "gelu_pytorch_tanh"): "Geglu", (False, "relu2"): "Relu2"}
+"""(gated, ``hidden_act``) to the name in the host's ``ActivationType``."""
+
+_CONSTANTS = ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "swiglu_beta")
+"""Keys of config.json that change SwiGLU (MiniMax-M3, gpt-oss, DeepSeek-V4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +255,7 @@ class Checkpoint:
             remedy = "copy hf_quant_config.json from the export, or restore its list of excluded modules"
             raise CheckpointError(file, problem, remedy)
         kinds = {storage.aliases.get(kind, kind) for kind in names.kinds}
-        activation_name, constants, swiglu = activation(self._config, gated="w3" in projections)
+        activation_name, constants, swiglu = _activation(self._config, gated="w3" in projections)
         layer = MoELayer(
             name=name,
             index=_index(name),
@@ -347,3 +352,23 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _index(name: str) -> int:
     return int(next(iter(re.findall(r"\.([0-9]{1,9})\.", f".{name}.")[-1:]), 0))
+
+
+def _activation(config: Section, gated: bool) -> tuple[str, bool, tuple[float, float, float] | None]:
+    """Return the activation's name, whether SwiGLU constants are set, and alpha, beta and limit if the host's are known.
+
+    The name is that of the host's ``ActivationType``, or ``hidden_act`` as it is if the host has none. Raise CheckpointError if
+    that is missing.
+    """
+    word = config.typed(str, "mlp_hidden_act", "hidden_act", "hidden_activation")
+    if word is None:
+        raise CheckpointError(config.path, "hidden_act is missing, so the experts' activation is unknown", "restore it")
+    model = str(config.get("model_type", ""))
+    alpha, limit = (config.typed(float, key) for key in ("swiglu_alpha", "swiglu_limit"))
+    if gated and (word == "swigluoai" or model.startswith(("minimax_m3", "gpt_oss"))):
+        # TensorRT-LLM: modeling_minimaxm3.py, modeling_gpt_oss.py (file id 65972516900). transformers writes "silu" for both.
+        return "SwigluBias", True, (1.702 if alpha is None else alpha, 1.0, 7.0 if limit is None else limit)
+    if gated and word == "silu" and model.startswith("deepseek_v4") and limit is not None:
+        # TensorRT-LLM, modeling_deepseekv4.py (file id 60455498896): the limit alone.
+        return "SwigluBias", True, (1.0, 0.0, limit)
+    return _ACTIVATIONS.get((gated, word), word), any(config.get(key) is not None for key in _CONSTANTS), None

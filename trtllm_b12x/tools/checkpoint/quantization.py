@@ -59,10 +59,7 @@ class Quantization:
         return cls(section.path, algo, group_size, patterns, per_layer, schemes)
 
     def of_experts(self, layer: str, modules: Iterable[str]) -> tuple[str, int | None]:
-        """Return the algorithm of a layer's experts (``none`` if they are not quantized), and its group size.
-
-        ``modules`` are the names of those that hold the tensors of the experts.
-        """
+        """Return algorithm (``none``: not quantized) and group size of a layer's experts, whose tensors ``modules`` hold."""
         if self.algo is None or (len(self.groups) < 2 and self._excludes(layer)):
             return "none", None
         entries: set[tuple[str | None, int | None]] = {(self.algo, self.group_size)}
@@ -94,21 +91,13 @@ class Quantization:
         """Match as the host does: a pattern names the projection or any module around it, with wildcards or after "re:"."""
         parts = f"{layer}.experts.0.down_proj".split(".")
         modules = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        return any(_matches(pattern, module) for pattern in self.exclude for module in modules)
+        by = fnmatchcase, re.fullmatch
+        return any(compressed_tensors.matches(pattern, module, *by) for pattern in self.exclude for module in modules)
 
 
 def _plain(module: str) -> str:
     """Drop the nesting of multimodal models, which configurations and tensors name differently."""
     return module.replace("language_model.", "")
-
-
-def _matches(pattern: str, module: str) -> bool:
-    if not pattern.startswith("re:"):
-        return fnmatchcase(module, pattern)
-    try:
-        return re.fullmatch(pattern[3:], module) is not None
-    except (re.error, RecursionError, OverflowError):
-        return False
 
 
 def _with_method(section: Section) -> Section:

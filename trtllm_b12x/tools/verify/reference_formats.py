@@ -52,10 +52,8 @@ class Arithmetic(Enum):
 class ReferenceDequantizer:
     """One layer's tensors in their format. This base class reads plain weights.
 
-    Args:
-        weights: the checkpoint's tensors, ``"{expert}.w1.weight"`` and so on: w1 is the gate (or the only FC1 half), w3
-            up, w2 down.
-        gated: the layer has w3.
+    ``weights`` are the checkpoint's tensors, ``"{expert}.w1.weight"`` and so on: w1 is the gate (or the only FC1 half), w3 up,
+    w2 down. With ``gated`` the layer has w3.
     """
 
     quantized = False

@@ -17,10 +17,7 @@ from .routing import RenormalizeMoeRoutingMethod
 
 
 class ConfigurableMoE(MoE):
-    """MoE wrapper that a model holds. ``backend`` is the module that owns the weights.
-
-    Ranks do not communicate: each sees all tokens with global ids and returns its partial sum.
-    """
+    """Wrapper of the ``backend``, which owns the weights. Ranks see all tokens with global ids and return partial sums."""
 
     def __init__(
         self,

@@ -24,15 +24,10 @@ def _round_up(value: int, multiple: int) -> int:
 def fp4_quantize(
     x: torch.Tensor, global_scale: torch.Tensor, is_sf_swizzled_layout: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize activations to NVFP4.
+    """Quantize activations ``[T, H]``, H a multiple of 16, to NVFP4. ``global_scale`` is one float32, 448 * 6 / amax.
 
-    Args:
-        x: ``[T, H]``, fp16 or bf16 (or float32, which TensorRT-LLM does not accept), H a multiple of 16.
-        global_scale: one float32, in reciprocal form: 448 * 6 / amax.
-
-    Returns:
-        FP4 bytes ``[T, H/2]`` (uint8) and a flat uint8 tensor of E4M3 block scales: ``T * H/16`` of them row by row, or
-        padded to 128 rows and 4 columns in the 128x4 layout.
+    Return FP4 bytes ``[T, H/2]`` (uint8) and a flat uint8 tensor of E4M3 block scales: ``T * H/16`` of them row by row, or
+    padded to 128 rows and 4 columns in the 128x4 layout.
     """
     blocks = x.float().unflatten(-1, (-1, BLOCK_SIZE))
     scale = global_scale.float()
@@ -47,25 +42,18 @@ def fp4_quantize(
 
 
 def mxfp8_quantize(x: torch.Tensor, is_sf_swizzled_layout: bool = True, alignment: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize activations to MXFP8. Columns are padded to ``alignment`` with zeros.
+    """Quantize activations to MXFP8: float8_e4m3fn ``[T, columns]``, zero-padded to ``alignment``, and flat uint8 E8M0 scales.
 
-    Returns:
-        float8_e4m3fn ``[T, columns]`` and a flat uint8 tensor of E8M0 scales, in the 128x4 layout or row by row. A scale is
-        ``amax / 448``, rounded up to a power of two (``cvt_warp_fp16_to_mxfp8``).
+    A scale is ``amax / 448``, rounded up to a power of two (``cvt_warp_fp16_to_mxfp8``), in the 128x4 layout or row by row.
     """
     codes, scales = mxfp8.quantize(torch.nn.functional.pad(x.float(), (0, -x.shape[1] % alignment)), scale_up=True)
     return codes, block_scale_interleave(scales) if is_sf_swizzled_layout else scales.flatten()
 
 
 def block_scale_interleave(block_scales: torch.Tensor) -> torch.Tensor:
-    """Convert row-major block scales to the 128x4 layout.
+    """Convert row-major block scales, uint8 ``[M, K]`` or ``[E, M, K]``, to the 128x4 layout, a flat tensor padded with zeros.
 
-    Args:
-        block_scales: ``[M, K]`` or ``[E, M, K]``, uint8 (E4M3 bytes).
-
-    Returns:
-        Flat uint8 tensor of ``E * round_up(M, 128) * round_up(K, 4)`` bytes. Byte ``(m, k)`` of a group goes to
-        ``((m // 128 * (K / 4) + k // 4) * 32 + m % 32) * 16 + (m % 128) // 32 * 4 + k % 4``; padding is zero.
+    Byte ``(m, k)`` of a group goes to ``((m // 128 * (K / 4) + k // 4) * 32 + m % 32) * 16 + (m % 128) // 32 * 4 + k % 4``.
     """
     scales = block_scales if block_scales.dim() == 3 else block_scales.unsqueeze(0)
     groups, rows, columns = scales.shape
@@ -109,6 +97,8 @@ def fused_moe(
 
     Gate and up are split at half of FC1's rows, whatever those rows hold (``moeOp.cpp``): padding below ``[w3; w1]`` moves the
     split. Rounds to bf16 after each GEMM and after the activation. Sums the routes in float32, as the unfused finalize does.
+    Return ``[T, unpadded_hidden_size]`` in ``output_dtype``, ``out_tensor`` itself if passed. Raise ValueError if shapes do not
+    match, in the cases that the C++ op checks.
 
     Args:
         x: NVFP4: FP4 bytes ``[T, H/2]`` with ``input_sf`` (flat or ``[T, H/16]`` uint8); MXFP4: E4M3 ``[T, H]`` with ``input_sf``
@@ -120,12 +110,6 @@ def fused_moe(
         swiglu_alpha, swiglu_beta, swiglu_limit: ``[E]`` float32; with any of them the activation is SwigluBias.
         fc1_expert_biases, fc2_expert_biases: ``[E, R]`` and ``[E, H]``; the second counts on ``tp_rank`` 0 alone, as in
             ``finalizeMoeRoutingKernelLauncher``.
-
-    Returns:
-        ``[T, unpadded_hidden_size]`` in ``output_dtype``; ``out_tensor`` itself if passed.
-
-    Raises:
-        ValueError: shapes do not match, in the cases that the C++ op checks.
     """
     nvfp4 = len(quant_scales) == 6
     constants = (swiglu_alpha, swiglu_beta, swiglu_limit)
