@@ -38,21 +38,16 @@ def outputs(
     activation: str = "Swiglu",
     swiglu: tuple[float, float, float] | None = None,
 ) -> list[list[torch.Tensor]]:
-    """Compute the outputs of one layer.
+    """Compute the outputs of one layer: ``result[call][arithmetic]``, float32 ``(T, H)``.
 
     Args:
         weights: by the names of ``ReferenceDequantizer``. Without ``weight_scale`` they are plain weights, and activations stay
             unquantized. ``bias`` is added to the product of its matrix. Experts without tokens are not read.
         gated: compute ``activation`` if true, else squared ReLU.
         calls: ids are global; negative ids are not routed.
-        arithmetics: one output for each.
-        quant_algo: format of the weights.
         activation: ``Swiglu``, or ``Geglu`` (tanh approximation, as gemma-4 has it).
         swiglu: alpha, beta and limit (MiniMax-M3, gpt-oss, DeepSeek-V4): ``g * sigmoid(alpha * g) * (u + beta)``, with
             ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
-
-    Returns:
-        ``result[call][arithmetic]``, float32 ``(T, H)``.
     """
     dequantizer = reference_for(weights, num_experts, gated, quant_algo)
     names = dequantizer.names
