@@ -1,14 +1,12 @@
 """The driver and FlashInfer's own compile path on a machine without its card: real plans, and what can go wrong with them.
 
-A process of its own: the CuTe DSL reads its settings once.  ``python -m tests.integration.b12x_on_cpu DIRECTORY`` prints a JSON
-line per case; with ``plans`` behind it, kinds and padding alone.
+A process of its own, by ``python -m tests.forks call``: the CuTe DSL reads its settings once.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -47,10 +45,6 @@ def card() -> Iterator[Any]:
         for name in ("get_num_sm", "get_max_active_clusters"):
             stack.enter_context(mock.patch.object(dispatch, name, return_value=48))
         yield dispatch
-
-
-def show(found: dict[str, Any]) -> None:
-    print(json.dumps(found), flush=True)
 
 
 def forget(dispatch: Any) -> None:
@@ -96,7 +90,7 @@ def padded(dispatch: Any, size: int, gated: bool) -> dict[str, Any]:
         shape = problem.Shape("", 4, 2, 256, size, gated)
         with mock.patch.object(problem, "TILE", tile):
             kernel.bind(problem.empty_layer(shape).weights)
-        return {"case": f"padding {size}", "planned": rows, "summary": kernel.summary()}
+        return {"planned": rows, "summary": kernel.summary()}
 
 
 def shared() -> dict[str, Any]:
@@ -112,7 +106,6 @@ def shared() -> dict[str, Any]:
     kernels.clear()
     gc.collect()
     return {
-        "case": "sharing",
         "same": [spaces[0] == spaces[1], spaces[0] == spaces[2]],
         "bytes": spaces[0][1] if spaces[0] else 0,
         "left": len(plans._plans),
@@ -123,28 +116,23 @@ def shared() -> dict[str, Any]:
 
 def preferred() -> dict[str, Any]:
     """Kinds for one token, and what is left of them for expert parallelism."""
-    found: dict[str, Any] = {"case": "kinds"}
-    for name, ranks in (("any", 1), ("expert parallel", 2)):
-        kernel = planned(1, intermediate_size=256, ranks=ranks)
-        found[name] = [candidate.kind.name for candidate in kernel._plan.candidates[1]]
-    return found
+    kernels = {"any": planned(1, intermediate_size=256), "expert parallel": planned(1, intermediate_size=256, ranks=2)}
+    return {name: [candidate.kind.name for candidate in kernel._plan.candidates[1]] for name, kernel in kernels.items()}
 
 
 def restarted(dispatch: Any, cute: Any) -> dict[str, Any]:
     """Both kinds, once compiled and once more with no compiler: what FlashInfer's cache holds is enough."""
-    found: dict[str, Any] = {"case": "restart"}
 
     def plan() -> list[str]:
         kernels = planned(1), planned(1, intermediate_size=256)  # beyond direct micro's sizes, and within
         return sorted({c.kind.name for kernel in kernels for candidates in kernel._plan.candidates.values() for c in candidates})
 
-    found["compiled"] = plan()
+    compiled = plan()
     forget(dispatch)
     with mock.patch.object(cute, "compile", mock.Mock(side_effect=AssertionError("compiled"))) as compile_again:
-        found["loaded"] = plan()
-    found["compiled again"] = compile_again.call_count
-    found["warmed up"] = warmed_up()
-    return found
+        loaded = plan()
+    again = compile_again.call_count
+    return {"compiled": compiled, "loaded": loaded, "compiled again": again, "warmed up": warmed_up()}
 
 
 def warmed_up() -> list[bool]:
@@ -164,20 +152,27 @@ def warmed_up() -> list[bool]:
     return [bool(answer["cached"]) for answer in answers if "cached" in answer]
 
 
-def main() -> None:
-    base = Path(sys.argv[1])
+def kinds_and_padding(base: str) -> dict[str, Any]:
+    """Return kinds and padding."""
     os.environ.update(
-        CUTE_DSL_ARCH="sm_120a", FLASHINFER_CUDA_ARCH_LIST="12.0", FLASHINFER_WORKSPACE_BASE=str(base), TRTLLM_B12X_LOG="ERROR"
+        CUTE_DSL_ARCH="sm_120a", FLASHINFER_CUDA_ARCH_LIST="12.0", FLASHINFER_WORKSPACE_BASE=base, TRTLLM_B12X_LOG="ERROR"
     )
+    with card() as dispatch:
+        return {"kinds": preferred(), **{f"padding {n}": padded(dispatch, n, gated) for n, gated in PADDED.items()}}
+
+
+def cases(folder: str) -> dict[str, Any]:
+    """Return what came of each case, by its name."""
+    found, base = kinds_and_padding(folder), Path(folder)
     with card() as dispatch:
         from cutlass import cute
         from flashinfer.jit import cute_dsl_core
 
-        def say(fault: str, *patches: Any) -> None:
+        def try_(fault: str, *patches: Any) -> None:
             with ExitStack() as stack:
                 for patch in patches:
                     stack.enter_context(patch)
-                show({"case": fault, **attempt(dispatch)})
+                found[fault] = attempt(dispatch)
 
         def cache(folder: str) -> Any:
             return mock.patch.object(cute_dsl_core.jit_env, "FLASHINFER_JIT_DIR", base / folder)
@@ -188,35 +183,26 @@ def main() -> None:
 
             return mock.patch.object(owner, name, raises)
 
-        show(preferred())
-        for size, gated in PADDED.items():
-            show(padded(dispatch, size, gated))
-        if sys.argv[2:] == ["plans"]:
-            return
-        show(restarted(dispatch, cute))
-        show(shared())
-        objects = sorted(base.rglob("*.o"))
-        say("nothing")
-        for path in objects:
+        found["restart"] = restarted(dispatch, cute)
+        found["sharing"] = shared()
+        try_("nothing")
+        for path in sorted(base.rglob("*.o")):
             path.write_bytes(b"not an object")
-        say("damaged objects in the cache")
+        try_("damaged objects in the cache")
         for path in base.rglob("meta.json"):
             path.write_text("{")
-        say("damaged index of the cache")
+        try_("damaged index of the cache")
         (base / "a file").touch()
-        say("a cache that cannot be written", cache("a file"))
-        say("no compiler on the path", cache("elsewhere"), mock.patch.dict(os.environ, PATH=""))
-        say("ptxas", cache("third"), fails(cute, "compile", RuntimeError, "NVVM Compilation Error\nptxas fatal: ..."))
-        say("another CuTe DSL", cache("third"), fails(cute, "compile", AttributeError, "module 'cutlass.cute' has no 'copy'"))
+        try_("a cache that cannot be written", cache("a file"))
+        try_("no compiler on the path", cache("elsewhere"), mock.patch.dict(os.environ, PATH=""))
+        try_("ptxas", cache("third"), fails(cute, "compile", RuntimeError, "NVVM Compilation Error\nptxas fatal: ..."))
+        try_("another CuTe DSL", cache("third"), fails(cute, "compile", AttributeError, "module 'cutlass.cute' has no 'copy'"))
         no_memory = torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ..."
-        say("out of memory", fails(dispatch, "allocate_sm120_static_workspace", *no_memory))
+        try_("out of memory", fails(dispatch, "allocate_sm120_static_workspace", *no_memory))
 
         def another(self: Any, a_input: Any, tile_plan: Any, stream: Any) -> None: ...
 
-        say("a kernel of another FlashInfer", mock.patch.object(dispatch.MoEStaticKernel, "__call__", another))
+        try_("a kernel of another FlashInfer", mock.patch.object(dispatch.MoEStaticKernel, "__call__", another))
     with mock.patch.dict(sys.modules, {DISPATCH: None}):
-        show({"case": "no kernels in FlashInfer", **attempt(dispatch)})
-
-
-if __name__ == "__main__":
-    main()
+        found["no kernels in FlashInfer"] = attempt(dispatch)
+    return found

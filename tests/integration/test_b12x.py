@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout, convert_sf_to_mma_layout, get_mma_sf_shape
 
+from tests import forks
 from tests.integration.sm12x_on_hopper.problem import arguments
 from tests.nvfp4_layer import random_layer
 from trtllm_b12x.engines.trtllm import embedded as host
@@ -37,12 +36,11 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.integration.b12x_on_cpu", str(tmp_path_factory.mktemp("cache"))]
-    environment = {**os.environ, "TRTLLM_B12X_LOG": "WARNING"}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment)
-    assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    return {line["case"]: line for line in lines}
+    folder = str(tmp_path_factory.mktemp("cache"))
+    command = [sys.executable, "-m", "tests.forks", "call", "tests.integration.b12x_on_cpu:cases", folder]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=forks.ROOT)
+    found: dict[str, dict[str, Any]] = forks.result((done.returncode, done.stdout, done.stderr))
+    return found
 
 
 @pytest.mark.all

@@ -128,8 +128,8 @@ def test_on_the_newest_pins_nothing_has_to_move(newest: Environment) -> None:
 
 def test_what_the_driver_plans_on_the_oldest_line(newest: Environment, tmp_path: Path) -> None:
     # The driver's plans there are on a tile of 128, and FlashInfer's own padding is not reached.  For 0.7.2: test_b12x.py.
-    result = newest.run(newest.python, "-m", "tests.integration.b12x_on_cpu", str(tmp_path), "plans")
-    found = {case["case"]: case for case in map(json.loads, filter(lambda line: line[:1] == "{", result.stdout.splitlines()))}
+    command = (newest.python, "-m", "tests.forks", "call", "tests.integration.b12x_on_cpu:kinds_and_padding", str(tmp_path))
+    found = json.loads(newest.run(*command).stdout.splitlines()[-1])
     assert found["kinds"]["any"][-1] == "static"
     for size, planned in {1344: 1408, 640: 640}.items():
         assert found[f"padding {size}"]["planned"] == planned
