@@ -50,12 +50,15 @@ def test_numbers(gated: bool, tokens: int) -> None:
     assert float((found.float() - expected).norm() / expected.norm()) < 0.005
 
 
-def test_scales_by_another_name() -> None:
+def test_scales_by_another_name_and_a_state_dict_that_is_handed_on() -> None:
     """``weight_scale_inv``, as MiniMax-M3-MXFP8 and trainers that hand on weights have it."""
     weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
     renamed = {name.replace("weight_scale", "weight_scale_inv"): tensor for name, tensor in weights.items()}
     x, logits = torch.randn(40, HIDDEN).bfloat16(), torch.randn(40, EXPERTS)
-    assert torch.equal(built(renamed)(x, logits), built(weights)(x, logits))
+    module, other = built(weights), built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE, seed=7))
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(built(renamed)(x, logits), module(x, logits))
+    assert torch.equal(other(x, logits), module(x, logits))
 
 
 def test_scales_that_a_checkpoint_lacks_are_seen() -> None:
@@ -84,13 +87,6 @@ def test_beside_a_layer_of_another_format(caplog: pytest.LogCaptureFixture) -> N
     same_sizes = dataclasses.replace(geometry, format="NVFP4")
     keys = [crossover.key_of(one, torch.device("cpu"), backend.schedule, "embedded", True) for one in (geometry, same_sizes)]
     assert keys[0] != keys[1]
-
-
-def test_a_state_dict_is_handed_on() -> None:
-    module, other = (built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE, seed=seed)) for seed in (0, 7))
-    other.load_state_dict(module.state_dict())
-    x, logits = torch.randn(5, HIDDEN).bfloat16(), torch.randn(5, EXPERTS)
-    assert torch.equal(other(x, logits), module(x, logits))
 
 
 def test_explain() -> None:
