@@ -86,15 +86,8 @@ def test_two_calls_send_every_token_to_the_same_experts(tokens: int, ranks: int)
         held = call >= 0
         assert torch.equal(call[held], torch.arange(first, first + 8).expand(tokens, 8)[held].int())
         assert held.all() if ranks == 1 else held.any()
-
-
-def test_a_token_of_which_no_expert_is_here_is_always_drawn() -> None:
-    """By chance one of 256 tokens with eight experts has none."""
-    geometry = Geometry(40, 8, 128, 128, "Swiglu", ranks=2)
-    for tokens in (1, 2, 8, CAPACITY):
-        for seed in range(4):
-            ids = _routes(geometry, tokens, torch.Generator().manual_seed(seed))
-            assert (ids[-1] == -1).all()
+    if ranks == 2:  # by chance one of 256 tokens with eight experts has none here: one is always drawn
+        assert all((_routes(geometry, tokens, torch.Generator().manual_seed(seed))[-1] == -1).all() for seed in range(4))
 
 
 def test_a_later_ranks_ids_are_global() -> None:

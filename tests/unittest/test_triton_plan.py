@@ -113,19 +113,14 @@ def test_frozen_kernels_are_not_planned_on_an_unknown_triton(monkeypatch: pytest
         kernel._make_plan()
 
 
-def test_one_token_of_a_small_layer_takes_narrower_tiles() -> None:
+def test_a_small_layer_takes_narrower_tiles() -> None:
+    """For one token fewer rows; steps of 256 columns where at most an eighth of the products are with zeros."""
     kernel = described(Geometry(128, 8, 2048, 384, "Swiglu"), H100)
     one, many = kernel.tiles(1).fc1, kernel.tiles(8).fc1
-    assert (one.rows, many.rows) == (32, 64)
-    assert one.num_warps < many.num_warps
-
-
-def test_columns_behind_the_last_are_few() -> None:
-    """Steps of 256 columns where at most an eighth of the products are with zeros."""
+    assert (one.rows, many.rows, one.num_warps < many.num_warps, kernel.tiles(8).fc2.columns) == (32, 64, True, 128)
     for geometry in (GPT_OSS, NEMOTRON_SUPER):
         found = described(geometry, H100).tiles(8)
         assert (found.fc1.columns, found.fc2.columns) == (256, 256)
-    assert described(Geometry(128, 8, 2048, 384, "Swiglu"), H100).tiles(8).fc2.columns == 128
 
 
 def test_blocks_grow_with_the_routes_of_an_expert() -> None:

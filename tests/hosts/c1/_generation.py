@@ -27,8 +27,3 @@ def install_activation(module):
 def operator_constants(module):
     """Arguments of ``torch.ops.trtllm.fused_moe``."""
     return {name: getattr(module, name) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")}
-
-
-def misaligned(problem, deployment):
-    """Whether ``CutlassFusedMoE`` of this generation refuses the size."""
-    return False

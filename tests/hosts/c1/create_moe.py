@@ -57,7 +57,7 @@ def create_moe(facts):
         override_quant_config=override_quant_config,
         swiglu_gptoss_style=gptoss_style or facts["activation_type"] == ActivationType.SwigluBias,
         routing=facts["routing_method"],
-        **{name: facts[name] for name in ("dtype", "intermediate_size", "bias", "activation_type", "layer_idx")},
+        **{name: facts[name] for name in ("dtype", "bias", "layer_idx")},
     )
     if issubclass(moe_cls, MoEImplBase):
         return ConfigurableMoE(moe_cls=moe_cls, override_quant_config=override_quant_config, **facts)

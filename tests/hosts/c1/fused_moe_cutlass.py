@@ -5,7 +5,7 @@ from tensorrt_llm._ops import quantized_input, run_operator
 from tensorrt_llm.models.modeling_utils import QuantAlgo
 
 from ...model_config import ModelConfig
-from ._generation import misaligned, operator_constants
+from ._generation import operator_constants
 from .impl_base import MoEImplBase, apply_moe_impl_construction_state
 from .impl_contract import MoEInputRequirement, MoEStaticCapability, require_comm_plan
 from .moe_lora import has_moe_lora_targets
@@ -49,8 +49,6 @@ class CutlassFusedMoE(MoEImplBase):
             return f"CutlassFusedMoE has no {p.quant_algo} on SM{d.sm}"
         if d.moe_lora_enabled and p.quant_algo not in (None, QuantAlgo.FP8):
             return "CutlassFusedMoE MoE LoRA supports unquantized and FP8 experts only"
-        if misaligned(p, d):
-            return "NVFP4 MoE requires gated FC1 rows to be a multiple of 128"
         return None
 
     def __init__(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensorrt_llm._torch.utils import ActivationType
 from tensorrt_llm.models.modeling_utils import QuantAlgo
 
 
@@ -26,17 +25,14 @@ class MoEInputRequirement:
 @dataclass(frozen=True)
 class MoEProblem:
     quant_algo: QuantAlgo | None
-    intermediate_size: int
     swiglu_gptoss_style: bool
     bias: bool
-    activation_type: ActivationType
 
 
 @dataclass(frozen=True)
 class MoEDeployment:
     sm: int
     ep_size: int
-    tp_size: int
     moe_lora_enabled: bool
 
 

@@ -1,6 +1,6 @@
 """Which class serves a layer: tables that are read at call time, every candidate asked, every refusal kept.
 
-C1 gives ``activation_type``, C2 ``activation`` and ``allow_degradation``; ``impl_id`` (C2) is not doubled.
+C2 gives ``allow_degradation`` too; its ``impl_id`` and the refusal of odd sizes are not doubled.
 """
 
 from tensorrt_llm._utils import get_sm_version
@@ -64,7 +64,7 @@ def _candidates_for(backend):
 def resolve_moe_cls(model_config, *, allow_degradation=True, layer_idx=None, routing=None, **layer):
     problem, mapping = _problem(model_config, **layer), model_config.mapping
     lora = has_moe_lora_targets(model_config.lora_config)
-    deployment = MoEDeployment(get_sm_version(), mapping.moe_ep_size, mapping.moe_tp_size, lora)
+    deployment = MoEDeployment(get_sm_version(), mapping.moe_ep_size, lora)
     rejected = {}
     for candidate in _candidates_for(model_config.moe_backend):
         rejection = candidate.rejection(problem, deployment)

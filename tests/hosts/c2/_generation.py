@@ -1,7 +1,6 @@
 """What C1 and C2 do differently where their doubles share a file.  C2: one ``activation``."""
 
 from tensorrt_llm._torch.utils import ActivationType, is_gated_activation
-from tensorrt_llm.models.modeling_utils import QuantAlgo
 
 from .activation import DEFAULT_MOE_ACTIVATION, install_activation_params
 
@@ -19,10 +18,3 @@ def install_activation(module):
 
 def operator_constants(module):
     return {"swiglu_alpha": module.act_alpha, "swiglu_beta": module.act_beta, "swiglu_limit": module.act_clamp}
-
-
-def misaligned(problem, deployment):
-    """``nvfp4_fc1_row_alignment_rejection``: gated FC1 of 128 rows each, uneven tensor parallelism abstains."""
-    size, parts = problem.intermediate_size, deployment.tp_size
-    gated_nvfp4 = problem.quant_algo is QuantAlgo.NVFP4 and is_gated_activation(problem.activation_type)
-    return gated_nvfp4 and not size % parts and (size * 2 // parts) % 128 != 0

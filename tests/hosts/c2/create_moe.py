@@ -37,8 +37,7 @@ def create_moe(facts):
         swiglu_gptoss_style=facts["bias"] or kind == ActivationType.SwigluBias,
         routing=facts["routing_method"],
         allow_degradation=facts.pop("allow_backend_degradation"),
-        activation_type=kind,
-        **{name: facts[name] for name in ("dtype", "intermediate_size", "bias", "layer_idx")},
+        **{name: facts[name] for name in ("dtype", "bias", "layer_idx")},
     )
     if issubclass(moe_cls, MoEImplBase):
         return ConfigurableMoE(moe_cls=moe_cls, override_quant_config=override_quant_config, **facts)
