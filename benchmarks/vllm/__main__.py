@@ -62,14 +62,6 @@ def method(form: str, config: Any, marlin: Any) -> Any:
     return made
 
 
-def float_activation(activation: str) -> Any:
-    def gelu(inner: torch.Tensor) -> torch.Tensor:
-        gate, up = inner.chunk(2, -1)
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
-
-    return {"gelu_tanh": gelu, "swigluoai": vllm_layers.swigluoai}.get(activation)
-
-
 def turned(experts: vllm_layers.Experts, places: int) -> vllm_layers.Experts:
     """Return the layer with its experts in another order, in memory of its own."""
     parameters = {name: torch.cat((tensor[places:], tensor[:places])) for name, tensor in experts.parameters.items()}
@@ -114,7 +106,7 @@ def measure(
         calls = draw(geometry, geometry, tokens, LAYERS).calls
         x, weights, _ = vllm_layers.routes(config, tokens, 1, "cuda")
         on_device = [(i, ids.cuda()) for i, ids in calls]
-        expected = drawn.expected(x, weights, on_device[0][1], float_activation(activation))
+        expected = drawn.expected(x, weights, on_device[0][1], activation)
         row: dict[str, Any] = {"model": name, "format": form, "tokens": tokens}
         kernel = ours.dispatch.schedule.at(tokens)
         row["kernel"] = "" if kernel is None else kernel.features.name

@@ -60,8 +60,7 @@ def found(form: str, activation: str, weighted: bool, scattered: bool) -> dict[s
         given = layers.call(method, layer, x, weights, ids)
         del ours.apply
         local, x = (torch.where(ids % 2 == 1, ids // 2, -1) if scattered else ids), (x * weights).bfloat16() if weighted else x
-        act = layers.swigluoai if activation == "swigluoai" else None
-        expected = experts.expected(x, torch.ones_like(weights) if weighted else weights, local, act)
+        expected = experts.expected(x, torch.ones_like(weights) if weighted else weights, local, activation)
         result["errors"].append(layers.distance(given, expected))
     result["kernels"] = [type(kernel).__name__ for kernel in ours.dispatch.schedule.kernels]
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import types
 from collections.abc import Iterator
@@ -112,24 +113,29 @@ class Experts:
     """``(E, r * I)``, and of FC2 ``(E, H)``."""
     b2: torch.Tensor | float = 0.0
 
-    def expected(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: Any = None) -> torch.Tensor:
-        """Return the layer's output in float32. ``activation`` takes FC1's output ``(n, r * I)``; by default it is SwiGLU."""
+    def expected(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: str = "silu", limit: float = math.inf
+    ) -> torch.Tensor:
+        """Return the layer's output in float32."""
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for e in range(len(self.w13)):
             token, slot = (ids == e).nonzero(as_tuple=True)
             b13, b2 = (bias[e].float() if isinstance(bias, torch.Tensor) else bias for bias in (self.b13, self.b2))
-            inner = x[token].float() @ self.w13[e].T + b13
-            gate, up = inner.chunk(2, -1) if activation is None else (inner, inner)
-            inner = torch.nn.functional.silu(gate) * up if activation is None else activation(inner)
+            inner = activated(activation, x[token].float() @ self.w13[e].T + b13, limit)
             result.index_add_(0, token, (inner @ self.w2[e].T + b2) * weights[token, slot].float().unsqueeze(1))
         return result
 
 
-def swigluoai(inner: torch.Tensor) -> torch.Tensor:
-    """Compute gpt-oss's activation of rows [gate; up]."""
+def activated(name: str, inner: torch.Tensor, limit: float) -> torch.Tensor:
+    """Compute vLLM's activation of FC1's output ``(n, r * I)``, columns [gate; up]. gpt-oss has a limit of its own."""
+    if name == "relu2_no_mul":
+        return torch.relu(inner) ** 2
+    limit = 7 if name == "swigluoai" else limit
     gate, up = inner.chunk(2, -1)
-    gate = gate.clamp(max=7)
-    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if name == "swigluoai":
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return (torch.nn.functional.silu(gate) if name == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")) * up
 
 
 QUANTIZE = {

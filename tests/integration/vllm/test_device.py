@@ -124,15 +124,8 @@ def test_gpt_oss(sizes: whole.Sizes, crossover: int | None) -> None:
         assert families == {"triton", "grouped"} | ({"cuda"} if sizes[3] % 64 == 0 else set())
         for tokens in (1, 8, 64, 200, 1024):
             x, weights, ids = layers.routes(config, tokens, 0, "cuda")
-            expected = experts.expected(x, weights, ids, layers.swigluoai)
+            expected = experts.expected(x, weights, ids, "swigluoai")
             assert layers.distance(layers.call(method, layer, x, weights, ids), expected) < 0.005, tokens
-
-
-def test_no_bytes_are_added(served: Any) -> None:
-    method, layer, *_ = served
-    bound = method.moe_kernel.fused_experts.dispatch.schedule.kernels[0].weights
-    held = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    assert {getattr(bound, name).untyped_storage().data_ptr() for name in bound.stored_fields} <= held
 
 
 @pytest.fixture(scope="module")

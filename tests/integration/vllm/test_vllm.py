@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -113,22 +113,17 @@ def test_the_modular_kernel_computes_the_layer(form: str, name: str, size: int) 
     config = layers.config_of(*SIZES[:3], size, activation=activation, **more)
     experts = layers.random_experts(form, *SIZES[:1], *SIZES[2:3], size, gated=activation != "relu2_no_mul")
     method, layer = layers.loaded(form, config, experts)
-    limit = more.get("swiglu_limit", float("inf"))
+    # NVFP4 beyond decode is vLLM's own, on a GPU.
+    check(form, config, experts, method, layer, (1, 5, 63) if form == "NVFP4" else (1, 5, 63, 70), more.get("swiglu_limit"))
 
-    def activated(inner: torch.Tensor) -> torch.Tensor:
-        if activation == "relu2_no_mul":
-            return torch.relu(inner) ** 2
-        gate, up = inner.chunk(2, -1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (
-            torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
-        ) * up
 
-    for tokens in (1, 5, 63, 70):
-        if tokens > 63 and form == "NVFP4":
-            continue  # vLLM's own, on a GPU
+def check(
+    form: str, config: Any, experts: Any, method: Any, layer: Any, counts: Sequence[int], limit: float | None = None
+) -> None:
+    for tokens in counts:
         x, weights, ids = layers.routes(config, tokens)
-        error = layers.distance(layers.call(method, layer, x, weights, ids), experts.expected(x, weights, ids, activated))
+        expected = experts.expected(x, weights, ids, config.activation.value, limit or math.inf)
+        error = layers.distance(layers.call(method, layer, x, weights, ids), expected)
         # In MXFP8 ``grouped`` rounds activations to eight bits beyond decode.
         assert error < (0.08 if tokens > 63 and form == "MXFP8" else 0.004), (tokens, error)
 
@@ -182,19 +177,14 @@ def test_biases_and_gate_and_up_by_turns(form: str, activation: str) -> None:
     """vLLM's own methods load biases in MXFP4 and for MXFP8 that it quantizes itself."""
     config = layers.config_of(*SIZES[:3], 96, activation=activation, has_bias=True)
     experts = layers.random_experts(form, SIZES[0], 256, 96, bias=True)
-    turns = activation == "swigluoai"
-    method, layer = layers.loaded(form, config, layers.by_turns(experts) if turns else experts)
+    method, layer = layers.loaded(form, config, layers.by_turns(experts) if activation == "swigluoai" else experts)
     if form != "MXFP4":
         given = method.moe_kernel.fused_experts
         for part, bias in ((given.quant_config._w1, layer.w13_bias), (given.quant_config._w2, layer.w2_bias)):
             part.bias = bias
         method.moe_kernel.impl.fused_experts = type(given)(config, given.quant_config)
         experts_of(method).process_weights_after_loading(layer)
-    for tokens in (1, 5, 70):
-        x, weights, ids = layers.routes(config, tokens)
-        expected = experts.expected(x, weights, ids, layers.swigluoai if turns else None)
-        error = layers.distance(layers.call(method, layer, x, weights, ids), expected)
-        assert error < (0.08 if tokens > 63 and form == "MXFP8" else 0.004), (tokens, error)
+    check(form, config, experts, method, layer, (1, 5, 70))
 
 
 def test_zeros_fill_what_vllm_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +197,7 @@ def test_zeros_fill_what_vllm_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert (layer.w13_weight.shape, layer.w2_weight.shape) == ((8, 256, 256), (8, 512, 64))
     x, weights, ids = layers.routes(layers.config_of(*SIZES), 5)
     result = layers.call(method, layer, x, weights, ids)
-    assert layers.distance(result, experts.expected(x, weights, ids, layers.swigluoai)) < 0.004
+    assert layers.distance(result, experts.expected(x, weights, ids, "swigluoai")) < 0.004
 
 
 def test_large_scales_of_mxfp4_are_not_decoded_by_triton() -> None:
