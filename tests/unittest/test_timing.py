@@ -174,7 +174,7 @@ def test_the_nearest_count_as_a_ratio_decides() -> None:
 
 
 def test_the_counts_that_are_measured() -> None:
-    assert counts_to_measure([256]) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 3, 6, 10, 12, 24, 48, 96, 192]
+    assert counts_to_measure([256]) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 3, 6, 10, 12, 24, 48, 96, 160, 192, 224]
     assert counts_to_measure([5]) == [1, 2, 4, 5, 3]
     assert counts_to_measure([63, 8192])[:13] == [1, 2, 4, 8, 16, 32, 63, 64, 128, 256, 1024, 4096, 8192]
 

@@ -18,7 +18,7 @@ GAIN = 0.97
 DEFAULT_CROSSOVER = 64
 """First token count that CUTLASS serves if nothing was measured: what TensorRT-LLM's own b12x backend uses
 (``_PREFILL_VIA_CUTLASS_THRESHOLD``, PR 13773)."""
-COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Token counts that are measured, as far as a kernel serves them; 10 because ``cuda`` gathers routes from 9 on."""
 MANY = (1024, 4096)
 """Counts that are measured besides, if a kernel serves them."""

@@ -23,9 +23,7 @@ def decodable(scales: torch.Tensor) -> bool:
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Multiply FP4 bytes ``(..., K / 2)`` by E8M0 bytes ``(..., K / 32)``: float32 or bfloat16, exact except for underflow."""
-    values = nvfp4.decode_packed(packed, dtype)
-    values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(mxfp8.decode_e8m0(scales).to(dtype).unsqueeze(-1))
-    return values
+    return nvfp4.dequantize_fp4(packed, scales, mxfp8.decode_e8m0, BLOCK_SIZE, dtype)
 
 
 @dataclass(frozen=True)

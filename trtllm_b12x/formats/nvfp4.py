@@ -7,6 +7,7 @@ strict reference, which both are compared with, deliberately does not.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,20 +67,6 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def decode_packed(packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Decode FP4 bytes ``[..., K/2]`` to ``[..., K]`` of ``dtype``, which has 16 or 32 bits."""
-    words = packed.contiguous().view(torch.uint16 if dtype.itemsize == 2 else torch.uint8)
-
-    def table() -> torch.Tensor:
-        word = torch.arange(256**words.itemsize, device=packed.device).unsqueeze(1)
-        shifts = torch.arange(0, 8 * words.itemsize, 4, device=packed.device)
-        return decode_e2m1(word >> shifts & 0xF).to(dtype).view(torch.int64).flatten()
-
-    # All values of a word in one gather of eight bytes, and no temporary as large as the result.
-    values = constants.kept(("E2M1", dtype, packed.device), table).index_select(0, words.flatten().int())
-    return values.view(dtype).view(*packed.shape[:-1], 2 * packed.shape[-1])
-
-
 def dequantize(packed: torch.Tensor, block_scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Multiply FP4 bytes ``[..., K/2]`` by E4M3 block scales ``[..., K/16]``, without any per-tensor scale.
 
@@ -87,9 +74,26 @@ def dequantize(packed: torch.Tensor, block_scales: torch.Tensor, dtype: torch.dt
         ``[..., K]`` of ``dtype``: float32, bfloat16 or float16. Exact: the product of an E2M1 and an E4M3 value has at most 6
         significant bits, and an exponent that float16 has.
     """
-    values = decode_packed(packed, dtype)
-    values.unflatten(-1, (-1, BLOCK_SIZE)).mul_(block_scales.to(dtype).unsqueeze(-1))
-    return values
+    return dequantize_fp4(packed, block_scales, lambda codes: codes.view(torch.float8_e4m3fn).float(), BLOCK_SIZE, dtype)
+
+
+def dequantize_fp4(
+    packed: torch.Tensor, scales: torch.Tensor, decode: Callable[[torch.Tensor], torch.Tensor], block: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply FP4 bytes ``[..., K/2]`` by scales of a byte each ``[..., K/block]``, which ``decode`` turns to float32.
+
+    Both values of a byte come from one gather, of all bytes times all scales: faster than to decode and multiply.
+    """
+    both = torch.int64 if dtype.itemsize == 4 else torch.int32
+
+    def table() -> torch.Tensor:
+        byte = torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)
+        values = decode_e2m1(unpack_fp4(byte)) * decode(byte).unsqueeze(1)
+        return values.to(dtype).view(both).flatten()
+
+    index = packed.unflatten(-1, (-1, block // 2)) + (scales.view(torch.uint8).int() << 8).unsqueeze(-1)
+    values = constants.kept(("FP4", block, dtype, packed.device), table).index_select(0, index.flatten())
+    return values.view(dtype).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 @dataclass(frozen=True)
