@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,39 +290,40 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join([*text, *_open(found, cards)]) + "\n"
 
 
+def _by_tokens(head: str, cells: Mapping[tuple[str, str, int], str]) -> list[str]:
+    """Return a table with a row for each layer and kernel and a column for each token count."""
+    counts = sorted({tokens for _, _, tokens in cells})
+    rows = [[*key, *(cells.get((*key, n), "-") for n in counts)] for key in dict.fromkeys(key[:2] for key in cells)]
+    return [head, "", *table(["layer", "kernel", *map(str, counts)], rows), ""]
+
+
 def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a table of whole layers for each file of peers: a row for each kernel, a column for each token count."""
+    """Return a table for each file of peers, and one of the layers that vLLM calls."""
     text = []
     for file in ("moe-decode.json", "moe-w4a16.json", "moe-mxfp4.json", "moe-mxfp8.json"):
         results = found.get(file, {"lines": []})
-        ours = [line for line in results["lines"] if line["split"] == "TP1"]
-        cells: dict[tuple[str, str], dict[int, str]] = {}
-        for line in ours:
-            times = cells.setdefault((line["geometry"], f"`{line['kernel']}`"), {})
-            times[line["tokens"]] = f"{line['us']:.0f} ({line['fraction']:.2f})"
-        for peer in PEERS:
+        cells: dict[tuple[str, str, int], str] = {}
+        for line in results["lines"]:
+            if line["split"] == "TP1":
+                cells[line["geometry"], f"`{line['kernel']}`", line["tokens"]] = f"{line['us']:.0f} ({line['fraction']:.2f})"
+        for peer in PEERS if cells else ():
             for line in results.get(peer) or []:
                 if line["us"] is not None:
-                    cells.setdefault((line["geometry"], of_peers.label(peer, line)), {})[line["tokens"]] = f"{line['us']:.0f}"
-        if ours:
-            counts = sorted({tokens for times in cells.values() for tokens in times})
-            rows = [[*key, *(times.get(n, "-") for n in counts)] for key, times in sorted(cells.items())]
+                    cells[line["geometry"], of_peers.label(peer, line), line["tokens"]] = f"{line['us']:.0f}"
+        if cells:
             head = f"One {results['format']} layer by tokens, microseconds (share of the bandwidth of a copy), [{file}]({file}):"
-            text += [head, "", *table(["layer", "kernel", *map(str, counts)], rows), ""]
-    return text + (_in_vllm(found["vllm.json"]) if "vllm.json" in found else [])
-
-
-def _in_vllm(found: dict[str, Any]) -> list[str]:
-    """Return a table of layers that vLLM calls: a row for ours and one for Marlin, a column for each token count."""
-    cells: dict[tuple[str, str], dict[int, str]] = {}
-    for line in found["layers"]:
-        name = f"{line['model']}, {line['format']}"
-        cells.setdefault((name, "ours"), {})[line["tokens"]] = f"{line['ours us']:.0f} {line['kernel'][0]}"
-        cells.setdefault((name, "vLLM's Marlin"), {})[line["tokens"]] = f"{line['marlin us']:.0f}"
-    counts = sorted({tokens for times in cells.values() for tokens in times})
-    rows = [[*key, *(times.get(n, "-") for n in counts)] for key, times in cells.items()]
-    head = "One layer inside vLLM by tokens, microseconds, by `cuda` (c), `triton` (t) or `grouped` (g), [vllm.json](vllm.json):"
-    return [head, "", *table(["layer", "kernel", *map(str, counts)], rows), ""]
+            text += _by_tokens(head, dict(sorted(cells.items())))
+    if "vllm.json" in found:
+        head = (
+            "One layer inside vLLM by tokens, microseconds, by `cuda` (c), `triton` (t) or `grouped` (g), [vllm.json](vllm.json):"
+        )
+        cells = {}
+        for line in found["vllm.json"]["layers"]:
+            name = f"{line['model']}, {line['format']}"
+            cells[name, "ours", line["tokens"]] = f"{line['ours us']:.0f} {line['kernel'][0]}"
+            cells[name, "vLLM's Marlin", line["tokens"]] = f"{line['marlin us']:.0f}"
+        text += _by_tokens(head, cells)
+    return text
 
 
 def _where(found: dict[str, Any]) -> str:

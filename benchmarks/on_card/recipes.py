@@ -52,7 +52,6 @@ class Recipe:
     hf_name: str
     matches: tuple[str, ...]
     loads: tuple[Load, ...]
-    note: str = ""
 
 
 def _decode(*concurrencies: int, input_tokens: int = 2048, output_tokens: int = 1024, **more: Any) -> tuple[Load, ...]:
@@ -65,15 +64,14 @@ RECIPES: tuple[Recipe, ...] = (
         "Nemotron-3-Super",
         "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
         ("nemotron-3-super",),
-        _decode(1, 4, 8),
-        "the first run is pull request 13773's",
+        _decode(1, 4, 8),  # the first run is pull request 13773's
     ),
     Recipe(
         "Qwen3.6-35B-A3B",
         "nvidia/Qwen3.6-35B-A3B-NVFP4",
         ("qwen3.6-35b-a3b",),
+        # The first three are pull request 15851's, whose input length is not known: 1024 here.
         _decode(1, 4, 8, input_tokens=1024, output_tokens=128, options=_FP8_CACHE, minutes=3) + _decode(1),
-        "the first three are pull request 15851's, whose input length is not known: 1024 here",
     ),
     Recipe(
         "Qwen3-30B-A3B",
@@ -81,6 +79,7 @@ RECIPES: tuple[Recipe, ...] = (
         ("qwen3-30b-a3b",),
         (
             *_decode(1, 4, 8),
+            # The performance overview's, CUDA graphs up to 512 sequences.
             Load(
                 1024,
                 1024,
@@ -95,10 +94,10 @@ RECIPES: tuple[Recipe, ...] = (
                 minutes=12,
             ),
         ),
-        "the last run is the performance overview's, CUDA graphs up to 512 sequences",
     ),
 )
-OTHER = Recipe("", "", (), _decode(1, 4, 8), "no figure is published for it: the recipe of pull request 13773, at 1, 4 and 8")
+OTHER = Recipe("", "", (), _decode(1, 4, 8))
+"""Of a model for which no figure is published: the recipe of pull request 13773."""
 
 
 def recipe_for(model: str) -> Recipe:
