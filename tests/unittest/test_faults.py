@@ -31,6 +31,8 @@ HOSTS = (
     "formats.nvfp4.dequantize",
     "formats.nvfp4.pack",
     "formats.nvfp4.unpack",
+    "formats.layouts.scales_of_tokens",
+    "formats.constants.kept",
     "engines.trtllm.host._equality",
 )
 """What the embedded host computes with, and what a host asks when it compares classes."""

@@ -27,9 +27,8 @@ def command(module: str, *arguments: str) -> list[str]:
 
 def run(command: list[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
     """Run a command in ``/`` without standard input. Undecodable output bytes are replaced."""
-    nothing = subprocess.DEVNULL
     return subprocess.run(
-        command, stdin=nothing, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, cwd="/"
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, cwd="/"
     )
 
 

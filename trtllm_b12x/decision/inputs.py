@@ -60,7 +60,6 @@ class Environment:
     toolkit_cuda: tuple[int, int] | None = None
     """Version of the CUDA toolkit that FlashInfer finds; (0, 0) if there is none."""
     dsl: str | None = None
-    """Version of nvidia-cutlass-dsl."""
     payload_cuda: tuple[int, int] | None = None
     """CUDA version of the CuTe DSL payload that loads; (0, 0) if none loads."""
     payload_fault: PayloadFault | None = None
@@ -71,7 +70,6 @@ class Environment:
     payload_kept: bool = False
     """True if the result comes from an earlier process."""
     dsl_wheels: tuple[str, ...] = ()
-    """Installed distributions of the CuTe DSL."""
     flashinfer: str | None = None
     """Version of the copy that loads."""
     flashinfer_fault: str = ""

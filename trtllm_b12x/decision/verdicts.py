@@ -68,7 +68,6 @@ class KernelFeatures:
     group_size: int = 16
     """Number of elements that share a block scale."""
     dtypes: frozenset[str] = frozenset({"bfloat16"})
-    """Supported dtypes of activations."""
     oldest_sm: int = 120
     newest_sm: int = 121
     """Range of supported cards, as major * 10 + minor. Inside TensorRT-LLM the card must also be in ``SERVED_SM``."""

@@ -41,7 +41,6 @@ class Key:
     paths: Mapping[str, Any]
     """Kernel families, the host, and whether the host path is tuned."""
     conditions: Mapping[str, Any]
-    """Package versions."""
 
     @property
     def file(self) -> str:

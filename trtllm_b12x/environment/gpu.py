@@ -38,12 +38,17 @@ def _smi(*arguments: str) -> str | None:
         return None
 
 
+def _query(fields: str) -> list[list[str]] | None:
+    output = _smi(f"--query-gpu={fields}", "--format=csv,noheader")
+    rows = csv.reader((output or "").splitlines(), skipinitialspace=True)
+    return None if output is None else [row for row in rows if len(row) == 3]
+
+
 def gpu_sm() -> int | None:
     """Return major * 10 + minor of the first GPU in CUDA_VISIBLE_DEVICES; 0 if there is none, None if unknown."""
-    output = _smi("--query-gpu=index,uuid,compute_cap", "--format=csv,noheader")
-    if output is None:
+    gpus = _query("index,uuid,compute_cap")
+    if gpus is None:
         return None
-    gpus = [[cell.strip() for cell in row] for row in csv.reader(output.splitlines()) if len(row) == 3]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         first = visible.split(",")[0].strip()
@@ -67,8 +72,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 def cards() -> list[str]:
     """Return ``name, memory, driver version`` of each GPU, as nvidia-smi lists them."""
-    output = _smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader") or ""
-    return [", ".join(cell.strip() for cell in row) for row in csv.reader(output.splitlines()) if len(row) == 3]
+    return [", ".join(row) for row in _query("name,memory.total,driver_version") or ()]
 
 
 def toolkit_cuda() -> tuple[int, int]:

@@ -9,22 +9,15 @@ from .plans import PlannedKernel
 from .triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
 from .triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
 
-_CLASSES: dict[tuple[str, str], type[PlannedKernel]] = {
-    ("cuda", "NVFP4"): CudaKernel,
-    ("cuda", "W4A16_NVFP4"): CudaW4A16Kernel,
-    ("cuda", "MXFP4"): CudaMXFP4Kernel,
-    ("cuda", "MXFP8"): CudaMXFP8Kernel,
-    ("b12x", "NVFP4"): B12xKernel,
-    ("triton", "NVFP4"): TritonKernel,
-    ("triton", "W4A16_NVFP4"): TritonW4A16Kernel,
-    ("triton", "MXFP4"): TritonMXFP4Kernel,
-    ("triton", "MXFP8"): TritonMXFP8Kernel,
-    ("grouped", "NVFP4"): GroupedNVFP4Kernel,
-    ("grouped", "W4A16_NVFP4"): GroupedW4A16Kernel,
-    ("grouped", "MXFP4"): GroupedMXFP4Kernel,
-    ("grouped", "MXFP8"): GroupedKernel,
-}
+_FAMILIES: tuple[tuple[type[PlannedKernel], ...], ...] = (
+    (CudaKernel, CudaW4A16Kernel, CudaMXFP4Kernel, CudaMXFP8Kernel),
+    (B12xKernel,),
+    (TritonKernel, TritonW4A16Kernel, TritonMXFP4Kernel, TritonMXFP8Kernel),
+    (GroupedNVFP4Kernel, GroupedW4A16Kernel, GroupedMXFP4Kernel, GroupedKernel),
+)
 KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel] | None]] = {
-    key: (kernel, None if key[0] == "cuda" else kernel.reference) for key, kernel in _CLASSES.items()
+    (kernel.features.name, kernel.number_format().name): (kernel, None if kernel.features.name == "cuda" else kernel.reference)
+    for family in _FAMILIES
+    for kernel in family
 }
 """Kernel class and torch class of each family and number format. The torch classes of ``triton`` stand in for ``cuda`` too."""

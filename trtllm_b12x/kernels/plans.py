@@ -55,6 +55,10 @@ class PlannedKernel(Kernel):
     _plan: Any
     _key: tuple[Any, ...]
 
+    @classmethod
+    def number_format(cls) -> Format:
+        return next(form for form in FORMATS if form.quant_algo in cls.features.quantizations)
+
     def _share(self, key: tuple[Any, ...], make: Callable[[], Plan]) -> None:
         """Take the plan of ``key``, or make it. Raise PlanError if compiling or allocating failed."""
         with _lock:
@@ -119,10 +123,6 @@ class OwnKernel(PlannedKernel):
     def __init__(self, card: Card | None = None) -> None:
         """``card``: that kernels are chosen and compiled for, instead of the device's own."""
         self._card = card
-
-    @classmethod
-    def number_format(cls) -> Format:
-        return next(form for form in FORMATS if form.quant_algo in cls.features.quantizations)
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Set the sizes that ``variants`` depends on; compile nothing. Raise ValueError if no kernel serves ``geometry``."""

@@ -40,7 +40,6 @@ class CompileResult:
     name: str
     seconds: float
     cached: bool
-    """The cache had it."""
     error: str = ""
 
 

@@ -45,7 +45,6 @@ class Host:
     """``embedded``, or a generation of ``trtllm_b12x.engines.trtllm.contract``."""
     create_moe: ModuleType
     CutlassFusedMoE: Any
-    """Base class of our layer."""
     methods: Mapping[str, Any]
     """Those of ``METHODS`` that this generation has: MXFP8 from August 2026 on, W4A16_NVFP4 from June 2026 on."""
     TensorParallelMode: Any

@@ -63,7 +63,7 @@ def uninstall() -> None:
 
 
 def patch(module: ModuleType) -> None:
-    """Rebind the names of one TensorRT-LLM module (``core.hook.WATCHED``), all of them or none.
+    """Rebind the names of one TensorRT-LLM module (``core.hook.WATCHED``), all or none: ValueError if it lacks one.
 
     ``create_moe.get_moe_cls`` (generations A and B). Why: the host builds and wraps whatever class it returns, and has no
     registry for the CUTLASS name. How: rebind the module attribute, which ``create_moe`` looks up globally and
@@ -76,9 +76,6 @@ def patch(module: ModuleType) -> None:
 
     ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves the format on this card.
     How: catch the error and return our base class. It can go when its tables accept classes from other packages.
-
-    Raises:
-        ValueError: the module lacks a name to rebind.
     """
     if not settings.ENABLED():
         return

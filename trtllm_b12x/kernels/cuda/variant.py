@@ -94,7 +94,8 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
     gather, routes = tokens > _COLUMNS, tokens * g.top_k
     blocks = -(-g.stored_hidden // 128)
     if gather:
-        split, parts = _gathered(blocks)
+        split = -(-blocks // -(-blocks // 16))  # warps that share FC1's columns, in blocks of 128 each
+        parts = max(1, min(8, 16 // split))  # rows of such warps
     else:
         split = -(-blocks // -(-blocks // _WARPS))
         parts = max(-(-_COLUMNS // split), min(4, 16 // split))  # each token has a warp that reads its routes
@@ -148,12 +149,6 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
         "NARROW": int(narrow),
     }
     return Variant(tokens, tuple(values.items()))
-
-
-def _gathered(blocks: int) -> tuple[int, int]:
-    """Return how many warps share FC1's columns, in blocks of 128 each, and rows of such warps."""
-    split = -(-blocks // -(-blocks // 16))
-    return split, max(1, min(8, 16 // split))
 
 
 def _parts_of_fc2(warps: int, blocks: int) -> int:

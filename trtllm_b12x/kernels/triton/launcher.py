@@ -61,7 +61,6 @@ class LaunchPlan:
     """State that calls of one token count and form share."""
 
     workspace: WorkspaceLayout
-    """Of scratch memory."""
     direct: bool
     """Launches take addresses and a stream."""
     launch: Callable[[int, LayerTensors, Any, Any], None]

@@ -23,7 +23,6 @@ class Variant:
     """Types of the arguments up to the constants: tensors' dtypes and examples of integers."""
     constants: dict[str, Any]
     options: dict[str, Any]
-    """Options of the compiler."""
 
     @cached_property
     def key(self) -> tuple[Any, ...]:

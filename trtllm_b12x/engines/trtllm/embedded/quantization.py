@@ -43,6 +43,11 @@ def load_weight_shard(
     return weight.narrow(dim, start, min(width, weight.shape[dim] - start)).to(device)
 
 
+def _register(module: Any, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        module.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+
+
 class FusedMoEMethodBase:
     def create_weights(
         self,
@@ -52,14 +57,11 @@ class FusedMoEMethodBase:
         w2_weight_shape: tuple[int, int, int],
         *bias_shapes: tuple[int, int],
     ) -> None:
-        for name, shape in (("w3_w1_weight", w3_w1_weight_shape), ("w2_weight", w2_weight_shape)):
-            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=weight_dtype), requires_grad=False))
-        module.w3_w1_bias = module.w2_bias = None
+        fc1, fc2 = (torch.empty(shape, dtype=weight_dtype) for shape in (w3_w1_weight_shape, w2_weight_shape))
         if module.bias and not bias_shapes:
             raise NotImplementedError("the embedded host has expert bias in MXFP4 alone")
-        for name, size in zip(("w3_w1_bias", "w2_bias"), bias_shapes if module.bias else (), strict=False):
-            delattr(module, name)
-            module.register_parameter(name, nn.Parameter(torch.empty(size, dtype=module.dtype), requires_grad=False))
+        bias1, bias2 = (torch.empty(shape, dtype=module.dtype) for shape in bias_shapes) if module.bias else (None, None)
+        _register(module, w3_w1_weight=fc1, w2_weight=fc2, w3_w1_bias=bias1, w2_bias=bias2)
 
     def load_weights(self, module: Any, weights: Mapping[str, torch.Tensor], weight_loading_mode: MoEWeightLoadingMode) -> None:
         if weight_loading_mode is not MoEWeightLoadingMode.VANILLA:
@@ -138,16 +140,15 @@ class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
         ratio = 1 + module.is_gated_activation
         rows = -(-module.intermediate_size_per_partition * ratio // NVFP4_ROW_ALIGNMENT) * NVFP4_ROW_ALIGNMENT
         inner = rows // ratio
-        parameters = {
-            "w3_w1_weight_scale": torch.ones(experts, rows, hidden // 64, dtype=torch.int32),
-            "w2_weight_scale": torch.ones(experts, hidden, inner // 64, dtype=torch.int32),
-            "fc31_input_scale": torch.tensor(1.0, dtype=torch.float32),
-            "fc2_input_scale": torch.tensor(1.0, dtype=torch.float32),
-            "fc31_alpha": torch.ones(experts, dtype=torch.float32),
-            "fc2_alpha": torch.ones(experts, dtype=torch.float32),
-        }
-        for name, tensor in parameters.items():
-            module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        _register(
+            module,
+            w3_w1_weight_scale=torch.ones(experts, rows, hidden // 64, dtype=torch.int32),
+            w2_weight_scale=torch.ones(experts, hidden, inner // 64, dtype=torch.int32),
+            fc31_input_scale=torch.tensor(1.0, dtype=torch.float32),
+            fc2_input_scale=torch.tensor(1.0, dtype=torch.float32),
+            fc31_alpha=torch.ones(experts, dtype=torch.float32),
+            fc2_alpha=torch.ones(experts, dtype=torch.float32),
+        )
         super().create_weights(module, torch.int64, (experts, rows, hidden // 16), (experts, hidden, inner // 16))
         self.setup_quant_scales(module)
 
@@ -228,18 +229,14 @@ class MXFP4Tensors:
         module.scaling_vector_size = 32
         experts, align = module.expert_size_per_partition, self.weight_alignment
         size, hidden = (-(-value // align) * align for value in (module.intermediate_size_per_partition, module.hidden_size))
-        parameters = {
-            "fake_input_scale": torch.empty(experts, dtype=torch.float32),
-            "w3_w1_weight_scale": torch.empty(experts, 2 * size, hidden // 128, dtype=torch.int32),
-            "w2_weight_scale": torch.empty(experts, hidden, size // 128, dtype=torch.int32),
-        }
-        for name, tensor in parameters.items():
-            module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        weights, biases = (
-            ((experts, 2 * size, hidden // 16), (experts, hidden, size // 16)),
-            ((experts, 2 * size), (experts, hidden)),
+        _register(
+            module,
+            fake_input_scale=torch.empty(experts, dtype=torch.float32),
+            w3_w1_weight_scale=torch.empty(experts, 2 * size, hidden // 128, dtype=torch.int32),
+            w2_weight_scale=torch.empty(experts, hidden, size // 128, dtype=torch.int32),
         )
-        super().create_weights(module, torch.int64, *weights, *biases)  # type: ignore[misc]
+        weights = (experts, 2 * size, hidden // 16), (experts, hidden, size // 16)
+        super().create_weights(module, torch.int64, *weights, (experts, 2 * size), (experts, hidden))  # type: ignore[misc]
         self.setup_quant_scales(module)
 
     def load_expert_w3_w1_weight(
