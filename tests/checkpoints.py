@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from trtllm_b12x.formats.nvfp4 import pack_fp4, round_to_e2m1
 from trtllm_b12x.tools.verify.reference_formats import dequantize_nvfp4
 
 
@@ -18,11 +19,8 @@ def quantize_weight(weight: torch.Tensor, scale_2: float | None = None) -> dict[
     blocks = weight.view(weight.shape[0], -1, 16)
     block_scale = (blocks.abs().amax(-1) / (6 * scale)).nan_to_num(0).clamp(max=448).to(torch.float8_e4m3fn)
     safe = (block_scale.float() * scale).clamp(min=1e-30).unsqueeze(-1)
-    values = (blocks / safe).clamp(-6, 6).view(weight.shape)
-    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weight.device)
-    codes = (values.abs().unsqueeze(-1) - grid).abs().argmin(-1) + 8 * (values < 0)
-    packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
-    return {"weight": packed, "weight_scale": block_scale, "weight_scale_2": scale}
+    codes = round_to_e2m1((blocks / safe).view(weight.shape))
+    return {"weight": pack_fp4(codes), "weight_scale": block_scale, "weight_scale_2": scale}
 
 
 def random_experts(

@@ -6,11 +6,11 @@ import math
 
 import torch
 
+from trtllm_b12x.formats.nvfp4 import pack_fp4, round_to_e2m1
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
 
 GPT_OSS = (1.702, 1.0, 7.0)
 """alpha, beta and limit."""
-_GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def quantize_weight(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -18,9 +18,7 @@ def quantize_weight(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     blocks = weight.view(weight.shape[0], -1, 32)
     exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / 6))
     values = (blocks / torch.exp2(exponent).unsqueeze(-1)).view(weight.shape)
-    codes = (values.abs().unsqueeze(-1) - _GRID.to(weight.device)).abs().argmin(-1) + 8 * (values < 0)
-    packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
-    return {"weight": packed, "weight_scale": (exponent + 127).to(torch.uint8)}
+    return {"weight": pack_fp4(round_to_e2m1(values)), "weight_scale": (exponent + 127).to(torch.uint8)}
 
 
 def random_experts(

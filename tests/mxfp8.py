@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tests.nvfp4_layer import interleaved
 from trtllm_b12x.formats import ROWS
-from trtllm_b12x.formats.layouts import interleave, mma_scale_view
 from trtllm_b12x.formats.mxfp8 import MXFP8Weights
 from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
@@ -43,24 +43,12 @@ def random_weights(geometry: Geometry, device: torch.device | str = "cpu", seed:
     generator = torch.Generator(device).manual_seed(seed)
     rows = (2 if geometry.gated else 1) * size
     found = []
-    if geometry.layout.scales == ROWS:
-        for height, width in ((rows, hidden), (hidden, size)):
-            values = torch.randn(experts, height, width, generator=generator, device=device).mul_(60).clamp_(-448, 448)
-            plain = torch.empty(experts, height, width // 32, dtype=torch.uint8, device=device)
-            found += [values.to(torch.float8_e4m3fn), plain.random_(110, 116, generator=generator)]
-        return MXFP8Weights(*found, layout=geometry.layout)
     for height, width in ((rows, hidden), (hidden, size)):
-        codes = torch.empty(experts, height, width, dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.zeros(experts, -(-height // 128) * 128, -(-width // 128), dtype=torch.int32, device=device)
-        for expert in range(experts):
-            values = torch.randn(height, width, generator=generator, device=device).mul_(60).clamp_(-448, 448)
-            codes[expert] = values.to(torch.float8_e4m3fn)
-            # What lies beyond the matrix is what loading leaves there, NaN.
-            plain = torch.full((scales.shape[1], 4 * scales.shape[2]), 255, dtype=torch.uint8, device=device)
-            plain[:height, : width // 32].random_(110, 116, generator=generator)
-            interleave(plain, scales[expert])
-        found += [codes, mma_scale_view(scales, scales.shape[1], 128 * scales.shape[2], 32, torch.uint8)]
-    return MXFP8Weights(*found, epilogue=constants(experts, device) if geometry.activation == "SwigluBias" else Epilogue())
+        values = torch.randn(experts, height, width, generator=generator, device=device).mul_(60).clamp_(-448, 448)
+        plain = torch.empty(experts, height, width // 32, dtype=torch.uint8, device=device).random_(110, 116, generator=generator)
+        found += [values.to(torch.float8_e4m3fn), plain if geometry.layout.scales == ROWS else interleaved(plain)]
+    epilogue = constants(experts, device) if geometry.activation == "SwigluBias" else Epilogue()
+    return MXFP8Weights(*found, epilogue=epilogue, layout=geometry.layout)
 
 
 def constants(experts: int, device: torch.device | str = "cpu") -> Epilogue:

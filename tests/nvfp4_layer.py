@@ -117,8 +117,6 @@ class Layer:
         return result
 
     def _gated(self, e: int, up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        if self.geometry.activation == "Swiglu":
-            return torch.nn.functional.silu(gate) * up
         if self.geometry.activation == "Geglu":
             return torch.nn.functional.gelu(gate) * up
         extra = self.epilogue
@@ -131,11 +129,8 @@ class Layer:
 
 
 def plain(activation: str, values: torch.Tensor) -> torch.Tensor:
-    if activation == "Relu2":
-        return torch.relu(values) ** 2
-    if activation == "Silu":
-        return torch.nn.functional.silu(values)
-    return torch.nn.functional.gelu(values)
+    functions = {"Relu2": lambda x: torch.relu(x) ** 2, "Silu": torch.nn.functional.silu, "Gelu": torch.nn.functional.gelu}
+    return functions[activation](values)
 
 
 def dequantized(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

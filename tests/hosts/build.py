@@ -24,61 +24,53 @@ LAYERS = {
 
 _HOOK = "    def transform_weights(self, module):\n        pass\n\n    def cache_derived_state(self, module):\n"
 _NO_HOOK = "    def post_load_weights(self, module):\n"
-DIFFERENCES = {
+_SCALES = "    def _interleave_w2_weight_scale("
+DIFFERENCES: dict[str, dict[str, dict[str, str]]] = {
     # Late 1.3: partial loading, LoRA, and one hook at the end of a load, which no reload asks whether weights were transformed.
-    "B": (
-        ("fused_moe_cutlass", "from .interface import MoE\n", "from .interface import MoE\nfrom .moe_lora import *\n"),
-        (
-            "fused_moe_cutlass",
-            "        self._weights_created = False\n",
-            "        self._moe_lora_enabled = has_moe_lora_targets(model_config.lora_config)\n"
-            "        self._weights_created = False\n",
-        ),
-        (
-            "fused_moe_cutlass",
-            "    def _supports_load_balancer(self)",
-            "    def _moe_lora_active(self, lora_params):\n"
-            "        return self._moe_lora_enabled and bool(lora_params)\n\n"
-            "    def _supports_load_balancer(self)",
-        ),
-        (
-            "fused_moe_cutlass",
-            "        enable_alltoall=None,\n    )",
-            "        enable_alltoall=None,\n        lora_params=None,\n    )",
-        ),
-        (
-            "fused_moe_cutlass",
+    "B": {
+        "fused_moe_cutlass": {
+            "from .interface import MoE\n": "from .interface import MoE\nfrom .moe_lora import *\n",
+            "        self._weights_created = False\n": (
+                "        self._moe_lora_enabled = has_moe_lora_targets(model_config.lora_config)\n"
+                "        self._weights_created = False\n"
+            ),
+            "    def _supports_load_balancer(self)": (
+                "    def _moe_lora_active(self, lora_params):\n"
+                "        return self._moe_lora_enabled and bool(lora_params)\n\n"
+                "    def _supports_load_balancer(self)"
+            ),
+            "        enable_alltoall=None,\n    )": "        enable_alltoall=None,\n        lora_params=None,\n    )",
             "        if not isinstance(self.quant_method, UnquantizedFusedMoEMethod):\n"
             '            assert not allow_partial_loading, "Partial loading is not supported for quantized MoE now"\n'
-            "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode)\n",
-            "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode, allow_partial_loading)\n",
-        ),
-        ("quantization", _HOOK, _NO_HOOK),
-        ("quantization", "class W4A16NVFP4CutlassFusedMoEMethod(", "class _OfJune("),
-        ("quantization", "        if weights:\n            module._weights_transformed = False\n", ""),
-        ("quantization", "        load_expert_ids=None,\n    ):", "    ):"),
-        ("quantization", "*alphas, None, None, module.initial_local_expert_ids", "*alphas"),
-        (
-            "interface",
-            "    def pre_reload_weights(self)",
-            "    def validate_configurable_moe(self, moe):\n        pass\n\n    def pre_reload_weights(self)",
-        ),
-    ),
+            "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode)\n": (
+                "        self.quant_method.load_weights(self, weights[0], self.weight_loading_mode, allow_partial_loading)\n"
+            ),
+        },
+        "quantization": {
+            _HOOK: _NO_HOOK,
+            "class W4A16NVFP4CutlassFusedMoEMethod(": "class _OfJune(",
+            "        if weights:\n            module._weights_transformed = False\n": "",
+            "        load_expert_ids=None,\n    ):": "    ):",
+            "*alphas, None, None, module.initial_local_expert_ids": "*alphas",
+        },
+        "interface": {
+            "    def pre_reload_weights(self)": (
+                "    def validate_configurable_moe(self, moe):\n        pass\n\n    def pre_reload_weights(self)"
+            )
+        },
+    },
     # Experts may arrive one by one. MXFP8 since September 2026 interleaves once, at the end of partial loads too.
-    "C2": (
-        (
-            "quantization",
-            "    def _interleave_w2_weight_scale(",
-            "    def finalize_streamed_expert(self, module, local_slot_id):\n        raise NotImplementedError\n\n"
-            "    def _interleave_w2_weight_scale(",
-        ),
-        (
-            "quantization",
-            "    BLOCK_SIZE = 32\n",
-            "    BLOCK_SIZE = 32\n\n    def process_weights_after_loading(self, module):\n"
-            '        raise NotImplementedError("of SM100 alone")\n',
-        ),
-    ),
+    "C2": {
+        "quantization": {
+            _SCALES: (
+                f"    def finalize_streamed_expert(self, module, local_slot_id):\n        raise NotImplementedError\n\n{_SCALES}"
+            ),
+            "    BLOCK_SIZE = 32\n": (
+                "    BLOCK_SIZE = 32\n\n    def process_weights_after_loading(self, module):\n"
+                '        raise NotImplementedError("of SM100 alone")\n'
+            ),
+        }
+    },
 }
 """What is too little for a file of its own: module, text, and what replaces it."""
 
@@ -106,7 +98,8 @@ def build(generation: str, folder: Path, changes: Iterable[Change] = ()) -> Path
             shutil.copytree(source, package, ignore=ignore, dirs_exist_ok=True)
         else:
             shutil.copy(source, package)
-    for module, old, new in (*DIFFERENCES.get(generation, ()), *changes):
+    own = [(module, old, new) for module, pairs in DIFFERENCES.get(generation, {}).items() for old, new in pairs.items()]
+    for module, old, new in (*own, *changes):
         path = package / f"{module}.py"
         text = path.read_text(encoding="utf-8")
         if old not in text:

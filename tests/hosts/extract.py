@@ -75,21 +75,18 @@ class Source:
 
 def parameters(node: ast.FunctionDef) -> list[str]:
     """``name``, ``name=default``, ``*`` and ``**name``, in order; a method without its first one."""
-    arguments = node.args
-    words = []
-    positional = [*arguments.posonlyargs, *arguments.args]
-    defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
-    for argument, default in zip(positional, [*defaults, *arguments.defaults], strict=True):
-        words.append(argument.arg + (f"={ast.unparse(default)}" if default is not None else ""))
-    if arguments.vararg is not None:
-        words.append(f"*{arguments.vararg.arg}")
-    elif arguments.kwonlyargs:
-        words.append("*")
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        words.append(argument.arg + (f"={ast.unparse(default)}" if default is not None else ""))
-    if arguments.kwarg is not None:
-        words.append(f"**{arguments.kwarg.arg}")
-    return words
+    arguments, positional = node.args, [*node.args.posonlyargs, *node.args.args]
+
+    def words(names: list[ast.arg], defaults: list[ast.expr | None]) -> list[str]:
+        return [n.arg + (f"={ast.unparse(d)}" if d is not None else "") for n, d in zip(names, defaults, strict=True)]
+
+    star = [f"*{arguments.vararg.arg}"] if arguments.vararg is not None else ["*"] * bool(arguments.kwonlyargs)
+    return [
+        *words(positional, [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)),
+        *star,
+        *words(arguments.kwonlyargs, arguments.kw_defaults),
+        *([f"**{arguments.kwarg.arg}"] if arguments.kwarg is not None else []),
+    ]
 
 
 def comparisons(tree: ast.AST) -> list[str]:
@@ -134,13 +131,13 @@ def extract(root: Path, generation: str) -> dict[str, Any]:
 def attributes(source: Source, name: str) -> list[str]:
     """Names assigned in the class's own body."""
     _, node = next(iter(source.lineage(name)))
-    found: list[str] = []
-    for statement in node.body:
-        targets: list[ast.expr] = statement.targets if isinstance(statement, ast.Assign) else []
-        if isinstance(statement, ast.AnnAssign):
-            targets = [statement.target]
-        found.extend(target.id for target in targets if isinstance(target, ast.Name))
-    return found
+    assigned = [
+        target
+        for statement in node.body
+        if isinstance(statement, (ast.Assign, ast.AnnAssign))
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+    ]
+    return [target.id for target in assigned if isinstance(target, ast.Name)]
 
 
 def main() -> None:
