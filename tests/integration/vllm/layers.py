@@ -206,17 +206,10 @@ def rounded_up(method: Any, config: Any, experts: Experts) -> Experts:
         return experts
     assert config.activation.value == "swigluoai"
     config.hidden_dim, config.intermediate_size_per_partition = method.hidden_size, method.intermediate_size = hidden, size
-    shapes = {
-        "w13_weight": (2 * size, hidden // 2),
-        "w13_weight_scale": (2 * size, hidden // 32),
-        "w13_bias": (2 * size,),
-        "w2_weight": (hidden, size // 2),
-        "w2_weight_scale": (hidden, size // 32),
-        "w2_bias": (hidden,),
-    }
     parameters = {}
     for name, tensor in experts.parameters.items():
-        parameters[name] = tensor.new_zeros(len(tensor), *shapes[name])
+        rows, width, before = (2 * size, hidden, sizes[0]) if name.startswith("w13") else (hidden, size, sizes[1])
+        parameters[name] = tensor.new_zeros(len(tensor), rows, *(n * width // before for n in tensor.shape[2:]))
         parameters[name][tuple(slice(n) for n in tensor.shape)] = tensor
     return replace(experts, parameters=parameters)
 
