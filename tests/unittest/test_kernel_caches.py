@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,26 +118,16 @@ def test_what_flashinfers_cache_lacks(
     monkeypatch: pytest.MonkeyPatch, cached: bool, in_server: bool, frozen: str, answer: str, proofs: list[str]
 ) -> None:
     """On an sm_120a, where FlashInfer cannot compile."""
-    targets: list[str] = []
-
-    def fails(target: str) -> str:
-        targets.append(target)
-        return "ptxas fatal"
-
-    def flashinfers(module: str, name: str, compile_kernel: Callable[[], Any]) -> Any:
-        return "loaded" if cached else compile_kernel()
-
-    def build() -> Any:
-        device = torch.device("cuda")
-        return compiler._build(flashinfers, "trtllm-b12x warmup ...", device, "module", "static_1", lambda: "compiled")
-
+    proof = Mock(return_value="ptxas fatal")
+    flashinfers = Mock(side_effect=lambda module, name, compile_kernel: "loaded" if cached else compile_kernel())
     monkeypatch.setattr(process, "in_server", in_server)
-    monkeypatch.setattr(prove, "compile_error", fails)
+    monkeypatch.setattr(prove, "compile_error", proof)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    asked = flashinfers, "trtllm-b12x warmup ...", torch.device("cuda"), "module", "static_1", lambda: "compiled"
     with settings.FREEZE.set(frozen):
         if answer in ("loaded", "compiled"):
-            assert build() == answer
+            assert compiler._build(*asked) == answer
         else:
             with pytest.raises(PlanError, match=answer):
-                build()
-    assert targets == proofs
+                compiler._build(*asked)
+    assert [call.args[0] for call in proof.call_args_list] == proofs
