@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -126,11 +127,7 @@ def test_a_family_that_cannot_be_planned_when_its_turn_comes(
     clock: Clock, every_family: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others are measured; the verdict says why this one is not."""
-
-    def plan(self: Any, *arguments: Any) -> None:
-        raise PlanError("no memory for this")
-
-    monkeypatch.setattr(GROUPED, "plan", plan)
+    monkeypatch.setattr(GROUPED, "plan", Mock(side_effect=PlanError("no memory for this")))
     module = built()
     assert "grouped" in module.backend.verdict.families
     called(module)
@@ -330,10 +327,7 @@ def test_a_file_then_what_is_stored_then_a_measurement(
 
 
 def test_what_cannot_be_measured_leaves_the_default(clock: Clock, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    def fails() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    clock.before = fails
+    clock.before = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     modules = [built(), built()]
     for module in modules * 2:
         called(module)
@@ -347,11 +341,7 @@ def test_a_router_that_needs_more_than_logits_is_not_asked(monkeypatch: pytest.M
     module = built()
     sample = host_path.route_sampler(module.backend, module.backend.kernel.geometry, CPU)
     with_router = sample(6, 1, False)
-
-    def fails(self: Any, *_: Any) -> None:
-        raise AttributeError("e_score_correction_bias")
-
-    monkeypatch.setattr(type(module.backend.routing_method), "apply", fails)
+    monkeypatch.setattr(type(module.backend.routing_method), "apply", Mock(side_effect=AttributeError("e_score_correction_bias")))
     without = sample(6, 1, False)
     for ids, router_weights in (with_router, without):
         assert ids.shape == router_weights.shape == (6, 2)

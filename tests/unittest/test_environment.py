@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import filelock
 import pytest
@@ -188,12 +189,9 @@ def test_no_link_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where flock says ENOSYS, filelock up to 3.20 raises this (``filelock/_unix.py``)."""
-
-    def acquire(self: filelock.BaseFileLock, *arguments: Any, **options: Any) -> None:
-        raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
-
+    unsupported = NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(filelock.BaseFileLock, "acquire", acquire)
+    monkeypatch.setattr(filelock.BaseFileLock, "acquire", Mock(side_effect=unsupported))
     assert disk.once("question", lambda: "answer", bool) == ("answer", False)
 
 

@@ -18,7 +18,7 @@ from trtllm_b12x import environment
 from trtllm_b12x.core import child, settings
 from trtllm_b12x.decision import KernelFeatures, RejectReason, families
 from trtllm_b12x.environment import prove
-from trtllm_b12x.kernels import Geometry, PlanError, prove_child
+from trtllm_b12x.kernels import PlanError, prove_child
 from trtllm_b12x.kernels.b12x.compiler import ACTIVATIONS
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.catalog import KERNELS
@@ -108,20 +108,16 @@ def test_doctor_compiles_what_the_family_says(monkeypatch: pytest.MonkeyPatch, c
 def test_what_failed_is_forgotten_with_its_load(monkeypatch: pytest.MonkeyPatch, cause: Exception | None, tried: int) -> None:
     """Other layers of the load do not try again, but for memory; what is built later does."""
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")
-    calls = []
-
-    def failing(self: Any, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        calls.append(geometry)
-        raise PlanError("it failed") from cause
-
-    tensors = random_experts(4, 128, 192)
+    error = PlanError("it failed")
+    error.__cause__ = cause
+    tensors, plan = random_experts(4, 128, 192), Mock(side_effect=error)
     with monkeypatch.context() as patch:
-        patch.setattr(ReferenceKernel, "plan", failing)
+        patch.setattr(ReferenceKernel, "plan", plan)
         modules = [layers.create(4, 128, 192) for _ in range(2)]
         for module in modules:
             layers.load(module, tensors)
-        assert len(calls) == tried
+        assert plan.call_count == tried
         assert all("KERNEL_PLAN_FAILED: it failed" in str(module.backend.verdict) for module in modules)
         layers.load(layers.create(4, 128, 192), tensors)
-        assert len(calls) == tried + 1
+        assert plan.call_count == tried + 1
     assert layers.load(layers.create(4, 128, 192), tensors).backend.kernel is not None

@@ -135,20 +135,20 @@ def served(layer: Any, *counts: int) -> list[str]:
     return [short[type(layer.backend.schedule.at(tokens))] for tokens in counts]
 
 
-def test_one_kernel_has_nothing_to_be_measured_against(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.KERNELS.name, "grouped")
+@pytest.mark.parametrize(
+    ("setting", "value", "families", "said"),
+    [
+        (settings.KERNELS, "grouped", ["grouped", "grouped"], "grouped at every count"),  # nothing to be measured against
+        (settings.CROSSOVER, "80", ["triton", "grouped"], "TRTLLM_B12X_CROSSOVER=80, fixed: grouped from 80 tokens"),
+    ],
+)
+def test_what_needs_no_measurement(
+    card: None, setting: Any, value: str, families: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting.name, value)
     with standing_in(Clock(level)) as clock:
         layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
         called(layer)
         assert not clock.asked
-        assert status.status().crossovers[str(layer.backend.kernel.geometry)] == "grouped at every count"
-
-
-def test_a_number_is_the_split(card: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv(settings.CROSSOVER.name, "80")
-    with standing_in(Clock(level)) as clock:
-        layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
-        called(layer)
-        assert not clock.asked
-        assert served(layer, 79, 80) == ["triton", "grouped"]
-    assert "TRTLLM_B12X_CROSSOVER=80, fixed: grouped from 80 tokens" in caplog.text
+        assert served(layer, 79, 80) == families
+        assert status.status().crossovers[str(layer.backend.kernel.geometry)] == said

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,12 +87,7 @@ def test_few_variants(card: Card, products: int) -> None:
 
 def test_one_family_compiles_ahead_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """While ``cuda`` is planned: once, for every family of Triton's, and not at all with TRTLLM_B12X_FREEZE."""
-    filled: list[set[str]] = []
-
-    def fill(variants: Any, capability: int) -> int:
-        filled.append({variant.module for variant in variants})
-        return 16
-
+    fill = Mock(return_value=16)
     monkeypatch.setattr(jit, "card_of", lambda device: H100)
     monkeypatch.setattr(toolchain, "lacking", lambda sm: ())
     monkeypatch.setattr(toolchain, "tools_lacking", lambda: ())
@@ -100,7 +96,8 @@ def test_one_family_compiles_ahead_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     planned: Any = [(ReferenceKernel, 63), (TritonKernel, 256), (GroupedNVFP4Kernel, 4096)]
     asked = [kind.compile_ahead(planned, QWEN3_30B, torch.device("cuda", 0)) for kind, _ in planned]
     assert asked == [0, 16, 0]
-    assert filled == [{"triton.decode_kernels", "triton.grouped_kernels", "triton.routing"}]
+    ((variants, _),) = (call.args for call in fill.call_args_list)
+    assert {variant.module for variant in variants} == {"triton.decode_kernels", "triton.grouped_kernels", "triton.routing"}
     with settings.FREEZE.set("1"):
         assert TritonKernel.compile_ahead(planned, QWEN3_30B, torch.device("cuda", 0)) == 0
 

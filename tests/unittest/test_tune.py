@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner, Result
@@ -172,13 +173,9 @@ def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytes
         output = run(*arguments, status=2).output.replace("\n", " ")
         assert words in output
         assert "Traceback" not in output
-
-    def fails(error: BaseException) -> Any:
-        raise error
-
-    card.before = lambda: fails(RuntimeError("CUDA error: out of memory\nmore lines"))
+    card.before = Mock(side_effect=RuntimeError("CUDA error: out of memory\nmore lines"))
     assert "8 experts, top 2, 128 x 256: RuntimeError: CUDA error: out of memory\n" in run(*SIZES, status=2).output
-    card.before = lambda: fails(KeyboardInterrupt())
+    card.before = Mock(side_effect=KeyboardInterrupt)
     assert "interrupted" in run(*SIZES, status=130).output
     monkeypatch.setattr(tune, "_families", list)
     assert "no kernel family runs on this card" in run(*SIZES, status=2).output
