@@ -14,9 +14,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests import layers
+from tests import layers, mxfp8
 from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
+from trtllm_b12x import status
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch import crossover, store
 from trtllm_b12x.dispatch import layer as dispatch_layer
@@ -211,6 +212,30 @@ def test_a_family_that_is_alone_has_no_count_without_a_measurement(clock: Clock,
     backend = measured().backend
     assert backend.verdict.families == ("grouped",)
     assert (backend.schedule.kernels, backend.schedule.below) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "kinds", "said"),
+    [
+        (settings.KERNELS, "grouped", [MXFP8ReferenceKernel] * 2, "grouped at every count"),  # nothing to be measured against
+        (
+            settings.CROSSOVER,
+            "80",
+            [MXFP8UnquantizedReferenceKernel, MXFP8ReferenceKernel],
+            "TRTLLM_B12X_CROSSOVER=80, fixed: grouped from 80 tokens",
+        ),
+    ],
+)
+def test_a_format_without_a_host_path_that_needs_no_measurement(
+    clock: Clock, every_family: None, setting: Any, value: str, kinds: list[Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting.name, value)
+    config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo.MXFP8, group_size=32)
+    module = layers.load(layers.create(4, 128, 192, quant_config=config), mxfp8.random_experts(4, 128, 192))
+    assert module(torch.randn(3, 128).bfloat16(), torch.randn(3, 4)).isfinite().all()
+    assert not clock.asked
+    assert served(module, 79, 80) == kinds
+    assert status().crossovers[str(module.backend.kernel.geometry)] == said
 
 
 def test_nothing_is_measured_under_capture_or_while_a_compiler_traces(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

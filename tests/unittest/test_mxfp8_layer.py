@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,9 @@ import torch
 import trtllm_b12x
 from tests import mxfp8
 from tests.checkpoints import random_experts
-from tests.clock import Clock, standing_in
 from tests.layers import create, host, load
-from trtllm_b12x.core import settings
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch import crossover
-from trtllm_b12x.dispatch.policy import HOST
-from trtllm_b12x.engines.trtllm import status
-from trtllm_b12x.kernels.reference import MXFP8ReferenceKernel, MXFP8UnquantizedReferenceKernel
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
 
 pytestmark = pytest.mark.usefixtures("every_family")
@@ -108,47 +102,3 @@ def test_ranks_of_attention_dp_gather_bf16() -> None:
         sent, scales = module.backend.quantize_input(x, post_quant_comm=after)
         assert sent is x
         assert scales is None
-
-
-# ---- the card decides between the two kernels ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That is asked, and has stored nothing yet."""
-    monkeypatch.setenv(settings.CROSSOVER.name, "auto")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    caplog.set_level(logging.INFO, logger="trtllm_b12x")
-
-
-def level(name: str, tokens: int) -> float:
-    """The every-count family takes the same time at each, decode's is as quick at 30 tokens."""
-    return 30.0 if name == HOST else float(tokens)
-
-
-def called(layer: Any, tokens: int = 3) -> None:
-    assert layer(torch.randn(tokens, HIDDEN).bfloat16(), torch.randn(tokens, EXPERTS)).isfinite().all()
-
-
-def served(layer: Any, *counts: int) -> list[str]:
-    short = {MXFP8UnquantizedReferenceKernel: "triton", MXFP8ReferenceKernel: "grouped"}
-    return [short[type(layer.backend.schedule.at(tokens))] for tokens in counts]
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "families", "said"),
-    [
-        (settings.KERNELS, "grouped", ["grouped", "grouped"], "grouped at every count"),  # nothing to be measured against
-        (settings.CROSSOVER, "80", ["triton", "grouped"], "TRTLLM_B12X_CROSSOVER=80, fixed: grouped from 80 tokens"),
-    ],
-)
-def test_what_needs_no_measurement(
-    card: None, setting: Any, value: str, families: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(setting.name, value)
-    with standing_in(Clock(level)) as clock:
-        layer = built(mxfp8.random_experts(EXPERTS, HIDDEN, SIZE))
-        called(layer)
-        assert not clock.asked
-        assert served(layer, 79, 80) == families
-        assert status.status().crossovers[str(layer.backend.kernel.geometry)] == said
