@@ -46,8 +46,7 @@ def throughput(**given: Any) -> None:
         calls.write(json.dumps({"argv": sys.argv[1:], "switches": switches}) + "\n")
     settings = importlib.import_module("yaml").safe_load(Path(given["config"]).read_text())
     requests = [json.loads(line) for line in given["dataset"].read_text().splitlines()][: given["num_requests"] or None]
-    lengths = {(len(one["input_ids"]), one["output_tokens"]) for one in requests if one["task_id"] >= 0}
-    ((input_tokens, output_tokens),) = lengths
+    ((_, output_tokens),) = {(len(one["input_ids"]), one["output_tokens"]) for one in requests if one["task_id"] >= 0}
     on = os.environ.get("TRTLLM_B12X", "1")
     if KIND == "interrupt":
         os.kill(os.getppid(), signal.SIGINT)  # as Ctrl-C does
@@ -61,41 +60,22 @@ def throughput(**given: Any) -> None:
     if KIND == "no report":
         return
     at_once = min(given["concurrency"], len(requests)) if given["concurrency"] > 0 else len(requests)
-    report = written(settings, given["streaming"], input_tokens, output_tokens, len(requests), at_once, TPOT_MS[on])
-    given["report_json"].write_text(json.dumps(report, indent=4))
-    print("=" * 59, "= PERFORMANCE OVERVIEW ", "=" * 59, sep="\n")
-    print(f"Total Output Throughput (tokens/sec):             {report['performance']['system_output_throughput_tok_s']:.4f}")
-    print(f"[TPOT] {'P50':<7}: {TPOT_MS[on]:.4f}\n[TTFT] {'P50':<7}: {TTFT_MS:.4f}")
-
-
-def percentiles(value: float) -> dict[str, float]:
-    return {"p50": value, "p90": value, "p95": value, "p99": value, "minimum": value, "maximum": value, "average": value}
-
-
-def written(
-    settings: dict[str, Any], streaming: bool, input_tokens: int, output_tokens: int, requests: int, at_once: int, tpot: float
-) -> dict[str, Any]:
-    """The report's parts that a reader may want."""
-    total = (TTFT_MS + tpot * (output_tokens - 1)) * -(-requests // at_once)
-    speed = 1e3 * requests * output_tokens / total
+    total = (TTFT_MS + TPOT_MS[on] * (output_tokens - 1)) * -(-len(requests) // at_once)
+    speed = 1e3 * len(requests) * output_tokens / total
+    dtype = settings["kv_cache_config"].get("dtype", "FP8")
     report: dict[str, Any] = {
-        "engine": {"version": KIND, "kv_cache_dtype": settings["kv_cache_config"].get("dtype", "FP8"), "quantization": "NVFP4"},
-        "request_info": {
-            "num_requests": requests,
-            "avg_num_concurrent_requests": at_once,
-            "avg_input_length": input_tokens,
-            "avg_output_length": output_tokens,
-        },
+        "engine": {"version": KIND, "kv_cache_dtype": dtype, "quantization": "NVFP4"},
+        "request_info": {"num_requests": len(requests), "avg_output_length": output_tokens},
         "performance": {"total_latency_ms": total, "system_output_throughput_tok_s": speed},
     }
-    if streaming:
-        report["streaming_metrics"] = {
-            "avg_ttft_ms": TTFT_MS,
-            "avg_tpot_ms": tpot,
-            "tpot_percentiles": percentiles(tpot),
-            "ttft_percentiles": percentiles(TTFT_MS),
-        }
-    return report
+    if given["streaming"]:
+        times = {"tpot": TPOT_MS[on], "ttft": TTFT_MS}
+        kinds = ("p50", "p90", "p95", "p99", "minimum", "maximum", "average")
+        report["streaming_metrics"] = {f"{name}_percentiles": dict.fromkeys(kinds, ms) for name, ms in times.items()}
+    given["report_json"].write_text(json.dumps(report, indent=4))
+    print("=" * 59, "= PERFORMANCE OVERVIEW ", "=" * 59, sep="\n")
+    print(f"Total Output Throughput (tokens/sec):             {speed:.4f}")
+    print(f"[TPOT] {'P50':<7}: {TPOT_MS[on]:.4f}\n[TTFT] {'P50':<7}: {TTFT_MS:.4f}")
 
 
 if __name__ == "__main__":
