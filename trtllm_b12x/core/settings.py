@@ -32,13 +32,9 @@ class Switch(Generic[_Value]):
     def __call__(self) -> _Value:
         """Return the current value. An invalid one counts as unset; ``complaints`` reports it."""
         try:
-            return self.parse(self.text.strip() or self.default)
+            return self.parse(os.environ.get(self.name, "").strip() or self.default)
         except ValueError:
             return self.parse(self.default)
-
-    @property
-    def text(self) -> str:
-        return os.environ.get(self.name, "")
 
     @contextmanager
     def set(self, text: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ import logging
 
 from trtllm_b12x.core.log import first_time, logger
 
-from .verdicts import Rejection, RejectReason, Resolution
+from .verdicts import RejectReason, Resolution, joined
 
 
 def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = False) -> None:
@@ -34,12 +34,4 @@ def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = 
             if level == logging.WARNING and RejectReason.KERNEL_PLAN_FAILED not in verdict.reasons:
                 level = logging.INFO
             where = f"is served by {preferred}, not by {name}"
-            logger.log(level, "rank %d: %s %s: %s", rank, subject, where, _in_one(verdict.rejections))
-
-
-def _in_one(rejections: tuple[Rejection, ...]) -> str:
-    """Join all rejections into one text. Each remedy appears once."""
-    reasons = "; ".join(rejection.finding for rejection in rejections)
-    moves = ", ".join(dict.fromkeys(move for rejection in rejections for move in rejection.moves))
-    remedies = "; ".join(dict.fromkeys(rejection.remedy for rejection in rejections))
-    return f"{reasons} ({remedies}{f'; this moves {moves}' if moves else ''})"
+            logger.log(level, "rank %d: %s %s: %s", rank, subject, where, joined(verdict.rejections))

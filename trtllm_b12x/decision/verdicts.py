@@ -116,8 +116,15 @@ class Rejection:
         return f"{self.reason.name}: {self.detail}"
 
     def __str__(self) -> str:
-        moves = f"; this moves {', '.join(self.moves)}" if self.moves else ""
-        return f"{self.finding} ({self.remedy}{moves})"
+        return joined((self,))
+
+
+def joined(rejections: tuple[Rejection, ...]) -> str:
+    """Join rejections into one text. Each remedy appears once."""
+    findings = "; ".join(rejection.finding for rejection in rejections)
+    moves = ", ".join(dict.fromkeys(move for rejection in rejections for move in rejection.moves))
+    remedies = "; ".join(dict.fromkeys(rejection.remedy for rejection in rejections))
+    return f"{findings} ({remedies}{f'; this moves {moves}' if moves else ''})"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ EVERY = 2**31 - 1
 
 
 def default_crossover(top_k: int = 1, families: Iterable[KernelFeatures] = (), first: int | None = None) -> int:
-    """Return the token count from which CUTLASS serves: ``first``, or less, where the last of ``families`` ends."""
+    """Return from how many tokens CUTLASS serves: ``first`` (64), or less, where the last of ``families`` ends."""
     first = first or DEFAULT_CROSSOVER
     limits = []
     for family in families:

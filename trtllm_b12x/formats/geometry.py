@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import DEFAULT_LAYOUT, FORMATS, WeightLayout, find
+from . import DEFAULT_LAYOUT, FORMATS, WeightLayout
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,7 @@ class LayerShape:
         import torch
 
         sizes: Any = self
-        form = find(self.quant_algo)
-        assert form is not None
+        form = next(row for row in FORMATS if self.quant_algo in (row.name, row.quant_algo))
         return Geometry(
             num_experts=sizes.num_experts // ep,
             top_k=sizes.top_k,

@@ -82,7 +82,7 @@ class Kernel(ABC):
 
     @classmethod
     def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
-        """Compile for the families of ``planned``, with their capacities, before that. Return the number of processes."""
+        """Compile for the families of ``planned``, with their capacities, before their plans. Return the number of processes."""
         return 0
 
     @property

@@ -221,8 +221,6 @@ def _routes_of_groups(experts: int, width: int) -> tuple[torch.Tensor, torch.Ten
     return order, first[back], order[turns[back]]
 
 
-# ---- calls ---------------------------------------------------------------------------------------------------------------
-
 Drawn = dict[int, tuple[list[MoECall], torch.Tensor]]
 """Token count to calls, and the reference's output of all of them, float32."""
 

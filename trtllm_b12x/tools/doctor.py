@@ -24,6 +24,7 @@ from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment, Rejection, Resolution, families
 from trtllm_b12x.decision.families import Family
 from trtllm_b12x.dispatch.policy import MeasuredPolicy, Timings
+from trtllm_b12x.engines.trtllm import host
 from trtllm_b12x.engines.vllm.report import vllm_lines
 from trtllm_b12x.environment import packages, prove
 from trtllm_b12x.environment.flashinfer import cache_folder
@@ -136,8 +137,6 @@ def _usual_shapes() -> list[LayerShape]:
 
 def _load_host() -> None:
     """Import TensorRT-LLM, if installed, to recognize its version. Its output goes to standard error."""
-    from trtllm_b12x.engines.trtllm import host
-
     if host.installed():
         click.echo("importing TensorRT-LLM, which takes a while ...", err=True)
         with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(host.UnsupportedHostError):

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_b12x import formats
+from trtllm_b12x import environment, formats
 from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Deployment, Environment, Resolution, families, resolve
+from trtllm_b12x.engines.trtllm import host
+from trtllm_b12x.environment import triton
 from trtllm_b12x.formats.geometry import LayerShape
 
 from .progress import UnusableError
@@ -45,18 +47,12 @@ class Ranks:
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add CHECKPOINT, the sizes and the ranks: the arguments of ``layer_shapes``."""
-    ranks, formats_ = click.IntRange(1, 1024), [name.lower() for name in formats.names()]
+    ranks, names = click.IntRange(1, 1024), [name.lower() for name in formats.names()]
+    form = click.Choice(names, case_sensitive=False)
     for option in (
         click.option("--ep", type=ranks, default=1, show_default=True, help="Expert-parallel ranks."),
         click.option("--tp", type=ranks, default=1, show_default=True, help="Tensor-parallel ranks."),
-        click.option(
-            "--format",
-            "form",
-            type=click.Choice(formats_, case_sensitive=False),
-            default=formats_[0],
-            show_default=True,
-            help="Format of the weights, with sizes; a checkpoint has its own.",
-        ),
+        click.option("--format", "form", type=form, default=names[0], show_default=True, help="Of weights given by their sizes."),
         click.option("--activation", default="swiglu", show_default=True, help="swiglu, relu2 or another one with kernels."),
         click.option("--top-k", type=click.IntRange(1), help="Experts per token."),
         click.option("--experts", type=click.IntRange(1), help="Experts of the layer, over all ranks."),
@@ -127,10 +123,6 @@ def _activation(word: str) -> str:
 
 def probe_machine(target: str | None) -> Environment:
     """Probe this machine; replace its card by ``target``."""
-    from trtllm_b12x import environment
-    from trtllm_b12x.engines.trtllm import host
-    from trtllm_b12x.environment import triton
-
     here = environment.probe(host.state(), always_look=True)
     if target is None:
         return here

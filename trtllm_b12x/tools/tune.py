@@ -24,12 +24,8 @@ _DEVICE = "cuda:0"
 
 @click.command(short_help="Measure which path is the fastest at how many tokens.")
 @options.options
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for standard output."
-)
-@click.option(
-    "--plot", "plot_file", type=click.Path(path_type=Path), help="Draw every path's times into this PNG; needs matplotlib."
-)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for stdout.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw every path's times as PNG; needs matplotlib.")
 @click.pass_context
 def tune(ctx: click.Context, json_file: Path | None, plot_file: Path | None, **layer: Any) -> None:
     """Measure each kernel family, with each set of tiles, and TensorRT-LLM's own path on this card, as a server does at warm-up.

@@ -12,6 +12,7 @@ import click
 
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import families
+from trtllm_b12x.environment import flashinfer, triton
 from trtllm_b12x.formats.geometry import LayerShape
 
 from . import options
@@ -57,7 +58,8 @@ def warmup(
     """
     shapes = {name: dataclasses.replace(shape, dtype=dtype) for name, shape in options.layer_shapes(**layer).items()}
     reports = [_fill(shapes, options.Ranks(layer["tp"], layer["ep"]), name, cards, jobs) for name in targets]
-    content = {"trtllm_b12x": __version__, "caches": _caches(), "targets": [report for report, _ in reports]}
+    caches = {"triton": str(triton.cache_folder()), "flashinfer": str(flashinfer.cache_folder())}
+    content = {"trtllm_b12x": __version__, "caches": caches, "targets": [report for report, _ in reports]}
     click.echo(json.dumps(content, indent=1) if as_json else _screen(content, shapes))
     ctx.exit(int(any(failed for _, failed in reports)))
 
@@ -118,7 +120,6 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
     import torch
 
     from trtllm_b12x.dispatch import crossover
-    from trtllm_b12x.environment import triton
     from trtllm_b12x.kernels.catalog import KERNELS
     from trtllm_b12x.kernels.warmup import CompileTask
 
@@ -136,12 +137,6 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
             if capacity := crossover.max_tokens(kernel.features, geometry, torch.device("cuda")):
                 tasks.append(CompileTask(kernel, geometry, capacity))
     return list(dict.fromkeys(tasks)), list(dict.fromkeys(refused))
-
-
-def _caches() -> dict[str, str]:
-    from trtllm_b12x.environment import flashinfer, triton
-
-    return {"triton": str(triton.cache_folder()), "flashinfer": str(flashinfer.cache_folder())}
 
 
 def _screen(content: dict[str, Any], shapes: dict[str, LayerShape]) -> str:

@@ -28,14 +28,8 @@ _READ = ("moe_cls", "model_config", "dtype", "bias", "apply_router_weight_on_inp
 """Arguments of ``create_moe_backend`` that are read by name, at any position, in addition to one of ``_ACTIVATION``."""
 _ACTIVATION = ("activation", "activation_type")
 _BACKEND = ("_get_quant_method", "create_weights", "load_weights", "post_load_weights", "quantize_input", "run_moe")
-_METHOD = (
-    "create_weights",
-    "load_expert_w3_w1_weight",
-    "load_expert_w2_weight",
-    "load_expert_w3_w1_weight_scale_nvfp4",
-    "load_expert_w2_weight_scale_nvfp4",
-    "load_quant_scales",
-)
+_LOADS = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale_nvfp4", "w2_weight_scale_nvfp4")
+_METHOD = ("create_weights", *(f"load_expert_{tensor}" for tensor in _LOADS), "load_quant_scales")
 _STAGED_METHOD = ("_reconcile_and_compute_alphas", "_interleave_w2_weight_scale", "process_weights_after_loading")
 _CACHED = ("transform_weights",)
 

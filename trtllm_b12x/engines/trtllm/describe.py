@@ -144,12 +144,8 @@ def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
 
 def activation_tensor_names(layer: Any) -> dict[str, str]:
     """Map SwiGLU alpha, beta and limit, as far as they are set, to the layer attributes that hold them."""
-    attributes = {}
-    for name, newer in _ACTIVATION_TENSORS.items():
-        attribute = newer if getattr(layer, newer, None) is not None else name
-        if getattr(layer, attribute, None) is not None:
-            attributes[name] = attribute
-    return attributes
+    both = ((name, attribute) for name, newer in _ACTIVATION_TENSORS.items() for attribute in (name, newer))
+    return {name: attribute for name, attribute in both if getattr(layer, attribute, None) is not None}
 
 
 def _load_balancer(model_config: Any) -> str | None:

@@ -136,8 +136,6 @@ def _our_class() -> Any:
         return FlashInferNvfp4Sm12xFusedMoE
 
 
-# ---- which class ---------------------------------------------------------------------------------------------------------
-
 _NO_SM12X_KERNEL = "CuteDslFusedMoE"
 """Name of the class whose NVFP4 kernels exist only for SM100. Used on SM12x, it fails at run time (TensorRT-LLM PR 11997).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -59,13 +58,12 @@ class Method(_Method):
 
     @classmethod
     def layout(cls) -> WeightLayout:
-        row = formats.find(cls.format)
-        assert row is not None
-        return row.layout
+        return next(row.layout for row in formats.FORMATS if row.name == cls.format)
 
-    @abstractmethod
     def intermediate_size(self, module: Any) -> int:
         """Return the intermediate size on this rank, padded to the kernels' tile."""
+        columns = module.w2_weight.data
+        return int(columns.shape[2]) * columns.element_size() * WEIGHTS[self.format].packed
 
     @torch.no_grad()
     def fill(self, module: Any, generator: torch.Generator) -> None:

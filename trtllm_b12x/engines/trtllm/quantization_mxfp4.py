@@ -50,9 +50,6 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
             if not decodable(getattr(module, name).data):
                 raise ValueError(f"{name} holds scales above 2**{LARGEST_SCALE - 127}, the largest that the kernels multiply by")
 
-    def intermediate_size(self, module: Any) -> int:
-        return int(module.w3_w1_weight.shape[1]) // 2
-
     def kernel_weights(self, module: Any) -> Weights:
         return self._views(module, _BIASES, epilogue=self._biases(module)) if module.bias else self._views(module)
 

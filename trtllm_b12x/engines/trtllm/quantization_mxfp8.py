@@ -72,9 +72,6 @@ class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
         """Nothing is staged: hosts that stage scales interleave here what they wrote themselves."""
         super(MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
 
-    def intermediate_size(self, module: Any) -> int:
-        return int(module.w2_weight.shape[2])
-
 
 def _tiles(size: int) -> int:
     return -(-size // _TILE)

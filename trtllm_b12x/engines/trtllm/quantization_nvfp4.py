@@ -132,9 +132,6 @@ class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod
             getattr(module, f"{fc}_alpha").data.fill_(scale * 0.2 / math.sqrt(size))
         module.b12x_fc1_half_alphas.copy_(module.fc31_alpha.data.expand(2, -1))
 
-    def intermediate_size(self, module: Any) -> int:
-        return 2 * int(module.w2_weight.data.view(torch.uint8).shape[2])
-
     def kernel_weights(self, module: Any) -> Any:
         # FlashInfer divides activations by the checkpoint's ``input_scale``, the host multiplies by its reciprocal. The host's
         # alphas, ``weight_scale_2 * input_scale``, are the kernels' own.

@@ -139,12 +139,9 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
     s1, s2 = tensors.scales
     w1_bias, w2_bias = tensors.biases or (None, None)
     layer, scales = SimpleNamespace(), {"w1_scale": s1, "w2_scale": s2, "w1_bias": w1_bias, "w2_bias": w2_bias}
-    form = formats.find(geometry.format)
-    assert form is not None
     if tensors.alphas is None:
-        quant = FusedMoEQuantConfig.make(
-            geometry.format.lower(), block_shape=[1, form.group_size], is_scale_swizzled=False, **scales
-        )
+        block = [1, formats.group_size(geometry.format)]
+        quant = FusedMoEQuantConfig.make(geometry.format.lower(), block_shape=block, is_scale_swizzled=False, **scales)
     else:
         one = torch.ones_like(tensors.alphas[0])
         first, second = gscales or (one, one)

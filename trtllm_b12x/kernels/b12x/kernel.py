@@ -195,8 +195,7 @@ def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan
     scratch = Scratch.allocate(dispatch, geometry, capacity, device)
     compiler = Compiler(dispatch, geometry, scratch, device)
     candidates = {tokens: list(compiler.candidates(tokens)) for tokens in sizes(dispatch, capacity)}
-    remedy = warmup_command(geometry, card_of(device)) if device.type == "cuda" else ""
-    routes.warm_up(device, remedy)
+    routes.warm_up(device, warmup_command(geometry, card_of(device)))
     logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
     pristine = constants.kept(("b12x", geometry, capacity, device), scratch.pristine)
     return _Plan(scratch, pristine, candidates, StreamSerializer.of(device))

@@ -8,7 +8,6 @@ A captured graph has scratch memory of its own, so only launches inside the same
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 import torch
 
@@ -72,7 +71,7 @@ class StreamSerializer:
         self.last_captured_stream, self.last_capture_id = stream, capture
         return capture
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             if self.done is not None and not torch.cuda.is_current_stream_capturing():
                 self.done.record()

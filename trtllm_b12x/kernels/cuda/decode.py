@@ -19,16 +19,10 @@ import torch
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import reference as in_torch
 from trtllm_b12x.kernels.cards import Card, warmup_command
 from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory
 from trtllm_b12x.kernels.plans import OwnKernel, Plan
-from trtllm_b12x.kernels.reference import (
-    MXFP4UnquantizedReferenceKernel,
-    MXFP8UnquantizedReferenceKernel,
-    ReferenceKernel,
-    UnquantizedReferenceKernel,
-    W4A16UnquantizedReferenceKernel,
-)
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
 from . import driver
@@ -71,7 +65,7 @@ class CudaKernel(OwnKernel):
     """Decode of NVFP4 layers."""
 
     features = families.cuda(Environment())
-    reference: ClassVar[type[ReferenceKernel]] = UnquantizedReferenceKernel
+    reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
     _plan: LaunchPlan
     gathers = False
     """Calls of few tokens gather too."""
@@ -207,14 +201,14 @@ class CudaKernel(OwnKernel):
 
 class CudaW4A16Kernel(CudaKernel):
     features = families.cuda_w4a16(Environment())
-    reference = W4A16UnquantizedReferenceKernel
+    reference = in_torch.W4A16UnquantizedReferenceKernel
 
 
 class CudaMXFP4Kernel(CudaKernel):
     features = families.cuda_mxfp4(Environment())
-    reference = MXFP4UnquantizedReferenceKernel
+    reference = in_torch.MXFP4UnquantizedReferenceKernel
 
 
 class CudaMXFP8Kernel(CudaKernel):
     features = families.cuda_mxfp8(Environment())
-    reference = MXFP8UnquantizedReferenceKernel
+    reference = in_torch.MXFP8UnquantizedReferenceKernel

@@ -95,9 +95,6 @@ def _libcuda() -> Iterator[str]:
         yield folder
 
 
-# ---- the program ---------------------------------------------------------------------------------------------------------
-
-
 def driver(capability: int) -> Any:
     """Make what Triton asks about the current device, for a card that is not looked at."""
     from triton.backends.compiler import GPUTarget

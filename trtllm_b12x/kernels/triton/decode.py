@@ -19,14 +19,8 @@ import torch
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats import ROWS
 from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import reference as in_torch
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS, scalars_of, scales_in_memory
-from trtllm_b12x.kernels.reference import (
-    MXFP4UnquantizedReferenceKernel,
-    MXFP8UnquantizedReferenceKernel,
-    ReferenceKernel,
-    UnquantizedReferenceKernel,
-    W4A16UnquantizedReferenceKernel,
-)
 from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
 from .jit import JitKernel
@@ -51,7 +45,7 @@ class TritonKernel(JitKernel):
     """Decode of NVFP4 layers."""
 
     features = families.triton(Environment())
-    reference: ClassVar[type[ReferenceKernel]] = UnquantizedReferenceKernel
+    reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
     registers = 0
     """Most registers of a thread; 0: ptxas chooses, for W4A16_NVFP4 96, with which it spills."""
 
@@ -169,16 +163,16 @@ class TritonKernel(JitKernel):
 
 class TritonMXFP8Kernel(TritonKernel):
     features = families.triton_mxfp8(Environment())
-    reference = MXFP8UnquantizedReferenceKernel
+    reference = in_torch.MXFP8UnquantizedReferenceKernel
 
 
 class TritonW4A16Kernel(TritonKernel):
     features = families.triton_w4a16(Environment())
     registers = 168
-    reference = W4A16UnquantizedReferenceKernel
+    reference = in_torch.W4A16UnquantizedReferenceKernel
 
 
 class TritonMXFP4Kernel(TritonKernel):
     features = families.triton_mxfp4(Environment())
     registers = 168
-    reference = MXFP4UnquantizedReferenceKernel
+    reference = in_torch.MXFP4UnquantizedReferenceKernel

@@ -23,17 +23,12 @@ from trtllm_b12x.formats.catalog import WEIGHTS
 from trtllm_b12x.formats.layouts import scales_of_tokens
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import reference as in_torch
 from trtllm_b12x.kernels.call import aligned16
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS, scalars_of, scales_in_memory
-from trtllm_b12x.kernels.reference import (
-    MXFP4ReferenceKernel,
-    MXFP8ReferenceKernel,
-    QuantizedReferenceKernel,
-    ReferenceKernel,
-    W4A16ReferenceKernel,
-)
 from trtllm_b12x.kernels.routes import ID_TYPES, ROUTER_WEIGHT_TYPES
 
+from .decode import blocks
 from .jit import JitKernel
 from .launcher import LaunchPlan, LayerTensors, WorkspaceLayout
 from .variant import Variant
@@ -99,7 +94,7 @@ class GroupedKernel(JitKernel):
     """MXFP8 by MXFP8."""
 
     features = families.grouped(Environment())
-    reference: ClassVar[type[ReferenceKernel]] = MXFP8ReferenceKernel
+    reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.MXFP8ReferenceKernel
     instruction = "kind::mxf8f6f4.block_scale"
     table: ClassVar[tuple[TileRule, ...]] = MXFP8_TABLE
     act16: ClassVar[bool] = False
@@ -186,8 +181,8 @@ class GroupedKernel(JitKernel):
         grids = (
             (-(-tokens // _ROWS), -(-hidden // _COLUMNS)),
             (g.num_experts, 1),
-            (-(-size // rule.fc1.rows), self._max_blocks(routes, rule.fc1)),
-            (-(-hidden // rule.fc2.rows), self._max_blocks(routes, rule.fc2)),
+            (-(-size // rule.fc1.rows), blocks(g, tokens, rule.fc1.routes)),
+            (-(-hidden // rule.fc2.rows), blocks(g, tokens, rule.fc2.routes)),
             (tokens, -(-hidden // _COLUMNS)),
         )
         variants = self.variants_of_call(rule, ids, router_weights)
@@ -225,16 +220,12 @@ class GroupedKernel(JitKernel):
         """Return the bytes of a row's scales, whole words of four."""
         return -(-columns // (4 * self._stored.group_size)) * 4
 
-    def _max_blocks(self, routes: int, tile: Tile) -> int:
-        """Return the most blocks that the routes can fall into."""
-        return min(routes, self.geometry.num_experts + routes // tile.routes)
-
 
 class GroupedNVFP4Kernel(GroupedKernel):
     """NVFP4 by NVFP4."""
 
     features = families.grouped_nvfp4(Environment())
-    reference = QuantizedReferenceKernel
+    reference = in_torch.QuantizedReferenceKernel
     instruction = "kind::mxf4nvf4.block_scale"
     table = NVFP4_TABLE
 
@@ -256,7 +247,7 @@ class GroupedW4A16Kernel(GroupedKernel):
     """NVFP4 by 16 bits."""
 
     features = families.grouped_w4a16(Environment())
-    reference = W4A16ReferenceKernel
+    reference = in_torch.W4A16ReferenceKernel
     instruction = "mma.sync"
     table = W4A16_TABLE
     act16 = True
@@ -266,4 +257,4 @@ class GroupedMXFP4Kernel(GroupedW4A16Kernel):
     """MXFP4 by 16 bits."""
 
     features = families.grouped_mxfp4(Environment())
-    reference = MXFP4ReferenceKernel
+    reference = in_torch.MXFP4ReferenceKernel

@@ -11,13 +11,11 @@ import torch
 
 from . import compile_pool
 
-PACKAGE = "trtllm_b12x.kernels"
-
 
 @dataclass(frozen=True)
 class Variant:
     module: str
-    """Below ``PACKAGE``."""
+    """Below ``trtllm_b12x.kernels``."""
     name: str
     types: tuple[Any, ...]
     """Types of the arguments up to the constants: tensors' dtypes and examples of integers."""
@@ -32,7 +30,7 @@ class Variant:
     @property
     def function(self) -> Any:
         """The function of Triton's JIT or of its interpreter."""
-        return getattr(importlib.import_module(f"{PACKAGE}.{self.module}"), self.name)
+        return getattr(importlib.import_module(f"trtllm_b12x.kernels.{self.module}"), self.name)
 
     def warm_up(self) -> Any:
         """Compile the kernel for the current device as the JIT does, or find it in Triton's cache."""

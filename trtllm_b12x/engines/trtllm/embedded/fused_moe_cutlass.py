@@ -6,22 +6,15 @@ from typing import Any
 
 import torch
 
-from . import ops
+from . import ops, quantization
 from .config import ActivationType, Fp4QuantizedTensor, ModelConfig, QuantAlgo
 from .interface import MoE
-from .quantization import (
-    FusedMoEMethodBase,
-    NVFP4CutlassFusedMoEMethod,
-    UnquantizedFusedMoEMethod,
-    W4A8MXFP4MXFP8CutlassFusedMoEMethod,
-    W4A16NVFP4CutlassFusedMoEMethod,
-)
 
-METHODS: dict[QuantAlgo | None, type[FusedMoEMethodBase]] = {
-    None: UnquantizedFusedMoEMethod,
-    QuantAlgo.NVFP4: NVFP4CutlassFusedMoEMethod,
-    QuantAlgo.W4A16_NVFP4: W4A16NVFP4CutlassFusedMoEMethod,
-    QuantAlgo.W4A8_MXFP4_MXFP8: W4A8MXFP4MXFP8CutlassFusedMoEMethod,
+METHODS: dict[QuantAlgo | None, type[quantization.FusedMoEMethodBase]] = {
+    None: quantization.UnquantizedFusedMoEMethod,
+    QuantAlgo.NVFP4: quantization.NVFP4CutlassFusedMoEMethod,
+    QuantAlgo.W4A16_NVFP4: quantization.W4A16NVFP4CutlassFusedMoEMethod,
+    QuantAlgo.W4A8_MXFP4_MXFP8: quantization.W4A8MXFP4MXFP8CutlassFusedMoEMethod,
 }
 
 
@@ -43,7 +36,7 @@ class CutlassFusedMoE(MoE):
         if not model_config.skip_create_weights_in_init:
             self.create_weights()
 
-    def _get_quant_method(self) -> FusedMoEMethodBase:
+    def _get_quant_method(self) -> quantization.FusedMoEMethodBase:
         algo = self.quant_algo
         if algo not in METHODS:
             raise ValueError(f"Unsupported quantization mode: {algo.value if isinstance(algo, QuantAlgo) else algo}")
@@ -74,7 +67,7 @@ class CutlassFusedMoE(MoE):
 
         An ``Fp4QuantizedTensor`` is split into both before communication, and returned unchanged otherwise.
         """
-        if isinstance(self.quant_method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
+        if isinstance(self.quant_method, quantization.W4A8MXFP4MXFP8CutlassFusedMoEMethod):
             assert isinstance(x, torch.Tensor)
             x, x_sf = ops.mxfp8_quantize(x, not post_quant_comm, alignment=self.quant_method.weight_alignment)
             return x, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
@@ -91,7 +84,7 @@ class CutlassFusedMoE(MoE):
 
     @property
     def _is_w4a16(self) -> bool:
-        return isinstance(self.quant_method, W4A16NVFP4CutlassFusedMoEMethod)
+        return isinstance(self.quant_method, quantization.W4A16NVFP4CutlassFusedMoEMethod)
 
     def run_moe(
         self,
