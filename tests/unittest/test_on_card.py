@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -295,14 +296,11 @@ def test_a_report_that_cannot_be_written(bench: Path, tmp_path: Path, capsys: An
 
 
 def test_a_defect_costs_one_step(tmp_path: Path) -> None:
-    def broken(runner: Runner) -> Any:
-        raise ZeroDivisionError("of ours")
-
-    runner = Runner(tmp_path, 1)
-    record = runner.run(Step("broken", "", {}, broken, 1))
+    runner, step = Runner(tmp_path, 1), Step("broken", "", {}, Mock(side_effect=ZeroDivisionError("of ours")), 1)
+    record = runner.run(step)
     assert record["because"] == "ZeroDivisionError: of ours"
     assert json.loads((tmp_path / "steps" / "broken.json").read_text())["state"] == "failed"
-    assert runner.stored(Step("broken", "", {}, broken, 1)) is None
+    assert runner.stored(step) is None
 
 
 def test_recipes_are_those_of_the_published_figures(tmp_path: Path) -> None:

@@ -248,28 +248,20 @@ def test_a_card_without_clocks_and_power(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "the following arguments are required: OUT"),
-        (["OUT", "--concurrency", "x"], "argument --concurrency: must be a whole number above 0, got x"),
-        (["OUT", "--timeout", "0"], "argument --timeout: must be a whole number above 0, got 0"),
-    ],
-)
-def test_wrong_usage_is_explained(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        on_card.main(arguments)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.rstrip().endswith(said)
-
-
-@pytest.mark.parametrize(
-    ("out", "arguments", "said"),
-    [
+        ("", "the following arguments are required: OUT"),
+        ("OUT --concurrency x", "argument --concurrency: must be a whole number above 0, got x"),
+        ("OUT --timeout 0", "argument --timeout: must be a whole number above 0, got 0"),
         # Nothing would be served, and the report would not say why.
-        ("OUT", ("--model", SUPER, "--concurrency", "1", "99"), "--concurrency 1 99: these models are run at [1, 4, 8]; choose"),
-        ("/proc/nowhere", (), "OUT /proc/nowhere must be a folder that can be written (No such file or directory)"),
+        (f"OUT --model {SUPER} --concurrency 1 99", "--concurrency 1 99: these models are run at [1, 4, 8]; choose"),
+        ("/proc/nowhere", "OUT /proc/nowhere must be a folder that can be written (No such file or directory)"),
     ],
 )
-def test_what_cannot_be_run(out: str, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Path(out), *arguments) == 2
+def test_what_cannot_be_run(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: Any = on_card.main(arguments.split())
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
     assert said in capsys.readouterr().err
 
 
