@@ -83,14 +83,10 @@ def test_excluded_layers_are_plain(directory: Path, pattern: str) -> None:
     assert set(checkpoint.weights(checkpoint.layers[1])) == {f"{e}.{w}.weight" for e in range(3) for w in ("w1", "w3", "w2")}
 
 
-def test_an_excluded_router_does_not_exclude_the_experts(directory: Path) -> None:
+def test_an_excluded_router_and_a_nested_configuration(directory: Path) -> None:
     quantize(directory, exclude_modules=["model.layers.0.mlp.gate", "lm_head"])
-    assert Checkpoint(directory).layers[0].quant_algo == "NVFP4"
-
-
-def test_nested_language_model_configuration(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"text_config": {"num_experts_per_tok": 3, "hidden_act": "silu"}}))
-    assert Checkpoint(directory).layers[0].top_k == 3
+    assert (Checkpoint(directory).layers[0].quant_algo, Checkpoint(directory).layers[0].top_k) == ("NVFP4", 3)
 
 
 E0 = "model.layers.0.mlp.experts.0."

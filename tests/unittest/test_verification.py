@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -26,10 +27,13 @@ from trtllm_b12x.tools.verify.bounds import exceeds
 from trtllm_b12x.tools.verify.layer import _holds
 
 Tensors = dict[str, torch.Tensor]
+Method = quantization.NVFP4Sm12xFusedMoEMethod
 
 
-def verified(directory: Path, tensors: Tensors, cases: tuple[int, ...] = (8, 63), original: Path | None = None) -> LayerReport:
-    write_checkpoint(directory, [tensors], top_k=2)
+def verified(
+    directory: Path, tensors: Tensors, cases: tuple[int, ...] = (8, 63), original: Path | None = None, gated: bool = True
+) -> LayerReport:
+    write_checkpoint(directory, [tensors], top_k=2, gated=gated)
     checkpoint, plain = Checkpoint(directory), None if original is None else Checkpoint(original)
     return verify_layer(checkpoint, checkpoint.layers[0], [Case(count) for count in cases], original=plain)
 
@@ -106,23 +110,18 @@ def test_padding_must_be_zero(row: int, column: int) -> None:
 
 
 def test_the_bits_of_experts_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.engines.trtllm import quantization_nvfp4 as quantization
-
     tensors = {f"{e}.{key[2:]}": t for e in range(40) for key, t in random_experts(1, 128, 16).items()}
     report = verified(tmp_path, tensors, cases=(8,))
     assert report.passed
     assert report.experts_run == 16
-    original = quantization.NVFP4Sm12xFusedMoEMethod.load_expert_w2_weight
-    loaded = 0
+    original, loads = Method.load_expert_w2_weight, itertools.count(1)
 
     def damaged(self: Any, module: object, weight: torch.Tensor, destination: torch.Tensor) -> None:
-        nonlocal loaded
-        loaded += 1
         original(self, module, weight, destination)
-        if loaded % 80 == 77:
+        if next(loads) % 80 == 77:
             destination.view(torch.uint8)[5, 3] ^= 1
 
-    monkeypatch.setattr(quantization.NVFP4Sm12xFusedMoEMethod, "load_expert_w2_weight", damaged)
+    monkeypatch.setattr(Method, "load_expert_w2_weight", damaged)
     report = verified(tmp_path, tensors, cases=(8,))
     assert report.bits_exact is False
     assert not report.passed
@@ -175,16 +174,6 @@ def test_tokens_with_a_flipped_code(errors: tuple[float, ...], tokens: int, fail
 
 
 # ---- mistakes that others have made, or could: each exceeds the bound ten times ----------------------------------------
-
-
-Method = quantization.NVFP4Sm12xFusedMoEMethod
-CASES = [Case(1), Case(8), Case(63)]
-
-
-def judged(tmp_path: Path, gated: bool = True) -> LayerReport:
-    write_checkpoint(tmp_path, [random_experts(4, 128, 160, gated)], top_k=2, gated=gated)
-    checkpoint = Checkpoint(tmp_path)
-    return verify_layer(checkpoint, checkpoint.layers[0], CASES)
 
 
 def inverted_scale_map(patch: pytest.MonkeyPatch) -> None:
@@ -259,7 +248,7 @@ def test_each_mutation_fails_by_its_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None], gated: bool
 ) -> None:
     mutate(monkeypatch)
-    report = judged(tmp_path, gated)
+    report = verified(tmp_path, random_experts(4, 128, 160, gated), cases=(1, 8, 63), gated=gated)
     assert report.served_by == "b12x"
     assert not report.passed
     if mutate is baked_block_scales:
