@@ -14,10 +14,11 @@ def program(directory: Path, name: str, text: str) -> None:
     file.chmod(0o755)
 
 
-def distribution(site: Path, name: str, version: str, files: list[Path]) -> None:
+def distribution(site: Path, name: str, version: str, files: list[Path], requires: tuple[str, ...] = ()) -> None:
     """A dist-info whose RECORD holds the files' hashes as they are now."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    info.mkdir(exist_ok=True)
+    lines = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{lines}")
     rows = [f"{file.relative_to(site)},{packages.digest(file)},{file.stat().st_size}" for file in files]
     (info / "RECORD").write_text("\n".join(rows) + "\n")

@@ -147,28 +147,23 @@ def test_flashinfer_is_read_not_imported(site: Path, version: str, dispatch: str
 
 
 @pytest.mark.parametrize(
-    ("given", "home_of_user", "expected"),
+    ("given", "home", "expected"),
     [
-        ("/some/where", "/root", "/some/where/trtllm_b12x"),
-        ("rel", "/home/user", "/home/user/.cache/trtllm_b12x"),
-        (None, "/home/user", "/home/user/.cache/trtllm_b12x"),
-        (None, None, None),
+        ("/some/where", "/root", Path("/some/where/trtllm_b12x")),
+        ("rel", "/home/user", Path("/home/user/.cache/trtllm_b12x")),
+        ("", "/home/user", Path("/home/user/.cache/trtllm_b12x")),
+        ("", None, None),  # a container's UID without an entry in /etc/passwd
         ("rel", None, None),
-        (None, "rel", None),
+        ("", "rel", None),
     ],
 )
-def test_where_the_cache_lies(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, home_of_user: str | None, expected: str | None
-) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if given is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", given)
-    if home_of_user is None:  # a container's UID without an entry in /etc/passwd
-        monkeypatch.delenv("HOME")
-        monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    else:
-        monkeypatch.setenv("HOME", home_of_user)
-    assert disk.directory() == (None if expected is None else Path(expected))
+def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, given: str, home: str | None, expected: Path | None) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.delenv("HOME", raising=False)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    assert disk.directory() == expected
     if expected is None:
         assert disk.once("question", lambda: "answer", bool) == ("answer", False)
         assert (disk.contents(), disk.clear()) == ([], 0)
@@ -226,16 +221,9 @@ def test_the_copy_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert environment.inspect_flashinfer().flashinfer == "0.7.1"
 
 
-def requires(site: Path, name: str, version: str, *wants: str) -> None:
-    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(exist_ok=True)
-    lines = "".join(f"Requires-Dist: {want}\n" for want in wants)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{lines}")
-
-
 def test_what_packages_require_of_each_other(site: Path) -> None:
     wants = ("pytest>=9999", "pytest>=1", "nobody-has-this<3", 'pytest>=9999; extra == "x"', "torch>=999a0")
-    requires(site, "asker", "1.0", *wants)
+    distribution(site, "asker", "1.0", [], wants)
     unmet, missing = packages.requirements(packages.installed(["asker", "nobody"]).values())
     torch = importlib.metadata.version("torch")  # a CUDA build says +cu130 in the module alone
     assert unmet == [f"pytest>=9999 ({pytest.__version__} is installed)", f"torch>=999a0 ({torch} is installed)"]
@@ -246,11 +234,11 @@ def test_what_packages_require_of_each_other(site: Path) -> None:
     ("dsl", "tvm_ffi", "met"), [("4.6.0", "0.1.9", False), ("4.6.0", "0.1.10", True), ("4.5.0", "0.1.6", True)]
 )
 def test_what_the_dsl_requires_and_does_not_say(site: Path, dsl: str, tvm_ffi: str, met: bool) -> None:
-    requires(site, "nvidia-cutlass-dsl", dsl)
-    requires(site, "apache-tvm-ffi", tvm_ffi)
+    distribution(site, "nvidia-cutlass-dsl", dsl, [])
+    distribution(site, "apache-tvm-ffi", tvm_ffi, [])
     found = packages.installed(["nvidia-cutlass-dsl"]).values()
     assert packages.requirements(found) == ([] if met else [f"apache-tvm-ffi>=0.1.10 ({tvm_ffi} is installed)"], [])
-    requires(site, "nvidia-cutlass-dsl", dsl, "apache-tvm-ffi>=0.1.11")
+    distribution(site, "nvidia-cutlass-dsl", dsl, [], ("apache-tvm-ffi>=0.1.11",))
     found = packages.installed(["nvidia-cutlass-dsl"]).values()
     assert packages.requirements(found) == ([f"apache-tvm-ffi>=0.1.11 ({tvm_ffi} is installed)"], [])  # told once
 
