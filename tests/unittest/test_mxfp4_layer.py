@@ -10,7 +10,6 @@ import torch
 from tests import layers, mxfp4
 from tests.layers import host, ranks, swiglu_constants
 from tests.nvfp4_layer import distance
-from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.tools.verify import kernel_calls
 
 pytestmark = pytest.mark.usefixtures("every_family")
@@ -113,19 +112,6 @@ def test_the_kernels_read_the_hosts_tensors(tp: int) -> None:
         assert (epilogue.fc2_bias.data_ptr() == backend.w2_bias.data_ptr()) == (mapping["rank"] == 0)
         assert bool(epilogue.fc2_bias.any()) == (mapping["rank"] == 0)
         assert method.scalar_bytes(backend) == 0
-        # Rows of this rank as the checkpoint has them: each half from rank * 128 on.
-        rows, part = slice(tp_start := mapping["rank"] * _rows(tp, size), tp_start + _rows(tp, size)), _rows(tp, size)
-        codes, scales = kernel_weights.fc1_weight[3], plain_scales(kernel_weights.fc1_weight_sf)[3]
-        for half, name in enumerate(("w3", "w1")):
-            real = weights[f"3.{name}.weight"][rows], weights[f"3.{name}.weight_scale"][rows]
-            here = slice(half * part, half * part + len(real[0]))
-            assert torch.equal(codes[here, : hidden // 2], real[0])
-            assert torch.equal(scales[here, : hidden // 32], real[1])
-            assert not codes[half * part + len(real[0]) : (half + 1) * part].any()
-
-
-def _rows(tp: int, size: int) -> int:
-    return -(-(size // tp) // 128) * 128
 
 
 def test_a_refit_and_a_bias_that_is_moved_are_followed() -> None:

@@ -78,19 +78,11 @@ def test_the_parameters_are_the_hosts_to_the_bit(size: int, gated: bool) -> None
 
 
 def test_the_kernels_read_the_hosts_scales_in_rows() -> None:
-    """0 extra bytes of codes and scales, and each row of a scale where the checkpoint has it."""
-    tensors = experts(224)
-    backend = built(tensors, 224).backend
+    """0 extra bytes of codes and scales."""
+    backend = built(experts(224), 224).backend
     weights = backend.quant_method.kernel_weights(backend)
     for name, parameter in zip(("fc1_weight", "fc2_weight", "fc1_weight_sf", "fc2_weight_sf"), STORED, strict=True):
         assert getattr(weights, name).data_ptr() == getattr(backend, parameter).data_ptr()
-    for half, name in enumerate(("w3", "w1")):
-        rows = slice(256 * half, 256 * half + 224)
-        assert torch.equal(weights.fc1_weight_sf[2, rows].view(torch.uint8), tensors[f"2.{name}.weight_scale"].view(torch.uint8))
-        assert torch.equal(weights.fc1_weight[2, rows], tensors[f"2.{name}.weight"])
-        assert not weights.fc1_weight_sf[2, rows.stop : 256 * (half + 1)].view(torch.uint8).any()
-    assert torch.equal(weights.fc2_weight_sf[2, :, :14].view(torch.uint8), tensors["2.w2.weight_scale"].view(torch.uint8))
-    assert not weights.fc2_weight_sf[2, :, 14:].view(torch.uint8).any()
     assert backend.quant_method.scalar_bytes(backend) == 16 * 4
 
 
