@@ -11,10 +11,8 @@ import trtllm_b12x
 from tests import forks, layers
 from tests.checkpoints import random_experts
 from trtllm_b12x.formats.layouts import plain_scales
-from trtllm_b12x.formats.nvfp4 import NVFP4Weights
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
-from trtllm_b12x.kernels.triton.jit import check
 from trtllm_b12x.tools.verify import kernel_calls
 from trtllm_b12x.tools.verify.reference import Arithmetic
 
@@ -28,7 +26,7 @@ def error(module: Any, x: torch.Tensor, logits: torch.Tensor, tensors: dict[str,
 
 
 @pytest.mark.parametrize("up_to_gate", [1.0, 3.0])
-@pytest.mark.parametrize("size", [64, 192, 256, 320])
+@pytest.mark.parametrize("size", [64, 192, 256, 320, *(pytest.param(size, marks=pytest.mark.embedded) for size in (80, 208))])
 @pytest.mark.parametrize("gated", [True, False])
 def test_numbers_on_both_sides_of_the_crossover(gated: bool, size: int, up_to_gate: float) -> None:
     tensors = random_experts(4, 128, size, gated, up_to_gate=up_to_gate)
@@ -62,28 +60,6 @@ def test_the_parameters_are_the_hosts_to_the_bit(gated: bool, size: int) -> None
     assert torch.equal(fresh(*few), ours(*few))
     inner = 2 * ours.backend.w2_weight.data.view(torch.uint8).shape[2]
     assert (ours.backend.quant_method.padding_bytes(ours.backend) == 0) == (inner == size)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("size", [64, 192, *(pytest.param(size, marks=pytest.mark.embedded) for size in (80, 208))])
-def test_bits_lie_where_the_kernels_read_them(gated: bool, size: int) -> None:
-    """Tiles of 128 rows that hold the end of up and the start of gate; sizes that are multiples of 16 alone."""
-    tensors = random_experts(3, 128, size, gated)
-    backend = layers.load(layers.create(3, 128, size, gated=gated), tensors).backend
-    weights: NVFP4Weights = backend.kernel.weights
-    check(backend.kernel.geometry, weights)
-    inner = backend.kernel.geometry.intermediate_size
-    assert inner == -(-size // (64 if gated else 128)) * (64 if gated else 128)
-    scales = plain_scales(weights.fc1_weight_sf).view(torch.uint8)
-    for e in range(3):
-        for half, start in (("w3", 0), ("w1", inner)) if gated else (("w1", 0),):
-            for found, kind in ((weights.fc1_weight, "weight"), (scales, "weight_scale")):
-                rows = found[e, start : start + inner]
-                assert torch.equal(rows[:size], tensors[f"{e}.{half}.{kind}"].view(torch.uint8))
-                assert not rows[size:].any()
-        columns = plain_scales(weights.fc2_weight_sf).view(torch.uint8)[e]
-        assert torch.equal(columns[:, : size // 16], tensors[f"{e}.w2.weight_scale"].view(torch.uint8))
-        assert not columns[:, size // 16 :].any()
 
 
 def test_one_half_at_a_time() -> None:
