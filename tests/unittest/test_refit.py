@@ -199,18 +199,6 @@ def test_a_copy_and_a_moved_layer() -> None:
     assert backend.kernel.weights.fc1_weight.data_ptr() == backend.w3_w1_weight.data_ptr()
 
 
-def test_one_half_at_a_time() -> None:
-    """Partial loads pass the other half as None: it stays where it is."""
-    module, tensors = layers.made(3, 128, 192)
-    backend = module.backend
-    other = random_experts(3, 128, 192, seed=5)
-    rows = backend.w3_w1_weight.data[1]
-    backend.quant_method.load_expert_w3_w1_weight(backend, None, other["1.w3.weight"], rows)
-    view = rows.view(torch.uint8)
-    assert torch.equal(view[:192], other["1.w3.weight"])
-    assert torch.equal(view[256:448], tensors["1.w1.weight"])
-
-
 def test_scale_view_refuses_what_does_not_fill_tiles() -> None:
     with pytest.raises(ValueError, match="120 x 128"):
         mma_scale_view(torch.zeros(120 * 8, dtype=torch.uint8), 120, 128)

@@ -10,7 +10,6 @@ import torch
 import trtllm_b12x
 from tests import forks, layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.formats.layouts import plain_scales
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.tools.verify import kernel_calls
@@ -60,18 +59,6 @@ def test_the_parameters_are_the_hosts_to_the_bit(gated: bool, size: int) -> None
     assert torch.equal(fresh(*few), ours(*few))
     inner = 2 * ours.backend.w2_weight.data.view(torch.uint8).shape[2]
     assert (ours.backend.quant_method.padding_bytes(ours.backend) == 0) == (inner == size)
-
-
-def test_one_half_at_a_time() -> None:
-    """Scales of a half whose tile of 128 rows holds the other's too: it stays what it was."""
-    tensors, other = (random_experts(2, 128, 192, seed=seed) for seed in (0, 5))
-    backend = layers.load(layers.create(2, 128, 192), tensors).backend
-    for half, given in (("w3", (None, other["1.w3.weight_scale"])), ("w1", (other["1.w1.weight_scale"], None))):
-        backend.quant_method.load_expert_w3_w1_weight_scale_nvfp4(backend, *given, backend.w3_w1_weight_scale.data[1])
-        found = plain_scales(backend.kernel.weights.fc1_weight_sf)[1].view(torch.uint8)
-        assert torch.equal(found[:192], other["1.w3.weight_scale"].view(torch.uint8))
-        expected = tensors if half == "w3" else other
-        assert torch.equal(found[192:], expected["1.w1.weight_scale"].view(torch.uint8))
 
 
 def test_the_next_family_takes_what_b12x_leaves(every_family: None, monkeypatch: pytest.MonkeyPatch) -> None:
