@@ -6,7 +6,7 @@ import importlib
 import inspect
 import itertools
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from tests.hosts import names
 from trtllm_b12x.engines.trtllm import host as _host
 from trtllm_b12x.engines.trtllm import status
 from trtllm_b12x.kernels import MoECall as KernelCall
-from trtllm_b12x.tools.verify import kernel_calls
 from trtllm_b12x.tools.verify import reference as strict_reference
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
@@ -193,22 +192,6 @@ def made(experts: int, hidden: int, inner: int, **arguments: Any) -> tuple[Any, 
     """A promoted layer of random weights, and these weights; see :func:`build`."""
     tensors = random_experts(experts, hidden, inner, arguments.get("gated", True))
     return load(create(experts, hidden, inner, **arguments), tensors), tensors
-
-
-class Run(NamedTuple):
-    """Relative L2 of a call against float32 and against the kernels' rounding points, and how many of our kernels ran."""
-
-    none: float
-    kernel: float
-    calls: int
-
-
-def run(module: Any, tensors: dict[str, torch.Tensor], tokens: int, seed: int = 0) -> Run:
-    """Call the layer, as a model does."""
-    x, logits = inputs(module, tokens, tensors, seed)
-    with kernel_calls(module.backend) as reached:
-        result = module(x, logits)
-    return Run(*errors(module, x, logits, result, tensors), len(reached))
 
 
 def inputs(module: Any, tokens: int, tensors: dict[str, torch.Tensor], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

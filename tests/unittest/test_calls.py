@@ -74,17 +74,20 @@ def test_ids_of_nobody_are_unrouted(padding: int, dtype: torch.dtype) -> None:
     assert torch.equal(backend.run_moe(x, ids, router_weights), backend.run_moe(x, valid, without))
 
 
-def test_latent_experts_have_a_hidden_size_of_their_own() -> None:
-    """The model says 1024, the layer was constructed with 256: the layer's counts."""
-    tensors = random_experts(6, 256, 192, gated=False)
-    module = layers.create(6, 256, 192, top_k=3, gated=False, pretrained_config=type("Config", (), {"hidden_size": 1024}))
-    layers.load(module, tensors)
-    assert module.model_config.pretrained_config.hidden_size == 1024
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {
+            "pretrained_config": type("Config", (), {"hidden_size": 1024}),
+            "gated": False,
+        },
+        {"mapping": {"world_size": 2, "rank": 1}},
+    ],
+    ids=["latent", "pipeline"],
+)
+def test_a_layer_is_what_it_was_constructed_with(arguments: dict[str, Any]) -> None:
+    """Latent experts have a hidden size of their own; a rank of two pipeline stages holds its layer whole."""
+    module, tensors = layers.made(6, 256, 192, top_k=3, **arguments)
     assert module.backend.kernel.geometry.hidden_size == 256
-    assert layers.run(module, tensors, 40)[1] < 0.005
-
-
-def test_a_pipeline_rank_is_no_tensor_parallel_rank() -> None:
-    """Rank 1 of two pipeline stages holds its layer whole."""
-    module, tensors = layers.made(6, 128, 192, top_k=3, mapping={"world_size": 2, "rank": 1})
-    assert layers.run(module, tensors, 40)[1] < 0.005
+    x, logits = layers.inputs(module, 40, tensors)
+    assert layers.errors(module, x, logits, module(x, logits), tensors)[1] < 0.005

@@ -89,14 +89,8 @@ def test_what_is_lacking_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_kernel_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["peers", "--geometry", "Qwen3-30B-A3B", "--peer", "marlin", "triton_kernels"])
     options = command.arguments()
-    results: dict[str, Any] = {
-        "lines": [],
-        "marlin": [],
-        "triton_kernels": [],
-        "not_measured": [],
-        "format": "NVFP4",
-        "copy": 1e12,
-    }
+    results: dict[str, Any] = {name: [] for name in ("lines", "marlin", "triton_kernels", "not_measured")}
+    results |= {"format": "NVFP4", "copy": 1e12}
     assert len(list(command.run(options, results, deadline=float("inf")))) == 3
     assert [line.split(",")[0].split(":")[0] for line in results["not_measured"]] == ["ours", "marlin", "triton_kernels"]
     if options.vllm is None:
