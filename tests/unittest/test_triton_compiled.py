@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,6 @@ def launched(
     return kernel.variants_of_call(kernel.tiles(tokens), quantized)
 
 
-def assembled(variant: Variant, capability: int, folder: Path) -> tuple[Any, Path]:
-    """What Triton made of a kernel, and a file with its machine code."""
-    made, path = variant.compile_for(capability), folder / f"{variant.name}.cubin"
-    path.write_bytes(made.asm["cubin"])
-    return made, path
-
-
 def product_loop(cubin: Path) -> Counter[str]:
     """Opcodes of the longest loop with tensor core instructions."""
     text = subprocess.run([_TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
@@ -81,18 +75,24 @@ def resources(cubin: Path) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text)}
 
 
+def inspected(
+    variants: Iterable[Variant], capability: int, folder: Path
+) -> Iterator[tuple[Variant, Any, dict[str, int], Counter[str]]]:
+    """Each kernel with what Triton made of it, the resources that it uses, and the loop of its products."""
+    for variant in variants:
+        made, path = variant.compile_for(capability), folder / f"{variant.name}.cubin"
+        path.write_bytes(made.asm["cubin"])
+        yield variant, made, resources(path), product_loop(path) if variant.name in PARTS else Counter()
+
+
 @pytest.mark.all("90-*", "120-256-*")
 @pytest.mark.parametrize(("capability", "tokens", "only"), SERVED)
 def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, ...], tmp_path: Path) -> None:
-    names = []
-    for variant in launched(CARDS[capability], QWEN3_30B, tokens):
-        if only and variant.name not in only:
-            continue
-        names.append(variant.name)
-        made, cubin = assembled(variant, capability, tmp_path)
+    variants = [v for v in launched(CARDS[capability], QWEN3_30B, tokens) if not only or v.name in only]
+    assert [v.name for v in variants] == [name for name in ("route_kernel", *PARTS) if not only or name in only]
+    for variant, made, used, loop in inspected(variants, capability, tmp_path):
         ptx, warps = made.asm["ptx"], variant.options["num_warps"]
         assert re.search(rf"\.target sm_{capability}", ptx)
-        used = resources(cubin)
         assert used["STACK"] == used["LOCAL"] == 0, used
         if variant.name == "route_kernel":
             continue
@@ -107,7 +107,6 @@ def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, .
         assert not group or (capability == 90 and warps >= 4)
         assert group or "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in ptx
         assert "griddepcontrol.wait" in ptx
-        loop = product_loop(cubin)
         assert any(code.startswith("HGMMA" if group else "HMMA") for code in loop)
         # Codes go to shared memory asynchronously, and from there, 16 bytes at a time, to the lanes that multiply them.
         assert any(code.startswith("LDGSTS") for code in loop)
@@ -117,7 +116,6 @@ def test_what_the_compiler_made(capability: int, tokens: int, only: tuple[str, .
         size = PARTS[variant.name] * variant.constants["BN"] * variant.constants["BK"] // 2
         if variant.constants["BM"] <= 16:
             assert loop.total() * warps * 32 / size <= (10.2 if group else LIMIT[variant.name])
-    assert names == [name for name in ("route_kernel", "fc1_kernel", "fc2_kernel") if not only or name in only]
 
 
 GPT_OSS: dict[str, Any] = {"activation": "SwigluBias", "bias": torch.bfloat16, "format": "MXFP4"}
@@ -138,15 +136,13 @@ OTHER_FORMATS = {
 @pytest.mark.parametrize(("capability", "tokens"), [(90, 64), (120, 64), (120, 256)])
 def test_other_formats_spill_nothing_and_read_ahead(name: str, capability: int, tokens: int, tmp_path: Path) -> None:
     kind, geometry, limit = OTHER_FORMATS[name]
-    for variant in launched(CARDS[capability], geometry, tokens, kind=kind):
-        made, cubin = assembled(variant, capability, tmp_path)
-        used, constants = resources(cubin), variant.constants
+    for variant, made, used, loop in inspected(launched(CARDS[capability], geometry, tokens, kind=kind), capability, tmp_path):
+        constants = variant.constants
         assert used["LOCAL"] == 0, (variant.name, used)
         assert used["STACK"] <= 8, (variant.name, used)  # a predicate of gpt-oss's FC2, outside of the loop
         if variant.name == "route_kernel":
             continue
         assert 2 * (made.metadata.shared + 1024) <= CARDS[capability].shared_memory
-        loop = product_loop(cubin)
         assert any(code.startswith("LDGSTS") for code in loop)
         assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), (variant.name, loop)
         size = PARTS[variant.name] * constants["BN"] * constants["BK"] // 2
@@ -171,14 +167,12 @@ def test_products_of_16_bits_spill_nothing(kind: Any, geometry: Geometry, tmp_pa
     kernel = kind(CARDS[120])
     kernel.describe(geometry, 4096, torch.device("cuda"))
     names = set()
-    for variant in {variant.key: variant for variant in kernel.variants()}.values():
+    for variant, made, used, loop in inspected({v.key: v for v in kernel.variants()}.values(), 120, tmp_path):
         names.add(variant.name)
-        made, cubin = assembled(variant, 120, tmp_path)
-        used = resources(cubin)
         assert used["STACK"] == used["LOCAL"] == 0, (variant.name, used)
         assert made.metadata.shared <= 99 << 10
         if variant.name in ("fc1_kernel", "fc2_kernel") and geometry is not VLLM_GPT_OSS:
-            assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in product_loop(cubin)), variant.name
+            assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), variant.name
     assert names == {"sort_kernel", "fc1_kernel", "fc2_kernel", "sum_kernel"}
 
 
@@ -188,9 +182,7 @@ def test_bias_constants_and_quantized_input_spill_nothing(capability: int, tmp_p
     geometry = Geometry(128, 4, 2880, 2880, "SwigluBias", bias=torch.bfloat16)
     variants = launched(CARDS[capability], geometry, 32, quantized=True)
     assert [variant.name for variant in variants] == ["route_kernel", "fc1_kernel", "fc2_kernel"]
-    for variant in variants:
-        made, cubin = assembled(variant, capability, tmp_path)
-        used = resources(cubin)
+    for variant, made, used, _ in inspected(variants, capability, tmp_path):
         assert used["STACK"] == used["LOCAL"] == 0, (variant.name, used)
         assert used["REG"] <= 168
         assert f".target sm_{capability}" in made.asm["ptx"]
@@ -210,8 +202,8 @@ def test_scales_beside_each_other_by_less_than_four(
     kind: type[TritonKernel], geometry: Geometry, capability: int, tmp_path: Path
 ) -> None:
     """45 and 22 blocks: what is asked for a loop ahead is four scales nevertheless."""
-    (fc2,) = (variant for variant in launched(CARDS[capability], geometry, 64, kind=kind) if variant.name == "fc2_kernel")
-    loop = product_loop(assembled(fc2, capability, tmp_path)[1])
+    fc2 = [variant for variant in launched(CARDS[capability], geometry, 64, kind=kind) if variant.name == "fc2_kernel"]
+    ((*_, loop),) = inspected(fc2, capability, tmp_path)
     assert any(code.startswith("LDGSTS") for code in loop)
     assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), loop
 
@@ -224,16 +216,14 @@ def test_grouped_products_are_native(kind: type[GroupedKernel], capability: int,
     if capability == 121:
         kernel.table = kind.table[-1:]  # type: ignore[misc]
     kernel.describe(QWEN3_30B, 4096, torch.device("cuda"))
-    for variant in {variant.key: variant for variant in kernel.variants()}.values():
+    for variant, made, used, loop in inspected({v.key: v for v in kernel.variants()}.values(), capability, tmp_path):
         name = variant.name
         names.append(name)
-        made, cubin = assembled(variant, capability, tmp_path)
-        used = resources(cubin)
         if not toolchain.upcast(capability):
             assert used["STACK"] == used["LOCAL"] == 0, (name, used)
             assert made.metadata.shared <= 99 << 10
             # Scales too are on their way while products are made; of six steps ptxas makes no loop.
-            assert not any(code.startswith("LDG.") for code in product_loop(cubin)), name
+            assert not any(code.startswith("LDG.") for code in loop), name
         products = set(re.findall(r"(?:wg)?mma\.[\w.:]+", made.asm["ptx"]))
         assert bool(products) is (name in ("fc1_kernel", "fc2_kernel"))
         native = {product for product in products if INSTRUCTION[kind] in product}
