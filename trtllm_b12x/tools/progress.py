@@ -12,6 +12,8 @@ from typing import IO, Any
 
 import click
 
+from trtllm_b12x.core import disk
+
 
 class UnusableError(click.ClickException):
     """The arguments or a file cannot be used. The command prints the message as one line and exits with 2."""
@@ -44,9 +46,14 @@ def is_replaceable(file: Path) -> bool:
 
 def write(file: Path, text: str) -> None:
     """Write a file atomically, or to a device, or to standard output if it is ``-``."""
+    if str(file) == "-":
+        click.echo(text, nl=False)
+        return
     try:
-        with click.open_file(str(file), "w", encoding="utf-8", atomic=is_replaceable(file)) as stream:
-            stream.write(text)
+        if is_replaceable(file):
+            disk.replace(file, text)
+        else:
+            file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UnusableError(f"{file}: cannot be written ({error.strerror}); free space or choose another file") from None
 

@@ -284,10 +284,6 @@ def _quantizes(report: LayerReport, case: CaseReport) -> bool:
     return form is not None and (case.path, form.name) not in _UNQUANTIZED
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
 _COLUMNS: dict[str, tuple[int, Callable[[LayerReport], str]]] = {
     "served by": (14, lambda r: r.served_by),
     "E/k/H/I": (16, lambda r: f"{r.layer.num_experts}/{r.layer.top_k}/{r.layer.hidden_size}/{r.layer.intermediate_size}"),
@@ -323,7 +319,7 @@ def _lines(report: LayerReport, name_width: int) -> list[str]:
         texts += [f"{about}: {failure}" for failure in case.failures]
     if report.weight_error is not None:
         outputs = _worst([case for case in report.cases if case.outliers <= 1], "original_error")
-        texts.append(f"against the unquantized model: weights {_percent(report.weight_error)}, outputs {outputs}")
+        texts.append(f"against the unquantized model: weights {100 * report.weight_error:.1f} %, outputs {outputs}")
     row = _row(plain(report.layer.name).ljust(name_width), [cell(report) for _, cell in _COLUMNS.values()])
     return [row, *(f"{report.layer.name}: {text}" for text in (*texts, *report.notes))]
 

@@ -31,14 +31,13 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
 
     format = "MXFP4"
     read_by_kernels = itemgetter(*Method.stored)
-    _biases_of = itemgetter(*_BIASES)
 
     @torch.no_grad()
     def fill(self, module: Any, generator: torch.Generator) -> None:
         super().fill(module, generator)
         module.fake_input_scale.fill_(1.0)
-        for bias in self._biases_of(module._parameters) if module.bias else ():
-            bias.normal_(0, 0.1, generator=generator)
+        for name in _BIASES if module.bias else ():
+            getattr(module, name).data.normal_(0, 0.1, generator=generator)
 
     def create_weights(self, module: Any) -> None:
         super().create_weights(module)

@@ -6,12 +6,12 @@ Read in the wheels of 0.28.0 and 0.33.0, where all of it is equal. Paths are bel
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trtllm_b12x.environment import packages
 from trtllm_b12x.formats import GATE_UP, ROWS, TILES, UP_GATE, WeightLayout
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -115,10 +115,7 @@ class UnknownVLLMError(RuntimeError):
 
 def version() -> str:
     """Return the version of the installed vLLM; empty without one. Import nothing."""
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return packages.versions(["vllm"]).get("vllm", "")
 
 
 def check() -> None:

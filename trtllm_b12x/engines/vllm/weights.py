@@ -87,9 +87,8 @@ def draw(geometry: Geometry, device: torch.device) -> tuple[Tensors, tuple[torch
         kind.draw(codes[-1], scales[-1], generator)
     tensors = Tensors(codes[0], codes[1], (scales[0], scales[1]))
     if geometry.bias is not None:
-        heights = rows, hidden
-        first, second = (torch.full((experts, height), 0.1, dtype=geometry.bias, device=device) for height in heights)
-        tensors.biases = first, second
+        bias: Any = {"fill_value": 0.1, "dtype": geometry.bias, "device": device}
+        tensors.biases = torch.full((experts, rows), **bias), torch.full((experts, hidden), **bias)
     if not issubclass(kind, NVFP4Weights):
         return tensors, None
     inputs = 1.0 if kind is W4A16NVFP4Weights else _TYPICAL

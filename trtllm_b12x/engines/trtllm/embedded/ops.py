@@ -36,9 +36,8 @@ def fp4_quantize(
     stored = block_scale.float()
     inverse = torch.where(stored > 0, 1.0 / (stored * (1.0 / scale)), torch.zeros_like(stored))
     codes = round_to_e2m1(blocks * inverse.unsqueeze(-1)).flatten(-2)
-    if is_sf_swizzled_layout:
-        return pack_fp4(codes), block_scale_interleave(block_scale.view(torch.uint8)).flatten()
-    return pack_fp4(codes), block_scale.view(torch.uint8).flatten()
+    scales = block_scale.view(torch.uint8)
+    return pack_fp4(codes), block_scale_interleave(scales) if is_sf_swizzled_layout else scales.flatten()
 
 
 def mxfp8_quantize(x: torch.Tensor, is_sf_swizzled_layout: bool = True, alignment: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
