@@ -46,10 +46,6 @@ def even(name: str, tokens: int) -> float:
     return {"b12x": 9.0, "triton": 4.0 * tokens**0.5, HOST: 12.0}[name] if tokens < 32 or name == HOST else 20.0
 
 
-def host_wins(name: str, tokens: int) -> float:
-    return 1.0 if name == HOST else 2.0
-
-
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(settings.CROSSOVER.name, "auto")
@@ -264,7 +260,7 @@ def test_once_more_after_the_host_has_tuned(clock: Clock, monkeypatch: pytest.Mo
     called(module, 100)
     assert len(clock.asked) == 1
     tuning[0] = False
-    clock.microseconds = host_wins  # now that it is tuned
+    clock.microseconds = lambda name, tokens: 1.0 if name == HOST else 2.0  # now that it is tuned
     for tokens in (100, 8, 3):
         called(module, tokens)
     assert len(clock.asked) == 2

@@ -17,15 +17,10 @@ REPORTS = sorted(ROOT.glob("docs/flashinfer-*.md"))
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def prose(text: str) -> str:
-    """Drop code, tables and what a run wrote."""
-    text = re.sub(r"```.*?```|<!--.*?-->", "\n\n", text, flags=re.DOTALL)
-    return "\n".join("" if line.startswith("|") else line for line in text.splitlines())
-
-
 def sentences(text: str) -> list[str]:
-    """Split paragraphs, items and headings into sentences."""
-    parts = re.split(r"\n\s*\n|\n(?=[-#]|\d+\. )", prose(text))
+    """Split paragraphs, items and headings into sentences, without code, tables and what a run wrote."""
+    text = re.sub(r"```.*?```|<!--.*?-->|^\|.*?$", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    parts = re.split(r"\n\s*\n|\n(?=[-#]|\d+\. )", text)
     return [sentence for part in parts for sentence in re.split(r"(?<=[.!?:])\s+", " ".join(part.split()))]
 
 

@@ -94,10 +94,6 @@ print("alive", bool(hook.failure))
 """
 
 
-def _closed() -> None:
-    os.close(2)
-
-
 @pytest.mark.parametrize("stream", ["fine", "full", "closed", "nobody reads"])
 def test_standard_error_that_takes_nothing(stream: str) -> None:
     """The process lives, and its standard output stays its own."""
@@ -112,7 +108,7 @@ def test_standard_error_that_takes_nothing(stream: str) -> None:
             env=environment,
             stdout=subprocess.PIPE,
             stderr=full if stream == "full" else writer,
-            preexec_fn=_closed if stream == "closed" else None,
+            preexec_fn=(lambda: os.close(2)) if stream == "closed" else None,
             text=True,
         )
     os.close(writer)
