@@ -114,9 +114,10 @@ def test_partial_sums_of_the_ranks_add_up(tp: int, ep: int, tokens: int) -> None
         assert kernel < 0.006  # one bf16 rounding per rank
 
 
+NVFP4 = host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16)
 REFUSED: list[tuple[dict[str, Any], RejectReason]] = [
     ({"dtype": torch.float16}, RejectReason.ACTIVATION_DTYPE),
-    ({"swiglu_limit": torch.ones(4)}, RejectReason.ACTIVATION_CONSTANTS),
+    (layers.swiglu_constants(limit=torch.ones(4)), RejectReason.ACTIVATION_CONSTANTS),
     ({"quant_config": host.QuantConfig()}, RejectReason.QUANTIZATION),
     ({"quant_config": host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=32)}, RejectReason.GROUP_SIZE),
     ({"top_k": 1, "apply_router_weight_on_input": True}, RejectReason.ROUTER_WEIGHT_ON_INPUT),
@@ -125,47 +126,28 @@ REFUSED: list[tuple[dict[str, Any], RejectReason]] = [
 
 @pytest.mark.parametrize(("arguments", "reason"), REFUSED, ids=lambda v: getattr(v, "name", None))
 def test_what_is_refused_behaves_as_the_host_to_the_bit(arguments: dict[str, Any], reason: RejectReason) -> None:
-    arguments = {"num_experts": 4, "hidden_size": 128, "intermediate_size": 128, **arguments}
-    tensors = random_experts(4, arguments["hidden_size"], 128)
-    if reason is RejectReason.QUANTIZATION:
-        plain = {k: torch.randn(128, 128).bfloat16() for k in tensors if k.endswith(".weight")}
-        tensors = plain
+    given = {"dtype": torch.bfloat16, "top_k": 2, "quant_config": NVFP4, **arguments}
+    top_k, config = given.pop("top_k"), host.ModelConfig(quant_config=given.pop("quant_config"))
+    given |= {"routing_method": host.RenormalizeMoeRoutingMethod(top_k), "model_config": config}
+    given |= {"num_experts": 4, "hidden_size": 128, "intermediate_size": 128}
+    if not host.has_get_moe_cls:
+        given["init_load_balancer"] = False
     # The class is bound before the layer's own configuration is known, as with per-layer quantization.
-    backend = FlashInferNvfp4Sm12xFusedMoE(**_backend_arguments(arguments))
-    parent = host.CutlassFusedMoE(**_backend_arguments(arguments))
-    for module in (backend, parent):
+    both = [cls(**given) for cls in (FlashInferNvfp4Sm12xFusedMoE, host.CutlassFusedMoE)]
+    tensors = random_experts(4, 128, 128)
+    if reason is RejectReason.QUANTIZATION:
+        tensors = {name: torch.randn(128, 128).bfloat16() for name in tensors if name.endswith(".weight")}
+    x, router_weights, results = torch.randn(3, 128).to(given["dtype"]), torch.rand(3, top_k), []
+    ids = torch.randint(0, 4, (3, top_k), dtype=torch.int32)
+    for module in both:
         module.load_weights([tensors])
         module.post_load_weights()
-    assert backend.verdict is not None
-    assert backend.verdict.reasons == (reason,)
-    assert backend.kernel is None
-    assert [(n, p.shape, p.dtype) for n, p in backend.named_parameters()] == [
-        (n, p.shape, p.dtype) for n, p in parent.named_parameters()
-    ]
-    x = torch.randn(3, arguments["hidden_size"]).to(arguments.get("dtype", torch.bfloat16))
-    ids = torch.randint(0, 4, (3, arguments.get("top_k", 2)), dtype=torch.int32)
-    router_weights = torch.rand(ids.shape)
-    results = []
-    for module in (backend, parent):
         quantized, sf = module.quantize_input(x, post_quant_comm=False)
         results.append(layers.run_moe(module, quantized, ids, router_weights, sf, output_dtype=x.dtype))
+    assert (both[0].verdict.reasons, both[0].kernel) == ((reason,), None)
+    mine, its = ({name: (p.shape, p.dtype) for name, p in module.named_parameters()} for module in both)
+    assert mine == its
     assert torch.equal(*results)
-
-
-def _backend_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    rest = dict(arguments)
-    quant_config = rest.pop("quant_config", host.QuantConfig(quant_algo=host.QuantAlgo.NVFP4, group_size=16))
-    routing = host.RenormalizeMoeRoutingMethod(rest.pop("top_k", 2))
-    if not host.has_get_moe_cls:
-        rest["init_load_balancer"] = False
-    if "activation" in layers.activation(True) and "swiglu_limit" in rest:
-        rest["activation"] = type(layers.activation(True)["activation"])(clamp=rest.pop("swiglu_limit"))
-    return {
-        "dtype": torch.bfloat16,
-        "routing_method": routing,
-        "model_config": host.ModelConfig(quant_config=quant_config),
-        **rest,
-    }
 
 
 def test_awq_scales_that_show_up_with_the_weights_leave_the_layer_to_cutlass(layer: tuple[Any, dict[str, torch.Tensor]]) -> None:
