@@ -15,10 +15,6 @@ from trtllm_b12x.tools import verify
 host = layers.host
 
 
-TUNED = {"tuner_num_tokens": 5, "tuner_top_k": 3}
-"""What hosts say with ``enable_alltoall``: the sizes that the autotuner has seen."""
-
-
 @pytest.fixture
 def layer() -> tuple[Any, dict[str, torch.Tensor]]:
     tensors = random_experts(6, 128, 192)
@@ -33,18 +29,16 @@ def test_what_only_cutlass_does(
     module, tensors = layer
     seen: dict[str, Any] = {}
     run_moe = host.CutlassFusedMoE.run_moe
+    known = inspect.signature(run_moe).parameters  # others are another generation's
 
-    def spy(self: Any, x: Any, ids: Any, router_weights: Any, **kwargs: Any) -> torch.Tensor:
+    def spy(self: Any, x: Any, *routes: Any, **kwargs: Any) -> Any:
         seen.update(kwargs, x=x)
-        for name in set(kwargs) - set(inspect.signature(run_moe).parameters):  # another generation's
-            kwargs.pop(name)
-        result: torch.Tensor = run_moe(self, x, ids, router_weights, **kwargs)
-        return result
+        return run_moe(self, x, *routes, **{name: value for name, value in kwargs.items() if name in known})
 
     monkeypatch.setattr(host.CutlassFusedMoE, "run_moe", spy)
     monkeypatch.setattr(host.CutlassFusedMoE, "_moe_lora_active", lambda self, lora_params: bool(lora_params), raising=False)
-    if arguments.keys() & {"enable_alltoall"} & inspect.signature(run_moe).parameters.keys():
-        arguments = {**arguments, **TUNED}
+    if arguments.keys() & {"enable_alltoall"} & known.keys():  # with the sizes that the autotuner has seen
+        arguments = {**arguments, "tuner_num_tokens": 5, "tuner_top_k": 3}
     x, logits = layers.inputs(module, 5, tensors)
     ids, router_weights = module.routing_method.apply(logits)
     ids[4, 0] = 6  # the host's padding id: num_slots

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import trtllm_b12x
 from tests import layers
@@ -24,10 +23,18 @@ from trtllm_b12x.engines.trtllm import promote
 from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.kernels.reference import ReferenceKernel
 
+host = layers.host
+create_moe = host.create_moe
+
 
 @pytest.fixture(autouse=True)
-def _logged(caplog: pytest.LogCaptureFixture) -> None:
+def _restored(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    trtllm_b12x.uninstall()
+    original = create_moe.get_moe_cls
+    yield
+    trtllm_b12x.uninstall()
+    assert create_moe.get_moe_cls is original
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -130,24 +137,6 @@ def test_nothing_is_said_where_nothing_is_on_b12x(caplog: pytest.LogCaptureFixtu
 
 
 # ---- promotion on the embedded host ------------------------------------------------------------------------------------
-
-
-host = layers.host
-create_moe = host.create_moe
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    trtllm_b12x.uninstall()
-    original = create_moe.get_moe_cls
-    yield
-    trtllm_b12x.uninstall()
-    assert create_moe.get_moe_cls is original
-
-
-def built(top_k: int = 2, **arguments: Any) -> Any:
-    routing = host.RenormalizeMoeRoutingMethod(top_k)
-    return create_moe.create_moe(routing, 4, 128, 128, dtype=torch.bfloat16, model_config=config(), **arguments)
 
 
 def config(algo: Any = host.QuantAlgo.NVFP4, **arguments: Any) -> Any:

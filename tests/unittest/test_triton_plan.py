@@ -221,11 +221,10 @@ def test_a_triton_that_is_not_there_or_too_old(
 ) -> None:
     if version is not None:
         (tmp_path / "triton/_C").mkdir(parents=True)
-        (tmp_path / "triton/__init__.py").write_text(f'__version__ = "{version}"\n')
-        (tmp_path / "triton/_C/libtriton.so").touch()
-        if not version:
-            (tmp_path / "triton/_C/libtriton.so").unlink()
-            (tmp_path / "triton/__init__.py").write_text("raise SystemExit('a stub')\n")
+        text = f'__version__ = "{version}"\n' if version else "raise SystemExit('a stub')\n"
+        (tmp_path / "triton/__init__.py").write_text(text)
+        if version:
+            (tmp_path / "triton/_C/libtriton.so").touch()
     found = tmp_path / "triton/__init__.py" if version is not None else None
     monkeypatch.setattr(packages, "origin", lambda name: found)
     (item,) = toolchain.lacking(120)
