@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import torch
+from tensorrt_llm._torch.models.modeling_double import Model
+from tensorrt_llm._torch.pyexecutor import model_loader
+
+import trtllm_b12x
+from tests import layers
+from tests.checkpoints import random_experts
 from tests.hosts.scenarios import model_config
+from trtllm_b12x.tools.verify.reference import Arithmetic
 
 
 def _equal(module: Any, tensors: dict[str, Any]) -> bool:
     """Compare with a layer that loaded all at once, to the bit, and decode with the checkpoint's own numbers."""
-    import torch
-
-    from tests import layers
-    from trtllm_b12x.tools.verify.reference import Arithmetic
-
     kernel = getattr(module, "backend", module).kernel
     built = {"gated": module.is_gated_activation, "quant_config": module.quant_config}
     reference = layers.load(layers.create(4, 128, 192, **built), tensors)
@@ -32,10 +35,6 @@ def _equal(module: Any, tensors: dict[str, Any]) -> bool:
 
 
 def _model(algo: str = "NVFP4") -> Any:
-    from tensorrt_llm._torch.models.modeling_double import Model
-
-    import trtllm_b12x
-
     trtllm_b12x.install()
     return Model(model_config(algo=algo, skip_create_weights_in_init=True), 1)
 
@@ -45,11 +44,6 @@ def from_a_peer(form: str, algo: str = "NVFP4") -> dict[str, Any]:
 
     What arrives is the host's: one scale for gate and up, the larger one.
     """
-    import torch
-    from tensorrt_llm._torch.pyexecutor import model_loader
-
-    from tests.checkpoints import random_experts
-
     equal = {}
     for ratio in (1.0, 0.4, 3.0):
         tensors, peer = random_experts(4, 128, 192, up_to_gate=ratio), model_loader.Peer(transformed=form == "transformed")
@@ -66,10 +60,6 @@ def from_a_peer(form: str, algo: str = "NVFP4") -> dict[str, Any]:
 
 def in_groups(algo: str = "NVFP4") -> dict[str, Any]:
     """A stream of groups, an expert each, after which the loader processes neither the wrapper nor its backend."""
-    from tensorrt_llm._torch.pyexecutor import model_loader
-
-    from tests.checkpoints import random_experts
-
     tensors = random_experts(4, 128, 192, up_to_gate=1.7)
     groups = [{name: tensor for name, tensor in tensors.items() if name.startswith(f"{expert}.")} for expert in (2, 0, 3, 1)]
     model = model_loader.load(lambda: _model(algo), [{"layer0": group} for group in groups])
@@ -78,13 +68,6 @@ def in_groups(algo: str = "NVFP4") -> dict[str, Any]:
 
 def in_buckets(promote: str, algo: str = "NVFP4") -> dict[str, Any]:
     """RLHF: updates one after the other, each in buckets of any order, whose memory the trainer then uses again."""
-
-    import torch
-    from tensorrt_llm._torch.pyexecutor.model_loader import update_weights
-
-    from tests import layers
-    from tests.checkpoints import random_experts
-
     equal = []
     for gated in (True, False):
         config = model_config(algo=algo).quant_config
@@ -96,24 +79,19 @@ def in_buckets(promote: str, algo: str = "NVFP4") -> dict[str, Any]:
             for start in range(0, len(names), 7):
                 bucket = {name: given[name].clone() for name in names[start : start + 7]}
                 try:
-                    update_weights(model, {"layer": bucket})
+                    model_loader.update_weights(model, {"layer": bucket})
                 except Exception as error:
                     return {"error": type(error).__name__}
                 for tensor in bucket.values():
                     if tensor.dim() == 2:
                         tensor.view(torch.uint8).fill_(0xA5)
-            update_weights(model, None)
+            model_loader.update_weights(model, None)
             equal.append(_equal(layer, tensors))
     return {"equal": equal}
 
 
 def fused_gate_up() -> dict[str, Any]:
     """The same experts, one by one and as models bring them that fuse gate and up of all experts into one tensor."""
-    import torch
-
-    from tests import layers
-    from tests.checkpoints import random_experts
-
     tensors = random_experts(4, 128, 192)
     for name, value in {"weight_scale_2": 0.01, "input_scale": 0.02}.items():  # of all experts
         tensors.update({key: torch.tensor(value) for key in tensors if key.endswith(name)})
