@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import random_experts, unquantized, write_checkpoint
 from tests.unittest.test_checkpoint import E0, edit_tensors
 from trtllm_b12x import __version__
 from trtllm_b12x.core import process
 from trtllm_b12x.engines.trtllm import quantization_nvfp4 as quantization
+from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
+from trtllm_b12x.tools import verify as package
 from trtllm_b12x.tools.cli import main
 
 Method = quantization.NVFP4Sm12xFusedMoEMethod
@@ -100,8 +103,6 @@ def test_fewer_tokens_than_asked_for_where_the_kernel_says_why(
 
 
 def test_a_pass_means_that_b12x_ran(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
-
     words = "b12x serves no count of --tokens, so it was not run: add a count from 1 to 63"
     assert words in verify(directory, "--require-b12x", "--tokens", "64,100", status=1).output
     with monkeypatch.context() as patch:  # a kernel that was planned for less than the crossover
@@ -194,8 +195,6 @@ def test_a_layer_that_cannot_be_used_loses_no_other(directory: Path, tmp_path: P
 
 
 def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.tools import verify as package
-
     verify_layer, seen, file = package.verify_layer, [], tmp_path / "r.json"
 
     def watched(*arguments: Any, **options: Any) -> Any:
@@ -216,8 +215,6 @@ def test_sample(tmp_path: Path) -> None:
 
 
 def test_names_that_a_terminal_would_obey(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     write_checkpoint(tmp_path, [random_experts(2, 128, 16)], top_k=1)
     file = tmp_path / "model.safetensors"
     odd = "[bold]\x1b[31mm[/]\u202e.layers.0.mlp"

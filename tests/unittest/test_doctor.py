@@ -18,6 +18,7 @@ from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
 from trtllm_b12x import environment
 from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason, families
+from trtllm_b12x.engines.trtllm import embedded as host
 from trtllm_b12x.environment import prove, triton
 from trtllm_b12x.tools.cli import main
 
@@ -171,8 +172,6 @@ def test_target_replaces_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_explain_is_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_b12x.engines.trtllm import embedded as host
-
     monkeypatch.setattr(environment, "probe", lambda host: FIELD)
     monkeypatch.setattr("trtllm_b12x.engines.trtllm.host.installed", lambda: True)
     config = host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo.FP8))
@@ -185,8 +184,6 @@ def test_explain_is_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Selection, doctor and verify say the same."""
-    from trtllm_b12x.engines.trtllm import embedded as host
-
     result = run(monkeypatch, dataclasses.replace(GOOD, enabled=False))
     assert "1. DISABLED: TRTLLM_B12X=0" in result.output
     monkeypatch.setenv("TRTLLM_B12X", "0")

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from triton import knobs
 
 from tests import mxfp8, warm_start
 from tests.nvfp4_layer import random_call, random_layer
@@ -51,8 +52,6 @@ GROUPED = {"MXFP8": (GroupedKernel, False), "NVFP4": (GroupedNVFP4Kernel, True)}
 
 def main(*names: str) -> None:
     """Launch calls of the forms ``names`` by both ways, and print what the driver got."""
-    from triton import knobs
-
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_LIBCUDA_PATH"] = folder
         cuda = ctypes.CDLL(str(warm_start.driver(Path(folder))), mode=ctypes.RTLD_GLOBAL)

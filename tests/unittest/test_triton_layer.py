@@ -10,6 +10,7 @@ import torch
 import trtllm_b12x
 from tests import forks, layers
 from tests.checkpoints import random_experts
+from trtllm_b12x.engines.trtllm.embedded.config import ActivationType, is_gated_activation
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.reference import ReferenceKernel, UnquantizedReferenceKernel
 from trtllm_b12x.tools.verify import kernel_calls
@@ -84,8 +85,6 @@ def test_the_next_family_takes_what_b12x_leaves(every_family: None, monkeypatch:
 
 @pytest.mark.parametrize("activation", ["Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"])
 def test_gated_is_what_the_host_calls_so(activation: str) -> None:
-    from trtllm_b12x.engines.trtllm.embedded.config import ActivationType, is_gated_activation
-
     assert Geometry(1, 1, 128, 128, activation).gated == is_gated_activation(ActivationType[activation])
 
 
