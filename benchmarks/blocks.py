@@ -38,17 +38,17 @@ def warmup(found: Found) -> list[str]:
     """Return what ahead-of-time compilation costs."""
     if "warmup.json" not in found:
         return []
-    names = {"mxfp8": "`triton` and `grouped`, MXFP8"}
     rows = [
         [
-            names.get(r["kernels"], f"`{r['kernels']}`, NVFP4"),
-            r["number"],
+            r["card"],
+            r["format"],
+            ", ".join(f"`{name}` {number}" for name, number in r["kernels"].items()),
             f"{r['compiled in s']:.0f}",
             f"{r['planned in s']:.1f}",
         ]
         for r in found["warmup.json"]["rows"]
     ]
-    return table(["kernels", "number", "compiled in s", "planned by a server in s"], rows)
+    return table(["card", "format", "kernels", "compiled in s", "planned by a server in s"], rows)
 
 
 def hopper(found: Found) -> list[str]:
@@ -76,27 +76,24 @@ def own(found: Found) -> list[str]:
     if "own-on-hopper.json" not in found:
         return []
     run = found["own-on-hopper.json"]
-    head = f"{run['gpu']}, {run['date']}, torch {run['torch']}, triton {run['triton']} ([every number](own-on-hopper.json)):"
-    columns = ("layer", "format", "family", "forms", "kernels", "calls")
-    rows = [
-        [*(f"`{r[name]}`" if name == "family" else r[name] for name in columns), f"{r['error']:.4f}", r["bound"]]
-        for r in run["own"]
-    ]
-    total = [
-        "all",
-        "",
-        "",
-        *(sum(r[name] for r in run["own"]) for name in columns[3:]),
-        f"{max(r['error'] for r in run['own']):.4f}",
-        "",
-    ]
-    return [head, "", *table([*columns, "worst error", "bound"], [*rows, total])]
+    compilers = " and ".join(sorted({f"Triton {r['triton']} for `{r['target']}`" for r in run["own"]}))
+    head = f"{run['gpu']}, {run['date']}, torch {run['torch']}, {compilers} ([every number](own-on-hopper.json)):"
+    names, numbers = ("layer", "format", "family"), ("forms", "kernels", "calls")
+    merged: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in run["own"]:
+        merged.setdefault(tuple(r[name] for name in names), []).append(r)
+
+    def summed(rows: list[dict[str, Any]]) -> list[Any]:
+        return [*(sum(r[name] for r in rows) for name in numbers), f"{max(r['error'] for r in rows):.4f}"]
+
+    rows = [[layer, form, f"`{family}`", *summed(of), of[0]["bound"]] for (layer, form, family), of in merged.items()]
+    return [head, "", *table([*names, *numbers, "worst error", "bound"], [*rows, ["all", "", "", *summed(run["own"]), ""]])]
 
 
 def mutations(found: Found) -> list[str]:
     """Return what a broken replacement of an instruction does to the numbers."""
     lines = found.get("own-on-hopper.json", {}).get("mutations", [])
-    rows = [[r["format"], r["what"], f"{r['error']:.2f}", f"{r['error'] / r['bound']:.0f}"] for r in lines]
+    rows = [[r["format"], r["what"], f"{r['error']:.3g}", f"{r['error'] / r['bound']:.3g}"] for r in lines]
     return table(["format", "broken", "error", "times the bound"], rows) if rows else []
 
 

@@ -57,7 +57,7 @@ SOURCES = (
         "warmup.json",
         "time of kernels that are compiled ahead of time",
         "python -m benchmarks.warmup",
-        lambda found: found.keys() >= {"rows", "card", "geometry"},
+        lambda found: found.keys() >= {"rows", "geometry"},
     ),
     Source(
         "sm12x-on-hopper.json",

@@ -1,8 +1,8 @@
 """Kernels compiled ahead of time: seconds of the processor until all is compiled, and that a server's plans then take.
 
-``python -m benchmarks.warmup OUT [SET ...]`` prints a table and writes OUT.json for Qwen3-30B-A3B on an RTX 5090, without a GPU.
-One process compiles into empty caches; a start is a plan from those, on a card that is stood in for, without compilers
-(``tests/warm_start.py``, which needs namespaces).
+``python -m benchmarks.warmup OUT [CARD ...]`` writes OUT.json for Qwen3-30B-A3B on cards of the list, without a GPU. One process
+compiles into empty caches; a start is a plan from those, on a card that is stood in for, without compilers
+(``tests/warm_start.py``), and what it logs.
 """
 
 from __future__ import annotations
@@ -18,27 +18,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
 from tests import warm_start
 
 GEOMETRY = {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768, "activation": "Swiglu"}
 SIZES = ("--experts", "128", "--top-k", "8", "--hidden", "2048", "--intermediate", "768")
-CARD = {"capability": 120, "multiprocessors": 170}
-SETS = {
-    "triton": ("nvfp4", {"triton": 256}),
-    "b12x": ("nvfp4", {"b12x": 128}),
-    "grouped": ("nvfp4", {"grouped": 8192}),
-    "mxfp8": ("mxfp8", {"triton": 256, "grouped": 4096}),
-}
-"""Name to the format, and families with the tokens that a server plans for."""
+CARDS = {"RTX PRO 6000": (120, 188), "RTX 5090": (120, 170), "GB10": (121, 48)}
+"""Capability and multiprocessors."""
+OURS = {"cuda": 64, "triton": 256, "grouped": 8192}
+SETS = (("NVFP4", OURS), ("NVFP4", {"b12x": 128}), ("MXFP8", OURS))
+"""Format, and families in the order of their plans with the tokens that a server plans for."""
 
 
-def compiled(form: str, kernels: str, variables: dict[str, str]) -> tuple[int, float]:
-    """Number of kernels, and seconds."""
+def compiled(form: str, kernels: str, card: tuple[int, int], variables: dict[str, str]) -> tuple[dict[str, int], float]:
+    """Return the number of kernels by family, and seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    command = [sys.executable, "-m", "trtllm_b12x", "warmup", *SIZES, "--format", form, "--target", "sm_120a", "--card", "170"]
+    command = [sys.executable, "-m", "trtllm_b12x", "warmup", *SIZES, "--format", form.lower(), "--jobs", "1", "--json"]
     result = subprocess.run(
-        [*command, "--jobs", "1", "--json"],
+        [*command, "--target", f"sm_{card[0]}a", "--card", str(card[1])],
         env={**os.environ, **variables, "TRTLLM_B12X_KERNELS": kernels},
         capture_output=True,
         text=True,
@@ -46,11 +42,13 @@ def compiled(form: str, kernels: str, variables: dict[str, str]) -> tuple[int, f
     if result.returncode:
         raise RuntimeError(result.stderr[-2000:])
     [target] = json.loads(result.stdout)["targets"]
-    return sum(row["compiled"] for row in target["rows"]), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    numbers: dict[str, int] = {}
+    for row in target["rows"]:
+        numbers[row["family"]] = numbers.get(row["family"], 0) + row["compiled"] + row["cached"]
+    return numbers, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 
 
-def measured(name: str) -> dict[str, Any]:
-    form, families = SETS[name]
+def measured(card: str, form: str, families: dict[str, int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         variables = {
@@ -60,22 +58,30 @@ def measured(name: str) -> dict[str, Any]:
             "XDG_CACHE_HOME": str(folder / "xdg"),
             "TRITON_LIBCUDA_PATH": warm_start.LIBCUDA,
         }
-        number, seconds = compiled(form, ",".join(families), variables)
-        asked = [{**GEOMETRY, "format": form.upper(), "family": f, "capacity": n} for f, n in families.items()]
-        started = [warm_start.start(warm_start.driver(folder), asked, CARD, variables) for _ in range(3)]
+        numbers, seconds = compiled(form, ",".join(families), CARDS[card], variables)
+        asked = [{**GEOMETRY, "format": form, "family": f, "capacity": n} for f, n in families.items()]
+        there = dict(zip(("capability", "multiprocessors"), CARDS[card], strict=True))
+        started = [warm_start.start(warm_start.driver(folder), asked, there, variables) for _ in range(3)]
     faults = [plan["error"] for plans in started for plan in plans if plan["error"] or plan["compiled"]]
     if faults:
         raise RuntimeError(f"a start compiled, or failed: {faults}")
     planned = statistics.median(sum(plan["cpu"] for plan in plans) for plans in started)
-    return {"kernels": name, "number": number, "compiled in s": round(seconds, 1), "planned in s": round(planned, 2)}
+    said = [line for plan in started[0] for line in plan["said"]]
+    row = {"card": card, "format": form, "kernels": {name: numbers[name] for name in families}}
+    return {**row, "compiled in s": round(seconds, 1), "planned in s": round(planned, 2), "said": said}
 
 
 def main() -> None:
-    rows = [measured(name) for name in (sys.argv[2:] or SETS)]
-    print(*table(list(rows[0]), [list(row.values()) for row in rows]), sep="\n")
+    rows = []
+    for card in sys.argv[2:] or CARDS:
+        for form, families in SETS:
+            if "b12x" not in families or card == "RTX 5090":
+                rows.append(measured(card, form, families))
+                print(rows[-1], flush=True)
     versions = {name: metadata.version(name) for name in ("triton", "flashinfer-python", "nvidia-cutlass-dsl")}
-    results = {"versions": versions, "geometry": GEOMETRY, "card": CARD, "rows": rows}
-    Path(sys.argv[1]).with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    Path(sys.argv[1]).with_suffix(".json").write_text(
+        json.dumps({"versions": versions, "geometry": GEOMETRY, "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

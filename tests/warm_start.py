@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -89,6 +90,7 @@ def plans() -> None:
     torch.version.cuda = torch.version.cuda or "13.0"  # FlashInfer's folder is named by what that, or an nvcc, knows
     from triton import knobs
 
+    from trtllm_b12x.core import log
     from trtllm_b12x.kernels import Geometry
     from trtllm_b12x.kernels.b12x.compiler import DISPATCH
     from trtllm_b12x.kernels.triton import compile_pool
@@ -102,20 +104,26 @@ def plans() -> None:
         processes.append(fill(*arguments, **named))
         return processes[-1]
 
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
+    log.logger.addHandler(handler)
+    log.logger.setLevel(logging.INFO)
     kept: list[bool] = []
     knobs.compilation.listener = lambda cache_hit, **others: kept.append(bool(cache_hit))
     for given in asked["geometries"]:
         family, capacity = given.pop("family"), given.pop("capacity")
-        kept.clear()
-        processes.clear()
+        for of_last in (kept, processes, said):
+            of_last.clear()
         error, cpu = "", time.process_time()
         try:
             with _on(asked["card"]), mock.patch.object(compile_pool, "fill", counted):
                 _plan(family, Geometry(**given), capacity, asked["card"])
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-        found = {"kernels": len(kept), "compiled": kept.count(False), "processes": max(processes, default=0)}
-        print(json.dumps({"family": family, "cpu": time.process_time() - cpu, "error": error, **found}), flush=True)
+        found: dict[str, Any] = {"kernels": len(kept), "compiled": kept.count(False), "processes": max(processes, default=0)}
+        found |= {"family": family, "cpu": time.process_time() - cpu, "error": error, "said": said}
+        print(json.dumps(found), flush=True)
 
 
 @contextlib.contextmanager

@@ -168,6 +168,16 @@ def test_pairs_of_float32() -> None:
     assert torch.equal(out, torch.stack((product.float(), given[0] + given[1])))
 
 
+def test_float32_and_16_bits() -> None:
+    """Every bfloat16."""
+    narrow = torch.arange(1 << 16, device="cuda").to(torch.int16).view(torch.bfloat16)
+    given, out = torch.randn(1 << 16, device="cuda"), torch.empty(1 << 16, device="cuda")
+    probes.run(probes.MIXED, 256, 256, narrow, given, out)
+    wide = narrow.float()
+    wanted = (wide.double() * wide.double() + (wide + given).double()).float()
+    assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
+
+
 @pytest.mark.parametrize("values", [(1.0, 3.0, 2.0), (3.0, -1.0, 2.0), (-5.0, -4.0, -3.0), (1.0, float("nan"), 0.5)])
 def test_largest_of_three(values: tuple[float, ...]) -> None:
     out = torch.empty(2, device="cuda")

@@ -23,6 +23,7 @@ shows in one of 66 cases (2e-5); in the others this equals the static kernel bit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -144,14 +145,14 @@ class ReferenceKernel(Kernel):
 
         # 16 bits hold every operand exactly and are half as much to read. A GPU adds them in float32, a CPU does not.
         kind = (torch.bfloat16 if self.quantizes else g.dtype) if x.is_cuda else torch.float32
-        wide = {"out_dtype": torch.float32} if x.is_cuda else {}
+        multiply: Any = functools.partial(torch.bmm, out_dtype=torch.float32) if x.is_cuda else torch.bmm
 
         def product(name: str, rows: torch.Tensor, columns: int) -> torch.Tensor:
             per_expert = math.prod(getattr(w, name).shape[1:]) * w.packed
             step = max(1, _ELEMENTS // per_expert)
             slots = (slice(first, first + step) for first in range(0, g.num_experts, step))
             rows = rows.to(kind).unsqueeze(2)
-            return torch.cat([torch.bmm(w.matrices(s, name, kind)[:, :, :columns], rows[s], **wide).squeeze(2) for s in slots])
+            return torch.cat([multiply(w.matrices(s, name, kind)[:, :, :columns], rows[s]).squeeze(2) for s in slots])
 
         def inputs(values: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
             if not self.quantizes:

@@ -1,8 +1,8 @@
 """The package's kernels for SM12x on a Hopper GPU, every form that a card of the list may take: numbers, to JSON.
 
 ``python -m tests.integration.sm12x_on_hopper.own_run measure OUT.json [NAME ...]`` runs the layers of these names and adds their
-rows to the file. ``... mutate OUT.json`` breaks each replaced instruction in turn. ``... start OUT.json [CARD ...]`` starts
-layers on cards of the list, from empty caches and from those that ``warmup`` filled.
+rows to the file, one set for each Triton and target (``--sm``). ``... mutate OUT.json`` breaks each replaced instruction in turn.
+``... start OUT.json [CARD ...]`` starts layers on cards of the list, from empty caches and from those that ``warmup`` filled.
 ``python -m benchmarks.results --take FILE`` keeps the file.
 """
 
@@ -45,8 +45,11 @@ from .own import card_on_hopper
 CUDA = torch.device("cuda", 0)
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 31, 33, 64, 100, 128, 200, 256, 300, 700, 1024, 2048, 4096)
 CARDS = {"RTX PRO 6000": (120, 188), "RTX 5090": (120, 170), "GB10": (121, 48)}
+RANKS = 4
 SMALL = Geometry(16, 4, 512, 256, "Swiglu")
 MUTATIONS = {
+    ("NVFP4", "nothing"): ("", ""),
+    ("MXFP8", "nothing"): ("", ""),
     ("NVFP4", "another byte of the scales"): ("(2u * half + ((lane & 3u) >> 1))", "(2u * half + 1u - ((lane & 3u) >> 1))"),
     ("NVFP4", "the scales of another column"): ("sfb, first + tid_b)", "sfb, (first ^ 4u) + tid_b)"),
     ("NVFP4", "rows' scales exchanged"): ("sfa, first + 2u * tid_a + 1u)", "sfa, (first ^ 4u) + 2u * tid_a + 1u)"),
@@ -63,13 +66,16 @@ MUTATIONS = {
 
 
 def layers() -> dict[str, list[Geometry]]:
-    """Return the layers by name: with NVFP4 and MXFP8, and in the format that their owners run."""
+    """Return the layers by name: with NVFP4 and MXFP8, and in the format that their owners run; that also for a rank of four."""
     found: dict[str, list[Geometry]] = {}
     for name, g in {**GEOMETRIES, "gemma-4-26B-A4B": OF_MXFP8["gemma-4-26B-A4B"]}.items():
         if name != "DeepSeek-like":
             found[name.removesuffix("-like")] = [g, replace(g, bias=None, format="MXFP8")]
     for name, g in (W4A16 | MXFP4).items():
         found[name].append(g)
+    for name, of in list(found.items()):
+        g = of[0] if name == "Nemotron-3-Super" else of[-1]
+        found[f"{name}, EP {RANKS}"] = [replace(g, num_experts=g.num_experts // RANKS, ranks=RANKS)]
     return found
 
 
@@ -87,10 +93,10 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
         cards = list(differing(kind, geometry, capacity, multiprocessors))
     except ValueError:
         return None
-    weights = _weights(geometry)
+    weights, first_expert = _weights(geometry), geometry.num_experts * (geometry.ranks - 1)
     yardstick = kind.reference()
     yardstick.plan(geometry, capacity, CUDA)
-    yardstick.bind(weights)
+    yardstick.bind(weights, first_expert)
     off_ties = family == "grouped" and geometry.format == "NVFP4"
     calls = {n: _drawn(geometry, n, turn % 2 == 1, off_ties) for turn, n in enumerate(COUNTS)}
     expected: dict[int, torch.Tensor] = {}
@@ -101,7 +107,7 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
     for card in cards:
         kernel = kind(card)
         kernel.plan(geometry, capacity, CUDA)
-        kernel.bind(weights)
+        kernel.bind(weights, first_expert)
         kernel.self_test()
         codes |= _codes(kernel)
         for label, form in kernel.forms().items():
@@ -155,6 +161,8 @@ def _drawn(geometry: Geometry, tokens: int, skewed: bool, off_ties: bool) -> MoE
     generator = torch.Generator("cuda").manual_seed(tokens)
     x = torch.randn(tokens, geometry.hidden_size, device=CUDA, generator=generator).to(geometry.dtype)
     values, ids = router_logits(geometry, tokens, tokens, skewed).to(CUDA).topk(geometry.top_k, dim=1)
+    last = geometry.num_experts * geometry.ranks - 1  # the last token has a route on the last rank
+    ids[-1, 0] = torch.where((ids[-1] == last).any(), ids[-1, 0], last)
     return MoECall(move_off_ties(x, INPUT_SCALE[0]) if off_ties else x, ids.int(), values.softmax(1))
 
 
@@ -167,12 +175,14 @@ def _beside_nan(form: Any, call: MoECall, first: torch.Tensor) -> None:
     assert after[-1].isnan().all()
 
 
-def measure(out: Path, names: list[str]) -> None:
+def measure(out: Path, names: list[str], sm: int) -> None:
     """Add rows to ``out``, layer by layer; what is there of others stays."""
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    with card_on_hopper(torch.cuda.get_device_properties(0).multi_processor_count):
+    compiled = {"triton": versions()["triton"], "target": f"sm_{sm}a"}
+    with card_on_hopper(torch.cuda.get_device_properties(0).multi_processor_count, sm):
         for name in names or layers():
-            rows = result["own"] = [line for line in result.get("own", []) if line["layer"] != name]
+            same = {"layer": name, **compiled}.items()
+            rows = result["own"] = [line for line in result.get("own", []) if not line.items() >= same]
             for geometry in layers()[name]:
                 for family in ("grouped", "triton", "cuda"):
                     line = row(name, geometry, family)
@@ -180,8 +190,8 @@ def measure(out: Path, names: list[str]) -> None:
                     gc.collect()
                     torch.cuda.empty_cache()
                     if line is not None:
-                        print(line, flush=True)
-                        rows.append(line)
+                        rows.append({**line, **compiled})
+                        print(rows[-1], flush=True)
             out.write_text(json.dumps(result | versions(), indent=1))
 
 
@@ -192,7 +202,7 @@ def mutate(out: Path) -> None:
     for (form, what), change in MUTATIONS.items():
         command = [sys.executable, "-m", __spec__.name, "small", "-", form]
         with tempfile.TemporaryDirectory() as folder:
-            env = {**os.environ, MUTATION: " => ".join(change), "XDG_CACHE_HOME": folder}
+            env = {**os.environ, "XDG_CACHE_HOME": folder} | ({MUTATION: " => ".join(change)} if any(change) else {})
             said = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
         result["mutations"].append({"format": form, "what": what, "error": float(said.split()[-1]), "bound": BOUNDS["grouped"]})
         print(result["mutations"][-1], flush=True)
@@ -271,7 +281,7 @@ def versions() -> dict[str, str]:
 
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     gpu = torch.cuda.get_device_name()
-    return {"gpu": gpu, "date": today, "triton": triton.__version__, "torch": torch.__version__, "target": "sm_120a"}
+    return {"gpu": gpu, "date": today, "triton": triton.__version__, "torch": torch.__version__}
 
 
 def main() -> None:
@@ -279,9 +289,10 @@ def main() -> None:
     parser.add_argument("what", choices=("measure", "mutate", "start", "small", "once"))
     parser.add_argument("out", type=Path)
     parser.add_argument("names", nargs="*", help="layers; of small, a format")
+    parser.add_argument("--sm", type=int, choices=(120, 121), default=120, help="of measure: the card's architecture")
     given = parser.parse_args()
     if given.what == "measure":
-        measure(given.out, given.names)
+        measure(given.out, given.names, given.sm)
     elif given.what == "mutate":
         mutate(given.out)
     elif given.what == "start":

@@ -105,6 +105,27 @@ PAIRS = _kernel(
 )
 """``(3, 2)`` f32 to ``(2, 2)``: the first two multiplied, plus the third; and added."""
 
+MIXED = _kernel(
+    3,
+    ".reg .b32 %r<4>; .reg .b16 %rs<2>; .reg .f32 %f<4>;",
+    """
+	mov.u32 %r1, %ctaid.x;
+	mov.u32 %r2, %tid.x;
+	mad.lo.s32 %r3, %r1, 256, %r2;
+	mul.wide.u32 %rd4, %r3, 2;
+	add.s64 %rd4, %rd1, %rd4;
+	ld.global.b16 %rs1, [%rd4];
+	mul.wide.u32 %rd4, %r3, 4;
+	add.s64 %rd5, %rd2, %rd4;
+	add.s64 %rd6, %rd3, %rd4;
+	ld.global.f32 %f1, [%rd5];
+	add.f32.bf16 %f2, %rs1, %f1;
+	fma.rn.f32.bf16 %f3, %rs1, %rs1, %f2;
+	st.global.f32 [%rd6], %f3;
+""",
+)
+"""``(n,)`` bf16 and f32 to ``(n,)`` f32: their sum, plus the first squared; n a multiple of 256."""
+
 LARGEST = _kernel(
     2,
     ".reg .f32 %f<5>;",

@@ -138,6 +138,15 @@ def _pairs_of_float32(match: re.Match[str], kernel: _Kernel) -> str:
     return f"{{ .reg .f32 d<2>, x<2>, y<2>, z<2>;{given}{each} {predicate}mov.b64 {match['d']}, {{d0, d1}}; }}"
 
 
+def _of_16_bits(match: re.Match[str], kernel: _Kernel) -> str:
+    """Operands of 16 bits are widened, which is exact."""
+    operation, _, kind = match["opcode"].rpartition(".")
+    *narrow, last = re.split(r",\s*", match["operands"].strip())
+    wide = "".join(f" cvt.f32.{kind} wide{i}, {operand};" for i, operand in enumerate(narrow))
+    operands = ", ".join([*(f"wide{i}" for i in range(len(narrow))), last])
+    return f"{{ .reg .f32 wide<2>;{wide} {match['predicate'] or ''}{operation} {match['d']}, {operands}; }}"
+
+
 def _largest_of_three(match: re.Match[str], kernel: _Kernel) -> str:
     """Two at a time: the order changes nothing, nor does a NaN."""
     predicate, opcode = match["predicate"] or "", match["opcode"]
@@ -199,6 +208,13 @@ RULES = (
         r"(?P<target>\[[^\]]*\]),\s*\[(?P<map>%rd\d+),\s*\{(?P<coordinates>[^}]*)\}\],\s*(?P<rest>[^;]*)",
         _tensor_load,
         "PTX ISA 9.0, 5.5 (tensors, sub-byte types); CUDA driver API, CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B needs sm_100",
+    ),
+    Rule(
+        "float32 and 16 bits",
+        r"(?:add|sub|fma)(?:\.r[nzmp])?(?:\.sat)?\.f32\.b?f16",
+        rf"(?P<d>{_REGISTER}),\s*(?P<operands>{_REGISTER}(?:,\s*{_REGISTER}){{1,2}})",
+        _of_16_bits,
+        "PTX ISA 9.0, 9.7.5 (mixed precision add, sub and fma); sm_100 and later",
     ),
     Rule(
         "largest of three",
@@ -331,5 +347,6 @@ def _check_byte_ids(text: str, registers: set[str]) -> None:
 def _refuse_leftovers(ptx: str) -> None:
     """An operand form that a rule's opcode has and its pattern does not."""
     for opcode in opcodes(ptx):
-        if "e2m1" in opcode or "kind::" in opcode or opcode.endswith("f32x2"):
+        mixed = opcode.startswith(("add.", "sub.", "fma.")) and opcode.endswith((".f32.bf16", ".f32.f16"))
+        if "e2m1" in opcode or "kind::" in opcode or opcode.endswith("f32x2") or mixed:
             raise UnknownInstructionError(f"no rule for this form of {opcode}")
