@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -97,7 +96,7 @@ def take(path: Path, docs: Path) -> Path:
         ValueError: it is none of the files that are known.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)  # NaN
         source = next((source for source in SOURCES if source.is_it(found)), None)
         if source is not None:
             target, kept = docs / source.file, _with_other_models(found, docs / source.file)
@@ -109,7 +108,7 @@ def take(path: Path, docs: Path) -> Path:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise ValueError(f"{path}: not a file that a benchmark wrote: {error}") from None
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(_finite(kept), indent=1) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     return target
 
 
@@ -138,15 +137,6 @@ def _of_a_card(found: dict[str, Any]) -> dict[str, Any]:
     kept = {name: found[name] for name in ("form", "written", "kernels", "paths")}
     answers = [one | {"model": Path(one["model"]).name} for one in found.get("answers", [])]
     return {**kept, "card": card, "bench": runs, "answers": answers, "not_measured": lacking}
-
-
-def _finite(value: Any) -> Any:
-    """null for what is no number: JSON has none."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- the numbers ---------------------------------------------------------------------------------------------------------

@@ -40,19 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Share compiled kernels between workers and runs: Triton's cache knows them by source, options and compiler."""
     if hasattr(config, "cache"):
         os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache.mkdir("triton")))
-    config.pluginmanager.register(_Failures(config))
-
-
-class _Failures:
-    """Names a failure at once, and not only after the last test."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if report.failed and terminal is not None:
-            terminal.write_line(f" {report.nodeid} ({report.when})")
 
 
 @pytest.fixture(autouse=True)

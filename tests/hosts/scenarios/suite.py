@@ -20,10 +20,9 @@ class _Part:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep the first parameters of each test, the others, or all."""
+        """Keep the first parameters of each test, or the others."""
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-        if self._part != "all":
-            items[:] = [item for item in items if (item in first.values()) == (self._part == "first")]
+        items[:] = [item for item in items if (item in first.values()) == (self._part == "first")]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -31,12 +30,12 @@ class _Part:
             self.outcomes[report.outcome].append(f"{report.nodeid} {text}".strip())
 
 
-def rerun(part: str, mark: str, *files: str) -> dict[str, Any]:
-    """Run the ``first`` parameters of each test in the files, the ``others``, or ``all``."""
+def rerun(part: str, *files: str) -> dict[str, Any]:
+    """Run the ``first`` parameters of each test in the files, or the ``others``."""
     os.chdir(FOLDER)
     plugin = _Part(part)
     options = ["-q", "-p", "no:cacheprovider", "-c", str(FOLDER.parent / "clone" / "pyproject.toml"), "--rootdir", "."]
-    code = pytest.main([*options, "-m", mark, *files], plugins=[plugin])
+    code = pytest.main([*options, "-m", "not embedded", *files], plugins=[plugin])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {code!r}")
     return plugin.outcomes

@@ -99,10 +99,7 @@ KEYWORDS = "tests/unittest/test_calls.py"
 
 def rerun(double: Double, part: str, *files: str) -> list[str]:
     """Run tests of the embedded host that hold for every host; return those that passed."""
-    if double.has_contexts:
-        found = double.scenario("suite.rerun", part, "not embedded and not keywords", *files, W4A16)
-    else:
-        found = double.scenario("suite.rerun", part, "not embedded", *files, KEYWORDS)
+    found = double.scenario("suite.rerun", part, *files, W4A16 if double.has_contexts else KEYWORDS)
     assert not found["failed"], found["failed"]
     assert not found["skipped"]
     passed: list[str] = found["passed"]
