@@ -143,6 +143,18 @@ def test_bias(activation: str, bias: torch.dtype) -> None:
         assert distance(kernel.run(MoECall(*call)), layer.expected(*call)) < 0.004, tokens
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_float16(large: bool) -> None:
+    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu", torch.float16), "cuda")
+    if large:  # products of gate and up beyond what float16 holds
+        layer.scale_1 *= 1024
+        layer.scale_2 *= 2.0**-20
+    kernel = planned(CudaKernel, layer.geometry, layer.kernel_weights())
+    for tokens in TOKENS:
+        call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
+        assert distance(kernel.run(MoECall(*call)), layer.expected(*call)) < 0.004
+
+
 def test_graphs_that_share_memory() -> None:
     """As engines capture them: one pool for graphs of all counts, which replay one after the other in any order."""
     kernel, pool, drawn = planned(CudaKernel, LAYER, weights_of(LAYER)), torch.cuda.graph_pool_handle(), random.Random(0)
@@ -159,3 +171,16 @@ def test_graphs_that_share_memory() -> None:
         kept.zero_()
         graph.replay()
         assert torch.equal(kept, expected)
+
+
+def test_a_graph_has_a_workspace_of_its_own() -> None:
+    kernel = planned(CudaKernel, LAYER, weights_of(LAYER))
+    call = MoECall(*random_call(LAYER, 2, device="cuda"))
+    kernel.run(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.run(call)
+        kernel.run(call)
+    owners = list(kernel._plan.workspaces)
+    assert len(owners) == 2
+    assert [capture != 0 for _, capture, _ in owners] == [False, True]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,41 +121,23 @@ def expected(yardstick: Any, x: torch.Tensor, ids: torch.Tensor, router_weights:
     return result
 
 
-def assert_right(kind: Kind, geometry: Geometry, tokens: Sequence[int] = ()) -> None:
-    """Compare a kernel with its reference at these counts, by default at all of its family."""
-    kernel, yardstick = planned(kind, geometry)
-    for count in tokens or TOKENS[kind[0]]:
-        call = drawn(kind, geometry, count)
-        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], count
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @every_kind
 def test_numbers(kind: Kind, activation: str) -> None:
-    assert_right(kind, geometry_of(kind, 16, 4, 512, 256, activation=activation))
-
-
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("kind", [CudaKernel, TritonKernel])
-def test_float16(kind: type[Any], large: bool) -> None:
-    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu", torch.float16), "cuda")
-    if large:  # products of gate and up beyond what float16 holds
-        layer.scale_1 *= 1024
-        layer.scale_2 *= 2.0**-20
-    kernel = kind()
-    kernel.plan(layer.geometry, 64, CUDA)
-    kernel.bind(layer.kernel_weights())
-    for tokens in TOKENS["cuda"]:
-        call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
-        result = kernel.run(MoECall(*call))
-        assert result.dtype is torch.float16
-        assert distance(result, layer.expected(*call)) < BOUNDS["cuda"], tokens
+    geometry = geometry_of(kind, 16, 4, 512, 256, activation=activation)
+    kernel, yardstick = planned(kind, geometry)
+    for tokens in TOKENS[kind[0]]:
+        call = drawn(kind, geometry, tokens)
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], tokens
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [(kind, size) for kind, sizes in SIZES.items() for size in sizes], ids=str)
 def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
-    tokens = counts(kind, 1, 5, 8, 63, *((200, 700) if kind[0] == "grouped" else ()))
-    assert_right(kind, geometry_of(kind, 8, 3, *sizes, activation="Swiglu"), tokens)
+    geometry = geometry_of(kind, 8, 3, *sizes, activation="Swiglu")
+    kernel, yardstick = planned(kind, geometry)
+    for tokens in counts(kind, 1, 5, 8, 63, *((200, 700) if kind[0] == "grouped" else ())):
+        call = drawn(kind, geometry, tokens)
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], tokens
 
 
 @pytest.mark.parametrize("family", TOKENS)
@@ -167,17 +148,16 @@ def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
         ("MXFP4", 2880, 704, GATE_UP),
         ("MXFP8", 384, 448, GATE_UP),
         ("W4A16_NVFP4", 320, 192, GATE_UP),
-        *((form, 512, 384, fc1) for form in ("W4A16_NVFP4", "MXFP4", "MXFP8") for fc1 in (GATE_UP, BY_TURNS)),
     ],
 )
-def test_rows_as_vllm_has_them(family: str, form: str, hidden: int, size: int, fc1: str) -> None:
-    """Gate before up or by turns, whose codes have neighbors of the other half; gpt-oss's bias and constants.
-
-    Rows of scales that fill no words: gpt-oss's have 90, gemma-4's 22.
-    """
-    activation, bias = ("SwigluBias", torch.bfloat16) if form == "MXFP4" else ("Swiglu", None)
-    geometry = Geometry(8, 3, hidden, size, activation, format=form, bias=bias, layout=WeightLayout(ROWS, fc1))
-    assert_right((family, form), geometry)
+def test_rows_of_scales_that_fill_no_words(family: str, form: str, hidden: int, size: int, fc1: str) -> None:
+    """As vLLM has gpt-oss, whose rows have 90 scales, and gemma-4, whose rows have 22."""
+    kind, activation = (family, form), "SwigluBias" if fc1 == BY_TURNS else "Swiglu"
+    geometry = Geometry(8, 3, hidden, size, activation, format=form, layout=WeightLayout(ROWS, fc1))
+    kernel, yardstick = planned(kind, geometry)
+    for tokens in TOKENS[family]:
+        call = drawn(kind, geometry, tokens)
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[family], tokens
 
 
 @pytest.mark.parametrize(
@@ -230,6 +210,26 @@ def test_reruns_graphs_quantized_input_and_neighbors(kind: Kind) -> None:
         for after in (kernel.run(MoECall(x, ids, router_weights)), kept):
             assert torch.equal(after[:-1], first[:-1])
             assert after[-1].isnan().all()
+
+
+@pytest.mark.parametrize("order", [formats.GATE_UP, formats.BY_TURNS])
+@pytest.mark.parametrize("form", ["W4A16_NVFP4", "MXFP4", "MXFP8"])
+@pytest.mark.parametrize("family", ["cuda", "triton"])
+def test_rows_as_vllm_has_them(family: str, form: str, order: str) -> None:
+    """Gate before up or by turns, scales in rows, gpt-oss's bias and constants; a code's neighbors are another half's."""
+    layout = formats.WeightLayout(formats.ROWS, order)
+    activation, bias = ("SwigluBias", torch.bfloat16) if form == "MXFP4" else ("Swiglu", None)
+    geometry = Geometry(8, 3, 512, 384, activation, format=form, bias=bias, layout=layout)
+    kernel = KINDS[family, form]()
+    kernel.plan(geometry, 64, CUDA)
+    yardstick = kernel.reference()
+    yardstick.plan(geometry, 64, CUDA)
+    weights = weights_of(geometry)
+    for each in (kernel, yardstick):
+        each.bind(weights)
+    for tokens in counts((family, form), 1, 8, 64):
+        call = random_call(geometry, tokens, device="cuda", seed=tokens)
+        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[family], tokens
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] == "MXFP8"], ids=" ".join)

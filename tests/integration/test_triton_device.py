@@ -1,4 +1,4 @@
-"""Decode on a GPU: instructions, streams, a soak. Numbers of all kernels: test_kernels_device.py."""
+"""Decode on a GPU: float16, instructions, streams, a soak. Numbers of all kernels: test_kernels_device.py."""
 
 from __future__ import annotations
 
@@ -33,6 +33,20 @@ def planned(layer: Layer, first: int = 0, capacity: int = 256) -> TritonKernel:
 @pytest.fixture(scope="module")
 def swiglu() -> Layer:
     return random_layer(Geometry(16, 4, 512, 384, "Swiglu"), "cuda", ratio=True)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_float16(large: bool) -> None:
+    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu", torch.float16), "cuda")
+    if large:  # products of gate and up beyond what float16 holds
+        layer.scale_1 *= 1024
+        layer.scale_2 *= 2.0**-20
+    kernel = planned(layer)
+    for tokens in TOKENS:
+        call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
+        result = kernel.run(MoECall(*call))
+        assert result.dtype is torch.float16
+        assert distance(result, layer.expected(*call)) < BOUND
 
 
 @triton.jit
