@@ -129,12 +129,8 @@ def _measure(runner: Runner, todo: list[Step], records: dict[str, dict[str, Any]
         runner.say(f"[{number}/{len(todo)}] {step.minutes:g} of {left:.0f} min: {step.title}")
         missing = [name for name in step.needs if records.get(name, {}).get("state") != DONE]
         if missing:
-            records[step.name] = {
-                "name": step.name,
-                "title": step.title,
-                "state": FAILED,
-                "because": f"{missing[0]}: {records.get(missing[0], {}).get('because', 'not done')}",
-            }
+            because = f"{missing[0]}: {records.get(missing[0], {}).get('because', 'not done')}"
+            records[step.name] = {"state": FAILED, "because": because}
         else:
             records[step.name] = runner.run(step)
         left -= step.minutes

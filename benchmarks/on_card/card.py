@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.on_card.steps import gpu_state, write_json
 from trtllm_b12x.environment import packages
 
@@ -44,19 +46,14 @@ def facts() -> dict[str, Any]:
         "machine": platform.machine(),
         "system": platform.platform(),
         "python": platform.python_version(),
+        "cuda_of_torch": torch.version.cuda,
         "versions": packages.versions(PACKAGES),
     }
-    try:
-        import torch
-    except ImportError as error:
-        found["torch"] = f"does not import: {error}"
-    else:
-        found["cuda_of_torch"] = torch.version.cuda
-        if torch.cuda.is_available():
-            card = torch.cuda.get_device_properties(0)
-            names = ("name", "total_memory", "multi_processor_count", "L2_cache_size", "clock_rate", "memory_clock_rate")
-            found["card"] = {name: getattr(card, name) for name in names if hasattr(card, name)}
-            found["card"] |= {"capability": [card.major, card.minor], "gpu": f"GPU-{card.uuid}" if hasattr(card, "uuid") else ""}
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        names = ("name", "total_memory", "multi_processor_count", "L2_cache_size", "clock_rate", "memory_clock_rate")
+        found["card"] = {name: getattr(card, name) for name in names if hasattr(card, name)}
+        found["card"] |= {"capability": [card.major, card.minor], "gpu": f"GPU-{card.uuid}" if hasattr(card, "uuid") else ""}
     gpu = found.get("card", {}).get("gpu", "")
     return found | {"nvidia_smi": gpu_state(IDENTITY, gpu), "clocks": gpu_state(CLOCKS, gpu)}
 

@@ -149,20 +149,9 @@ def read(path: Path) -> dict[str, Any]:
         streaming, performance = report["streaming_metrics"], report["performance"]
         return {
             "requests": report["request_info"]["num_requests"],
-            "output_length": report["request_info"]["avg_output_length"],
-            "ttft_ms": _percentiles(streaming["ttft_percentiles"]),
-            "tpot_ms": _percentiles(streaming["tpot_percentiles"]),
+            "ttft_ms": {"p50": float(streaming["ttft_percentiles"]["p50"])},
+            "tpot_ms": {"p50": float(streaming["tpot_percentiles"]["p50"])},
             "output_tokens_per_second": performance["system_output_throughput_tok_s"],
-            "total_latency_ms": performance["total_latency_ms"],
-            "tensorrt_llm": report["engine"].get("version"),
-            "quantization": report["engine"].get("quantization"),
-            "kv_cache_dtype": report["engine"].get("kv_cache_dtype"),
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StepError(f"{path} has not the form that is known: {type(error).__name__}: {error}") from None
-
-
-def _percentiles(found: dict[str, Any]) -> dict[str, float]:
-    """The median, and what else there is: releases differ."""
-    names = [name for name in ("minimum", "p90", "p99", "maximum", "average") if name in found]
-    return {name: float(found[name]) for name in ["p50", *names]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -156,17 +157,11 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """With all that it started."""
-    for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        try:
-            os.killpg(child.pid, number)
-        except ProcessLookupError:
-            break
-        if _wait(child, patience) is not None:
-            break
-    try:
-        os.killpg(child.pid, signal.SIGKILL)  # workers that outlived it
-    except ProcessLookupError:
-        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+        _wait(child, 10.0)
+        os.killpg(child.pid, signal.SIGKILL)  # and workers that outlived it
+    _wait(child, 10.0)
 
 
 def gpu_state(fields: Sequence[str], gpu: str = "") -> list[dict[str, Any]]:

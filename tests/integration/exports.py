@@ -41,112 +41,105 @@ _SMALL: dict[str, Any] = {
     "head_dim": 32,
     "num_local_experts": 4,
 }
-# SwiGLU experts off the kernel's tile.
-qwen3_moe = partial(
-    build,
-    "qwen3_moe",
-    "Qwen3MoeConfig",
-    "Qwen3MoeForCausalLM",
-    hidden_size=512,
-    intermediate_size=512,
-    moe_intermediate_size=320,
-    num_hidden_layers=2,
-    head_dim=64,
-    num_experts=16,
-    num_experts_per_tok=4,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
-)
-# Squared-ReLU experts.
-nemotron_h = partial(
-    build,
-    "nemotron_h",
-    "NemotronHConfig",
-    "NemotronHForCausalLM",
-    hidden_size=256,
-    intermediate_size=256,
-    layers_block_type=["attention", "moe", "moe"],
-    head_dim=64,
-    n_routed_experts=8,
-    num_experts_per_tok=4,
-    moe_intermediate_size=320,
-    moe_shared_expert_intermediate_size=128,
-    n_group=1,
-    topk_group=1,
-    mamba_num_heads=4,
-    mamba_head_dim=64,
-    n_groups=1,
-    ssm_state_size=16,
-)
-# One routed expert per token, exported with all experts stacked in one tensor.
-_LLAMA4 = {**_SMALL, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 1}
-llama4 = partial(build, "llama4", "Llama4TextConfig", "Llama4ForCausalLM", **_LLAMA4)
-# Experts named w1, w2 and w3.
-mixtral = partial(build, "mixtral", "MixtralConfig", "MixtralForCausalLM", **_SMALL)
-# GeGLU experts beside a dense MLP.
-gemma4 = partial(
-    build,
-    "gemma4",
-    "Gemma4TextConfig",
-    "Gemma4ForCausalLM",
-    vocab_size_per_layer_input=256,
-    hidden_size=256,
-    hidden_size_per_layer_input=0,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    head_dim=32,
-    global_head_dim=32,
-    enable_moe_block=True,
-    num_experts=12,
-    top_k_experts=4,
-    moe_intermediate_size=96,
-)
-# SwiGLU with alpha, beta and limit, the limit low enough for small weights to meet it.
-minimax_m3 = partial(
-    build,
-    "minimax_m3_vl",
-    "MiniMaxM3VLTextConfig",
-    "MiniMaxM3VLForCausalLM",
-    **_SMALL,
-    dense_intermediate_size=128,
-    shared_intermediate_size=96,
-    rotary_dim=16,
-    num_experts_per_tok=2,
-    mlp_layer_types=["dense", "sparse"],
-    swiglu_limit=0.1,
-)
-# Expert biases, gate and up by turns, SwiGLU with alpha, beta and a limit that small weights meet; sizes off the tile of 128.
-gpt_oss = partial(
-    build,
-    "gpt_oss",
-    "GptOssConfig",
-    "GptOssForCausalLM",
-    **_SMALL,
-    num_experts_per_tok=2,
-    initializer_range=0.1,
-    swiglu_limit=0.03,
-)
-# SwiGLU with a limit alone.
-deepseek_v4 = partial(
-    build,
-    "deepseek_v4",
-    "DeepseekV4Config",
-    "DeepseekV4ForCausalLM",
-    **_SMALL,
-    moe_intermediate_size=96,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    swiglu_limit=0.01,
-)
 MODELS = {
-    "deepseek-v4": deepseek_v4,
-    "gemma4": gemma4,
-    "gpt-oss": gpt_oss,
-    "llama4": llama4,
-    "minimax-m3": minimax_m3,
-    "mixtral": mixtral,
-    "nemotron-h": nemotron_h,
-    "qwen3-moe": qwen3_moe,
+    # SwiGLU experts off the kernel's tile.
+    "qwen3-moe": partial(
+        build,
+        "qwen3_moe",
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        hidden_size=512,
+        intermediate_size=512,
+        moe_intermediate_size=320,
+        num_hidden_layers=2,
+        head_dim=64,
+        num_experts=16,
+        num_experts_per_tok=4,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+    # Squared-ReLU experts.
+    "nemotron-h": partial(
+        build,
+        "nemotron_h",
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        hidden_size=256,
+        intermediate_size=256,
+        layers_block_type=["attention", "moe", "moe"],
+        head_dim=64,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        moe_intermediate_size=320,
+        moe_shared_expert_intermediate_size=128,
+        n_group=1,
+        topk_group=1,
+        mamba_num_heads=4,
+        mamba_head_dim=64,
+        n_groups=1,
+        ssm_state_size=16,
+    ),
+    # One routed expert per token, exported with all experts stacked in one tensor.
+    "llama4": partial(
+        build, "llama4", "Llama4TextConfig", "Llama4ForCausalLM", **_SMALL, intermediate_size_mlp=128, interleave_moe_layer_step=1
+    ),
+    # Experts named w1, w2 and w3.
+    "mixtral": partial(build, "mixtral", "MixtralConfig", "MixtralForCausalLM", **_SMALL),
+    # GeGLU experts beside a dense MLP.
+    "gemma4": partial(
+        build,
+        "gemma4",
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        vocab_size_per_layer_input=256,
+        hidden_size=256,
+        hidden_size_per_layer_input=0,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        head_dim=32,
+        global_head_dim=32,
+        enable_moe_block=True,
+        num_experts=12,
+        top_k_experts=4,
+        moe_intermediate_size=96,
+    ),
+    # SwiGLU with alpha, beta and limit, the limit low enough for small weights to meet it.
+    "minimax-m3": partial(
+        build,
+        "minimax_m3_vl",
+        "MiniMaxM3VLTextConfig",
+        "MiniMaxM3VLForCausalLM",
+        **_SMALL,
+        dense_intermediate_size=128,
+        shared_intermediate_size=96,
+        rotary_dim=16,
+        num_experts_per_tok=2,
+        mlp_layer_types=["dense", "sparse"],
+        swiglu_limit=0.1,
+    ),
+    # Expert biases, gate and up by turns, SwiGLU with alpha, beta and a limit that small weights meet; sizes off the tile of 128.
+    "gpt-oss": partial(
+        build,
+        "gpt_oss",
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        **_SMALL,
+        num_experts_per_tok=2,
+        initializer_range=0.1,
+        swiglu_limit=0.03,
+    ),
+    # SwiGLU with a limit alone.
+    "deepseek-v4": partial(
+        build,
+        "deepseek_v4",
+        "DeepseekV4Config",
+        "DeepseekV4ForCausalLM",
+        **_SMALL,
+        moe_intermediate_size=96,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        swiglu_limit=0.01,
+    ),
 }
 
 

@@ -12,8 +12,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from tests.integration import exports
-from tests.integration.exports import export, gemma4, llama4, minimax_m3, mixtral, nemotron_h, qwen3_moe
+from tests.integration.exports import MODELS, export
 from tests.integration.vllm import layers, whole
 from trtllm_b12x.tools.checkpoint import Checkpoint
 from trtllm_b12x.tools.cli import main
@@ -37,9 +36,8 @@ def verify(checkpoint: Path, tmp_path: Path, *arguments: str, status: int = 0) -
 )
 def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) -> None:
     gated = name == "qwen3-moe"
-    make = qwen3_moe if gated else nemotron_h
     small = {"hidden_size": 256, ("num_experts" if gated else "n_routed_experts"): 8}
-    checkpoint = export(make(**small, moe_intermediate_size=size), tmp_path)
+    checkpoint = export(MODELS[name](**small, moe_intermediate_size=size), tmp_path)
     report = verify(checkpoint, tmp_path, "--require-b12x")
     assert len(report["layers"]) == 2
     for layer in report["layers"]:
@@ -55,7 +53,7 @@ def test_served_by_b12x_within_the_bounds(name: str, size: int, tmp_path: Path) 
 @pytest.mark.all
 def test_the_pages_show_what_the_demo_prints(tmp_path: Path, every_family: None) -> None:
     """Other machines may differ: processors round sums in bfloat16 at other places."""
-    checkpoint = export(qwen3_moe(), tmp_path, original=True)
+    checkpoint = export(MODELS["qwen3-moe"](), tmp_path, original=True)
     command = ["verify", str(checkpoint), "--original", str(tmp_path / "original"), "--require-b12x"]
     printed = CliRunner().invoke(main, command).output
     pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/measure.md")]
@@ -70,7 +68,7 @@ def test_the_pages_show_what_the_demo_prints(tmp_path: Path, every_family: None)
 
 
 def test_shards_exclusions_and_the_original(tmp_path: Path) -> None:
-    model = qwen3_moe(hidden_size=256, num_experts=8, moe_intermediate_size=128, num_hidden_layers=3)
+    model = MODELS["qwen3-moe"](hidden_size=256, num_experts=8, moe_intermediate_size=128, num_hidden_layers=3)
     checkpoint = export(model, tmp_path, original=True, exclude=("*layers.1.mlp.experts*",), max_shard_size="400KB")
     assert len(list(checkpoint.glob("*.safetensors"))) > 2
     report = verify(checkpoint, tmp_path, "--original", str(tmp_path / "original"))
@@ -85,13 +83,13 @@ def test_shards_exclusions_and_the_original(tmp_path: Path) -> None:
 
 
 def test_mixtral(tmp_path: Path) -> None:
-    report = verify(export(mixtral(num_experts_per_tok=2), tmp_path), tmp_path, "--require-b12x")
+    report = verify(export(MODELS["mixtral"](num_experts_per_tok=2), tmp_path), tmp_path, "--require-b12x")
     assert report["layers"][0]["name"] == "model.layers.0.block_sparse_moe"
 
 
 def test_llama4(tmp_path: Path) -> None:
     """CUTLASS serves it for its router; its stacked tensors are right all the same, as any other model's would be."""
-    checkpoint = export(llama4(num_experts_per_tok=1), tmp_path)
+    checkpoint = export(MODELS["llama4"](num_experts_per_tok=1), tmp_path)
     report = verify(checkpoint, tmp_path, status=3)
     assert report["last_line"].startswith("NOTHING COMPARED: 0 of 2 MoE layers on b12x")
     assert (report["passed"], report["status"]) == (False, "nothing compared")
@@ -115,7 +113,7 @@ def judged(checkpoint: Checkpoint, *call: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "nemotron-h", "minimax-m3", "gpt-oss", "deepseek-v4", "llama4"])
 def test_the_judge_agrees_with_the_model_itself(name: str, tmp_path: Path) -> None:
     """The reference shares the names of gate, up and down with what it judges: here transformers' own experts speak."""
-    model = exports.MODELS[name]()
+    model = MODELS[name]()
     model.save_pretrained(tmp_path)
     experts = next(module for name, module in model.named_modules() if name.endswith(".experts")).float()
     checkpoint, generator = Checkpoint(tmp_path), torch.Generator().manual_seed(0)
@@ -160,7 +158,7 @@ def test_tensors_that_vllms_loader_is_tested_with_are_named_as_exported(mxfp8: P
 @pytest.mark.parametrize("name", ["gemma4", "minimax-m3"])
 def test_other_activations(name: str, form: str, tmp_path: Path, every_family: None) -> None:
     """GeGLU by tanh, which kernels take for the exact one as the host does, and SwiGLU with alpha, beta and limit."""
-    model = gemma4() if name == "gemma4" else minimax_m3(num_local_experts=6)
+    model = MODELS[name](**({} if name == "gemma4" else {"num_local_experts": 6}))
     checkpoint = export(model, tmp_path, original=True, form=form)
     arguments = ("--require-b12x", "--tokens", "1,5,64,300", "--original", str(tmp_path / "original"))
     found = verify(checkpoint, tmp_path, *arguments)["layers"]
@@ -174,7 +172,7 @@ def test_other_activations(name: str, form: str, tmp_path: Path, every_family: N
 
 def test_mxfp8_blocks_along_the_rows(tmp_path: Path) -> None:
     """nvidia-modelopt does not turn stacked experts before it quantizes them: no product has such scales, and it is said."""
-    checkpoint = export(llama4(num_experts_per_tok=1), tmp_path, form="mxfp8")
+    checkpoint = export(MODELS["llama4"](num_experts_per_tok=1), tmp_path, form="mxfp8")
     result = CliRunner().invoke(main, ["verify", str(checkpoint)])
     assert result.exit_code == 2
     assert "model.layers.0.feed_forward.experts.gate_up_proj_weight_scale scales blocks along the rows" in result.output
@@ -184,4 +182,4 @@ def test_mxfp8_blocks_along_the_rows(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def mxfp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = {"hidden_size": 256, "num_experts": 12, "moe_intermediate_size": 192, "num_hidden_layers": 1}
-    return export(qwen3_moe(**small), tmp_path_factory.mktemp("mxfp8"), original=True, form="mxfp8")
+    return export(MODELS["qwen3-moe"](**small), tmp_path_factory.mktemp("mxfp8"), original=True, form="mxfp8")

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from tests.integration.exports import deepseek_v4, export, gpt_oss, qwen3_moe
+from tests.integration.exports import MODELS, export
 from tests.integration.other_exports import compressed, deepseek_v4_form, gpt_oss_form, qwen36_form, saved
 from tests.integration.test_exports import verify
 from trtllm_b12x import formats
@@ -32,15 +32,15 @@ def make(form: str, folder: Path) -> tuple[Path, Path]:
     """Return a checkpoint and its original."""
     original = folder / "original"
     if form in ("w4a16_nvfp4", "qwen3.6", "mxfp4"):
-        written = export(qwen3_moe(**SMALL), folder, original=True, form="mxfp4" if form == "mxfp4" else "w4a16_nvfp4")
+        written = export(MODELS["qwen3-moe"](**SMALL), folder, original=True, form="mxfp4" if form == "mxfp4" else "w4a16_nvfp4")
         return (qwen36_form(written) if form == "qwen3.6" else written), original
-    model, convert = {"gpt-oss": (gpt_oss, gpt_oss_form), "deepseek-v4": (deepseek_v4, deepseek_v4_form)}.get(form, (None, None))
-    if model is not None and convert is not None:
-        return convert(saved(model(), original), folder / "made"), original
+    convert = {"gpt-oss": gpt_oss_form, "deepseek-v4": deepseek_v4_form}.get(form)
+    if convert is not None:
+        return convert(saved(MODELS[form](), original), folder / "made"), original
     groups = {"NVFP4": ["Linear"]}
     if form == "two groups":
         groups = {"NVFP4": [r"re:.*layers\.0\.mlp\.experts.*"], "NVFP4A16": [r"re:.*layers\.1\.mlp\.experts.*"]}
-    return compressed(saved(qwen3_moe(**SMALL), original), folder / "made", groups), original
+    return compressed(saved(MODELS["qwen3-moe"](**SMALL), original), folder / "made", groups), original
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_targets_that_match_no_module(made: Any, tmp_path: Path) -> None:
 
 def test_a_group_size_of_32_is_refused_by_name(tmp_path: Path, every_family: None) -> None:
     """TensorRT-LLM loads it without a word, half of its scales zero."""
-    checkpoint = export(qwen3_moe(**SMALL, num_hidden_layers=1), tmp_path, form="NVFP4_MLP_WEIGHT_ONLY_CFG")
+    checkpoint = export(MODELS["qwen3-moe"](**SMALL, num_hidden_layers=1), tmp_path, form="NVFP4_MLP_WEIGHT_ONLY_CFG")
     report = verify(checkpoint, tmp_path, status=3)
     assert "GROUP_SIZE: W4A16_NVFP4 with group size 32" in report["layers"][0]["reasons"][0]
 

@@ -99,14 +99,6 @@ def test_no_and_the_command_turns_it_into_yes(tmp_path: Path, name: str, expecte
     assert mended["environment"]["payload_cuda"] >= [13, 0]
 
 
-def test_without_flashinfer(tmp_path: Path) -> None:
-    """Run no command: the one for the pins of May 2026 includes it."""
-    report = made(named("no FlashInfer"), tmp_path / "env").doctor()
-    assert reasons(report) == ["FLASHINFER_MISSING"]
-    assert "is not installed" in details(report)
-    assert report["verdicts"][0]["rejections"][0]["commands"] == ['pip install "flashinfer-python>=0.7.2,<0.8"']
-
-
 @pytest.fixture(scope="module")
 def newest(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """What the newest TensorRT-LLM pins."""

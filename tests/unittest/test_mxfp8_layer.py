@@ -90,15 +90,3 @@ def test_explain() -> None:
         verdict = trtllm_b12x.explain(host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algorithm))))
         assert verdict.families == names
         assert names or verdict.reasons == (RejectReason.QUANTIZATION,)
-
-
-def test_ranks_of_attention_dp_gather_bf16() -> None:
-    """Nothing of a rank decides what is sent: the host has no form of its own to send."""
-    weights = mxfp8.random_experts(EXPERTS, HIDDEN, SIZE)
-    module = built(weights, mapping={"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True})
-    assert module.backend.verdict.families == ("triton", "grouped")
-    x = torch.randn(5, HIDDEN).to(torch.bfloat16)
-    for after in (True, False):
-        sent, scales = module.backend.quantize_input(x, post_quant_comm=after)
-        assert sent is x
-        assert scales is None

@@ -163,6 +163,7 @@ def test_what_is_good_enough_stays() -> None:
     [
         ({"dsl": "none"}, ('pip install "nvidia-cutlass-dsl[cu13]==4.8.1"',)),
         ({"flashinfer": "none", "dsl": "none"}, (BOTH,)),
+        ({**NEW, "flashinfer": "none"}, ('pip install "flashinfer-python>=0.7.2,<0.8"',)),
         (
             {**NEW, "dsl": "4.7.0", "payload_cuda": (12, 9), "payload_fault": PayloadFault.CU13_MISSING},
             ('pip install "nvidia-cutlass-dsl-libs-cu13==4.7.0"',),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trtllm_b12x
-from tests import layers
+from tests import layers, mxfp8
 from tests.checkpoints import random_experts
 from tests.layers import host
 from trtllm_b12x.core import settings
@@ -23,6 +23,7 @@ BOUND, HOSTS_BOUND = 0.004, 0.008
 """Relative L2 from float32 with unquantized activations; the host rounds weights to bf16 first."""
 STORED = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
 CONFIG = host.QuantConfig(quant_algo=host.QuantAlgo.W4A16_NVFP4, group_size=16)
+OF_MXFP8 = host.QuantConfig(quant_algo=host.QuantAlgo.MXFP8, group_size=32)
 
 
 def experts(size: int, gated: bool = True, input_scales: bool = True, **arguments: Any) -> dict[str, torch.Tensor]:
@@ -103,10 +104,12 @@ def test_a_refit_is_followed() -> None:
     assert torch.equal(module(x, logits), built(tensors, 224)(x, logits))
 
 
-def test_ranks_of_attention_dp_send_16_bit_tokens() -> None:
-    """Before communication and after it, with us as without."""
+@pytest.mark.parametrize("form", ["W4A16_NVFP4", pytest.param("MXFP8", marks=pytest.mark.embedded)])
+def test_ranks_of_attention_dp_send_16_bit_tokens(form: str) -> None:
+    """Before communication and after it, with us as without. In MXFP8 the host has no form of its own to send."""
     mapping = {"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "enable_attention_dp": True}
-    module = built(experts(192), 192, mapping=mapping)
+    tensors, config = (experts(192), CONFIG) if form != "MXFP8" else (mxfp8.random_experts(4, 128, 192), OF_MXFP8)
+    module = built(tensors, 192, mapping=mapping, quant_config=config)
     assert module.backend.verdict.families == ("triton", "grouped")
     x, _ = call(module, 200)
     for after in (True, False):

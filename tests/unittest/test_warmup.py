@@ -85,29 +85,25 @@ def test_every_kernel_is_compiled_once(built: list[dict[str, Any]], variables: d
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("libcuda", [warm_start.LIBCUDA, "/usr/lib/wsl/lib"])
-def test_a_server_without_compilers_plans_every_kernel(
-    built: list[dict[str, Any]], variables: dict[str, str], folder: Path, libcuda: str
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"TRITON_LIBCUDA_PATH": warm_start.LIBCUDA}, "no C compiler"),
+        ({"TRITON_LIBCUDA_PATH": "/usr/lib/wsl/lib"}, "no C compiler"),
+        ({"TRTLLM_B12X_FREEZE": "1"}, f"TRTLLM_B12X_FREEZE=1 (trtllm-b12x warmup {OTHER})"),
+    ],
+)
+def test_a_server_that_may_not_compile_plans_every_kernel(
+    built: list[dict[str, Any]], variables: dict[str, str], folder: Path, changes: dict[str, str], why: str
 ) -> None:
-    """Another geometry is refused with the command that mends it."""
-    asked = [{**FIELDS, "family": "triton", "capacity": 1}, {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1}]
-    server = {**variables, "TRITON_LIBCUDA_PATH": libcuda}
-    triton, other = warm_start.start(warm_start.driver(folder), asked, CARD, server)
-    assert (triton["error"], triton["kernels"], triton["compiled"]) == ("", 10, 0)
-    assert other["error"].startswith("PlanError: route_kernel is not in Triton's cache and is not compiled: no C compiler")
-    assert f"(trtllm-b12x warmup {OTHER})" in other["error"]
-
-
-@pytest.mark.all
-def test_a_frozen_server_compiles_nothing(built: list[dict[str, Any]], variables: dict[str, str], folder: Path) -> None:
-    """It has a compiler, serves what is in the cache, and refuses another geometry before it compiles."""
+    """Another geometry is refused with the command that mends it. A frozen server has a compiler."""
     asked = [{**FIELDS, "family": "triton", "capacity": 1}, {**FIELDS, "family": "triton", "capacity": 1, "top_k": 1}]
     before = set((folder / "triton").rglob("*.cubin"))
-    frozen = {**variables, "TRTLLM_B12X_FREEZE": "1"}
-    own, other = warm_start.start(warm_start.driver(folder), asked, CARD, frozen, compiler=True)
+    compiler, server = "TRTLLM_B12X_FREEZE" in changes, {**variables, **changes}
+    own, other = warm_start.start(warm_start.driver(folder), asked, CARD, server, compiler=compiler)
     assert (own["error"], own["kernels"], own["compiled"]) == ("", 10, 0)
-    expected = f"route_kernel is not in Triton's cache and is not compiled: TRTLLM_B12X_FREEZE=1 (trtllm-b12x warmup {OTHER})"
-    assert other["error"] == f"PlanError: {expected}"
+    assert other["error"].startswith(f"PlanError: route_kernel is not in Triton's cache and is not compiled: {why}")
+    assert f"(trtllm-b12x warmup {OTHER})" in other["error"]
     assert set((folder / "triton").rglob("*.cubin")) == before
 
 

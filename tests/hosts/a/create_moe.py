@@ -10,21 +10,13 @@ from .fused_moe_cutlass import CutlassFusedMoE
 from .moe_load_balancer import get_moe_load_balancer
 from .other_backends import *
 
-_PLAIN = {
-    "CUTLASS": CutlassFusedMoE,
-    "VANILLA": VanillaMoE,
-    "DEEPGEMM": DeepGemmFusedMoE,
-    "WIDEEP": WideEPMoE,
-    "TRITON": TritonFusedMoE,
-}
-
 
 def get_moe_cls(model_config, override_quant_config=None):
     moe_backend = model_config.moe_backend.upper()
     quant_config = override_quant_config if override_quant_config is not None else model_config.quant_config
     nvfp4 = quant_config is not None and quant_config.quant_algo is QuantAlgo.NVFP4
-    if moe_backend in _PLAIN:
-        return _PLAIN[moe_backend]
+    if moe_backend in PLAIN:
+        return PLAIN[moe_backend]
     if moe_backend in ("CUTEDSL", "TRTLLM"):
         if nvfp4:
             return CuteDslFusedMoE if moe_backend == "CUTEDSL" else TRTLLMGenFusedMoE

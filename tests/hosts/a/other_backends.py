@@ -1,5 +1,6 @@
 """Every other backend by name, those of generation B last: what is compared, and what a named backend would get."""
 
+from .fused_moe_cutlass import CutlassFusedMoE
 from .interface import MoE
 
 
@@ -24,3 +25,6 @@ _NAMES = (
     "CuteDslB12xFusedMoE",
 )
 globals().update({name: type(name, (_Other,), {}) for name in _NAMES})
+_PLAIN = {"VANILLA": "VanillaMoE", "DEEPGEMM": "DeepGemmFusedMoE", "WIDEEP": "WideEPMoE", "TRITON": "TritonFusedMoE"}
+PLAIN = {"CUTLASS": CutlassFusedMoE} | {backend: globals()[name] for backend, name in _PLAIN.items()}
+"""Backends that are chosen by name alone."""

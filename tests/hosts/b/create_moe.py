@@ -12,21 +12,13 @@ from .fused_moe_cutlass import CutlassFusedMoE
 from .moe_load_balancer import get_moe_load_balancer
 from .other_backends import *
 
-_PLAIN = {
-    "CUTLASS": CutlassFusedMoE,
-    "VANILLA": VanillaMoE,
-    "DEEPGEMM": DeepGemmFusedMoE,
-    "WIDEEP": WideEPMoE,
-    "TRITON": TritonFusedMoE,
-}
-
 
 def get_moe_cls(model_config, override_quant_config=None, layer_idx=None):
     moe_backend, sm = model_config.moe_backend.upper(), get_sm_version()
     quant_config = override_quant_config if override_quant_config is not None else model_config.quant_config
     nvfp4 = quant_config is not None and quant_config.quant_algo is QuantAlgo.NVFP4
-    if moe_backend in _PLAIN:
-        return _PLAIN[moe_backend]
+    if moe_backend in PLAIN:
+        return PLAIN[moe_backend]
     if moe_backend == "CUTEDSL" and nvfp4:
         has_b12x = sm in (120, 121) and importlib.util.find_spec("flashinfer") is not None
         return CuteDslB12xFusedMoE if has_b12x else CuteDslFusedMoE
