@@ -28,11 +28,8 @@ def seconds(code: str) -> float:
     return statistics.median(timeit.repeat(lambda: subprocess.run(run, check=True), number=1, repeat=REPEATS))
 
 
-def startup(pth: str, bytecode: bool) -> float:
-    """CPU seconds that a ``.pth`` adds to an interpreter's start: median over pairs, with and without it, in either order.
-
-    Without ``bytecode`` no .pyc file is found, as in an image built with ``pip install --no-compile``.
-    """
+def startup(pth: str) -> float:
+    """CPU seconds that a ``.pth`` adds to an interpreter's start: median over pairs, with and without it, in either order."""
     with tempfile.TemporaryDirectory() as directory:
         pythons = {}
         for name in ("without", "with"):
@@ -46,12 +43,11 @@ def startup(pth: str, bytecode: bool) -> float:
 
         def once(name: str) -> float:
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            options = [] if bytecode else ["-B", "-X", f"pycache_prefix={directory}/none"]
-            subprocess.run([pythons[name], *options, "-c", "pass"], check=True)
+            subprocess.run([pythons[name], "-c", "pass"], check=True)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-        once("with")  # writes what bytecode there is to write
+        once("with")  # writes bytecode
         added = []
         for pair in range(PAIRS):
             times = {name: once(name) for name in (pythons if pair % 2 else reversed(pythons))}
@@ -78,11 +74,9 @@ def main() -> None:
         compare(given.baseline, given.against)
         return
     for name, pth in (("trtllm_b12x.pth:", (ROOT / "trtllm_b12x.pth").read_text()), ("a comment in one:", "# nothing\n")):
-        compiled, plain = (1e3 * startup(pth, bytecode) for bytecode in (True, False))
-        print(f"{name:19} {compiled:6.2f} ms of CPU time at an interpreter's start, {plain:.2f} without .pyc files")
-    nothing, ours, click = seconds("pass"), seconds("import trtllm_b12x"), seconds("import click")
-    print(f"import trtllm_b12x: {1e3 * (ours - nothing):6.1f} ms beyond an empty interpreter")
-    print(f"import click:       {1e3 * (click - nothing):6.1f} ms, for comparison")
+        print(f"{name:19} {1e3 * startup(pth):6.2f} ms of CPU time at an interpreter's start")
+    added = seconds("import trtllm_b12x") - seconds("pass")
+    print(f"import trtllm_b12x: {1e3 * added:6.1f} ms beyond an empty interpreter")
 
 
 if __name__ == "__main__":

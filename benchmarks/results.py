@@ -167,8 +167,6 @@ def gains(found: dict[str, dict[str, Any]], short: bool) -> list[list[str]]:
         lines += _of_a_layer(found[file], file, name, peer) if file in found else []
     if "decode.json" in found:
         lines += _of_the_driver(found["decode.json"])[: 1 if short else None]
-    if "sm12x-on-hopper.json" in found and not short:
-        lines += _of_preparation(found["sm12x-on-hopper.json"])
     return lines
 
 
@@ -222,21 +220,6 @@ def _of_the_driver(found: dict[str, Any]) -> list[list[str]]:
         other = f"{row['B12xMoEWrapper.run']:.0f} us: B12xMoEWrapper.run"
         what = f"host time of a call of 1 token outside graphs, {row['layer']}"
         lines.append([what, f"{row['run_moe']:.0f} us", other, found["gpu"], "decode.json"])
-    return lines
-
-
-def _of_preparation(found: dict[str, Any]) -> list[list[str]]:
-    lines = []
-    for export in dict.fromkeys(row["export"] for row in found["exports"]):
-        rows = [row for row in found["exports"] if row["export"] == export]
-        exact, baked = (
-            next((r for r in rows if r["kernel"] == "static" and r["preparation"] == kind), None) for kind in ("exact", "baked")
-        )
-        if exact and baked:
-            on = f"{found['versions']['GPU']}, translated"
-            what = f"weights moved by their preparation, a small {export} exported by modelopt"
-            other = f"{100 * baked['weight_error']:.1f} %: weight_scale_2 multiplied into the block scales"
-            lines.append([what, f"{100 * exact['weight_error']:.1f} %", other, on, "sm12x-on-hopper.json"])
     return lines
 
 

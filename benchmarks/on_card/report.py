@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import published
-from benchmarks.floor import MODELS
 from benchmarks.markdown import table
 from benchmarks.on_card import greedy, page
 from benchmarks.on_card.recipes import recipe_for
@@ -169,22 +168,8 @@ def _benchmarks(found: dict[str, Any]) -> list[str]:
             rows.append([*label, metric, *cells, change, better, shown])
         if with_it:
             notes.append(f"- {name}, {label[1]}, {label[2]}: {'; '.join(with_it['served'])}")
-            notes += _floor(found, with_it, f"{name}, {label[1]}, {label[2]}")
     titles = ("model", "in / out", "at a time", "metric", "with", "without", "change", "better", "published, others' kernels")
     return ["## trtllm-bench, with and without the package", "", *table(titles, rows), "", *notes, ""]
-
-
-def _floor(found: dict[str, Any], run: dict[str, Any], what: str) -> list[str]:
-    """The least time of a step at the bandwidth that a copy reached, where the model and a copy are known."""
-    model = MODELS.get(recipe_for(run["model"]).model)
-    copy = max((result["peers"]["copy"] for result in found["kernels"].values()), default=0)
-    load = run["load"]
-    if model is None or not copy or not load["concurrency"]:
-        return []
-    size = sum(model.parts(load["concurrency"], load["input_tokens"] + load["output_tokens"] // 2).values())
-    least = 1e3 * size / copy
-    share = least / run["tpot_ms"]["p50"]
-    return [f"- {what}: a step reads {size / 1e9:.1f} GB (docs/floor.md), {least:.2f} ms at the copy's rate: {share:.0%} of TPOT"]
 
 
 _METRICS = (

@@ -80,16 +80,6 @@ def test_the_kernels_of_a_report(tmp_path: Path) -> None:
     assert (tmp_path / "kernels.png").exists() == ("kernels.png" in page)
 
 
-def test_the_floor_stands_beside_a_model(tmp_path: Path) -> None:
-    load = {"input_tokens": 2048, "output_tokens": 1024, "requests": 5, "concurrency": 1}
-    run = {"model": SUPER, "load": load, "with": True, "served": ["all"], "clocks": {}, "ttft_ms": {"p50": 150.0}}
-    run |= {"tpot_ms": {"p50": 10.0}, "output_tokens_per_second": 90.0}
-    found = _reported(tmp_path, {**_decode(), "copy": 2e12}) | {"bench": [run]}
-    page = report.markdown(found)
-    assert "a step reads 11.9 GB (docs/floor.md), 5.94 ms at the copy's rate: 59% of TPOT" in page
-    assert "| 10.00 | - | - | less |" in page
-
-
 # ---- answers, and the page in one file ---------------------------------------------------------------------------------
 
 
