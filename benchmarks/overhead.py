@@ -6,53 +6,21 @@
 from __future__ import annotations
 
 import argparse
-import resource
-import statistics
 import subprocess
 import sys
-import tempfile
 import timeit
-import venv
 from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.calls import ROOT, checked_out, compared
 
-REPEATS = 15
-PAIRS = 150
+REPEATS = 100
 
 
 def seconds(code: str) -> float:
-    """Median run time of an interpreter on ``code``."""
+    """Least run time of an interpreter on ``code``."""
     run = [sys.executable, "-c", code]
-    return statistics.median(timeit.repeat(lambda: subprocess.run(run, check=True), number=1, repeat=REPEATS))
-
-
-def startup(pth: str) -> float:
-    """CPU seconds that a ``.pth`` adds to an interpreter's start: median over pairs, with and without it, in either order."""
-    with tempfile.TemporaryDirectory() as directory:
-        pythons = {}
-        for name in ("without", "with"):
-            folder = Path(directory) / name
-            venv.create(folder, with_pip=False, symlinks=True)
-            (site,) = folder.glob("lib/python*/site-packages")
-            (site / "trtllm_b12x").symlink_to(ROOT / "trtllm_b12x")
-            if name == "with":
-                (site / "trtllm_b12x.pth").write_text(pth)
-            pythons[name] = str(folder / "bin" / "python")
-
-        def once(name: str) -> float:
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run([pythons[name], "-c", "pass"], check=True)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-        once("with")  # writes bytecode
-        added = []
-        for pair in range(PAIRS):
-            times = {name: once(name) for name in (pythons if pair % 2 else reversed(pythons))}
-            added.append(times["with"] - times["without"])
-        return statistics.median(added)
+    return min(timeit.repeat(lambda: subprocess.run(run, check=True), number=1, repeat=REPEATS))
 
 
 def compare(baseline: str | None, against: Path | None) -> None:
@@ -73,10 +41,9 @@ def main() -> None:
     if given.baseline or given.against:
         compare(given.baseline, given.against)
         return
-    for name, pth in (("trtllm_b12x.pth:", (ROOT / "trtllm_b12x.pth").read_text()), ("a comment in one:", "# nothing\n")):
-        print(f"{name:19} {1e3 * startup(pth):6.2f} ms of CPU time at an interpreter's start")
-    added = seconds("import trtllm_b12x") - seconds("pass")
-    print(f"import trtllm_b12x: {1e3 * added:6.1f} ms beyond an empty interpreter")
+    nothing = seconds("pass")
+    for name, code in (("trtllm_b12x.pth", (ROOT / "trtllm_b12x.pth").read_text()), ("import trtllm_b12x", "import trtllm_b12x")):
+        print(f"{name}: {1e3 * (seconds(code) - nothing):.2f} ms beyond an empty interpreter")
 
 
 if __name__ == "__main__":
