@@ -36,9 +36,6 @@ class AllGatherReduceScatter:
         """Sum over the ranks and keep this rank's rows."""
         return all_reduce(final_hidden_states).split(self._sizes)[self.rank]
 
-    def destroy(self) -> None:
-        pass
-
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
         padded = rows.new_zeros(max(self._sizes), *rows.shape[1:])
         padded[: rows.shape[0]] = rows

@@ -53,7 +53,7 @@ class DequantizedLayer:
 
     def __init__(self, layer: Layer, memory: tuple[torch.Tensor, torch.Tensor]) -> None:
         g = self.geometry = layer.geometry
-        self.layer, self.memory = layer, memory
+        self.memory, self.expected = memory, layer.expected
         gate_first = (layer.w1, layer.s1.view(torch.uint8))
         self.first = (*(torch.cat(rows.chunk(2, 1)[::-1], 1).contiguous() for rows in gate_first), layer.scale_1)
         self.second = layer.w2, layer.s2.view(torch.uint8), layer.scale_2
@@ -74,9 +74,6 @@ class DequantizedLayer:
         gate, up = inner.chunk(2, 1)
         shares = torch._grouped_mm(torch.nn.functional.silu(gate) * up, second.transpose(1, 2), offs=ends) * weights
         return shares[back].view(len(x), -1, x.shape[1]).sum(1)
-
-    def expected(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
-        return self.layer.expected(x, ids, router_weights)
 
 
 def layers(geometry: Geometry, ours: Sequence[Layer]) -> list[DequantizedLayer]:

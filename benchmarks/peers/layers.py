@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -84,22 +84,6 @@ def stack(geometry: Geometry, limit: int) -> Sequence[Layer | Weights]:
     return layers
 
 
-class PeerLayer(Protocol):
-    """One layer's weights in a peer's form."""
-
-    expert_bytes: float
-    """Bytes of codes and scales of one expert."""
-
-    def prepare(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[Any, ...]:
-        """Return the arguments of ``output``; not timed."""
-
-    def output(self, *prepared: Any) -> torch.Tensor:
-        """Return the layer's output ``(T, H)``; timed."""
-
-    def expected(self, x: torch.Tensor, ids: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
-        """Return the output in float32, of dequantized weights and activations that are not quantized."""
-
-
 @dataclass(frozen=True)
 class Peer:
     """Another maker's kernels."""
@@ -111,7 +95,11 @@ class Peer:
     note: str
     """How its calls differ from ours, for the page."""
     layers: Callable[[Geometry, Sequence[Any]], list[Any]]
-    """Function of the geometry and our layers to as many ``PeerLayer``."""
+    """Function of the geometry and our layers to as many of the peer.
+
+    Each has ``expert_bytes`` of codes and scales, ``prepare`` of x, ids and router weights, which is not timed, ``output`` of
+    what that returns, ``(T, H)``, and ``expected``: float32, of dequantized weights and activations that are not quantized.
+    """
 
 
 def measure_peer(peer: Peer, geometry: Geometry, ours: Sequence[Any], tokens: Sequence[int]) -> Iterator[dict[str, Any]]:

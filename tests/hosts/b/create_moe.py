@@ -53,9 +53,8 @@ def create_moe_backend(facts):
         assert supported, f"swiglu_limit is not supported in {moe_cls.__name__}."
     if moe_cls is CutlassFusedMoE:
         return moe_cls(**facts)
-    if moe_cls in (CuteDslFusedMoE, CuteDslB12xFusedMoE):
-        return moe_cls(**facts)
-    if moe_cls in (TRTLLMGenFusedMoE, WideEPMoE, VanillaMoE, CuteDslFusedMoE, DeepGemmFusedMoE, TritonFusedMoE):
+    others = (TRTLLMGenFusedMoE, WideEPMoE, VanillaMoE, CuteDslFusedMoE, CuteDslB12xFusedMoE, DeepGemmFusedMoE, TritonFusedMoE)
+    if moe_cls in others:
         return moe_cls(**facts)
     raise ValueError(f"Unsupported moe backend: {moe_cls}")
 

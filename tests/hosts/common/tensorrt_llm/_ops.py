@@ -19,24 +19,13 @@ _library.define(
 )
 
 
-@torch.library.impl(_library, "fp4_quantize", "CompositeExplicitAutograd")
-def fp4_quantize(x, scale, vec, ue8m0=False, swizzled=True):
-    return ops.fp4_quantize(x, scale, swizzled)
-
-
-@torch.library.impl(_library, "mxfp8_quantize", "CompositeExplicitAutograd")
-def mxfp8_quantize(x, swizzled=True, alignment=32):
-    return ops.mxfp8_quantize(x, swizzled, alignment)
-
-
-@torch.library.impl(_library, "block_scale_interleave", "CompositeExplicitAutograd")
-def block_scale_interleave(scales):
-    return ops.block_scale_interleave(scales)
-
-
-@torch.library.impl(_library, "block_scale_interleave_reverse", "CompositeExplicitAutograd")
-def block_scale_interleave_reverse(scales):
-    return ops.block_scale_interleave_reverse(scales).clone()
+for _name, _function in {
+    "fp4_quantize": lambda x, scale, vec, ue8m0=False, swizzled=True: ops.fp4_quantize(x, scale, swizzled),
+    "mxfp8_quantize": lambda x, swizzled=True, alignment=32: ops.mxfp8_quantize(x, swizzled, alignment),
+    "block_scale_interleave": ops.block_scale_interleave,
+    "block_scale_interleave_reverse": lambda scales: ops.block_scale_interleave_reverse(scales).clone(),
+}.items():
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
 
 
 @torch.library.impl(_library, "fused_moe", "CompositeExplicitAutograd")

@@ -89,11 +89,9 @@ def load(build, weights, peer=None):
         for module in kept(model):
             if hasattr(module, "_weights_transformed"):
                 module._weights_transformed = True
-        for module in kept(model):
-            if hasattr(module, "cache_derived_state"):
-                module.cache_derived_state()
+        walk(model, "cache_derived_state")
     else:
-        walk(model)
+        walk(model, "post_load_weights")
     if peer is not None and not receives and peer.transformed:
         peer.publish(model)
     return model
@@ -118,10 +116,11 @@ def kept(model):
             yield module
 
 
-def walk(model):
+def walk(model, *hooks):
     for module in kept(model):
-        if hasattr(module, "post_load_weights"):
-            module.post_load_weights()
+        for hook in hooks:
+            if hasattr(module, hook):
+                getattr(module, hook)()
 
 
 def _walk_process_weights_after_loading(model):
@@ -135,15 +134,10 @@ def _walk_process_weights_after_loading(model):
 def update_weights(model, bucket):
     """``WorkerExtension.update_weights`` of RLHF: one bucket after the other, then None."""
     if not hasattr(model, "first_pre_reload_weights"):
-        for module in kept(model):
-            if hasattr(module, "pre_reload_weights"):
-                module.pre_reload_weights()
+        walk(model, "pre_reload_weights")
         model.first_pre_reload_weights = True
     if bucket is not None:
         _load_weights(model, bucket, allow_partial_loading=True)
         return
-    for module in kept(model):
-        for hook in ("process_weights_after_loading", "post_load_weights"):
-            if hasattr(module, hook):
-                getattr(module, hook)()
+    walk(model, "process_weights_after_loading", "post_load_weights")
     del model.first_pre_reload_weights
