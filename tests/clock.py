@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -69,21 +70,10 @@ class _Timer:
 @contextmanager
 def standing_in(clock: Clock) -> Iterator[Clock]:
     """This machine has something to measure on, and captures nothing."""
-    before = timing.PathTimer, timing.possible
-    timing.PathTimer, timing.possible = clock, lambda device: True  # type: ignore[misc, assignment]
-    try:
-        with capturing(False):
-            yield clock
-    finally:
-        timing.PathTimer, timing.possible = before  # type: ignore[misc]
+    with mock.patch.multiple(timing, PathTimer=clock, possible=lambda device: True), capturing(False):
+        yield clock
 
 
-@contextmanager
-def capturing(yes: bool = True) -> Iterator[None]:
+def capturing(yes: bool = True) -> AbstractContextManager[Any]:
     """As far as torch says."""
-    asked = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: yes
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = asked
+    return mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=yes)

@@ -156,13 +156,19 @@ def run_moe(
     return backend.run_moe(context, workspace=None)
 
 
-def as_the_host(module: Any, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Call the host's path as the crossover's measurement does."""
+def caught(module: Any, x: torch.Tensor, logits: torch.Tensor) -> Any:
+    """Return a call in the host's form, as the crossover's measurement gets it."""
     seen: list[Any] = []
     module.backend.dispatch.decided = False
     module.backend._ask = seen.append
     module(x, logits)
-    result: torch.Tensor = module.backend.run_as_the_host(seen[0], KernelCall(x, *module.routing_method.apply(logits)))
+    return seen[0]
+
+
+def as_the_host(module: Any, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Call the host's path as the crossover's measurement does."""
+    call = KernelCall(x, *module.routing_method.apply(logits))
+    result: torch.Tensor = module.backend.run_as_the_host(caught(module, x, logits), call)
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from unittest import mock
 
 import torch
 
@@ -42,7 +42,8 @@ class Delegating:
 
 def build_backend(moe, create_moe_backend, moe_cls, model_config, **more):
     """Build what the wrapper is about to hold, without weights."""
-    with temporarily_skip_weight_creation(model_config):
+    vars(model_config)["_frozen"] = True
+    with mock.patch.dict(vars(model_config), skip_create_weights_in_init=True):
         backend = create_moe_backend(
             moe_cls=moe_cls,
             routing_method=moe.routing_method,
@@ -62,22 +63,6 @@ def build_backend(moe, create_moe_backend, moe_cls, model_config, **more):
         )
     backend.layer_idx, backend.layer_load_balancer = moe.layer_idx, moe.layer_load_balancer
     moe.backend = backend
-
-
-@contextmanager
-def temporarily_skip_weight_creation(model_config):
-    previous = model_config.skip_create_weights_in_init
-
-    def write(value):
-        model_config._frozen = False
-        model_config.skip_create_weights_in_init = value
-        model_config._frozen = True
-
-    write(True)
-    try:
-        yield
-    finally:
-        write(previous)
 
 
 class CompleteLayer:
