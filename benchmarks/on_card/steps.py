@@ -135,14 +135,13 @@ class Runner:
                 -_LAST_LINES:
             ]
             raise StepError(f"{' '.join(command[:4])} ... ended with {status} ({log}): " + " / ".join(tail)[-1500:])
-        return Finished(status, log, summary(samples))
+        return Finished(log, summary(samples))
 
 
 @dataclass(frozen=True)
 class Finished:
     """A command that came to its end."""
 
-    status: int
     log: Path
     clocks: dict[str, dict[str, float]]
     """Least, median and most of what the GPU said meanwhile; empty where nobody asked or it said nothing."""

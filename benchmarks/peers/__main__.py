@@ -15,7 +15,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ TOKENS = {
     "grouped": (1, 16, 64, 128, 256, 1024, 4096),
 }
 SPLIT_TOKENS = (1, 8, 64)
-_CLOCKS = ("clocks.sm", "clocks.mem")
 
 
 def arguments() -> argparse.Namespace:
@@ -101,33 +99,18 @@ def measure_ours(
             yield {**facts, **measure(kernels, whole, tokens, copy)}
 
 
-def clocks() -> dict[str, Any]:
-    """Return SM and memory clock in MHz, idle and while a copy runs; None where nvidia-smi does not say."""
-    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", "")
-    gpu = f"GPU-{uuid}" if uuid else ""
-    a = torch.rand(2**28, device="cuda")
-    torch.cuda.synchronize()
-    before = gpu_state(_CLOCKS, gpu)
-    with ThreadPoolExecutor(1) as pool:
-        for _ in range(1000):
-            a.mul_(1.0)
-        asked = pool.submit(gpu_state, _CLOCKS, gpu)
-        while not asked.done():
-            for _ in range(50):
-                a.mul_(1.0)
-            torch.cuda.synchronize()
-    return {"before": next(iter(before), None), "under load": next(iter(asked.result()), None)}
-
-
 def facts(options: argparse.Namespace) -> dict[str, Any]:
     """Return what every number depends on."""
-    driver = next(iter(gpu_state(("driver_version",))), {}).get("driver_version")
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", "")
+    copy = copy_bandwidth()
+    state = next(iter(gpu_state(("driver_version", "clocks.sm", "clocks.mem"), f"GPU-{uuid}" if uuid else "")), {})
+    driver = state.pop("driver_version", None)
     versions = {"torch": torch.__version__, "triton": triton.__version__, "vllm": parts.version(options.vllm)}
     return {
         "gpu": torch.cuda.get_device_name(),
-        "copy": copy_bandwidth(),
+        "copy": copy,
         "l2_megabytes": l2_bytes() / 1e6,
-        "clocks": clocks(),
+        "clocks": {"after the copy": state},
         "versions": {**versions, "driver": driver, "trtllm-b12x": __version__},
         "format": options.format.upper(),
         "lines": [],
@@ -183,11 +166,10 @@ def main() -> int:
     options = arguments()
     if options.parts:
         try:
-            sizes = parts.take(*options.parts)
+            parts.take(*options.parts)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        print(*(f"{part}: {size / 2**20:.1f} MiB" for part, size in sizes.items()), sep="\n")
         return 0
     if options.plot:
         *files, target = options.plot

@@ -27,26 +27,23 @@ MISSING = (
 )
 
 
-def take(wheel: Path, folder: Path) -> dict[str, int]:
-    """Unpack the parts of a wheel into ``folder``. Return the bytes of each part.
+def take(wheel: Path, folder: Path) -> None:
+    """Unpack the parts of a wheel into ``folder``.
 
     Raises:
         ValueError: the file is no wheel, or a part is not in it.
     """
-    sizes = {}
     try:
         with zipfile.ZipFile(wheel) as archive:
-            for part, patterns in PARTS.items():
+            for patterns in PARTS.values():
                 found = [n for n in archive.namelist() if any(fnmatch.fnmatch(n, p) for p in patterns)]
                 absent = [p for p in patterns if not fnmatch.filter(found, p)]
                 if absent:
                     raise ValueError(f"{wheel} has no {' and no '.join(absent)}: expected a wheel of vLLM 0.22")
                 for name in found:
                     archive.extract(name, folder)
-                sizes[part] = sum(archive.getinfo(name).file_size for name in found)
     except (OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"{wheel} is not a wheel that can be read: {error}") from None
-    return sizes
 
 
 def find(folder: Path | None) -> Path | None:

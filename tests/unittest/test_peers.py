@@ -37,11 +37,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     return command.main()
 
 
-def test_only_the_needed_parts_are_taken(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_needed_parts_are_taken(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "--parts", wheel, tmp_path / "parts") == 0
-    assert capsys.readouterr().out.splitlines()[0] == "Marlin: 0.0 MiB"
     found = sorted(str(path.relative_to(tmp_path / "parts")) for path in (tmp_path / "parts").rglob("*") if path.is_file())
     assert found == [
         "vllm-0.22.1.dist-info/METADATA",
@@ -114,7 +111,7 @@ def results() -> dict[str, Any]:
         "gpu": "NVIDIA H100",
         "copy": 3.01e12,
         "l2_megabytes": 50.0,
-        "clocks": {"before": {"clocks.sm": 345.0, "clocks.mem": 2619.0}, "under load": None},
+        "clocks": {"after the copy": {"clocks.sm": 345.0, "clocks.mem": 2619.0}},
         "versions": {"torch": "2.11.0", "triton": "3.6.0", "vllm": "0.22.1", "driver": None, "trtllm-b12x": "0.1.0"},
         "format": "NVFP4",
         "lines": [ours("Qwen3-30B-A3B", 1, 17.0), ours("Qwen3-30B-A3B", 256, 253.7), ours("Nemotron-3-Super", 1, 41.7)],
@@ -127,8 +124,7 @@ def results() -> dict[str, Any]:
 def test_the_page_says_where_ours_is_behind() -> None:
     page = pages.markdown(results())
     assert "NVIDIA H100, copy 3.01 TB/s (read and write); torch 2.11.0, triton 3.6.0, vllm 0.22.1, trtllm-b12x 0.1.0." in page
-    assert "Clocks before: SM 345.0, memory 2619.0 MHz." in page
-    assert "under load" not in page
+    assert "Clocks after the copy: SM 345.0, memory 2619.0 MHz." in page
     assert [line for line in page.splitlines() if line.startswith(("| Qwen", "| Nemotron"))] == [
         "| Nemotron-3-Super | 1 | ours, `triton` | 41.7 | 21.2 | 0.42 | 35 | 0.0022 |",
         "| Qwen3-30B-A3B | 1 | ours, `triton` | 17.0 | 21.2 | 0.42 | 35 | 0.0022 |",
