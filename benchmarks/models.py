@@ -9,7 +9,7 @@ from tests.facts import GOOD
 from trtllm_b12x import formats
 from trtllm_b12x.decision import Deployment, families
 from trtllm_b12x.decision.decide import resolve
-from trtllm_b12x.decision.verdicts import KernelFeatures, RejectReason
+from trtllm_b12x.decision.verdicts import RejectReason
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.tools.checkpoint import compressed_tensors
 
@@ -81,15 +81,12 @@ def known(name: str) -> Model | None:
     return next((model for model in MODELS if name.lower() in map(str.lower, model.names)), None)
 
 
-def features(quant_algo: str | None) -> dict[str, KernelFeatures]:
-    return {family.name: family.features(CARD) for family in families.rows(("cuda", "b12x", "triton", "grouped"), quant_algo)}
-
-
 def answer(model: Model) -> str:
     """Return which families serve the layers, or why none does."""
     if model.compressed and model.compressed not in compressed_tensors.MAPPED:
         return "no: TensorRT-LLM's weight mapper does not rename its tensors"
-    kernels = features(model.shape.quant_algo)
+    rows = families.rows(("cuda", "b12x", "triton", "grouped"), model.shape.quant_algo)
+    kernels = {family.name: family.features(CARD) for family in rows}
     resolution = resolve(model.shape, Deployment(ep_size=1, tp_size=1), CARD, kernels)
     if not resolution.served:
         return "no: " + ", ".join(dict.fromkeys(rejection.reason.name for _, rejection in resolution.refused))
