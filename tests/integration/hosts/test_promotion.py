@@ -143,12 +143,20 @@ def test_other_generations_are_left_alone_with_one_line(machine: Machine, case: 
     assert [line[:15] for line in result["log"]] == ["no adapter fits"]
 
 
+LOADED = "(self, module):\n        self.setup_quant_scales(module)\n"
+WITHOUT = f'{LOADED}        module._parameters.pop("fc2_input_scale", None)\n'
+
+
 @pytest.mark.all
 @pytest.mark.parametrize(
-    ("name", "new", "modules"), [("slot_start", "first_slot", ["interface"]), ("fc2_input_scale", "fc2_scale", ["quantization"])]
+    ("name", "edits"),
+    [
+        ("slot_start", (("interface", "slot_start", "first_slot"),)),
+        ("fc2_input_scale", (("quantization", LOADED, WITHOUT),)),
+    ],
 )
-def test_layers_without_an_attribute_are_the_hosts(machine: Machine, name: str, new: str, modules: list[str]) -> None:
-    result = machine.double("C2", f"no {name}", tuple((m, name, new) for m in modules)).scenario("starts.by_itself")
+def test_layers_without_an_attribute_are_the_hosts(machine: Machine, name: str, edits: tuple[tuple[str, str, str], ...]) -> None:
+    result = machine.double("C2", f"no {name}", edits).scenario("starts.by_itself")
     assert (result["generation"], result["promoted"], result["finite"]) == ("C2", 0, True)
     assert name in " ".join(result["log"])
 
