@@ -171,16 +171,3 @@ def test_graphs_that_share_memory() -> None:
         kept.zero_()
         graph.replay()
         assert torch.equal(kept, expected)
-
-
-def test_a_graph_has_a_workspace_of_its_own() -> None:
-    kernel = planned(CudaKernel, LAYER, weights_of(LAYER))
-    call = MoECall(*random_call(LAYER, 2, device="cuda"))
-    kernel.run(call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel.run(call)
-        kernel.run(call)
-    owners = list(kernel._plan.workspaces)
-    assert len(owners) == 2
-    assert [capture != 0 for _, capture, _ in owners] == [False, True]

@@ -200,8 +200,7 @@ def test_opcodes() -> None:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The listed kernels, compiled, translated, assembled and linked."""
-    cache = os.environ.get("SM12X_ON_HOPPER_CACHE")
-    return list(build_all(LISTED, os.cpu_count() or 1, Path(cache) if cache else tmp_path_factory.mktemp("kernels")))
+    return list(build_all(LISTED, os.cpu_count() or 1, tmp_path_factory.mktemp("kernels")))
 
 
 @pytest.mark.all

@@ -9,6 +9,7 @@ import torch
 
 from trtllm_b12x import kernels
 from trtllm_b12x.engines.trtllm.embedded.ops import block_scale_interleave
+from trtllm_b12x.formats import DEFAULT_LAYOUT
 from trtllm_b12x.formats.layouts import mma_scale_view
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights, pack_fp4, round_to_e2m1, round_to_e4m3
 from trtllm_b12x.kernels import Geometry
@@ -138,23 +139,13 @@ def kernel_weights(shape: Shape, checkpoint: dict[str, torch.Tensor], baked: boo
 
 def empty_layer(shape: Shape) -> Layer:
     """Tensors of the right sizes on the CPU, never touched: what building a kernel takes."""
-    rows = (2 if shape.gated else 1) * shape.padded
-    experts, hidden = shape.num_experts, shape.hidden_size
+    sizes = ((2 if shape.gated else 1) * shape.padded, shape.hidden_size), (shape.hidden_size, shape.padded)
 
-    def scales(height: int, width: int) -> torch.Tensor:
-        return mma_scale_view(torch.empty(experts * height * width // 16, dtype=torch.uint8), height, width)
+    def empty(per_byte: int) -> list[torch.Tensor]:
+        return [torch.empty(shape.num_experts, rows, columns // per_byte, dtype=torch.uint8) for rows, columns in sizes]
 
-    ones = torch.ones(experts)
-    weights = NVFP4Weights(
-        fc1_weight=torch.empty(experts, rows, hidden // 2, dtype=torch.uint8),
-        fc1_weight_sf=scales(rows, hidden),
-        fc1_alpha=ones,
-        fc2_weight=torch.empty(experts, hidden, shape.padded // 2, dtype=torch.uint8),
-        fc2_weight_sf=scales(hidden, shape.padded),
-        fc2_alpha=ones,
-        fc2_divisor=ones,
-        fc1_divisor=ones,
-    )
+    ones = dict.fromkeys(("fc1_alpha", "fc2_alpha", "fc1_divisor", "fc2_divisor"), torch.ones(shape.num_experts))
+    weights: Any = NVFP4Weights.on_storage(empty(2), empty(16), DEFAULT_LAYOUT, **ones)
     return Layer(shape, {}, weights)
 
 
