@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS
-from trtllm_b12x.formats.catalog import W4A16NVFP4Weights
 from trtllm_b12x.formats.mxfp4 import MXFP4Weights
-from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights, W4A16NVFP4Weights
 from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.tools.verify.reference_formats import decode_fp4

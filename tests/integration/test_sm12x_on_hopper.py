@@ -51,6 +51,11 @@ def test_an_unknown_instruction_is_named(opcode: str) -> None:
         translate(module(f"{opcode} %r1, %r2;"), "")
 
 
+def test_16_bits_are_widened() -> None:
+    expected = "cvt.f32.bf16 wide0, %rs1; cvt.f32.bf16 wide1, %rs2; fma.rn.f32 %f1, wide0, wide1, %f2;"
+    assert expected in translate(module("fma.rn.f32.bf16 %f1, %rs1, %rs2, %f2;"), "").ptx
+
+
 @pytest.mark.parametrize(
     ("statement", "words"),
     [

@@ -32,18 +32,15 @@ def test_every_scale() -> None:
     assert torch.equal(found[:255].double(), torch.ldexp(torch.ones(255).double(), torch.arange(255) - 127))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dequantized_fp4_is_exact_in_16_bits(dtype: torch.dtype) -> None:
-    packed = torch.arange(256, dtype=torch.uint8).expand(256, 256)
-    scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
-    of_nvfp4 = scales.view(torch.float8_e4m3fn).expand(256, 32)
-    assert torch.equal(
-        nvfp4.dequantize(packed, of_nvfp4, dtype).float().nan_to_num(), nvfp4.dequantize(packed, of_nvfp4).nan_to_num()
-    )
-    if dtype == torch.bfloat16:
-        of_mxfp4 = scales.expand(256, 16)
-        found, expected = mxfp4.dequantize(packed, of_mxfp4, dtype).float(), mxfp4.dequantize(packed, of_mxfp4)
-        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_pair_of_fp4_times_every_scale_is_exact(dtype: torch.dtype) -> None:
+    packed, scales = torch.arange(256, dtype=torch.uint8).expand(256, 256), torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    values, e4m3 = nvfp4.decode_e2m1(nvfp4.unpack_fp4(packed)), scales.view(torch.float8_e4m3fn)
+    found = nvfp4.dequantize(packed, e4m3.expand(256, 32), dtype).float()
+    assert torch.equal(found.nan_to_num(), (values * e4m3.float()).nan_to_num())
+    if dtype != torch.float16:
+        found = mxfp4.dequantize(packed, scales.expand(256, 16), dtype).float()
+        assert torch.equal(found.nan_to_num(), (values * decode_e8m0(scales)).nan_to_num())
 
 
 def test_activations_are_quantized_as_the_judge_has_it() -> None:

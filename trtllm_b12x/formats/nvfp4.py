@@ -183,3 +183,10 @@ class NVFP4Weights(Weights):
 
     def dequantized(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return dequantize(codes, scales, dtype)
+
+
+class W4A16NVFP4Weights(NVFP4Weights):
+    """Fields as ``NVFP4Weights``. The input scales cancel: a checkpoint may have none, and activations are not quantized."""
+
+    def typical_input(self) -> float:
+        return 1.0

@@ -29,7 +29,7 @@ def check(geometry: Geometry, weights: Weights) -> None:
 
 
 class Scalars(NamedTuple):
-    """What kernels read of a layer besides codes and block scales. A layer without one of them has ``one`` in its place."""
+    """Tensors of a layer that kernels read besides codes and block scales; ``one`` in place of those that it lacks."""
 
     one: torch.Tensor
     """Also FC1's input scale if the input arrives quantized, which is then in units of the scale that the alpha contains."""

@@ -280,8 +280,7 @@ def versions() -> dict[str, str]:
     import triton
 
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    gpu = torch.cuda.get_device_name()
-    return {"gpu": gpu, "date": today, "triton": triton.__version__, "torch": torch.__version__}
+    return {"gpu": torch.cuda.get_device_name(), "date": today, "triton": triton.__version__, "torch": torch.__version__}
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from trtllm_b12x.formats import ROWS, constants
-from trtllm_b12x.formats.catalog import WEIGHTS, W4A16NVFP4Weights
+from trtllm_b12x.formats.catalog import WEIGHTS
 from trtllm_b12x.formats.geometry import Geometry
-from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
+from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights, W4A16NVFP4Weights
 from trtllm_b12x.formats.weights import Epilogue, Weights
 
 _TYPICAL = 672.0
