@@ -30,8 +30,7 @@ IDLE = Geometry(16, 4, 5120, 256, "Relu2")
 
 
 def planned(kind: type[CudaKernel], geometry: Geometry, weights: Any, blocks: int = 0) -> CudaKernel:
-    card = card_of(CUDA)
-    kernel = kind(replace(card, multiprocessors=blocks) if blocks else None)
+    kernel = kind(replace(card_of(CUDA), multiprocessors=blocks) if blocks else None)
     kernel.plan(geometry, 64, CUDA)
     kernel.bind(weights)
     return kernel
@@ -141,18 +140,6 @@ def test_bias(activation: str, bias: torch.dtype) -> None:
     for tokens in TOKENS:
         call = random_call(layer.geometry, tokens, device="cuda", seed=tokens)
         assert distance(kernel.run(MoECall(*call)), layer.expected(*call)) < 0.004, tokens
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_float16(large: bool) -> None:
-    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu", torch.float16), "cuda")
-    if large:  # products of gate and up beyond what float16 holds
-        layer.scale_1 *= 1024
-        layer.scale_2 *= 2.0**-20
-    kernel = planned(CudaKernel, layer.geometry, layer.kernel_weights())
-    for tokens in TOKENS:
-        call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
-        assert distance(kernel.run(MoECall(*call)), layer.expected(*call)) < 0.004
 
 
 def test_graphs_that_share_memory() -> None:

@@ -131,6 +131,23 @@ def test_numbers(kind: Kind, activation: str) -> None:
         assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], tokens
 
 
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("family", ["cuda", "triton"])
+def test_float16(family: str, large: bool) -> None:
+    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu", torch.float16), "cuda")
+    if large:  # products of gate and up beyond what float16 holds
+        layer.scale_1 *= 1024
+        layer.scale_2 *= 2.0**-20
+    kernel = KINDS[family, "NVFP4"]()
+    kernel.plan(layer.geometry, TOKENS[family][-1], CUDA)
+    kernel.bind(layer.kernel_weights())
+    for tokens in TOKENS[family]:
+        call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
+        result = kernel.run(MoECall(*call))
+        assert result.dtype is torch.float16
+        assert distance(result, layer.expected(*call)) < BOUNDS[family], tokens
+
+
 @pytest.mark.parametrize(("kind", "sizes"), [(kind, size) for kind, sizes in SIZES.items() for size in sizes], ids=str)
 def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
     geometry = geometry_of(kind, 8, 3, *sizes, activation="Swiglu")

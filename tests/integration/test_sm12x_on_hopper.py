@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.warmup import CARDS
 from tests.integration.sm12x_on_hopper import UnknownInstructionError, probes
 from tests.integration.sm12x_on_hopper.build import BuildError, device_functions, instructions
 from tests.integration.sm12x_on_hopper.kernels import LISTED, Job, build_all
 from tests.integration.sm12x_on_hopper.own import machine_code, translating_triton
-from tests.integration.sm12x_on_hopper.own_run import CARDS, MUTATIONS, differing, layers
+from tests.integration.sm12x_on_hopper.own_run import MUTATIONS, differing, layers
 from tests.integration.sm12x_on_hopper.run import BOUND
 from tests.integration.sm12x_on_hopper.translate import RULES, opcodes, translate
 from tests.integration.test_kernels_device import KINDS, TOKENS

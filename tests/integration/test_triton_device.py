@@ -1,8 +1,9 @@
-"""Decode on a GPU: float16, instructions, streams, a soak. Numbers of all kernels: test_kernels_device.py."""
+"""Decode on a GPU: instructions, streams, a soak. Numbers of all kernels: test_kernels_device.py."""
 
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -18,35 +19,19 @@ from trtllm_b12x.kernels.triton.decode import TritonKernel
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU of capability 8.0 or newer"
 )
-BOUND = 0.004
-TOKENS = (1, 2, 7, 8, 16, 33, 63, 128, 256)
 CUDA = torch.device("cuda", 0)
 
 
-def planned(layer: Layer, first: int = 0, capacity: int = 256) -> TritonKernel:
+def planned(layer: Layer) -> TritonKernel:
     kernel = TritonKernel()
-    kernel.plan(layer.geometry, capacity, CUDA)
-    kernel.bind(layer.kernel_weights(), first)
+    kernel.plan(layer.geometry, 256, CUDA)
+    kernel.bind(layer.kernel_weights())
     return kernel
 
 
 @pytest.fixture(scope="module")
 def swiglu() -> Layer:
     return random_layer(Geometry(16, 4, 512, 384, "Swiglu"), "cuda", ratio=True)
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_float16(large: bool) -> None:
-    layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu", torch.float16), "cuda")
-    if large:  # products of gate and up beyond what float16 holds
-        layer.scale_1 *= 1024
-        layer.scale_2 *= 2.0**-20
-    kernel = planned(layer)
-    for tokens in TOKENS:
-        call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
-        result = kernel.run(MoECall(*call))
-        assert result.dtype is torch.float16
-        assert distance(result, layer.expected(*call)) < BOUND
 
 
 @triton.jit
@@ -101,12 +86,11 @@ def test_streams_and_graphs_at_a_time(swiglu: Layer) -> None:
 def test_a_soak_of_random_counts(swiglu: Layer) -> None:
     """10,000 calls; every hundredth is compared with float32, every one with the first of its count and seed."""
     kernel, drawn = planned(swiglu), random.Random(0)
-    calls = {
-        (tokens, seed): random_call(swiglu.geometry, tokens, device="cuda", seed=seed) for tokens in TOKENS for seed in range(3)
-    }
+    keys = product((1, 2, 7, 8, 16, 33, 63, 128, 256), range(3))
+    calls = {(tokens, seed): random_call(swiglu.geometry, tokens, device="cuda", seed=seed) for tokens, seed in keys}
     first = {key: kernel.run(MoECall(*call)) for key, call in calls.items()}
     for key, call in calls.items():
-        assert distance(first[key], swiglu.expected(*call)) < BOUND
+        assert distance(first[key], swiglu.expected(*call)) < 0.004
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(10_000):
         key = drawn.choice(list(calls))

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from trtllm_b12x.core import settings
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.trtllm.embedded import ops
 from trtllm_b12x.kernels import Geometry
-from trtllm_b12x.kernels.reference import CUTLASS, QuantizedReferenceKernel
+from trtllm_b12x.kernels.reference import CUTLASS, QuantizedReferenceKernel, ReferenceKernel
 from trtllm_b12x.kernels.self_test import HOST_BOUNDS, _routes_of_groups, judge_host_path
 
 pytestmark = pytest.mark.usefixtures("every_family")
@@ -129,6 +130,12 @@ def test_a_right_host_serves(ratio: float, caplog: pytest.LogCaptureFixture) -> 
     assert "within" in text
 
 
+def test_a_load_runs_two_experts_once() -> None:
+    with mock.patch.object(ReferenceKernel, "each_expert", autospec=True, side_effect=ReferenceKernel.each_expert) as ran:
+        called(), called()
+    assert [len(call.args[1]) for call in ran.call_args_list] == [2, E]
+
+
 def test_a_setting_is_obeyed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(settings.CROSSOVER.name, "32")
     broken(monkeypatch, one_expert_larger)
@@ -219,3 +226,5 @@ def test_a_right_engine_is_within_the_bounds_wherever_it_rounds(activation: str)
             results = judge_host_path(geometry, weights, 0, kernel.run)
             assert results
             assert all(result.passed and result.bounds == HOST_BOUNDS for result in results), list(map(str, results))
+        each = torch.randn(16, 512).bfloat16()
+        torch.testing.assert_close(kernel.each_expert(each[:2]), kernel.each_expert(each)[:2])

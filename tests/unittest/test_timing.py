@@ -168,7 +168,7 @@ def test_the_fastest_serves_and_the_host_where_it_is_not_beaten_by_three_percent
 
 def test_the_nearest_count_as_a_ratio_decides() -> None:
     policy = measured({n: {"a": float(n), HOST: 9.0} for n in (16, 4, 1)})
-    assert [policy.timings.nearest(tokens)["a"] for tokens in (1, 2, 3, 4, 8, 9, 16, 999)] == [1, 1, 4, 4, 4, 16, 16, 16]
+    assert [policy.timings.around(tokens)[0]["a"] for tokens in (1, 2, 3, 4, 8, 9, 16, 999)] == [1, 1, 4, 4, 4, 16, 16, 16]
     assert [policy.select(tokens, ["a"]) for tokens in (8, 9)] == ["a", None]
     assert policy.select(1, []) is None
 
@@ -244,7 +244,7 @@ def forms_of(geometry: Geometry, card: Card) -> dict[int, list[str]]:
 
 
 def test_forms_on_simulated_cards() -> None:
-    """With noise of 3 %. Of 500 such sets: 0.7 % on average, less than 3 % at 95 % of the counts, at worst 73 % at 80 tokens."""
+    """With noise of 3 %. Of 500 such sets: 0.4 % on average, less than 2 % at 95 % of the counts, at worst 112 % at 41 tokens."""
     draw, found = random.Random(SEED), []
     geometries = (
         Geometry(128, 8, 2048, 768, "Swiglu"),
@@ -283,6 +283,8 @@ def test_a_form_stands_for_those_that_do_not_serve() -> None:
     assert policy.select(5, ["cuda", "triton b"]) == "triton b"  # as fast as its family at 4 tokens
     assert policy.select(5, ["cuda", "triton a", "triton b"]) == "triton a"
     assert policy.select(7, ["cuda", "triton b", "grouped"]) == "cuda"
+    policy = measured({232: {"triton a": 8.6, "triton b": 8.0, HOST: 20.0}, 256: {"triton a": 8.9, "triton c": 8.1, HOST: 20.0}})
+    assert policy.select(240, ["triton a", "triton c"]) == "triton c"
 
 
 def test_a_kernel_that_wins_late_is_found() -> None:

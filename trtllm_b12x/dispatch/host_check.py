@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from trtllm_b12x.core import locks, log, process
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall, first_line
 from trtllm_b12x.kernels.reference import CUTLASS
-from trtllm_b12x.kernels.self_test import judge_host_path
+from trtllm_b12x.kernels.self_test import judge_host_path, load_judge
 
 REPORTS = {
     "TensorRT-LLM": "https://github.com/NVIDIA/TensorRT-LLM/issues/14154",
@@ -50,6 +51,17 @@ class HostPath:
 _lock = locks.new()
 _verdicts: dict[tuple[Any, ...], Verdict] = {}
 process.kept(_verdicts.clear)
+_prepared: set[tuple[str, str]] = set()
+process.kept(_prepared.clear)
+
+
+def prepare(geometry: Geometry, weights: Any, device: torch.device) -> None:
+    """Let torch load what ``judge`` will call: at load, so that no request waits for it. Once for a format and a device."""
+    key = geometry.format, str(device)
+    if geometry.format in CUTLASS and key not in _prepared:
+        _prepared.add(key)
+        with suppress(Exception), torch.inference_mode():
+            load_judge(geometry, weights)
 
 
 def judge(kernel: Kernel, first_expert: int, path: HostPath, stage: int, instead: str) -> Verdict:

@@ -85,6 +85,8 @@ class LayerDispatch:
         self.decided, self._errors = False, errors
         self._heed_host()
         self._compile_ahead(self.waiting, geometry, device)
+        if bound and not self.schedule.base:
+            host_check.prepare(geometry, weights, device)
         if errors and device.type == "cuda":
             torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
         return errors

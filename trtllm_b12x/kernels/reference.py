@@ -129,17 +129,17 @@ class ReferenceKernel(Kernel):
         yield share.to(torch.bfloat16).float() if self.rounds_shares else share
 
     def each_expert(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each local expert makes of a token of its own: float32 ``(E, H)`` of ``x (E, H)``.
+        """Return what each of the first n local experts makes of a token of its own: float32 ``(n, H)`` of ``x (n, H)``.
 
         Several experts at a time, without synchronizing. Gate and up have one alpha, ``fc1_alpha``.
         """
-        g, w, extra = self.geometry, self.weights, self.weights.epilogue
+        g, w, extra, count = self.geometry, self.weights, self.weights.epilogue, len(x)
         w.derive()
         alphas: tuple[Any, Any] = (1.0, 1.0)
         divisors: tuple[Any, Any] = (None, None)
         if isinstance(w, NVFP4Weights):
-            alphas = w.fc1_alpha.unsqueeze(1), w.fc2_alpha.unsqueeze(1)
-            divisors = w.fc1_divisor.unsqueeze(1), w.fc2_divisor.unsqueeze(1)
+            alphas = w.fc1_alpha[:count].unsqueeze(1), w.fc2_alpha[:count].unsqueeze(1)
+            divisors = w.fc1_divisor[:count].unsqueeze(1), w.fc2_divisor[:count].unsqueeze(1)
             if not self.quantizes:
                 alphas, divisors = tuple(a / d for a, d in zip(alphas, divisors, strict=True)), (None, None)  # type: ignore[assignment]
 
@@ -150,7 +150,7 @@ class ReferenceKernel(Kernel):
         def product(name: str, rows: torch.Tensor, columns: int) -> torch.Tensor:
             per_expert = math.prod(getattr(w, name).shape[1:]) * w.packed
             step = max(1, _ELEMENTS // per_expert)
-            slots = (slice(first, first + step) for first in range(0, g.num_experts, step))
+            slots = (slice(first, min(first + step, count)) for first in range(0, count, step))
             rows = rows.to(kind).unsqueeze(2)
             return torch.cat([multiply(w.matrices(s, name, kind)[:, :, :columns], rows[s]).squeeze(2) for s in slots])
 
@@ -161,13 +161,13 @@ class ReferenceKernel(Kernel):
 
         fc1 = self._rounded(product("fc1_weight", inputs(x, divisors[0]), g.hidden_size) * alphas[0])
         if extra.fc1_bias is not None:
-            fc1 = fc1 + extra.fc1_bias.float()
+            fc1 = fc1 + extra.fc1_bias[:count].float()
         fc1 = w.ordered(fc1, 1)
-        constants = [tensor.unsqueeze(1) for tensor in extra.swiglu(g.num_experts, fc1.device)] if g.gated else []
+        constants = [tensor[:count].unsqueeze(1) for tensor in extra.swiglu(g.num_experts, fc1.device)] if g.gated else []
         inner = activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants).to(g.dtype)
         fc2 = self._rounded(product("fc2_weight", inputs(inner, divisors[1]), g.intermediate_size) * alphas[1])
         if extra.fc2_bias is not None:
-            fc2 = fc2 + extra.fc2_bias.float()
+            fc2 = fc2 + extra.fc2_bias[:count].float()
         return fc2[:, : g.hidden_size]
 
     def _rounded(self, product: torch.Tensor) -> torch.Tensor:

@@ -180,16 +180,13 @@ def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run
     for gate and up, the larger one. Return None if they are all zero or not finite.
     """
     experts, top_k, device = geometry.num_experts, geometry.top_k, weights.device
-    reference = CUTLASS[geometry.format]()
-    reference.plan(geometry, experts, device)
-    reference.bind(weights)
     with torch.device("cpu"):
         order, group, routes = _routes_of_groups(experts, min(top_k, experts))
         # A rank of expert parallelism may have fewer experts than a token has routes.
         elsewhere = (first_expert + torch.arange(experts, max(experts, top_k))) % (experts * geometry.ranks)
     order, group, routes, elsewhere = (tensor.to(device) for tensor in (order, group, routes, elsewhere))
     x = _activations(geometry, weights, experts)[group]
-    each, results = reference.each_expert(x), []
+    each, results = _cutlass(geometry, weights).each_expert(x), []
     finite = each.isfinite().all(1)
     if float((finite & each.any(1)).float().mean()) <= 0.25:
         return None
@@ -205,6 +202,18 @@ def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run
         case = SelfTestCase("host", tokens, atomic=True)
         results.append(_compared(case, run, [MoECall(*part) for part in parts], sums, HOST_BOUNDS))
     return results
+
+
+def load_judge(geometry: Geometry, weights: Weights) -> None:
+    """Run two experts as ``judge_host_path`` does, so that torch loads the kernels: 60 to 100 ms, once in a process."""
+    _cutlass(geometry, weights).each_expert(_activations(geometry, weights, min(2, geometry.num_experts)))
+
+
+def _cutlass(geometry: Geometry, weights: Weights) -> ReferenceKernel:
+    reference = CUTLASS[geometry.format]()
+    reference.plan(geometry, geometry.num_experts, weights.device)
+    reference.bind(weights)
+    return reference
 
 
 def _routes_of_groups(experts: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES, MXFP4, W4A16
 from benchmarks.geometries import MXFP8 as OF_MXFP8
+from benchmarks.warmup import CARDS
 from tests import mxfp8
 from tests.integration.test_kernels_device import BOUNDS, KINDS, TOKENS, built
 from tests.nvfp4_layer import INPUT_SCALE, distance, random_layer
@@ -44,7 +45,6 @@ from .own import card_on_hopper
 
 CUDA = torch.device("cuda", 0)
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 31, 33, 64, 100, 128, 200, 256, 300, 700, 1024, 2048, 4096)
-CARDS = {"RTX PRO 6000": (120, 188), "RTX 5090": (120, 170), "GB10": (121, 48)}
 RANKS = 4
 SMALL = Geometry(16, 4, 512, 256, "Swiglu")
 MUTATIONS = {
