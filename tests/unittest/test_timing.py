@@ -45,13 +45,14 @@ class Machine:
         self.draws.append((tokens, seed, skewed))
         return torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2)
 
-    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+    def captured(self, run: Callable[[], None]) -> Callable[[], float]:
         self.capturing, self.replayed = True, 0.0
         run()
         self.capturing, took = False, self.replayed
 
-        def replay() -> None:
+        def replay() -> float:
             self.now += took
+            return took
 
         return replay
 

@@ -33,6 +33,8 @@ _COLD = 2.5
 """Bytes that other calls of a graph read before a layer is read again, in multiples of the L2 cache size."""
 LARGEST = 8192
 """Largest token count that is measured."""
+_DRAWN = 1024
+"""Maximum number of tokens that routes are drawn for, on the CPU. More tokens take the same ones again."""
 
 Runner = Callable[[MoECall], Any]
 RouteSampler = Callable[[int, int, bool], tuple[torch.Tensor, torch.Tensor]]
@@ -128,30 +130,33 @@ class PathTimer:
         fit = int(share_s / 2 / run_once() / _REPLAYS[0])
         calls = max(min(_calls(g, tokens, layers, self.device), fit // 2 * 2), _FEWEST_CALLS)
         routes += [self._routes(tokens, call) for call in range(1, calls)]
-        replays: dict[str, tuple[Callable[[], Any], int]] = {}
+        replays: dict[str, tuple[Callable[[], float], int]] = {}
         for name, path in paths.items():
             count = calls if path.captured else _FEWEST_CALLS
-            replay: Callable[[], Any] = functools.partial(run, path, count)
+            seconds: Callable[[], float] = functools.partial(_seconds, functools.partial(run, path, count))
             if path.captured:
-                replay = graphs.captured(replay)
-                replay()  # the first replay uploads the graph
-            replays[name] = replay, count
+                seconds = graphs.captured(functools.partial(run, path, count))
+                seconds()  # the first replay uploads the graph
+            replays[name] = seconds, count
         torch.cuda.synchronize(self.device)
         times: dict[str, list[float]] = {name: [] for name in paths}
         for turn in range(1, _REPLAYS[1] + 1):
             turned = time.monotonic()
-            for name, (replay, count) in replays.items():
-                times[name].append(_seconds(replay) / count)
+            for name, (seconds, count) in replays.items():
+                times[name].append(seconds() / count)
             now = time.monotonic()
             self._fewest_s.setdefault(tokens, (now - begun) * _FEWEST_CALLS / calls)
             limit_s = share_s if turn >= _REPLAYS[0] else 2 * share_s
             if now + (now - turned) > min(begun + limit_s, deadline):
                 break
         graphs.drop()
-        return {name: 1e6 * statistics.median(seconds) for name, seconds in times.items()}
+        return {name: 1e6 * statistics.median(of_path) for name, of_path in times.items()}
 
     def _routes(self, tokens: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.sample_routes(tokens, 1_000_003 * self.seed + 1009 * tokens + call, call % 2 == 1)
+        drawn = min(tokens, _DRAWN)
+        ids, router_weights = self.sample_routes(drawn, 1_000_003 * self.seed + 1009 * tokens + call, call % 2 == 1)
+        times = -(-tokens // drawn)
+        return ids.repeat(times, 1)[:tokens], router_weights.repeat(times, 1)[:tokens]
 
 
 def _calls(geometry: Geometry, tokens: int, layers: int, device: torch.device) -> int:
@@ -178,17 +183,30 @@ class _Graphs:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self._kept: list[torch.cuda.CUDAGraph] = []
 
-    def captured(self, run: Callable[[], Any]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
+    def captured(self, run: Callable[[], Any]) -> Callable[[], float]:
+        """Capture ``run``. Return a function that replays it and returns the seconds.
+
+        Events are nodes of the graph. Around a replay they would also time what delays its launch: another Python thread that
+        holds the interpreter's lock, 5 ms at a time.
+        """
+        graph, first, last = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads are not affected
             try:
+                first.record()
                 run()
+                last.record()
             finally:
                 graph.capture_end()
         self._kept.append(graph)
-        return graph.replay
+
+        def seconds() -> float:
+            graph.replay()
+            torch.cuda.current_stream().synchronize()
+            return first.elapsed_time(last) / 1e3
+
+        return seconds
 
     def drop(self) -> None:
         torch.cuda.synchronize()
@@ -246,6 +264,6 @@ def graph_seconds(run: Callable[[], Any], replays: int = 5) -> float:
     """Return the median time in seconds of a captured graph's replays."""
     run()
     with _graphs() as graphs:
-        replay = graphs.captured(run)
-        replay()
-        return statistics.median(_seconds(replay) for _ in range(replays))
+        seconds = graphs.captured(run)
+        seconds()
+        return statistics.median(seconds() for _ in range(replays))
