@@ -82,7 +82,7 @@ class MeasuredPolicy:
             family = name.split()[0]
             here, there = (min((t for form, t in of.items() if form.split()[0] == family), default=0.0) for of in (row, other))
             if here and name not in row and name in other:
-                times[name] = here * other[name] / there  # it begins in between: as much slower than its family's best as there
+                times[name] = here * other[name] / there  # it begins in between: its ratio to its family's best holds here too
             elif here and not any(form.split()[0] == family for form in times):
                 times[name] = here  # no form of the nearest count serves here: this one stands for them
         return fastest(times)
