@@ -34,7 +34,7 @@ class Machine:
 
     def path(self, seconds: Callable[[int], float], captured: bool = True, **named: Any) -> TimedPath:
         def run(call: MoECall) -> None:
-            tokens = call.x.shape[0]
+            (tokens,) = {len(tensor) for tensor in (call.x, call.ids, call.router_weights)}
             self.now += CAPTURE_S if self.capturing else max(LAUNCH_S, seconds(tokens))
             self.replayed += seconds(tokens)
 

@@ -56,7 +56,7 @@ process.kept(_prepared.clear)
 
 
 def prepare(geometry: Geometry, weights: Any, device: torch.device) -> None:
-    """Let torch load what ``judge`` will call: at load, so that no request waits for it. Once for a format and a device."""
+    """Let torch load the kernels that ``judge`` calls, once for a format and a device: at load, so that no request waits."""
     key = geometry.format, str(device)
     if geometry.format in CUTLASS and key not in _prepared:
         _prepared.add(key)
