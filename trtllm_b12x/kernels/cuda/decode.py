@@ -11,11 +11,13 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from trtllm_b12x.core import settings
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.kernels import Geometry, MoECall
@@ -26,7 +28,7 @@ from trtllm_b12x.kernels.plans import OwnKernel, Plan
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
 from . import driver
-from .variant import TOKENS, Variant, load, variants
+from .variant import SPIN_SECONDS, TOKENS, Variant, load, variants
 
 _HEADER = 1024
 """Bytes of counters in front of a workspace, which begin as zeros. The rest begins as ones."""
@@ -37,7 +39,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("w1", "s1", "alpha1", "halves1", "input1", "w2", "s2", "alpha2", "input2")),
-        *((name, ctypes.c_void_p) for name in ("bias1", "bias2", "swiglu_alpha", "swiglu_beta", "swiglu_limit")),
+        *((name, ctypes.c_void_p) for name in ("bias1", "bias2", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "stuck")),
         *((name, ctypes.c_int) for name in ("step1", "step2", "first")),
     ]
 
@@ -51,6 +53,10 @@ _Owner = tuple[int, int, int]
 """Tokens of the variant, capture (0 outside) and stream."""
 
 
+def _stuck_tokens() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+
+
 @dataclass
 class LaunchPlan(Plan):
     functions: dict[int, driver.Function]
@@ -59,6 +65,8 @@ class LaunchPlan(Plan):
     """All, and those that begin as ones or zeros."""
     workspaces: dict[_Owner, tuple[int, torch.Tensor]] = field(default_factory=dict)
     """Addresses and memory. Launches that may overlap share none."""
+    stuck: torch.Tensor = field(default_factory=_stuck_tokens)
+    """Number of tokens of a launch that the kernel stopped because it did not end, else 0. The kernel writes it: host memory."""
 
 
 class CudaKernel(OwnKernel):
@@ -105,7 +113,10 @@ class CudaKernel(OwnKernel):
         names = "workspace_bytes", "filled_bytes"
         sizes = {tokens: (function.constant(names[0]), function.constant(names[1])) for tokens, function in functions.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
-        return LaunchPlan(functions, sizes)
+        plan = LaunchPlan(functions, sizes)
+        # Also runs in processes that multiprocessing forked, which skip ``atexit``.
+        Finalize(None, _report_stuck_launch, (self.geometry, plan.stuck), exitpriority=0)
+        return plan
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         check(self.geometry, weights)
@@ -117,7 +128,7 @@ class CudaKernel(OwnKernel):
         )
         self._tensors = *head, s.fc1_input, s.one, *tail
         layers = [
-            _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail)), step, s.steps[1], first_expert)
+            _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail, self._plan.stuck)), step, s.steps[1], first_expert)
             for scale, step in ((s.fc1_input, s.steps[0]), (s.one, 0))
         ]
         launches: dict[tuple[int, ...], _Form] = {}
@@ -177,10 +188,13 @@ class CudaKernel(OwnKernel):
         # The legacy default stream, 0, cannot be captured.
         owner = size, driver.capture_of(stream) if stream and torch.cuda.is_current_stream_capturing() else 0, stream
         workspace, _ = plan.workspaces.get(owner) or self._workspace(owner)
-        launches[x_sf is not None](
-            stream, at, 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(), out.data_ptr(),
-            workspace, tokens, wide, half, 1 if swizzled else 0,
-        )  # fmt: skip
+        try:
+            launches[x_sf is not None](
+                stream, at, 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(), out.data_ptr(),
+                workspace, tokens, wide, half, 1 if swizzled else 0,
+            )  # fmt: skip
+        except driver.DriverError as error:
+            raise driver.DriverError(_stuck_launch(geometry, plan.stuck) or str(error)) from None
         return out if given is None or given is out else given.copy_(out)  # the kernel could not write the caller's
 
     def _workspace(self, owner: _Owner) -> tuple[int, torch.Tensor]:
@@ -197,6 +211,23 @@ class CudaKernel(OwnKernel):
         memory[:_HEADER], memory[_HEADER:filled] = 0, 255
         plan.workspaces[owner] = memory.data_ptr(), memory
         return plan.workspaces[owner]
+
+
+def _stuck_launch(geometry: Geometry, stuck: torch.Tensor) -> str:
+    """Describe the launch of this geometry that the kernel stopped; empty if there is none."""
+    if not (tokens := int(stuck)):
+        return ""
+    others = ",".join(name for name in settings.KERNELS() if name != CudaKernel.features.name)
+    return (
+        f"the cuda kernel stopped a launch that did not end within {SPIN_SECONDS} s: {tokens} tokens of {geometry}. This "
+        f"process can no longer use the GPU. Restart with {settings.KERNELS.name}={others} to leave the kernel out; "
+        "please report this line"
+    )
+
+
+def _report_stuck_launch(geometry: Geometry, stuck: torch.Tensor) -> None:
+    if message := _stuck_launch(geometry, stuck):
+        logger.error(message)
 
 
 class CudaW4A16Kernel(CudaKernel):

@@ -27,9 +27,16 @@
 //   needed. Two buffers: launch n writes number n % 2 and puts the other one back, which only launch n - 1 used, and that has ended.
 //   Shares (GATHER): FC2's products in float32, by route. Whoever wrote some adds 1 to the token's count (release); its sum waits for
 //   all (acquire), and adds in the order of top_k.
+//   Entries: the warp that takes tickets writes tasks into ENTRIES entries, over and over. Every warp that reads them counts the tasks
+//   that it has finished, and an entry is written again once all counts have passed its task. A warp that multiplies reads an entry
+//   twice, when it asks for weights (up to STAGES stages ahead) and when it computes. It has asked for all weights of a task before
+//   it finishes the task; if it has none to multiply, it moves on at once.
 //   Progress: a block takes tickets in order and works tasks off in order. FC1's tasks wait for nothing, FC2's for FC1's, sums for
-//   FC2's, whose tickets are lower and hence taken by blocks that run. One block alone gets through, and two launches with a
-//   workspace of their own never wait for each other.
+//   FC2's, whose tickets are lower and hence taken by blocks that run. A ticket that waits for an entry waits for earlier tasks of
+//   its own block alone, and those never wait for it. One block alone gets through, and two launches with a workspace of their own
+//   never wait for each other.
+//   Errors: the warp that takes tickets stays until the others of its block have ended. If they do not within SPIN_SECONDS, it
+//   writes the number of tokens to host memory and traps.
 //   Workspace, one for each stream or graph: 1 KB of zeros (ticket, count of blocks that are done, epoch, tokens of the last launch,
 //   two times MAXT counts), two buffers of h, 0xff everywhere, shares. The last block puts ticket and count of blocks back to 0.
 typedef unsigned int u32;
@@ -71,12 +78,15 @@ constexpr int COLUMNS = GATHER ? 8 : MAXT, KS2 = WARPS / RG2, PARTS2 = GATHER ? 
 constexpr int PARTS1 = RG * TW, ALL1 = tiles(SIZE, N1), TILES1 = (ALL1 + PARTS1 - 1) / PARTS1, ALL2 = tiles(STORED, N2), TILES2 = (ALL2 + PARTS2 - 1) / PARTS2;
 constexpr bool EXACT1 = ALL1 * N1 * 8 == SIZE && ALL1 % PARTS1 == 0, EXACT2 = ALL2 * N2 * 8 == STORED && ALL2 % PARTS2 == 0;
 constexpr bool FULL2 = SIZE % (NARROW ? 256 : 128) == 0;
-// Shared memory: rings, sums (PART bytes a buffer), mbarriers, tasks, routes, slots (experts hit), masks of their routes, experts.
+// Shared memory: rings, sums (PART bytes a buffer), mbarriers and counts, tasks, routes, slots (experts hit), masks of their routes,
+// experts.
 constexpr int ROUTES = MAXT * TOP_K, WORDS = (ROUTES + 31) / 32, EWORDS = (EXPERTS + 31) / 32;
 constexpr int PART = WARPS * COLUMNS * 64;
 constexpr int ENTRIES = MAXT >= 8 ? 16 : 32, ENTRY = 16 + 16 * (PARTS1 > PARTS2 ? PARTS1 : PARTS2);  // tasks published, bytes of one
 constexpr int LEAD = STAGES + 2;                                                            // most tasks ahead
-constexpr int O_RED = WARPS * STAGES * STAGE, O_BAR = O_RED + NB * PART, O_ENTRY = O_BAR + 128, O_ROUTE = O_ENTRY + ENTRIES * ENTRY;
+constexpr int READERS = WARPS + SUMS;                                                        // warps that read entries
+constexpr int O_RED = WARPS * STAGES * STAGE, O_BAR = O_RED + NB * PART, O_FINISHED = O_BAR + NB * 16 + 8, O_EPOCH = O_FINISHED + READERS * 4;
+constexpr int O_ENTRY = (O_EPOCH + 4 + 15) / 16 * 16, O_ROUTE = O_ENTRY + ENTRIES * ENTRY;
 constexpr int O_SLOT = O_ROUTE + ROUTES * 16, O_MASK = O_SLOT + ROUTES * 4, O_BIT = O_MASK + ROUTES * WORDS * 4;
 // Gathered: numbers of routes, by expert; groups (up to 8 routes of an expert); a mask of routes held for each token.
 constexpr int GROUPS = ROUTES < EXPERTS + ROUTES / 8 ? ROUTES : EXPERTS + ROUTES / 8;
@@ -84,6 +94,8 @@ constexpr int O_NUMBER = O_ROUTE, O_GROUP = O_NUMBER + ROUTES * 2, O_HELD = O_GR
 constexpr int SMEM = GATHER ? O_HELD + MAXT * 4 : O_BIT + EWORDS * 4 + 64;
 constexpr u64 HBUF = (u64)ROUTES * KB2 * 256;  // bytes of a buffer of h
 constexpr u64 SHARES = GATHER ? (u64)ROUTES * STORED * 4 : 0;
+static_assert(READERS <= 32, "the warp that takes tickets reads one count a lane");
+static_assert(LEAD + 1 < ENTRIES, "a block that is LEAD tasks ahead would wait for an entry");
 static_assert(NB % SUMS == 0 && NB <= 6 && NB % HALVES == 0, "a buffer has one warp that adds: a parity passes for a waiter a phase ahead");
 static_assert(SMEM <= 101376 && WARPS % RG == 0 && KS <= KB1 && (!NARROW || HALVES == 1) && (TW == 1 || (GATHER && KPW <= 2)), "sizes that do not fit");
 static_assert(TOP_K <= 32 && (GATHER ? WARPS % RG2 == 0 && KS2 <= KB2 && !NARROW && MAXT <= 64 : MAXT <= WARPS), "sizes that do not fit");
@@ -96,6 +108,12 @@ FI void mb_arrive(u32 b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::
 FI void mb_wait(u32 b, u32 parity) {
   asm volatile("{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}" ::"r"(b), "r"(parity) : "memory");
 }
+FI bool mb_passed(u32 b, u32 parity) {  // waits too, but not for ever
+  u32 passed;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(passed) : "r"(b), "r"(parity) : "memory");
+  return passed;
+}
+FI u32 now() { u64 ns; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)); return (u32)(ns >> 20); }  // in units of 2**20 ns
 FI void copy16(u32 d, const u8* s, bool there) {  // zeros if not there
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(d), "l"(s), "r"(there ? 16 : 0) : "memory");
 }
@@ -261,6 +279,7 @@ struct Layer {
   const float *alpha2, *input2;
   const void *bias1, *bias2;
   const float *swiglu_alpha, *swiglu_beta, *swiglu_limit;
+  volatile u32* stuck;  // in host memory
   int step1, step2, first;
 };
 struct Call {
@@ -271,6 +290,15 @@ struct Call {
   int tokens, wide_ids, weight_type, swizzled;  // int64 ids; 0 float32, 1 bfloat16; x_sf in 128x4 tiles
 };
 
+struct Watch { u32 polls, began; };
+FI void trap_if_late(Watch& watch, const Layer& L, const Call& C) {  // after every poll that fails; the time is slow to read
+  if (++watch.polls % 256) return;
+  if (watch.polls == 256) watch.began = now();
+  if (now() - watch.began < SPIN_SECONDS * 954u) return;
+  *L.stuck = C.tokens;
+  __threadfence_system();
+  asm volatile("trap;");
+}
 FI int expert_of(const Layer& L, const Call& C, u32 route) {  // -1: none of this rank's
   const long long id = (C.wide_ids ? ((const long long*)C.ids)[route] : (long long)((const int*)C.ids)[route]) - L.first;
   return id >= 0 && id < EXPERTS ? (int)id : -1;
@@ -345,13 +373,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   u32* added = (u32*)(C.workspace + 512);
   u8* hall = C.workspace + 1024;
   float* shares = (float*)(hall + 2 * HBUF);  // (route, column)
-  const u32 s = shared_address(sm), full = s + O_BAR, empty = full + NB * 8, progress = s + O_BAR + 112, epoch_at = progress + 4;
+  const u32 s = shared_address(sm), full = s + O_BAR, empty = full + NB * 8, ended = full + NB * 16, finished = s + O_FINISHED, epoch_at = s + O_EPOCH;
   const u32 tasks = s + O_ENTRY, routes = s + O_ROUTE, slots = s + (GATHER ? O_GROUP : O_SLOT), numbers = s + O_NUMBER, held = s + O_HELD;
   u32 *mask = (u32*)(sm + O_MASK), *bitmap = (u32*)(sm + O_BIT), *valid = (u32*)(sm + O_BIT + EWORDS * 4);
   if (tid == 0) {
     for (int i = 0; i < NB; i++) { mb_init(full + 8 * i, WARPS); mb_init(empty + 8 * i, 1); }
-    sts(progress, 0);
+    mb_init(ended, READERS);
   }
+  if (tid < READERS) sts(finished + 4 * tid, 0);
   for (int i = tid; i < ENTRIES; i += THREADS) sts(tasks + ENTRY * i, 0);
   if (GATHER) {
     for (int i = tid; i < MAXT; i += THREADS) sts(held + 4 * i, 0);
@@ -457,10 +486,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     ep = __shfl_sync(~0u, ep, 0);
     last = __shfl_sync(~0u, last, 0);
     if (lane == 0) sts(epoch_at, ep);
+    Watch watch = {};
     int seq = 0, u = 0, B = 1, t = __shfl_sync(~0u, (int)t0, 0), quota = GATHER ? 1 : (NT - NT1 + G - 1) / G;  // of FC2's tickets: each block takes as many
     const int init = max(1, min(STAGES, NT1 / G));
+    auto free_entry = [&]() {  // waits until all have finished with the entry that is written next
+      while (__any_sync(~0u, lane < READERS && (int)lds_acquire(finished + 4 * lane) <= seq - ENTRIES)) trap_if_late(watch, L, C);
+      __syncwarp();
+      return tasks + ENTRY * (seq % ENTRIES);
+    };
     auto publish = [&](int u) {
-      const u32 to = tasks + ENTRY * (seq % ENTRIES);
+      const u32 to = free_entry();
       if (lane == 0) {
         if (u < NT1) {
           const int slot = u / TILES1, v = u % TILES1, word = lds(slots + slot * 4), e = word & 4095;
@@ -494,13 +529,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           if (u < NT) publish(u);
         }
       if (quota <= 0) break;
-      while ((int)lds_acquire(progress) + (u >= NT1 ? 2 : LEAD) < seq) __nanosleep(20);
+      while ((int)lds_acquire(finished) + 1 + (u >= NT1 ? 2 : LEAD) < seq) { __nanosleep(20); trap_if_late(watch, L, C); }
       B = u + 6 * G < NT1 && !GATHER ? 4 : 1;
       if (lane == 0) t = (int)atomicAdd(ticket, B);
       t = __shfl_sync(~0u, t, 0);
     }
+    const u32 to = free_entry();
     if (lane == 0) {
-      sts_release(tasks + ENTRY * (seq % ENTRIES), (u32)(seq + 1) << 2 | 2);
+      sts_release(to, (u32)(seq + 1) << 2 | 2);
       __threadfence();
       if (atomicAdd(done, 1) == G - 1) { *ticket = 0; *done = 0; *epoch = ep + 1; *before = T; }
     }
@@ -509,6 +545,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       for (int i = lane; i < MAXT; i += 32) added[(~ep & 1) * MAXT + i] = 0;
     uint4* other = (uint4*)(hall + (~ep & 1) * HBUF);  // for the next launch
     for (int i = blockIdx.x * 32 + lane; i < (int)last * TOP_K * KB2 * 16; i += G * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    while (!mb_passed(ended, 0)) trap_if_late(watch, L, C);
     return;
   }
 
@@ -519,7 +556,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       const u32 entry = tasks + ENTRY * (seq % ENTRIES);
       u32 v;
       while ((v = lds_acquire(entry)) >> 2 != (u32)(seq + 1)) __nanosleep(20);
-      if (v & 2) return;
+      __syncwarp();  // all lanes have read the entry before
+      if (lane == 0) sts_release(finished + 4 * (WARPS + mine), seq);
+      if (v & 2) {  // the end, or sums of tokens
+        if (lane == 0) { sts_release(finished + 4 * (WARPS + mine), 1u << 30); mb_arrive(ended); }
+        return;
+      }
       const u32 info = lds(entry + 4), word = lds(entry + 8), group = word >> 12 & 8191, in_group = (word >> 25) + 1;
       const int items = v & 1 ? HALVES : HALVES * TW;
       for (int sub = 0; sub < items; sub++, item++) {
@@ -743,13 +785,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   int seq = 0;
   u32 v;
   auto current = [&]() {  // kind of the task that is next
-    while (((v = lds_acquire(cent)) & ~3u) != (u32)(seq + 1) << 2) if (n == 0 && !iend) ask(false);
+    // A warp that had nothing to multiply in the task before asks past it here.
+    while (((v = lds_acquire(cent)) & ~3u) != (u32)(seq + 1) << 2 || (!GATHER && !iend && tag < (u32)(seq + 1) << 2)) if (n == 0 && !iend) ask(false);
+    if (lane == 0) sts_release(finished + 4 * w, seq);  // the lanes have met since the task before
     return v & 3;
   };
   auto passed = [&]() {
     seq++;
     cent = cent == tasks + (ENTRIES - 1) * ENTRY ? tasks : cent + ENTRY;
-    if (tid == 0) sts_release(progress, seq);
   };
   auto wait_for_h = [&](u32* h, int column, auto again) {  // 128 columns
     for (;;) {
@@ -827,6 +870,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     }
     asked = false;
     while (current() == 1) streamed(Int<1>());
+    iend = true;  // all weights have been asked for: in a task that gathers, every warp has some
     while (current() == 3) {  // a token's sum, in the order of its routes
       const u32 tok = lds(cent + 4), ours = lds(held + tok * 4);
       passed();
@@ -845,8 +889,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
         u16* to = C.out + (u64)tok * H + column;
         *(uint2*)to = make_uint2((u32)to_x(sum[0]) | (u32)to_x(sum[1]) << 16, (u32)to_x(sum[2]) | (u32)to_x(sum[3]) << 16);
       }
-      asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");  // no warp is a ring of entries ahead
+      __syncwarp();  // all lanes have read the entry
     }
+    if (lane == 0) mb_arrive(ended);
     return;
   }
   while (current() == 0) {  // FC1
@@ -894,4 +939,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
       if (++buf == NB) { buf = 0; turn ^= 1; }
     }
   }
+  if (lane == 0) mb_arrive(ended);
 }

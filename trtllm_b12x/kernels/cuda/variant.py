@@ -34,6 +34,8 @@ _WARPS = 20
 _TASKS = 120
 """Minimum number of FC2's tasks, so that every multiprocessor of a large card has one."""
 _MAX_TOP_K = 32
+SPIN_SECONDS = 30
+"""Seconds that a block may wait for other warps and blocks. Then the kernel traps."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
     else:
         tables = routes * (20 + 4 * -(-routes // 32)) + g.num_experts // 8 + 68
     sums = 64 * warps * min(tokens, _COLUMNS)
-    tables += 128 + (16 if tokens >= 8 else 32) * (16 + 16 * max(parts * times, parts2))
+    tables += -(-(16 * buffers + 4 * (warps + adders) + 12) // 16) * 16  # mbarriers, counts of warps
+    tables += (16 if tokens >= 8 else 32) * (16 + 16 * max(parts * times, parts2))
     for halves, stages in ((2, 2), (1, 4), (1, 3), (1, 2)):
         if halves == 2 and (bits == 8 or tokens * g.stored_hidden < 32 * _TASKS):
             continue
@@ -147,6 +150,7 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
         "NB": buffers,
         "SUMS": adders,
         "NARROW": int(narrow),
+        "SPIN_SECONDS": SPIN_SECONDS,
     }
     return Variant(tokens, tuple(values.items()))
 
