@@ -1,0 +1,118 @@
+"""Start an unmodified ``vllm.LLM`` in this process, generate, and take it through its life: ``engine FOLDER STEP ...``.
+
+A step is ``sleep-1``, ``sleep-2`` (with ``reload_weights``) or ``load=FOLDER`` (new weights in place). Options: ``--eager``;
+``--sleep`` allocates what sleep mode can free; ``--without`` turns the package off. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+PROMPTS = (40, 7, 100)
+"""Tokens of each request."""
+NEW_TOKENS = 12
+
+
+def main(arguments: list[str]) -> None:
+    options = {word for word in arguments if word.startswith("--")}
+    folder, *steps = (word for word in arguments if word not in options)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if "--without" in options:
+        os.environ["TRTLLM_B12X"] = "0"
+    from tests.integration.vllm import layers
+
+    # On Hopper vLLM would prefer OpenAI's triton_kernels to Marlin, which it takes on SM12x.
+    kernels: Any = importlib.import_module(f"{layers.FUSED_MOE}.experts.gpt_oss_triton_kernels_moe")
+    kernels._triton_kernel_moe_supports_current_device = lambda *_, **__: False
+    if "--without" not in options:
+        from trtllm_b12x.engines.vllm import plugin
+
+        plugin.install(sm=120)
+    import torch
+
+    torch.zeros(1, device="cuda")
+    before = torch.cuda.memory_allocated()
+    llm = engine(folder, options)
+    first = generate(llm)
+    result: dict[str, Any] = {"tokens": [[token for token, _ in request] for request in first], "experts": experts_of(llm)}
+    for step in steps:
+        name, _, path = step.partition("=")
+        if name.startswith("sleep"):
+            level = int(name[-1])
+            llm.sleep(level=level)
+            llm.wake_up()
+            if level == 2:
+                llm.collective_rpc("reload_weights")
+        else:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        result[step] = difference(first, generate(llm))
+    peak = torch.cuda.max_memory_allocated()
+    del llm
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    torch.cuda.empty_cache()
+    result |= {"left": torch.cuda.memory_allocated() - before, "peak": peak}
+    print(json.dumps(result))
+
+
+def engine(folder: str, options: set[str]) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=1 << 28,
+        enforce_eager="--eager" in options,
+        enable_sleep_mode="--sleep" in options,
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]},
+        attention_config={"backend": "TRITON_ATTN"},
+        generation_config="vllm",
+        seed=0,
+    )
+
+
+def generate(llm: Any) -> list[list[tuple[int, float]]]:
+    """Return each request's tokens with their log-probabilities."""
+    import torch
+    from vllm import SamplingParams
+
+    generator = torch.Generator().manual_seed(0)
+    prompts = [{"prompt_token_ids": torch.randint(10, 2000, (n,), generator=generator).tolist()} for n in PROMPTS]
+    parameters = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
+    outputs = [request.outputs[0] for request in llm.generate(prompts, parameters, use_tqdm=False)]
+    return [
+        [(token, logprobs[token].logprob) for token, logprobs in zip(output.token_ids, output.logprobs, strict=True)]
+        for output in outputs
+    ]
+
+
+def difference(first: Any, second: Any) -> float:
+    """Return the largest difference of log-probabilities, or infinity if a token differs or is not a number."""
+    pairs = [pair for one, other in zip(first, second, strict=True) for pair in zip(one, other, strict=True)]
+    gaps = [abs(a[1] - b[1]) if a[0] == b[0] else float("inf") for a, b in pairs]
+    return max(float("inf") if gap != gap else gap for gap in gaps)
+
+
+def experts_of(llm: Any) -> list[str]:
+    """Return the names of the experts classes of the model's MoE layers, without repetition."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    model = getattr(worker, "worker", worker).model_runner.get_model()
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    kernels = [getattr(method, "moe_kernel", None) for method in methods]
+    return sorted({type(kernel.fused_experts).__name__ for kernel in kernels if kernel is not None})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
