@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.integration.sm12x_on_hopper import problem
 from trtllm_b12x.core import process
@@ -90,7 +91,11 @@ def padded(dispatch: Any, size: int, gated: bool) -> dict[str, Any]:
         shape = problem.Shape("", 4, 2, 256, size, gated)
         with mock.patch.object(problem, "TILE", tile):
             kernel.bind(problem.empty_layer(shape).weights)
-        return {"planned": rows, "summary": kernel.summary()}
+        found, plan = {"planned": rows, "summary": kernel.summary()}, kernel._plan
+        weights = [StorageWeakRef(tensor.untyped_storage()) for tensor in kernel.weights.tensors().values()]
+        del kernel
+        gc.collect()
+        return {**found, "weights left": sum(not storage.expired() for storage in weights), "plan": type(plan).__name__}
 
 
 def shared() -> dict[str, Any]:

@@ -90,6 +90,7 @@ def test_flashinfers_own_padding_is_never_reached(cases: dict[str, dict[str, Any
     found = cases[f"padding {size}"]
     assert found["planned"] == planned
     assert found["summary"][0] == "static: 1-3 tokens"
+    assert found["weights left"] == 0  # by a plan that outlives its kernel
 
 
 @pytest.mark.parametrize(

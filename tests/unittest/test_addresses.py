@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests import layers, mxfp8
+from tests import forks, layers, mxfp8
+from tests.allocations import weights_left
 from tests.checkpoints import random_experts
-from tests.nvfp4_layer import random_layer
+from tests.nvfp4_layer import random_call, random_layer
+from trtllm_b12x.formats import FORMATS
 from trtllm_b12x.formats.weights import Epilogue
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall, catalog
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
@@ -43,6 +45,7 @@ def addresses(kernel: Any) -> dict[str, int]:
 
 
 def weights_of(geometry: Geometry) -> Any:
+    """Return random weights, of any format."""
     if geometry.format == "MXFP8":
         return mxfp8.random_weights(geometry)
     return random_layer(geometry).kernel_weights()
@@ -116,3 +119,23 @@ def test_a_limit_that_is_replaced_is_followed(monkeypatch: pytest.MonkeyPatch) -
     name = "swiglu_limit" if hasattr(modules[0].backend, "swiglu_limit") else "act_clamp"
     setattr(modules[0].backend, name, limits[1])
     assert torch.equal(modules[0](x, logits), second)
+
+
+@pytest.mark.parametrize("family", ["triton", "grouped"])
+def test_a_plan_keeps_no_weights(family: str) -> None:
+    """Layers share it, and it is made once: what it kept of the first layer would never be freed."""
+    left = forks.in_the_interpreter(f"{__name__}:in_the_interpreter", family)
+    assert left == {form.name: [] for form in FORMATS}
+
+
+def in_the_interpreter(family: str) -> dict[str, list[str]]:
+    left = {}
+    for form in FORMATS:
+        geometry = Geometry(2, 1, 128, 128, "Swiglu", format=form.name)
+        kernel = catalog.KERNELS[family, form.name][0]()
+        kernel.plan(geometry, 1, CPU)
+        kernel.bind(weights_of(geometry))
+        kernels = [kernel]
+        del kernel
+        left[form.name] = weights_left(kernels, MoECall(*random_call(geometry, 1)))
+    return left

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.allocations import Allocations, weights_left
 from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.formats import BY_TURNS, FORMATS, GATE_UP, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry, MoECall, PlanError, prove_child, warmup
@@ -167,7 +168,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 @pytest.fixture
 def kernel(cuda: Driver) -> CudaKernel:
-    """Bound, with variants that have as many threads as tokens."""
+    return bound()
+
+
+def bound() -> CudaKernel:
+    """Return a kernel on the stand-in, with variants that have as many threads as tokens."""
     kernel = CudaKernel(Card(132, 228 << 10, 90))
     kernel.describe(GEOMETRY, variant.TOKENS[-1], torch.device("cuda"))
     kernel.device = torch.device("cpu")
@@ -234,6 +239,29 @@ def test_a_graph_has_a_workspace_of_its_own(cuda: Driver, kernel: CudaKernel) ->
     assert outside == last != first == again
     assert second != outside
     assert [capture for _, capture, _ in kernel._plan.workspaces] == [0, 8]
+
+
+def test_other_workspaces_lie_outside_the_pool_of_a_load(cuda: Driver, kernel: CudaKernel) -> None:
+    """vLLM's sleep level 2 discards what a load allocated, and only the first call of a stream fills a workspace."""
+    call = MoECall(*random_call(GEOMETRY, 2))
+    for capture, inside in ((0, False), (7, True)):
+        cuda.capture = capture
+        with Allocations() as pool:
+            kernel.run(call)
+        size = kernel._plan.workspace_bytes[2][0]
+        assert (size in [tensor.nbytes for tensor in pool.tensors]) == inside
+    pool.discard()
+    cuda.capture = 0
+    kernel.run(call)
+    (memory,) = (memory for (_, capture, _), (_, memory) in kernel._plan.workspaces.items() if not capture)
+    assert cuda.launched[-1][2]["workspace"] == cuda.launched[0][2]["workspace"] == memory.data_ptr()
+    assert not memory[:1024].any()
+    assert bool((memory[1024:2048] == 255).all())
+
+
+def test_a_plan_keeps_no_weights(cuda: Driver) -> None:
+    """The other families' are in ``test_addresses.py``."""
+    assert weights_left([bound()], MoECall(*random_call(GEOMETRY, 2))) == []
 
 
 def test_errors_after_a_call_that_was_right(cuda: Driver, kernel: CudaKernel) -> None:

@@ -5,26 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.allocations import Allocations
 from tests.integration.vllm import layers
-
-
-class Allocations(TorchDispatchMode):
-    """Names of torch's operators that returned memory which none of their arguments holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        storages = (x.untyped_storage() if isinstance(x, torch.Tensor) else x for x in tree_leaves((args, kwargs)))
-        given = {storage.data_ptr() for storage in storages if isinstance(storage, torch.UntypedStorage)}
-        made = (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-        self.names += [str(function) for storage in made if storage.nbytes() and storage.data_ptr() not in given]
-        return result
 
 
 def found(form: str, activation: str, weighted: bool, scattered: bool) -> dict[str, Any]:

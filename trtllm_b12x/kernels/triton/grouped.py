@@ -187,11 +187,12 @@ class GroupedKernel(JitKernel):
         )
         variants = self.variants_of_call(rule, ids, router_weights)
         *quantize, sort, fc1, fc2, add = self._launchers(variants, grids[-len(variants) :], direct)
+        as_given = quantized or self.act16  # the plan keeps ``launch``, which must not keep this kernel's weights
 
         def launch(stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
             x, ids, router_weights, x_sf, _, out = call
             codes, scales, order, starts, weights, h, h_scales, shares = parts
-            if quantized or self.act16:
+            if as_given:
                 codes, scales = x, x_sf
             else:
                 quantize[0](stream, x, *layer.quantize, codes, scales, tokens)
