@@ -92,7 +92,7 @@ def dequantize_fp4(
         return values.to(dtype).view(both).flatten()
 
     index = packed.unflatten(-1, (-1, block // 2)) + (scales.view(torch.uint8).int() << 8).unsqueeze(-1)
-    values = constants.kept(("FP4", block, dtype, packed.device), table).index_select(0, index.flatten())
+    values = constants.kept(("FP4", block, dtype, packed.device), table, packed.device).index_select(0, index.flatten())
     return values.view(dtype).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 

@@ -276,6 +276,18 @@ def loaded(form: str, config: Any, experts: Experts, method: Any = None) -> tupl
     return method, layer
 
 
+def reload(method: Any, layer: Layer, experts: Experts) -> None:
+    """Load again as ``reload_weights`` does: into new parameters, which are processed and copied to where the old ones are."""
+    held = dict(layer.named_parameters())
+    for name, parameter in Layer(layer.moe_config, rounded_up(method, layer.moe_config, experts)).named_parameters():
+        setattr(layer, name, parameter)
+    with model_dtype():
+        method.process_weights_after_loading(layer)
+    for name, parameter in held.items():
+        parameter.data.copy_(getattr(layer, name).data.view(parameter.shape))
+        setattr(layer, name, parameter)
+
+
 def routes(config: Any, tokens: int, seed: int = 0, device: Any = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x, router weights and global ids of a call."""
     generator = torch.Generator(device).manual_seed(seed + 1000 * tokens)

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from tests import faults, forks
+from tests.allocations import Allocations
 from tests.clock import Clock, standing_in
 from tests.integration.vllm import layers, whole
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.vllm import facts, machine, plugin, problem
+from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import MoECall
 
 SIZES = 8, 2, 256, 128
@@ -147,6 +149,31 @@ def test_weights_are_vllms_own_and_followed_wherever_they_go(form: str) -> None:
     assert torch.equal(layers.call(method, layer, x, weights, ids), before)
     method, again = layers.loaded(form, config, experts, method)  # as a reload builds the kernel anew
     assert torch.equal(layers.call(method, again, x, weights, ids), before)
+
+
+@pytest.mark.parametrize(
+    ("form", "more"),
+    [*((form, {"swiglu_limit": 0.5}) for form in FORMATS), ("MXFP4", {"activation": "swigluoai", "has_bias": True})],
+)
+def test_sleep_level_2_discards_nothing_that_a_reload_does_not_write(
+    form: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM builds and loads a model in a pool of its thread. Level 2 discards what lies there, and buffers alone are restored."""
+    monkeypatch.setattr(constants, "_tensors", {})  # as in a process that loads this model first
+    machine._rehearsed.clear()
+    config, turns = layers.config_of(*SIZES, **more), "activation" in more
+    experts = layers.random_experts(form, SIZES[0], *SIZES[2:], bias=turns)
+    stored = layers.by_turns(experts) if turns else experts
+    with Allocations() as pool:
+        method, layer = layers.loaded(form, config, stored)
+    x, weights, ids = layers.routes(config, 5)
+    expected = experts.expected(x, weights, ids, config.activation.value, config.swiglu_limit or math.inf)
+    assert layers.distance(layers.call(method, layer, x, weights, ids), expected) < 0.004
+    captured = experts_of(method).dispatch.schedule.at(5)
+    pool.discard()
+    layers.reload(method, layer, stored)
+    assert layers.distance(layers.call(method, layer, x, weights, ids), expected) < 0.004
+    assert layers.distance(captured.run(MoECall(x, ids, weights)), expected) < 0.004
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "NVFP4" or _CUTLASS == "FLASHINFER_CUTLASS"])

@@ -58,5 +58,5 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
         if module.tp_rank:
             form = {"dtype": fc2.dtype, "device": fc2.device}
             shape = tuple(fc2.shape)
-            fc2 = constants.kept(("zeros", shape, *form.values()), lambda: torch.zeros(shape, **form))
+            fc2 = constants.kept(("zeros", shape, *form.values()), lambda: torch.zeros(shape, **form), fc2.device)
         return Epilogue(fc1_bias=fc1, fc2_bias=fc2)

@@ -197,5 +197,5 @@ def _make_plan(geometry: Geometry, capacity: int, device: torch.device) -> _Plan
     candidates = {tokens: list(compiler.candidates(tokens)) for tokens in sizes(dispatch, capacity)}
     routes.warm_up(device, warmup_command(geometry, card_of(device)))
     logger.info("b12x kernels for %s: %d in %.1f s", geometry, len(compiler.variants), time.monotonic() - started)
-    pristine = constants.kept(("b12x", geometry, capacity, device), scratch.pristine)
+    pristine = constants.kept(("b12x", geometry, capacity, device), scratch.pristine, device)
     return _Plan(scratch, pristine, candidates, StreamSerializer.of(device))

@@ -20,6 +20,7 @@ import torch
 from trtllm_b12x.core import settings
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import Environment, families
+from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels import reference as in_torch
 from trtllm_b12x.kernels.cards import Card, warmup_command
@@ -201,14 +202,19 @@ class CudaKernel(OwnKernel):
         """Allocate the workspace of a stream, or of a graph that is being captured.
 
         A graph sets its own up at each replay, since the two fills are part of it, and owns the memory. So what earlier captures
-        of the stream got goes back to their graphs.
+        of the stream got goes back to their graphs. Nothing else fills one a second time: no pool of an engine may hold it.
         """
         plan, (tokens, capture, stream) = self._plan, owner
         for old in [other for other in plan.workspaces if other[2] == stream and other[1] not in (0, capture)]:
             del plan.workspaces[old]
         size, filled = plan.workspace_bytes[tokens]
-        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        memory[:_HEADER], memory[_HEADER:filled] = 0, 255
+
+        def make() -> torch.Tensor:
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            memory[:_HEADER], memory[_HEADER:filled] = 0, 255
+            return memory
+
+        memory = make() if capture else constants.outside_pools(make, self.device)
         plan.workspaces[owner] = memory.data_ptr(), memory
         return plan.workspaces[owner]
 
