@@ -15,7 +15,7 @@ from trtllm_b12x.kernels import MoECall
 
 
 class Allocations(TorchDispatchMode):
-    """Tensors that torch's operators returned with memory which none of their arguments holds. Other threads' are none of them."""
+    """Tensors that torch's operators returned on this thread with memory that none of their arguments holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,8 +26,9 @@ class Allocations(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         storages = (x.untyped_storage() if isinstance(x, torch.Tensor) else x for x in tree_leaves((args, kwargs)))
         given = {storage.data_ptr() for storage in storages if isinstance(storage, torch.UntypedStorage)}
-        for made in tree_leaves(result):
-            if isinstance(made, torch.Tensor) and made.untyped_storage().nbytes() and made.untyped_storage().data_ptr() not in given:
+        for made in (x for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
+            storage = made.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in given:
                 self.names.append(str(function))
                 self.tensors.append(made.detach())
         return result
@@ -35,7 +36,8 @@ class Allocations(TorchDispatchMode):
     def discard(self) -> None:
         """Put other pages in the place of all that was allocated, as vLLM's sleep level 2 does. NaN in any float type."""
         for tensor in self.tensors:
-            tensor.untyped_storage().fill_(255)
+            storage: Any = tensor.untyped_storage()
+            storage.fill_(255)
 
 
 def weights_left(kernels: list[Any], call: MoECall) -> list[str]:

@@ -33,6 +33,7 @@ HOSTS = (
     "formats.nvfp4.unpack",
     "formats.layouts.scales_of_tokens",
     "formats.constants.kept",
+    "formats.constants.outside_pools",
     "engines.trtllm.host._equality",
 )
 """What the embedded host computes with, and what a host asks when it compares classes."""

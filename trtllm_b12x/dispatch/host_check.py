@@ -46,6 +46,8 @@ class HostPath:
     version: str
     layer: str
     """Such as "MoE layer 3"."""
+    weights: Any = None
+    """The layer's weights as this path has them, if they are not those of our kernels."""
 
 
 _lock = locks.new()
@@ -76,7 +78,7 @@ def judge(kernel: Kernel, first_expert: int, path: HostPath, stage: int, instead
         if key not in _verdicts:
             _verdicts[key] = Verdict(False, "not judged")  # whatever comes, it is not tried again
             try:
-                _verdicts[key] = verdict = _judged(geometry, kernel.weights, first_expert, path)
+                _verdicts[key] = verdict = _judged(geometry, path.weights or kernel.weights, first_expert, path)
             except Exception as error:
                 log.logger.debug("judging %s", geometry, exc_info=error)
                 _verdicts[key] = verdict = Verdict(False, f"not judged: {first_line(error)}")

@@ -157,7 +157,7 @@ class LayerDispatch:
 
     def should_measure(self) -> bool:
         """Return whether ``measure`` has something to decide at this stage of the process."""
-        return not self.decided and self._stage != crossover.stage() and bool(self.schedule.kernels)
+        return self._stage != crossover.stage() and not self.decided and bool(self.schedule.kernels)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

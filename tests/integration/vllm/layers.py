@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import sys
 import types
@@ -193,6 +194,33 @@ def by_turns(experts: Experts) -> Experts:
         for name, tensor in experts.parameters.items()
     }
     return replace(experts, parameters=turned)
+
+
+def unequal(experts: Experts, ratio: float) -> Experts:
+    """Return NVFP4 experts whose up matrices are ``ratio`` times as large: the ``weight_scale_2`` of those alone."""
+    parameters, w13 = {name: tensor.clone() for name, tensor in experts.parameters.items()}, experts.w13.clone()
+    parameters["w13_weight_scale_2"][:, 1] *= ratio
+    w13[:, w13.shape[1] // 2 :] *= ratio
+    return replace(experts, parameters=parameters, w13=w13)
+
+
+def compressed(experts: Experts) -> Experts:
+    """Return NVFP4 experts as llm-compressor exports them, in compressed-tensors: global scales are reciprocals."""
+    names = {"weight": "weight_packed", "weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}
+    parameters = {}
+    for name, tensor in experts.parameters.items():
+        prefix, kind = name.split("_", 1)
+        parameters[f"{prefix}_{names.get(kind, kind)}"] = 1 / tensor if tensor.dtype is torch.float32 else tensor
+    return replace(experts, parameters=parameters)
+
+
+def compressed_method(config: Any, use_a16: bool) -> Any:
+    """Return vLLM's method for NVFP4 in compressed-tensors, whose package logs through another."""
+    with mock.patch.dict(sys.modules, {} if importlib.util.find_spec("loguru") else {"loguru": mock.MagicMock()}):
+        package = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+        module = importlib.import_module(f"{package}.compressed_tensors_moe_w4a4_nvfp4")
+    with model_dtype():
+        return module.CompressedTensorsW4A4Nvfp4MoEMethod(config, use_a16=use_a16)
 
 
 def rounded_up(method: Any, config: Any, experts: Experts) -> Experts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.vllm import facts, machine, plugin, problem
 from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import MoECall
+from trtllm_b12x.kernels.reference import CUTLASS
 
 SIZES = 8, 2, 256, 128
 _CUTLASS = "VLLM_CUTLASS" if importlib.util.find_spec("flashinfer") is None else "FLASHINFER_CUTLASS"
@@ -139,7 +142,7 @@ def test_weights_are_vllms_own_and_followed_wherever_they_go(form: str) -> None:
     ours = experts_of(method)
     bound = ours.dispatch.schedule.kernels[0].weights
     held = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    for name in (*bound.stored_fields, *(("fc1_alpha", "fc2_alpha") if hasattr(bound, "fc1_alpha") else ())):
+    for name in (*bound.stored_fields, *(("fc2_alpha",) if hasattr(bound, "fc2_alpha") else ())):
         assert getattr(bound, name).untyped_storage().data_ptr() in held, name
     codes = layer.w13_weight.data
     layer.w13_weight.data.copy_(codes.roll(1, 0).clone())  # written over: a captured graph reads the same
@@ -176,6 +179,48 @@ def test_sleep_level_2_discards_nothing_that_a_reload_does_not_write(
     assert layers.distance(captured.run(MoECall(x, ids, weights)), expected) < 0.004
 
 
+@pytest.mark.parametrize("backend", dict.fromkeys(("VLLM_CUTLASS", _CUTLASS)))
+@pytest.mark.parametrize("spread", [1.0, 2.0])
+def test_graphs_captured_on_dummy_weights_are_right_with_others(
+    backend: str, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's dummy scales are equal; a checkpoint's differ from expert to expert, and between gate and up."""
+    if backend != _CUTLASS:
+        theirs = importlib.import_module(f"{layers.FUSED_MOE}.experts.flashinfer_cutlass_moe").FlashInferExperts
+        monkeypatch.setattr(theirs, "_supports_current_device", staticmethod(lambda: False))
+    config, experts = layers.config_of(*SIZES), layers.random_experts("NVFP4", SIZES[0], *SIZES[2:], seed=1)
+    experts.parameters["w13_input_scale"] *= torch.linspace(1, spread, 8).view(-1, 1)
+    method, layer = layers.loaded("NVFP4", config, layers.random_experts("NVFP4", SIZES[0], *SIZES[2:]))
+    assert method.nvfp4_backend.name == backend
+    x, weights, ids = layers.routes(config, 5)
+    layers.call(method, layer, x, weights, ids)
+    captured = experts_of(method).dispatch.schedule.at(5)
+    for other in (experts, layers.unequal(experts, 3.0), experts):
+        layers.reload(method, layer, other)
+        expected = other.expected(x, weights, ids)
+        assert layers.distance(layers.call(method, layer, x, weights, ids), expected) < 0.003
+        assert layers.distance(captured.run(MoECall(x, ids, weights)), expected) < 0.003
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.004, 1.29, 8.3])
+@pytest.mark.parametrize("form", ["NVFP4", "W4A16_NVFP4", "compressed NVFP4", "compressed NVFP4A16"])
+def test_gate_and_up_with_scales_of_their_own(form: str, ratio: float, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM takes gate's for both, so that its prompts are wrong; that is said once, with the layer."""
+    config = layers.config_of(*SIZES)
+    experts = stored = layers.unequal(layers.random_experts("NVFP4", SIZES[0], *SIZES[2:]), ratio)
+    if form.startswith("compressed"):
+        stored, method = layers.compressed(experts), layers.compressed_method(config, form.endswith("A16"))
+    else:
+        method = layers.method_of(form, config)
+    for _ in range(2):
+        method, layer = layers.loaded(form, config, stored, method)
+        check("NVFP4", config, experts, method, layer, (1, 5, 63))
+    assert "trtllm_b12x" in method.experts_cls.__module__
+    lines = [line for line in caplog.messages if "weight_scale_2 (up to" in line]
+    assert len(lines) == (ratio != 1.004 and "A16" not in form)
+    assert all(f"(up to {max(ratio, 1 / ratio):.3g} times)" in line and f"vLLM's {_CUTLASS}" in line for line in lines)
+
+
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "NVFP4" or _CUTLASS == "FLASHINFER_CUTLASS"])
 @pytest.mark.parametrize("placed", ["neighbors", "in turn"])
 def test_partial_sums_of_two_ranks_make_the_layer(form: str, placed: str) -> None:
@@ -192,8 +237,11 @@ def test_partial_sums_of_two_ranks_make_the_layer(form: str, placed: str) -> Non
         assert "trtllm_b12x" in method.experts_cls.__module__
         layer.expert_map = torch.full((8,), -1, dtype=torch.int32)
         layer.expert_map[local] = torch.arange(4, dtype=torch.int32)
-        result = layers.call(method, layer, x, weights, ids)
-        assert (experts_of(method)._local is not None) == (placed != "neighbors")
+        result, table = layers.call(method, layer, x, weights, ids), experts_of(method)._local
+        assert (table is not None) == (placed != "neighbors")
+        layers.reload(method, layer, part)  # vLLM makes other experts; a captured graph reads the table of the first
+        assert torch.equal(layers.call(method, layer, x, weights, ids), result)
+        assert experts_of(method)._local is table
         total += result.float()
     assert layers.distance(total, whole.expected(x, weights, ids)) < 0.004
 
@@ -342,18 +390,51 @@ def test_wrong_experts_of_vllms_are_found_and_replaced(monkeypatch: pytest.Monke
     method, layer = layers.loaded("NVFP4", config, experts)
     monkeypatch.setattr("trtllm_b12x.engines.vllm.experts._quantize_input", lambda x, config: (x, None))
     monkeypatch.setattr(type(experts_of(method)._own), "apply", lambda self, out, *rest: out.fill_(7))
-    call = layers.routes(config, 200)
+    # Of VLLM_CUTLASS each expert has an input scale of its own, which ``grouped`` does not take.
+    instead, tokens = ("grouped", 200) if _CUTLASS == "FLASHINFER_CUTLASS" else ("triton", 100)
+    call = layers.routes(config, tokens)
     with standing_in(Clock(lambda name, tokens: 1.0 if name == HOST else 2.0)):
         result = layers.call(method, layer, *call)
     (line,) = (text for text in caplog.messages if "wrongly" in text)
     assert line.startswith(f"vLLM {facts.version()} computes experts in ")
-    assert "grouped serves instead" in line
+    assert f"{instead} serves instead" in line
     assert line.endswith("https://github.com/vllm-project/vllm/issues/48898")
     assert layers.distance(result, experts.expected(*call)) < 0.2  # activations in FP4
 
 
+class Theirs:
+    """Stands in for vLLM's own NVFP4 experts: the same arithmetic in torch, on its tensors, times a factor."""
+
+    def __init__(self, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.method, self.factor, self.counts = method, 1.0, list[int]()
+        monkeypatch.setattr("trtllm_b12x.engines.vllm.experts._quantize_input", lambda x, config: (x, None))
+        monkeypatch.setattr(type(experts_of(method)._own), "apply", lambda _, *arguments: self.apply(*arguments))
+
+    def apply(self, out: torch.Tensor, x: torch.Tensor, w1: Any, w2: Any, weights: Any, ids: Any, *rest: Any) -> None:
+        self.counts.append(len(x))
+        ours = experts_of(self.method)
+        kernel, bound = CUTLASS["NVFP4"](), ours.dispatch.schedule.kernels[0]
+        kernel.plan(bound.geometry, len(x), bound.device)
+        kernel.bind(replace(bound.weights, fc1_alpha=ours.g1_alphas))
+        out.copy_(kernel.run(MoECall(x, ids, weights)) * self.factor)
+
+
+def test_experts_that_take_gates_scale_for_both_are_not_judged_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The card computes what vLLM asked it for."""
+    config, experts = layers.config_of(*SIZES), layers.random_experts("NVFP4", SIZES[0], *SIZES[2:])
+    method, layer = layers.loaded("NVFP4", config, layers.unequal(experts, 3.0))
+    theirs, call = Theirs(method, monkeypatch), layers.routes(config, 300)
+    with standing_in(Clock(lambda name, tokens: 1.0 if name == HOST else 2.0)):
+        assert layers.distance(layers.call(method, layer, *call), experts.expected(*call)) < 0.2
+    assert theirs.counts[-1] == 300
+    assert "wrongly" not in caplog.text
+
+
 ITSELF = (
     "engines.vllm.plugin._wrapped",
+    "engines.vllm.plugin._recording",
     "engines.vllm.plugin._vllm_keeps",
     "engines.vllm.experts.Sm12xExperts._measure",
     "dispatch.layer.LayerDispatch.measuring",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.host_check import HostPath
 from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.timing import TimedPath
-from trtllm_b12x.formats.nvfp4 import InputScales
+from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import MoECall, first_line
 
 from . import facts, machine, problem, weights
@@ -46,14 +47,13 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         self.geometry = replace(problem.geometry_of(moe_config, self.slot), bias=bias)
         self.dispatch = LayerDispatch(machine.candidate_kernels(self.slot, machine.device_of(moe_config)))
         self._own = None if self.theirs is None else self.theirs(moe_config, quant_config)
-        self._inputs: InputScales | None = None
+        self._scalars: weights.Scalars | None = None
         self._addresses: tuple[int, ...] = ()
         self._first_expert = 0
         self._local: torch.Tensor | None = None
         """Local id of each global id plus 1, between two -1, if this rank's experts are not neighbors."""
         self._scratch: dict[int, int] = {}
         """Bytes that kernels need by number of tokens."""
-        self.measured = False
         self.fault = ""
 
     # ---- selection ---------------------------------------------------------------------------------------------------
@@ -138,7 +138,20 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self._own.process_weights_after_loading(layer)
         if self.g1_alphas is not None:
             gscales = (self.a1_gscale, self.a2_gscale) if self.slot.pair else None
-            self._inputs = weights.input_scales(layer, gscales, self.g1_alphas)
+            # is_global_sf_supported_for_nvfp4_backend: FlashInfer's have the largest range of all experts.
+            shared = gscales is None or self.slot.backend.startswith("FLASHINFER")
+            self._scalars = weights.scalars(layer, gscales, self.g1_alphas, shared)
+            self._warn_of_halves(getattr(layer, "layer_name", "a MoE layer"))
+
+    def _warn_of_halves(self, layer: str) -> None:
+        assert self._scalars is not None
+        if (ratio := weights.scale_ratio(self._scalars)) > 1.01:
+            theirs = f", vLLM's {self.slot.backend} gate's to both" if self.slot.pair else ""
+            log.once(
+                f"{layer}: gate and up have different weight_scale_2 (up to {ratio:.3g} times); our kernels apply each{theirs}",
+                logging.WARNING if self.slot.pair else logging.INFO,
+                "different weight_scale_2",
+            )
 
     def apply(
         self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
@@ -182,7 +195,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         """
         if self._tensors(w1, w2).addresses() != self._addresses:
             self.load(w1, w2, expert_map)
-        if not self.measured:
+        if self.dispatch.should_measure():
             self._measure(call.x, theirs)
         tokens, routes = call.x.shape[0], call.ids.numel()
         kernel = self.dispatch.schedule.at(tokens)
@@ -206,13 +219,15 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
     def _tensors(self, w1: torch.Tensor, w2: torch.Tensor) -> weights.Tensors:
         alphas = None if self.g1_alphas is None else (self.g1_alphas, self.g2_alphas)
+        if alphas is not None and self._scalars is not None and self._scalars.fc1_alpha is not None:
+            alphas = self._scalars.fc1_alpha, alphas[1]
         biases = None if self.w1_bias is None else (self.w1_bias, self.w2_bias)
         return weights.Tensors(w1, w2, (self.w1_scale, self.w2_scale), alphas, biases)
 
     def load(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> None:
         """Plan, bind and test at the first call; later take tensors that have moved. Raise RuntimeError if no kernel serves."""
         tensors, swiglu = self._tensors(w1, w2), problem.swiglu_constants(self.moe_config)
-        views = weights.view(tensors, self.geometry, self._inputs, swiglu)
+        views = weights.view(tensors, self.geometry, self._scalars, swiglu)
         if self.dispatch.schedule.kernels:
             self.dispatch.bind(views, self._first_expert)
         else:
@@ -220,6 +235,8 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             eligible = set(machine.resolve(self.slot, self.moe_config).families)
             if not views.decodable:
                 eligible -= {"cuda", "triton"}
+            if self._scalars is not None and self._scalars.inputs.fc31_input_scale.numel() > 1:
+                eligible.discard("grouped")  # quantizes a token once for all experts
             with machine.float32_default():
                 errors = self.dispatch.load(self.geometry, views, w1.device, self._first_expert, eligible)
             schedule = self.dispatch.schedule
@@ -236,13 +253,14 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         if bool((here == here[0] + neighbors).all() and (expert_map[here] == neighbors).all()):
             self._first_expert = int(here[0])
         else:
-            self._local = torch.nn.functional.pad(expert_map.to(torch.int32), (1, 1), value=-1)
+            # vLLM makes this object anew at each load, and captured graphs read the table that the first one had.
+            ids, device = (-1, *expert_map.tolist(), -1), expert_map.device
+            table = functools.partial(torch.tensor, ids, dtype=torch.int32, device=device)
+            self._local = constants.kept(("local ids", ids, device), table, device)
 
     def _measure(self, x: torch.Tensor, theirs: Callable[..., None] | None) -> None:
         """Measure the crossover once per geometry, at the first eager call. An error costs the measurement."""
-        if not timing.possible(x.device):
-            self.measured = True
-        elif not torch.cuda.is_current_stream_capturing() and self.dispatch.should_measure():
+        if timing.possible(x.device) and not torch.cuda.is_current_stream_capturing():
             with self.dispatch.measuring():
                 for family, reason in self.dispatch.plan_waiting().items():
                     log.once(f"{family} does not serve {self.geometry}: {reason}")
@@ -250,7 +268,6 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
                     self.dispatch.judge_host(self._host_path(theirs))
                 paths = functools.partial(self._paths, theirs)
                 self.dispatch.measure(x.device, paths, self._sample_routes, f"vLLM {facts.version()}")
-            self.measured = not self.dispatch.should_measure()
 
     def _host_path(self, theirs: Callable[..., None]) -> HostPath:
         # The ids of this rank's experts are local ones if these are not neighbors. vLLM takes global ones: -1 comes last.
@@ -261,7 +278,8 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             theirs(call.x, ids if places is None else places[ids].to(ids.dtype), call.router_weights, out)
             return out
 
-        return HostPath(run, "vLLM", facts.version(), f"experts in {self.slot.backend}")
+        seen = replace(self.dispatch.schedule.kernels[0].weights, fc1_alpha=self.g1_alphas)  # one for gate and up
+        return HostPath(run, "vLLM", facts.version(), f"experts in {self.slot.backend}", seen)
 
     def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
         host = None if theirs is None else TimedPath([self._host_path(theirs).run])

@@ -30,6 +30,8 @@ class ReboundName:
     source: str
     keys: tuple[str, str | None] = ("", None)
     """Weight and activation key of a call that does not name them."""
+    chooses: bool = True
+    """It returns (backend, experts class). Else it is only watched, and later versions may take more parameters."""
 
 
 MXFP8_KEYS = ("kMxfp8Static", "kMxfp8Dynamic")
@@ -37,6 +39,7 @@ MXFP8_KEYS = ("kMxfp8Static", "kMxfp8Dynamic")
 MXFP4_KEYS = ("kMxfp4Static", None)
 """The same of 16-bit activations (oracle/mxfp4.py, ``_backend_activation_key``)."""
 _MXFP4 = f"{FUSED_MOE}.oracle.mxfp4"
+_CONVERT = "nvfp4_backend layer w13 w13_scale w13_scale_2 a13_scale w2 w2_scale w2_scale_2 a2_scale is_act_and_mul"
 _BY_NAME = "fused_moe/oracle/mxfp4.py; by name in mxfp4, online/mxfp4, quark_moe, inc_mxfp4_moe"
 REBOUND = (
     ReboundName(
@@ -56,8 +59,16 @@ REBOUND = (
     ),
     ReboundName(_MXFP4, "select_mxfp4_moe_backend", ("config", "activation_key"), "As MXFP8's: gpt-oss.", _BY_NAME, MXFP4_KEYS),
     ReboundName(_MXFP4, "select_deepseek_v4_mxfp4_moe_backend", ("config",), "The same: others.", _BY_NAME, MXFP4_KEYS),
+    ReboundName(
+        f"{FUSED_MOE}.oracle.nvfp4",
+        "convert_to_nvfp4_moe_kernel_format",
+        tuple(_CONVERT.split()),
+        "Its caller has taken gate's weight_scale_2 for both halves; while it runs the layer has both.",
+        "fused_moe/oracle/nvfp4.py; by name as the choice of NVFP4",
+        chooses=False,
+    ),
 )
-"""All are rebound, or none. They return (backend, experts class); the backend also picks how weights are converted."""
+"""All are rebound, or none. The backend that is chosen also picks how weights are converted."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,8 @@ def _differences() -> Iterator[str]:
         yield f"FusedMoEConfig has no {', '.join(absent)}"
     for rebound in REBOUND:
         function = getattr(importlib.import_module(rebound.module), rebound.name, None)
-        if function is None or _parameters(function) != rebound.parameters:
+        count = None if rebound.chooses else len(rebound.parameters)
+        if function is None or _parameters(function)[:count] != rebound.parameters:
             yield f"{rebound.module} has no {rebound.name}({', '.join(rebound.parameters)})"
     for slot in SLOTS:
         if not hasattr(getattr(importlib.import_module(f"{FUSED_MOE}.oracle.{slot.oracle}"), slot.enum), slot.backend):

@@ -145,16 +145,17 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
     else:
         one = torch.ones_like(tensors.alphas[0])
         first, second = gscales or (one, one)
-        layer.w13_weight_scale_2, layer.w2_weight_scale_2 = (
-            alpha * g for alpha, g in zip(tensors.alphas, (first, second), strict=True)
-        )
+        scale_2 = [alpha * g for alpha, g in zip(tensors.alphas, (first, second), strict=True)]
+        layer.w13_weight_scale_2 = scale_2[0].view(-1, 1).expand(-1, 2 if geometry.gated else 1)
+        weights.record_halves(layer)
+        layer.w13_weight_scale_2, layer.w2_weight_scale_2 = scale_2
         layer.w13_input_scale, layer.w2_input_scale = 1 / first, 1 / second
         scales |= {"g1_alphas": layer.w13_weight_scale_2, "g2_alphas": layer.w2_weight_scale_2}
         quant = FusedMoEQuantConfig.make("nvfp4", a1_gscale=first, a2_gscale=second, **scales)
     experts = experts_class(config, quant)
-    experts.measured = True  # not here
     experts.process_weights_after_loading(layer)
     experts.load(tensors.w1, tensors.w2, None)
+    experts.dispatch.decided = True  # nothing is measured here
     x = torch.ones(1, geometry.hidden_size, dtype=geometry.dtype, device=device)
     ids = torch.arange(geometry.top_k, dtype=torch.int32, device=device).unsqueeze(0)
     out, ones = torch.empty_like(x), torch.ones_like(ids, dtype=torch.float32)

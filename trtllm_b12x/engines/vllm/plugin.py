@@ -54,7 +54,7 @@ def install(sm: int | None = None) -> None:
     found = {}
     for name in facts.REBOUND:
         original = getattr(importlib.import_module(name.module), name.name)
-        found[name.name] = original, _wrapped(original, name.keys)
+        found[name.name] = original, _wrapped(original, name.keys) if name.chooses else _recording(original)
     _rebound.update(found)
     for original, ours in found.values():
         _replace(original, ours)
@@ -89,6 +89,20 @@ def _wrapped(original: Callable[..., Any], unnamed: tuple[str, str | None]) -> C
         return theirs
 
     return select
+
+
+def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        with _vllm_keeps("one scale for gate and up after an error of ours"):
+            from . import weights
+
+            weights.record_halves(signature.bind(*args, **kwargs).arguments["layer"])
+        return original(*args, **kwargs)
+
+    return convert
 
 
 def choose(theirs: Any, config: Any, weight_key: Any, activation_key: Any) -> Any:

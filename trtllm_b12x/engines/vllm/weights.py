@@ -12,7 +12,7 @@ from trtllm_b12x.formats import ROWS, constants
 from trtllm_b12x.formats.catalog import WEIGHTS
 from trtllm_b12x.formats.geometry import Geometry
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights, W4A16NVFP4Weights
-from trtllm_b12x.formats.weights import Epilogue, Weights
+from trtllm_b12x.formats.weights import Epilogue, Weights, tensors_of
 
 _TYPICAL = 672.0
 """Reciprocal of an input scale for activations of about 1: a quarter of the calibrated range, 6 * 448."""
@@ -38,38 +38,82 @@ class Tensors:
         return tuple(map(torch.Tensor.data_ptr, tensors))
 
 
-def view(t: Tensors, geometry: Geometry, inputs: InputScales | None, swiglu: tuple[float, float, float] | None) -> Weights:
-    """Return the weights of a layer on vLLM's own storage.
+@dataclass(frozen=True)
+class Scalars:
+    """The scalars of an NVFP4 layer that are ours, on vLLM's layer. Every load writes them in place: captured graphs read them.
 
-    ``inputs`` are the scales that NVFP4's alphas contain the reciprocals of, ``swiglu`` alpha, beta and limit.
+    They are no buffers, which vLLM's reload would replace and count among what it waits for, and never write
+    (model_loader/reload/layerwise.py).
     """
+
+    inputs: InputScales
+    """The scales that alphas contain the reciprocals of: 1 if vLLM has put none there."""
+    fc1_half_alphas: torch.Tensor | None
+    """``(2, E)`` float32, FC1's alphas of up and gate. None if vLLM's own alpha holds for both."""
+    fc1_alpha: torch.Tensor | None
+    """``(E,)``, the larger of the two."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*tensors_of(self.inputs).values(), *tensors_of(self).values()]
+
+
+def view(t: Tensors, geometry: Geometry, scalars: Scalars | None, swiglu: tuple[float, float, float] | None) -> Weights:
+    """Return the weights of a layer on vLLM's own storage. ``swiglu`` has alpha, beta and limit."""
     fields: dict[str, Any] = {}
     if t.alphas is not None:
-        assert inputs is not None
+        assert scalars is not None
+        inputs = scalars.inputs
         fields |= {"fc1_alpha": t.alphas[0], "fc2_alpha": t.alphas[1], "input_scales": inputs}
         fields |= {"fc1_divisor": inputs.fc1_divisor, "fc2_divisor": inputs.fc2_divisor}
+        fields["fc1_half_alphas"] = scalars.fc1_half_alphas
     values = (constants.filled(value, (geometry.num_experts,), t.w1.device) for value in swiglu or ())
     epilogue = Epilogue(*(t.biases or (None, None)), *values)
     return WEIGHTS[geometry.format].on_storage((t.w1, t.w2), t.scales, geometry.layout, **fields, epilogue=epilogue)
 
 
-def input_scales(holder: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None, like: torch.Tensor) -> InputScales:
-    """Return the input scales that the alphas contain the reciprocals of: 1 if vLLM has put none there.
+def record_halves(layer: Any) -> None:
+    """Keep ``weight_scale_2`` of up and gate, ``(2, E)``, for ``scalars``. vLLM goes on with gate's for both.
 
-    A captured graph reads them. They are kept on vLLM's layer (``holder``), and a reload writes them in place.
+    ModelOpt and Quark have both in ``w13_weight_scale_2``, compressed-tensors their reciprocals in another parameter. After the
+    conversion there is one column, as of weights that vLLM quantizes itself.
+    """
+    for name, power in (("w13_weight_scale_2", 1), ("w13_weight_global_scale", -1)):
+        both = getattr(layer, name, None)
+        if both is not None and both.shape[1:] == (2,):
+            layer.trtllm_b12x_halves = torch.stack(both.detach().float().pow(power).unbind(1)[::-1])
+
+
+def scalars(layer: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None, like: torch.Tensor, shared: bool) -> Scalars:
+    """Write the layer's scalars and return them.
+
+    Their shapes depend on no value, since graphs that are captured on dummy weights read them with others later.
+
+    Args:
+        gscales: input scales of FC1 and FC2 that the alphas contain, if any.
+        like: an alpha.
+        shared: FC1's are equal, so that kernels may quantize a token once for all experts.
     """
     ones = torch.ones_like(like, dtype=torch.float32)
-    first, second = (ones[:1], ones) if gscales is None else (g.detach().float().expand_as(like) for g in gscales)
-    if bool((first == first[0]).all()):
-        first = first[:1]  # one for all experts: a token is quantized once
-    kept: InputScales | None = getattr(holder, "trtllm_b12x_input_scales", None)
-    if kept is None or kept.fc31_input_scale.shape != first.shape or kept.fc1_divisor.device != like.device:
-        kept = InputScales(first.clone(), second.clone(), ones.clone(), ones.clone())
-        holder.trtllm_b12x_input_scales = kept
-    kept.fc31_input_scale.copy_(first)
-    kept.fc2_input_scale.copy_(second)
-    kept.derive()
+    first, second = (ones, ones) if gscales is None else (g.detach().float().expand_as(like) for g in gscales)
+    halves: torch.Tensor | None = getattr(layer, "trtllm_b12x_halves", None)
+    halves = None if halves is None else halves / first
+    inputs = InputScales((first[:1] if shared else first).clone(), second.clone(), ones.clone(), ones.clone())
+    inputs.derive()
+    new = Scalars(inputs, halves, None if halves is None else halves.amax(0))
+    kept: Scalars = vars(layer).setdefault("trtllm_b12x_scalars", new)
+    if [(t.shape, t.device) for t in kept.tensors()] != [(t.shape, t.device) for t in new.tensors()]:
+        kept = layer.trtllm_b12x_scalars = new
+    for old, value in zip(kept.tensors(), new.tensors(), strict=True):
+        old.copy_(value)
     return kept
+
+
+def scale_ratio(scalars: Scalars) -> float:
+    """Return the largest ratio of gate's and up's scales in an expert."""
+    if scalars.fc1_half_alphas is None:
+        return 1.0
+    larger, smaller = scalars.fc1_half_alphas.amax(0), scalars.fc1_half_alphas.amin(0)
+    return float(torch.where(smaller > 0, larger / smaller, 1.0).max())
 
 
 def draw(geometry: Geometry, device: torch.device) -> tuple[Tensors, tuple[torch.Tensor, torch.Tensor] | None]:
