@@ -136,7 +136,8 @@ def ensure_measured(
         policy = _policies.get(now)
         final = policy is not None or not torch.cuda.is_current_stream_capturing()
         if policy is None and final:
-            _policies[now] = default_policy()  # stays if the measurement fails: the geometry's other layers do not try
+            # Stays if the measurement fails: the geometry's other layers do not try.
+            _policies[now] = _policies.get(before) or default_policy()
             policy = _policies[now] = _policy(schedule, device, stage == TUNED, paths, sample_routes, host)
             _log(Schedule(schedule.families, policy))
         policy = policy or _policies.get(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import sys
 from pathlib import Path
 
 from trtllm_b12x.decision import EXPERT_PARALLEL_FLASHINFER, Environment, version_tuple
@@ -33,6 +34,16 @@ def inspect_flashinfer() -> Environment:
         # The static kernel of newer releases keeps groups of 256 columns.
         tile=256 if "_STATIC_RETAINED_GROUP_N" in dispatch else 128,
     )
+
+
+def autotuner() -> tuple[bool, bool]:
+    """Return whether FlashInfer's autotuner is at work in this process, and whether it has what an earlier process chose.
+
+    Import nothing. vLLM 0.33 loads a file of choices instead of tuning if every rank has one (warmup/kernel_warmup.py).
+    """
+    kind = getattr(sys.modules.get("flashinfer.autotuner"), "AutoTuner", None)
+    tuner = None if kind is None else kind.get()
+    return bool(getattr(tuner, "is_tuning_mode", False)), bool(getattr(tuner, "_file_configs", ()))
 
 
 def distribution_of(init: Path) -> packages.Distribution | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -430,6 +432,42 @@ def test_experts_that_take_gates_scale_for_both_are_not_judged_wrong(
         assert layers.distance(layers.call(method, layer, *call), experts.expected(*call)) < 0.2
     assert theirs.counts[-1] == 300
     assert "wrongly" not in caplog.text
+
+
+@pytest.mark.parametrize("chosen_by", ["this process", "an earlier one"])
+def test_vllms_experts_are_measured_and_judged_again_once_flashinfer_is_tuned(
+    chosen_by: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """vLLM tunes after its profile run, and captures later. The tactic that is chosen here is wrong."""
+    autotuner = pytest.importorskip("flashinfer.autotuner")
+    tuner = autotuner.AutoTuner.get()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config, experts = layers.config_of(*SIZES), layers.random_experts("NVFP4", SIZES[0], *SIZES[2:])
+    method, layer = layers.loaded("NVFP4", config, experts)
+
+    def error(tokens: int) -> float:
+        call = layers.routes(config, tokens)
+        return layers.distance(layers.call(method, layer, *call), experts.expected(*call))
+
+    theirs = Theirs(method, monkeypatch)
+    with standing_in(Clock(lambda name, tokens: (1.0 if tokens > 100 else 3.0) if name == HOST else 2.0)) as clock:
+        assert error(200) < 0.2  # in the profile run
+        assert error(200) < 0.2
+        assert len(clock.asked) == 1
+        if chosen_by == "this process":
+            with autotuner.autotune():
+                theirs.counts.clear()
+                error(5)
+                assert theirs.counts == [5]  # it must see every count
+        else:
+            monkeypatch.setattr(tuner, "_file_configs", {"a call": ("a runner", 0)})  # of ``load_configs``
+        theirs.factor = 1.5
+        assert error(200) < 0.2
+        assert error(200) < 0.2
+        assert len(clock.asked) == 2
+    assert "wrongly" in caplog.text
+    tables = [json.loads(file.read_text()) for file in tmp_path.rglob("crossover-*.json")]
+    assert sorted(table["paths"]["tuned"] for table in tables) == [False, True]
 
 
 ITSELF = (

@@ -21,6 +21,7 @@ from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.host_check import HostPath
 from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.timing import TimedPath
+from trtllm_b12x.environment.flashinfer import autotuner
 from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import MoECall, first_line
 
@@ -176,7 +177,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
         own, served = self._own, False
         try:
-            served = not self.fault and self.call(call, *tensors, theirs)
+            served = not self.fault and not _is_tuning() and self.call(call, *tensors, theirs)
         except Exception as error:
             self.fault = first_line(error)
             log.once(f"vLLM's own {self.slot.backend} serves {self.geometry} after an error of ours: {self.fault}")
@@ -259,7 +260,10 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self._local = constants.kept(("local ids", ids, device), table, device)
 
     def _measure(self, x: torch.Tensor, theirs: Callable[..., None] | None) -> None:
-        """Measure the crossover once per geometry, at the first eager call. An error costs the measurement."""
+        """Measure the crossover once per geometry, at the first eager call, and again once FlashInfer is tuned.
+
+        vLLM tunes it after the profile run, and makes eager calls before it captures. An error costs the measurement.
+        """
         if timing.possible(x.device) and not torch.cuda.is_current_stream_capturing():
             with self.dispatch.measuring():
                 for family, reason in self.dispatch.plan_waiting().items():
@@ -289,6 +293,14 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         logits = timing.router_logits(self.geometry, tokens, seed, skewed).to(machine.device_of(self.moe_config))
         values, ids = logits.topk(self.geometry.top_k, dim=1)
         return ids.to(torch.int32), values.softmax(1)
+
+
+def _is_tuning() -> bool:
+    """Return whether FlashInfer's autotuner is at work: it must see vLLM's own experts at every count."""
+    tuning, loaded = autotuner()
+    if tuning or loaded:
+        crossover.tuning()
+    return tuning
 
 
 def named_keys(names: tuple[str, str | None]) -> tuple[Any, Any]:
