@@ -59,52 +59,76 @@ def write(file: Path, text: str) -> None:
 
 
 def print_line(text: str, err: bool = False) -> None:
-    """Print a line of plain text. While a progress bar is shown, rich puts the line above the bar."""
+    """Print a line of plain text. While a progress bar is shown, rich replaces the streams and puts the line above the bar."""
     stream = sys.stderr if err else sys.stdout
-    print(plain(text).encode(stream.encoding, "backslashreplace").decode(stream.encoding), file=stream, flush=True)
+    if stream is not None:  # closed before the start
+        print(plain(text), file=stream, flush=True)
 
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on standard error, if that is a terminal. Yield a function that sets the done and the total number."""
+    """Show a progress bar on standard error, if that is a terminal. Yield a function that sets the done and the total number.
+
+    Inside, Ctrl-C raises KeyboardInterrupt.
+    """
     from rich import progress
     from rich.console import Console
 
-    console = Console(stderr=True)
-    columns = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
+    console = Console(stderr=True, soft_wrap=True)  # the terminal wraps lines: rich would break them between words
+    shown = sys.stderr is not None and sys.stderr.isatty() and console.is_interactive  # TERM=dumb has no bar
     bar = progress.Progress(
-        *columns,
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=not shown,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),
+        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
     )
     task = bar.add_task(description, total=None)
-    with bar:
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+    with _interruptible() as raise_if_pressed:
+
+        def set_progress(done: int, total: int) -> None:
+            raise_if_pressed()
+            bar.update(task, completed=done, total=total)
+
+        try:
+            bar.start()
+            yield set_progress
+        finally:
+            if shown:  # elsewhere rich prints an empty line; also after an interrupted start, which hides the cursor
+                bar.stop()
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt for an error that Ctrl-C caused: torch's C code turns an interrupt into a ValueError."""
-    default, pressed = signal.default_int_handler, False
-    if signal.getsignal(signal.SIGINT) is not default:  # jobs of a shell may ignore it
-        yield
-        return
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Raise KeyboardInterrupt at Ctrl-C, even if other code drops it or turns it into an error: torch's C code into a ValueError.
+
+    Yield a function that raises it if Ctrl-C was pressed.
+    """
+    handler, pressed = signal.getsignal(signal.SIGINT), False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
         pressed = True
-        default(number, frame)
+        raise KeyboardInterrupt
 
+    def raise_if_pressed() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    if not callable(handler):  # jobs of a shell may ignore it
+        yield raise_if_pressed
+        return
     signal.signal(signal.SIGINT, on_signal)
     try:
-        yield
-    except (ValueError, RuntimeError) as error:
+        yield raise_if_pressed
+        raise_if_pressed()
+    except Exception as error:
         if pressed:
             raise KeyboardInterrupt from error
         raise
     finally:
-        signal.signal(signal.SIGINT, default)
+        signal.signal(signal.SIGINT, handler)

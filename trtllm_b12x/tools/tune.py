@@ -80,6 +80,7 @@ def _tune(shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, json_fi
             try:
                 table, lines = _measure(name, shape, ranks, copy)
             except Exception as error:  # from the host, torch or the driver: the other geometries may still work
+                set_progress(number, len(shapes))  # raises if Ctrl-C caused the error
                 reason = error if isinstance(error, build_layer.NothingToMeasureError) else first_line(error)
                 print_line(f"error: {name}: {reason}", err=True)
                 continue

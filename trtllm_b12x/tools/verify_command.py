@@ -22,7 +22,7 @@ from trtllm_b12x.decision.families import FAMILIES
 from trtllm_b12x.dispatch.schedule import default_crossover
 
 from .options import Ranks
-from .progress import UnusableError, expect_writable, interruptible, is_replaceable, plain, print_line, progress_bar, write
+from .progress import UnusableError, expect_writable, is_replaceable, plain, print_line, progress_bar, write
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, MoELayer
@@ -166,9 +166,9 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
         print_line(text, err=str(json_file) == "-")
 
     _write_report(json_file, head, reports, errors, "running")
-    name_width = max(len(plain(layer.name)) for layer in chosen)
+    name_width, verified = max(len(plain(layer.name)) for layer in chosen), 0
     try:
-        with progress_bar("verifying layers") as set_progress, interruptible():
+        with progress_bar("verifying layers") as set_progress:
             for done, layer in enumerate(chosen):
                 set_progress(done, len(chosen))
                 try:
@@ -177,7 +177,9 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
                         reports.append(report)  # before its line: an interrupt loses nothing that was shown
                         for text in (*title, *_lines(report, name_width)):
                             line(text)
+                    verified += 1
                 except (UnusableError, MemoryError, OutOfMemoryError) as error:  # the other layers may still be verified
+                    set_progress(done, len(chosen))  # raises if Ctrl-C caused the error
                     no_memory = f"{device}: out of memory; choose --device cpu or smaller --tokens"
                     errors[layer.name] = str(error) if isinstance(error, UnusableError) else no_memory
                     print_line(f"error: {errors[layer.name]}", err=True)
@@ -190,7 +192,7 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
                 line(f"warning: {remark}")
             line(_summary(reports, errors, status, len(source.layers)))
     except KeyboardInterrupt:
-        line(f"interrupted: {len(reports)} of {len(chosen)} layers were verified")
+        line(f"interrupted: {verified} of {len(chosen)} layers were verified")
         status = "interrupted"
     _write_report(json_file, head, reports, errors, status)
     return _EXIT_STATUS[status]
