@@ -1,15 +1,29 @@
-"""Set up the logger ``trtllm_b12x`` and log some messages only once per process."""
+"""Set up our logger, ``trtllm_b12x`` or a child of an engine's, and log some messages only once per process."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Hashable
 
 from trtllm_b12x.core.errors import say
 
 from . import locks, process, settings
 
-logger = logging.getLogger("trtllm_b12x")
+
+class _Logger(logging.LoggerAdapter):
+    """Logger that an engine can replace by a child of its own. ``level``: of that child, 0 for the engine's."""
+
+    level = logging.NOTSET
+
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802
+        if self.level:  # again each time: logging.config.dictConfig resets the children of the loggers that it names
+            self.logger.setLevel(self.level)
+        return super().isEnabledFor(level)
+
+
+_own = logging.getLogger("trtllm_b12x")
+logger = _Logger(_own, None)
 _said: set[Hashable] = set()
 _lock = locks.new()
 process.kept(_said.clear)
@@ -37,14 +51,22 @@ class _WhereNobodyListens(logging.Handler):
         self.setFormatter(logging.Formatter("[trtllm_b12x] [%(levelname)s] %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers and logger.handlers == [self]:
+        if not logging.getLogger().handlers and _own.handlers == [self]:
             say(self.format(record))
 
 
-def configure() -> None:
-    """Set the level from ``TRTLLM_B12X_LOG``, add the fallback handler, and warn about each invalid ``TRTLLM_B12X*`` variable."""
-    logger.setLevel(settings.LOG())
-    if not any(isinstance(handler, _WhereNobodyListens) for handler in logger.handlers):
-        logger.addHandler(_WhereNobodyListens())
+def configure(name: str = "") -> None:
+    """Set the level from ``TRTLLM_B12X_LOG``, and warn about each invalid ``TRTLLM_B12X*`` variable.
+
+    ``name`` is a child of an engine's logger, whose handlers and, without the variable, level apply. The child is not disabled
+    with the other loggers that a ``dictConfig`` does not name. Without ``name`` a fallback handler is added.
+    """
+    if name:
+        logger.logger = logging.getLogger(name)
+        logger.level = logging.getLevelName(settings.LOG()) if os.environ.get(settings.LOG.name) else logging.NOTSET
+    else:
+        _own.setLevel(settings.LOG())
+        if not any(isinstance(handler, _WhereNobodyListens) for handler in _own.handlers):
+            _own.addHandler(_WhereNobodyListens())
     for complaint in settings.complaints():
         logger.warning(complaint)

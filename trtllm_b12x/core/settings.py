@@ -105,7 +105,9 @@ W4A4_PREFILL = Switch(
     "1 serves W4A16_NVFP4 experts as NVFP4: CUTLASS prefills them with activations in FP4, which changes numbers; it needs "
     "input scales in the checkpoint",
 )
-LOG = Switch(f"{_PREFIX}_LOG", _level, "INFO", LEVELS, "level of the logger trtllm_b12x")
+LOG = Switch(
+    f"{_PREFIX}_LOG", _level, "INFO", LEVELS, "level of the logger trtllm_b12x; in vLLM of vllm.trtllm_b12x, by default vLLM's"
+)
 
 SWITCHES = (ENABLED, CROSSOVER, FREEZE, KERNELS, W4A4_PREFILL, LOG)
 

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import logging
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +22,7 @@ from tests import faults, forks
 from tests.allocations import Allocations
 from tests.clock import Clock, standing_in
 from tests.integration.vllm import layers, whole
-from trtllm_b12x.core import process, settings
+from trtllm_b12x.core import log, process, settings
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.vllm import facts, machine, plugin, problem
 from trtllm_b12x.formats import constants
@@ -326,6 +328,64 @@ def test_a_named_backend_is_kept_and_one_line_names_the_flag(caplog: pytest.LogC
     assert "drop" not in caplog.text
 
 
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that call the entry point: they log as a child of vLLM's logger, whose records pytest does not see otherwise."""
+    monkeypatch.setattr(log.logger, "logger", log.logger.logger)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
+LOGGED = """
+import sys
+from vllm.logger import _configure_vllm_root_logger as configure, init_logger
+from trtllm_b12x.core import log
+from trtllm_b12x.engines.vllm import plugin
+if sys.argv[1] == "vLLM first":
+    configure()
+plugin.register()
+if sys.argv[1] == "plugin first":  # in an engine of this process, or forked from it
+    configure()
+init_logger("vllm.theirs").info("theirs")
+log.once("ours", 20)
+log.once("a warning")
+"""
+JSON_LINES: dict[str, Any] = {
+    "version": 1,
+    "formatters": {"json": {"format": '{"logger": "%(name)s", "message": "%(message)s"}'}},
+    "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "json", "stream": "ext://sys.stderr"}},
+    "loggers": {"vllm": {"handlers": ["console"], "level": "INFO", "propagate": False}},
+}
+"""As vLLM's documentation has it, without ``disable_existing_loggers``."""
+
+
+@pytest.mark.parametrize(
+    ("order", "with_file", "variables", "expected"),
+    [
+        ("plugin first", True, {}, ["theirs", "ours", "a warning"]),
+        ("vLLM first", True, {}, ["theirs", "ours", "a warning"]),
+        ("plugin first", True, {"TRTLLM_B12X_LOG": "WARNING"}, ["theirs", "a warning"]),
+        ("vLLM first", False, {"VLLM_LOGGING_LEVEL": "ERROR"}, []),
+    ],
+)
+def test_lines_are_vllms(order: str, with_file: bool, variables: dict[str, str], expected: list[str], tmp_path: Path) -> None:
+    """They have vLLM's handlers, format and level, whichever of both is set up first."""
+    file = tmp_path / "logging.json"
+    file.write_text(json.dumps(JSON_LINES))
+    environment = {
+        **os.environ,
+        "TRTLLM_B12X": "0",
+        **variables,
+        **({"VLLM_LOGGING_CONFIG_PATH": str(file)} if with_file else {}),
+    }
+    command = [sys.executable, "-c", LOGGED, order]
+    lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr.splitlines()
+    names = {"theirs": "vllm.theirs"}
+    records = [{"logger": names.get(message, "vllm.trtllm_b12x"), "message": message} for message in expected]
+    found = [line for line in lines if any(message in line for message in ("theirs", "ours", "a warning"))]
+    assert [json.loads(line) for line in found] == records
+
+
+@pytest.mark.usefixtures("registered")
 def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.uninstall()
     monkeypatch.setenv(settings.ENABLED.name, "0")
@@ -333,6 +393,7 @@ def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen("MXFP8")[0] == "MARLIN"
 
 
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(("fact", "value"), [("APPLY", ("self",)), ("ABSTRACT", ()), ("CONFIG", ("no_such_field",))])
 def test_an_unknown_vllm_is_left_alone_with_one_line(
     fact: str, value: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -342,7 +403,7 @@ def test_an_unknown_vllm_is_left_alone_with_one_line(
     monkeypatch.setattr(facts, fact, value)
     plugin.register()
     assert chosen("MXFP8")[0] == "MARLIN"
-    (line,) = (record.getMessage() for record in caplog.records if record.name == "trtllm_b12x")
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "vllm.trtllm_b12x")
     assert facts.version() in line
     assert "no adapter" in line
 

@@ -34,7 +34,7 @@ def _vllm_keeps(what: str, level: int = logging.WARNING) -> Iterator[None]:
 def register() -> None:
     """Start in a process of vLLM, which calls this entry point of ``vllm.general_plugins`` before it builds a model."""
     with _vllm_keeps("all its experts", logging.INFO):
-        log.configure()
+        log.configure("vllm.trtllm_b12x")
         if settings.ENABLED():
             install()
 
