@@ -126,6 +126,8 @@ def test_it_is_a_bug_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     (tmp_path / "trtllm_b12x").mkdir()
     (tmp_path / ".cache/flashinfer").mkdir(parents=True)
     (tmp_path / ".cache/flashinfer/kernel.so").write_bytes(bytes(2_500_000))
+    monkeypatch.setenv("VLLM_PLUGINS", "trtllm_b12x")
+    monkeypatch.setenv("VLLM_API_KEY", "of nobody else")
     facts = dataclasses.replace(GOOD, payload_file="/somewhere/cutlass/__init__.py", payload_kept=True, dsl_wheels=("pytest",))
     told = dict(report(monkeypatch, facts)["facts"][::-1])
     assert {"trtllm-b12x", "Python", "torch", "TensorRT-LLM", "GPU", "driver", "toolkit", "FlashInfer", "CuTe DSL"} <= set(told)
@@ -135,6 +137,20 @@ def test_it_is_a_bug_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     output = run(monkeypatch, facts).output
     assert f"pytest {pytest.__version__}" in output
     assert "flashinfer: 2.5 MB" in output
+    assert "variable      VLLM_PLUGINS=trtllm_b12x" in output.splitlines()
+    assert "variable      TRTLLM_B12X_KERNELS=b12x" in output.splitlines()
+    assert "of nobody else" not in output
+
+
+def test_the_commit_that_was_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "trtllm_b12x-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: trtllm-b12x\nVersion: 0.1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    version = f"trtllm-b12x   {trtllm_b12x.__version__}"
+    assert run(monkeypatch, GOOD).output.splitlines()[0] == version  # of a wheel
+    (folder / "direct_url.json").write_text('{"url": "https://host/r.git", "vcs_info": {"vcs": "git", "commit_id": "0af1"}}')
+    assert run(monkeypatch, GOOD).output.splitlines()[0] == f"{version}, commit 0af1"
 
 
 def test_without_torch() -> None:

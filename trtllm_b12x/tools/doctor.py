@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -221,6 +222,8 @@ def _hook_problem(e: Environment) -> str:
 # ---- facts, without importing torch, FlashInfer or the CuTe DSL ---------------------------------------------------------------
 
 _NO_HOST = "not installed (the embedded host stands in)"
+_VARIABLES = re.compile("TRTLLM_B12X|VLLM_(PLUGINS|USE_|.*(LOGGING|MOE|FP4|FP8|FLASHINFER|MARLIN|COMPILE))")
+"""Names of variables that belong into a bug report. Keys and tokens of vLLM do not."""
 _HOSTS = {"none": _NO_HOST, "unsupported": "an unknown version", "installed": "not looked at"}
 
 
@@ -234,7 +237,7 @@ def _facts(e: Environment, target: str | None, driver: tuple[int, int] | None) -
     host_version = _versions("tensorrt_llm").partition(" ")[2]
     recognized = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
     return [
-        ("trtllm-b12x", __version__),
+        ("trtllm-b12x", __version__ + _commit()),
         ("Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}"),
         ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
         ("TensorRT-LLM", f"{host_version}, {recognized}" if host_version else recognized),
@@ -251,7 +254,16 @@ def _facts(e: Environment, target: str | None, driver: tuple[int, int] | None) -
         *(("libcuda", line) for line in [machine.triton.libcuda()] if e.sm and target is None),
         *(("cache", line) for line in _caches()),
         *((name, line) for name, line in zip(itertools.chain(["paths"], itertools.repeat("")), _paths(), strict=False)),
+        *(("variable", f"{name}={value}") for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)),
     ]
+
+
+def _commit() -> str:
+    """Return the commit that pip installed the package from, if it was one (PEP 610)."""
+    for distribution in packages.installed(["trtllm-b12x"]).values():
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return f", commit {json.loads(distribution.read_text('direct_url.json') or '')['vcs_info']['commit_id']}"
+    return ""
 
 
 def _versions(*names: str) -> str:

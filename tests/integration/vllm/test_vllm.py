@@ -606,6 +606,20 @@ def test_doctor_says_what_the_oracles_would_answer() -> None:
     assert all("SM: the GPU is SM90" in line for line in list(vllm_lines(Environment(sm=90)))[1:])
 
 
+@pytest.mark.parametrize("plugins", ["lora_filesystem_resolver", "", "a, trtllm_b12x", "a,trtllm_b12x"])
+def test_doctor_says_that_vllm_loads_other_plugins_alone(plugins: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.plugins import load_plugins_by_group
+
+    from trtllm_b12x.decision import Environment
+    from trtllm_b12x.engines.vllm.report import vllm_lines
+
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    loaded = "trtllm_b12x" in load_plugins_by_group("vllm.general_plugins")
+    first = next(iter(vllm_lines(Environment(sm=120))))
+    assert first.endswith("recognized") is loaded
+    assert (f"loads only VLLM_PLUGINS={plugins}: add trtllm_b12x to it" in first) is not loaded
+
+
 @pytest.fixture(scope="module")
 def one_rank(pretended: None) -> Iterator[None]:
     with whole.one_rank():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 
@@ -17,6 +18,10 @@ from . import facts
 def vllm_lines(e: Environment) -> Iterator[str]:
     """Yield lines on the installed vLLM, which is imported; none without one. Its output goes to standard error."""
     if not facts.version():
+        return
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "trtllm_b12x" not in plugins.split(","):  # vLLM strips no spaces
+        yield f"{facts.version()}, loads only VLLM_PLUGINS={plugins}: add trtllm_b12x to it, or unset it"
         return
     with contextlib.redirect_stdout(sys.stderr):
         try:
