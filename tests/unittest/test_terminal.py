@@ -80,9 +80,9 @@ def test_a_table_that_is_measured(tmp_path: Path) -> None:
 def test_kernels_that_are_compiled(tmp_path: Path) -> None:
     command = *PROGRAM, "warmup", *SIZES, "--target", "sm_120a", "--card", "170", "--jobs", "1"
     cache = str(tmp_path)
-    screen = terminal.run(*command, interrupt_at="1/", XDG_CACHE_HOME=cache, TRTLLM_B12X_KERNELS="cuda")
+    screen = terminal.run(*command, columns=40, interrupt_at="1/", TRITON_CACHE_DIR=cache, TRTLLM_B12X_KERNELS="cuda")
     assert (screen.status, screen.lines) == (130, ["interrupted", ""])
-    screen = terminal.run(*command, columns=40, XDG_CACHE_HOME=cache, TRTLLM_B12X_KERNELS="cuda")
+    screen = terminal.run(*command, columns=40, TRITON_CACHE_DIR=cache, TRTLLM_B12X_KERNELS="cuda")
     assert screen.status == 0, screen.lines
     assert screen.lines[0] == "1 geometry: 8 experts, top 2, 128 x 256"
     assert "kernels for sm_120a" in screen.written
@@ -124,7 +124,7 @@ def test_ctrl_c_at_work(tmp_path: Path) -> None:
     layers = [random_experts(2, 128, 16)] * 150  # Ctrl-C must find it at work, however busy the machine
     file, model = tmp_path / "r.json", write_checkpoint(tmp_path / "model", layers, top_k=1)
     command = *PROGRAM, "verify", str(model), "--tokens", "1", "--json", str(file)
-    screen = terminal.run(*command, interrupt_at="layers.1.mlp  ", TRTLLM_B12X_KERNELS="b12x,triton")
+    screen = terminal.run(*command, columns=60, interrupt_at="layers.1.mlp  ", TRTLLM_B12X_KERNELS="b12x,triton")
     assert screen.status == 130
     found = json.loads(file.read_text())
     assert found["status"] == "interrupted"
@@ -134,5 +134,6 @@ def test_ctrl_c_at_work(tmp_path: Path) -> None:
     assert len(names) // 2 - int(verified[1]) in (0, 1)  # 1: before its last line was shown
     shown = {words[0] for line in screen.lines if (words := line.split())[1:2] in (["b12x"], ["triton"])}
     assert shown <= set(names)
+    assert not any("verifying layers" in line for line in screen.lines)
     assert 2 < len(names) < 300
     assert screen.written.rindex(SHOWN) > screen.written.rindex(HIDDEN)

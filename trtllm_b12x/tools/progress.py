@@ -72,9 +72,16 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     Inside, Ctrl-C raises KeyboardInterrupt.
     """
     from rich import progress
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
 
-    console = Console(stderr=True, soft_wrap=True)  # the terminal wraps lines: rich would break them between words
+    class _Console(Console):
+        """Two columns narrower than the terminal, which writes ^C behind the bar. On a row of its own the bar stays there."""
+
+        @property
+        def options(self) -> ConsoleOptions:
+            return super().options.update_width(max(self.width - 2, 1))
+
+    console = _Console(stderr=True, soft_wrap=True)  # the terminal wraps lines: rich would break them between words
     shown = sys.stderr is not None and sys.stderr.isatty() and console.is_interactive  # TERM=dumb has no bar
     bar = progress.Progress(
         progress.TextColumn("{task.description}", markup=False),
