@@ -20,6 +20,7 @@ from tests.nvfp4_layer import dequantized
 from tests.nvfp4_layer import distance as distance
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+COMMUNICATORS = "vllm.distributed.device_communicators"
 
 
 def pretend_sm120() -> None:
@@ -38,6 +39,7 @@ def pretend_sm120() -> None:
         dispatch_key = "CPU"  # of vLLM's custom operators
         get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(12, 0))
         get_device_name = classmethod(lambda cls, device_id=0: "SM120, pretended")
+        get_device_communicator_cls = classmethod(lambda cls: f"{COMMUNICATORS}.base_device_communicator.DeviceCommunicatorBase")
         is_cuda_alike = is_cuda = lambda self: self.visible
 
     platforms._current_platform = Sm120()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
+import inspect
 import json
 import logging
 import math
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,9 +47,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "LoRA": ({"is_lora_enabled": True}, "LoRA"),
     "activation": ({"activation": "swiglustep"}, "activation"),
     "dtype": ({"in_dtype": torch.float32}, "ACTIVATION_DTYPE"),
-    "EPLB": ({"parallel": {"enable_eplb": True}}, "parallel config"),
-    "all-to-all": ({"parallel": {"dp_size": 2, "use_ep": True, "ep_size": 2}}, "parallel config"),
-    "batched": ({"parallel": {"dp_size": 2, "use_ep": True, "all2all_backend": "deepep_low_latency"}}, "parallel config"),
+    "EPLB": ({"parallel": {"enable_eplb": True}}, "expert load balancing (EPLB)"),
+    "all-to-all": ({"parallel": {"dp_size": 2, "use_ep": True, "ep_size": 2}}, "all-to-all of DP+EP"),
+    "batched": (
+        {"parallel": {"dp_size": 2, "use_ep": True, "all2all_backend": "deepep_low_latency"}},
+        "all-to-all of DP+EP",
+    ),
 }
 
 
@@ -110,8 +118,7 @@ CASES = [
     for form in FORMATS
     for name in ACTIVATIONS
     for size in (128, 96)
-    # vLLM refuses NVFP4 off the tile if there is a gate. MXFP8 has no float16 kernels.
-    if not (form == "NVFP4" and size == 96 and name != "ReLU2") and not (form.startswith("MX") and name == "float16")
+    if not (form.startswith("MX") and name == "float16")  # no kernels
 ]
 
 
@@ -122,8 +129,10 @@ def test_the_modular_kernel_computes_the_layer(form: str, name: str, size: int) 
     config = layers.config_of(*SIZES[:3], size, activation=activation, **more)
     experts = layers.random_experts(form, *SIZES[:1], *SIZES[2:3], size, gated=activation != "relu2_no_mul")
     method, layer = layers.loaded(form, config, experts)
-    # NVFP4 beyond decode is vLLM's own, on a GPU.
-    check(form, config, experts, method, layer, (1, 5, 63) if form == "NVFP4" else (1, 5, 63, 70), more.get("swiglu_limit"))
+    # NVFP4 beyond decode is vLLM's own, on a GPU. It refuses gate and up off the tile: ours serve every count.
+    counts = (1, 5, 63) if experts_of(method).slot.pair else (1, 5, 63, 70)
+    assert experts_of(method).slot.pair == (form == "NVFP4" and (size == 128 or name == "ReLU2"))
+    check(form, config, experts, method, layer, counts, more.get("swiglu_limit"))
 
 
 def check(
@@ -310,6 +319,150 @@ def test_what_ours_do_not_serve_stays_vllms(form: str, case: str, caplog: pytest
     (line,) = (record for record in caplog.records if record.name == "trtllm_b12x")
     assert line.levelno == logging.INFO
     assert reason in line.getMessage()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_limit_of_zero_stays_vllms(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its kernels clamp to zero or do not clamp, by whether experts are parallel."""
+    caplog.set_level(logging.INFO)
+    assert "trtllm_b12x" not in chosen(form, swiglu_limit=0.0)[1].__module__
+    assert "a SwiGLU limit of 0.0" in caplog.text
+    assert "trtllm_b12x" in chosen(form, swiglu_limit=0.1)[1].__module__
+
+
+def test_off_the_tile_vllm_is_left_alone_where_ours_do_not_serve_every_count(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(settings.KERNELS.name, "cuda,triton")
+    method = layers.method_of("NVFP4", layers.config_of(*SIZES[:3], 160))
+    assert "trtllm_b12x" not in method.experts_cls.__module__
+    assert "experts (8 of 256 x 160): " in caplog.text
+
+
+def test_mxfp4_that_vllm_converts_for_no_slot_stays_vllms(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in 0.26, whose conversion of models but gpt-oss raises for EMULATION."""
+    caplog.set_level(logging.INFO)
+    convert = "convert_weight_to_mxfp4_moe_kernel_format"
+    monkeypatch.setattr(f"{layers.FUSED_MOE}.oracle.mxfp4.{convert}", lambda *args, **kwargs: 1 / 0)
+    assert chosen("MXFP4")[0] == "MARLIN"
+    assert "converts no weights for EMULATION" in caplog.text
+    assert chosen("MXFP4", activation="swigluoai", has_bias=True)[0] == "EMULATION"
+
+
+def test_a_layer_on_two_devices_is_not_bound(caplog: pytest.LogCaptureFixture) -> None:
+    """``--cpu-offload-gb`` without UVA leaves scales on the CPU. vLLM's own experts get the call where they read the tensors."""
+    for form in FORMATS:
+        config, experts = layers.config_of(*SIZES), layers.random_experts(form, SIZES[0], *SIZES[2:])
+        method, layer = layers.loaded(form, config, experts)
+        quant = experts_of(method).quant_config
+        quant._w2.scale = quant._w2.scale.to("meta")
+        with pytest.raises((RuntimeError, AttributeError)) as raised:  # NVFP4: the CPU has no kernels of vLLM's
+            layers.call(method, layer, *layers.routes(config, 5))
+        message = "tensors of a layer are on cpu and meta: "
+        assert message in (experts_of(method).fault if form == "NVFP4" else str(raised.value))
+
+
+def test_a_method_that_never_prepares_scales_stays_vllms(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of ModelOpt, compressed-tensors and vLLM's own quantization call the experts' hook; Quark's of NVFP4 does not."""
+    loguru = types.ModuleType("loguru")  # of compressed-tensors, which is not installed whole
+    monkeypatch.setattr(loguru, "logger", mock.MagicMock(), raising=False)
+    monkeypatch.setitem(sys.modules, "loguru", loguru)
+    asking = {}
+    for name in ("modelopt", "online.nvfp4", "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4"):
+        module = importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
+        for kind in vars(module).values():
+            code = getattr(getattr(kind, "__init__", None), "__code__", None)
+            if code and "select_nvfp4_moe_backend" in code.co_names:
+                asking[name] = plugin.calls_hook(kind)
+    assert list(asking.values()) == [True] * 3
+    quark = importlib.import_module("vllm.model_executor.layers.quantization.quark.quark_moe")
+    plugin.uninstall()
+    plugin.install()
+    caplog.set_level(logging.INFO)
+    named = {"moe": layers.config_of(*SIZES), "quant_config": None, "weight_config": {}, "input_config": {}}
+    named["activation_quant_key"] = importlib.import_module(f"{quark.kNvfp4Static.__module__}").kNvfp4Dynamic
+    kind = quark.QuarkNvfp4MoEMethod
+    method = kind(**{name: named[name] for name in inspect.signature(kind).parameters})
+    assert "trtllm_b12x" not in method.experts_cls.__module__
+    assert "does not multiply alphas by input scales" in caplog.text
+
+
+@contextmanager
+def configured(**fields: Any) -> Iterator[Any]:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    config = VllmConfig(**fields)
+    with set_current_vllm_config(config):
+        yield config
+
+
+def test_the_key_of_vllms_compile_cache_has_our_choices() -> None:
+    """A graph that was compiled with Marlin pads x, ours does not: a start with us and one without share no graph."""
+    hashes = []
+    for forms in (("MXFP8", "MXFP4"), ("MXFP4", "MXFP8", "MXFP4"), ("MXFP8",), ()):
+        with configured() as config:
+            for form in forms:
+                chosen(form)
+        hashes.append(config.compute_hash())
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
+    with configured() as config:
+        for more in ({"is_lora_enabled": True}, {"parallel": {"enable_eplb": True}}):
+            chosen("MXFP4", **more)
+    assert config.additional_config == {}
+    assert config.compute_hash() == hashes[-1]
+    plugin.uninstall()
+    with configured() as config:
+        chosen("MXFP8")
+    assert config.compute_hash() == hashes[-1]
+
+
+def test_a_configuration_that_hashes_itself_leaves_vllms_choice(caplog: pytest.LogCaptureFixture) -> None:
+    class Additional:
+        def compute_hash(self) -> str:
+            return "additional"
+
+    caplog.set_level(logging.INFO)
+    with configured(additional_config=Additional()):
+        assert chosen("MXFP4")[0] == "MARLIN"
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "trtllm_b12x")
+    assert "additional_config is no dict" in line
+
+
+def test_a_model_inside_another_has_our_choices_in_its_key() -> None:
+    """vLLM gives it a copy of the configuration, which is not the current one, and compiles it with that."""
+    from vllm.compilation.decorators import support_torch_compile
+
+    @support_torch_compile(dynamic_arg_dims={"x": 0}, enable_if=lambda config: False)
+    class LanguageModel(torch.nn.Module):
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__()
+            self.backend = chosen("MXFP8")[0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with configured() as config:
+        inner = copy.copy(config)
+        inner.additional_config = {}
+        model = LanguageModel(vllm_config=inner)
+    assert model.backend == "TRITON_MXFP8"
+    assert [model.vllm_config] == [inner]
+    assert inner.additional_config == config.additional_config != {}
+
+
+def test_a_line_names_the_layers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    layers.method_of("MXFP4", layers.config_of(8, 2, 256, 96))
+    layers.method_of("MXFP4", layers.config_of(4, 2, 256, 96, is_lora_enabled=True))
+    taken, left = (record.getMessage() for record in caplog.records if record.name == "trtllm_b12x")
+    assert taken == "MXFP4 experts run on trtllm-b12x, in place of vLLM's MARLIN (8 of 256 x 96)"
+    assert left.startswith("vLLM's MARLIN keeps the MXFP4 experts (4 of 256 x 96): ")
 
 
 @pytest.mark.parametrize("sm", [0, 90, 100])

@@ -21,11 +21,18 @@ NAMES = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 @contextmanager
 def one_rank(backend: str = "gloo") -> Iterator[None]:
     """Initialize vLLM's process groups with one rank, as its own tests do: its parameters ask for a rank."""
+    with tempfile.TemporaryDirectory() as folder, ranks(1, 0, Path(folder) / "store", backend):
+        yield
+
+
+@contextmanager
+def ranks(world: int, rank: int, store: Path, backend: str = "gloo") -> Iterator[None]:
+    """Initialize vLLM's groups of tensor parallelism over all ranks."""
     from vllm.distributed import parallel_state
 
-    with tempfile.TemporaryDirectory() as folder, _config("cpu"):
-        parallel_state.init_distributed_environment(1, 0, f"file://{Path(folder) / 'store'}", 0, backend)
-        parallel_state.initialize_model_parallel(1, 1)
+    with _config("cpu"):
+        parallel_state.init_distributed_environment(world, rank, f"file://{store}", 0, backend)
+        parallel_state.initialize_model_parallel(world, 1)
         try:
             yield
         finally:

@@ -73,6 +73,8 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     @classmethod
     def refusal(cls, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any) -> str:
         """Return why vLLM's contract or our rules refuse the layer; empty if they do not. Nothing is planned."""
+        if unsupported := problem.unsupported(moe_config):
+            return f"kernels do not support {unsupported}"
         keys = weight_key, activation_key, activation_format
         supported, reason = mk.FusedMoEExperts.is_supported_config(cls, moe_config, *keys)
         return machine.resolve(cls.slot, moe_config).findings if supported else str(reason)
@@ -228,6 +230,9 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     def load(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> None:
         """Plan, bind and test at the first call; later take tensors that have moved. Raise RuntimeError if no kernel serves."""
         tensors, swiglu = self._tensors(w1, w2), problem.swiglu_constants(self.moe_config)
+        if len(devices := tensors.devices()) > 1:  # of --cpu-offload-gb without UVA; vLLM's kernels refuse them too
+            where = " and ".join(sorted(devices))
+            raise RuntimeError(f"tensors of a layer are on {where}: unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA, or offload none")
         views = weights.view(tensors, self.geometry, self._scalars, swiglu)
         if self.dispatch.schedule.kernels:
             self.dispatch.bind(views, self._first_expert)

@@ -1,6 +1,7 @@
 """Names and signatures of vLLM that the package relies on, with sources. ``check`` compares them with the vLLM that is installed.
 
-Read in the wheels of 0.28.0 and 0.33.0, where all of it is equal. Paths are below ``vllm/model_executor/layers``.
+Read in the wheels of 0.26.0 to 0.33.0, where all of it is equal. What else is used: ``VllmConfig.additional_config``
+(config/vllm.py), ``_EP`` and ``_TP`` (distributed/parallel_state.py). Paths are below ``vllm/model_executor/layers``.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Slot:
     """Backend that vLLM would choose, and that ours replaces."""
     multiple: int = 1
     """vLLM pads the intermediate size of a rank to a multiple of this."""
+    rows: int = 1
+    """vLLM's conversion of weights raises if the rows of gate and up are no multiple of this."""
     pair: bool = False
     """True if vLLM's own experts read the same tensors and serve beyond ours."""
 
@@ -95,8 +98,8 @@ SLOTS = (
     # fp8.convert_to_fp8_moe_kernel_format returns the tensors of TRITON_MXFP8 unchanged.
     Slot("MXFP8", MXFP8_KEYS, "fp8", "Fp8MoeBackend", "TRITON_MXFP8", WeightLayout(ROWS, GATE_UP), "MARLIN"),
     # prepare_nvfp4_moe_layer_for_fi_or_cutlass: block scales to 128x4, for FlashInfer [w1; w3] to [w3; w1].
-    Slot("NVFP4", _A4, *_NVFP4, "FLASHINFER_CUTLASS", WeightLayout(TILES, UP_GATE), "FLASHINFER_CUTLASS", pair=True),
-    Slot("NVFP4", _A4, *_NVFP4, "VLLM_CUTLASS", WeightLayout(TILES, GATE_UP), "VLLM_CUTLASS", pair=True),
+    Slot("NVFP4", _A4, *_NVFP4, "FLASHINFER_CUTLASS", WeightLayout(TILES, UP_GATE), "FLASHINFER_CUTLASS", rows=128, pair=True),
+    Slot("NVFP4", _A4, *_NVFP4, "VLLM_CUTLASS", WeightLayout(TILES, GATE_UP), "VLLM_CUTLASS", rows=128, pair=True),
     # nvfp4.convert_to_nvfp4_moe_kernel_format changes the input scales of EMULATION alone, which these kernels do not read.
     Slot("W4A16_NVFP4", ("kNvfp4Static", None), *_NVFP4, "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN"),
     # Both of mxfp4.convert_*_to_mxfp4_moe_kernel_format return the tensors of EMULATION unchanged; sizes are padded to 32

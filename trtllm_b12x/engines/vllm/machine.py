@@ -19,7 +19,7 @@ from trtllm_b12x.kernels import Geometry, Kernel, first_line
 from trtllm_b12x.kernels.catalog import KERNELS
 
 from . import problem, weights
-from .facts import FAMILIES, Slot
+from .facts import FAMILIES, SLOTS, Slot
 
 assumed_sm: int | None = None
 """Card to assume, as major * 10 + minor, instead of the one that vLLM sees: for tests and benchmarks."""
@@ -94,6 +94,23 @@ def resolve(slot: Slot, config: Any) -> Resolution:
 def rehearsed(slot: Slot, config: Any) -> list[Kernel]:
     """Return the planned kernels of a layer's sizes, which have no weights."""
     return _rehearsed.get((slot, problem.geometry_of(config, slot), device_of(config)), ("", []))[1]
+
+
+def agreed(slot: Slot | None, config: Any) -> bool:
+    """Return True if every rank that shares the layer has chosen ``slot``, which is None for vLLM's own choice.
+
+    Every rank asks once for each layer that it builds, whatever it has chosen and why, so that no rank waits for another.
+    """
+    from vllm.distributed import parallel_state
+
+    parallel = config.moe_parallel_config  # ranks of an elastic EP join alone, with EPLB or all-to-all
+    group = parallel_state._EP or parallel_state._TP  # that of EP has all ranks of TP, and of DP, whose ranks split experts
+    if group is None or group.world_size == 1 or parallel.enable_eplb or parallel.use_all2all_kernels:
+        return slot is not None
+    number = 0 if slot is None else 1 + SLOTS.index(slot)
+    bounds = torch.tensor([number, -number], device="cpu")
+    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group.cpu_group)
+    return slot is not None and bounds.tolist() == [number, -number]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from trtllm_b12x.core import log, settings
@@ -17,6 +17,7 @@ from trtllm_b12x.core.errors import first_line
 
 from . import facts
 
+_ITS_OWN = "its own experts after an error of ours"
 _rebound: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """Names that are rebound in this process, with vLLM's function and ours."""
 
@@ -80,12 +81,8 @@ def _wrapped(original: Callable[..., Any], unnamed: tuple[str, str | None]) -> C
     @functools.wraps(original)
     def select(*args: Any, **kwargs: Any) -> Any:
         theirs = original(*args, **kwargs)
-        with _vllm_keeps("its own experts after an error of ours"):
-            call = signature.bind(*args, **kwargs).arguments
-            from . import experts
-
-            weight, activation = experts.named_keys(unnamed)
-            return choose(theirs, call["config"], call.get("weight_key", weight), call.get("activation_key") or activation)
+        with _vllm_keeps(_ITS_OWN):
+            return choose(theirs, signature.bind(*args, **kwargs).arguments, unnamed)
         return theirs
 
     return select
@@ -105,34 +102,106 @@ def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
     return convert
 
 
-def choose(theirs: Any, config: Any, weight_key: Any, activation_key: Any) -> Any:
-    """Return our backend and experts class in place of vLLM's choice ``theirs``, or that choice. One line says which and why."""
-    from . import experts
+def choose(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]) -> Any:
+    """Return our backend and experts class in place of vLLM's choice ``theirs``, or that choice. One line says which and why.
 
-    backend, their_class = theirs
-    slots = [slot for slot in facts.SLOTS if slot.enum == type(backend).__name__]
-    slots = [slot for slot in slots if experts.named_keys(slot.keys) == (weight_key, activation_key)]
+    The backend decides the width of x that vLLM's compiled graph sends between ranks: all ranks choose alike, and the key of
+    its compile cache has our choices. ``call`` has the arguments of vLLM's function, ``unnamed`` the keys that it does not name.
+    """
+    from . import machine
+
+    ours, config = None, call["config"]
+    with _vllm_keeps(_ITS_OWN):
+        ours = _eligible(theirs, call, unnamed)
+    if machine.agreed(None if ours is None else ours.slot, config):
+        return _taken(theirs, ours, config)
+    if ours is not None:
+        _left(theirs, config, ours.slot.format, "another rank cannot run them, as its log says")
+    return theirs
+
+
+def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]) -> Any:
+    """Return our experts class if it can serve the layer, else None and one line."""
+    from . import experts, problem
+
+    (backend, their_class), config = theirs, call["config"]
+    weight, activation = experts.named_keys(unnamed)
+    keys = call.get("weight_key", weight), call.get("activation_key") or activation
+    slots = [slot for slot in facts.SLOTS if slot.enum == type(backend).__name__ and experts.named_keys(slot.keys) == keys]
     if not slots:
-        return _left(theirs, "", f"no kernels for {weight_key} by {activation_key}")
+        _left(theirs, config, "", "no kernels for {} by {}".format(*keys))
+        return None
     slot = next((slot for slot in slots if slot.instead == backend.name), slots[0])
+    foreign = slot.instead != backend.name
+    if not (converted := problem.convertible(config, slot)) and slot.pair:  # ours serve every count in another slot
+        slot, converted = next(other for other in facts.SLOTS if other.enum == slot.enum and not other.pair), True
     ours = experts.experts_class(slot, their_class)
     modular = experts.mk.FusedMoEActivationFormat
     batched = config.moe_parallel_config.use_batched_activation_format
-    keys = weight_key, activation_key, modular.BatchedExperts if batched else modular.Standard
-    reason = ours.refusal(config, *keys)
+    asked = *experts.named_keys(slot.keys), modular.BatchedExperts if batched else modular.Standard
+    reason = ours.refusal(config, *asked)
     if config.moe_backend != "auto":
-        drop = f"drop --moe-backend {config.moe_backend} to let kernels of trtllm-b12x serve"
-        return theirs if reason else _left(theirs, slot.format, drop)
-    if not reason and slot.instead != backend.name:
+        if not reason:
+            _left(theirs, config, slot.format, f"drop --moe-backend {config.moe_backend} to let kernels of trtllm-b12x serve")
+        return None
+    if not reason and foreign:
         reason = "our kernels read no weights in the layout of this backend"
-    reason = reason or ours.is_supported_config(ours, config, *keys)[1] or ""
+    if not reason and not converted:
+        reason = f"this vLLM converts no weights for {slot.backend}, which our kernels stand in"
+    method = next((type(names["self"]) for names in _callers() if "self" in names), None)
+    if not reason and slot.oracle == "nvfp4" and method is not None and not calls_hook(method):
+        reason = "vLLM's method for this checkpoint does not multiply alphas by input scales"
+    if not reason and not all(isinstance(holder.additional_config, dict) for holder in _configs()):
+        reason = "additional_config is no dict, so that the key of vLLM's compile cache cannot have our choice"
+    reason = reason or ours.is_supported_config(ours, config, *asked)[1] or ""
     if reason:
-        return _left(theirs, slot.format, reason)
+        _left(theirs, config, slot.format, reason)
+    return None if reason else ours
+
+
+def _taken(theirs: Any, ours: Any, config: Any) -> Any:
+    """Return our backend and class. Put them into the key of vLLM's compile cache, and log them."""
+    slot, backend = ours.slot, theirs[0]
+    entry = [slot.format, slot.backend, config.num_experts, config.hidden_dim, config.intermediate_size]
+    for holder in _configs():
+        entries = holder.additional_config.setdefault("trtllm_b12x", [])
+        if entry not in entries:
+            entries.append(entry)
+            entries.sort()
     beyond = f", with vLLM's {backend.name} for many tokens" if slot.pair else f", in place of vLLM's {backend.name}"
-    log.once(f"{slot.format} experts run on trtllm-b12x{beyond}", logging.INFO)
+    log.once(f"{slot.format} experts run on trtllm-b12x{beyond} ({_sizes(config)})", logging.INFO)
     return type(backend)[slot.backend], ours
 
 
-def _left(theirs: Any, form: str, why: str) -> Any:
-    log.once(f"vLLM's {theirs[0].name} keeps the {form} experts: {why}".replace("  ", " "), logging.INFO)
-    return theirs
+def _left(theirs: Any, config: Any, form: str, why: str) -> None:
+    log.once(f"vLLM's {theirs[0].name} keeps the {form} experts ({_sizes(config)}): {why}".replace("  ", " "), logging.INFO)
+
+
+def _sizes(config: Any) -> str:
+    return f"{config.num_experts} of {config.hidden_dim} x {config.intermediate_size_per_partition}"
+
+
+def _callers() -> Iterator[dict[str, Any]]:
+    """Yield the local variables of the callers, the nearest first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
+
+
+def _configs() -> list[Any]:
+    """Return the configurations whose hash keys what vLLM compiles of this layer, with repeats.
+
+    They are the current one and those that modules are being built with: a model with a language model inside gives it a copy
+    (``VllmConfig.with_hf_config``), whose hash ``support_torch_compile`` takes at the first call.
+    """
+    from vllm.config import VllmConfig, get_current_vllm_config_or_none
+
+    found = get_current_vllm_config_or_none(), *(names.get("vllm_config") for names in _callers())
+    return [config for config in found if isinstance(config, VllmConfig)]
+
+
+def calls_hook(method: type) -> bool:
+    """Return whether a method of vLLM calls the experts' ``process_weights_after_loading``. Quark's of NVFP4 never does."""
+    codes = [getattr(value, "__code__", None) for kind in method.__mro__ for value in vars(kind).values()]
+    return any(code and {"fused_experts", "process_weights_after_loading"} <= {*code.co_names} for code in codes)

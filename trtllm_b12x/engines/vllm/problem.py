@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from trtllm_b12x.decision import Deployment
 from trtllm_b12x.formats import BY_TURNS, FORMATS, ROWS, UP_GATE
 from trtllm_b12x.formats.geometry import GATED, Geometry, LayerShape
 
-from .facts import Slot
+from .facts import FUSED_MOE, Slot
 
 BY_TURNS_ACTIVATION = "swigluoai"
 """SwiGLU whose gate and up are stored by turns, with gpt-oss's constants."""
@@ -56,13 +57,33 @@ def shape_of(config: Any, slot: Slot) -> LayerShape:
 
 def deployment_of(config: Any) -> Deployment:
     parallel = config.moe_parallel_config
-    return Deployment(
-        ep_size=parallel.ep_size,
-        tp_size=parallel.tp_size,
-        alltoall=parallel.use_all2all_kernels,
-        load_balancer="dynamic" if parallel.enable_eplb else "none",
-        lora=config.is_lora_enabled,
-    )
+    return Deployment(ep_size=parallel.ep_size, tp_size=parallel.tp_size, lora=config.is_lora_enabled)
+
+
+def unsupported(config: Any) -> str:
+    """Return what of the layer's configuration no kernel of ours serves; empty if nothing."""
+    parallel, swiglu = config.moe_parallel_config, swiglu_constants(config)
+    if parallel.enable_eplb:
+        return "expert load balancing (EPLB)"
+    if parallel.use_all2all_kernels:
+        return "all-to-all of DP+EP"
+    if swiglu is not None and swiglu[2] <= 0:
+        # No limit to ``swiglu_limit_func`` (expert parallelism). ``silu_and_mul_with_clamp`` and FlashInfer clamp to it.
+        return f"a SwiGLU limit of {swiglu[2]}, which vLLM's kernels read in two ways"
+    return ""
+
+
+def convertible(config: Any, slot: Slot) -> bool:
+    """Return False if vLLM's conversion of weights for the slot raises.
+
+    That of NVFP4 pads matrices without a gate only. That of MXFP4 but gpt-oss's knows no EMULATION in 0.26.
+    """
+    if slot.oracle == "mxfp4":
+        name = "gpt_oss_weight" if config.activation.value == BY_TURNS_ACTIVATION else "weight"
+        convert = getattr(importlib.import_module(f"{FUSED_MOE}.oracle.mxfp4"), f"convert_{name}_to_mxfp4_moe_kernel_format")
+        return slot.backend in convert.__code__.co_names
+    gated = str(shape_of(config, slot).kernel_activation) in GATED
+    return not gated or 2 * config.intermediate_size_per_partition % slot.rows == 0
 
 
 def geometry_of(config: Any, slot: Slot) -> Geometry:

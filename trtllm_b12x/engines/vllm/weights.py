@@ -33,9 +33,14 @@ class Tensors:
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
     """``(E, r*I)`` in the order of the rows, and ``(E, H)``."""
 
+    def _all(self) -> tuple[torch.Tensor, ...]:
+        return self.w1, self.w2, *self.scales, *(self.alphas or ()), *(self.biases or ())
+
     def addresses(self) -> tuple[int, ...]:
-        tensors = self.w1, self.w2, *self.scales, *(self.alphas or ()), *(self.biases or ())
-        return tuple(map(torch.Tensor.data_ptr, tensors))
+        return tuple(map(torch.Tensor.data_ptr, self._all()))
+
+    def devices(self) -> set[str]:
+        return {str(tensor.device) for tensor in self._all()}
 
 
 @dataclass(frozen=True)
