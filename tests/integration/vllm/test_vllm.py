@@ -227,7 +227,8 @@ def test_gate_and_up_with_scales_of_their_own(form: str, ratio: float, caplog: p
         method = layers.method_of(form, config)
     for _ in range(2):
         method, layer = layers.loaded(form, config, stored, method)
-        check("NVFP4", config, experts, method, layer, (1, 5, 63))
+        for call in (layers.routes(config, tokens) for tokens in (1, 5, 63)):
+            assert layers.distance(layers.call(method, layer, *call), experts.expected(*call)) < 0.003
     assert "trtllm_b12x" in method.experts_cls.__module__
     lines = [line for line in caplog.messages if "weight_scale_2 (up to" in line]
     assert len(lines) == (ratio != 1.004 and "A16" not in form)
