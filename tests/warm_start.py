@@ -107,8 +107,8 @@ def plans() -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
-    log.logger.addHandler(handler)
-    log.logger.setLevel(logging.INFO)
+    log.logger.logger.addHandler(handler)
+    log.logger.logger.setLevel(logging.INFO)
     kept: list[bool] = []
     knobs.compilation.listener = lambda cache_hit, **others: kept.append(bool(cache_hit))
     for given in asked["geometries"]:
