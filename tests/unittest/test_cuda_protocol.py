@@ -26,8 +26,8 @@ class LostEntryError(Exception):
 @dataclass(frozen=True)
 class Protocol:
     waits_for_readers: bool = True
-    """An entry is written again once all warps have finished the task before."""
-    idle_warps_ask: bool = True
+    """An entry is written again once all warps have read it. Of products the warps that add tell, of sums each warp."""
+    idle_warps_move_on: bool = True
     """A warp that has nothing to multiply in a task moves its place for weights past it."""
 
 
@@ -83,7 +83,8 @@ class Block:
     def __post_init__(self) -> None:
         launch = self.launch
         self.entries = [(0, 0, 0)] * launch.entries
-        self.finished = [0] * (launch.warps + launch.adders)
+        self.progress, self.first_sum = 0, 1 << 30
+        self.added, self.summed = [0] * launch.adders, [0] * launch.warps
         self.full, self.empty = [0] * launch.buffers, [0] * launch.buffers
 
     def processes(self) -> list[Step]:
@@ -101,9 +102,14 @@ class Block:
     def published(self, number: int) -> bool:
         return self.entries[number % self.launch.entries][0] == number + 1
 
-    def has_finished(self, number: int) -> bool:
-        """Return whether the first warp has finished so many tasks."""
-        return self.finished[0] >= number
+    def is_free(self, number: int) -> bool:
+        """Return whether all warps have read what the entry of this task holds."""
+        before = number - self.launch.entries
+        return min(self.added) > before and self.first_sum + min(self.summed) > before
+
+    def has_begun(self, number: int) -> bool:
+        """Return whether the first warp has begun so many tasks."""
+        return self.progress >= number
 
     def is_empty(self, buffer: int, turn: int) -> bool:
         return self.empty[buffer] >= turn
@@ -131,7 +137,7 @@ class Block:
             if quota <= 0:
                 break
             lead = 2 if task >= launch.fc1_tasks else launch.stages + 2
-            yield partial(self.has_finished, number - lead - 1)
+            yield partial(self.has_begun, number - lead)
             batch = 4 if task + 6 * launch.blocks < launch.fc1_tasks and not launch.gathers else 1
             taken = list(range(memory.ticket, memory.ticket + batch))
             memory.ticket += batch
@@ -140,7 +146,9 @@ class Block:
 
     def publish(self, number: int, kind: int, task: int) -> Step:
         if self.launch.protocol.waits_for_readers:
-            yield lambda: min(self.finished) > number - self.launch.entries
+            yield partial(self.is_free, number)
+        if kind == SUM:
+            self.first_sum = min(self.first_sum, number)
         self.entries[number % self.launch.entries] = number + 1, kind, task
 
     def multiplies(self, warp: int) -> Step:
@@ -167,10 +175,9 @@ class Block:
                 pass
 
         def ready(number: int) -> bool:
-            behind = launch.protocol.idle_warps_ask and not launch.gathers and not ended and asked < number
-            while (behind or not self.published(number)) and stages == 0 and not ended and ask():
-                behind = behind and asked < number
-            return self.published(number) and not behind
+            while not self.published(number) and stages == 0 and not ended and ask():
+                pass
+            return self.published(number)
 
         def has_stage() -> bool:
             return stages > 0 or ask()
@@ -180,14 +187,17 @@ class Block:
         fill()
         while True:
             yield partial(ready, number)
-            self.finished[warp] = number
             kind, task = self.read(number)
             if kind == END:
-                self.finished[warp] = 1 << 30
                 return
+            if warp == 0:
+                self.progress = number + 1
+            if launch.protocol.idle_warps_move_on and kind != SUM and not launch.units(task, warp):
+                asked = max(asked, number + 1)
             if kind == SUM:
                 ended = True
                 yield lambda: memory.fc2_done >= launch.fc2_tasks
+                self.summed[warp] += 1
             for _ in range(0 if kind == SUM else launch.units(task, warp)):
                 yield has_stage
                 if kind == FC2:
@@ -205,13 +215,12 @@ class Block:
 
     def adds(self, adder: int) -> Step:
         launch, number = self.launch, 0
-        place = launch.warps + adder
         while True:
+            self.added[adder] = number
             yield partial(self.published, number)
-            self.finished[place] = number
             kind, _ = self.read(number)
             if kind & 2:
-                self.finished[place] = 1 << 30
+                self.added[adder] = 1 << 30
                 return
             if number % launch.adders == adder:
                 buffer, turn = number % launch.buffers, number // launch.buffers
@@ -271,7 +280,7 @@ def ends(launch: Launch, seed: int) -> bool:
 IDLE = Launch(False, 5, 5, 24, 128 * 8, (2, 1, 1, 1, 2, 2, 3, 2), warps=6)
 HELD = Launch(True, 24, 3, 60, 20, (1,) * 64)
 LATE = Launch(False, 32, 32, 400, 64, (4,) * 8, late=4, entries=16, stages=4)
-NO_IDLE, NO_READERS = Protocol(idle_warps_ask=False), Protocol(waits_for_readers=False)
+NO_IDLE, NO_READERS = Protocol(idle_warps_move_on=False), Protocol(waits_for_readers=False)
 
 
 @pytest.mark.parametrize(

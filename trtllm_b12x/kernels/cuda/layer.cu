@@ -27,10 +27,10 @@
 //   needed. Two buffers: launch n writes number n % 2 and puts the other one back, which only launch n - 1 used, and that has ended.
 //   Shares (GATHER): FC2's products in float32, by route. Whoever wrote some adds 1 to the token's count (release); its sum waits for
 //   all (acquire), and adds in the order of top_k.
-//   Entries: the warp that takes tickets writes tasks into ENTRIES entries, over and over. Every warp that reads them counts the tasks
-//   that it has finished, and an entry is written again once all counts have passed its task. A warp that multiplies reads an entry
-//   twice, when it asks for weights (up to STAGES stages ahead) and when it computes. It has asked for all weights of a task before
-//   it finishes the task; if it has none to multiply, it moves on at once.
+//   Entries: the warp that takes tickets writes tasks into ENTRIES entries, over and over. An entry is written again once every warp
+//   has read it (free_entry). Of FC1 and FC2 the warps that add tell: a warp that multiplies reads an entry when it asks for weights,
+//   up to STAGES stages ahead, and when it computes, and hands its products over after both. A warp that has no unit of a task moves
+//   its place for weights past it without a look. Each warp that multiplies counts the sums of tokens that it has finished.
 //   Progress: a block takes tickets in order and works tasks off in order. FC1's tasks wait for nothing, FC2's for FC1's, sums for
 //   FC2's, whose tickets are lower and hence taken by blocks that run. A ticket that waits for an entry waits for earlier tasks of
 //   its own block alone, and those never wait for it. One block alone gets through, and two launches with a workspace of their own
@@ -85,8 +85,8 @@ constexpr int PART = WARPS * COLUMNS * 64;
 constexpr int ENTRIES = MAXT >= 8 ? 16 : 32, ENTRY = 16 + 16 * (PARTS1 > PARTS2 ? PARTS1 : PARTS2);  // tasks published, bytes of one
 constexpr int LEAD = STAGES + 2;                                                            // most tasks ahead
 constexpr int READERS = WARPS + SUMS;                                                        // warps that read entries
-constexpr int O_RED = WARPS * STAGES * STAGE, O_BAR = O_RED + NB * PART, O_FINISHED = O_BAR + NB * 16 + 8, O_EPOCH = O_FINISHED + READERS * 4;
-constexpr int O_ENTRY = (O_EPOCH + 4 + 15) / 16 * 16, O_ROUTE = O_ENTRY + ENTRIES * ENTRY;
+constexpr int O_RED = WARPS * STAGES * STAGE, O_BAR = O_RED + NB * PART, O_FINISHED = O_BAR + NB * 16 + 8, O_PROGRESS = O_FINISHED + READERS * 4;
+constexpr int O_ENTRY = (O_PROGRESS + 8 + 15) / 16 * 16, O_ROUTE = O_ENTRY + ENTRIES * ENTRY;
 constexpr int O_SLOT = O_ROUTE + ROUTES * 16, O_MASK = O_SLOT + ROUTES * 4, O_BIT = O_MASK + ROUTES * WORDS * 4;
 // Gathered: numbers of routes, by expert; groups (up to 8 routes of an expert); a mask of routes held for each token.
 constexpr int GROUPS = ROUTES < EXPERTS + ROUTES / 8 ? ROUTES : EXPERTS + ROUTES / 8;
@@ -95,7 +95,7 @@ constexpr int SMEM = GATHER ? O_HELD + MAXT * 4 : O_BIT + EWORDS * 4 + 64;
 constexpr u64 HBUF = (u64)ROUTES * KB2 * 256;  // bytes of a buffer of h
 constexpr u64 SHARES = GATHER ? (u64)ROUTES * STORED * 4 : 0;
 static_assert(READERS <= 32, "the warp that takes tickets reads one count a lane");
-static_assert(LEAD + 1 < ENTRIES, "a block that is LEAD tasks ahead would wait for an entry");
+static_assert(LEAD < ENTRIES, "a block that is LEAD tasks ahead would wait for an entry");
 static_assert(NB % SUMS == 0 && NB <= 6 && NB % HALVES == 0, "a buffer has one warp that adds: a parity passes for a waiter a phase ahead");
 static_assert(SMEM <= 101376 && WARPS % RG == 0 && KS <= KB1 && (!NARROW || HALVES == 1) && (TW == 1 || (GATHER && KPW <= 2)), "sizes that do not fit");
 static_assert(TOP_K <= 32 && (GATHER ? WARPS % RG2 == 0 && KS2 <= KB2 && !NARROW && MAXT <= 64 : MAXT <= WARPS), "sizes that do not fit");
@@ -108,7 +108,7 @@ FI void mb_arrive(u32 b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::
 FI void mb_wait(u32 b, u32 parity) {
   asm volatile("{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}" ::"r"(b), "r"(parity) : "memory");
 }
-FI bool mb_passed(u32 b, u32 parity) {  // waits too, but not for ever
+FI bool mb_passed(u32 b, u32 parity) {  // waits too, but not forever
   u32 passed;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(passed) : "r"(b), "r"(parity) : "memory");
   return passed;
@@ -373,12 +373,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   u32* added = (u32*)(C.workspace + 512);
   u8* hall = C.workspace + 1024;
   float* shares = (float*)(hall + 2 * HBUF);  // (route, column)
-  const u32 s = shared_address(sm), full = s + O_BAR, empty = full + NB * 8, ended = full + NB * 16, finished = s + O_FINISHED, epoch_at = s + O_EPOCH;
+  const u32 s = shared_address(sm), full = s + O_BAR, empty = full + NB * 8, ended = full + NB * 16, finished = s + O_FINISHED, progress = s + O_PROGRESS, epoch_at = progress + 4;
   const u32 tasks = s + O_ENTRY, routes = s + O_ROUTE, slots = s + (GATHER ? O_GROUP : O_SLOT), numbers = s + O_NUMBER, held = s + O_HELD;
   u32 *mask = (u32*)(sm + O_MASK), *bitmap = (u32*)(sm + O_BIT), *valid = (u32*)(sm + O_BIT + EWORDS * 4);
   if (tid == 0) {
     for (int i = 0; i < NB; i++) { mb_init(full + 8 * i, WARPS); mb_init(empty + 8 * i, 1); }
     mb_init(ended, READERS);
+    sts(progress, 0);
   }
   if (tid < READERS) sts(finished + 4 * tid, 0);
   for (int i = tid; i < ENTRIES; i += THREADS) sts(tasks + ENTRY * i, 0);
@@ -487,15 +488,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     last = __shfl_sync(~0u, last, 0);
     if (lane == 0) sts(epoch_at, ep);
     Watch watch = {};
+    int sums = 1 << 30;  // this block's first task that is a sum
     int seq = 0, u = 0, B = 1, t = __shfl_sync(~0u, (int)t0, 0), quota = GATHER ? 1 : (NT - NT1 + G - 1) / G;  // of FC2's tickets: each block takes as many
     const int init = max(1, min(STAGES, NT1 / G));
-    auto free_entry = [&]() {  // waits until all have finished with the entry that is written next
-      while (__any_sync(~0u, lane < READERS && (int)lds_acquire(finished + 4 * lane) <= seq - ENTRIES)) trap_if_late(watch, L, C);
+    auto free_entry = [&]() {  // the one that is written next
+      if (seq >= ENTRIES)  // waits until its task, number seq - ENTRIES of the block, has been read by all
+        while (__any_sync(~0u, lane < READERS && (int)lds_acquire(finished + 4 * lane) + (lane < WARPS ? sums : 0) <= seq - ENTRIES)) trap_if_late(watch, L, C);
       __syncwarp();
       return tasks + ENTRY * (seq % ENTRIES);
     };
     auto publish = [&](int u) {
       const u32 to = free_entry();
+      if (GATHER && u >= NT2) sums = min(sums, seq);
       if (lane == 0) {
         if (u < NT1) {
           const int slot = u / TILES1, v = u % TILES1, word = lds(slots + slot * 4), e = word & 4095;
@@ -529,7 +533,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
           if (u < NT) publish(u);
         }
       if (quota <= 0) break;
-      while ((int)lds_acquire(finished) + 1 + (u >= NT1 ? 2 : LEAD) < seq) { __nanosleep(20); trap_if_late(watch, L, C); }
+      while ((int)lds_acquire(progress) + (u >= NT1 ? 2 : LEAD) < seq) { __nanosleep(20); trap_if_late(watch, L, C); }
       B = u + 6 * G < NT1 && !GATHER ? 4 : 1;
       if (lane == 0) t = (int)atomicAdd(ticket, B);
       t = __shfl_sync(~0u, t, 0);
@@ -555,10 +559,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     for (int seq = 0;; seq++) {
       const u32 entry = tasks + ENTRY * (seq % ENTRIES);
       u32 v;
-      while ((v = lds_acquire(entry)) >> 2 != (u32)(seq + 1)) __nanosleep(20);
       __syncwarp();  // all lanes have read the entry before
       if (lane == 0) sts_release(finished + 4 * (WARPS + mine), seq);
-      if (v & 2) {  // the end, or sums of tokens
+      while ((v = lds_acquire(entry)) >> 2 != (u32)(seq + 1)) __nanosleep(20);
+      if (v & 2) {  // the end, or a token's sum: no task is this warp's from here on
+        __syncwarp();
         if (lane == 0) { sts_release(finished + 4 * (WARPS + mine), 1u << 30); mb_arrive(ended); }
         return;
       }
@@ -785,14 +790,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
   int seq = 0;
   u32 v;
   auto current = [&]() {  // kind of the task that is next
-    // A warp that had nothing to multiply in the task before asks past it here.
-    while (((v = lds_acquire(cent)) & ~3u) != (u32)(seq + 1) << 2 || (!GATHER && !iend && tag < (u32)(seq + 1) << 2)) if (n == 0 && !iend) ask(false);
-    if (lane == 0) sts_release(finished + 4 * w, seq);  // the lanes have met since the task before
+    while (((v = lds_acquire(cent)) & ~3u) != (u32)(seq + 1) << 2) if (n == 0 && !iend) ask(false);
     return v & 3;
   };
   auto passed = [&]() {
     seq++;
     cent = cent == tasks + (ENTRIES - 1) * ENTRY ? tasks : cent + ENTRY;
+    if (tid == 0) sts_release(progress, seq);
   };
   auto wait_for_h = [&](u32* h, int column, auto again) {  // 128 columns
     for (;;) {
@@ -870,8 +874,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     }
     asked = false;
     while (current() == 1) streamed(Int<1>());
-    iend = true;  // all weights have been asked for: in a task that gathers, every warp has some
-    while (current() == 3) {  // a token's sum, in the order of its routes
+    iend = true;  // there are no weights left
+    for (int sum_number = 1; current() == 3; sum_number++) {  // a token's sum, in the order of its routes
       const u32 tok = lds(cent + 4), ours = lds(held + tok * 4);
       passed();
       while (ldg_acquire(added + (lds(epoch_at) & 1) * MAXT + tok) < (u32)(__popc(ours) * TILES2 * HALVES)) __nanosleep(20);
@@ -890,6 +894,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
         *(uint2*)to = make_uint2((u32)to_x(sum[0]) | (u32)to_x(sum[1]) << 16, (u32)to_x(sum[2]) | (u32)to_x(sum[3]) << 16);
       }
       __syncwarp();  // all lanes have read the entry
+      if (lane == 0) sts_release(finished + 4 * w, sum_number);
     }
     if (lane == 0) mb_arrive(ended);
     return;
@@ -905,6 +910,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer(const __grid_cons
     const u32 tok = lds(cent + 4) >> 16;
     const int own = units_of(tok);
     passed();
+    if (own <= 0 && tag == (u32)seq << 2) { tag += 4; ient = cent; }  // nothing to ask for in this task
     float sum[HALVES][4] = {};
     auto load_h = [&](int i) {  // of unit i
       const u32 u = w + i * WARPS, route = lds(routes + (tok * TOP_K + u / KU2) * 16 + 12);

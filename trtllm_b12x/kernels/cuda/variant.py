@@ -114,7 +114,7 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
     else:
         tables = routes * (20 + 4 * -(-routes // 32)) + g.num_experts // 8 + 68
     sums = 64 * warps * min(tokens, _COLUMNS)
-    tables += -(-(16 * buffers + 4 * (warps + adders) + 12) // 16) * 16  # mbarriers, counts of warps
+    tables += -(-(16 * buffers + 4 * (warps + adders) + 16) // 16) * 16  # mbarriers, counts of warps
     tables += (16 if tokens >= 8 else 32) * (16 + 16 * max(parts * times, parts2))
     for halves, stages in ((2, 2), (1, 4), (1, 3), (1, 2)):
         if halves == 2 and (bits == 8 or tokens * g.stored_hidden < 32 * _TASKS):
