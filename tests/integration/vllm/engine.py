@@ -1,7 +1,8 @@
 """Start an unmodified ``vllm.LLM`` in this process, generate, and take it through its life: ``engine FOLDER STEP ...``.
 
-A step is ``sleep-1``, ``sleep-2`` (with ``reload_weights``) or ``load=FOLDER`` (new weights in place). Options: ``--eager``;
-``--sleep`` allocates what sleep mode can free; ``--without`` turns the package off. Prints one line of JSON.
+A step is ``sleep-1``, ``sleep-2`` (with ``reload_weights``) or ``load=FOLDER`` (new weights in place). Prints one line of JSON.
+Options: ``--eager``; ``--sleep`` allocates what sleep mode can free; ``--without`` turns the package off; ``--two-ranks`` splits
+the model over two GPUs; ``--one-fails`` lets the kernels of the second rank fail.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import importlib
 import json
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 PROMPTS = (40, 7, 100)
@@ -21,25 +26,64 @@ NEW_TOKENS = 12
 def main(arguments: list[str]) -> None:
     options = {word for word in arguments if word.startswith("--")}
     folder, *steps = (word for word in arguments if word not in options)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if "--without" in options:
         os.environ["TRTLLM_B12X"] = "0"
+    os.environ["ENGINE_OPTIONS"] = " ".join(options)
+    with plugin_for_workers():
+        serve(folder, steps, options)
+
+
+@contextmanager
+def plugin_for_workers() -> Iterator[None]:
+    """Let vLLM call ``assume_sm120`` in this process and in its workers, as a plugin beside ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        info = Path(folder) / "engine_test-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-test\nVersion: 0\n", encoding="utf-8")
+        entry = "[vllm.general_plugins]\nzz_engine_test = tests.integration.vllm.engine:assume_sm120\n"
+        (info / "entry_points.txt").write_text(entry, encoding="utf-8")
+        os.environ["PYTHONPATH"] = os.pathsep.join((folder, os.environ.get("PYTHONPATH", "")))
+        sys.path.insert(0, folder)
+        yield
+
+
+def assume_sm120() -> None:
+    """Take Hopper for an SM120, and let the kernels of a rank fail if the options say so."""
     from tests.integration.vllm import layers
 
     # On Hopper vLLM would prefer OpenAI's triton_kernels to Marlin, which it takes on SM12x.
     kernels: Any = importlib.import_module(f"{layers.FUSED_MOE}.experts.gpt_oss_triton_kernels_moe")
     kernels._triton_kernel_moe_supports_current_device = lambda *_, **__: False
-    if "--without" not in options:
-        from trtllm_b12x.engines.vllm import plugin
+    options = os.environ["ENGINE_OPTIONS"].split()
+    if "--without" in options:
+        return
+    from trtllm_b12x.engines.vllm import machine, plugin
 
-        plugin.install(sm=120)
+    plugin.install(sm=120)
+    rehearse = machine.rehearse
+
+    def fails_on_the_second_rank(experts_class: Any, config: Any) -> str:
+        import torch
+
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            raise RuntimeError("no memory for kernels")
+        return rehearse(experts_class, config)
+
+    if "--one-fails" in options:
+        machine.rehearse = fails_on_the_second_rank
+
+
+def serve(folder: str, steps: list[str], options: set[str]) -> None:
     import torch
 
     torch.zeros(1, device="cuda")
     before = torch.cuda.memory_allocated()
     llm = engine(folder, options)
     first = generate(llm)
-    result: dict[str, Any] = {"tokens": [[token for token, _ in request] for request in first], "experts": experts_of(llm)}
+    result: dict[str, Any] = {"tokens": [[token for token, _ in request] for request in first]}
+    if "--two-ranks" not in options:
+        result["experts"] = experts_of(llm)
     for step in steps:
         name, _, path = step.partition("=")
         if name.startswith("sleep"):
@@ -79,6 +123,8 @@ def engine(folder: str, options: set[str]) -> Any:
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]},
         attention_config={"backend": "TRITON_ATTN"},
         generation_config="vllm",
+        tensor_parallel_size=2 if "--two-ranks" in options else 1,
+        disable_custom_all_reduce=True,
         seed=0,
     )
 
