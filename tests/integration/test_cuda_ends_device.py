@@ -214,7 +214,7 @@ def test_a_launch_that_does_not_end(tmp_path: Path) -> None:
         [sys.executable, "-c", BROKEN, str(tmp_path / "layer.cu")], capture_output=True, text=True, timeout=120, check=False
     )
     assert run.returncode, run.stderr
-    assert "8 tokens of 32 experts, top 8, 2048 x 768" in run.stderr
+    assert "8 tokens of 32 local experts, top 8, 2048 x 768" in run.stderr
     assert "Restart with TRTLLM_B12X_KERNELS=b12x,triton,grouped" in run.stderr
 
 
@@ -237,12 +237,12 @@ def test_held_multiprocessors(name: str, routes: Routes) -> None:
     calls, kernel = cases(layer, routes), layer.kernel(ranks=routes.ranks)
     torch.cuda.synchronize()
     for count in HELD[name.split()[1]]:
-        with held(multiprocessors - 132 + count) as release:
-            wrong = {tokens: count_wrong(kernel, each, LAUNCHES // 2) for tokens, each in calls.items()}
-            torch.cuda.current_stream().synchronize()
-            for tokens, each in calls.items():
-                wrong[tokens] += count_wrong(kernel, each, LAUNCHES // 4)
-            release()
-            for tokens, each in calls.items():
-                wrong[tokens] += count_wrong(kernel, each, LAUNCHES // 4)
-        assert not {tokens: int(number) for tokens, number in wrong.items() if number}, count
+        for tokens, each in calls.items():
+            # Few launches at a time: beside a kernel that runs on, the driver blocked after 2,000 of them.
+            with held(multiprocessors - 132 + count) as release:
+                wrong = count_wrong(kernel, each, LAUNCHES // 2)
+                torch.cuda.current_stream().synchronize()
+                wrong += count_wrong(kernel, each, LAUNCHES // 4)
+                release()
+                wrong += count_wrong(kernel, each, LAUNCHES // 4)
+            assert not int(wrong), (count, tokens)

@@ -223,7 +223,7 @@ def _stuck_launch(geometry: Geometry, stuck: torch.Tensor) -> str:
     """Describe the launch of this geometry that the kernel stopped; empty if there is none."""
     if not (tokens := int(stuck)):
         return ""
-    others = ",".join(name for name in settings.KERNELS() if name != CudaKernel.features.name)
+    others = ",".join(name for name in settings.FAMILIES if name != CudaKernel.features.name)
     return (
         f"the cuda kernel stopped a launch that did not end within {SPIN_SECONDS} s: {tokens} tokens of {geometry}. This "
         f"process can no longer use the GPU. Restart with {settings.KERNELS.name}={others} to leave the kernel out; "

@@ -108,9 +108,10 @@ FI void mb_arrive(u32 b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::
 FI void mb_wait(u32 b, u32 parity) {
   asm volatile("{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}" ::"r"(b), "r"(parity) : "memory");
 }
-FI bool mb_passed(u32 b, u32 parity) {  // waits too, but not forever
+FI bool mb_passed(u32 b, u32 parity) {  // waits for 0.1 ms at most
   u32 passed;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(passed) : "r"(b), "r"(parity) : "memory");
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(passed) : "r"(b), "r"(parity), "r"(100000) : "memory");
   return passed;
 }
 FI u32 now() { u64 ns; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)); return (u32)(ns >> 20); }  // in units of 2**20 ns
