@@ -20,7 +20,7 @@ from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.formats import BY_TURNS, FORMATS, GATE_UP, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry, MoECall, PlanError, prove_child, warmup
 from trtllm_b12x.kernels.cards import Card, models
-from trtllm_b12x.kernels.cuda import driver, nvrtc, variant
+from trtllm_b12x.kernels.cuda import decode, driver, nvrtc, variant
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel, LaunchPlan
 from trtllm_b12x.kernels.warmup import CompileTask
 
@@ -286,6 +286,20 @@ def test_errors_after_a_call_that_was_right(cuda: Driver, kernel: CudaKernel) ->
     kernel.run(call._replace(x=strided, out=(given := torch.zeros(2, 256, dtype=torch.bfloat16)[:, ::2])))
     assert cuda.launched[-1][2]["x"] != strided.data_ptr()
     assert cuda.launched[-1][2]["out"] != given.data_ptr()
+
+
+def test_a_launch_that_the_kernel_stopped(cuda: Driver, kernel: CudaKernel, caplog: pytest.LogCaptureFixture) -> None:
+    """The next launch fails. Its error, and a line when the process ends, name the launch that did not end."""
+    cuda.code = 719
+    with pytest.raises(driver.DriverError, match="cuLaunchKernelEx: 719"):
+        kernel.run(MoECall(*random_call(GEOMETRY, 1)))
+    kernel._plan.stuck[0] = 2
+    message = "2 tokens of 3 experts, top 2, 128 x 128, .*TRTLLM_B12X_KERNELS=b12x,triton,grouped"
+    with pytest.raises(driver.DriverError, match=message):
+        kernel.run(MoECall(*random_call(GEOMETRY, 1)))
+    decode._report_stuck_launch(GEOMETRY, kernel._plan.stuck)
+    (line,) = caplog.messages
+    assert re.search(message, line)
 
 
 @pytest.mark.parametrize("name", ["x", "ids", "router_weights", "out"])
