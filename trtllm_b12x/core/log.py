@@ -10,20 +10,9 @@ from trtllm_b12x.core.errors import say
 
 from . import locks, process, settings
 
-
-class _Logger(logging.LoggerAdapter):
-    """Logger that an engine can replace by a child of its own. ``level``: of that child, 0 for the engine's."""
-
-    level = logging.NOTSET
-
-    def isEnabledFor(self, level: int) -> bool:  # noqa: N802
-        if self.level:  # again each time: logging.config.dictConfig resets the children of the loggers that it names
-            self.logger.setLevel(self.level)
-        return super().isEnabledFor(level)
-
-
 _own = logging.getLogger("trtllm_b12x")
-logger = _Logger(_own, None)
+logger = logging.LoggerAdapter(_own, None)
+"""An engine may replace the logger behind it by a child of its own."""
 _said: set[Hashable] = set()
 _lock = locks.new()
 process.kept(_said.clear)
@@ -63,7 +52,8 @@ def configure(name: str = "") -> None:
     """
     if name:
         logger.logger = logging.getLogger(name)
-        logger.level = logging.getLevelName(settings.LOG()) if os.environ.get(settings.LOG.name) else logging.NOTSET
+        if os.environ.get(settings.LOG.name):
+            logger.logger.setLevel(settings.LOG())
     else:
         _own.setLevel(settings.LOG())
         if not any(isinstance(handler, _WhereNobodyListens) for handler in _own.handlers):

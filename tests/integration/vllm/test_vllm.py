@@ -517,7 +517,7 @@ JSON_LINES: dict[str, Any] = {
     [
         ("plugin first", True, {}, ["theirs", "ours", "a warning"]),
         ("vLLM first", True, {}, ["theirs", "ours", "a warning"]),
-        ("plugin first", True, {"TRTLLM_B12X_LOG": "WARNING"}, ["theirs", "a warning"]),
+        ("vLLM first", True, {"TRTLLM_B12X_LOG": "WARNING"}, ["theirs", "a warning"]),
         ("vLLM first", False, {"VLLM_LOGGING_LEVEL": "ERROR"}, []),
     ],
 )
