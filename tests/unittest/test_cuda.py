@@ -288,6 +288,13 @@ def test_errors_after_a_call_that_was_right(cuda: Driver, kernel: CudaKernel) ->
     assert cuda.launched[-1][2]["out"] != given.data_ptr()
 
 
+def test_the_count_of_a_stopped_launch_is_in_host_memory() -> None:
+    """Engines build a model under a default device."""
+    with torch.device("meta"):
+        plan = LaunchPlan({}, {})
+    assert plan.stuck.device.type == "cpu"
+
+
 def test_a_launch_that_the_kernel_stopped(cuda: Driver, kernel: CudaKernel, caplog: pytest.LogCaptureFixture) -> None:
     """The next launch fails. Its error, and a line when the process ends, name the launch that did not end."""
     cuda.code = 719

@@ -55,7 +55,7 @@ _Owner = tuple[int, int, int]
 
 
 def _stuck_tokens() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())  # engines set a default device
 
 
 @dataclass
@@ -115,7 +115,8 @@ class CudaKernel(OwnKernel):
         sizes = {tokens: (function.constant(names[0]), function.constant(names[1])) for tokens, function in functions.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         plan = LaunchPlan(functions, sizes)
-        # Also runs in processes that multiprocessing forked, which skip ``atexit``.
+        # Also runs in processes that multiprocessing forked, which skip ``atexit``. It keeps the tensor for graphs that outlive
+        # the plan.
         Finalize(None, _report_stuck_launch, (self.geometry, plan.stuck), exitpriority=0)
         return plan
 
