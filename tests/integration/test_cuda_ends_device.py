@@ -150,9 +150,15 @@ def count_wrong(kernel: Any, calls: list[Case], launches: int) -> torch.Tensor:
 
 
 def with_results(layer: Layer, routes: Routes, tokens: int, count: int) -> list[Case]:
-    """Draw calls, and run each once undisturbed."""
+    """Draw calls, and run each twice undisturbed.
+
+    That loads each of torch's kernels that ``count_wrong`` launches. Loading one waits for all running kernels, so beside
+    ``held`` it would wait forever.
+    """
     kernel, calls = layer.kernel(ranks=routes.ranks), [draw(layer.geometry, routes, tokens, seed) for seed in range(count)]
-    return [Case(call, kernel.run(call._replace(out=None))) for call in calls]
+    found = [Case(call, kernel.run(call._replace(out=None))) for call in calls]
+    assert not int(count_wrong(kernel, found, count))
+    return found
 
 
 def cases(layer: Layer, routes: Routes) -> dict[int, list[Case]]:

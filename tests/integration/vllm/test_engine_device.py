@@ -40,6 +40,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM_B12X")}
     environment |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_USE_FLASHINFER_SAMPLER": "0", "OMP_NUM_THREADS": "4"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    print(done.stdout, done.stderr, sep="\n")
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     result: dict[str, Any] = {"log": done.stdout + done.stderr, **json.loads(lines[-1])}
