@@ -12,37 +12,34 @@ from typing import Any
 import torch
 
 from trtllm_b12x import decision, formats
-from trtllm_b12x.core import process, settings
+from trtllm_b12x.core import log, process, settings
 from trtllm_b12x.decision import Environment, Resolution, families
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, Kernel, first_line
 from trtllm_b12x.kernels.catalog import KERNELS
 
-from . import problem, weights
+from . import facts, problem, weights
 from .facts import FAMILIES, SLOTS, Slot
 
-assumed_sm: int | None = None
-"""Card to assume, as major * 10 + minor, instead of the one that vLLM sees: for tests and benchmarks."""
 _rehearsed: dict[tuple[Slot, Geometry, torch.device], tuple[str, list[Kernel]]] = {}
 """Reason against the kernels of a geometry, or an empty string; and kernels without weights that keep the plans."""
 
 
 @process.kept
 def _forget() -> None:
-    global assumed_sm
-    assumed_sm = None
     _rehearsed.clear()
     _for_every_call.cache_clear()
 
 
 def sm() -> int:
-    """Return the card as vLLM sees it, major * 10 + minor; 0 without an NVIDIA card."""
-    if assumed_sm is not None:
-        return assumed_sm
+    """Return the card that the rules see, major * 10 + minor; 0 without an NVIDIA card."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    return 0 if capability is None else 10 * capability.major + capability.minor
+    found = 0 if capability is None else 10 * capability.major + capability.minor
+    if (number := facts.counted(found) or 0) != found:
+        log.once(f"{settings.HOPPER.name}=1: experts run on SM{found} as on SM{number}, to be measured and not to serve")
+    return number
 
 
 def device_of(config: Any) -> torch.device:
@@ -84,11 +81,11 @@ def _for_every_call(kernel: type[Kernel], adds_bias: bool) -> type[Kernel]:
 
 def resolve(slot: Slot, config: Any) -> Resolution:
     device, number = device_of(config), sm()
-    facts = Environment(enabled=settings.ENABLED(), sm=number)
+    environment = Environment(enabled=settings.ENABLED(), sm=number)
     if device.type == "cuda":
-        facts = replace(facts, triton_lacks=toolchain.lacking(number), upcast=toolchain.upcast(number))
+        environment = replace(environment, triton_lacks=toolchain.lacking(number), upcast=toolchain.upcast(number))
     features = {name: kernel.features for name, kernel in candidate_kernels(slot, device).items()}
-    return decision.resolve(problem.shape_of(config, slot), problem.deployment_of(config), facts, features)
+    return decision.resolve(problem.shape_of(config, slot), problem.deployment_of(config), environment, features)
 
 
 def rehearsed(slot: Slot, config: Any) -> list[Kernel]:
