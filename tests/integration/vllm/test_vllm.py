@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import types
@@ -322,6 +323,16 @@ def test_what_ours_do_not_serve_stays_vllms(form: str, case: str, caplog: pytest
     assert reason in line.getMessage()
 
 
+def test_the_toolchain_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads Triton's cache folder, which may be large."""
+    lacking = mock.Mock(return_value=())
+    monkeypatch.setattr(machine.toolchain, "lacking", lacking)
+    monkeypatch.setattr(machine, "candidate_kernels", lambda slot, device: {})
+    for _ in range(3):
+        machine.resolve(facts.SLOTS[0], layers.config_of(*SIZES, device="cuda:0"))
+    lacking.assert_called_once_with(120)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_limit_of_zero_stays_vllms(form: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its kernels clamp to zero or do not clamp, by whether experts are parallel."""
@@ -462,7 +473,8 @@ def test_a_line_names_the_layers(caplog: pytest.LogCaptureFixture) -> None:
     layers.method_of("MXFP4", layers.config_of(8, 2, 256, 96))
     layers.method_of("MXFP4", layers.config_of(4, 2, 256, 96, is_lora_enabled=True))
     taken, left = (record.getMessage() for record in caplog.records if record.name == "trtllm_b12x")
-    assert taken == "MXFP4 experts run on trtllm-b12x, in place of vLLM's MARLIN (8 of 256 x 96)"
+    line = r"MXFP4 experts run on trtllm-b12x, in place of vLLM's MARLIN \(8 of 256 x 96\): kernels ready in \d+\.\d s"
+    assert re.fullmatch(line, taken)
     assert left.startswith("vLLM's MARLIN keeps the MXFP4 experts (4 of 256 x 96): ")
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,14 +22,22 @@ from trtllm_b12x.kernels.catalog import KERNELS
 from . import facts, problem, weights
 from .facts import FAMILIES, SLOTS, Slot
 
-_rehearsed: dict[tuple[Slot, Geometry, torch.device], tuple[str, list[Kernel]]] = {}
-"""Reason against the kernels of a geometry, or an empty string; and kernels without weights that keep the plans."""
+
+class Rehearsal(NamedTuple):
+    refusal: str = ""
+    kernels: Sequence[Kernel] = ()
+    """Planned kernels of a layer's sizes, which have no weights. They keep the plans."""
+    seconds: float = 0.0
+
+
+_rehearsed: dict[tuple[Slot, Geometry, torch.device], Rehearsal] = {}
 
 
 @process.kept
 def _forget() -> None:
     _rehearsed.clear()
     _for_every_call.cache_clear()
+    _toolchain.cache_clear()
 
 
 def sm() -> int:
@@ -79,18 +88,24 @@ def _for_every_call(kernel: type[Kernel], adds_bias: bool) -> type[Kernel]:
     return type(kernel.__name__, (kernel,), {"features": features})
 
 
+@functools.cache
+def _toolchain(number: int) -> dict[str, Any]:
+    """Look once a process, not for each layer: a large cache folder of Triton takes 0.1 s."""
+    return {"triton_lacks": toolchain.lacking(number), "upcast": toolchain.upcast(number)}
+
+
 def resolve(slot: Slot, config: Any) -> Resolution:
     device, number = device_of(config), sm()
     environment = Environment(enabled=settings.ENABLED(), sm=number)
     if device.type == "cuda":
-        environment = replace(environment, triton_lacks=toolchain.lacking(number), upcast=toolchain.upcast(number))
+        environment = replace(environment, **_toolchain(number))
     features = {name: kernel.features for name, kernel in candidate_kernels(slot, device).items()}
     return decision.resolve(problem.shape_of(config, slot), problem.deployment_of(config), environment, features)
 
 
-def rehearsed(slot: Slot, config: Any) -> list[Kernel]:
-    """Return the planned kernels of a layer's sizes, which have no weights."""
-    return _rehearsed.get((slot, problem.geometry_of(config, slot), device_of(config)), ("", []))[1]
+def rehearsed(slot: Slot, config: Any) -> Rehearsal:
+    """Return what ``rehearse`` has kept for the layer's sizes."""
+    return _rehearsed.get((slot, problem.geometry_of(config, slot), device_of(config)), Rehearsal())
 
 
 def agreed(slot: Slot | None, config: Any) -> bool:
@@ -129,17 +144,19 @@ def rehearse(experts_class: Any, config: Any) -> str:
     slot, device = experts_class.slot, device_of(config)
     key = slot, problem.geometry_of(config, slot), device
     if key not in _rehearsed:
+        started = time.monotonic()
         try:
             with float32_default(), torch.inference_mode(False), torch.no_grad():
-                _rehearsed[key] = "", _rehearse(experts_class, config, key[1], device)
+                kernels = _rehearse(experts_class, config, key[1], device)
+            _rehearsed[key] = Rehearsal("", kernels, time.monotonic() - started)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 return _plan_failed(error)  # memory may be free for the next layer
-            _rehearsed[key] = _plan_failed(error), []
+            _rehearsed[key] = Rehearsal(_plan_failed(error))
         finally:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    return _rehearsed[key][0]
+    return _rehearsed[key].refusal
 
 
 def _plan_failed(error: Exception) -> str:

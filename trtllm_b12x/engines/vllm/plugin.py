@@ -152,6 +152,8 @@ def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]
 
 def _taken(theirs: Any, ours: Any, config: Any) -> Any:
     """Return our backend and class. Put them into the key of vLLM's compile cache, and log them."""
+    from . import machine
+
     slot, backend = ours.slot, theirs[0]
     entry = [slot.format, slot.backend, config.num_experts, config.hidden_dim, config.intermediate_size]
     for holder in _configs():
@@ -160,7 +162,8 @@ def _taken(theirs: Any, ours: Any, config: Any) -> Any:
             entries.append(entry)
             entries.sort()
     beyond = f", with vLLM's {backend.name} for many tokens" if slot.pair else f", in place of vLLM's {backend.name}"
-    log.once(f"{slot.format} experts run on trtllm-b12x{beyond} ({_sizes(config)})", logging.INFO)
+    took = f"kernels ready in {machine.rehearsed(slot, config).seconds:.1f} s"
+    log.once(f"{slot.format} experts run on trtllm-b12x{beyond} ({_sizes(config)}): {took}", logging.INFO)
     return type(backend)[slot.backend], ours
 
 
