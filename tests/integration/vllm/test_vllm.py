@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import starts
 from tests import faults, forks
 from tests.allocations import Allocations
 from tests.clock import Clock, standing_in
@@ -930,3 +931,14 @@ def test_torch_compile_sees_one_graph() -> None:
     operators = [str(node.target) for node in explained.graphs[0].graph.nodes if node.op == "call_function"]
     assert any(name.startswith("vllm.moe_forward") for name in operators), operators
     assert block.fused_experts.dispatch.schedule.kernels
+
+
+def test_the_benchmark_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of its processes, on the CPU, where nothing is compiled."""
+    monkeypatch.setattr(starts, "STARTS", {"first": {settings.KERNELS.name: "triton,grouped"}})
+    monkeypatch.setattr(sys, "argv", ["starts", str(tmp_path / "starts"), "--only", "MXFP8"])
+    starts.main()
+    (row,) = json.loads((tmp_path / "starts.json").read_text())["rows"]
+    assert (row["start"], row["experts"]) == ("first", "MXFP8Sm12xExperts")
+    assert set(row["seconds"]) == {"choice", "other choices", "load", "first call", "second call"}
+    assert any("kernels ready in" in line for _, line in row["lines"])
