@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.vllm OUT`` writes ``OUT/vllm.json`` and prints a line for each token count. Graphs cycle through several
 layers, so that no weight is in the L2 cache. Marlin's gpt-oss is padded as vLLM pads it, without the time of padding x. vLLM must
-be importable.
+be importable. Hopper counts as SM120, and NVFP4 runs there as W4A16_NVFP4.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,12 @@ from benchmarks.peers.layers import REPLAYS, draw
 from benchmarks.peers.ours import host_microseconds
 from tests.integration.vllm import layers as vllm_layers
 from trtllm_b12x.core import settings
-from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.dispatch.timing import graph_seconds
-from trtllm_b12x.engines.vllm import facts, machine, plugin
+from trtllm_b12x.engines.vllm import facts, plugin
 from trtllm_b12x.kernels import Geometry
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 LAYERS = 3
-LARGEST = 256
-"""Tokens of NVFP4 that our decode kernel serves. More are FlashInfer's, which Hopper cannot run."""
 CASES = (
     ("Qwen3-30B-A3B", "MXFP8", (128, 8, 2048, 768), "silu"),
     ("gemma-4-26B-A4B", "MXFP8", (128, 8, 2816, 704), "gelu_tanh"),
@@ -42,24 +38,6 @@ CASES = (
     ("gpt-oss-120b", "MXFP4", (128, 4, 2880, 2880), "swigluoai"),
 )
 """Name, format, number of experts, experts per token, hidden and intermediate size, and vLLM's activation. gpt-oss has biases."""
-
-
-def method(form: str, config: Any, marlin: Any) -> Any:
-    """Return vLLM's method with our experts. On Hopper the NVFP4 oracle ends at Marlin, so the slot is put in by hand, alone."""
-    if form != "NVFP4":
-        return vllm_layers.method_of(form, config)
-    from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
-
-    from trtllm_b12x.engines.vllm.experts import experts_class
-
-    slot = next(slot for slot in facts.SLOTS if slot.backend == "FLASHINFER_CUTLASS")
-    ours = experts_class(slot, FlashInferExperts)
-    with crossover.unmeasured():
-        if reason := machine.rehearse(ours, config):
-            raise RuntimeError(reason)
-    made = vllm_layers.method_of(form, marlin)
-    made.nvfp4_backend, made.experts_cls = type(made.nvfp4_backend)[slot.backend], ours
-    return made
 
 
 def turned(experts: vllm_layers.Experts, places: int) -> vllm_layers.Experts:
@@ -83,23 +61,18 @@ def measure(
     for places in range(LAYERS):
         marlin = vllm_layers.config_of(*sizes, **more, moe_backend="marlin")  # whose sizes loading may round up
         tensors = turned(stored, places)
-        built["ours"].append(vllm_layers.loaded(form, config, tensors, method(form, config, marlin)))
+        built["ours"].append(vllm_layers.loaded(form, config, tensors))
         built["marlin"].append(vllm_layers.loaded(form, marlin, tensors))
     del stored, tensors
     for who, pairs in built.items():
         print(name, form, who, type(pairs[0][0].moe_kernel.fused_experts).__name__, flush=True)
     x, weights, ids = vllm_layers.routes(config, 4096, 0, "cuda")
-    with crossover.unmeasured() if form == "NVFP4" else nullcontext():
-        for made, layer in built["ours"]:  # the profile run
-            if form == "NVFP4":
-                made.moe_kernel.fused_experts.measured = True
-            vllm_layers.call(made, layer, x, weights, ids)
+    for made, layer in built["ours"]:  # the profile run
+        vllm_layers.call(made, layer, x, weights, ids)
     ours = built["ours"][0][0].moe_kernel.fused_experts
     print(name, form, ours.dispatch.schedule.summary, flush=True)
     until = time.monotonic() + seconds
     for tokens in counts:
-        if form == "NVFP4" and tokens > LARGEST:
-            return
         if time.monotonic() > until:
             print("out of time before", name, form, tokens)
             return
@@ -135,17 +108,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a format's name")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=TOKENS, help="such as 1,8,64")
     options = parser.parse_args()
+    os.environ[settings.HOPPER.name] = "1"
     plugin.register()
-    plugin.install(sm=120)
     options.out.mkdir(parents=True, exist_ok=True)
     properties = torch.cuda.get_device_properties(0)
     versions = {"torch": torch.__version__, "triton": triton.__version__, "vllm": facts.version()}
     report: dict[str, Any] = {"gpu": properties.name, "versions": versions, "layers": []}
-    with vllm_layers.vllm_config("cuda"), vllm_layers.without_openais_kernels(), torch.no_grad():
+    with vllm_layers.vllm_config("cuda"), torch.no_grad():
         for case in CASES:
             if options.only not in case[1]:
                 continue
-            os.environ[settings.CROSSOVER.name] = str(LARGEST + 1) if case[1] == "NVFP4" else "auto"
             try:
                 for row in measure(*case, options.tokens, options.seconds):
                     report["layers"].append(row)

@@ -96,6 +96,13 @@ FREEZE = Switch(
     ("0", "1"),
     "1 compiles nothing in a server: kernels that are not in the caches (trtllm-b12x warmup) do not serve, and say so",
 )
+HOPPER = Switch(
+    f"{_PREFIX}_HOPPER",
+    _on_off,
+    "0",
+    ("0", "1"),
+    "1 lets Hopper (SM90) count as SM120 in vLLM, to measure what this package does there; it is not meant to serve",
+)
 KERNELS = Switch(f"{_PREFIX}_KERNELS", _families, ",".join(FAMILIES), FAMILIES, "kernel families to consider, in this order")
 W4A4_PREFILL = Switch(
     f"{_PREFIX}_W4A4_PREFILL",
@@ -109,7 +116,7 @@ LOG = Switch(
     f"{_PREFIX}_LOG", _level, "INFO", LEVELS, "level of the logger trtllm_b12x; in vLLM of vllm.trtllm_b12x, by default vLLM's"
 )
 
-SWITCHES = (ENABLED, CROSSOVER, FREEZE, KERNELS, W4A4_PREFILL, LOG)
+SWITCHES = (ENABLED, CROSSOVER, FREEZE, HOPPER, KERNELS, W4A4_PREFILL, LOG)
 
 
 def complaints() -> list[str]:

@@ -21,8 +21,8 @@ from .timing import RouteSampler
 
 _failures: dict[tuple[str, Geometry, str], str] = {}
 """Plans that failed for good on this rank since the last model began to load: no further layer tries them."""
-_ahead: set[tuple[Geometry, str]] = set()
-"""Geometries and devices that a thread compiles for, or has."""
+_ahead: set[tuple[Any, ...]] = set()
+"""Geometries, devices and families that a thread compiles for, or has."""
 _model_is_built = False
 """Weights have been loaded: the next layer is another model's."""
 process.kept(_failures.clear)
@@ -67,9 +67,10 @@ class LayerDispatch:
         # The largest count of each family that a call may reach without a measurement.
         ends = {name: EVERY if self.kernels[name].features.every_count else policy.first - 1 for name in limits}
         reached = {name: min(limit, ends[name]) for name, limit in limits.items()}
-        first, *rest = limits or [""]
-        if soon := [name for name in rest if reached[name] > limits[first]]:
-            self._compile_ahead({name: limits[name] for name in [*soon, *rest]}, geometry, device)
+        # The first family, and those that serve calls beyond it, are planned below. Others wait, and take no processor from them.
+        first = next((name for name, limit in limits.items() if self.kernels[name].fits(geometry, limit, device)), "")
+        if soon := {name: limit for name, limit in limits.items() if first and reached[name] > limits[first]}:
+            self._compile_ahead({first: limits[first]} | soon, geometry, device)
         self._layer = geometry, weights, device, first_expert
         bound: dict[str, Kernel] = {}
         errors: dict[str, str] = {}
@@ -128,9 +129,10 @@ class LayerDispatch:
 
     def _compile_ahead(self, limits: Mapping[str, int], geometry: Geometry, device: torch.device) -> None:
         """Let a thread compile for these families in order, once for a geometry. What fails there is left to their plans."""
-        if not limits or device.type != "cuda" or (geometry, str(device)) in _ahead:
+        key = geometry, str(device), *limits
+        if not limits or device.type != "cuda" or key in _ahead:
             return
-        _ahead.add((geometry, str(device)))
+        _ahead.add(key)
         planned = [(self.kernels[name], limit) for name, limit in limits.items()]
 
         def compile_all() -> None:

@@ -81,6 +81,11 @@ class Kernel(ABC):
         return True
 
     @classmethod
+    def fits(cls, geometry: Geometry, capacity: int, device: torch.device) -> bool:
+        """Return False if ``plan`` will raise before it compiles."""
+        return True
+
+    @classmethod
     def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
         """Compile for the families of ``planned``, with their capacities, before their plans. Return the number of processes."""
         return 0

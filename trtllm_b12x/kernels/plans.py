@@ -124,6 +124,14 @@ class OwnKernel(PlannedKernel):
         """``card``: that kernels are chosen and compiled for, instead of the device's own."""
         self._card = card
 
+    @classmethod
+    def fits(cls, geometry: Geometry, capacity: int, device: torch.device) -> bool:
+        try:
+            cls().describe(geometry, capacity, device)
+        except Exception:  # the plan raises it again, and its message is kept
+            return False
+        return True
+
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Set the sizes that ``variants`` depends on; compile nothing. Raise ValueError if no kernel serves ``geometry``."""
         self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))

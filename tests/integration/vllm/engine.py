@@ -8,7 +8,6 @@ the model over two GPUs; ``--one-fails`` lets the kernels of the second rank fai
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ def main(arguments: list[str]) -> None:
     options = {word for word in arguments if word.startswith("--")}
     folder, *steps = (word for word in arguments if word not in options)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ["TRTLLM_B12X_HOPPER"] = "1"
     if "--without" in options:
         os.environ["TRTLLM_B12X"] = "0"
     os.environ["ENGINE_OPTIONS"] = " ".join(options)
@@ -36,31 +36,24 @@ def main(arguments: list[str]) -> None:
 
 @contextmanager
 def plugin_for_workers() -> Iterator[None]:
-    """Let vLLM call ``assume_sm120`` in this process and in its workers, as a plugin beside ours."""
+    """Let vLLM call ``let_a_rank_fail`` in this process and in its workers, as a plugin beside ours."""
     with tempfile.TemporaryDirectory() as folder:
         info = Path(folder) / "engine_test-0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-test\nVersion: 0\n", encoding="utf-8")
-        entry = "[vllm.general_plugins]\nzz_engine_test = tests.integration.vllm.engine:assume_sm120\n"
+        entry = "[vllm.general_plugins]\nzz_engine_test = tests.integration.vllm.engine:let_a_rank_fail\n"
         (info / "entry_points.txt").write_text(entry, encoding="utf-8")
         os.environ["PYTHONPATH"] = os.pathsep.join((folder, os.environ.get("PYTHONPATH", "")))
         sys.path.insert(0, folder)
         yield
 
 
-def assume_sm120() -> None:
-    """Take Hopper for an SM120, and let the kernels of a rank fail if the options say so."""
-    from tests.integration.vllm import layers
-
-    # On Hopper vLLM would prefer OpenAI's triton_kernels to Marlin, which it takes on SM12x.
-    kernels: Any = importlib.import_module(f"{layers.FUSED_MOE}.experts.gpt_oss_triton_kernels_moe")
-    kernels._triton_kernel_moe_supports_current_device = lambda *_, **__: False
-    options = os.environ["ENGINE_OPTIONS"].split()
-    if "--without" in options:
+def let_a_rank_fail() -> None:
+    """Let the kernels of the second rank fail if the options say so."""
+    if "--one-fails" not in os.environ["ENGINE_OPTIONS"].split():
         return
-    from trtllm_b12x.engines.vllm import machine, plugin
+    from trtllm_b12x.engines.vllm import machine
 
-    plugin.install(sm=120)
     rehearse = machine.rehearse
 
     def fails_on_the_second_rank(experts_class: Any, config: Any) -> str:
@@ -70,8 +63,7 @@ def assume_sm120() -> None:
             raise RuntimeError("no memory for kernels")
         return rehearse(experts_class, config)
 
-    if "--one-fails" in options:
-        machine.rehearse = fails_on_the_second_rank
+    machine.rehearse = fails_on_the_second_rank
 
 
 def serve(folder: str, steps: list[str], options: set[str]) -> None:

@@ -37,7 +37,8 @@ def pretend_sm120() -> None:
     class Sm120(CudaPlatformBase):
         visible = False
         dispatch_key = "CPU"  # of vLLM's custom operators
-        get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(12, 0))
+        capability = DeviceCapability(12, 0)
+        get_device_capability = classmethod(lambda cls, device_id=0: cls.capability)
         get_device_name = classmethod(lambda cls, device_id=0: "SM120, pretended")
         get_device_communicator_cls = classmethod(lambda cls: f"{COMMUNICATORS}.base_device_communicator.DeviceCommunicatorBase")
         is_cuda_alike = is_cuda = lambda self: self.visible
@@ -62,10 +63,13 @@ def vllm_config(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def without_openais_kernels() -> Iterator[None]:
-    """Make vLLM choose Marlin for gpt-oss, as on SM12x. On Hopper it prefers OpenAI's triton_kernels."""
-    module = importlib.import_module(f"{FUSED_MOE}.experts.gpt_oss_triton_kernels_moe")
-    with mock.patch.object(module, "_triton_kernel_moe_supports_current_device", return_value=False):
+def pretended(sm: int) -> Iterator[None]:
+    """Make vLLM see another card, after ``pretend_sm120``. None for 0."""
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    capability = DeviceCapability(*divmod(sm, 10)) if sm else None
+    with mock.patch.object(type(current_platform), "capability", capability):
         yield
 
 

@@ -1,6 +1,6 @@
 """An unmodified ``vllm.LLM`` on a GPU with the package: sleep, reload, new weights, its compile cache, memory.
 
-Hopper counts as SM120 (``plugin.install(sm=120)``). Each engine has a process of its own; those of a model share vLLM's caches.
+Hopper counts as SM120 (``TRTLLM_B12X_HOPPER``). Each engine has a process of its own; those of a model share vLLM's caches.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import types
@@ -23,6 +24,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import starts
 from tests import faults, forks
 from tests.allocations import Allocations
 from tests.clock import Clock, standing_in
@@ -235,10 +237,10 @@ def test_gate_and_up_with_scales_of_their_own(form: str, ratio: float, caplog: p
     assert all(f"(up to {max(ratio, 1 / ratio):.3g} times)" in line and f"vLLM's {_CUTLASS}" in line for line in lines)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form != "NVFP4" or _CUTLASS == "FLASHINFER_CUTLASS"])
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("placed", ["neighbors", "in turn"])
 def test_partial_sums_of_two_ranks_make_the_layer(form: str, placed: str) -> None:
-    """Without FlashInfer vLLM takes Marlin for NVFP4 with expert parallelism."""
+    """Without FlashInfer vLLM takes Marlin for NVFP4 with expert parallelism, which W4A16_NVFP4 replaces."""
     whole = layers.random_experts(form, SIZES[0], *SIZES[2:])
     x, weights, ids = layers.routes(layers.config_of(*SIZES), 5)
     total = torch.zeros(x.shape)
@@ -320,6 +322,16 @@ def test_what_ours_do_not_serve_stays_vllms(form: str, case: str, caplog: pytest
     (line,) = (record for record in caplog.records if record.name == "trtllm_b12x")
     assert line.levelno == logging.INFO
     assert reason in line.getMessage()
+
+
+def test_the_toolchain_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads Triton's cache folder, which may be large."""
+    lacking = mock.Mock(return_value=())
+    monkeypatch.setattr(machine.toolchain, "lacking", lacking)
+    monkeypatch.setattr(machine, "candidate_kernels", lambda slot, device: {})
+    for _ in range(3):
+        machine.resolve(facts.SLOTS[0], layers.config_of(*SIZES, device="cuda:0"))
+    lacking.assert_called_once_with(120)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -462,14 +474,97 @@ def test_a_line_names_the_layers(caplog: pytest.LogCaptureFixture) -> None:
     layers.method_of("MXFP4", layers.config_of(8, 2, 256, 96))
     layers.method_of("MXFP4", layers.config_of(4, 2, 256, 96, is_lora_enabled=True))
     taken, left = (record.getMessage() for record in caplog.records if record.name == "trtllm_b12x")
-    assert taken == "MXFP4 experts run on trtllm-b12x, in place of vLLM's MARLIN (8 of 256 x 96)"
+    line = r"MXFP4 experts run on trtllm-b12x, in place of vLLM's MARLIN \(8 of 256 x 96\): kernels ready in \d+\.\d s"
+    assert re.fullmatch(line, taken)
     assert left.startswith("vLLM's MARLIN keeps the MXFP4 experts (4 of 256 x 96): ")
+
+
+def choices(**more: Any) -> list[str]:
+    """Return the backend of each format, or vLLM's error."""
+    found = []
+    for form in FORMATS:
+        try:
+            found.append(chosen(form, **more)[0])
+        except (NotImplementedError, ValueError) as error:
+            found.append(str(error))
+    return found
 
 
 @pytest.mark.parametrize("sm", [0, 90, 100])
 def test_other_cards_stay_vllms(sm: int) -> None:
-    machine.assumed_sm = sm
-    assert [chosen(form)[0] for form in FORMATS] == [own for own, _ in FORMATS.values()]
+    with layers.pretended(sm):
+        ours = choices()
+        plugin.uninstall()
+        assert ours == choices()
+
+
+@pytest.fixture
+def hopper(pretended: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(settings.HOPPER.name, "1")
+    with layers.pretended(90):
+        yield
+
+
+@pytest.mark.usefixtures("hopper")
+def test_hopper_is_served_by_a_switch_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert choices() == ["TRITON_MXFP8", "EMULATION", "EMULATION", "EMULATION"]
+    assert chosen("NVFP4")[1].slot.keys == facts._A4
+    assert choices(moe_backend="marlin") == ["MARLIN"] * 4
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING and record.name == "trtllm_b12x"]
+    assert [record.getMessage() for record in warnings] == [
+        "TRTLLM_B12X_HOPPER=1: experts run on SM90 as on SM120, to be measured and not to serve"
+    ]
+    plugin.uninstall()
+    assert choices() == ["MARLIN"] * 4
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("form", "module", "kinds", "backend"),
+    [
+        *((form, "fused_humming_moe", ("HummingGroupedExperts",), "HUMMING") for form in FORMATS),
+        ("MXFP4", "gpt_oss_triton_kernels_moe", ("OAITritonExperts", "OAITritonMxfp4ExpertsMonolithic"), "TRITON"),
+    ],
+)
+def test_ours_replace_whatever_vllm_takes_on_hopper(
+    form: str,
+    module: str,
+    kinds: tuple[str, ...],
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With Humming and OpenAI's triton_kernels, which are not installed here."""
+    caplog.set_level(logging.INFO)
+    theirs = pytest.importorskip(f"{layers.FUSED_MOE}.experts.{module}")
+    for kind in kinds:
+        monkeypatch.setattr(getattr(theirs, kind), "is_supported_config", staticmethod(lambda *arguments: (True, None)))
+    assert "Sm12xExperts" in chosen(form)[1].__name__
+    if f"in place of vLLM's {backend}" not in caplog.text:
+        plugin.uninstall()
+        assert chosen(form)[0] != backend  # before 0.33 Marlin is before Humming
+
+
+@pytest.mark.parametrize("on", ["SM90", "SM120"])
+def test_nvfp4_in_place_of_marlin_reads_no_input_scales(
+    on: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM chooses on Hopper, and on SM12x where neither of its CUTLASS backends serves."""
+    if on == "SM90":
+        request.getfixturevalue("hopper")
+    for name in ("flashinfer_cutlass_moe.FlashInferExperts", "cutlass_moe.CutlassExpertsFp4"):
+        monkeypatch.setattr(f"{layers.FUSED_MOE}.experts.{name}._supports_current_device", staticmethod(lambda: False))
+    config = layers.config_of(*SIZES)
+    experts = layers.unequal(layers.random_experts("NVFP4", SIZES[0], *SIZES[2:]), 1.29)
+    method, layer = layers.loaded("NVFP4", config, experts)
+    assert type(experts_of(method)).__name__ == "W4A16_NVFP4Sm12xExperts"
+    check("W4A16_NVFP4", config, experts, method, layer, (1, 5, 63, 70))
+    call = layers.routes(config, 5)
+    before = layers.call(method, layer, *call)
+    experts.parameters["w13_input_scale"] *= torch.linspace(1, 7, 8).view(-1, 1)
+    experts.parameters["w2_input_scale"] *= 3
+    layers.reload(method, layer, experts)
+    assert torch.equal(layers.call(method, layer, *call), before)
 
 
 def test_a_named_backend_is_kept_and_one_line_names_the_flag(caplog: pytest.LogCaptureFixture) -> None:
@@ -750,7 +845,7 @@ def test_in_tritons_interpreter() -> None:
         assert len(case["without a workspace"]) == 2
 
 
-def test_doctor_says_what_the_oracles_would_answer() -> None:
+def test_doctor_says_what_the_oracles_would_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     from trtllm_b12x.decision import Environment
     from trtllm_b12x.engines.vllm.report import vllm_lines
 
@@ -758,6 +853,8 @@ def test_doctor_says_what_the_oracles_would_answer() -> None:
     assert recognized == f"{facts.version()}, recognized"
     assert [line.split(" experts run on ")[0] for line in lines] == ["NVFP4", "W4A16_NVFP4", "MXFP4", "MXFP8"]
     assert all("SM: the GPU is SM90" in line for line in list(vllm_lines(Environment(sm=90)))[1:])
+    monkeypatch.setenv(settings.HOPPER.name, "1")
+    assert list(vllm_lines(Environment(sm=90))) == [recognized, *lines]
 
 
 @pytest.mark.parametrize("plugins", ["lora_filesystem_resolver", "", "a, trtllm_b12x", "a,trtllm_b12x"])
@@ -780,11 +877,18 @@ def one_rank(pretended: None) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("form", ["MXFP4", "MXFP8", "W4A16_NVFP4"])
+@pytest.mark.parametrize("form", ["MXFP4", "MXFP8", "W4A16_NVFP4", "NVFP4"])
 @pytest.mark.usefixtures("one_rank")
-def test_vllms_whole_layer_loads_computes_and_loads_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Compute behind vLLM's runner and weight loader. Load again: into the same tensors, and as ``reload_weights`` does."""
+def test_vllms_whole_layer_loads_computes_and_loads_again(
+    form: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    """Compute behind vLLM's runner and weight loader. Load again: into the same tensors, and as ``reload_weights`` does.
+
+    NVFP4 as on Hopper, in place of Marlin.
+    """
     caplog.set_level(logging.INFO)
+    if form == "NVFP4":
+        request.getfixturevalue("hopper")
     drawn = [layers.random_experts(form, SIZES[0], *SIZES[2:], seed=seed) for seed in range(3)]
     block = whole.Block(form, SIZES, "cpu")
     assert f"{form} experts run on trtllm-b12x" in caplog.text
@@ -802,7 +906,7 @@ def test_vllms_whole_layer_loads_computes_and_loads_again(form: str, caplog: pyt
         assert error < 0.004, error
 
     block(x, logits)
-    assert type(block.fused_experts).__name__ == f"{form}Sm12xExperts"
+    assert type(block.fused_experts).__name__.endswith(f"{form}Sm12xExperts")
     first = block.fused_experts.dispatch.schedule.at(8)
     check(drawn[0])
     held = {name: parameter.data_ptr() for name, parameter in block.named_parameters()}
@@ -827,3 +931,14 @@ def test_torch_compile_sees_one_graph() -> None:
     operators = [str(node.target) for node in explained.graphs[0].graph.nodes if node.op == "call_function"]
     assert any(name.startswith("vllm.moe_forward") for name in operators), operators
     assert block.fused_experts.dispatch.schedule.kernels
+
+
+def test_the_benchmark_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of its processes, on the CPU, where nothing is compiled."""
+    monkeypatch.setattr(starts, "STARTS", {"first": {settings.KERNELS.name: "triton,grouped"}})
+    monkeypatch.setattr(sys, "argv", ["starts", str(tmp_path / "starts"), "--only", "MXFP8"])
+    starts.main()
+    (row,) = json.loads((tmp_path / "starts.json").read_text())["rows"]
+    assert (row["start"], row["experts"]) == ("first", "MXFP8Sm12xExperts")
+    assert set(row["seconds"]) == {"choice", "other choices", "load", "first call", "second call"}
+    assert any("kernels ready in" in line for _, line in row["lines"])

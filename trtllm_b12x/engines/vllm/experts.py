@@ -129,7 +129,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     def _workspace_bytes(self, tokens: int) -> int:
         """Return the bytes of kernels and of three numbers a route. More tokens need more: vLLM locks the largest workspace."""
         if tokens not in self._scratch:
-            kernels = machine.rehearsed(self.slot, self.moe_config) or self.dispatch.schedule.kernels
+            kernels = machine.rehearsed(self.slot, self.moe_config).kernels or self.dispatch.schedule.kernels
             if not kernels:
                 return 0
             self._scratch[tokens] = max(kernel.scratch_bytes(tokens) for kernel in kernels)

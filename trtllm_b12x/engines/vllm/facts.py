@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trtllm_b12x.core import settings
 from trtllm_b12x.environment import packages
 from trtllm_b12x.formats import GATE_UP, ROWS, TILES, UP_GATE, WeightLayout
 
@@ -83,8 +84,8 @@ class Slot:
     enum: str
     backend: str
     layout: WeightLayout
-    instead: str
-    """Backend that vLLM would choose, and that ours replaces."""
+    instead: tuple[str, ...]
+    """Backends of vLLM's own choice that ours replaces."""
     multiple: int = 1
     """vLLM pads the intermediate size of a rank to a multiple of this."""
     rows: int = 1
@@ -94,18 +95,27 @@ class Slot:
 
 
 _A4, _NVFP4 = ("kNvfp4Static", "kNvfp4Dynamic"), ("nvfp4", "NvFp4MoeBackend")
+_ROWS = WeightLayout(ROWS, GATE_UP)
+_PACKED = "MARLIN", "HUMMING", "EMULATION"
+"""Backends without instructions of SM12x. HUMMING is before MARLIN on SM90 (quantization/utils/humming/priority.py)."""
+_CUTLASS = "FLASHINFER_CUTLASS", "VLLM_CUTLASS"
+_OPENAIS = "TRITON", "TRITON_UNFUSED"
+"""OpenAI's triton_kernels, which are before MARLIN on SM90 and after it on SM12x."""
 SLOTS = (
     # fp8.convert_to_fp8_moe_kernel_format returns the tensors of TRITON_MXFP8 unchanged.
-    Slot("MXFP8", MXFP8_KEYS, "fp8", "Fp8MoeBackend", "TRITON_MXFP8", WeightLayout(ROWS, GATE_UP), "MARLIN"),
+    Slot("MXFP8", MXFP8_KEYS, "fp8", "Fp8MoeBackend", "TRITON_MXFP8", _ROWS, _PACKED),
     # prepare_nvfp4_moe_layer_for_fi_or_cutlass: block scales to 128x4, for FlashInfer [w1; w3] to [w3; w1].
-    Slot("NVFP4", _A4, *_NVFP4, "FLASHINFER_CUTLASS", WeightLayout(TILES, UP_GATE), "FLASHINFER_CUTLASS", rows=128, pair=True),
-    Slot("NVFP4", _A4, *_NVFP4, "VLLM_CUTLASS", WeightLayout(TILES, GATE_UP), "VLLM_CUTLASS", rows=128, pair=True),
-    # nvfp4.convert_to_nvfp4_moe_kernel_format changes the input scales of EMULATION alone, which these kernels do not read.
-    Slot("W4A16_NVFP4", ("kNvfp4Static", None), *_NVFP4, "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN"),
+    Slot("NVFP4", _A4, *_NVFP4, _CUTLASS[0], WeightLayout(TILES, UP_GATE), _CUTLASS[:1], rows=128, pair=True),
+    Slot("NVFP4", _A4, *_NVFP4, _CUTLASS[1], WeightLayout(TILES, GATE_UP), _CUTLASS[1:], rows=128, pair=True),
+    # nvfp4.convert_to_nvfp4_moe_kernel_format changes the input scales of EMULATION alone, which these kernels do not read, in
+    # 0.28 and 0.33. Alphas are ``weight_scale_2``. NVFP4 comes here where vLLM has Marlin, or raises for sizes of the pairs.
+    Slot("W4A16_NVFP4", ("kNvfp4Static", None), *_NVFP4, "EMULATION", _ROWS, _PACKED),
+    Slot("W4A16_NVFP4", _A4, *_NVFP4, "EMULATION", _ROWS, (*_PACKED, *_CUTLASS)),
     # Both of mxfp4.convert_*_to_mxfp4_moe_kernel_format return the tensors of EMULATION unchanged; sizes are padded to 32
     # (mxfp4_round_up_hidden_size_and_intermediate_size). The methods of compressed-tensors and INC ask no oracle.
-    Slot("MXFP4", MXFP4_KEYS, "mxfp4", "Mxfp4MoeBackend", "EMULATION", WeightLayout(ROWS, GATE_UP), "MARLIN", multiple=32),
+    Slot("MXFP4", MXFP4_KEYS, "mxfp4", "Mxfp4MoeBackend", "EMULATION", _ROWS, (*_PACKED, *_OPENAIS), multiple=32),
 )
+"""In order of preference, of those whose keys and ``instead`` fit."""
 
 ABSTRACT, APPLY, IS_SUPPORTED, CONFIG = (
     tuple(names.split())
@@ -130,6 +140,11 @@ class UnknownVLLMError(RuntimeError):
 def version() -> str:
     """Return the version of the installed vLLM; empty without one. Import nothing."""
     return packages.versions(["vllm"]).get("vllm", "")
+
+
+def counted(sm: int | None) -> int | None:
+    """Return the card that the rules see: SM120 for SM90 if ``TRTLLM_B12X_HOPPER`` says so."""
+    return 120 if sm == 90 and settings.HOPPER() else sm
 
 
 def check() -> None:

@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from trtllm_b12x import decision, formats
-from trtllm_b12x.core import process, settings
+from trtllm_b12x.core import log, process, settings
 from trtllm_b12x.decision import Environment, Resolution, families
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, Kernel, first_line
 from trtllm_b12x.kernels.catalog import KERNELS
 
-from . import problem, weights
+from . import facts, problem, weights
 from .facts import FAMILIES, SLOTS, Slot
 
-assumed_sm: int | None = None
-"""Card to assume, as major * 10 + minor, instead of the one that vLLM sees: for tests and benchmarks."""
-_rehearsed: dict[tuple[Slot, Geometry, torch.device], tuple[str, list[Kernel]]] = {}
-"""Reason against the kernels of a geometry, or an empty string; and kernels without weights that keep the plans."""
+
+class Rehearsal(NamedTuple):
+    refusal: str = ""
+    kernels: Sequence[Kernel] = ()
+    """Planned kernels of a layer's sizes, which have no weights. They keep the plans."""
+    seconds: float = 0.0
+
+
+_rehearsed: dict[tuple[Slot, Geometry, torch.device], Rehearsal] = {}
 
 
 @process.kept
 def _forget() -> None:
-    global assumed_sm
-    assumed_sm = None
     _rehearsed.clear()
     _for_every_call.cache_clear()
+    _toolchain.cache_clear()
 
 
 def sm() -> int:
-    """Return the card as vLLM sees it, major * 10 + minor; 0 without an NVIDIA card."""
-    if assumed_sm is not None:
-        return assumed_sm
+    """Return the card that the rules see, major * 10 + minor; 0 without an NVIDIA card."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    return 0 if capability is None else 10 * capability.major + capability.minor
+    found = 0 if capability is None else 10 * capability.major + capability.minor
+    if (number := facts.counted(found) or 0) != found:
+        log.once(f"{settings.HOPPER.name}=1: experts run on SM{found} as on SM{number}, to be measured and not to serve")
+    return number
 
 
 def device_of(config: Any) -> torch.device:
@@ -82,18 +88,24 @@ def _for_every_call(kernel: type[Kernel], adds_bias: bool) -> type[Kernel]:
     return type(kernel.__name__, (kernel,), {"features": features})
 
 
+@functools.cache
+def _toolchain(number: int) -> dict[str, Any]:
+    """Look once a process, not for each layer: a large cache folder of Triton takes 0.1 s."""
+    return {"triton_lacks": toolchain.lacking(number), "upcast": toolchain.upcast(number)}
+
+
 def resolve(slot: Slot, config: Any) -> Resolution:
     device, number = device_of(config), sm()
-    facts = Environment(enabled=settings.ENABLED(), sm=number)
+    environment = Environment(enabled=settings.ENABLED(), sm=number)
     if device.type == "cuda":
-        facts = replace(facts, triton_lacks=toolchain.lacking(number), upcast=toolchain.upcast(number))
+        environment = replace(environment, **_toolchain(number))
     features = {name: kernel.features for name, kernel in candidate_kernels(slot, device).items()}
-    return decision.resolve(problem.shape_of(config, slot), problem.deployment_of(config), facts, features)
+    return decision.resolve(problem.shape_of(config, slot), problem.deployment_of(config), environment, features)
 
 
-def rehearsed(slot: Slot, config: Any) -> list[Kernel]:
-    """Return the planned kernels of a layer's sizes, which have no weights."""
-    return _rehearsed.get((slot, problem.geometry_of(config, slot), device_of(config)), ("", []))[1]
+def rehearsed(slot: Slot, config: Any) -> Rehearsal:
+    """Return what ``rehearse`` has kept for the layer's sizes."""
+    return _rehearsed.get((slot, problem.geometry_of(config, slot), device_of(config)), Rehearsal())
 
 
 def agreed(slot: Slot | None, config: Any) -> bool:
@@ -132,17 +144,19 @@ def rehearse(experts_class: Any, config: Any) -> str:
     slot, device = experts_class.slot, device_of(config)
     key = slot, problem.geometry_of(config, slot), device
     if key not in _rehearsed:
+        started = time.monotonic()
         try:
             with float32_default(), torch.inference_mode(False), torch.no_grad():
-                _rehearsed[key] = "", _rehearse(experts_class, config, key[1], device)
+                kernels = _rehearse(experts_class, config, key[1], device)
+            _rehearsed[key] = Rehearsal("", kernels, time.monotonic() - started)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 return _plan_failed(error)  # memory may be free for the next layer
-            _rehearsed[key] = _plan_failed(error), []
+            _rehearsed[key] = Rehearsal(_plan_failed(error))
         finally:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    return _rehearsed[key][0]
+    return _rehearsed[key].refusal
 
 
 def _plan_failed(error: Exception) -> str:

@@ -40,15 +40,8 @@ def register() -> None:
             install()
 
 
-def install(sm: int | None = None) -> None:
-    """Rebind ``facts.REBOUND`` in this process. Idempotent. If vLLM differs, raise UnknownVLLMError and rebind nothing.
-
-    ``sm`` is a card to assume, such as 120, for tests and benchmarks on another one.
-    """
-    from . import machine
-
-    if sm is not None:
-        machine.assumed_sm = sm
+def install() -> None:
+    """Rebind ``facts.REBOUND`` in this process. Idempotent. If vLLM differs, raise UnknownVLLMError and rebind nothing."""
     if _rebound:
         return
     facts.check()
@@ -131,22 +124,20 @@ def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]
     if not slots:
         _left(theirs, config, "", "no kernels for {} by {}".format(*keys))
         return None
-    slot = next((slot for slot in slots if slot.instead == backend.name), slots[0])
-    foreign = slot.instead != backend.name
-    if not (converted := problem.convertible(config, slot)) and slot.pair:  # ours serve every count in another slot
-        slot, converted = next(other for other in facts.SLOTS if other.enum == slot.enum and not other.pair), True
+    fitting = [slot for slot in slots if backend.name in slot.instead]
+    slot = next((slot for slot in fitting if problem.convertible(config, slot)), (fitting or slots)[0])
     ours = experts.experts_class(slot, their_class)
     modular = experts.mk.FusedMoEActivationFormat
     batched = config.moe_parallel_config.use_batched_activation_format
-    asked = *experts.named_keys(slot.keys), modular.BatchedExperts if batched else modular.Standard
+    asked = *keys, modular.BatchedExperts if batched else modular.Standard
     reason = ours.refusal(config, *asked)
     if config.moe_backend != "auto":
         if not reason:
             _left(theirs, config, slot.format, f"drop --moe-backend {config.moe_backend} to let kernels of trtllm-b12x serve")
         return None
-    if not reason and foreign:
-        reason = "our kernels read no weights in the layout of this backend"
-    if not reason and not converted:
+    if not reason and not fitting:
+        reason = f"our kernels stand in for {' or '.join(slot.instead)}"
+    if not reason and not problem.convertible(config, slot):
         reason = f"this vLLM converts no weights for {slot.backend}, which our kernels stand in"
     method = next((type(names["self"]) for names in _callers() if "self" in names), None)
     if not reason and slot.oracle == "nvfp4" and method is not None and not calls_hook(method):
@@ -161,6 +152,8 @@ def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]
 
 def _taken(theirs: Any, ours: Any, config: Any) -> Any:
     """Return our backend and class. Put them into the key of vLLM's compile cache, and log them."""
+    from . import machine
+
     slot, backend = ours.slot, theirs[0]
     entry = [slot.format, slot.backend, config.num_experts, config.hidden_dim, config.intermediate_size]
     for holder in _configs():
@@ -169,7 +162,8 @@ def _taken(theirs: Any, ours: Any, config: Any) -> Any:
             entries.append(entry)
             entries.sort()
     beyond = f", with vLLM's {backend.name} for many tokens" if slot.pair else f", in place of vLLM's {backend.name}"
-    log.once(f"{slot.format} experts run on trtllm-b12x{beyond} ({_sizes(config)})", logging.INFO)
+    took = f"kernels ready in {machine.rehearsed(slot, config).seconds:.1f} s"
+    log.once(f"{slot.format} experts run on trtllm-b12x{beyond} ({_sizes(config)}): {took}", logging.INFO)
     return type(backend)[slot.backend], ours
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from trtllm_b12x import formats
 from trtllm_b12x.core import settings
@@ -30,12 +31,13 @@ def vllm_lines(e: Environment) -> Iterator[str]:
             yield f"{facts.version()}, left alone: {error}"
             return
     yield f"{facts.version()}, recognized"
+    e = replace(e, sm=facts.counted(e.sm))
     names = [name for name in settings.KERNELS() if name in facts.FAMILIES]
     for form in formats.FORMATS:
         slots = [slot for slot in facts.SLOTS if slot.format == form.name]
         features = {row.name: row.features(e) for row in families.rows(names, form.name) if row.format == form.name}
         verdict = resolve(LayerShape(quant_algo=form.quant_algo, dtype="bfloat16", activation="Swiglu"), None, e, features)
-        theirs = " or ".join(slot.instead for slot in slots)
+        theirs = " or ".join(dict.fromkeys(slot.instead[0] for slot in slots))
         if not verdict.served:
             yield f"{form.name} experts stay on {theirs}: {verdict.findings}"
         else:

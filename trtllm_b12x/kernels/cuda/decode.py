@@ -95,9 +95,10 @@ class CudaKernel(OwnKernel):
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         super().describe(geometry, min(capacity, TOKENS[-1]), device)
         self.target = f"sm_{self.card.capability}a"
+        self._variants = variants(geometry, self.number_format())
 
     def variants(self) -> tuple[Variant, ...]:
-        return variants(self.geometry, self.number_format())
+        return self._variants
 
     @classmethod
     def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:

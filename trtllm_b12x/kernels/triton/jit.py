@@ -99,8 +99,8 @@ class JitKernel(OwnKernel):
         with torch.cuda.device(self.device):
             remedy = warmup_command(self.geometry, self.card)
             compiled, processes = cache.load(variants, capability, remedy)
-        took = time.monotonic() - started
-        logger.info("%s kernels for %s: %d in %.1f s by %d processes", name, self.geometry, len(variants), took, processes or 1)
+        by, took = f" by {processes} processes" if processes else "", time.monotonic() - started
+        logger.info("%s kernels for %s: %d in %.1f s%s", name, self.geometry, len(variants), took, by)
         return CompiledPlan(compiled if launcher.known() else None)
 
     @classmethod
