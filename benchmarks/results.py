@@ -17,7 +17,8 @@ from typing import Any
 
 from benchmarks import blocks, floor
 from benchmarks.markdown import table
-from benchmarks.on_card import greedy
+from benchmarks.on_card import comparison, greedy
+from benchmarks.on_card.recipes import CUTLASS
 from benchmarks.peers import pages as of_peers
 from benchmarks.peers.others import PEERS
 
@@ -135,8 +136,9 @@ def _of_a_card(found: dict[str, Any]) -> dict[str, Any]:
     ]
     lacking = [{"step": line["step"], "title": line["title"]} for line in found["not_measured"]]
     kept = {name: found[name] for name in ("form", "written", "kernels", "paths")}
+    served = [one | {"model": Path(one["model"]).name} for one in found.get("served", [])]
     answers = [one | {"model": Path(one["model"]).name} for one in found.get("answers", [])]
-    return {**kept, "card": card, "bench": runs, "answers": answers, "not_measured": lacking}
+    return {**kept, "card": card, "bench": runs, "served": served, "answers": answers, "not_measured": lacking}
 
 
 # ---- the numbers ---------------------------------------------------------------------------------------------------------
@@ -179,7 +181,12 @@ def _of_cards(found: dict[str, dict[str, Any]]) -> list[list[str]]:
         for one in report.get("answers", []):
             said = f"{one['equal']} of {one['prompts']} as without, worst margin {greedy.worst(one)}"
             lines.append([f"greedy answers of {one['model']}", said, "-", card, file])
-        runs = {(r["model"], _load(r["load"]), r["with"]): r for r in report["bench"]}
+        for row in (row for model in report.get("served", []) for row in comparison.served(model)):
+            if row.metric == comparison.TPOT and row.with_it and row.without:
+                both = [f"{row.with_it:.2f} ms", f"{row.without:.2f} ms: vLLM's own choice"]
+                lines.append([f"a token of {row.model}, {row.load} in vLLM (TPOT P50)", *both, card, file])
+        own = [run for run in report["bench"] if run.get("backend", CUTLASS) == CUTLASS]
+        runs = {(r["model"], _load(r["load"]), r["with"]): r for r in own}
         for (model, load, with_it), run in runs.items():
             other = runs.get((model, load, False))
             if with_it and other:
@@ -256,7 +263,11 @@ def page(found: dict[str, dict[str, Any]]) -> str:
             rows.append([source.what, f"no file: `{source.command} OUT`, then `--take`", source.file])
     cards = {name: report for name, report in found.items() if name.startswith("on-card/")}
     for name, report in cards.items():
-        what = "kernels and whole models, with and without the package" if report["bench"] else "time of layers, no model served"
+        what = (
+            "kernels and whole models, with and without the package"
+            if report["bench"] or report.get("served")
+            else "time of layers, no model served"
+        )
         rows.append([what, _where_card(report), f"[{name}]({name})"])
     text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short:", "", *_table(gains(found, False)), ""]
     text += [*_every_layer(found), _INFERRED.strip(), ""]
@@ -319,7 +330,7 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
         lines.append(
             "- Any time on an SM12x card: no TTFT, TPOT or tokens a second. `python -m benchmarks.on_card` measures them."
         )
-    models = {run["model"] for name in real for run in found[name]["bench"]}
+    models = {run["model"] for name in real for run in found[name]["bench"] + found[name].get("served", [])}
     for model in floor.MODELS:
         if not any(model.lower() in name.lower() for name in models):
             lines.append(f"- {model} served whole, with and without the package, on any card.")

@@ -21,6 +21,7 @@ import click
 KIND = os.environ.get("STAND_IN", "1.3")
 CONFIG = ("--extra_llm_api_options",) if KIND == "1.2" else ("--config", "--extra_llm_api_options")
 TPOT_MS = {"1": 11.5, "0": 14.0}
+CUTEDSL_MS = 11.0
 TTFT_MS = 154.5
 
 
@@ -44,7 +45,8 @@ def throughput(**given: Any) -> None:
     with open(os.environ["STAND_IN_CALLS"], "a") as calls:
         switches = {name: value for name, value in os.environ.items() if name.startswith("TRTLLM_B12X")}
         calls.write(json.dumps({"argv": sys.argv[1:], "switches": switches}) + "\n")
-    assert importlib.import_module("yaml").safe_load(Path(given["config"]).read_text())["kv_cache_config"]
+    config = importlib.import_module("yaml").safe_load(Path(given["config"]).read_text())
+    assert config["kv_cache_config"]
     requests = [json.loads(line) for line in given["dataset"].read_text().splitlines()][: given["num_requests"] or None]
     ((_, output_tokens),) = {(len(one["input_ids"]), one["output_tokens"]) for one in requests if one["task_id"] >= 0}
     on = os.environ.get("TRTLLM_B12X", "1")
@@ -57,17 +59,22 @@ def throughput(**given: Any) -> None:
         print("[trtllm_b12x] [INFO] rank 0: 40 of 40 MoE layers on b12x+triton, decode below 64 tokens (NVFP4)", file=sys.stderr)
     if KIND == "unserved":
         print("[trtllm_b12x] [WARNING] rank 0: layers stay on CUTLASS: FLASHINFER: none is installed", file=sys.stderr)
+    tpot = TPOT_MS[on]
+    if config["moe_config"]["backend"] == "CUTEDSL":
+        assert on == "0"
+        tpot = CUTEDSL_MS
+        print("NVFP4CuteDslB12xFusedMoEMethod active: hidden=2048" if KIND != "fallback" else "CUTLASS serves", file=sys.stderr)
     if KIND == "no report":
         return
     at_once = min(given["concurrency"], len(requests)) if given["concurrency"] > 0 else len(requests)
-    total = (TTFT_MS + TPOT_MS[on] * (output_tokens - 1)) * -(-len(requests) // at_once)
+    total = (TTFT_MS + tpot * (output_tokens - 1)) * -(-len(requests) // at_once)
     speed = 1e3 * len(requests) * output_tokens / total
     report: dict[str, Any] = {
         "request_info": {"num_requests": len(requests)},
         "performance": {"system_output_throughput_tok_s": speed},
     }
     if given["streaming"]:
-        times = {"tpot": TPOT_MS[on], "ttft": TTFT_MS}
+        times = {"tpot": tpot, "ttft": TTFT_MS}
         kinds = ("p50", "p90", "p95", "p99", "minimum", "maximum", "average")
         report["streaming_metrics"] = {f"{name}_percentiles": dict.fromkeys(kinds, ms) for name, ms in times.items()}
     given["report_json"].write_text(json.dumps(report, indent=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -13,23 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.geometries import GEOMETRIES
-from benchmarks.on_card import card, host, plan, recipes, report, served
+from benchmarks.on_card import card, host, plan, recipes, refusals, report
 from benchmarks.on_card.steps import DONE, FAILED, Runner, Step, StepError
 
 _USUAL = ("Qwen3-30B-A3B", "Nemotron-3-Super", "Qwen3.6-35B-A3B")
+_HOPPER = 9
+"""Compute capability. The package serves it in vLLM only to be measured, where a switch says so."""
 _ALL, _SOME, _NOTHING, _INTERRUPTED = 0, 1, 2, 130
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.on_card",
-        description="Measure the package on this card: kernels beside their peers, then each model with and without the package: "
-        "trtllm-bench, and the answers to 32 greedy prompts. OUT/report.html has it all in one file.",
-        epilog="Run it in a checkout with the Python of TensorRT-LLM, in which the package is installed (pip install .).  "
+        description="Measure the package on this card: kernels beside their peers, then each model with the package, without it, "
+        "and on the engine's other backends: trtllm-bench or benchmarks.served, and the answers to 32 greedy prompts. "
+        "OUT/report.html has it all in one file.",
+        epilog="Run it in a checkout with the Python of the engine, in which the package is installed (pip install .).  "
         "A second start with the same OUT goes on where the first was interrupted.  "
         "Exit status: 0 all was measured, 1 the report says what was not, 2 wrong usage or no GPU, 130 interrupted.",
     )
     made.add_argument("out", type=Path, metavar="OUT", help="folder of the report")
+    made.add_argument(
+        "--engine",
+        choices=list(plan.ENGINES),
+        default=default_engine(),
+        help="engine of the models (default: tensorrt-llm where it is installed and vLLM is not, else vllm; here %(default)s)",
+    )
     made.add_argument("--model", action="append", default=[], help="a checkpoint's folder or Hugging Face name; again for more")
     made.add_argument("--concurrency", type=_positive, nargs="+", default=[], help="only runs with so many requests at a time")
     made.add_argument(
@@ -47,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def default_engine() -> str:
+    """Return the engine of this Python."""
+    installed = [name for name, engine in plan.ENGINES.items() if importlib.util.find_spec(engine.module) is not None]
+    return "tensorrt-llm" if installed == ["tensorrt-llm"] else "vllm"
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
@@ -62,15 +78,16 @@ def main(arguments: list[str] | None = None) -> int:
         if not host.is_model(model):
             name = recipes.RECIPES[0].hf_name
             return _wrong(f"--model {model} is neither a folder that exists nor a Hugging Face name such as {name}")
-        if why := served.refusal(model):
+        if why := refusals.refusal(model, given.engine):
             return _wrong(f"--model {model}: {why}. With and without the package would be the same; choose another model")
-    known = {load.concurrency for model in models for load in recipes.recipe_for(model).loads if load.concurrency}
+    engine = plan.ENGINES[given.engine]
+    known = {count for model in models for count in engine.requests(model)}
     if models and set(concurrency) - known:
         return _wrong(
             f"--concurrency {' '.join(map(str, concurrency))}: these models are run at {sorted(known)}; choose among them"
         )
     vllm = str(Path(given.vllm).absolute()) if given.vllm else ""
-    steps = plan.steps(models, geometries, concurrency, vllm)
+    steps = plan.steps(given.engine, models, geometries, concurrency, vllm)
     unknown = sorted(set(given.again or ()) - {step.name for step in steps})
     if unknown:
         names = ", ".join(step.name for step in steps)
@@ -91,6 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     runner.on, runner.gpu = card.identity(facts), facts.get("card", {}).get("gpu", "")
+    if given.engine == "vllm" and facts.get("card", {}).get("capability", [0])[0] == _HOPPER:
+        runner.environment["TRTLLM_B12X_HOPPER"] = "1"
     anew = {step.name for step in steps} if given.again == [] else set(given.again or ())
     records = {step.name: found for step in steps if step.name not in anew and (found := runner.stored(step))}
     todo = [step for step in steps if step.name not in records]
@@ -111,9 +130,11 @@ def main(arguments: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             status = _INTERRUPTED
             say("interrupted: what was measured is kept, the same command goes on")
-        found = report.write(out, facts, left_out, steps, records, bool(models))
+        found = report.write(out, facts, left_out, steps, records, given.engine if models else "")
     except OSError as error:
         return _wrong(f"{error.filename or out}: cannot be written ({error.strerror}); fix that, then run the same command again")
+    for line in found["worse"][:1]:
+        say(f"{line}. {report.TURN_OFF}")
     if given.json:
         print(json.dumps(found))
     else:
@@ -134,14 +155,21 @@ def _measure(runner: Runner, todo: list[Step], records: dict[str, dict[str, Any]
         else:
             records[step.name] = runner.run(step)
         left -= step.minutes
-        runner.say(f"{step.name}: {_told(records[step.name])}")
+        runner.say(f"{step.name}: {_told(step.name, records[step.name])}")
 
 
-def _told(record: dict[str, Any]) -> str:
+def _told(step: str, record: dict[str, Any]) -> str:
     """A step's outcome in a line."""
     if record["state"] != DONE:
         return f"not measured: {record['because']}"
     result = record["result"]
+    if step.startswith("served-"):
+        times = result["served"]["requests"].items()
+        return "TPOT P50 with / without: " + ", ".join(
+            f"{count}: {one['with_ms']:.2f} / {one['without_ms']:.2f} ms"
+            for count, one in times
+            if {"with_ms", "without_ms"} <= one.keys()
+        )
     if "tpot_ms" not in result:
         return f"done in {record['seconds']:.0f} s"
     tpot, ttft, rate = result["tpot_ms"]["p50"], result["ttft_ms"]["p50"], result["output_tokens_per_second"]

@@ -16,6 +16,8 @@ from trtllm_b12x.environment import packages
 PACKAGES = (
     "trtllm-b12x",
     "tensorrt-llm",
+    "vllm",
+    "b12x",
     "flashinfer-python",
     "flashinfer-cubin",
     "flashinfer-jit-cache",

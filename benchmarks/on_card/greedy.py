@@ -1,4 +1,4 @@
-"""Compare a model's greedy answers with and without the package: where they part, and how sure the host was there."""
+"""Compare a model's greedy answers with and without the package: where they part, and how sure the engine was there."""
 
 from __future__ import annotations
 
@@ -10,32 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.on_card import host
+from benchmarks.on_card import package_log
 from benchmarks.on_card.prompts import PROMPTS
-from benchmarks.on_card.recipes import Recipe, options
 from benchmarks.on_card.steps import Runner, StepError
 
 SCRIPT = Path(__file__).with_name("answers.py")
 MAX_TOKENS = 64
-_MAX_SEQ_LEN = 2048
-"""Enough for every prompt; a model's own, up to a million, may not fit the KV cache of a small card."""
 SMALL = 0.5
 """Nats. Below it, another order of additions in any layer may choose the other token."""
 _SHOWN = 40
 """Characters of a prompt or an answer in the report."""
 
 
-def ask(runner: Runner, name: str, model: str, recipe: Recipe, with_it: bool) -> dict[str, Any]:
-    """Run ``answers.py`` in a process of its own, with the options of the recipe's first run.
+def ask(runner: Runner, name: str, engine: str, model: str, options: dict[str, Any], with_it: bool) -> dict[str, Any]:
+    """Run ``answers.py`` in a process of its own.
 
     Raises:
-        StepError: TensorRT-LLM is not installed, the model does not fit, or the package was not on or off as asked.
+        StepError: the engine is not installed, the model does not fit, or the package was not on or off as asked.
     """
-    load = recipe.loads[0]
-    sizes = {"max_batch_size": load.concurrency, "max_num_tokens": load.max_num_tokens, "max_seq_len": _MAX_SEQ_LEN}
     request, answers = runner.path(name, ".request.json"), runner.path(name, ".answers.json")
     local = str(Path(model).absolute()) if Path(model).is_dir() else model
-    content = {"model": local, "options": {**options(load), **sizes}, "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+    content = {"engine": engine, "model": local, "options": options, "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
     request.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     answers.unlink(missing_ok=True)
     command = [sys.executable, str(SCRIPT), str(request), str(answers)]
@@ -44,7 +39,7 @@ def ask(runner: Runner, name: str, model: str, recipe: Recipe, with_it: bool) ->
         raise StepError(f"the process ended with 0 and wrote no answers; out of memory looks so: {done.log}")
     found: dict[str, Any] = json.loads(answers.read_text(encoding="utf-8"))
     answers.unlink()
-    served, said = host.served(done.log, with_it)
+    served, said = package_log.served(done.log, with_it)
     return {**found, "served": served, "said": said, "clocks": done.clocks}
 
 
@@ -65,7 +60,7 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any] |
     """Return the first token that differs, or None.
 
     ``token`` counts from 0. ``margin`` is the difference of the two tokens' log-probabilities in the run without the package,
-    in nats. With ``bound`` it is a lower bound: the host listed its likeliest tokens, and ours is none of them. None: the host
+    in nats. With ``bound`` it is a lower bound: the engine listed its likeliest tokens, and ours is none of them. None: it
     listed too few.
     """
     pairs = itertools.zip_longest(ours["tokens"], theirs["tokens"])

@@ -1,25 +1,33 @@
-"""``trtllm-bench`` with and without the package: its command line, and what its report says."""
+"""TensorRT-LLM with and without the package: ``trtllm-bench``, its command line, and what its report says."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import os
 import re
 import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.on_card.recipes import Load, Recipe, options, vocabulary_of, write_dataset
-from benchmarks.on_card.steps import Runner, StepError
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.on_card import package_log
+from benchmarks.on_card.recipes import CUTEDSL, CUTLASS, Load, Recipe, options, recipe_for, vocabulary_of, write_dataset
+from benchmarks.on_card.steps import Runner, Step, StepError, need_package
 
 COMMAND = "trtllm-bench"
 CONFIGS = ("--config", "--extra_llm_api_options")
 """One option under two names: the first from 1.3 on."""
 _BYTES_OF_A_PARAMETER, _DOWNLOAD = 0.6, 100e6
 """NVFP4 experts and their block scales, the rest in bfloat16; bytes a second, a guess."""
-_SERVED = re.compile(r"rank \d+: \d+ of \d+ MoE layers .*")
-"""The package's line; what stands before it is the host's to say."""
-_SAID = re.compile(r"\[trtllm_b12x\] \[\w+\] (.*)")
+MAX_SEQ_LEN = 2048
+"""Enough for every greedy prompt; a model's own, up to a million, may not fit the KV cache of a small card."""
+_B12X = "CuteDslB12x"
+"""How the names of TensorRT-LLM's b12x classes begin (pull request 13773), in its log too."""
 
 
 def is_model(model: str) -> bool:
@@ -53,22 +61,87 @@ def fits(model: str, memory: float | None) -> str:
     return said
 
 
-def look(runner: Runner) -> dict[str, Any]:
+def backends() -> dict[str, str]:
+    """Return what else TensorRT-LLM has for these layers, and why it cannot be measured, or an empty string."""
+    spec = importlib.util.find_spec("tensorrt_llm")
+    if spec is None or spec.origin is None:
+        return {CUTEDSL: "TensorRT-LLM is not installed in this Python"}
+    files = (Path(spec.origin).parent / "_torch").glob("**/*cute_dsl*.py")
+    there = any(f"class {_B12X}" in file.read_text(encoding="utf-8", errors="replace") for file in files)
+    return {CUTEDSL: "" if there else "this TensorRT-LLM has no b12x class of its own"}
+
+
+def look() -> list[Step]:
+    return [Step(COMMAND, f"which {COMMAND} there is", {}, _look, 1)]
+
+
+def _look(runner: Runner) -> dict[str, Any]:
     """Which ``trtllm-bench`` there is, and which options it takes.
 
     Raises:
         StepError: none, or none that can be asked.
     """
-    if "trtllm-b12x" not in runner.on.get("versions", {}):
-        raise StepError("the package is not installed in this environment, so nothing would be compared: pip install .")
+    need_package(runner)
     path = shutil.which(COMMAND, path=runner.environment.get("PATH"))
     if path is None:
         raise StepError(f"{COMMAND} is not on the path: run this with the environment of TensorRT-LLM, or in its container")
     # The model is asked for before the help is; it is not loaded.
-    done = runner.command("trtllm-bench", [path, "--model", "none", "throughput", "--help"], TRTLLM_B12X="0")
+    done = runner.command(COMMAND, [path, "--model", "none", "throughput", "--help"], TRTLLM_B12X="0")
     text = done.log.read_text(encoding="utf-8", errors="replace")
     found = sorted(set(re.findall(r"--[a-z][a-z_]+", text)))
     return {"path": path, "options": found}
+
+
+def layer(geometry: str) -> Step:
+    """Return the step that times every family and TensorRT-LLM's CUTLASS on a layer."""
+    title = f"every family and TensorRT-LLM's CUTLASS on a layer of {geometry}"
+    return Step(f"paths-{geometry}", title, {"geometry": geometry}, functools.partial(_layer, geometry=geometry), 2)
+
+
+def _layer(runner: Runner, geometry: str) -> dict[str, Any]:
+    """``trtllm-b12x tune``: the families and TensorRT-LLM's own path in turn, on layers of the installed TensorRT-LLM."""
+    g = GEOMETRIES[geometry]
+    if g.bias is not None or g.activation not in ("Swiglu", "Relu2"):
+        raise StepError("TensorRT-LLM loads no such layer in NVFP4, so there is no path of its own to compare with")
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        raise StepError("TensorRT-LLM is not installed, so its CUTLASS is not there")
+    file = runner.path(f"paths-{geometry}", ".tune.json")
+    command = [sys.executable, "-m", "trtllm_b12x", "tune", "--experts", str(g.num_experts), "--top-k", str(g.top_k)]
+    command += ["--hidden", str(g.hidden_size), "--intermediate", str(g.intermediate_size), "--activation", g.activation.lower()]
+    done = runner.command(f"paths-{geometry}", [*command, "--json", str(file)])
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    if found["embedded_host"]:
+        raise StepError("the installed TensorRT-LLM is not of a form that is known here: trtllm-b12x doctor says what differs")
+    return {"tune": found, "clocks": done.clocks}
+
+
+def requests(model: str) -> set[int]:
+    return {load.concurrency for load in recipe_for(model).loads if load.concurrency}
+
+
+def runs(model: str, requests: Sequence[int], others: Sequence[str]) -> list[Step]:
+    """Return the steps of a model: each load with the package, without it, and without it on other backends."""
+    sides = [(True, CUTLASS), (False, CUTLASS), *((False, backend) for backend in others)]
+    loads = [load for load in recipe_for(model).loads if not requests or load.concurrency in requests]
+    return [_run(model, load, with_it, backend) for load in loads for with_it, backend in sides]
+
+
+def _run(model: str, load: Load, with_it: bool, backend: str) -> Step:
+    recipe, label = recipe_for(model), Path(model).name
+    which, on = "with" if with_it else "without", "" if backend == CUTLASS else f" on {backend}"
+    name = f"bench-{label}-{load.name}-{which}{on.replace(' on ', '-').lower()}"
+    title = f"{label}, {load.title}, {which} the package{on}"
+    asked = {"model": model, "recipe": recipe.model, "load": asdict(load), "with": with_it, "backend": backend}
+    measure = functools.partial(bench, name=name, model=model, recipe=recipe, load=load, with_it=with_it, backend=backend)
+    return Step(name, title, asked, measure, load.minutes, needs=(COMMAND,))
+
+
+def answer_options(model: str) -> dict[str, Any]:
+    """Return options of TensorRT-LLM's ``LLM``: those of the recipe's first run, in little memory."""
+    load = recipe_for(model).loads[0]
+    sizes = {"max_batch_size": load.concurrency, "max_num_tokens": load.max_num_tokens, "max_seq_len": MAX_SEQ_LEN}
+    return {**options(load), **sizes}
 
 
 def throughput(path: str, known: list[str], model: str, recipe: Recipe, load: Load, files: dict[str, Path]) -> list[str]:
@@ -89,47 +162,33 @@ def throughput(path: str, known: list[str], model: str, recipe: Recipe, load: Lo
     return [*command, "--report_json", str(files["report"])]
 
 
-def bench(runner: Runner, name: str, model: str, recipe: Recipe, load: Load, with_it: bool) -> dict[str, Any]:
-    """One run of ``trtllm-bench``.
+def bench(runner: Runner, name: str, model: str, recipe: Recipe, load: Load, with_it: bool, backend: str) -> dict[str, Any]:
+    """One run of ``trtllm-bench``. ``backend`` is the value of ``moe_config.backend``.
 
     Raises:
         StepError: it failed, or its report lacks what is asked of it.
     """
-    there = runner.result("trtllm-bench")
+    there = runner.result(COMMAND)
     files = {
         "dataset": runner.out / "datasets" / f"{load.input_tokens}-{load.output_tokens}-{load.requests}.jsonl",
         "options": runner.path(f"{name}.options", ".yaml"),
         "report": runner.path(name, ".report.json"),
     }
     write_dataset(files["dataset"], load, vocabulary_of(model))
-    files["options"].write_text(json.dumps(options(load), indent=1) + "\n", encoding="utf-8")  # JSON is YAML
+    files["options"].write_text(json.dumps(options(load, backend), indent=1) + "\n", encoding="utf-8")  # JSON is YAML
     files["report"].unlink(missing_ok=True)
     command = throughput(there["path"], there["options"], model, recipe, load, files)
     done = runner.command(name, command, TRTLLM_B12X="1" if with_it else "0")
     if not files["report"].exists():
         raise StepError(f"{COMMAND} ended with 0 and wrote no report; out of memory looks so: {done.log}")
     found = read(files["report"])
-    lines, said = served(done.log, with_it)
-    found |= {"served": lines, "said": said, "clocks": done.clocks, "command": command, "options": options(load)}
+    lines, said = package_log.served(done.log, with_it)
+    if backend == CUTEDSL and _B12X not in done.log.read_text(encoding="utf-8", errors="replace"):
+        lines = [f"{CUTEDSL}: the log names no {_B12X} class, so CUTLASS may have served"]
+    found |= {"served": lines, "said": said, "clocks": done.clocks, "command": command, "options": options(load, backend)}
     if found["requests"] != load.requests:
         raise StepError(f"{load.requests} requests were asked for, {found['requests']} are in {files['report']}")
     return found
-
-
-def served(log: Path, with_it: bool) -> tuple[list[str], list[str]]:
-    """Return the package's lines on what it serves, and all of its lines.
-
-    Raises:
-        StepError: it served nothing, or it served though it was switched off.
-    """
-    text = log.read_text(encoding="utf-8", errors="replace")
-    found, said = ([line.strip() for line in dict.fromkeys(form.findall(text))] for form in (_SERVED, _SAID))
-    if with_it and not found:
-        why = " / ".join(said[-5:]) or "it said nothing; trtllm-b12x doctor may know"
-        raise StepError(f"the package served no layer, so the host would be compared with itself: {why}")
-    if found and not with_it:
-        raise StepError(f"the package was not off: {found[0]}")
-    return found, said
 
 
 def read(path: Path) -> dict[str, Any]:

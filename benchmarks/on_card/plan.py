@@ -1,71 +1,88 @@
-"""The steps of a run, in order."""
+"""The steps of a run, in order, in each engine."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.geometries import GEOMETRIES
-from benchmarks.on_card import greedy, host
-from benchmarks.on_card.recipes import Load, Recipe, recipe_for
+from benchmarks.on_card import greedy, host, in_vllm
 from benchmarks.on_card.steps import Runner, Step, StepError
 
-_PYTHON = sys.executable
+PYTHON = sys.executable
 
 
-def steps(models: Sequence[str], geometries: Sequence[str], concurrency: Sequence[int] = (), vllm: str = "") -> list[Step]:
+@dataclass(frozen=True)
+class Engine:
+    """What differs between engines."""
+
+    title: str
+    module: str
+    look: Callable[[], list[Step]]
+    """Return the steps that the runs of every model need."""
+    layer: Callable[[str], Step | None]
+    """Return the step that times our kernels beside the engine's own in a layer of this geometry, if there is one."""
+    runs: Callable[[str, Sequence[int], Sequence[str]], list[Step]]
+    """Return the steps that time a model: with so many requests at a time (empty: all), and on these backends without us."""
+    requests: Callable[[str], set[int]]
+    """Return the numbers of requests at a time that a model can be measured with."""
+    options: Callable[[str], dict[str, Any]]
+    """Return the options with which a model answers greedy prompts."""
+    backends: Callable[[], dict[str, str]]
+    """Map other backends that a user may name to the reason why they are not measured here, or to an empty string."""
+
+
+ENGINES = {
+    "tensorrt-llm": Engine(
+        "TensorRT-LLM", "tensorrt_llm", host.look, host.layer, host.runs, host.requests, host.answer_options, host.backends
+    ),
+    "vllm": Engine(
+        "vLLM", "vllm", list, in_vllm.layer, in_vllm.runs, lambda model: set(in_vllm.REQUESTS), in_vllm.options, in_vllm.backends
+    ),
+}
+
+
+def steps(
+    engine: str, models: Sequence[str], geometries: Sequence[str], requests: Sequence[int] = (), vllm: str = ""
+) -> list[Step]:
     """Return all steps.
 
     Args:
-        concurrency: only the recipes' runs with so many requests at a time; empty: all.
+        engine: name in ``ENGINES``.
+        requests: only the runs with so many requests at a time; empty: all.
         vllm: folder with parts of vLLM's wheel; empty: the installed vLLM.
     """
+    in_engine = ENGINES[engine]
     found = [Step("doctor", "doctor: which kernels will serve here", {}, _doctor, 0.5)]
     for name in geometries:
         asked = {"geometry": name, "vllm": vllm}
         measure = functools.partial(_kernels, geometry=name, vllm=vllm)
         found.append(Step(f"kernels-{name}", f"kernels of a layer of {name}", asked, measure, 3))
-    for name in geometries:
-        title = f"every family and the host's CUTLASS on a layer of {name}"
-        found.append(Step(f"paths-{name}", title, {"geometry": name}, functools.partial(_paths, geometry=name), 2))
-    if models:
-        found.append(Step("trtllm-bench", "which trtllm-bench there is", {}, host.look, 1))
+    found += [step for name in geometries if (step := in_engine.layer(name)) is not None]
+    found += in_engine.look() if models else []
+    others = [name for name, why in in_engine.backends().items() if not why]
     for model in models:
-        recipe = recipe_for(model)
-        for load in recipe.loads:
-            if not concurrency or load.concurrency in concurrency:
-                found += [_bench(model, recipe, load, with_it) for with_it in (True, False)]
-        found += [_answers(model, recipe, with_it) for with_it in (True, False)]
+        found += in_engine.runs(model, requests, others)
+        found += [_answers(engine, model, with_it) for with_it in (True, False)]
     return found
 
 
-def _bench(model: str, recipe: Recipe, load: Load, with_it: bool) -> Step:
-    label = Path(model).name
-    name = f"bench-{label}-{load.name}-{'with' if with_it else 'without'}"
-    title = f"{label}, {load.title}, {'with' if with_it else 'without'} the package"
-    asked = {"model": model, "recipe": recipe.model, "load": asdict(load), "with": with_it}
-    measure = functools.partial(host.bench, name=name, model=model, recipe=recipe, load=load, with_it=with_it)
-    return Step(name, title, asked, measure, load.minutes, needs=("trtllm-bench",))
-
-
-def _answers(model: str, recipe: Recipe, with_it: bool) -> Step:
+def _answers(engine: str, model: str, with_it: bool) -> Step:
     label, which = Path(model).name, "with" if with_it else "without"
-    name = f"answers-{label}-{which}"
-    asked = {"model": model, "load": asdict(recipe.loads[0]), "prompts": greedy.PROMPTS, "max_tokens": greedy.MAX_TOKENS}
+    name, options = f"answers-{label}-{which}", ENGINES[engine].options(model)
+    asked = {"model": model, "options": options, "prompts": greedy.PROMPTS, "max_tokens": greedy.MAX_TOKENS, "with": with_it}
     title = f"{label}, {len(greedy.PROMPTS)} greedy prompts, {which} the package"
-    measure = functools.partial(greedy.ask, name=name, model=model, recipe=recipe, with_it=with_it)
-    return Step(name, title, {**asked, "with": with_it}, measure, 3)
+    measure = functools.partial(greedy.ask, name=name, engine=engine, model=model, options=options, with_it=with_it)
+    return Step(name, title, asked, measure, 3)
 
 
 def _doctor(runner: Runner) -> dict[str, Any]:
     """Exit status 1 says that no kernel will serve, which is an answer."""
-    done = runner.command("doctor", [_PYTHON, "-m", "trtllm_b12x", "doctor", "--json"], ok=(0, 1))
+    done = runner.command("doctor", [PYTHON, "-m", "trtllm_b12x", "doctor", "--json"], ok=(0, 1))
     text = done.log.read_text(encoding="utf-8", errors="replace")
     start, end = text.find("\n{"), text.rfind("\n}")
     try:
@@ -79,7 +96,7 @@ def _kernels(runner: Runner, geometry: str, vllm: str) -> dict[str, Any]:
     """Run ``benchmarks.peers`` as a user would. Exit status 1 says that some kernel was not measured."""
     file = runner.path(f"kernels-{geometry}", ".peers.json")
     file.unlink(missing_ok=True)
-    command = [_PYTHON, "-m", "benchmarks.peers", str(file), "--geometry", geometry, *(["--vllm", vllm] if vllm else [])]
+    command = [PYTHON, "-m", "benchmarks.peers", str(file), "--geometry", geometry, *(["--vllm", vllm] if vllm else [])]
     done = runner.command(f"kernels-{geometry}", command, ok=(0, 1))
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     for suffix in (".json", ".md", ".png"):
@@ -87,21 +104,3 @@ def _kernels(runner: Runner, geometry: str, vllm: str) -> dict[str, Any]:
     if not results["lines"]:
         raise StepError(f"no kernel was measured: {'; '.join(results['not_measured'])}")
     return {"peers": results, "clocks": done.clocks}
-
-
-def _paths(runner: Runner, geometry: str) -> dict[str, Any]:
-    """``trtllm-b12x tune``: the families and the host's own path in turn, on layers of the installed TensorRT-LLM."""
-    g = GEOMETRIES[geometry]
-    if g.bias is not None or g.activation not in ("Swiglu", "Relu2"):
-        raise StepError("no host loads such a layer in NVFP4, so there is no path of its own to compare with")
-    if importlib.util.find_spec("tensorrt_llm") is None:
-        raise StepError("TensorRT-LLM is not installed, so its CUTLASS is not there")
-    file = runner.path(f"paths-{geometry}", ".tune.json")
-    command = [_PYTHON, "-m", "trtllm_b12x", "tune", "--experts", str(g.num_experts), "--top-k", str(g.top_k)]
-    command += ["--hidden", str(g.hidden_size), "--intermediate", str(g.intermediate_size), "--activation", g.activation.lower()]
-    done = runner.command(f"paths-{geometry}", [*command, "--json", str(file)])
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    file.unlink()
-    if found["embedded_host"]:
-        raise StepError("the installed TensorRT-LLM is not of a form that is known here: trtllm-b12x doctor says what differs")
-    return {"tune": found, "clocks": done.clocks}

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+CUTLASS, CUTEDSL = "CUTLASS", "CUTEDSL"
+"""Values of ``moe_config.backend``. CUTEDSL brings TensorRT-LLM's own b12x class from pull request 13773 on."""
 _FIRST_ID, _LAST_ID = 1_000, 100_000
 """Ids of prompts: no special tokens below or above in any vocabulary that a recipe names (the smallest has 131,072)."""
 
@@ -106,10 +108,10 @@ def recipe_for(model: str) -> Recipe:
     return next((recipe for recipe in RECIPES if any(part in name for part in recipe.matches)), OTHER)
 
 
-def options(load: Load) -> dict[str, Any]:
-    """Of the LLM API: CUTLASS, no reuse of the KV cache, CUDA graphs at the concurrency."""
+def options(load: Load, backend: str = CUTLASS) -> dict[str, Any]:
+    """Of the LLM API: the backend, no reuse of the KV cache, CUDA graphs at the concurrency."""
     found: dict[str, Any] = {
-        "moe_config": {"backend": "CUTLASS"},
+        "moe_config": {"backend": backend},
         "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": load.cache},
         "cuda_graph_config": {
             "batch_sizes": _graphs(load.concurrency),

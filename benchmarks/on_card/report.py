@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import published
 from benchmarks.markdown import table
-from benchmarks.on_card import greedy, page
-from benchmarks.on_card.recipes import recipe_for
+from benchmarks.on_card import comparison, greedy, page, plan
+from benchmarks.on_card.comparison import Row
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
 from benchmarks.peers import pages, plots
 
 FORM = 1
+TURN_OFF = "TRTLLM_B12X=0 turns the package off, TRTLLM_B12X_KERNELS=triton,grouped leaves out one family, here cuda"
 _PLOT = "kernels.png"
-_ISSUE_VERSIONS = ("trtllm-b12x", "tensorrt-llm", "flashinfer-python", "nvidia-cutlass-dsl", "torch", "triton")
+_ISSUE_VERSIONS = ("trtllm-b12x", "tensorrt-llm", "vllm", "flashinfer-python", "nvidia-cutlass-dsl", "torch", "triton")
+_IN_VLLM = ("ours us", "marlin us")
 _HELD = 0.9
 """Of the highest clock: a card that holds less under load was throttled, or is in a slow state."""
 
@@ -29,9 +29,9 @@ def write(
     left_out: Sequence[str],
     steps: Sequence[Step],
     records: dict[str, dict[str, Any]],
-    models: bool,
+    engine: str,
 ) -> dict[str, Any]:
-    """Write the files. Return what report.json holds."""
+    """Write the files. Return what report.json holds. ``engine`` is empty where no model was asked for."""
     done = {name: record for name, record in records.items() if record["state"] == DONE}
     lacking = [
         {"step": s.name, "title": s.title, "because": records.get(s.name, {}).get("because", "the run was interrupted before it")}
@@ -42,8 +42,11 @@ def write(
         if name.startswith("kernels-"):
             results = record["result"]["peers"]
             lacking += [{"step": name, "title": "a peer", "because": line} for line in results.get("not_measured", [])]
-    if not models:
-        lacking.append({"step": "bench", "title": "trtllm-bench", "because": "no --model was given"})
+        if name.startswith("served-"):
+            lines = record["result"]["served"].get("not_measured", [])
+            lacking += [{"step": name, "title": "a part", "because": str(line)} for line in lines]
+    if not engine:
+        lacking.append({"step": "bench", "title": "a model", "because": "no --model was given"})
     found = {
         "form": FORM,
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -52,12 +55,17 @@ def write(
         "doctor": done["doctor"]["result"] if "doctor" in done else None,
         "kernels": _of(done, "kernels-"),
         "paths": _of(done, "paths-"),
+        "in_vllm": _of(done, "vllm-"),
+        "engine": engine,
         "bench": [_bench(r) for name, r in done.items() if name.startswith("bench-")],
+        "served": [_served(r) for name, r in done.items() if name.startswith("served-")],
+        "other_backends": plan.ENGINES[engine].backends() if engine else {},
         "answers": _answers(done),
         "seconds": {name: record["seconds"] for name, record in done.items()},
         "done": list(done),
         "not_measured": lacking,
     }
+    found["worse"] = [line for row in comparison.rows(found) for line in comparison.worse(row)]
     found["issue"] = issue(found)
     write_json(out / "report.json", found)
     text = markdown(found, bool(found["kernels"]) and plots.plot([found], out / _PLOT))
@@ -72,7 +80,18 @@ def _of(done: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 def _bench(record: dict[str, Any]) -> dict[str, Any]:
     asked = record["asked"]
-    return {"model": asked["model"], "load": asked["load"], "with": asked["with"], **record["result"]}
+    return {
+        "model": asked["model"],
+        "load": asked["load"],
+        "with": asked["with"],
+        "backend": asked["backend"],
+        **record["result"],
+    }
+
+
+def _served(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a model of ``benchmarks.served``, by the name that it was asked for."""
+    return {**record["result"]["served"], "model": record["asked"]["model"], "clocks": record["result"]["clocks"]}
 
 
 def _answers(done: dict[str, Any]) -> list[dict[str, Any]]:
@@ -84,15 +103,6 @@ def _answers(done: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"model": model, **greedy.compare(runs[True], runs[False])} for model, runs in by.items() if len(runs) == 2]
 
 
-def pairs(found: dict[str, Any]) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
-    """Runs with and without the package of the same load."""
-    by: dict[Any, dict[bool, dict[str, Any]]] = {}
-    for run in found["bench"]:
-        key = run["model"], run["load"]["input_tokens"], run["load"]["output_tokens"], run["load"]["concurrency"] or 0
-        by.setdefault(key, {})[run["with"]] = run
-    return [(runs.get(True), runs.get(False)) for runs in by.values()]
-
-
 # ---- markdown ------------------------------------------------------------------------------------------------------------
 
 
@@ -100,8 +110,12 @@ def markdown(found: dict[str, Any], drawn: bool = False) -> str:
     card = found["card"]
     gpu = card.get("card", {})
     smi = (card.get("nvidia_smi") or [{}])[0]
-    lines = [
-        f"# {gpu.get('name', 'No GPU')}, {found['written']}",
+    title = f"{gpu.get('name', 'No GPU')}, {found['written']}"
+    more = len(found["worse"]) - 1
+    lines = [f"# {found['worse'][0]}{f', and {more} more' if more else ''}. {TURN_OFF}", "", f"{title}.", ""] if more >= 0 else []
+    lines = lines or [f"# {title}", ""]
+    lines += [f"- {line}" for line in found["worse"][1:]]
+    lines += [
         "",
         f"{gpu.get('multi_processor_count', '?')} multiprocessors, {gpu.get('total_memory', 0) / 1e9:.0f} GB, driver "
         f"{smi.get('driver_version', 'unknown')}, {card['system']}, Python {card['python']}.",
@@ -136,14 +150,10 @@ def issue(found: dict[str, Any]) -> str:
     driver = (card.get("nvidia_smi") or [{}])[0].get("driver_version", "unknown")
     parts = [f"{card.get('card', {}).get('name', 'no GPU')}, driver {driver}"]
     parts[0] += "".join(f", {name} {versions[name]}" for name in _ISSUE_VERSIONS if name in versions)
-    runs = [(a, b) for a, b in pairs(found) if a and b]
-    for model in dict.fromkeys([a["model"] for a, _ in runs] + [one["model"] for one in found["answers"]]):
-        said = []
-        for with_it, without in [(a, b) for a, b in runs if a["model"] == model][:1]:
-            load, values = with_it["load"], [run["tpot_ms"]["p50"] for run in (with_it, without)]
-            said.append(f"{load['input_tokens']} in, {load['output_tokens']} out, {load['concurrency'] or 'all'} at a time")
-            change = 100 * (values[0] / values[1] - 1)
-            said.append(f"TPOT P50 {values[0]:.2f} ms with, {values[1]:.2f} ms without ({change:+.1f} %)")
+    rows = [row for row in comparison.rows(found) if row.metric == comparison.TPOT and row.change is not None]
+    for model in dict.fromkeys([row.model for row in rows] + [one["model"] for one in found["answers"]]):
+        of_model = [row for row in rows if row.model == model]
+        said = [row.line for row in dict.fromkeys([*of_model[:1], *of_model[-1:]])]
         for one in (each for each in found["answers"] if each["model"] == model):
             said.append(f"{one['equal']} of {one['prompts']} greedy answers equal, worst margin {greedy.worst(one)}")
         parts.append(f"{Path(model).name}: {', '.join(said)}")
@@ -151,39 +161,40 @@ def issue(found: dict[str, Any]) -> str:
 
 
 def _benchmarks(found: dict[str, Any]) -> list[str]:
-    if not found["bench"]:
+    rows = comparison.rows(found)
+    if not rows:
         return []
-    rows, notes = [], []
-    for with_it, without in pairs(found):
-        one = with_it or without
-        assert one is not None
-        load, name = one["load"], Path(one["model"]).name
-        label = [name, f"{load['input_tokens']} / {load['output_tokens']}", load["concurrency"] or "all"]
-        for metric, read, better in _METRICS:
-            values = [read(run) if run else math.nan for run in (with_it, without)]
-            change = f"{100 * (values[0] / values[1] - 1):+.1f} %" if all(map(math.isfinite, values)) else "-"
-            beside = [f for f in published.of(recipe_for(one["model"]).model, load["concurrency"], metric) if _same(f, load)]
-            shown = ", ".join(f"{f.value:g} ({f.path}, {f.card})" for f in beside) or "-"
-            cells = [f"{value:.2f}" if math.isfinite(value) else "-" for value in values]
-            rows.append([*label, metric, *cells, change, better, shown])
-        if with_it:
-            notes.append(f"- {name}, {label[1]}, {label[2]}: {'; '.join(with_it['served'])}")
-    titles = ("model", "in / out", "at a time", "metric", "with", "without", "change", "better", "published, others' kernels")
-    return ["## trtllm-bench, with and without the package", "", *table(titles, rows), "", *notes, ""]
+    others = list(dict.fromkeys(name for row in rows for name in row.others))
+    cells = [
+        [Path(row.model).name, row.lengths, row.at_once, row.metric, *_values(row), row.better, row.published or "-"]
+        + [_number(row.others.get(name)) for name in others]
+        for row in rows
+    ]
+    titles = ["model", "in / out", "at a time", "metric", "with", "without", "change", "better", "published, others' kernels"]
+    how = "trtllm-bench" if found["bench"] else "benchmarks.served"
+    lines = [
+        f"## {how}, with and without the package",
+        "",
+        *table([*titles, *(f"without, on {name}" for name in others)], cells),
+        "",
+    ]
+    for run in found["bench"]:
+        if run["with"] or run["backend"] in others:
+            load = run["load"]
+            lines.append(
+                f"- {Path(run['model']).name}, {load['input_tokens']} / {load['output_tokens']}: {'; '.join(run['served'])}"
+            )
+    lines += [f"- {name} is not measured: {why}" for name, why in found["other_backends"].items() if why]
+    return [*lines, ""]
 
 
-_METRICS = (
-    (published.TPOT, lambda run: run["tpot_ms"]["p50"], "less"),
-    (published.TTFT, lambda run: run["ttft_ms"]["p50"], "less"),
-    (published.OUTPUT, lambda run: run["output_tokens_per_second"], "more"),
-)
+def _values(row: Row) -> list[str]:
+    change = "-" if row.change is None else f"{100 * row.change:+.1f} %"
+    return [_number(row.with_it), _number(row.without), change]
 
 
-def _same(figure: published.Published, load: dict[str, Any]) -> bool:
-    """Lengths as far as the source says them."""
-    words = figure.recipe.split(", ")
-    wanted = {f"{load['input_tokens']} in", f"{load['output_tokens']} out"}
-    return all(word in wanted for word in words if word.endswith((" in", " out")))
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _kernels(found: dict[str, Any]) -> list[str]:
@@ -200,6 +211,11 @@ def _kernels(found: dict[str, Any]) -> list[str]:
             lines += ["Microseconds of each path as a server calls it (`trtllm-b12x tune`); `host` is its CUTLASS:", ""]
             rows = [[tokens, *(pages.number(at.get(path)) for path in paths)] for tokens, at in sorted(times.items())]
             lines += [*table(["tokens", *paths], rows), ""]
+        if name in found["in_vllm"]:
+            layers = found["in_vllm"][name]["vllm"]["layers"]
+            lines += ["Microseconds of the layer as vLLM calls it (`benchmarks.vllm`), with our experts and with its Marlin:", ""]
+            cells = [[row["format"], row["tokens"], row["kernel"], *(pages.number(row[us]) for us in _IN_VLLM)] for row in layers]
+            lines += [*table(["experts", "tokens", "kernel", "ours", "Marlin"], cells), ""]
     return lines
 
 
@@ -211,6 +227,7 @@ def _clocks(found: dict[str, Any]) -> list[str]:
     most = (found["card"].get("clocks") or [{}])[0].get("clocks.max.sm")
     loaded = [(r["load"], r["with"], r["clocks"]) for r in found["bench"]]
     runs = [(f"bench {load['input_tokens']}/{load['output_tokens']}, with={w}", clocks) for load, w, clocks in loaded]
+    runs += [(f"served {Path(one['model']).name}", one["clocks"]) for one in found["served"]]
     runs += [(f"kernels {name}", result["clocks"]) for name, result in found["kernels"].items()]
     shown = [(name, clocks) for name, clocks in runs if clocks]
     if shown:

@@ -78,6 +78,13 @@ class Runner:
         """Of a step that this run has done, else of an earlier one."""
         return json.loads(self.path(name).read_text(encoding="utf-8"))["result"]
 
+    def state(self, name: str) -> str:
+        """Return the state that the file of a step has, or an empty string."""
+        try:
+            return str(json.loads(self.path(name).read_text(encoding="utf-8")).get("state", ""))
+        except (OSError, ValueError, AttributeError):
+            return ""
+
     def run(self, step: Step) -> dict[str, Any]:
         """Measure and write; an interruption writes nothing and goes on to the caller."""
         started = time.time()
@@ -145,6 +152,12 @@ class Finished:
     log: Path
     clocks: dict[str, dict[str, float]]
     """Least, median and most of what the GPU said meanwhile; empty where nobody asked or it said nothing."""
+
+
+def need_package(runner: Runner) -> None:
+    """Raise StepError if the package is not installed."""
+    if "trtllm-b12x" not in runner.on.get("versions", {}):
+        raise StepError("the package is not installed in this environment, so nothing would be compared: pip install .")
 
 
 def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:

@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=90, help="time to measure one model, once its kernels are compiled")
     parser.add_argument("--only", default="", help="part of a format's name")
+    parser.add_argument("--model", default="", help="a model of the table, such as Qwen3-30B-A3B")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=TOKENS, help="such as 1,8,64")
     options = parser.parse_args()
     os.environ[settings.HOPPER.name] = "1"
@@ -116,7 +117,7 @@ def main() -> None:
     report: dict[str, Any] = {"gpu": properties.name, "versions": versions, "layers": []}
     with vllm_layers.vllm_config("cuda"), torch.no_grad():
         for case in CASES:
-            if options.only not in case[1]:
+            if options.only not in case[1] or options.model not in ("", case[0]):
                 continue
             try:
                 for row in measure(*case, options.tokens, options.seconds):

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import published
 from benchmarks.on_card import __main__ as on_card
-from benchmarks.on_card import host, plan, recipes, served, steps
+from benchmarks.on_card import host, plan, recipes, refusals, steps
 from benchmarks.on_card.steps import Runner, Step, StepError, gpu_state, write_json
 from tests import llm_api, mxfp4, trtllm_bench
 from tests.checkpoints import random_experts, write_checkpoint
@@ -59,7 +59,7 @@ def executable(path: Path, code: str) -> None:
 
 
 def run(out: Path, *arguments: str) -> int:
-    return on_card.main([str(out), "--no-kernels", *arguments])
+    return on_card.main([str(out), "--engine", "tensorrt-llm", "--no-kernels", *arguments])
 
 
 def read(out: Path) -> dict[str, Any]:
@@ -108,6 +108,43 @@ def test_a_model_with_and_without(bench: Path, tmp_path: Path, generation: str, 
     assert "Nothing is missing." in page
 
 
+def own_b12x(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a TensorRT-LLM that has a b12x class of its own."""
+    moe = folder / "tensorrt_llm" / "_torch" / "modules" / "fused_moe"
+    moe.mkdir(parents=True)
+    (moe / "fused_moe_cute_dsl_b12x.py").write_text("class CuteDslB12xFusedMoE: ...")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_tensorrt_llms_own_b12x_is_a_comparator(bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    assert run(out, "--model", SUPER, "--concurrency", "1") == 0
+    assert read(out)["other_backends"] == {"CUTEDSL": "TensorRT-LLM is not installed in this Python"}
+    assert "- CUTEDSL is not measured: TensorRT-LLM is not installed in this Python" in (out / "report.md").read_text()
+    own_b12x(tmp_path / "bin", monkeypatch)
+    assert run(out, "--model", SUPER, "--concurrency", "1") == 0
+    assert [call["switches"]["TRTLLM_B12X"] for call in called(bench)] == ["1", "0", "0"], "the other two are measured"
+    words = called(bench)[-1]["argv"]
+    assert json.loads(Path(words[words.index("--config") + 1]).read_text())["moe_config"] == {"backend": "CUTEDSL"}
+    found, page = read(out), (out / "report.md").read_text()
+    assert [(run["with"], run["backend"]) for run in found["bench"]] == [
+        (True, "CUTLASS"),
+        (False, "CUTLASS"),
+        (False, "CUTEDSL"),
+    ]
+    title = "Slower with the package by 4.5 %: " + Path(SUPER).name + ", 2048 in, 1024 out, 1 at a time, TPOT P50 11.50 ms, "
+    assert page.startswith(f"# {title}without it on CUTEDSL 11.00 ms, and 1 more. TRTLLM_B12X=0 turns the package off")
+    row = next(line for line in page.splitlines() if line.startswith("|") and published.TPOT in line)
+    assert row.startswith(f"| {Path(SUPER).name} | 2048 / 1024 | 1 | TPOT P50, ms | 11.50 | 14.00 | -17.9 % | less |")
+    assert row.endswith("| 11.00 |")
+    assert "11.50 ms with, 14.00 ms without (-17.9 %), 11.00 ms on CUTEDSL" in found["issue"]
+    monkeypatch.setenv("STAND_IN", "fallback")
+    assert run(out, "--model", SUPER, "--concurrency", "1", "--again") == 0
+    assert "CUTEDSL: the log names no CuteDslB12x class, so CUTLASS may have served" in (out / "report.md").read_text()
+    (tmp_path / "bin" / "tensorrt_llm" / "_torch" / "modules" / "fused_moe" / "fused_moe_cute_dsl_b12x.py").unlink()
+    assert host.backends() == {"CUTEDSL": "this TensorRT-LLM has no b12x class of its own"}
+
+
 MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}}}
 PLAIN = {f"{e}.{n}.weight": torch.zeros((128, 64) if n == "w2" else (64, 128)) for e in (0, 1) for n in ("w1", "w2", "w3")}
 
@@ -142,7 +179,7 @@ def test_a_name_on_the_hub_that_the_package_would_not_serve_is_refused(bench: Pa
     assert "its NVFP4 in compressed-tensors experts are not served: TensorRT-LLM's weight mapper does not rename" in error
     assert called(bench) == []
     for name in ("nvidia/Qwen3.6-35B-A3B-NVFP4", "openai/gpt-oss-20b", "somebody/unknown"):
-        assert served.refusal(name) == ""
+        assert refusals.refusal(name, "tensorrt-llm") == ""
 
 
 def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -225,7 +262,7 @@ def test_an_interruption_loses_nothing(bench: Path, tmp_path: Path, monkeypatch:
     [
         ("crash", "ended with 1"),
         ("no report", "wrote no report; out of memory looks so"),
-        ("unserved", "the host would be compared with itself: rank 0: layers stay on CUTLASS: FLASHINFER: none is installed"),
+        ("unserved", "the engine would be compared with itself: rank 0: layers stay on CUTLASS: FLASHINFER: none is installed"),
     ],
 )
 def test_a_step_that_fails_is_in_the_report(

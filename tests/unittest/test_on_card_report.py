@@ -31,7 +31,7 @@ def _reported(tmp_path: Path, decode: dict[str, Any]) -> dict[str, Any]:
     results = {"kernels-Qwen3-30B-A3B": {"peers": decode, "clocks": clocks}, "paths-Qwen3-30B-A3B": {"tune": tune, "clocks": {}}}
     made = [Step(name, name, {}, lambda runner: None, 1) for name in results]
     records = {name: {"state": "done", "result": result, "asked": {}, "seconds": 1.0} for name, result in results.items()}
-    return report.write(tmp_path, FACTS, [], made, records, models=False)
+    return report.write(tmp_path, FACTS, [], made, records, engine="")
 
 
 def test_the_numbers_are_those_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,9 +40,9 @@ def test_the_numbers_are_those_of_the_benchmark(tmp_path: Path, monkeypatch: pyt
     code = "import pathlib, shutil, sys; out = pathlib.Path(sys.argv[3])\n"
     code += f"for kind in ('.json', '.md', '.png'): shutil.copy({str(tmp_path / 'decode.json')!r}, out.with_suffix(kind))"
     executable(tmp_path / "python", code)
-    monkeypatch.setattr(plan, "_PYTHON", str(tmp_path / "python"))
+    monkeypatch.setattr(plan, "PYTHON", str(tmp_path / "python"))
     runner = Runner(tmp_path, 60)
-    (step,) = (one for one in plan.steps([], ["Qwen3.6-35B-A3B"]) if one.name.startswith("kernels-"))
+    (step,) = (one for one in plan.steps("tensorrt-llm", [], ["Qwen3.6-35B-A3B"]) if one.name.startswith("kernels-"))
     record = runner.run(step)
     assert json.dumps(record["result"]["peers"]) == json.dumps(_decode())
     assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == [f"{step.name}.json", f"{step.name}.log"]
@@ -102,7 +102,7 @@ def test_where_answers_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("how", "steps", "because"),
     [
         ("crash", ("with", "without"), "CUDA out of memory"),
-        ("unserved", ("with",), "the package served no layer, so the host would be compared with itself"),
+        ("unserved", ("with",), "the package served no layer, so the engine would be compared with itself"),
         ("absent", ("with", "without"), "TensorRT-LLM does not import here (No module named 'tensorrt_llm')"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_card_without_clocks_and_power(tmp_path: Path, monkeypatch: pytest.Mon
     assert done.clocks == {}
     facts = {**FACTS, "nvidia_smi": gpu_state(["name", "driver_version"]), "clocks": gpu_state(["clocks.max.sm"])}
     assert identity(facts)["uuid"] == "GPU-1"
-    found = report.write(tmp_path / "out", facts, [], [], {}, False)
+    found = report.write(tmp_path / "out", facts, [], [], {}, "")
     text = (tmp_path / "out" / "report.md").read_text()
     assert "nvidia-smi gives no clocks here" in text
     assert found["issue"].startswith("A stand-in, driver unknown, ")
@@ -225,7 +225,7 @@ def test_a_card_without_clocks_and_power(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_what_cannot_be_run(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status: Any = on_card.main(arguments.split())
+        status: Any = on_card.main(["--engine", "tensorrt-llm", *arguments.split()])
     except SystemExit as stopped:
         status = stopped.code
     assert status == 2
@@ -234,7 +234,7 @@ def test_what_cannot_be_run(arguments: str, said: str, capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("bench")
 def test_a_models_layer_is_the_one_that_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert on_card.main([str(tmp_path), "--model", SUPER, "--dry-run", "--json"]) == 0
+    assert on_card.main([str(tmp_path), "--engine", "tensorrt-llm", "--model", SUPER, "--dry-run", "--json"]) == 0
     names = [step["step"] for step in json.loads(capsys.readouterr().out)]
     assert [name for name in names if name.startswith("kernels-")] == ["kernels-Nemotron-3-Super"]
     assert on_card.main([str(tmp_path), "--dry-run", "--json"]) == 0

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import blocks, models
+from trtllm_b12x.core import settings
+from trtllm_b12x.decision import RejectReason
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -53,6 +55,33 @@ def test_the_rules_see_what_is_wrong() -> None:
     assert sentences("# A b\n\n- One. Two\n  lines\n- " + "word " * 31)[-1].split() == ["-", *["word"] * 31]
     assert "".join(sentences("```\ncode\n```\n| a | b |\n<!-- x -->")) == ""
     assert anchors("## Does it serve my `model`?\n```\n# no\n```") == {"does-it-serve-my-model"}
+
+
+PLACEHOLDERS = re.compile(r"\b(?:BACKEND|FORMAT|SIZES|REASON|NAME)\b")
+"""Words of docs/trouble.md that a log line replaces."""
+FILLED_IN = {"vLLM keeps all its experts": "vLLM keeps {what}"}
+"""A line of docs/trouble.md whose source has a field in the place of a known word."""
+
+
+def test_symptoms_are_lines_that_the_package_logs() -> None:
+    """First column of docs/trouble.md: quoted lines stand in the source, quoted reasons are members."""
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "trtllm_b12x").rglob("*.py"))
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "trouble.md").read_text(encoding="utf-8"), re.MULTILINE)
+    quoted = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
+    lines = [span for span in quoted if " " in span]
+    assert len(lines) > 9
+    for line in lines:
+        parts = [part for part in PLACEHOLDERS.split(FILLED_IN.get(line, line)) if part.strip(" :)")]
+        assert all(part.rstrip(": ") in source for part in parts), line
+    reasons = {span for span in quoted if re.fullmatch(r"[A-Z_]{4,}", span)}
+    assert {"TRITON", "KERNEL_PLAN_FAILED"} <= reasons <= set(RejectReason.__members__)
+
+
+def test_switches_of_pages_are_those_of_the_package() -> None:
+    known = {switch.name for switch in settings.SWITCHES}
+    for page in PAGES:
+        if page.name != "CHANGELOG.md":
+            assert set(re.findall(r"TRTLLM_B12X\w*(?<!_)", page.read_text(encoding="utf-8"))) <= known, page.name
 
 
 def test_sizes() -> None:

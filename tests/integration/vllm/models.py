@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, in the form of gpt-oss (MXFP4) and of Qwen3-MoE (W4A16_NVFP4 or MXFP8)."""
+"""Small checkpoints with random weights, in the form of gpt-oss (MXFP4) and of Qwen3-MoE (NVFP4, W4A16_NVFP4 or MXFP8)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "num_attention_heads": HEADS,
     "num_experts_per_tok": 4,
-    "num_hidden_layers": LAYERS,
     "num_key_value_heads": KV_HEADS,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
@@ -47,7 +46,6 @@ GPT_OSS = COMMON | {
     "hidden_size": 2880,  # which Marlin pads to 3072
     "initial_context_length": 4096,
     "intermediate_size": 384,
-    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
     "num_local_experts": 8,
     "quantization_config": {"quant_method": "mxfp4"},
     "rms_norm_eps": 1e-5,
@@ -65,10 +63,10 @@ GPT_OSS = COMMON | {
 }
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """Return the configuration of ``gpt-oss``, or of Qwen3-MoE with experts in the format ``name``."""
+def config_of(name: str, count: int = LAYERS) -> dict[str, Any]:
+    """Return the configuration of ``gpt-oss``, or of Qwen3-MoE with experts in the format ``name``. ``count`` is of layers."""
     if name == "gpt-oss":
-        return GPT_OSS
+        return GPT_OSS | {"num_hidden_layers": count, "layer_types": ["sliding_attention", "full_attention"] * (count // 2)}
     weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     quantization = {
         "quant_method": "modelopt",
@@ -77,19 +75,29 @@ def config_of(name: str) -> dict[str, Any]:
         "producer": {"name": "modelopt", "version": "0.39.0"},
     }
     if "NVFP4" in name:
-        quantization["config_groups"] = {"group_0": {"input_activations": None, "weights": weights, "targets": ["Linear"]}}
-    return QWEN3 | {"quantization_config": quantization}
+        activations = weights if name == "NVFP4" else None  # without them vLLM takes NVFP4 for W4A16_NVFP4
+        quantization["config_groups"] = {"group_0": {"input_activations": activations, "weights": weights, "targets": ["Linear"]}}
+    return QWEN3 | {"num_hidden_layers": count, "quantization_config": quantization}
 
 
-def write(name: str, folder: Path, seed: int = 0) -> Path:
+def experts_of(name: str, number: int, seed: int = 0) -> layers.Experts:
+    """Return the experts of layer ``number``, gate and up one after the other."""
+    if name == "gpt-oss":
+        sizes = GPT_OSS["num_local_experts"], GPT_OSS["hidden_size"], GPT_OSS["intermediate_size"]
+        return layers.random_experts("MXFP4", *sizes, seed=seed + number, bias=True)
+    sizes = QWEN3["num_experts"], QWEN3["hidden_size"], QWEN3["moe_intermediate_size"]
+    return layers.random_experts(name, *sizes, seed=seed + number)
+
+
+def write(name: str, folder: Path, seed: int = 0, count: int = LAYERS) -> Path:
     """Write a checkpoint: ``config.json`` and ``model.safetensors``."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config_of(name), indent=1), encoding="utf-8")
-    save_file({key: tensor.contiguous() for key, tensor in _tensors(name, seed)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_of(name, count), indent=1), encoding="utf-8")
+    save_file({key: tensor.contiguous() for key, tensor in _tensors(name, seed, count)}, folder / "model.safetensors")
     return folder
 
 
-def _tensors(name: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(name: str, seed: int, count: int) -> Iterator[tuple[str, torch.Tensor]]:
     config, generator = config_of(name), torch.Generator().manual_seed(seed)
     hidden, inner = config["hidden_size"], HEADS * HEAD_DIM
 
@@ -100,7 +108,7 @@ def _tensors(name: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     yield "model.embed_tokens.weight", drawn(VOCABULARY, hidden)
     yield "lm_head.weight", drawn(VOCABULARY, hidden, scale=2 * hidden**-0.5)
     yield "model.norm.weight", ones.clone()
-    for number in range(LAYERS):
+    for number in range(count):
         at = f"model.layers.{number}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{at}{norm}.weight", ones.clone()
@@ -115,23 +123,22 @@ def _tensors(name: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{at}self_attn.{letter}_proj.bias", drawn(rows, scale=0.1)
         if name == "gpt-oss":
             yield f"{at}self_attn.sinks", drawn(HEADS)
-            yield from _gpt_oss_experts(at, config, drawn, seed + number)
+            yield from _gpt_oss_experts(at, config, drawn, experts_of(name, number, seed))
         else:
             for norm in ("q_norm", "k_norm"):
                 yield f"{at}self_attn.{norm}.weight", ones[:HEAD_DIM].clone()
             yield f"{at}mlp.gate.weight", drawn(config["num_experts"], hidden, scale=4 * hidden**-0.5)
-            sizes = config["num_experts"], hidden, config["moe_intermediate_size"]
-            for key, tensor in whole.checkpoint(layers.random_experts(name, *sizes, seed=seed + number)):
+            for key, tensor in whole.checkpoint(experts_of(name, number, seed)):
                 yield f"{at}mlp.{key}", tensor
 
 
-def _gpt_oss_experts(at: str, config: dict[str, Any], drawn: Any, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    count, hidden, size = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
+def _gpt_oss_experts(at: str, config: dict[str, Any], drawn: Any, experts: layers.Experts) -> Iterator[tuple[str, torch.Tensor]]:
+    count, hidden = config["num_local_experts"], config["hidden_size"]
     yield f"{at}mlp.router.weight", drawn(count, hidden, scale=4 * hidden**-0.5)
     yield f"{at}mlp.router.bias", drawn(count, scale=0.1)
-    experts = layers.by_turns(layers.random_experts("MXFP4", count, hidden, size, seed=seed, bias=True)).parameters
+    parameters = layers.by_turns(experts).parameters
     for theirs, ours in (("gate_up_proj", "w13"), ("down_proj", "w2")):
-        codes = experts[f"{ours}_weight"]
+        codes = parameters[f"{ours}_weight"]
         yield f"{at}mlp.experts.{theirs}_blocks", codes.view(*codes.shape[:2], -1, 16)
-        yield f"{at}mlp.experts.{theirs}_scales", experts[f"{ours}_weight_scale"]
-        yield f"{at}mlp.experts.{theirs}_bias", experts[f"{ours}_bias"]
+        yield f"{at}mlp.experts.{theirs}_scales", parameters[f"{ours}_weight_scale"]
+        yield f"{at}mlp.experts.{theirs}_bias", parameters[f"{ours}_bias"]

@@ -1,25 +1,29 @@
-"""Which models the package would serve, asked before anything is measured."""
+"""Find models that the package would not serve, before anything is measured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import models
 from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Deployment, Environment, families, resolve
+from trtllm_b12x.engines.vllm import facts
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.tools.options import opened, shapes_in
 from trtllm_b12x.tools.progress import UnusableError
 
 
-def refusal(model: str) -> str:
+def refusal(model: str, engine: str) -> str:
     """Return why a comparison would compare nothing, or an empty string.
 
-    A folder is read as ``doctor --checkpoint`` reads it. Of names on the hub only those of ``benchmarks.models`` are known. What
-    this machine lacks is not asked: the step ``doctor`` reports it.
+    A folder is read as ``doctor --checkpoint`` reads it. Of names on the hub only those of ``benchmarks.models`` are known, as
+    TensorRT-LLM serves them. vLLM also serves checkpoints that TensorRT-LLM does not load. What this machine lacks is left to the
+    step ``doctor``.
     """
+    vllm = engine == "vllm"
     if not Path(model).is_dir():
-        found = models.known(model)
+        found = None if vllm else models.known(model)
         if found is None:
             return ""
         answer = models.answer(found)
@@ -29,15 +33,15 @@ def refusal(model: str) -> str:
         shapes, remarks = shapes_in(checkpoint), checkpoint.remarks
     except UnusableError as error:
         return str(error)
-    if remarks:
+    if remarks and not (vllm and shapes):
         return remarks[0]
-    reasons = {name: _reasons(shape) for name, shape in shapes.items()}
+    reasons = {name: _reasons(shape, facts.FAMILIES if vllm else settings.FAMILIES) for name, shape in shapes.items()}
     return "; ".join(f"{name} is not served ({why})" for name, why in reasons.items()) if all(reasons.values()) else ""
 
 
-def _reasons(shape: LayerShape) -> str:
+def _reasons(shape: LayerShape, names: Sequence[str]) -> str:
     """Return why no family serves a layer on any machine, or an empty string."""
     nowhere = Environment()
-    kernels = {row.name: row.features(nowhere) for row in families.rows(settings.FAMILIES, shape.quant_algo)}
+    kernels = {row.name: row.features(nowhere) for row in families.rows(names, shape.quant_algo)}
     resolution = resolve(shape, Deployment(tp_size=1, ep_size=1), nowhere, kernels)
     return "" if resolution.served else ", ".join(dict.fromkeys(str(rejection) for _, rejection in resolution.refused))
