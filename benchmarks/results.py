@@ -20,6 +20,7 @@ from benchmarks.markdown import table
 from benchmarks.on_card import greedy
 from benchmarks.peers import pages as of_peers
 from benchmarks.peers.others import PEERS
+from benchmarks.served import report as of_served
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = "not measured"
@@ -80,6 +81,12 @@ SOURCES = (
         "python -m benchmarks.vllm",
         lambda found: found.keys() >= {"gpu", "versions", "layers"},
     ),
+    Source(
+        "served.json",
+        "time of a token of whole models in vLLM, with and without",
+        "python -m benchmarks.served",
+        lambda found: found.keys() >= {"card", "versions", "models"},
+    ),
 )
 
 
@@ -100,6 +107,8 @@ def take(path: Path, docs: Path) -> Path:
         source = next((source for source in SOURCES if source.is_it(found)), None)
         if source is not None:
             target, kept = docs / source.file, _with_other_models(found, docs / source.file)
+            if source.file == "served.json":
+                kept = of_served.without_paths(found)
         elif {"form", "card", "kernels", "bench", "not_measured"} <= found.keys():
             name = re.sub(r"[^a-z0-9]+", "-", found["card"]["card"]["name"].lower()).strip("-")
             target, kept = docs / "on-card" / f"{name}.json", _of_a_card(found)
@@ -296,12 +305,14 @@ def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
             cells[name, "ours", line["tokens"]] = f"{line['ours us']:.0f} {line['kernel'][0]}"
             cells[name, "vLLM's Marlin", line["tokens"]] = f"{line['marlin us']:.0f}"
         text += _by_tokens(head, cells)
+    if "served.json" in found:
+        text += ["", *of_served.page(found["served.json"]), ""]
     return text
 
 
 def _where(found: dict[str, Any]) -> str:
     versions = found.get("versions") or {name: found[name] for name in ("torch", "triton")}
-    gpu = found.get("gpu") or versions.get("GPU") or "no GPU"
+    gpu = found.get("gpu") or found.get("card", {}).get("name") or versions.get("GPU") or "no GPU"
     return f"{gpu}; " + ", ".join(f"{name} {version}" for name, version in versions.items() if name != "GPU")
 
 
