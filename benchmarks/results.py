@@ -106,9 +106,8 @@ def take(path: Path, docs: Path) -> Path:
         found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)  # NaN
         source = next((source for source in SOURCES if source.is_it(found)), None)
         if source is not None:
+            found = of_served.without_paths(found) if source.file == "served.json" else found
             target, kept = docs / source.file, _with_other_models(found, docs / source.file)
-            if source.file == "served.json":
-                kept = of_served.without_paths(found)
         elif {"form", "card", "kernels", "bench", "not_measured"} <= found.keys():
             name = re.sub(r"[^a-z0-9]+", "-", found["card"]["card"]["name"].lower()).strip("-")
             target, kept = docs / "on-card" / f"{name}.json", _of_a_card(found)
@@ -121,16 +120,21 @@ def take(path: Path, docs: Path) -> Path:
     return target
 
 
+_BY_MODEL = {"vllm.json": ("gpu", "layers", ("model", "format")), "served.json": ("card", "models", ("model", "parallel"))}
+"""Files that a run of some models adds to: the key of the card, of the rows, and what names the model of a row."""
+
+
 def _with_other_models(found: dict[str, Any], earlier: Path) -> dict[str, Any]:
-    """Return a run of ``benchmarks.vllm`` after the rows of models that it left out, if an earlier one has the same versions."""
-    if earlier.name != "vllm.json" or not earlier.exists():
+    """Return a run after the rows of models that it left out, if the file of an earlier one has the same card and versions."""
+    if earlier.name not in _BY_MODEL or not earlier.exists():
         return found
+    card, rows, names = _BY_MODEL[earlier.name]
     before = json.loads(earlier.read_text(encoding="utf-8"))
-    if any(before[name] != found[name] for name in ("gpu", "versions")):
+    if any(before[name] != found[name] for name in (card, "versions")):
         return found
-    run = {(line["model"], line["format"]) for line in found["layers"]}
-    others = [line for line in before["layers"] if (line["model"], line["format"]) not in run]
-    return {**found, "layers": others + found["layers"]}
+    run = [[line[name] for name in names] for line in found[rows]]
+    others = [line for line in before[rows] if [line[name] for name in names] not in run]
+    return {**found, rows: others + found[rows]}
 
 
 def _of_a_card(found: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,9 @@ TOKENS = (1, 8, 64, 512)
 
 
 def sequences(vocabulary: int) -> list[list[int]]:
-    """Return the token sequences of the forced requests."""
+    """Return the token sequences of the forced requests, without the ends of the vocabulary, where special tokens are."""
     generator = torch.Generator().manual_seed(64)
-    shape = REQUESTS, PROMPT + STEPS
-    return torch.randint(100, max(vocabulary - 1000, 101), shape, generator=generator).clamp(max=vocabulary - 1).tolist()
+    return torch.randint(vocabulary // 8, 7 * vocabulary // 8, (REQUESTS, PROMPT + STEPS), generator=generator).tolist()
 
 
 def layers(model: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -111,6 +110,11 @@ def _calls(model: torch.nn.Module, saved: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def _logits(model: torch.nn.Module, job: dict[str, Any], lacking: dict[str, str]) -> dict[str, Any]:
+    """Compare logits. ``bfloat16`` is the yardstick: the same exact experts, with activations between modules in bfloat16.
+
+    With its own routes it is as far from float32 as rounding alone takes a model, with the routes of float32 as far as rounding
+    takes one whose tokens keep their experts.
+    """
     saved = _saved(job, "logits")
     found: dict[str, Any] = {}
     ours = saved.get("with")
@@ -119,12 +123,16 @@ def _logits(model: torch.nn.Module, job: dict[str, Any], lacking: dict[str, str]
     device = next(model.parameters()).device
     tokens = torch.tensor(sequences(job["vocabulary"]), device=device)
     try:
-        expected = reference.logits(model, job["config"], tokens[:, :-1], PROMPT - 1)
+        expected, routes = reference.logits(model, job["config"], tokens[:, :-1], PROMPT - 1)
     except reference.UnknownModelError as error:
         lacking["logits against float32"] = str(error)
         return found
     found["float32"] = {side: compare.logits(logits.to(device), expected) for side, logits in saved.items()}
     found["verdict"] = _verdicts([{side: row["error"] for side, row in found["float32"].items()}])
+    found["bfloat16"] = {}
+    for name, given in (("own routes", None), ("routes of float32", routes)):
+        rounded, taken = reference.logits(model, job["config"], tokens[:, :-1], PROMPT - 1, torch.bfloat16, given)
+        found["bfloat16"][name] = compare.logits(rounded, expected) | {"same_routes": compare.routes(taken, routes)}
     return found
 
 

@@ -31,6 +31,11 @@ def logits(a: torch.Tensor, b: torch.Tensor) -> dict[str, float]:
     }
 
 
+def routes(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    """Return the share of tokens that have the same set of experts in the last layer; ids ``(T, k)`` for each layer."""
+    return float((a[-1].sort(-1).values == b[-1].sort(-1).values).all(-1).float().mean())
+
+
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the relative L2 distance of ``a`` from ``b``."""
     return float((a.float() - b.float()).norm() / b.float().norm())

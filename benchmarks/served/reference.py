@@ -7,7 +7,7 @@ or a few experts in float32 at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -133,8 +133,22 @@ def activate(name: str, inner: torch.Tensor, limit: float | None) -> torch.Tenso
 # ---- whole models --------------------------------------------------------------------------------------------------------
 
 
-def logits(model: torch.nn.Module, config: dict[str, Any], sequences: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the logits at positions ``first`` and later of token sequences ``(B, T)``: ``(B, T - first, V)``, float32.
+def logits(
+    model: torch.nn.Module,
+    config: dict[str, Any],
+    sequences: torch.Tensor,
+    first: int,
+    dtype: torch.dtype = torch.float32,
+    routes: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the logits at positions ``first`` and later of token sequences ``(B, T)``, and the expert ids of each layer.
+
+    Args:
+        dtype: activations between modules are rounded to it, as an engine stores them. Within a module they are float32.
+        routes: expert ids ``(B * T, k)`` of each layer, to be taken instead of the router's own.
+
+    Returns:
+        float32 logits ``(B, T - first, V)``, and ids ``(B * T, k)`` for each layer.
 
     Raises:
         UnknownModelError: the model is neither Qwen3-MoE nor gpt-oss.
@@ -143,25 +157,33 @@ def logits(model: torch.nn.Module, config: dict[str, Any], sequences: torch.Tens
     if kind not in ("qwen3_moe", "gpt_oss"):
         raise UnknownModelError(f"no float32 computation of {kind}")
     torch.backends.cuda.matmul.allow_tf32 = False
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).float()
+
     modules: dict[str, Any] = dict(model.named_modules())
     attend, route = (_qwen3_attention, _qwen3_routes) if kind == "qwen3_moe" else (_gpt_oss_attention, _gpt_oss_routes)
     norm_eps = config["rms_norm_eps"]
     x = modules["model.embed_tokens" if "model.embed_tokens" in modules else "model.embedding"].weight.data[sequences].float()
     angles = _angles(config, sequences.shape[1], x.device)
+    taken: list[torch.Tensor] = []
     for number in range(config["num_hidden_layers"]):
         path = f"model.layers.{number}"
         at = {name.removeprefix(f"{path}."): module for name, module in modules.items() if name.startswith(f"{path}.")}
         attention = at.get("self_attn") or at["attn"]
-        x = x + attend(attention, config, _norm(at["input_layernorm"], x, norm_eps), angles, number)
+        h = stored(_norm(at["input_layernorm"], x, norm_eps))
+        x = stored(x + stored(attend(attention, config, h, angles, number)))
         layer = next((module for name, module in at.items() if hasattr(module, "w13_weight")), None)
         if layer is None:
             raise UnknownModelError(f"layer {number} has no experts")
-        h = _norm(at["post_attention_layernorm"], x, norm_eps).flatten(0, 1)
-        router = at.get("mlp.gate") or at["mlp.router"]
-        x = x + experts(layer, h, *route(linear(router, h), config)).view_as(x)
-    x = _norm(modules["model.norm"], x[:, first:], norm_eps)
+        h = stored(_norm(at["post_attention_layernorm"], x, norm_eps)).flatten(0, 1)
+        scores = stored(linear(at.get("mlp.gate") or at["mlp.router"], h))
+        weights, ids = route(scores, config, None if routes is None else routes[number])
+        taken.append(ids)
+        x = stored(x + stored(experts(layer, h, weights, ids)).view_as(x))
+    x = stored(_norm(modules["model.norm"], x[:, first:], norm_eps))
     head = modules["model.embed_tokens"] if config.get("tie_word_embeddings") else modules["lm_head"]
-    return torch.cat([x @ rows.float().T for rows in _vocabulary(head, config["vocab_size"])], -1)
+    return torch.cat([x @ rows.float().T for rows in _vocabulary(head, config["vocab_size"])], -1), taken
 
 
 def _vocabulary(head: Any, size: int) -> Iterator[torch.Tensor]:
@@ -240,11 +262,17 @@ def _gpt_oss_attention(module: Any, config: dict[str, Any], x: torch.Tensor, ang
     return linear(module.o_proj, _attend(_rotate(q, angles), _rotate(k, angles), v, window, module.sinks.data))
 
 
-def _qwen3_routes(scores: torch.Tensor, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, ids = scores.softmax(-1).topk(config["num_experts_per_tok"], -1)
+Routes = tuple[torch.Tensor, torch.Tensor]
+"""Router weights and expert ids of tokens, ``(T, k)`` each."""
+
+
+def _qwen3_routes(scores: torch.Tensor, config: dict[str, Any], ids: torch.Tensor | None) -> Routes:
+    probabilities = scores.softmax(-1)
+    ids = probabilities.topk(config["num_experts_per_tok"], -1).indices if ids is None else ids
+    weights = probabilities.gather(-1, ids)
     return (weights / weights.sum(-1, keepdim=True) if config.get("norm_topk_prob") else weights), ids
 
 
-def _gpt_oss_routes(scores: torch.Tensor, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    best, ids = scores.topk(config["num_experts_per_tok"], -1)
-    return best.softmax(-1), ids
+def _gpt_oss_routes(scores: torch.Tensor, config: dict[str, Any], ids: torch.Tensor | None) -> Routes:
+    ids = scores.topk(config["num_experts_per_tok"], -1).indices if ids is None else ids
+    return scores.gather(-1, ids).softmax(-1), ids

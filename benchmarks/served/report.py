@@ -31,8 +31,8 @@ def served(runner: Runner, found: dict[str, Any], command: Sequence[str]) -> dic
     """
     plan = runner.plan
     settings = {"prompt": PROMPT, "tokens": plan.tokens, "attention": plan.attention or "vLLM's choice"}
-    content = {"form": 1, **found, "command": list(command), "settings": settings}
-    return content | {"models": [model(runner, name) for name in plan.models]}
+    entries = [{**model(runner, name), "command": list(command)} for name in plan.models]
+    return {"form": 1, **found, "settings": settings, "models": entries}
 
 
 def model(runner: Runner, name: str) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def page(content: dict[str, Any]) -> list[str]:
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     text = [
         f"A token of a model served whole by vLLM, without and with the package, on {card['name']} ({named}),",
-        f"`{_shown(content)}`:",
+        *(f"`{command}`" for command in _commands(content)),
         "",
         *rows(content),
         "",
@@ -186,6 +186,12 @@ def page(content: dict[str, Any]) -> list[str]:
         for part, what in (("layer", "one layer of experts"), ("logits", "logits under forced tokens")):
             if verdict := entry.get("agreement", {}).get(part, {}).get("verdict"):
                 text.append(f"- {entry['model']}, {entry['format']}, {what}, relative error: {verdict}.")
+        if yard := entry.get("agreement", {}).get("logits", {}).get("bfloat16"):
+            own, given = (yard[name]["error"] for name in ("own routes", "routes of float32"))
+            text.append(
+                f"- The same logits with exact experts and activations in bfloat16: {own:.3g} from float32, and {given:.3g} "
+                "if every token keeps its experts."
+            )
         text += [f"- Not measured, {row['what']}: {row['why']}." for row in entry["not_measured"]]
     return text
 
@@ -199,8 +205,10 @@ def without_paths(value: Any) -> Any:
     return {name: without_paths(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def _shown(content: dict[str, Any]) -> str:
-    return " ".join(["python -m benchmarks.served", *without_paths(content["command"])])
+def _commands(content: dict[str, Any]) -> list[str]:
+    """Return the command lines of the runs that models are from."""
+    found = (without_paths(entry["command"]) for entry in content["models"])
+    return list(dict.fromkeys(" ".join(["python -m benchmarks.served", *words]) for words in found))
 
 
 def plot(content: dict[str, Any], path: Path) -> bool:

@@ -414,6 +414,7 @@ def served_json(slower: bool = False) -> dict[str, Any]:
     }
     for row in rows.values():
         row["ratio"] = row["without_ms"] / row["with_ms"]
+    yard = {"own routes": {"error": 0.16}, "routes of float32": {"error": 0.013}}
     verdict = "with 0.05, without 0.06 from float32: with is nearer"
     entry = {
         "model": MODEL,
@@ -427,11 +428,11 @@ def served_json(slower: bool = False) -> dict[str, Any]:
         "memory": {},
         "kernels": {},
         "served_by": {"with": {"log": ["x (/home/me/y.log)"]}},
-        "agreement": {"logits": {"verdict": verdict}},
+        "agreement": {"logits": {"verdict": verdict, "bfloat16": yard}},
+        "command": ["/home/me/out", MODEL, "--tokens", "256"],
         "not_measured": [{"what": f"{MODEL}: second start, with", "why": "ended with 1: killed (/home/me/out/records/x.log)"}],
     }
-    command = ["/home/me/out", MODEL, "--tokens", "256"]
-    return {"form": 1, "card": CARD, "versions": {"vllm": "0.33.0"}, "command": command, "settings": {}, "models": [entry]}
+    return {"form": 1, "card": CARD, "versions": {"vllm": "0.33.0"}, "settings": {}, "models": [entry]}
 
 
 def test_a_slower_count_is_said_first_with_the_way_out() -> None:
@@ -454,9 +455,28 @@ def test_pages_show_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
     assert row in readme
     assert "| ratio | 1.250 | 1.091 |" in readme
     assert "with is nearer" in page
+    assert "activations in bfloat16: 0.16 from float32, and 0.013 if every token keeps its experts" in page
     assert "second start, with: ended with 1: killed" in page
     assert f"`python -m benchmarks.served out {MODEL} --tokens 256`" in page
     assert "/home/me" not in (tmp_path / "docs" / "served.json").read_text() + page
+
+
+def test_runs_of_other_models_are_added(tmp_path: Path) -> None:
+    """What one run has in place of an earlier one's: a model with the same split. Another card starts anew."""
+    (tmp_path / "docs").mkdir()
+    split, slower, other = served_json(), served_json(slower=True), served_json()
+    split["models"][0] |= {"parallel": "TP 2", "command": ["out", MODEL, "--tensor-parallel", "2"]}
+    other["card"] = {"name": "NVIDIA H200"}
+    tables = []
+    for number, run in enumerate((served_json(), split, slower, other)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(run))
+        assert results.main(["--take", str(tmp_path / f"{number}.json")], tmp_path) == 0
+        tables.append((tmp_path / "docs" / "results.md").read_text())
+    ratios = [[line for line in table.splitlines() if f"| {MODEL}" in line and "| ratio |" in line] for table in tables]
+    assert [len(lines) for lines in ratios] == [1, 2, 2, 1]
+    assert "TP 2 | ratio | 1.250 | 1.091 |" in ratios[2][0]
+    assert "one GPU | ratio | 1.000 | 0.632 |" in ratios[2][1]
+    assert f"`python -m benchmarks.served out {MODEL} --tensor-parallel 2`" in tables[2]
 
 
 def test_the_plot_has_a_column_for_each_model(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_float32_logits_are_transformers(name: str, tmp_path: Path) -> None:
         tokens = torch.randint(0, config["vocab_size"], (2, 160), generator=torch.Generator().manual_seed(0))
         first = 130
         with torch.no_grad():
-            found = reference.logits(model, config, tokens, first)
+            found, _ = reference.logits(model, config, tokens, first)
         expected = transformers_logits(model, config, tokens)[:, first:]
         assert found.shape == expected.shape
         assert 0.5 < float(expected.std()) < 2
@@ -198,7 +198,7 @@ def test_one_layer_and_logits_are_judged(name: str, tmp_path: Path) -> None:
         drawn.fill(model)
         tokens = torch.tensor(agreement.sequences(config["vocab_size"]))[:, :-1]
         with torch.no_grad():
-            exact = reference.logits(model, config, tokens, agreement.PROMPT - 1)
+            exact, _ = reference.logits(model, config, tokens, agreement.PROMPT - 1)
             layer_outputs = {
                 path: {n: reference.experts(layer, *_floats(agreement.inputs(layer, n))) for n in (1, 8)}
                 for path, layer in agreement.layers(model)
@@ -219,6 +219,9 @@ def test_one_layer_and_logits_are_judged(name: str, tmp_path: Path) -> None:
         assert found["logits"]["float32"]["with"]["same_argmax"] == 1
         assert 0.08 < found["logits"]["float32"]["without"]["error"] < 0.12
         assert found["logits"]["verdict"].endswith("with is nearer")
+        own, given = (found["logits"]["bfloat16"][name] for name in ("own routes", "routes of float32"))
+        assert 1e-3 < given["error"] < 0.03
+        assert given["same_routes"] == 1 > own["same_routes"] > 0.5
         assert {row["tokens"]: list(row["float32"]) for row in found["layer"]["rows"]} == {1: ["with"], 8: ["with"]}
         assert max(row["float32"]["with"] for row in found["layer"]["rows"]) < 1e-6
 
