@@ -21,6 +21,7 @@ from benchmarks.on_card import comparison, greedy
 from benchmarks.on_card.recipes import CUTLASS
 from benchmarks.peers import pages as of_peers
 from benchmarks.peers.others import PEERS
+from benchmarks.served import report as of_served
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = "not measured"
@@ -81,6 +82,12 @@ SOURCES = (
         "python -m benchmarks.vllm",
         lambda found: found.keys() >= {"gpu", "versions", "layers"},
     ),
+    Source(
+        "served.json",
+        "time of a token of whole models in vLLM, with and without",
+        "python -m benchmarks.served",
+        lambda found: found.keys() >= {"card", "versions", "models"},
+    ),
 )
 
 
@@ -100,6 +107,7 @@ def take(path: Path, docs: Path) -> Path:
         found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)  # NaN
         source = next((source for source in SOURCES if source.is_it(found)), None)
         if source is not None:
+            found = of_served.without_paths(found) if source.file == "served.json" else found
             target, kept = docs / source.file, _with_other_models(found, docs / source.file)
         elif {"form", "card", "kernels", "bench", "not_measured"} <= found.keys():
             name = re.sub(r"[^a-z0-9]+", "-", found["card"]["card"]["name"].lower()).strip("-")
@@ -113,16 +121,21 @@ def take(path: Path, docs: Path) -> Path:
     return target
 
 
+_BY_MODEL = {"vllm.json": ("gpu", "layers", ("model", "format")), "served.json": ("card", "models", ("model", "parallel"))}
+"""Files that a run of some models adds to: the key of the card, of the rows, and what names the model of a row."""
+
+
 def _with_other_models(found: dict[str, Any], earlier: Path) -> dict[str, Any]:
-    """Return a run of ``benchmarks.vllm`` after the rows of models that it left out, if an earlier one has the same versions."""
-    if earlier.name != "vllm.json" or not earlier.exists():
+    """Return a run after the rows of models that it left out, if the file of an earlier one has the same card and versions."""
+    if earlier.name not in _BY_MODEL or not earlier.exists():
         return found
+    card, rows, names = _BY_MODEL[earlier.name]
     before = json.loads(earlier.read_text(encoding="utf-8"))
-    if any(before[name] != found[name] for name in ("gpu", "versions")):
+    if any(before[name] != found[name] for name in (card, "versions")):
         return found
-    run = {(line["model"], line["format"]) for line in found["layers"]}
-    others = [line for line in before["layers"] if (line["model"], line["format"]) not in run]
-    return {**found, "layers": others + found["layers"]}
+    run = [[line[name] for name in names] for line in found[rows]]
+    others = [line for line in before[rows] if [line[name] for name in names] not in run]
+    return {**found, rows: others + found[rows]}
 
 
 def _of_a_card(found: dict[str, Any]) -> dict[str, Any]:
@@ -307,12 +320,14 @@ def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
             cells[name, "ours", line["tokens"]] = f"{line['ours us']:.0f} {line['kernel'][0]}"
             cells[name, "vLLM's Marlin", line["tokens"]] = f"{line['marlin us']:.0f}"
         text += _by_tokens(head, cells)
+    if "served.json" in found:
+        text += ["", *of_served.page(found["served.json"]), ""]
     return text
 
 
 def _where(found: dict[str, Any]) -> str:
     versions = found.get("versions") or {name: found[name] for name in ("torch", "triton")}
-    gpu = found.get("gpu") or versions.get("GPU") or "no GPU"
+    gpu = found.get("gpu") or found.get("card", {}).get("name") or versions.get("GPU") or "no GPU"
     return f"{gpu}; " + ", ".join(f"{name} {version}" for name, version in versions.items() if name != "GPU")
 
 

@@ -51,6 +51,7 @@ def facts() -> dict[str, Any]:
         "cuda_of_torch": torch.version.cuda,
         "versions": packages.versions(PACKAGES),
     }
+    found["gpus"] = torch.cuda.device_count()
     if torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
         names = ("name", "total_memory", "multi_processor_count", "L2_cache_size", "clock_rate", "memory_clock_rate")
