@@ -26,13 +26,16 @@ COMMUNICATORS = "vllm.distributed.device_communicators"
 def pretend_sm120() -> None:
     """Make vLLM see an SM120 on a machine without a GPU. Its modules are imported before: they call extensions if there is one.
 
-    The extensions are linked with torch's CUDA libraries, which a CPU build does not have. Empty modules stand in.
+    The extensions are linked with torch's CUDA libraries, which a CPU build does not have. Empty modules stand in. Idempotent.
     """
     for name in ("_C_stable_libtorch", "_moe_C_stable_libtorch"):
         sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
     import vllm.platforms as platforms
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
+
+    if type(platforms._current_platform).__name__ == "Sm120":  # vLLM's modules have bound it
+        return
 
     class Sm120(CudaPlatformBase):
         visible = False
