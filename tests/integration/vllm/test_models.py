@@ -21,7 +21,7 @@ import torch
 
 from tests.allocations import Allocations
 from tests.integration.vllm import layers, models, whole
-from trtllm_b12x.core import settings
+from trtllm_b12x.core import log, settings
 from trtllm_b12x.engines.vllm import plugin
 from trtllm_b12x.kernels import MoECall
 
@@ -42,6 +42,7 @@ def pretended() -> Iterator[None]:
             patch.setattr(torch.accelerator, name, lambda *_: 0)
         patch.setattr(importlib.import_module(f"{layers.FUSED_MOE}.router.fused_topk_router"), "vllm_topk_softmax", _route)
         patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(log.logger, "logger", log.logger.logger)  # vLLM calls our entry point, which replaces it
         with layers.vllm_config(), whole.one_rank():
             yield
 
