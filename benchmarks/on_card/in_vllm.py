@@ -90,10 +90,9 @@ def _serve(runner: Runner, name: str, model: str, requests: Sequence[int], other
     need_package(runner)
     _need_vllm()
     out = runner.out / "served" / Path(model).name
-    if runner.state(name) == DONE:  # measured before, and asked for again
-        shutil.rmtree(out, ignore_errors=True)
     local = str(Path(model).absolute()) if Path(model).is_dir() else model
     command = [PYTHON, "-m", "benchmarks.served", str(out), local, "--requests", ",".join(map(str, requests)), "--json"]
+    command += ["--again"] if runner.state(name) == DONE else []  # measured before, and asked for again
     for backend in others:
         command += ["--without-backend", backend]
     done = runner.command(name, command, ok=(0, 1))
@@ -103,8 +102,13 @@ def _serve(runner: Runner, name: str, model: str, requests: Sequence[int], other
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StepError(f"{out / 'served.json'}: {type(error).__name__}: {error} ({done.log})") from None
     if not times:
-        raise StepError(f"not measured with and without the package: {'; '.join(map(str, found.get('not_measured', [])))}")
+        raise StepError(f"not measured with and without the package: {'; '.join(not_measured(found))}")
     return {"served": found, "clocks": done.clocks, "command": command}
+
+
+def not_measured(model: dict[str, Any]) -> list[str]:
+    """Return what ``benchmarks.served`` did not measure of a model, with the reasons."""
+    return [f"{row['what']}: {row['why']}" for row in model.get("not_measured", [])]
 
 
 def options(model: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.on_card import comparison, greedy, page, plan
+from benchmarks.on_card import comparison, greedy, in_vllm, page, plan
 from benchmarks.on_card.comparison import Row
 from benchmarks.on_card.steps import DONE, Step, write_json, write_text
 from benchmarks.peers import pages, plots
@@ -43,8 +43,8 @@ def write(
             results = record["result"]["peers"]
             lacking += [{"step": name, "title": "a peer", "because": line} for line in results.get("not_measured", [])]
         if name.startswith("served-"):
-            lines = record["result"]["served"].get("not_measured", [])
-            lacking += [{"step": name, "title": "a part", "because": str(line)} for line in lines]
+            lines = in_vllm.not_measured(record["result"]["served"])
+            lacking += [{"step": name, "title": "a part", "because": line} for line in lines]
     if not engine:
         lacking.append({"step": "bench", "title": "a model", "because": "no --model was given"})
     found = {

@@ -27,7 +27,15 @@ SERVED: dict[str, Any] = {
     "format": "NVFP4",
     "layers": 40,
     "requests": {
-        "1": {"without_ms": 4.0, "with_ms": 3.0, "without_p90_ms": 4.1, "with_p90_ms": 3.1, "ratio": 1.333, "marlin_ms": 4.5},
+        "1": {
+            "without_ms": 4.0,
+            "with_ms": 3.0,
+            "without_p90_ms": 4.1,
+            "with_p90_ms": 3.1,
+            "ratio": 1.333,
+            "marlin_ms": 4.5,
+            "marlin_steps": 9,
+        },
         "64": {"without_ms": 12.0, "with_ms": 11.0, "without_p90_ms": 12.1, "with_p90_ms": 11.1, "ratio": 1.091},
     },
     "ttft": {"256": {"without_ms": 30.0, "with_ms": 29.0}},
@@ -78,6 +86,7 @@ def called(folder: Path) -> list[Any]:
 def test_a_model_on_all_sides(vllm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "--concurrency", "64", "1") == 0
     ((words, before),) = called(vllm)
+    assert "--again" not in words
     out = str(tmp_path / "served" / LABEL)
     assert words[2:] == [out, SUPER, "--requests", "1,64", "--json", "--without-backend", "marlin"]
     assert not before
@@ -138,16 +147,17 @@ def test_a_difference_within_the_noise_is_not_called_worse() -> None:
 
 
 def test_an_interrupted_run_goes_on_and_a_measured_one_starts_anew(vllm: Path, tmp_path: Path) -> None:
-    write(vllm, SERVED | {"requests": {}, "not_measured": ["with: the driver stopped"]}, 1)
+    write(vllm, SERVED | {"requests": {}, "not_measured": [{"what": "with", "why": "the driver stopped"}]}, 1)
     assert run(tmp_path) == 1
     (line,) = read(tmp_path)["not_measured"]
     assert line["because"] == "not measured with and without the package: with: the driver stopped"
-    write(vllm, SERVED | {"not_measured": ["profile of 8 requests: out of time"]}, 1)
+    write(vllm, SERVED | {"not_measured": [{"what": "profile of 8 requests", "why": "out of time"}]}, 1)
     assert run(tmp_path) == 1, "what is missing is in the report"
     (line,) = read(tmp_path)["not_measured"]
     assert (line["step"], line["because"]) == (f"served-{LABEL}", "profile of 8 requests: out of time")
     assert run(tmp_path, "--again", f"served-{LABEL}") == 1
-    assert [before for _, before in called(vllm)] == [False, True, False]
+    assert [before for _, before in called(vllm)] == [False, True, True]
+    assert ["--again" in words for words, _ in called(vllm)] == [False, False, True]
     write(vllm, SERVED, 2)
     assert run(tmp_path, "--again", f"served-{LABEL}") == 1
     assert "ended with 2" in read(tmp_path)["not_measured"][0]["because"]
