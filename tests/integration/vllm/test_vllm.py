@@ -534,15 +534,18 @@ def test_ours_replace_whatever_vllm_takes_on_hopper(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With Humming and OpenAI's triton_kernels, which are not installed here."""
+    """With Humming and OpenAI's triton_kernels, which are not installed here. Only gpt-oss is given the latter."""
     caplog.set_level(logging.INFO)
     theirs = pytest.importorskip(f"{layers.FUSED_MOE}.experts.{module}")
     for kind in kinds:
         monkeypatch.setattr(getattr(theirs, kind), "is_supported_config", staticmethod(lambda *arguments: (True, None)))
-    assert "Sm12xExperts" in chosen(form)[1].__name__
-    if f"in place of vLLM's {backend}" not in caplog.text:
-        plugin.uninstall()
-        assert chosen(form)[0] != backend  # before 0.33 Marlin is before Humming
+    gpt_oss: dict[str, Any] = {"activation": "swigluoai", "has_bias": True} if backend == "TRITON" else {}
+    plugin.uninstall()
+    alone = chosen(form, **gpt_oss)[0]
+    plugin.install()
+    assert alone in ((backend, "MARLIN") if backend == "HUMMING" else (backend,))  # before 0.33 Marlin is before Humming
+    assert "Sm12xExperts" in chosen(form, **gpt_oss)[1].__name__
+    assert f"in place of vLLM's {alone}" in caplog.text
 
 
 @pytest.mark.parametrize("on", ["SM90", "SM120"])
