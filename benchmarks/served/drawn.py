@@ -129,6 +129,8 @@ def _parameter(module: Any, path: str, name: str, tensor: torch.Tensor, role: st
         weight = _weight_of(module, name)
         width = shape[-1] if weight is None or weight.dim() < 2 else weight.shape[-1]
         inner = width * (2 if weight is not None and weight.dtype is torch.uint8 else 1)
+        if any(kind.__name__ == "RowParallelLinear" for kind in type(module).__mro__):
+            inner *= module.tp_size  # each rank has a part of every sum
         if "Embedding" in type(module).__name__:
             inner = 4
         elif name == "sinks":

@@ -22,8 +22,9 @@ import torch
 
 from benchmarks.served import agreement, child, drawn, models, reference, sides
 from tests.integration.vllm import layers, whole
+from trtllm_b12x.engines.vllm import facts
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("b12x") is None, reason="needs vLLM 0.33, whose models are read here")
+pytestmark = pytest.mark.skipif(not facts.version().startswith("0.33"), reason="reads the models of vLLM 0.33")
 COMMON = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 500, "hidden_size": 128}
 TINY: dict[str, dict[str, Any]] = {
     "qwen3_moe": COMMON | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
