@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -18,6 +16,7 @@ from typing import Any
 
 from benchmarks.on_card.steps import ROOT, write_json
 from benchmarks.served import models, report, sides
+from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.environment import packages
 from trtllm_b12x.tools.progress import print_line, progress_bar
 
@@ -97,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     todo = sides.steps(plan)
     if given.dry_run:
         return _dry_run(todo, given.json)
-    if why := _lacking():
+    if why := _lacking() or _unreadable(plan):
         return _wrong(why)
     out: Path = given.out.absolute()
     try:
@@ -201,6 +200,19 @@ def _lacking() -> str:
     return ""
 
 
+def _unreadable(plan: sides.Plan) -> str:
+    """Return which checkpoint has no configuration of a language model, or an empty string."""
+    for model in plan.models:
+        try:
+            config = models.DRAWN[model].base if model in models.DRAWN else models.text_config(models.read(model))
+            vocabulary = config["vocab_size"]
+        except Exception as error:
+            return f"{model}: its configuration cannot be read ({first_line(error)}); check the name, or download it first"
+        if not isinstance(vocabulary, int):
+            return f"{model}: its config.json has no vocab_size, so it is no language model"
+    return ""
+
+
 def _card(out: Path) -> dict[str, Any]:
     """Return card, driver and versions. A process of its own looks: one that goes on would hold GPU memory."""
     file = out / "records" / "card.json"
@@ -245,6 +257,7 @@ def _wrong(text: str) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _as_interrupt)
-    with contextlib.suppress(BrokenPipeError):
+    try:
         sys.exit(main())
-    os._exit(_SOME)
+    except KeyboardInterrupt:  # before anything is measured
+        sys.exit(_INTERRUPTED)

@@ -36,13 +36,16 @@ def layers(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def inputs(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x ``(T, hidden)``, router weights and ids ``(T, k)`` of a call, the same for every side."""
+    """Return x ``(T, hidden)``, router weights and ids ``(T, k)`` of a call, the same for every side.
+
+    Weights are float32, also while vLLM loads and the default is the model's dtype.
+    """
     config = layer.moe_config
     generator = torch.Generator().manual_seed(zlib.crc32(f"{layer.layer_name} {tokens}".encode()))
-    x = torch.randn(tokens, config.hidden_dim_unpadded, generator=generator).to(config.in_dtype)
-    scores = torch.rand(tokens, config.num_experts, generator=generator)
+    x = torch.randn(tokens, config.hidden_dim_unpadded, generator=generator, dtype=torch.float32).to(config.in_dtype)
+    scores = torch.rand(tokens, config.num_experts, generator=generator, dtype=torch.float32)
     ids = scores.topk(config.experts_per_token, -1).indices.int()
-    return x, torch.rand(ids.shape, generator=generator).softmax(-1), ids
+    return x, torch.rand(ids.shape, generator=generator, dtype=torch.float32).softmax(-1), ids
 
 
 def call(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -51,7 +54,7 @@ def call(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) 
     if padding := layer.hidden_size - hidden:
         x = torch.nn.functional.pad(x, (0, padding))
     if method.is_monolithic:
-        scores = torch.full((len(x), layer.moe_config.num_experts), -math.inf, device=x.device)
+        scores = torch.full((len(x), layer.moe_config.num_experts), -math.inf, device=x.device, dtype=torch.float32)
         scores.scatter_(1, ids.long(), weights.log())
         output = method.apply_monolithic(layer=layer, x=x, router_logits=scores.clamp(min=-1e4).to(x.dtype), input_ids=None)
     else:

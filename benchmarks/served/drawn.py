@@ -76,6 +76,14 @@ def draw(parameter: Parameter, device: Any) -> torch.Tensor:
     return _DRAW[parameter.role](parameter, generator, device).to(parameter.target.dtype)
 
 
+def local_shape(parameter: Parameter) -> tuple[int, ...]:
+    """Return the shape of what this rank has of a parameter, without what the backend pads."""
+    shape = list(parameter.shape)
+    for dimension, indices in parameter.parts:
+        shape[dimension] = len(indices)
+    return tuple(shape)
+
+
 def _role(module: torch.nn.Module, path: str, name: str, tensor: torch.Tensor) -> str:
     kind = type(module).__name__
     if name.endswith(("k_scale", "v_scale", "q_scale", "prob_scale")):
@@ -121,6 +129,8 @@ def _parameter(module: Any, path: str, name: str, tensor: torch.Tensor, role: st
         weight = _weight_of(module, name)
         width = shape[-1] if weight is None or weight.dim() < 2 else weight.shape[-1]
         inner = width * (2 if weight is not None and weight.dtype is torch.uint8 else 1)
+        if any(kind.__name__ == "RowParallelLinear" for kind in type(module).__mro__):
+            inner *= module.tp_size  # each rank has a part of every sum
         if "Embedding" in type(module).__name__:
             inner = 4
         elif name == "sinks":
@@ -200,11 +210,11 @@ def _dense(module: Any, name: str, shape: list[int], parts: dict[int, torch.Tens
 
 
 def _uniform(p: Parameter, generator: torch.Generator, device: Any) -> torch.Tensor:
-    return torch.rand(p.shape, generator=generator, device=device)
+    return torch.rand(p.shape, generator=generator, device=device, dtype=torch.float32)
 
 
 def _normal(p: Parameter, generator: torch.Generator, device: Any) -> torch.Tensor:
-    return torch.randn(p.shape, generator=generator, device=device)
+    return torch.randn(p.shape, generator=generator, device=device, dtype=torch.float32)
 
 
 def _bytes(low: int, high: int, p: Parameter, generator: torch.Generator, device: Any) -> torch.Tensor:
@@ -218,16 +228,16 @@ def _exponents(rms: float, p: Parameter, generator: torch.Generator, device: Any
 
 def _scale_2(p: Parameter, generator: torch.Generator, device: Any) -> torch.Tensor:
     """Return one scale per expert, equal for gate and up; of other weights one for all."""
-    value = torch.full(p.shape, 1 / (math.sqrt(p.inner) * _FP4_RMS * _E4M3_RMS), device=device)
+    value = torch.full(p.shape, 1 / (math.sqrt(p.inner) * _FP4_RMS * _E4M3_RMS), device=device, dtype=torch.float32)
     if "experts" not in p.name or not p.shape:
         return value
-    spread = 0.7 + 0.6 * torch.rand(p.shape[:1], generator=generator, device=device)
+    spread = 0.7 + 0.6 * torch.rand(p.shape[:1], generator=generator, device=device, dtype=torch.float32)
     return value * spread.reshape(-1, *[1] * (len(p.shape) - 1))
 
 
 def _input_scale(p: Parameter, generator: torch.Generator, device: Any) -> torch.Tensor:
     largest = _LARGEST["w2" if p.name.rpartition(".")[2].startswith("w2") else "w13"]
-    return torch.full(p.shape, largest / (6 * 448), device=device)
+    return torch.full(p.shape, largest / (6 * 448), device=device, dtype=torch.float32)
 
 
 _DRAW: dict[str, Any] = {

@@ -206,10 +206,12 @@ class Runner:
         while waiting:
             group: list[Step] = []
             for step in waiting:
-                blocked = {other.name for other in waiting} & set(step.needs)
-                if len(group) < self.at_once and not blocked and (step.turn != "judge" or not group):
+                if len(group) == self.at_once or {other.name for other in waiting} & set(step.needs):
+                    continue
+                if step.turn != "judge":
                     group.append(step)
-                if step.turn == "judge":
+                elif not group:  # it needs the card's memory
+                    group = [step]
                     break
             waiting = [step for step in waiting if step not in group]
             if time.monotonic() >= self.deadline:

@@ -184,7 +184,7 @@ class ServedWorker:
                 x, weights, ids = (t.to(layer.w13_weight.device) for t in agreement.inputs(layer, tokens))
                 try:
                     with torch.no_grad(), set_current_vllm_config(config), set_forward_context(None, config, num_tokens=tokens):
-                        outputs[name][tokens] = agreement.call(layer, x, weights, ids).cpu()
+                        outputs[name][tokens] = agreement.call(layer, x, weights, ids).clone().cpu()
                 except Exception as error:
                     failed[f"{name}, {tokens} tokens"] = f"{type(error).__name__}: {error}"[:300]
         torch.save(outputs, path)

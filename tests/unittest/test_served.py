@@ -306,10 +306,20 @@ def test_engines_that_start_at_once_are_measured_one_by_one(
     made = runner(tmp_path / "out", plan(), child=child, at_once=2)
     entry = run(made)["models"][0]
     assert sorted(started(tmp_path)) == sorted(ORDER)
+    assert started(tmp_path)[2] == "float32.judge", "it has the card alone"
     assert entry["starts"]["with"]["first"]["at_once"] == 2
     times = sorted((made.out / "records").glob("*.first.go"), key=lambda path: path.stat().st_mtime)
     finished = [made.path(step).stat().st_mtime for step in sides.steps(made.plan)[:2]]
     assert times[1].stat().st_mtime >= min(finished) - 0.2
+
+
+def test_engines_of_several_models_start_at_once(tmp_path: Path, child: list[str]) -> None:
+    made = runner(tmp_path / "out", plan(MODEL, "gpt-oss-20b"), child=child, at_once=4)
+    made.run(sides.steps(made.plan))
+    content = report.served(made, {}, [])
+    assert {entry["starts"][side]["first"]["at_once"] for entry in content["models"] for side in ("with", "without")} == {4}
+    assert len(started(tmp_path)) == 2 * len(ORDER)
+    assert all(step.turn == "first" or made.done(step) for step in sides.steps(made.plan))
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, child: list[str]) -> None:

@@ -50,7 +50,7 @@ def pretend_sm120() -> None:
     for name in ("modelopt", "mxfp4", "online.fp8"):
         importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
     Sm120.visible = True
-    torch.accelerator.empty_cache = lambda: None  # asks for a device
+    torch.accelerator.empty_cache = torch.accelerator.empty_host_cache = lambda: None  # ask for a device
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 

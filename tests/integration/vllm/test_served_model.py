@@ -5,9 +5,11 @@ The other side of every comparison is transformers' model in float32, with weigh
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,10 +20,11 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.served import agreement, drawn, models, reference
+from benchmarks.served import agreement, child, drawn, models, reference, sides
 from tests.integration.vllm import layers, whole
+from trtllm_b12x.engines.vllm import facts
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("b12x") is None, reason="needs vLLM 0.33, whose models are read here")
+pytestmark = pytest.mark.skipif(not facts.version().startswith("0.33"), reason="reads the models of vLLM 0.33")
 COMMON = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 500, "hidden_size": 128}
 TINY: dict[str, dict[str, Any]] = {
     "qwen3_moe": COMMON | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
@@ -33,21 +36,22 @@ LAYERS = 2
 
 
 @contextmanager
-def _card() -> Iterator[None]:
+def card() -> Iterator[None]:
     """Make vLLM see an SM120, also where it asks torch. Its registry inspects classes in this process."""
     from vllm import ModelRegistry
 
-    card = mock.Mock(multi_processor_count=84, major=12, minor=0, total_memory=80 << 30)
-    card.name = "SM120, pretended"
+    properties = mock.Mock(multi_processor_count=84, major=12, minor=0, total_memory=80 << 30)
+    properties.name = "SM120, pretended"
     loguru = {} if importlib.util.find_spec("loguru") else {"loguru": mock.MagicMock()}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, loguru))
         for name, value in (
             ("is_available", True),
-            ("get_device_properties", card),
+            ("get_device_properties", properties),
             ("get_device_capability", (12, 0)),
-            ("device_count", 1),
+            ("device_count", 2),
             ("current_device", "cpu"),
+            ("mem_get_info", (60 << 30, 80 << 30)),
         ):
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=value))
         stack.enter_context(mock.patch.object(torch.accelerator, "current_device_index", return_value="cpu"))
@@ -64,12 +68,12 @@ def _card() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def vllm() -> Iterator[None]:
     layers.pretend_sm120()
-    with _card(), whole.one_rank():
+    with card(), whole.one_rank():
         yield
 
 
 @contextmanager
-def built(name: str, folder: Path) -> Iterator[tuple[Any, dict[str, Any], Any]]:
+def built(name: str, folder: Path, **more: Any) -> Iterator[tuple[Any, dict[str, Any], Any]]:
     """Yield the model of vLLM's class without weights, its configuration, and vLLM's."""
     from vllm.config import DeviceConfig, set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -83,6 +87,7 @@ def built(name: str, folder: Path) -> Iterator[tuple[Any, dict[str, Any], Any]]:
         max_num_seqs=8,
         enforce_eager=True,
         attention_config={"backend": "TRITON_ATTN"},
+        **more,
     )
     config = arguments.create_engine_config()
     config.device_config = DeviceConfig(torch.device("cpu"))
@@ -226,6 +231,120 @@ def test_one_layer_and_logits_are_judged(name: str, tmp_path: Path) -> None:
         assert max(row["float32"]["with"] for row in found["layer"]["rows"]) < 1e-6
 
 
+def test_what_is_drawn_does_not_depend_on_the_default_dtype() -> None:
+    """vLLM loads while the default dtype is the model's, and serves while it is float32."""
+    layer = mock.Mock(layer_name="model.layers.1.mlp.experts")
+    layer.moe_config = mock.Mock(hidden_dim_unpadded=64, num_experts=128, experts_per_token=8, in_dtype=torch.bfloat16)
+    parameter = drawn.Parameter("model.norm.weight", torch.empty(64, dtype=torch.float32), "near 1", (64,))
+    plain = *agreement.inputs(layer, 64), drawn.draw(parameter, "cpu")
+    with layers.model_dtype():
+        assert all(map(torch.equal, plain, (*agreement.inputs(layer, 64), drawn.draw(parameter, "cpu"))))
+
+
+def test_ranks_draw_their_parts_of_one_model(tmp_path: Path) -> None:
+    """Each of two ranks has the rows, columns, heads or experts that vLLM gives it, of what one GPU draws."""
+    from tests.integration.vllm import served_ranks
+
+    command = [sys.executable, "-m", "tests.integration.vllm.served_ranks", str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
+    assert [process.wait(300) for process in ranks] == [0, 0]
+    for i, (name, expert_parallel) in enumerate(served_ranks.CASES):
+        parts = [torch.load(tmp_path / f"{i}-{rank}.pt") for rank in (0, 1)]
+        with built(name, tmp_path / name) as (model, _, _):
+            drawn.fill(model)
+            for key, tensor in served_ranks.values(model).items():
+                joined = _joined(key, [part[key] for part in parts], name == "gpt-oss-20b", expert_parallel)
+                assert torch.equal(joined, tensor), key
+
+
+def _joined(key: str, parts: list[torch.Tensor], interleaved: bool, expert_parallel: bool) -> torch.Tensor:
+    """Join what two ranks have of a parameter."""
+    name = key.rpartition(".")[2]
+    if "qkv_proj" in key and name != "weight_scale_2":
+        return _joined_heads(parts)
+    if "routed_experts" in key and expert_parallel:
+        return torch.cat(parts)
+    if name.startswith("w13_"):
+        halves = [(part,) if interleaved else part.chunk(2, 1) for part in parts]
+        return torch.cat([torch.cat(pair, 1) for pair in zip(*halves, strict=True)], 1)
+    if name == "w2_bias":
+        assert not parts[1].any(), "one rank adds it"
+        return parts[0]
+    if name.startswith("w2_") or ("o_proj" in key and name.startswith("weight")):
+        return torch.cat(parts, -1)
+    if name == "sinks" or any(word in key for word in ("embed", "lm_head")):
+        return torch.cat(parts)
+    assert torch.equal(*parts), key
+    return parts[0]
+
+
+def _joined_heads(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Join q, k and v of two ranks, with two and one heads each of 64."""
+    split = [part.split([2 * 64, 64, 64]) for part in parts]
+    return torch.cat([torch.cat(pair) for pair in zip(*split, strict=True)])
+
+
 def _floats(inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x, weights, ids = inputs
     return x.float(), weights, ids
+
+
+def test_an_engine_is_measured_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's engine, scheduler and loader around a worker that computes in float32: the child's whole way through a job.
+
+    The experts are ours. What they cannot do without a GPU is in the record with its reason.
+    """
+    from trtllm_b12x.core import settings
+    from trtllm_b12x.engines.vllm import plugin
+
+    for switch in (settings.KERNELS, settings.CROSSOVER):
+        monkeypatch.delenv(switch.name)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("SERVED_JOB", "")
+    monkeypatch.setattr(child, "ANSWERS", 2)
+    monkeypatch.setattr(child, "ANSWER", 4)
+    monkeypatch.setattr(agreement, "REQUESTS", 2)
+    monkeypatch.setattr(agreement, "STEPS", 6)
+    monkeypatch.setattr(agreement, "TOKENS", (1, 8))
+    name = "qwen3-30b-a3b-w4a16"
+    folder = models.write(name, tmp_path / "models" / name, LAYERS, **TINY["qwen3_moe"])
+    config = models.read(str(folder))
+    config["quantization_config"]["ignore"].append("*self_attn*")  # whose kernels are a GPU's
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(models, "write", lambda *a, **k: folder)
+    plan = sides.Plan((name,), requests=(1, 3), prompts=(32,), tokens=8, layers=LAYERS)
+    runner = sides.Runner(plan, tmp_path, {})
+    (tmp_path / "records").mkdir()
+    steps = {step.turn: step for step in sides.steps(plan) if step.side in ("with", "float32")}
+    plugin.install()
+    try:
+        for turn in ("first", "judge"):
+            job = runner.job(steps[turn])
+            worker = {"worker_cls": "tests.integration.vllm.served_worker.CpuWorker", "enforce_eager": True}
+            job["engine"] |= {**worker, "attention_config": {"backend": "TRITON_ATTN"}, "max_num_batched_tokens": 512}
+            path = tmp_path / f"{turn}.job.json"
+            path.write_text(json.dumps(job))
+            assert child.main(str(path)) == 0
+            gc.collect()  # the engine, while the card is pretended
+    finally:
+        plugin.uninstall()
+    record, judged = (json.loads(runner.path(steps[turn]).read_text()) for turn in ("first", "judge"))
+    assert record["finished"]
+    assert sorted(record["decode"]) == ["1", "3"]
+    assert record["decode"]["3"]["steps"] >= 4
+    assert record["ttft"]["32"]["ms"] > 0
+    assert [len(row["tokens"]) for row in record["answers"]["greedy"]] == [4, 4]
+    assert all(len(row["logprobs"]) == 4 for row in record["answers"]["greedy"])
+    assert record["forced"]["logits"] == {"shape": [2, 6, 500], "finite": True}
+    assert record["facts"]["experts"] == {"W4A16_NVFP4Sm12xExperts": LAYERS}
+    assert record["facts"]["backends"] == {"EMULATION": LAYERS}
+    assert {"construct", "weights", "load", "ready"} <= record["start"].keys()
+    assert list(record["failed"]) == ["kernels 1"]
+
+    assert record["forced"]["layer"] == {}
+    found = judged["judge"]
+    assert found["not_measured"] == {}
+    assert found["logits"]["float32"]["with"]["error"] < 1e-5
+    assert found["logits"]["float32"]["with"]["same_argmax"] == 1
+    assert {row["tokens"] for row in found["layer"]["rows"]} == {1, 8}
+    assert max(row["float32"]["with"] for row in found["layer"]["rows"]) < 0.01
