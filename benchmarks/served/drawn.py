@@ -171,6 +171,8 @@ def _experts(layer: Any, name: str, shape: list[int], parts: dict[int, torch.Ten
             values = 16 if dtype is torch.float8_e4m3fn else 32
         shape[2] = inner // values
         if name.startswith("w2") and parallel.tp_size > 1:
+            if size % values:
+                raise LookupError(f"{size} columns of a rank are no whole blocks of {values}; split over fewer GPUs")
             columns = size // values
             parts[2] = torch.arange(parallel.tp_rank * columns, (parallel.tp_rank + 1) * columns)
     return inner

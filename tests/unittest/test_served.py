@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import results
-from benchmarks.served import compare, kernels, models, report, sides
+from benchmarks.served import compare, kernels, models, reference, report, sides
 from benchmarks.served.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -390,6 +391,22 @@ def test_answers_are_compared_up_to_where_they_part() -> None:
 )
 def test_the_verdict_names_the_nearer_side(ours: float, theirs: float, end: str) -> None:
     assert compare.verdict(ours, theirs) == f"with {ours:.3g}, without {theirs:.3g} from float32: {end}"
+
+
+def test_activations_are_clamped() -> None:
+    """Random weights of unit gain do not reach gpt-oss's limit of 7."""
+    gate, up = torch.tensor([[9.0, -9.0, 1.0]]), torch.tensor([[-8.0, 8.0, 0.5]])
+    inner = torch.cat((gate, up), -1)
+    expected = torch.tensor(
+        [[7 * -6.0 / (1 + math.exp(-1.702 * 7)), -9 * 8.0 / (1 + math.exp(1.702 * 9)), 1.5 / (1 + math.exp(-1.702))]]
+    )
+    assert torch.allclose(reference.activate("swigluoai", inner, None), expected)
+    silu = torch.nn.functional.silu
+    assert torch.allclose(reference.activate("silu", inner, 5.0), silu(gate.clamp(max=5)) * up.clamp(-5, 5))
+    assert torch.equal(reference.activate("silu", inner, None), silu(gate) * up)
+    assert torch.equal(reference.activate("relu2_no_mul", inner, None), inner.relu() ** 2)
+    with pytest.raises(reference.UnknownModelError, match="situ"):
+        reference.activate("situ", inner, None)
 
 
 def test_kernels_are_sorted_by_their_names() -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not facts.version().startswith("0.33"), reason="
 COMMON = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 500, "hidden_size": 128}
 TINY: dict[str, dict[str, Any]] = {
     "qwen3_moe": COMMON | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    "gpt_oss": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2, "intermediate_size": 96},
+    "gpt_oss": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2, "intermediate_size": 192},
 }
 ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM"}
 NAMES = ["qwen3-30b-a3b-nvfp4", "qwen3-30b-a3b-w4a16", "qwen3-30b-a3b-mxfp8", "gpt-oss-20b"]
@@ -181,18 +181,18 @@ def test_float32_logits_are_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_padded_parameters_hold_the_same_weights(tmp_path: Path) -> None:
-    """Marlin pads gpt-oss (here 128 x 96 to 256 x 128), and what is added is zero."""
+    """Marlin pads gpt-oss (here 128 x 192 to 256 x 256), and what is added is zero."""
     with built("gpt-oss-20b", tmp_path) as (model, _, _):
         drawn.fill(model)
         layer = agreement.layers(model)[0][1]
-        assert layer.w13_weight.shape[1] > 2 * 96
+        assert layer.w13_weight.shape[1] > 2 * 192
         assert layer.w13_weight.shape[2] > 128 // 2
         for parameter in drawn.parameters(model):
             values = drawn.draw(parameter, "cpu")
             stored = parameter.target[tuple(slice(n) for n in values.shape)] if values.dim() == parameter.target.dim() else None
             if stored is not None:
                 assert torch.equal(stored.view(torch.uint8), values.view(torch.uint8)), parameter.name
-        assert not layer.w13_weight[:, 2 * 96 :].any()
+        assert not layer.w13_weight[:, 2 * 192 :].any()
         assert not layer.w13_weight[:, :, 128 // 2 :].any()
 
 
