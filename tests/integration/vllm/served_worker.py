@@ -47,7 +47,8 @@ class Runner:
         for name in names:
             tokens = torch.tensor(self.tokens[name])[None]
             with torch.no_grad():
-                rows.append(reference.logits(self.get_model(), self.config, tokens, tokens.shape[1] - 1)[0, 0])
+                logits, _ = reference.logits(self.get_model(), self.config, tokens, tokens.shape[1] - 1)
+            rows.append(logits[0, 0])
         return torch.stack(rows)
 
     def sample(self, hidden: torch.Tensor, batch: Any, grammar: Any) -> tuple[torch.Tensor, torch.Tensor]:
