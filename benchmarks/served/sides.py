@@ -22,8 +22,6 @@ from trtllm_b12x.core import settings
 
 WITH, WITHOUT, FLOAT32 = "with", "without", "float32"
 CHILD = (sys.executable, "-m", "benchmarks.served.child")
-HOPPER = "TRTLLM_B12X_HOPPER"
-"""Switch that lets the package serve in vLLM on a Hopper card, which it is measured on and not meant for."""
 ESTIMATE_S = {"first": 240, "second": 90, "one-gpu": 90, "judge": 60}
 _UTILIZATION = 0.9
 """Share of the card's memory that the engines may take, all together."""
@@ -159,7 +157,7 @@ def environment(step: Step, caches: Path, card: dict[str, Any], before: dict[str
     if step.model in models.DRAWN:
         found["HF_HUB_OFFLINE"] = "1"
     if step.side == WITH and tuple(card.get("capability", ()))[:1] == (9,):
-        found[HOPPER] = "1"
+        found[settings.HOPPER.name] = "1"
     return found
 
 

@@ -18,6 +18,7 @@ import torch
 from benchmarks import results
 from benchmarks.served import compare, kernels, models, reference, report, sides
 from benchmarks.served.__main__ import main
+from trtllm_b12x.core import settings
 
 ROOT = Path(__file__).parents[2]
 MODEL = "qwen3-30b-a3b-nvfp4"
@@ -140,13 +141,13 @@ def test_sides_differ_by_the_switch_alone(tmp_path: Path) -> None:
         step = sides.Step(MODEL, side, "first", ())
         found[side] = sides.environment(step, tmp_path, CARD, before)
     changed = {name for name in found["with"] if found["with"][name] != found["without"].get(name)}
-    assert changed == {"TRTLLM_B12X", sides.HOPPER}
+    assert changed == {"TRTLLM_B12X", settings.HOPPER.name}
     assert "TRTLLM_B12X_CROSSOVER" not in found["with"]
     assert found["with"]["HF_HOME"] == "/home/me/.cache/huggingface"
     caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
     assert all(found["with"][name].startswith(str(tmp_path)) for name in caches)
     blackwell = sides.environment(sides.Step(MODEL, "with", "first", ()), tmp_path, {"capability": [12, 0]}, before)
-    assert sides.HOPPER not in blackwell
+    assert settings.HOPPER.name not in blackwell
 
 
 def test_arguments_of_the_engines(tmp_path: Path) -> None:
