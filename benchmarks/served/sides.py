@@ -115,6 +115,8 @@ def engine(plan: Plan, step: Step, folder: str, at_once: int) -> dict[str, Any]:
     }
     if step.model in models.DRAWN:
         arguments["generation_config"] = "vllm"
+    if importlib.util.find_spec("flashinfer") is None:  # whose prefill of linear attention vLLM takes on SM90 and SM12x
+        arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
     if plan.attention:
         arguments["attention_config"] = {"backend": plan.attention}
     if step.side in plan.without_backends:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -166,6 +167,18 @@ def test_arguments_of_the_engines(tmp_path: Path) -> None:
     assert json.loads(json.dumps(jobs["with.first"]))["vocabulary"] == models.config(MODEL)["vocab_size"]
     assert "kv_cache_memory_bytes" not in engines["with.first"]
     assert made.job(sides.steps(asked)[0], 2)["engine"]["kv_cache_memory_bytes"] >= 2**29
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_without_flashinfer_vllm_takes_triton_for_linear_attention(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: (there or None) if name == "flashinfer" else find(name))
+    made, first = runner(tmp_path, plan()), sides.steps(plan())[0]
+    assert made.job(first)["engine"].get("additional_config") == (None if there else {"gdn_prefill_backend": "triton"})
+    variables = sides.environment(first, tmp_path, CARD, {})
+    assert variables.get("VLLM_USE_FLASHINFER_SAMPLER") == (None if there else "0")
 
 
 def test_a_split_model_is_compared_with_one_gpu(tmp_path: Path) -> None:
