@@ -147,8 +147,9 @@ def _experts(layer: Any, name: str, shape: list[int], parts: dict[int, torch.Ten
     hidden, size = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
     whole, gated = size * parallel.tp_size, config.is_act_and_mul
     local = torch.arange(parallel.tp_rank * size, (parallel.tp_rank + 1) * size)
-    if (expert_map := layer.expert_map) is not None:
-        ids = (expert_map >= 0).nonzero()[:, 0].cpu()
+    if layer.expert_map is not None:
+        expert_map = layer.expert_map.cpu()
+        ids = (expert_map >= 0).nonzero()[:, 0]
         parts[0] = ids[expert_map[ids].argsort()]
         shape[0] = len(expert_map)
     if name.startswith("w13"):
