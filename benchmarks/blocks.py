@@ -11,7 +11,6 @@ from typing import Any
 
 from benchmarks import floor, models
 from benchmarks.markdown import table
-from benchmarks.served import report as of_served
 
 Found = dict[str, dict[str, Any]]
 """Content of the files in docs/, by name."""
@@ -138,7 +137,6 @@ BLOCKS: dict[str, Callable[[Found], list[str]]] = {
     "own": own,
     "mutations": mutations,
     "starts": starts,
-    "served": lambda found: of_served.rows(found["served.json"]) if "served.json" in found else [],
     "reads": lambda found: floor.reads(),
     "steps": lambda found: floor.steps(),
     "published": lambda found: floor.beside(),

@@ -178,10 +178,10 @@ def gains(found: dict[str, dict[str, Any]], short: bool) -> list[list[str]]:
     A line: what, with the package, otherwise and whose that is, where it was measured, the file.
     """
     lines = _of_cards(found)
-    for file, name, peer in _LAYERS:
+    for file, name, peer in _LAYERS[1:2] if short else _LAYERS:
         lines += _of_a_layer(found[file], file, name, peer) if file in found else []
-    if "decode.json" in found:
-        lines += _of_the_driver(found["decode.json"])[: 1 if short else None]
+    if "decode.json" in found and not short:
+        lines += _of_the_driver(found["decode.json"])
     return lines
 
 
@@ -282,7 +282,10 @@ def page(found: dict[str, dict[str, Any]]) -> str:
             else "time of layers, no model served"
         )
         rows.append([what, _where_card(report), f"[{name}]({name})"])
-    text = [_HEAD, *table(["what", "where", "file"], rows), "", "In short:", "", *_table(gains(found, False)), ""]
+    text = [_HEAD]
+    if "served.json" in found:
+        text += ["### Models served whole", "", *of_served.page(found["served.json"]), "", "### All", ""]
+    text += [*table(["what", "where", "file"], rows), "", "In short:", "", *_table(gains(found, False)), ""]
     text += [*_every_layer(found), _INFERRED.strip(), ""]
     return "\n".join([*text, *_open(found, cards)]) + "\n"
 
@@ -320,8 +323,6 @@ def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
             cells[name, "ours", line["tokens"]] = f"{line['ours us']:.0f} {line['kernel'][0]}"
             cells[name, "vLLM's Marlin", line["tokens"]] = f"{line['marlin us']:.0f}"
         text += _by_tokens(head, cells)
-    if "served.json" in found:
-        text += ["", *of_served.page(found["served.json"]), ""]
     return text
 
 
@@ -357,8 +358,10 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
 
 
 def in_short(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the README's table: a whole model, decode layers, and scratch memory of one model."""
-    return _table(gains(found, True), "docs/")
+    """Return the README's table: models served whole, or, if none was, one decode layer; then what SM12x cards measured."""
+    served = of_served.brief(found["served.json"]) if "served.json" in found else []
+    lines = _of_cards(found) if served else gains(found, True)
+    return [*served, *([""] if served and lines else []), *(_table(lines, "docs/") if lines or not served else [])]
 
 
 def _table(lines: list[list[str]], link: str = "") -> list[str]:

@@ -10,7 +10,7 @@ PARTS = (
     (
         "experts",
         r"^layer$|^(fc1|fc2|route|sort|sum|quantize)_kernel$|moe|Moe|MoE|expert|act_and_mul|topkGating|grouped_topk|_swiglu|"
-        r"_topk|_routing|_reduce_grouped|_p_matmul|cutlass.*[Gg]roup|count_and_sort|fused_batched",
+        r"_matmul_ogs|_topk|_routing|_reduce_grouped|_p_matmul|cutlass.*[Gg]roup|count_and_sort|fused_batched",
     ),
     (
         "attention",

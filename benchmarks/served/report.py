@@ -171,13 +171,31 @@ def rows(content: dict[str, Any]) -> list[str]:
     return table(["model", "TPOT at requests", *map(str, counts)], lines)
 
 
+_BRIEF = 1, 8, 64
+"""Requests at a time that the README shows."""
+
+
+def brief(content: dict[str, Any]) -> list[str]:
+    """Return the README's table: tokens a second without and with the package, and the ratio, at 1, 8 and 64 requests."""
+    lines = []
+    for entry in content["models"]:
+        cells = [entry["requests"].get(str(n), {}) for n in _BRIEF]
+        if all("ratio" in cell for cell in cells):
+            rates = [(1e3 * n / c["without_ms"], 1e3 * n / c["with_ms"]) for n, c in zip(_BRIEF, cells, strict=True)]
+            title = f"{entry['model']}, {entry['format']}, {entry['parallel']}"
+            lines.append([title, *(f"{a:,.0f} / {b:,.0f} ({b / a:.2f})" for a, b in rates)])
+    card = content["card"]["name"]
+    return table([f"tokens a second on {card}, without / with", *(f"{n} request{'s' * (n > 1)}" for n in _BRIEF)], lines)
+
+
 def page(content: dict[str, Any]) -> list[str]:
-    """Return what docs/results.md shows: where, how, the table, and what was not measured with its reason."""
+    """Return what docs/results.md shows: where, how, the table, starts, and what was not measured with its reason."""
     card, versions = content["card"], content["versions"]
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     text = [
-        f"A token of a model served whole by vLLM, without and with the package, on {card['name']} ({named}),",
-        *(f"`{command}`" for command in _commands(content)),
+        f"A token of a model served whole by vLLM, without and with the package, on {card['name']} ({named}).",
+        "",
+        *(f"- `{command}`" for command in _commands(content)),
         "",
         *rows(content),
         "",
@@ -192,8 +210,19 @@ def page(content: dict[str, Any]) -> list[str]:
                 f"- The same logits with exact experts and activations in bfloat16: {own:.3g} from float32, and {given:.3g} "
                 "if every token keeps its experts."
             )
+        if seconds := _starts(entry):
+            text.append(f"- {entry['model']}, {entry['parallel']}, seconds until it serves (to construct the model): {seconds}.")
         text += [f"- Not measured, {row['what']}: {row['why']}." for row in entry["not_measured"]]
     return text
+
+
+def _starts(entry: dict[str, Any]) -> str:
+    turns = {turn: None for side in entry["starts"].values() for turn in side}
+    found = []
+    for turn in turns:
+        sides = {side: starts[turn] for side, starts in entry["starts"].items() if turn in starts}
+        found.append(f"{turn} start " + ", ".join(f"{side} {s['ready']:.0f} ({s['construct']:.1f})" for side, s in sides.items()))
+    return "; ".join(found)
 
 
 def without_paths(value: Any) -> Any:
