@@ -16,6 +16,7 @@ import torch
 
 from trtllm_b12x import formats
 from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels.call import of_logits
 
 from .policy import HOST, Timings
 
@@ -113,8 +114,8 @@ class PathTimer:
         routes = [self._routes(tokens, 0)]
 
         def run(path: TimedPath, calls: int) -> None:
-            for place, (ids, router_weights) in enumerate(routes[:calls]):
-                path.runs[place % layers](MoECall(x, ids, router_weights))
+            for place, call in enumerate(routes[:calls]):
+                path.runs[place % layers](call._replace(x=x))
 
         def run_once() -> float:
             begun = time.monotonic()
@@ -152,11 +153,15 @@ class PathTimer:
         graphs.drop()
         return {name: 1e6 * statistics.median(of_path) for name, of_path in times.items()}
 
-    def _routes(self, tokens: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn = min(tokens, _DRAWN)
-        ids, router_weights = self.sample_routes(drawn, 1_000_003 * self.seed + 1009 * tokens + call, call % 2 == 1)
+    def _routes(self, tokens: int, call: int) -> MoECall:
+        """Return a call without ``x``."""
+        drawn, seed, skewed = min(tokens, _DRAWN), 1_000_003 * self.seed + 1009 * tokens + call, call % 2 == 1
         times = -(-tokens // drawn)
-        return ids.repeat(times, 1)[:tokens], router_weights.repeat(times, 1)[:tokens]
+        if (scoring := self.geometry.scoring) is not None:
+            logits = router_logits(self.geometry, drawn, seed, skewed).repeat(times, 1)[:tokens].to(self.device, torch.bfloat16)
+            return of_logits(logits, logits, torch.zeros_like(logits[0], dtype=torch.float32) if scoring.bias else None)
+        ids, router_weights = self.sample_routes(drawn, seed, skewed)
+        return MoECall(ids, ids.repeat(times, 1)[:tokens], router_weights.repeat(times, 1)[:tokens])
 
 
 def _calls(geometry: Geometry, tokens: int, layers: int, device: torch.device) -> int:

@@ -72,6 +72,25 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """How router logits become a token's experts and router weights, in float32. Computed by ``kernels.scoring.routes_of``."""
+
+    kind: str = "softmax"
+    """``softmax``, before or after the choice; ``sigmoid``, 1 / (1 + exp(-x)); ``sigmoid_tanh``, 0.5 tanh(0.5 x) + 0.5.
+
+    TensorRT-LLM's and vLLM's DeepSeekV3 is the last one, their MiniMax2 the second.
+    """
+    renormalize: bool = True
+    """Weights are divided by their sum. Softmax without it: by the sum over all experts."""
+    bias: bool = False
+    """A float32 for each expert is added to scores, for the choice alone."""
+    factor: float = 1.0
+    """Weights are multiplied by this at last (``routed_scaling_factor``)."""
+    higher_first: bool = False
+    """Of equal scores the higher expert is chosen, not the lower one."""
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Sizes of one layer on one rank as a kernel sees them: local experts, intermediate size padded to the kernel's tile."""
 
@@ -90,6 +109,8 @@ class Geometry:
     format: str = "NVFP4"
     """Number format of the weights, a name of ``formats.FORMATS``."""
     layout: WeightLayout = DEFAULT_LAYOUT
+    scoring: Scoring | None = None
+    """Calls have router logits (``MoECall.router_logits``), not ids and router weights."""
 
     @property
     def stored_hidden(self) -> int:
@@ -120,5 +141,6 @@ class Geometry:
         experts = f"{self.num_experts}{' local' if self.expert_parallel else ''} experts, top {self.top_k}"
         dtype = str(self.dtype).removeprefix("torch.")
         dtype = "" if dtype == "bfloat16" else f", {dtype}"
-        extra = ", bias" * (self.bias is not None) + f", {self.format}" * (self.format != FORMATS[0].name)
+        extra = ", from logits" * (self.scoring is not None) + ", bias" * (self.bias is not None)
+        extra += f", {self.format}" * (self.format != FORMATS[0].name)
         return f"{experts}, {self.hidden_size} x {self.intermediate_size}, {self.activation}{dtype}{extra}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,10 @@ class MoECall(NamedTuple):
     """``(tokens, H)``, written if given."""
     scratch: torch.Tensor | None = None
     """uint8 memory for intermediate results, ``Kernel.scratch_bytes`` or more at a multiple of 16. Allocated if not given."""
+    router_logits: torch.Tensor | None = None
+    """``(tokens, E)`` of the model's experts, if the geometry has a ``scoring``. ``ids`` and ``router_weights`` are not read."""
+    router_bias: torch.Tensor | None = None
+    """``(E,)`` float32, if ``scoring.bias``."""
 
     def check(self, geometry: Geometry, quantized_input: bool) -> None:
         """Raise ValueError, naming the tensor, if kernels do not take its shape, or no ``x_sf`` and there is one."""
@@ -36,7 +40,15 @@ class MoECall(NamedTuple):
         if x_sf is not None and not quantized_input:
             raise ValueError("x_sf is given, but the kernel takes unquantized x")
         columns, routes = (hidden if x_sf is None else hidden // 2), (tokens, geometry.top_k)
-        expected = {"x": (tokens, columns), "ids": routes, "router_weights": routes, "out": (tokens, hidden)}
+        expected: dict[str, tuple[int, ...]] = {"x": (tokens, columns), "out": (tokens, hidden)}
+        if (scoring := geometry.scoring) is None:
+            expected |= {"ids": routes, "router_weights": routes}
+        else:
+            experts = geometry.num_experts * geometry.ranks
+            expected |= {"router_logits": (tokens, experts)} | ({"router_bias": (experts,)} if scoring.bias else {})
+        for name in ("router_logits", "router_bias"):
+            if (getattr(self, name) is None) == (name in expected):
+                raise ValueError(f"{name} is {'missing' if name in expected else 'given, but the layer has no use for it'}")
         for name, shape in expected.items():
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
@@ -51,13 +63,14 @@ class MoECall(NamedTuple):
 
         Raise ValueError as ``check`` does, and if ``x`` has another dtype than the layer.
         """
-        x, ids, router_weights, x_sf, swizzled, out, scratch = self
+        x, ids, router_weights, x_sf, swizzled, out, scratch, logits, bias = self
         shape, hidden, dtype = x.shape, geometry.hidden_size, geometry.dtype
         tokens = shape[0]
         routes = tokens, geometry.top_k
         out_shape = shape if out is None else out.shape
         # Each look at a tensor takes 0.1 us, and so does each call of a function.
-        if x_sf is not None or not (out_shape == shape == (tokens, hidden) and ids.shape == routes == router_weights.shape):
+        fits = out_shape == shape == (tokens, hidden) and ids.shape == routes == router_weights.shape
+        if not fits or x_sf is not None or geometry.scoring is not None or logits is not None:
             self.check(geometry, quantized_input)
         if x_sf is not None:
             x, x_sf = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8)
@@ -68,8 +81,17 @@ class MoECall(NamedTuple):
             out = x.new_empty(tokens, hidden) if x_sf is None else x.new_empty(tokens, hidden, dtype=dtype)
         if ids.dtype not in ID_TYPES or router_weights.dtype not in ROUTER_WEIGHT_TYPES:
             ids, router_weights = of_known_types(ids, router_weights)
-        fields = x, ids.contiguous(), router_weights.contiguous(), x_sf, swizzled, out, scratch
+        if logits is not None:
+            logits = (logits if logits.dtype in ROUTER_WEIGHT_TYPES else logits.float()).contiguous()
+            bias = None if bias is None else bias.float().contiguous()
+        fields = x, ids.contiguous(), router_weights.contiguous(), x_sf, swizzled, out, scratch, logits, bias
         return tuple.__new__(MoECall, fields)  # half the time of MoECall(*fields)
+
+
+def of_logits(x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None = None, **more: Any) -> MoECall:
+    """Return a call that has router logits. ``more`` are other fields."""
+    nothing = logits.new_empty(0)
+    return MoECall(x, nothing, nothing, router_logits=logits, router_bias=bias, **more)
 
 
 def aligned16(tensor: torch.Tensor) -> torch.Tensor:

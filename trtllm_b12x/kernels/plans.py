@@ -118,6 +118,7 @@ class OwnKernel(PlannedKernel):
 
     instruction = "mma.sync"
     adds_bias = True
+    takes_logits = False
     first_expert: int
 
     def __init__(self, card: Card | None = None) -> None:
@@ -135,5 +136,7 @@ class OwnKernel(PlannedKernel):
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Set the sizes that ``variants`` depends on; compile nothing. Raise ValueError if no kernel serves ``geometry``."""
         self.check(geometry, (self.features.hidden_size_multiple, self.features.group_size))
+        if geometry.scoring is not None and not self.takes_logits:
+            raise ValueError(f"{self.features.name} takes ids and router weights, no logits")
         self.geometry, self.capacity, self.device = geometry, capacity, device
         self.card = self._card or card_of(device)

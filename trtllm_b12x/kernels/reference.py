@@ -37,6 +37,7 @@ from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, NVFP4Weights
 
 from . import Geometry, Kernel, MoECall
 from .routes import ExpertRange, of_known_types
+from .scoring import routes_of
 
 _ELEMENTS = 1 << 27
 """Weights that ``each_expert`` dequantizes at a time: 256 MB in 16 bits."""
@@ -84,7 +85,10 @@ class ReferenceKernel(Kernel):
         if tokens > self.capacity:
             raise ValueError(f"{tokens} tokens exceed the planned capacity of {self.capacity}")
         call.check(g, self.features.quantized_input)
-        ids, router_weights = of_known_types(call.ids, call.router_weights)
+        if g.scoring is None or call.router_logits is None:
+            ids, router_weights = of_known_types(call.ids, call.router_weights)
+        else:
+            ids, router_weights = routes_of(g.scoring, g.top_k, call.router_logits, call.router_bias)
         self.weights.derive()
         x, arrived = call.x, call.x_sf is not None
         if call.x_sf is not None:

@@ -15,6 +15,7 @@ from trtllm_b12x.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, NVFP4Weights, round_
 from trtllm_b12x.formats.weights import Weights
 
 from . import Geometry, Kernel, MoECall, first_line
+from .call import of_logits
 from .reference import CUTLASS, ReferenceKernel
 
 BOUND = 0.02
@@ -157,12 +158,13 @@ def run_quick_self_test(
     if kernel.features.quantized_input and weights.input_scales.fc31_input_scale.numel() == 1:
         # A host has one input scale for all experts where it quantizes for them.
         (call,), _ = drawn[sizes[-1]]
-        x, ids, router_weights = (tensor[-_QUANTIZED_TOKENS:] for tensor in (call.x, call.ids, call.router_weights))
+        call = _rows(call, slice(-_QUANTIZED_TOKENS, None))
+        x = call.x
         generator = torch.Generator(x.device).manual_seed(0)
         drawn_bytes: dict[str, Any] = {"generator": generator, "dtype": torch.uint8, "device": x.device}
         codes = torch.randint(256, (len(x), x.shape[1] // 2), **drawn_bytes)
         scales = torch.randint(0x28, 0x68, (len(x), x.shape[1] // BLOCK_SIZE), **drawn_bytes)
-        call = MoECall(codes, ids, router_weights, scales)
+        call = call._replace(x=codes, x_sf=scales)
         case, expected = SelfTestCase(f"{name} on quantized input", len(x)), reference.run(call).float()
         if bool(expected.isfinite().all(1).any()):
             results.append(_compared(case, kernel.run, [call], expected, QUICK_BOUNDS))
@@ -254,17 +256,39 @@ def _draw(
     reference.plan(geometry, capacity, device)
     reference.bind(weights, first_expert)
     x = _activations(geometry, weights, capacity)
-    router_weights, ids = _router_weights(reference, x, local), _global(local, geometry.num_experts, first_expert)
-    expected = reference.run(MoECall(x[: len(local)], ids, router_weights)).float()
+    ids = _global(local, geometry.num_experts, first_expert)
+    if geometry.scoring is None:
+        whole = MoECall(x[: len(local)], ids, _router_weights(reference, x, local))
+    else:
+        whole = of_logits(x[: len(local)], *_logits(geometry, ids))
+    expected = reference.run(whole).float()
     if bool((expected.isfinite().all(1) & expected.any(1)).float().mean() <= 0.25):
         return None
     drawn, first = {}, 0
     for tokens, part in zip(sizes, routes, strict=True):
         end = first + len(part)
         rows = [slice(start, start + tokens) for start in range(first, end, tokens)]
-        drawn[tokens] = [MoECall(x[row], ids[row], router_weights[row]) for row in rows], expected[first:end]
+        drawn[tokens] = [_rows(whole, row) for row in rows], expected[first:end]
         first = end
     return drawn
+
+
+def _rows(call: MoECall, rows: slice) -> MoECall:
+    """Return some tokens of a call."""
+    names = ("x", "ids", "router_weights") if call.router_logits is None else ("x", "router_logits")
+    return call._replace(**{name: getattr(call, name)[rows] for name in names})
+
+
+def _logits(geometry: Geometry, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Draw logits ``(tokens, E)`` in bfloat16 that prefer the given ids, and a bias if there is one. Ids may be nobody's."""
+    experts, generator = geometry.num_experts * geometry.ranks, torch.Generator(ids.device).manual_seed(0)
+    logits = 0.5 * torch.randn(len(ids), experts, device=ids.device, generator=generator)
+    known = (ids >= 0) & (ids < experts)
+    logits += torch.zeros_like(logits).scatter_(1, ids.where(known, 0).long(), 3.0 * known)
+    bias = None
+    if geometry.scoring is not None and geometry.scoring.bias:
+        bias = 0.1 * torch.randn(experts, device=ids.device, generator=generator)
+    return logits.bfloat16(), bias
 
 
 def _activations(geometry: Geometry, weights: Weights, tokens: int) -> torch.Tensor:

@@ -300,7 +300,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
                 self.dispatch.bind(self._kernel_weights(), self.slot_start)
                 self._addresses = self._addresses_now()
             # Ids are global. The rank returns the partial sum of its own experts, the host reduces.
-            fields = x, ids, router_weights, x_sf, swizzled, moe_output, None
+            fields = x, ids, router_weights, x_sf, swizzled, moe_output, None, None, None
             result = kernel.run(_new(kernels.MoECall, fields))  # half the time of MoECall(*fields)
             converts = moe_output is None and output_dtype is not None and output_dtype is not result.dtype
             return result.to(output_dtype) if converts else result, None

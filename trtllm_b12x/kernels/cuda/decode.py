@@ -61,6 +61,7 @@ class CudaKernel(OwnKernel):
 
     features = families.cuda(Environment())
     reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
+    takes_logits = True
     _plan: LaunchPlan
     gathers = False
     """Calls of few tokens gather too."""
@@ -126,7 +127,9 @@ class CudaKernel(OwnKernel):
         for size, function in reversed(self._plan.functions.items()):
             both = [function.launcher(self.card.multiprocessors, layer, records.CALL) for layer in layers]
             for tokens in range(1, min(size, self.capacity) + 1):
-                launches[tokens, self.geometry.hidden_size] = (tokens, self.geometry.top_k), size, both
+                # A call without logits, of a layer that takes some, is refused where it is prepared.
+                routes = (tokens, self.geometry.top_k) if self.geometry.scoring is None else (0, 0)
+                launches[tokens, self.geometry.hidden_size] = routes, size, both
             if size == TOKENS[-1]:
                 self._gathering = dict(launches)
         self._launches, self.weights, self.first_expert = launches, weights, first_expert
@@ -155,26 +158,34 @@ class CudaKernel(OwnKernel):
         return (*super().summary(), *self._pending())
 
     def run(self, call: MoECall) -> torch.Tensor:
-        x, ids, router_weights, x_sf, swizzled, given, _ = call
+        x, ids, router_weights, x_sf, swizzled, given, _, logits, bias = call
         geometry, at, out, wide, half = self.geometry, x.data_ptr(), given, False, False
         form, dtype = self._launches.get(x.shape), geometry.dtype
         # What hosts pass is taken as it is, checked here as ``prepared`` does: each look at a tensor takes 0.1 us.
         if (
-            form is not None and x_sf is None and x.dtype is dtype and ids.shape == form[0] == router_weights.shape
-            and ids.dtype is _INT32 and router_weights.dtype is _FLOAT32 and not at % 16
+            form is not None and logits is None and x_sf is None and x.dtype is dtype
+            and ids.shape == form[0] == router_weights.shape and ids.dtype is _INT32 and router_weights.dtype is _FLOAT32 and not at % 16
             and x.is_contiguous() and ids.is_contiguous() and router_weights.is_contiguous()
             and (out is None or (out.dtype is dtype and out.shape == x.shape and out.is_contiguous() and not out.data_ptr() % 16))
         ):  # fmt: skip
             if out is None:
-                out = x.new_empty(form[0][0], geometry.hidden_size)
+                out = x.new_empty(x.shape)
         else:
-            x, ids, router_weights, x_sf, swizzled, out, _ = call.prepared(geometry, self.features.quantized_input)
+            prepared = call.prepared(geometry, self.features.quantized_input)
+            x, ids, router_weights, x_sf, swizzled, out, _, logits, bias = prepared
             assert out is not None
             at, wide, half = x.data_ptr(), ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16
+            if logits is not None:
+                ids, router_weights, wide, half = (
+                    logits,
+                    bias if bias is not None else logits,
+                    False,
+                    logits.dtype is torch.bfloat16,
+                )
             form = self._launches.get(out.shape)
             if form is None:
                 raise ValueError(f"no kernel is planned for {len(x)} tokens, only for 1 to {self.capacity}")
-        (tokens, _), size, launches = form
+        _, size, launches = form
         plan, stream = self._plan, torch._C._cuda_getCurrentRawStream(x.get_device())
         # The legacy default stream, 0, cannot be captured.
         owner = size, driver.capture_of(stream) if stream and torch.cuda.is_current_stream_capturing() else 0, stream
@@ -182,7 +193,7 @@ class CudaKernel(OwnKernel):
         try:
             launches[x_sf is not None](
                 stream, at, 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(), out.data_ptr(),
-                workspace, tokens, wide, half, 1 if swizzled else 0,
+                workspace, out.shape[0], wide, half, 1 if swizzled else 0,
             )  # fmt: skip
         except driver.DriverError as error:
             raise driver.DriverError(_stuck_launch(geometry, plan.stuck) or str(error)) from None

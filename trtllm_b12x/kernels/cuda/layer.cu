@@ -15,6 +15,7 @@
 //     records.cuh    what the host hands over, workspace, shared memory, words
 //     numbers.cuh    codes and scales to operands; activations
 //     weights.cuh    where a tile's rows lie
+//     scoring.cuh    logits to ids and router weights
 //     routing.cuh    ids to slots or groups
 //     schedule.cuh   tickets and entries: the protocol, and why every launch ends
 //     pipeline.cuh   a warp's stages of weights

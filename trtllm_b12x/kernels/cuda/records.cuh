@@ -19,12 +19,12 @@ struct Layer {
 
 struct Call {
   const u8 *x, *x_sf;                // x_sf: scales of x in FP4, as the host has quantized it, else null
-  const void *ids, *router_weights;  // (tokens, TOP_K)
+  const void *ids, *router_weights;  // (tokens, TOP_K); FROM_LOGITS: logits (tokens, ALL_EXPERTS), ROUTER_BIAS's floats
   u16* out;
   u8* workspace;
   int tokens;
   int wide_ids;     // ids are int64, else int32
-  int weight_type;  // router weights: 0 float32, 1 bfloat16
+  int weight_type;  // router weights, or logits: 0 float32, 1 bfloat16
   int swizzled;     // x_sf lies in 128x4 tiles
 };
 
@@ -111,6 +111,9 @@ struct Shared {
   DEVICE u32* masks() const { return (u32*)(memory + MASKS_AT); }  // routes of a slot, ROUTE_WORDS each
   DEVICE u32* hit() const { return (u32*)(memory + HIT_AT); }      // a bit for each expert
   DEVICE u32* valid() const { return (u32*)(memory + HIT_AT + EXPERT_WORDS * 4); }  // local routes of a token
+  // FROM_LOGITS: of each route the local expert, 16 bits, -1 for none, and the router weight.
+  DEVICE u32 chosen() const { return base + CHOSEN_AT; }
+  DEVICE u32 weights() const { return base + WEIGHTS_AT; }
   // One that does.
   DEVICE u32 numbers() const { return base + NUMBERS_AT; }  // of routes, 16 bits each, by expert
   DEVICE u32 held() const { return base + HELD_AT; }        // a mask of each token's local routes

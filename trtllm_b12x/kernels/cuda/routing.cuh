@@ -2,17 +2,30 @@
 // same. A call that does not gather: routes by token, and slots (experts that are hit). One that gathers: groups of up
 // to 8 routes of an expert.
 #pragma once
-#include "records.cuh"
+#include "scoring.cuh"
 
-// Returns the local number of a route's expert; -1 if it is another rank's, or none.
-DEVICE int expert_of(const Layer& layer, const Call& call, u32 route) {
-  const long long id =
-      (call.wide_ids ? ((const long long*)call.ids)[route] : (long long)((const int*)call.ids)[route]) - layer.first;
-  return id >= 0 && id < EXPERTS ? (int)id : -1;
+DEVICE int local_expert(const Layer& layer, long long id) {
+  const long long local = id - layer.first;
+  return local >= 0 && local < EXPERTS ? (int)local : -1;
 }
-DEVICE float weight_of(const Call& call, u32 route) {
-  return call.weight_type ? from_bf16(((const u16*)call.router_weights)[route])
-                          : ((const float*)call.router_weights)[route];
+// Returns the local number of a route's expert; -1 if it is another rank's, or none.
+DEVICE int expert_of(const Block& b, u32 route) {
+  if (FROM_LOGITS) return (short)load_shared_u16(b.shared.chosen() + route * 2);
+  return local_expert(
+      b.layer, b.call.wide_ids ? ((const long long*)b.call.ids)[route] : (long long)((const int*)b.call.ids)[route]);
+}
+DEVICE float weight_of(const Block& b, u32 route) {
+  if (FROM_LOGITS) return load_shared_float(b.shared.weights() + route * 4);
+  return b.call.weight_type ? from_bf16(((const u16*)b.call.router_weights)[route])
+                            : ((const float*)b.call.router_weights)[route];
+}
+// Chooses the experts of a token, for `expert_of` and `weight_of`.
+DEVICE void choose_routes(const Block& b, int token) {
+  const Choice choice = choose(b, token);
+  if (b.lane >= TOP_K) return;
+  const int route = token * TOP_K + b.lane;
+  store_shared_u16(b.shared.chosen() + route * 2, (u16)local_expert(b.layer, choice.expert));
+  store_shared_float(b.shared.weights() + route * 4, choice.weight);
 }
 // What NVFP4 multiplies FC2's products of an expert by.
 DEVICE float scale2_of(const Layer& layer, int expert) {
@@ -30,9 +43,10 @@ struct TokenRoutes {
     if (b.warp >= b.call.tokens) return;
     const int route = b.warp * TOP_K + b.lane;
     float weight = 0;
+    if (FROM_LOGITS) choose_routes(b, b.warp);
     if (b.lane < TOP_K) {
-      expert = expert_of(b.layer, b.call, route);
-      weight = weight_of(b.call, route);
+      expert = expert_of(b, route);
+      weight = weight_of(b, route);
     }
     const u32 local = __ballot_sync(~0u, expert >= 0);
     slot = b.warp * TOP_K + __popc(local & ((1u << b.lane) - 1));
@@ -93,11 +107,15 @@ DEVICE int group_routes(const Block& b) {
   u32* first = (u32*)(b.shared.memory + FIRST_AT);
   u32* total = (u32*)(b.shared.memory + TOTAL_AT);
   u32* before = (u32*)(b.shared.memory + BEFORE_AT);
+  if (FROM_LOGITS) {
+    for (int token = b.warp; token < b.call.tokens; token += BLOCK_WARPS) choose_routes(b, token);
+    __syncthreads();
+  }
   int expert[CHUNKS_A_WARP], rank[CHUNKS_A_WARP];
   UNROLL
   for (int i = 0; i < CHUNKS_A_WARP; i++) {
     const int route = (b.warp + i * BLOCK_WARPS) * 32 + b.lane;
-    expert[i] = route < all ? expert_of(b.layer, b.call, route) : -1;
+    expert[i] = route < all ? expert_of(b, route) : -1;
   }
   UNROLL
   for (int i = 0; i < CHUNKS_A_WARP; i++) {

@@ -136,7 +136,7 @@ struct Adder {
     if (b.lane < routes) {
       const int expert = group.expert();
       route = load_shared_u16(b.shared.numbers() + (group.first() + b.lane) * 2);
-      factor *= weight_of(b.call, route);
+      factor *= weight_of(b, route);
       if (GROUP == 16) factor *= scale2_of(b.layer, expert);
     }
     wait_full(buffer, parity);
@@ -162,7 +162,7 @@ struct Adder {
       for (int i = 0; i < (int)b.shared.valid()[token]; i++) {
         const u32 at = b.shared.routes() + (token * TOP_K + i) * 16;
         const u32 route = load_shared(at + ROUTE_NUMBER), expert = load_shared(at) / (u32)(EXPERT_CODES2 / 16);
-        bias += weight_of(b.call, route) * bias_at(b.layer.bias2, (u64)expert * STORED_HIDDEN + column);
+        bias += weight_of(b, route) * bias_at(b.layer.bias2, (u64)expert * STORED_HIDDEN + column);
       }
     wait_full(buffer, parity);
     const float sum = total(0, WARPS, 1) * CODE_FACTOR + bias;
@@ -188,8 +188,7 @@ DEVICE void sum_token(const Block& b, u32 token, u32 local) {
       sum[3] += __uint_as_float(q.w);
       if (BIAS)
         for (int j = 0; j < 4; j++)
-          sum[j] += weight_of(b.call, route) *
-                    bias_at(b.layer.bias2, (u64)expert_of(b.layer, b.call, route) * STORED_HIDDEN + column + j);
+          sum[j] += weight_of(b, route) * bias_at(b.layer.bias2, (u64)expert_of(b, route) * STORED_HIDDEN + column + j);
     }
     u16* to = b.call.out + (u64)token * HIDDEN + column;
     *(uint2*)to = make_uint2((u32)to_output(sum[0]) | (u32)to_output(sum[1]) << 16,

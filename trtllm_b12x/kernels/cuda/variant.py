@@ -15,6 +15,7 @@ import torch
 from trtllm_b12x.core import disk, settings
 from trtllm_b12x.environment import triton
 from trtllm_b12x.formats import BY_TURNS, ROWS, Format
+from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS
 
@@ -34,6 +35,10 @@ _WARPS = 20
 _TASKS = 120
 """Minimum number of FC2's tasks, so that every multiprocessor of a large card has one."""
 _MAX_TOP_K = 32
+_MAX_SCORED = 512
+"""Experts whose logits a warp compares."""
+_SCORING = ("softmax", "sigmoid", "sigmoid_tanh")
+"""Kinds of ``Scoring`` by number, as ``scoring.cuh`` has them."""
 SPIN_SECONDS = 30
 """Seconds that a block may wait for other warps and blocks. Then the kernel traps."""
 
@@ -41,12 +46,15 @@ SPIN_SECONDS = 30
 @dataclass(frozen=True)
 class Variant:
     tokens: int
-    sizes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int | float], ...]
     """Constants of ``sizes.cuh``, by name."""
 
     def files(self) -> dict[str, str]:
         """Return the source and all headers, by name."""
-        sizes = "".join(f"constexpr int {name} = {value};\n" for name, value in self.sizes)
+        sizes = "".join(
+            f"constexpr {'float' if isinstance(value, float) else 'int'} {name} = {value!r}{'f' * isinstance(value, float)};\n"
+            for name, value in self.sizes
+        )
         return {**sources(), "sizes.cuh": f"#pragma once\n{sizes}", "host_records.cuh": records.checks()}
 
     def compile(self, target: str) -> tuple[bytes, str]:
@@ -91,6 +99,8 @@ def variants(g: Geometry, form: Format) -> tuple[Variant, ...]:
         raise ValueError(f"one launch takes at most {_MAX_TOP_K} experts a token, not {g.top_k}")
     if g.dtype is torch.float16 and form.group_size != 16:
         raise ValueError(f"one launch takes {g.format} in bfloat16, not float16: E8M0 scales have a larger range")
+    if g.scoring is not None and g.num_experts * g.ranks > _MAX_SCORED:
+        raise ValueError(f"one launch takes the logits of at most {_MAX_SCORED} experts, not {g.num_experts * g.ranks}")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
     found = [_variant(g, tokens, form.code_bits, form.group_size, tiled) for tokens in taken]
     if found[-1] is None:
@@ -139,7 +149,7 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
         return None
     narrow = halves == 1 and tokens == 1 and g.stored_hidden < 16 * _TASKS
     bias = 0 if g.bias is None else {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[g.bias]
-    values = {
+    values: dict[str, int | float] = {
         "HIDDEN": g.hidden_size,
         "STORED_HIDDEN": g.stored_hidden,
         "INTERMEDIATE": g.intermediate_size,
@@ -166,8 +176,22 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
         "NARROW": int(narrow),
         "SPIN_SECONDS": SPIN_SECONDS,
         **offsets,
+        **_scoring(g),
     }
     return Variant(tokens, tuple(values.items()))
+
+
+def _scoring(g: Geometry) -> dict[str, int | float]:
+    of = g.scoring or Scoring()
+    return {
+        "FROM_LOGITS": int(g.scoring is not None),
+        "ALL_EXPERTS": 1 if g.scoring is None else g.num_experts * g.ranks,
+        "SCORING": _SCORING.index(of.kind),
+        "RENORMALIZE": int(of.renormalize),
+        "ROUTER_BIAS": int(of.bias),
+        "ROUTING_FACTOR": float(of.factor),
+        "HIGHER_FIRST": int(of.higher_first),
+    }
 
 
 def _shared_memory(
@@ -190,8 +214,9 @@ def _shared_memory(
         "MASKS_AT": 4 * routes * -(-routes // 32),
         "HIT_AT": 4 * -(-g.num_experts // 32) + 64,
     }
-    used, unused = (gathering, apart) if tokens > _COLUMNS else (apart, gathering)
-    offsets, end = dict.fromkeys(unused, 0), 0
+    chosen = {"WEIGHTS_AT": 4 * routes, "CHOSEN_AT": 2 * routes}
+    used = (gathering if tokens > _COLUMNS else apart) | (chosen if g.scoring is not None else {})
+    offsets, end = dict.fromkeys(gathering | apart | chosen, 0), 0
     for name, size in (parts | used).items():
         if name == "ENTRIES_AT":
             end = -(-end // 16) * 16

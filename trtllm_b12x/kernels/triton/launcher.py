@@ -68,7 +68,7 @@ class LaunchPlan:
 
     def start(self, layer: tuple[LayerTensors, LayerTensors], call: MoECall) -> None:
         """Launch the kernels of a prepared call, with scratch memory of its own if it has none. ``layer``: tensors, addresses."""
-        x, ids, router_weights, x_sf, swizzled, out, memory = call
+        x, ids, router_weights, x_sf, swizzled, out, memory = call[:7]
         if memory is None or memory.nbytes < self.workspace.nbytes:
             memory = torch.empty(self.workspace.nbytes, dtype=torch.uint8, device=x.device)
         x_sf = memory if x_sf is None else x_sf  # an address that no kernel reads

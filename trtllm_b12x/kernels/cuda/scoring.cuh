@@ -1,0 +1,84 @@
+// Router logits to a token's experts and router weights, by one warp, in float32. Lane i gets route i, the best first.
+//
+// SOFTMAX compares logits: softmax keeps their order, so it does not matter whether it comes before or after the
+// choice. The two sigmoids differ in their last bits, and scores that are rounded alike tie. Of equal values the lower
+// expert comes first (HIGHER_FIRST: the higher); -0 is 0. NaN with a clear sign bit is above infinity, and makes the
+// token's weights NaN: no expert comes twice in any case.
+#pragma once
+#include "records.cuh"
+
+constexpr int SOFTMAX = 0, SIGMOID = 1;  // values of SCORING; else SIGMOID_TANH
+constexpr int LANE_EXPERTS = (ALL_EXPERTS + 31) / 32;
+static_assert(ALL_EXPERTS <= 512, "a lane compares at most 16 experts");
+static_assert(!FROM_LOGITS || TOP_K <= ALL_EXPERTS, "a token cannot have more routes than there are experts");
+
+struct Choice {
+  int expert;  // global
+  float weight;
+};
+
+DEVICE float logit_at(const Call& call, int token, int expert) {
+  const u64 i = (u64)token * ALL_EXPERTS + expert;
+  return call.weight_type ? from_bf16(((const u16*)call.ids)[i]) : ((const float*)call.ids)[i];
+}
+DEVICE float score_of(float logit) {
+  if (SCORING == SOFTMAX) return logit;
+  return SCORING == SIGMOID ? 1.f / (1.f + expf(-logit)) : 0.5f * tanhf(0.5f * logit) + 0.5f;
+}
+// Bits that compare as the value does; never 0.
+DEVICE u32 ordered(float value) {
+  const u32 bits = __float_as_uint(value + 0.f);
+  return max(bits >> 31 ? ~bits : bits | 0x80000000u, 1u);
+}
+
+DEVICE Choice choose(const Block& b, int token) {
+  u32 keys[LANE_EXPERTS];  // 0: chosen, or no expert
+  float all = 0;           // SOFTMAX without RENORMALIZE: sum over all experts
+  UNROLL
+  for (int i = 0; i < LANE_EXPERTS; i++) {
+    const int expert = i * 32 + b.lane;
+    keys[i] = 0;
+    if (expert < ALL_EXPERTS) {
+      float score = score_of(logit_at(b.call, token, expert));
+      if (ROUTER_BIAS) score += ((const float*)b.call.router_weights)[expert];
+      keys[i] = ordered(score);
+    }
+  }
+  Choice mine = {0, 0};
+  ROLLED
+  for (int route = 0; route < TOP_K; route++) {
+    u32 best = 0, place = 0;
+    UNROLL
+    for (int i = 0; i < LANE_EXPERTS; i++)
+      if (HIGHER_FIRST ? keys[i] >= best : keys[i] > best) {
+        best = keys[i];
+        place = i * 32 + b.lane;
+      }
+    const bool top = best == __reduce_max_sync(~0u, best);
+    const u32 expert =
+        HIGHER_FIRST ? __reduce_max_sync(~0u, top ? place : 0) : __reduce_min_sync(~0u, top ? place : ~0u);
+    if (b.lane == route) mine.expert = expert;
+    if ((expert & 31) == b.lane) UNROLL
+    for (int i = 0; i < LANE_EXPERTS; i++)
+      if (i == expert >> 5) keys[i] = 0;
+  }
+  const bool one = b.lane < TOP_K;
+  const float logit = one ? logit_at(b.call, token, mine.expert) : 0;
+  float score = score_of(logit);
+  if (SCORING == SOFTMAX) {
+    const float highest = __shfl_sync(~0u, logit, 0);
+    score = expf(logit - highest);
+    if (!RENORMALIZE)
+      for (int expert = b.lane; expert < ALL_EXPERTS; expert += 32)
+        all += expf(logit_at(b.call, token, expert) - highest);
+  }
+  float sum = SCORING == SOFTMAX && !RENORMALIZE ? all : one ? score : 0;
+  UNROLL
+  for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if (SCORING == SOFTMAX)
+    score /= sum;
+  else if (RENORMALIZE)
+    score /= sum + 1e-20f;
+  mine.weight = score * ROUTING_FACTOR;
+  return mine;
+}
