@@ -72,6 +72,7 @@ bench: $(VENV)/.demo
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror trtllm_b12x/kernels/cuda/*.cu*
 	$(BIN)/codespell
 	$(BIN)/mypy
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.formats import BY_TURNS, FORMATS, GATE_UP, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry, MoECall, PlanError, prove_child, warmup
 from trtllm_b12x.kernels.cards import Card, models
-from trtllm_b12x.kernels.cuda import decode, driver, nvrtc, variant
+from trtllm_b12x.kernels.cuda import decode, driver, nvrtc, records, variant
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel, LaunchPlan
 from trtllm_b12x.kernels.warmup import CompileTask
 
@@ -67,7 +66,7 @@ def test_compiles(name: str, target: str) -> None:
     for each in variants:
         content, log = each.compile(target)
         assert content.startswith(b"\x7fELF")
-        registers, threads = int(re.findall(r"Used (\d+) registers", log)[-1]), 32 * (dict(each.definitions)["WARPS"] + 4)
+        registers, threads = int(re.findall(r"Used (\d+) registers", log)[-1]), 32 * (dict(each.sizes)["WARPS"] + 4)
         spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", log)]
         assert registers * threads <= 65536, (each.tokens, registers)
         assert max(spilled) <= MOST_SPILLED[target], (each.tokens, spilled)
@@ -121,15 +120,14 @@ def test_warmup_and_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_error_of_the_compiler() -> None:
     with pytest.raises(nvrtc.CompileError, match=r"does not compile a\.cu for sm_120a(.|\n)*\"y\" is undefined"):
-        nvrtc.compiled("int f() { return y; }", "a.cu", "sm_120a", {})
+        nvrtc.compiled("a.cu", {"a.cu": "int f() { return y; }"}, "sm_120a")
 
 
 # ---- calls, on a driver that keeps what it is given: forms, threads, graphs, errors ----------------------------------------
 
 
 GEOMETRY = Geometry(3, 2, 128, 128, "Swiglu")
-FIELDS = ("x", "x_sf", "ids", "router_weights", "out", "workspace", "tokens", "wide_ids", "weight_type", "swizzled")
-"""``Call`` of ``layer.cu``."""
+FIELDS = [name for name, _ in records._CALL]
 
 
 class Driver:
@@ -147,7 +145,7 @@ class Driver:
 
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:  # noqa: N802
         self.while_launching()
-        record = dict(zip(FIELDS, struct.unpack("6P4i", ctypes.string_at(pointers._obj[1], 64)), strict=True))
+        record = dict(zip(FIELDS, records.CALL.unpack(ctypes.string_at(pointers._obj[1], records.CALL.size)), strict=True))
         self.launched.append((config._obj.block_x, config._obj.stream, {**record, "thread": threading.get_ident()}))
         return self.code
 

@@ -88,10 +88,10 @@ def card_on_hopper(multiprocessors: int, sm: int = 120) -> Iterator[None]:
         kept |= {"major": major, "minor": minor, "multi_processor_count": multiprocessors}
         return SimpleNamespace(**kept | {"shared_memory_per_multiprocessor": cards.SHARED_MEMORY})
 
-    def compiled(source: str, name: str, target: str, definitions: Any) -> tuple[bytes, str]:
+    def compiled(name: str, files: Any, target: str) -> tuple[bytes, str]:
         if not target.startswith("sm_12"):
-            return compile_cuda(source, name, target, definitions)
-        ptx, _ = compile_cuda(source, name, target.replace("sm", "compute"), definitions)
+            return compile_cuda(name, files, target)
+        ptx, _ = compile_cuda(name, files, target.replace("sm", "compute"))
         return machine_code(ptx.rstrip(b"\0").decode())
 
     class Launched(decode.driver.Function):

@@ -6,8 +6,6 @@ Numbers are those of the Triton kernels, whose docstring describes them (``trito
 from __future__ import annotations
 
 import copy
-import ctypes
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,25 +26,13 @@ from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memor
 from trtllm_b12x.kernels.plans import OwnKernel, Plan
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
-from . import driver
+from . import driver, records
 from .variant import SPIN_SECONDS, TOKENS, Variant, load, variants
 
 _HEADER = 1024
 """Bytes of counters in front of a workspace, which begin as zeros. The rest begins as ones."""
 
 
-class _Layer(ctypes.Structure):
-    """Addresses of a layer's tensors; ``Layer`` of ``layer.cu``."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("w1", "s1", "alpha1", "halves1", "input1", "w2", "s2", "alpha2", "input2")),
-        *((name, ctypes.c_void_p) for name in ("bias1", "bias2", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "stuck")),
-        *((name, ctypes.c_int) for name in ("step1", "step2", "first")),
-    ]
-
-
-_CALL = struct.Struct("6P4i")
-"""``Call`` of ``layer.cu``: x, x_sf, ids, router weights, out, workspace; tokens, wide ids, type of router weights, swizzled."""
 _INT32, _FLOAT32 = torch.int32, torch.float32
 _Form = tuple[tuple[int, int], int, list[Callable[..., None]]]
 """Shape of the ids, tokens of the variant, and its launches of input that arrives unquantized and quantized."""
@@ -131,12 +117,14 @@ class CudaKernel(OwnKernel):
         )
         self._tensors = *head, s.fc1_input, s.one, *tail
         layers = [
-            _Layer(*(tensor.data_ptr() for tensor in (*head, scale, *tail, self._plan.stuck)), step, s.steps[1], first_expert)
+            records.Layer(
+                *(tensor.data_ptr() for tensor in (*head, scale, *tail, self._plan.stuck)), step, s.steps[1], first_expert
+            )
             for scale, step in ((s.fc1_input, s.steps[0]), (s.one, 0))
         ]
         launches: dict[tuple[int, ...], _Form] = {}
         for size, function in reversed(self._plan.functions.items()):
-            both = [function.launcher(self.card.multiprocessors, layer, _CALL) for layer in layers]
+            both = [function.launcher(self.card.multiprocessors, layer, records.CALL) for layer in layers]
             for tokens in range(1, min(size, self.capacity) + 1):
                 launches[tokens, self.geometry.hidden_size] = (tokens, self.geometry.top_k), size, both
             if size == TOKENS[-1]:

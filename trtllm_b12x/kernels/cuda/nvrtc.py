@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +37,28 @@ def version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def compiled(source: str, name: str, target: str, definitions: Mapping[str, int]) -> tuple[bytes, str]:
+def compiled(name: str, files: Mapping[str, str], target: str) -> tuple[bytes, str]:
     """Compile for ``"sm_120a"`` to a cubin, for ``"compute_120a"`` to PTX. Return it, and the log with registers and spills.
 
-    ``name`` is the source's in messages, ``definitions`` are macros. Raise CompileError, see there.
+    ``files`` has the source ``name`` and what it includes, by name. Raise CompileError, see there.
     """
     lib, program = library(), ctypes.c_void_p()
     options = [f"--gpu-architecture={target}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
-    options += [f"-D{macro}={value}" for macro, value in definitions.items()]
-    lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    headers = {other: text for other, text in files.items() if other != name}
+    texts, names = (_strings(strings) for strings in (headers.values(), headers))
+    lib.nvrtcCreateProgram(ctypes.byref(program), files[name].encode(), name.encode(), len(headers), texts, names)
     try:
-        arguments = (ctypes.c_char_p * len(options))(*map(str.encode, options))
-        failed = lib.nvrtcCompileProgram(program, len(options), arguments)
+        failed = lib.nvrtcCompileProgram(program, len(options), _strings(options))
         log = _read(lib, "ProgramLog", program).decode(errors="replace").rstrip("\0\n")
         if failed:
             raise CompileError(f"NVRTC {version()} does not compile {name} for {target}: {log}")
         return _read(lib, "CUBIN" if target.startswith("sm") else "PTX", program), log
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _strings(texts: Collection[str]) -> Any:
+    return (ctypes.c_char_p * len(texts))(*map(str.encode, texts))
 
 
 def _read(lib: Any, what: str, program: ctypes.c_void_p) -> bytes:

@@ -1,5 +1,6 @@
-// Instructions of SM90 and SM12x as functions, and nothing else. All inline assembly of the kernel is in this file: another file with
-// the same functions runs the kernel on a CPU (tests/emulator). Addresses of shared memory are 32-bit (`shared_address`).
+// Instructions of SM90 and SM12x as functions, and nothing else. All inline assembly of the kernel is in this file:
+// another file with the same functions runs the kernel on a CPU (tests/emulator). Addresses of shared memory are 32-bit
+// (`shared_address`).
 #pragma once
 
 typedef unsigned char u8;
@@ -10,6 +11,7 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
+#define OFFSET_OF(record, field) __INTADDR__(&((record*)0)->field)  // NVRTC has no offsetof
 
 // ---- launch
 // The dynamic shared memory of a block.
@@ -41,11 +43,14 @@ DEVICE void named_barrier() {
 DEVICE void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-DEVICE void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // Waits until the phase of this parity has ended.
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
-      "{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}" ::"r"(barrier), "r"(parity)
+      "{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}" ::"r"(barrier),
+      "r"(parity)
       : "memory");
 }
 // The same for 0.1 ms at most. Returns whether the phase has ended.
@@ -64,7 +69,8 @@ DEVICE void copy16(u32 to, const u8* from) {
 }
 // Writes 16 zeros, and reads nothing, if not `there`.
 DEVICE void copy16(u32 to, const u8* from, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
 }
 // Copies 4, 8 or 16 bytes.
 template <int bytes>
@@ -85,7 +91,10 @@ DEVICE void copy_wait() {
 // ---- shared memory
 DEVICE uint4 load_shared_16(u32 at) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
   return v;
 }
 DEVICE u32 load_shared(u32 at) {
@@ -113,7 +122,9 @@ DEVICE void store_shared_16(u32 at, u32 x, u32 y, u32 z, u32 w) {
 }
 DEVICE void store_shared(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 DEVICE void store_shared_u16(u32 at, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(v) : "memory"); }
-DEVICE void store_shared_float(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+DEVICE void store_shared_float(u32 at, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
 DEVICE void or_shared(u32 at, u32 bits) { asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(at), "r"(bits) : "memory"); }
 // What the block wrote before a release can be read after the acquire that sees its value.
 DEVICE u32 acquire_shared(u32 at) {
@@ -139,7 +150,9 @@ DEVICE uint2 load_relaxed_8(const u32* at) {
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
   return v;
 }
-DEVICE void store_relaxed(u8* at, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
+DEVICE void store_relaxed(u8* at, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
 DEVICE u32 acquire_global(const u32* at) {
   u32 v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
@@ -181,8 +194,9 @@ DEVICE u32 add_f16x2(u32 a, u32 b) {
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-// c[0], c[1]: row g, columns 2t and 2t + 1 of a 16 x 8 product, for lane 4g + t; c[2], c[3]: row g + 8. It adds a (16 x 16) times b
-// (16 x 8). a0: row g, columns 2t and 2t + 1; a1: row g + 8; a2, a3: columns 8 more. b0: rows 2t and 2t + 1 of column g; b1: 8 more.
+// c[0], c[1]: row g, columns 2t and 2t + 1 of a 16 x 8 product, for lane 4g + t; c[2], c[3]: row g + 8. It adds a (16 x
+// 16) times b (16 x 8). a0: row g, columns 2t and 2t + 1; a1: row g + 8; a2, a3: columns 8 more. b0: rows 2t and 2t + 1
+// of column g; b1: 8 more.
 template <bool float16>
 DEVICE void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (float16)

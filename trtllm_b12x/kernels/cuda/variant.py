@@ -18,9 +18,9 @@ from trtllm_b12x.formats import BY_TURNS, ROWS, Format
 from trtllm_b12x.kernels import Geometry, PlanError
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS
 
-from . import nvrtc
+from . import nvrtc, records
 
-SOURCE = Path(__file__).with_name("layer.cu")
+SOURCE = "layer.cu"
 TOKENS = (1, 2, 4, 8, 64)
 """Largest calls of the variants. A call takes the first that holds it."""
 _COLUMNS = 8
@@ -41,11 +41,17 @@ SPIN_SECONDS = 30
 @dataclass(frozen=True)
 class Variant:
     tokens: int
-    definitions: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int], ...]
+    """Constants of ``sizes.cuh``, by name."""
+
+    def files(self) -> dict[str, str]:
+        """Return the source and all headers, by name."""
+        sizes = "".join(f"constexpr int {name} = {value};\n" for name, value in self.sizes)
+        return {**sources(), "sizes.cuh": f"#pragma once\n{sizes}", "host_records.cuh": records.checks()}
 
     def compile(self, target: str) -> tuple[bytes, str]:
         """Compile for ``target`` (``sm_120a``): the cubin, and the compiler's log."""
-        return nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, target, dict(self.definitions))
+        return nvrtc.compiled(SOURCE, self.files(), target)
 
     def assembled(self, target: str) -> str:
         """Compile for ``target``, assembler included, and return the PTX."""
@@ -54,7 +60,7 @@ class Variant:
 
     def file(self, target: str) -> Path:
         """Return where the cubin is kept: below Triton's cache, which images are built with."""
-        text = repr((SOURCE.read_text(encoding="utf-8"), self.definitions, target))
+        text = repr((sorted(self.files().items()), target))
         name = f"{target}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
         return triton.cache_folder() / "trtllm_b12x" / name
 
@@ -63,6 +69,11 @@ class Variant:
             return disk.owned_bytes(self.file(target))
         except (OSError, ValueError):
             return None
+
+
+def sources() -> dict[str, str]:
+    """Return the files that all variants share, by name."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.cu*"))}
 
 
 def variants(g: Geometry, form: Format) -> tuple[Variant, ...]:
@@ -93,7 +104,7 @@ def _most_apart(g: Geometry) -> int:
 
 
 def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Variant:
-    gather, routes = tokens > _COLUMNS, tokens * g.top_k
+    gather = tokens > _COLUMNS
     blocks = -(-g.stored_hidden // 128)
     if gather:
         split = -(-blocks // -(-blocks // 16))  # warps that share FC1's columns, in blocks of 128 each
@@ -109,50 +120,78 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
         scales += 4
     adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
     buffers = adders if tokens > 2 else 2 * adders
-    if gather:
-        tables = 2 * routes + 4 * min(routes, g.num_experts + routes // 8) + 4 * tokens
-    else:
-        tables = routes * (20 + 4 * -(-routes // 32)) + g.num_experts // 8 + 68
-    sums = 64 * warps * min(tokens, _COLUMNS)
-    tables += -(-(16 * buffers + 4 * (warps + adders) + 16) // 16) * 16  # mbarriers, counts of warps
-    tables += (16 if tokens >= 8 else 32) * (16 + 16 * max(parts * times, parts2))
+    entries, tiles = 16 if tokens >= 8 else 32, max(parts * times, parts2)
     for halves, stages in ((2, 2), (1, 4), (1, 3), (1, 2)):
         if halves == 2 and (bits == 8 or tokens * g.stored_hidden < 32 * _TASKS):
             continue
         ring = warps * stages * halves * (256 * bits + 16 * scales)
-        if ring + buffers * sums + tables <= _SHARED_MEMORY and (ring <= _RING or stages == 2):
+        sums = buffers * warps * min(tokens, _COLUMNS) * 64
+        offsets = _shared_memory(g, tokens, ring, sums, 8 * (2 * buffers + 1), warps + adders, entries * (16 + 16 * tiles))
+        if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or stages == 2):
             break
     else:
         raise ValueError(f"one launch of {tokens} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
     narrow = halves == 1 and tokens == 1 and g.stored_hidden < 16 * _TASKS
     bias = 0 if g.bias is None else {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[g.bias]
     values = {
-        "H": g.hidden_size,
-        "STORED": g.stored_hidden,
-        "SIZE": g.intermediate_size,
+        "HIDDEN": g.hidden_size,
+        "STORED_HIDDEN": g.stored_hidden,
+        "INTERMEDIATE": g.intermediate_size,
         "EXPERTS": g.num_experts,
         "TOP_K": g.top_k,
-        "MAXT": tokens,
-        "BITS": bits,
+        "MAX_TOKENS": tokens,
+        "CODE_BITS": bits,
         "GROUP": group,
-        "TILED": int(tiled),
+        "TILED_SCALES": int(tiled),
         "BIAS": bias,
-        "ORDER": ORDERS.index(g.layout.fc1),
+        "GATE_ORDER": ORDERS.index(g.layout.fc1),
         "ACTIVATION": ACTIVATIONS.index(g.activation),
         "GATED": int(g.gated),
         "FLOAT16": int(g.dtype is torch.float16),
         "WARPS": warps,
-        "RG": parts,
-        "RG2": parts2,
-        "TW": times,
+        "PARTS1": parts,
+        "PARTS2": parts2,
+        "TILES_A_TASK": times,
         "HALVES": halves,
         "STAGES": stages,
-        "NB": buffers,
-        "SUMS": adders,
+        "BUFFERS": buffers,
+        "ADDERS": adders,
+        "ENTRIES": entries,
         "NARROW": int(narrow),
         "SPIN_SECONDS": SPIN_SECONDS,
+        **offsets,
     }
     return Variant(tokens, tuple(values.items()))
+
+
+def _shared_memory(
+    g: Geometry, tokens: int, ring: int, sums: int, barriers: int, readers: int, entries: int
+) -> dict[str, int]:  # fmt: skip
+    """Return where what a block has in shared memory lies, and all its bytes; ``Shared`` of ``records.cuh`` says what it is."""
+    routes = tokens * g.top_k
+    parts = {
+        "STAGES_AT": ring,
+        "SUMS_AT": sums,
+        "BARRIERS_AT": barriers,
+        "FINISHED_AT": 4 * readers,
+        "PROGRESS_AT": 8,
+        "ENTRIES_AT": entries,
+    }
+    gathering = {"NUMBERS_AT": 2 * routes, "GROUPS_AT": 4 * min(routes, g.num_experts + routes // 8), "HELD_AT": 4 * tokens}
+    apart = {
+        "ROUTES_AT": 16 * routes,
+        "SLOTS_AT": 4 * routes,
+        "MASKS_AT": 4 * routes * -(-routes // 32),
+        "HIT_AT": 4 * -(-g.num_experts // 32) + 64,
+    }
+    used, unused = (gathering, apart) if tokens > _COLUMNS else (apart, gathering)
+    offsets, end = dict.fromkeys(unused, 0), 0
+    for name, size in (parts | used).items():
+        if name == "ENTRIES_AT":
+            end = -(-end // 16) * 16
+        offsets[name] = end
+        end += size
+    return offsets | {"SHARED_BYTES": end}
 
 
 def _parts_of_fc2(warps: int, blocks: int) -> int:

@@ -1,0 +1,103 @@
+// What one compiled kernel knows of its sizes. `sizes.cuh` is written by `variant.py`, which chooses them; what follows
+// from them is here, each limit with its message. Number 1 in a name is FC1 (gate and up), 2 is FC2 (down).
+#pragma once
+#include "ptx.cuh"
+#include "sizes.cuh"
+
+// Values of GATE_ORDER: where the rows of gate and up lie. Values of ACTIVATION; any other is GELU.
+constexpr int UP_GATE = 0, GATE_UP = 1, BY_TURNS = 2;
+constexpr int SWIGLU = 0, SWIGLU_BIAS = 1, GEGLU = 2, RELU2 = 3, SILU = 4;
+// Values of BIAS, and of Call::weight_type but for float16.
+constexpr int NO_BIAS = 0, BFLOAT16_BIAS = 1, FLOAT16_BIAS = 2, FLOAT32_BIAS = 3;
+
+constexpr bool NVFP4 = CODE_BITS == 4 && GROUP == 16;  // a block scale is E4M3; else E8M0
+constexpr bool GATHER = MAX_TOKENS > 8;                // columns of a product are an expert's routes; else the tokens
+constexpr int COLUMNS = GATHER ? 8 : MAX_TOKENS;       // of a product that are used
+
+// ---- warps
+constexpr int THREADS = (WARPS + 1 + ADDERS) * 32;
+constexpr int SPLIT1 = WARPS / PARTS1, SPLIT2 = WARPS / PARTS2;  // warps that share the columns of a part's rows
+constexpr int READERS = WARPS + ADDERS;                          // warps that read tasks
+
+// ---- a tile: its rows in pieces of 8, as many as a stage has
+constexpr int MATRICES = GATED ? 2 : 1;
+constexpr int PIECES = 2 * HALVES;
+constexpr int PIECES1 = PIECES / MATRICES;    // of rows of up, and as many of gate
+constexpr int PIECES2 = NARROW ? 1 : PIECES;  // NARROW: the other piece is the same rows, 128 columns on
+constexpr int PAIR = GATE_ORDER == BY_TURNS && GATED ? 2 : 1;  // rows from one row of up to the next
+constexpr int UP_ROW = !GATED || GATE_ORDER == UP_GATE ? 0 : GATE_ORDER == GATE_UP ? INTERMEDIATE : 1;  // the first
+constexpr int GATE_ROW = GATE_ORDER == UP_GATE ? INTERMEDIATE : 0;
+constexpr int NEXT_PIECE = TILED_SCALES ? 32 : 8;  // rows from a piece to the next of the same matrix
+
+// ---- columns: blocks of 128, the most that a warp has in FC1, and the units of FC2 in a row
+constexpr int BLOCKS1 = (STORED_HIDDEN + 127) / 128, BLOCKS2 = (INTERMEDIATE + 127) / 128;
+constexpr int BLOCKS_A_WARP = (BLOCKS1 + SPLIT1 - 1) / SPLIT1;
+constexpr int UNITS2 = NARROW ? (BLOCKS2 + 1) / 2 : BLOCKS2;
+constexpr bool RESIDENT =
+    !GATHER || BLOCKS_A_WARP <= 2;  // x of FC1 stays in registers for all tiles of a task, or of all tasks
+
+// ---- bytes of a row: codes, and scales that lie in rows
+constexpr int CODE_PITCH1 = STORED_HIDDEN * CODE_BITS / 8, CODE_PITCH2 = INTERMEDIATE * CODE_BITS / 8;
+constexpr int SCALE_PITCH1 = STORED_HIDDEN / GROUP, SCALE_PITCH2 = INTERMEDIATE / GROUP;
+// 128x4 tiles of scales: in 128 columns, and in a row of the matrix.
+constexpr int TILES_A_BLOCK = 128 / (4 * GROUP);
+constexpr int SCALE_TILES1 = (STORED_HIDDEN + 4 * GROUP - 1) / (4 * GROUP);
+constexpr int SCALE_TILES2 = (INTERMEDIATE + 4 * GROUP - 1) / (4 * GROUP);
+
+// ---- bytes of an expert
+constexpr u64 EXPERT_CODES1 = (u64)MATRICES * INTERMEDIATE * CODE_PITCH1;
+constexpr u64 EXPERT_CODES2 = (u64)STORED_HIDDEN * CODE_PITCH2;
+constexpr u64 EXPERT_SCALES1 = TILED_SCALES ? (u64)((MATRICES * INTERMEDIATE + 127) / 128) * SCALE_TILES1 * 512
+                                            : (u64)MATRICES * INTERMEDIATE * SCALE_PITCH1;
+constexpr u64 EXPERT_SCALES2 =
+    TILED_SCALES ? (u64)((STORED_HIDDEN + 127) / 128) * SCALE_TILES2 * 512 : (u64)STORED_HIDDEN * SCALE_PITCH2;
+
+// ---- bytes of a stage: codes, 16 for a lane, piece and LOADS; then scales, ROW_SCALES for a row. Rows of scales that
+// do not begin at multiples of ROW_SCALES are UNEVEN: they are copied in words, the first of which may begin 2 bytes
+// ahead.
+constexpr int LOADS = CODE_BITS / 4;
+constexpr int STAGE_CODES = PIECES * 512 * LOADS;
+constexpr int ROW_SCALES = 128 / GROUP;
+constexpr bool UNEVEN = !TILED_SCALES && (SCALE_PITCH1 % ROW_SCALES || SCALE_PITCH2 % ROW_SCALES);
+constexpr int SCALE_SLOT = ROW_SCALES + (UNEVEN ? 4 : 0);
+constexpr int STAGE_BYTES = STAGE_CODES + PIECES * 8 * SCALE_SLOT;
+
+// ---- tiles of a matrix, and tasks. A task of FC1 has TILES_A_TASK tiles of each part, one of FC2 a tile of each part.
+constexpr int tiles_of(int rows, int pieces) {
+  return TILED_SCALES ? (rows + 127) / 128 * (16 / pieces) : (rows + 8 * pieces - 1) / (8 * pieces);
+}
+constexpr int TASK_TILES1 = PARTS1 * TILES_A_TASK, TASK_TILES2 = GATHER ? PARTS2 : 1;
+constexpr int ALL_TILES1 = tiles_of(INTERMEDIATE, PIECES1), ALL_TILES2 = tiles_of(STORED_HIDDEN, PIECES2);
+constexpr int TASKS1 = (ALL_TILES1 + TASK_TILES1 - 1) / TASK_TILES1;  // for an expert, or a group of its routes
+constexpr int TASKS2 = (ALL_TILES2 + TASK_TILES2 - 1) / TASK_TILES2;  // for a token, or a group
+// No row of a task is beyond the matrix; no column of a unit of FC2 is.
+constexpr bool EXACT1 = ALL_TILES1 * PIECES1 * 8 == INTERMEDIATE && ALL_TILES1 % TASK_TILES1 == 0;
+constexpr bool EXACT2 = ALL_TILES2 * PIECES2 * 8 == STORED_HIDDEN && ALL_TILES2 % TASK_TILES2 == 0;
+constexpr bool FULL2 = INTERMEDIATE % (NARROW ? 256 : 128) == 0;
+
+// ---- routes
+constexpr int ROUTES = MAX_TOKENS * TOP_K;
+constexpr int ROUTE_WORDS = (ROUTES + 31) / 32, EXPERT_WORDS = (EXPERTS + 31) / 32;
+constexpr int MOST_GROUPS = ROUTES < EXPERTS + ROUTES / 8 ? ROUTES : EXPERTS + ROUTES / 8;
+
+// ---- buffers of sums and entries of tasks
+constexpr int BUFFER_BYTES = WARPS * COLUMNS * 64;
+constexpr int ENTRY_BYTES = 16 + 16 * (TASK_TILES1 > TASK_TILES2 ? TASK_TILES1 : TASK_TILES2);
+constexpr int LEAD = STAGES + 2;  // tasks that a block takes ahead of those it computes, at most
+
+static_assert(WARPS % PARTS1 == 0, "WARPS is no multiple of PARTS1: a part would have a warp more than another");
+static_assert(!GATHER || WARPS % PARTS2 == 0,
+              "WARPS is no multiple of PARTS2: a part would have a warp more than another");
+static_assert(SPLIT1 <= BLOCKS1 && (!GATHER || SPLIT2 <= BLOCKS2), "a warp would have no block of columns");
+static_assert(GATHER || MAX_TOKENS <= WARPS, "a token's routes are read by a warp of its own");
+static_assert(MAX_TOKENS <= 64, "a call has at most 64 tokens");
+static_assert(TOP_K <= 32, "a token's routes are lanes of a warp");
+static_assert(EXPERTS <= 4096, "an expert's number has 12 bits in Group and Slot");
+static_assert(ROUTES <= 8192, "a route's place has 13 bits in Group");
+static_assert(!NARROW || (HALVES == 1 && !GATHER), "NARROW is one half of a call that does not gather");
+static_assert(TILES_A_TASK == 1 || (GATHER && RESIDENT), "several tiles a task need x in registers");
+static_assert(READERS <= 32, "the warp that takes tickets reads one count a lane");
+static_assert(LEAD < ENTRIES, "a block that is LEAD tasks ahead would wait for an entry");
+static_assert(BUFFERS % ADDERS == 0, "a buffer would have several warps that add");
+static_assert(BUFFERS % HALVES == 0, "the halves of a tile would not lie in neighboring buffers");
+static_assert(BUFFERS <= 6, "mbarriers of a buffer have a parity: nobody may be two phases behind");

@@ -1,0 +1,89 @@
+// Columns of a product: x (FC1) and h (FC2), in the registers of a warp that multiplies.
+//
+// A pair of h is its own flag. It begins as 0xffffffff, which no rounding makes; FC2 loads pairs, in the size in which
+// they are written (32 bits, relaxed), until none of them is that, so no order between addresses is needed.
+#pragma once
+#include "numbers.cuh"
+#include "weights.cuh"
+
+struct Inputs {
+  const Block& b;
+  const int g, t;           // lane 4g + t has row g of x, and of each 128 columns those of `column8`
+  const bool quantized;     // x is FP4
+  const u8* row = nullptr;  // of row g: of its token, or of its route's h
+  u32 token;
+  bool asked = false;  // GATHER: loads are on their way for the next stage, or the next task's first
+  u32 x[RESIDENT ? BLOCKS_A_WARP : 1][16];  // as in memory until `arrange`
+
+  DEVICE explicit Inputs(const Block& block)
+      : b(block),
+        g(block.lane >> 2),
+        t(block.lane & 3),
+        quantized(NVFP4 && block.call.x_sf),
+        token(min(g, block.call.tokens - 1)) {}
+
+  DEVICE void to_token() { row = b.call.x + (u64)token * (quantized ? HIDDEN / 2 : 2 * HIDDEN); }
+  // Finds row g of a task that gathers: the route of column g.
+  template <int phase>
+  DEVICE void find(u32 entry) {
+    const Group group = {load_shared(entry + WORD_AT)};
+    const u32 route = load_shared_u16(b.shared.numbers() + (group.first() + min(g, (int)group.last())) * 2);
+    if (phase == FC2) {
+      row = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + (u64)route * ROW_OF_H + t * 16;
+    } else {
+      token = route / TOP_K;
+      to_token();
+    }
+  }
+  // Loads this lane's 32 columns of a block of 128. Of x in FP4: codes to to[0 .. 3], two scales to to[4].
+  template <int phase>
+  DEVICE void load(u32* to, int block) {
+    if (phase == FC1 && quantized) {
+      const int column = block * 128 + t * 32;
+      uint4 q = make_uint4(0, 0, 0, 0);
+      to[4] = 0;
+      if (column < HIDDEN) {
+        q = *(const uint4*)(row + column / 2);
+        to[4] = *(const u16*)(b.call.x_sf +
+                              (b.call.swizzled ? scale_tile<(HIDDEN + 63) / 64>(token, column >> 6) + (column >> 4 & 3)
+                                               : (u32)(token * HIDDEN + column) / 16));
+      }
+      to[0] = q.x, to[1] = q.y, to[2] = q.z, to[3] = q.w;
+      return;
+    }
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+      uint4 q = make_uint4(0, 0, 0, 0);
+      if (phase == FC2)
+        q = load_relaxed_16(row + block * 256 + 64 * i);
+      else if ((HIDDEN % 128 == 0 && BLOCKS1 % SPLIT1 == 0) || block * 128 + column8(t, i) < HIDDEN)
+        q = *(const uint4*)(row + (block * 128 + column8(t, i)) * 2);
+      to[4 * i] = q.x, to[4 * i + 1] = q.y, to[4 * i + 2] = q.z, to[4 * i + 3] = q.w;
+    }
+  }
+  // From the order of memory to that of decoded pairs.
+  DEVICE void arrange(u32* x) const {
+    if (!quantized) return to_pairs(x);
+    Rows rows;
+    rows.codes[0] = make_uint4(x[0], x[1], x[2], x[3]);
+    rows.scales = x[4];
+    to_pairs(rows, x);
+  }
+  // Loads 128 columns of h again until they are there. Columns beyond the matrix become 0.
+  template <class Load>
+  DEVICE void wait_for_h(u32* h, int column, Load again) const {
+    for (;;) {
+      u32 most = 0;
+      UNROLL
+      for (int j = 0; j < 16; j++)
+        if (FULL2 || column + column8(t, j / 4) < INTERMEDIATE) most = max(most, h[j]);
+      if (most != ~0u) break;
+      again();
+    }
+    __syncwarp();
+    if (FULL2) return;
+    UNROLL
+    for (int j = 0; j < 16; j++)
+      if (column + column8(t, j / 4) >= INTERMEDIATE) h[j] = 0;
+  }
+};

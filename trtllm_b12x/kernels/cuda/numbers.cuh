@@ -1,0 +1,142 @@
+// Codes and block scales to operands of mma, bit for bit as triton/operands.py decodes them. Exact in bfloat16, and for
+// NVFP4 in float16: FP4 comes out 2^-8 times as large, and whoever adds multiplies by 256.
+#pragma once
+#include "config.cuh"
+
+constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
+
+// A block scale as a pair, and what to add: NaN if the scale is E8M0's NaN, else minus 0. In bfloat16 FP4's is 2^118
+// times as large.
+struct Scale {
+  u32 pair, added;
+};
+constexpr u32 MINUS_ZEROS = 0x80008000u;
+
+// E4M3. Its bits, 20 places up in a word of bfloat16, are the value times 2^-120; then times 2^119 (0x7b80 is 2^120)
+// and 2^118.
+DEVICE Scale nvfp4_scale(u32 byte) {
+  const u32 pair = fma_bf16x2(byte * 0x00100010u, 0x7b807b80u, MINUS_ZEROS);
+  return {fma_bf16x2(pair, 0x7a807a80u, MINUS_ZEROS), MINUS_ZEROS};
+}
+// At the bottom of float16's exponent E4M3 is the value times 2^-8: times 2^14.
+DEVICE Scale nvfp4_scale_f16(u32 byte) {
+  const u32 pair = mul_f16x2(byte * 0x00800080u, 0x70007000u);
+  return {add_f16x2(pair, pair), 0};
+}
+// E8M0. 255 is NaN, and 0 is 2^-127: a subnormal.
+DEVICE Scale mx_scale(u32 byte) {
+  const u32 pair = CODE_BITS == 4 ? min(byte + 118, 255u) * 0x00800080u : max(byte * 0x00800080u, 0x00400040u);
+  return {pair, fma_bf16x2(pair, MINUS_ZEROS, MINUS_ZEROS)};
+}
+
+// Eight codes of FP4, 4 bits each, to the pairs (k, k + 4). The multiplications move sign and value of two codes at
+// once.
+DEVICE void decode4(u32 word, const Scale& scale, u32* pairs) {
+  const u32 high = word >> 8;
+  pairs[0] = fma_bf16x2((word & 0x000f000f) * 0x1040 & 0x81c081c0, scale.pair, scale.added);
+  pairs[1] = fma_bf16x2((word & 0x00f000f0) * 0x0104 & 0x81c081c0, scale.pair, scale.added);
+  pairs[2] = fma_bf16x2((high & 0x000f000f) * 0x1040 & 0x81c081c0, scale.pair, scale.added);
+  pairs[3] = fma_bf16x2((high & 0x00f000f0) * 0x0104 & 0x81c081c0, scale.pair, scale.added);
+}
+DEVICE void decode4_f16(u32 word, const Scale& scale, u32* pairs) {
+  pairs[0] = mul_f16x2((word << 12 & MINUS_ZEROS) | (word << 9 & 0x0e000e00), scale.pair);
+  pairs[1] = mul_f16x2((word << 8 & MINUS_ZEROS) | (word << 5 & 0x0e000e00), scale.pair);
+  pairs[2] = mul_f16x2((word << 4 & MINUS_ZEROS) | (word << 1 & 0x0e000e00), scale.pair);
+  pairs[3] = mul_f16x2((word & MINUS_ZEROS) | (word >> 3 & 0x0e000e00), scale.pair);
+}
+// Four codes of FP8 to the pairs (k, k + 2). 0x7b80 is 2^120: E4M3 in bfloat16's bits is 2^-120 times as large.
+DEVICE void decode8(u32 word, const Scale& scale, u32* pairs) {
+  const u32 odd = (word << 8 & MINUS_ZEROS) | (word << 4 & 0x07f007f0),
+            even = (word & MINUS_ZEROS) | (word >> 4 & 0x07f007f0);
+  pairs[0] = fma_bf16x2(fma_bf16x2(odd, 0x7b807b80u, MINUS_ZEROS), scale.pair, scale.added);
+  pairs[1] = fma_bf16x2(fma_bf16x2(even, 0x7b807b80u, MINUS_ZEROS), scale.pair, scale.added);
+}
+
+// A lane has 32 of the 128 columns of a block, eight at a time: in FP4 32t .. 32t + 31; in FP8 16t .. 16t + 15 and 64
+// more, so that four lanes copy 64 bytes beside each other. The first of its columns number i, and of its 16 bytes of
+// codes number j.
+DEVICE int column8(int t, int i) { return CODE_BITS == 4 ? 32 * t + 8 * i : (i >> 1) * 64 + 16 * t + 8 * (i & 1); }
+DEVICE int column16(int t, int j) { return CODE_BITS == 4 ? 32 * t : 64 * j + 16 * t; }
+
+// 32 columns of a row. One scale (MXFP4), or two in a byte each.
+struct Rows {
+  uint4 codes[LOADS];
+  u32 scales;
+};
+// Decodes columns number i: four pairs.
+template <bool float16>
+DEVICE void decode_part(const Rows& rows, int i, u32* pairs) {
+  const uint4& codes = rows.codes[LOADS == 2 ? i >> 1 : 0];
+  if (CODE_BITS == 4) {
+    const u32 word = i == 0 ? codes.x : i == 1 ? codes.y : i == 2 ? codes.z : codes.w;
+    const u32 byte = GROUP == 16 ? (i < 2 ? rows.scales & 255 : rows.scales >> 8) : rows.scales;
+    const Scale scale = GROUP == 32 ? mx_scale(byte) : float16 ? nvfp4_scale_f16(byte) : nvfp4_scale(byte);
+    if (float16)
+      decode4_f16(word, scale, pairs);
+    else
+      decode4(word, scale, pairs);
+  } else {
+    const Scale scale = mx_scale(i < 2 ? rows.scales & 255 : rows.scales >> 8);
+    decode8(i & 1 ? codes.z : codes.x, scale, pairs);
+    decode8(i & 1 ? codes.w : codes.y, scale, pairs + 2);
+  }
+}
+
+// Adds the products of 16 rows (`low`: rows 0 to 7, `high`: 8 to 15), 128 columns and 8 columns of x to two chains of
+// sums.
+template <bool float16>
+DEVICE void multiply(float (*sums)[4], const Rows& low, const Rows& high, const u32* x) {
+  UNROLL
+  for (int i = 0; i < 4; i++) {
+    u32 a[4], b[4];
+    decode_part<float16>(low, i, a);
+    decode_part<float16>(high, i, b);
+    mma<float16>(sums[0], a[0], b[0], a[1], b[1], x[4 * i], x[4 * i + 1]);
+    mma<float16>(sums[1], a[2], b[2], a[3], b[3], x[4 * i + 2], x[4 * i + 3]);
+  }
+}
+
+// 32 columns of x or h in bfloat16 or float16, from the order of memory to that of decoded pairs.
+DEVICE void to_pairs(u32* x) {
+  UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    const u32 a = x[i], b = x[i + (CODE_BITS == 4 ? 2 : 1)], c = x[i + (CODE_BITS == 4 ? 1 : 2)], d = x[i + 3];
+    x[i] = __byte_perm(a, b, 0x5410);
+    x[i + 1] = __byte_perm(a, b, 0x7632);
+    x[i + 2] = __byte_perm(c, d, 0x5410);
+    x[i + 3] = __byte_perm(c, d, 0x7632);
+  }
+}
+// 32 columns of x in FP4, as the host has quantized it. A scale of E4M3's NaN makes NaN.
+DEVICE void to_pairs(const Rows& rows, u32* x) {
+  UNROLL
+  for (int i = 0; i < 4; i++) {
+    decode_part<FLOAT16>(rows, i, x + 4 * i);
+    if ((rows.scales >> (i < 2 ? 0 : 8) & 127) == 127)
+      x[4 * i] = x[4 * i + 1] = x[4 * i + 2] = x[4 * i + 3] = 0x7fff7fff;
+  }
+}
+
+DEVICE u16 to_output(float v) { return FLOAT16 ? to_f16(v) : to_bf16(v); }
+DEVICE float bias_at(const void* bias, u64 i) {
+  if (BIAS == FLOAT32_BIAS) return ((const float*)bias)[i];
+  const u16 bits = ((const u16*)bias)[i];
+  return BIAS == FLOAT16_BIAS ? from_f16(bits) : from_bf16(bits);
+}
+
+// The activation of an up and, if there is one, its gate. NaN stays NaN.
+DEVICE float activate(float up, float gate, float alpha, float beta, float limit) {
+  if (ACTIVATION == SWIGLU) return __fdividef(gate, 1.f + __expf(-gate)) * up;
+  if (ACTIVATION == SWIGLU_BIAS) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return gate / (1.f + __expf(-alpha * gate)) * (up + beta);
+  }
+  if (ACTIVATION == GEGLU) return 0.5f * gate * (1.f + erff(gate * 0.7071067811865476f)) * up;
+  if (ACTIVATION == RELU2) {
+    const float positive = up < 0 ? 0.f : up;
+    return positive * positive;
+  }
+  if (ACTIVATION == SILU) return up / (1.f + __expf(-up));
+  return 0.5f * up * (1.f + erff(up * 0.7071067811865476f));
+}

@@ -1,0 +1,236 @@
+// A warp's ring of STAGES stages of weights in shared memory. A lane copies (cp.async) the 16 bytes that it decodes
+// later, so there is no producer and no barrier, only copy_wait and __syncwarp. The ring runs on across tasks: FC2's
+// weights are on their way while FC1 computes.
+//
+// A stage is HALVES * 16 rows x 128 columns of one matrix, codes and block scales. Warp (part, split) takes the blocks
+// of 128 columns split, split + SPLIT1, ... of the rows of its part of a task's tiles; in FC2 of a call that does not
+// gather, warp w takes the units w, w + WARPS, ... of (route, block).
+#pragma once
+#include "schedule.cuh"
+
+// A task's entry, and the next one's.
+DEVICE u32 next_entry(const Block& b, u32 entry) {
+  return entry == b.shared.entries() + (ENTRIES - 1) * ENTRY_BYTES ? b.shared.entries() : entry + ENTRY_BYTES;
+}
+
+// Copies ROW_SCALES bytes of a row of scales, of which `left` are left.
+template <int bytes>
+DEVICE void copy_scales(u32 to, const u8* from, int left) {
+  if (!UNEVEN) return copy_bytes<bytes>(to, from);
+  const int ahead = (int)((u64)from & 2);
+  UNROLL
+  for (int i = 0; i <= bytes; i += 4)
+    if (i < ahead + bytes && i < ahead + left) copy_bytes<4>(to + i, from - ahead + i);
+}
+
+struct Stages {
+  // Lanes that copy scales, and bytes of each. In 128x4 tiles a lane copies 16 bytes of a row of rows and four groups
+  // of columns.
+  static constexpr int LANES1 = TILED_SCALES ? MATRICES * TILES_A_BLOCK * 8 : PIECES * 8;
+  static constexpr int LANES2 = TILED_SCALES ? (NARROW ? 2 : 1) * TILES_A_BLOCK * 8 : PIECES * 8;
+  static constexpr int BYTES1 = TILED_SCALES ? 4 * PIECES1 : SCALE_SLOT,
+                       BYTES2 = TILED_SCALES ? 4 * PIECES2 : SCALE_SLOT;
+  // Bytes ahead of an odd row's scales.
+  static constexpr int ODD1 = UNEVEN && SCALE_PITCH1 % 4 ? 2 : 0, ODD2 = UNEVEN && SCALE_PITCH2 % 4 ? 2 : 0;
+  // From the scales of a half of a stage to the next half's, and from one piece of a half to the other.
+  static constexpr u32 HALF1 = TILED_SCALES ? (GATED ? 4 : 8) : 16 * SCALE_SLOT;
+  static constexpr u32 HALF2 = TILED_SCALES ? 8 : 16 * SCALE_SLOT;
+  static constexpr u32 OTHER1 = TILED_SCALES ? (GATED ? TILES_A_BLOCK * 8 * BYTES1 : 4)
+                                             : 8 * SCALE_SLOT + (PAIR == 2 ? (GATE_ROW - UP_ROW) * ODD1 : 0);
+  static constexpr u32 OTHER2 = !TILED_SCALES ? 8 * SCALE_SLOT : NARROW ? TILES_A_BLOCK * 8 * BYTES2 : 4;
+
+  const Block& b;
+  const int g, t, part, split1, own1, split2, own2;  // own: blocks of columns of this warp
+  int waiting = 0;                                   // stages that are asked for and not used
+  // What is asked for next: stage of the task, of so many; tile of the task; its entry; the tag that a published task
+  // has, less its kind.
+  int stage = 0, units = 0, tile = 0;
+  u32 entry, tag = 4;
+  u32 slot = 0, used = 0;  // bytes in the ring: where that stage goes, and the one that is used next
+  bool ended = false;      // nothing more is to be asked for
+  // This lane's bytes within a task's codes, and scales that it copies for the warp; the ring; where it reads scales of
+  // piece 0.
+  u32 codes1, codes2, scales1, scales2, read1, read2, ring;
+  int gate;  // 1 if this lane copies scales of gate
+
+  DEVICE explicit Stages(const Block& block)
+      : b(block),
+        g(block.lane >> 2),
+        t(block.lane & 3),
+        part(block.warp / SPLIT1),
+        split1(block.warp % SPLIT1),
+        own1((BLOCKS1 - split1 + SPLIT1 - 1) / SPLIT1),
+        split2(block.warp % SPLIT2),
+        own2((BLOCKS2 - split2 + SPLIT2 - 1) / SPLIT2),
+        entry(block.shared.entries()) {}
+
+  DEVICE void begin() {
+    const int lane = b.lane;
+    codes1 = g * PAIR * CODE_PITCH1 + split1 * 16 * CODE_BITS + t * 16;
+    codes2 = g * CODE_PITCH2 + t * 16;
+    gate = !GATED ? 0 : TILED_SCALES ? lane / (TILES_A_BLOCK * 8) & 1 : lane >> 3 & 1;
+    scales1 = TILED_SCALES
+                  ? (split1 * TILES_A_BLOCK + (lane >> 3) % TILES_A_BLOCK) * 512 + (lane & 7) * 16
+                  : ((GATED ? lane >> 4 : lane >> 3) * 8 + (lane & 7)) * PAIR * SCALE_PITCH1 + split1 * ROW_SCALES;
+    scales2 = TILED_SCALES ? (lane >> 3) % (LANES2 / 8) * 512 + (lane & 7) * 16
+              : NARROW     ? (lane & 7) * SCALE_PITCH2 + (lane >> 3) * ROW_SCALES
+                           : lane * SCALE_PITCH2;
+    ring = b.shared.stages(b.warp);
+    // A lane's first two groups of columns: where their scales are in a row of a stage, and in a 128x4 tile, one of
+    // `tile4`.
+    const u32 in_row = GROUP == 16 ? 2 * t : CODE_BITS == 4 ? t : t >> 1;
+    const u32 in_tile = GROUP == 16 ? (t & 1) * 2 : in_row, tile4 = TILES_A_BLOCK == 2 ? t >> 1 : 0;
+    read1 = STAGE_CODES + (TILED_SCALES ? (tile4 * 8 + g) * BYTES1 + in_tile
+                                        : g * SCALE_SLOT + in_row + (PAIR == 2 ? UP_ROW : g & 1) * ODD1);
+    read2 =
+        STAGE_CODES + (TILED_SCALES ? (tile4 * 8 + g) * BYTES2 + in_tile : g * SCALE_SLOT + in_row + (g & 1) * ODD2);
+    keep(codes1), keep(codes2), keep(scales1), keep(scales2), keep(read1), keep(read2), keep(ring);
+  }
+
+  // Units of FC2 that this warp has of a token.
+  DEVICE int units_of(u32 token) const { return ((int)b.shared.valid()[token] * UNITS2 - b.warp + WARPS - 1) / WARPS; }
+
+  // Asks for the next stage if its task is published, or once it is. Returns whether it went on by a stage.
+  DEVICE bool ask(bool wait) {
+    u32 word = acquire_shared(entry);
+    while (wait && (word & ~3u) != tag) word = acquire_shared(entry);
+    if ((word & ~3u) != tag) return false;
+    if (word & 2) {
+      ended = true;
+      return false;
+    }
+    const bool fc1 = !(word & FC2);
+    const bool task_ends = fc1 ? copy1(ring + slot) : copy2(ring + slot);
+    if (fc1 || units > 0) {
+      copy_commit();
+      waiting++;
+      slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+    }
+    if (task_ends) {
+      stage = tile = 0;
+      tag += 4;
+      entry = next_entry(b, entry);
+    }
+    return true;
+  }
+  // Copies a stage of FC1. Returns whether it is the task's last.
+  DEVICE bool copy1(u32 to) {
+    const uint4 from = load_shared_16(entry + TILES_AT + 16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)));
+    const int later = stage * SPLIT1, column = (split1 + later) * 128;  // in blocks, from the warp's first on
+    const u8* codes = b.layer.w1 + ((u64)from.x << 4) + (codes1 + later * (16 * CODE_BITS));
+    UNROLL
+    for (int n = 0; n < PIECES * LOADS; n++) {
+      const int i = n % LOADS, piece = n / LOADS, j = GATED ? piece >> 1 : piece;
+      const u8* at = codes + (j * NEXT_PIECE * PAIR + (GATED && piece & 1 ? GATE_ROW : UP_ROW)) * CODE_PITCH1 + i * 64;
+      const bool there = (EXACT1 || (int)from.w + j * NEXT_PIECE < INTERMEDIATE) &&
+                         (STORED_HIDDEN % 128 == 0 || column + column16(t, i) < STORED_HIDDEN);
+      if (EXACT1 && STORED_HIDDEN % 128 == 0)
+        copy16(to + b.lane * 16 + n * 512, at);
+      else
+        copy16(to + b.lane * 16 + n * 512, there ? at : b.layer.w1, there);
+    }
+    const bool group = !TILED_SCALES || SCALE_TILES1 % TILES_A_BLOCK == 0 ||
+                       (split1 + later) * TILES_A_BLOCK + (b.lane >> 3) % TILES_A_BLOCK < SCALE_TILES1;
+    const bool row =
+        EXACT1 || (int)from.w + (TILED_SCALES ? 0 : (GATED ? b.lane >> 4 : b.lane >> 3) * 8) < INTERMEDIATE;
+    if ((LANES1 == 32 || b.lane < LANES1) && group && row)
+      copy_scales<TILED_SCALES ? BYTES1 : ROW_SCALES>(
+          to + STAGE_CODES + b.lane * BYTES1,
+          b.layer.s1 + ((u64)(gate ? from.z : from.y) << 1) +
+              (scales1 + later * (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES)),
+          SCALE_PITCH1 - (split1 + later) * ROW_SCALES);
+    bool last = ++stage >= own1;
+    if (TILES_A_TASK > 1 && last && ++tile < TILES_A_TASK) {
+      stage = 0;
+      last = false;
+    }
+    return last;
+  }
+  // Copies a stage of FC2, if this warp has one.
+  DEVICE bool copy2(u32 to) {
+    if (stage == 0) units = GATHER ? own2 : units_of(load_shared(entry + INFO_AT) >> 16);
+    if (units > 0) {
+      const uint4 from = load_shared_16(entry + TILES_AT + (GATHER ? 16 * (b.warp / SPLIT2) : 0));
+      const u32 unit = b.warp + stage * WARPS, place = unit / UNITS2;
+      const u32 route = b.shared.routes() + ((load_shared(entry + INFO_AT) >> 16) * TOP_K + place) * 16;
+      const u32 block = GATHER ? split2 + stage * SPLIT2 : unit % UNITS2 * (NARROW ? 2 : 1);
+      const u8* codes =
+          b.layer.w2 + ((u64)(from.x + (GATHER ? 0 : load_shared(route))) << 4) + (codes2 + block * (16 * CODE_BITS));
+      UNROLL
+      for (int n = 0; n < PIECES * LOADS; n++) {
+        const int i = n % LOADS, piece = n / LOADS;
+        const u8* at = codes + piece * (NARROW ? 16 * CODE_BITS : NEXT_PIECE * CODE_PITCH2) + i * 64;
+        const bool row = EXACT2 || (int)from.w + (NARROW ? 0 : piece * NEXT_PIECE) < STORED_HIDDEN;
+        const bool there = row && (FULL2 || (block + (NARROW ? piece : 0)) * 128 + column16(t, i) < INTERMEDIATE);
+        if (EXACT2 && FULL2)
+          copy16(to + b.lane * 16 + n * 512, at);
+        else
+          copy16(to + b.lane * 16 + n * 512, there ? at : b.layer.w2, there);
+      }
+      const bool group = TILED_SCALES ? SCALE_TILES2 % (LANES2 / 8) == 0 ||
+                                            block * TILES_A_BLOCK + (b.lane >> 3) % (LANES2 / 8) < SCALE_TILES2
+                                      : FULL2 || !NARROW || block + (b.lane >> 3) < BLOCKS2;
+      const bool row = EXACT2 || NARROW || (int)from.w + (TILED_SCALES ? 0 : (b.lane >> 3) * 8) < STORED_HIDDEN;
+      if ((LANES2 == 32 || b.lane < LANES2) && group && row)
+        copy_scales<TILED_SCALES ? BYTES2 : ROW_SCALES>(
+            to + STAGE_CODES + b.lane * BYTES2,
+            b.layer.s2 + ((u64)(from.y + (GATHER ? 0 : load_shared(route + ROUTE_SCALES))) << 1) +
+                (scales2 + block * (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES)),
+            SCALE_PITCH2 - (int)(block + (NARROW ? b.lane >> 3 : 0)) * ROW_SCALES);
+    }
+    return ++stage >= units;
+  }
+
+  // Waits until the stage that is used next is there.
+  DEVICE void open() {
+    while (waiting == 0) ask(true);
+    if (waiting >= STAGES)
+      copy_wait<STAGES - 1>();
+    else if (STAGES > 2 && waiting == STAGES - 1)
+      copy_wait<STAGES - 2>();
+    else if (waiting == 2)
+      copy_wait<1>();
+    else
+      copy_wait<0>();
+    __syncwarp();
+  }
+  // It is in registers: asks for another one in its place.
+  DEVICE void close() {
+    __syncwarp();
+    waiting--;
+    used = used == (STAGES - 1) * STAGE_BYTES ? 0 : used + STAGE_BYTES;
+    fill();
+  }
+  DEVICE void fill(bool wait = false) {
+    while (!ended && waiting < STAGES && ask(wait && tag == 4)) {
+    }
+  }
+  // Reads a half of the stage: two pieces. `scales`: where this lane's are, `other`: from there to the other piece's.
+  // What lies beyond the `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
+  DEVICE void read(Rows* rows, int half, u32 scales, u32 other, int column, int beside, int columns) const {
+    const u32 from = ring + used;
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+      UNROLL
+      for (int j = 0; j < LOADS; j++)
+        rows[i].codes[j] = load_shared_16(from + b.lane * 16 + ((2 * half + i) * LOADS + j) * 512);
+      const u32 at = from + scales + i * other;
+      if (CODE_BITS == 8)
+        rows[i].scales = load_shared_u8(at) | load_shared_u8(at + 2) << 8;
+      else
+        rows[i].scales = GROUP == 16 ? load_shared_u16(at) : load_shared_u8(at);
+      if (columns % (128 + beside)) {
+        if (column + i * beside + column8(t, 0) >= columns)
+          rows[i].scales = 0;
+        else if (CODE_BITS == 8 && column + i * beside + column8(t, 2) >= columns)
+          rows[i].scales &= 255;
+      }
+    }
+  }
+  DEVICE void read1_half(Rows* rows, int half, int block) const {
+    read(rows, half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
+  }
+  DEVICE void read2_half(Rows* rows, int half, int block) const {
+    read(rows, half, read2 + half * HALF2, OTHER2, block * 128, NARROW ? 128 : 0, INTERMEDIATE);
+  }
+};

@@ -1,0 +1,256 @@
+// The warps that multiply: they copy weights, decode them, and hand products over to the warps that add.
+//
+// mma.m16n8k16. Its columns are the tokens in FC1, whoever the expert's are, and one token in FC2; in a call that
+// gathers, the routes of the group. NARROW: the rows g + 8 of a product are the same rows on the second 128 columns,
+// whose h is in column 1.
+#pragma once
+#include "inputs.cuh"
+#include "pipeline.cuh"
+#include "sums.cuh"
+
+struct Multiplier {
+  const Block& b;
+  Inputs& in;
+  Stages stages;
+  const int g, t;
+  u32 buffer = 0, turn = 0;  // the buffer that is filled next, and the parity of its phase
+  int number = 0;            // of the task that is computed next
+  u32 entry;                 // and its entry
+
+  DEVICE Multiplier(const Block& block, Inputs& inputs)
+      : b(block), in(inputs), stages(block), g(block.lane >> 2), t(block.lane & 3), entry(block.shared.entries()) {}
+
+  // Waits for the next task. Returns its kind.
+  DEVICE u32 current() {
+    u32 word;
+    while (((word = acquire_shared(entry)) & ~3u) != tag_of(number, 0))
+      if (stages.waiting == 0 && !stages.ended) stages.ask(false);
+    return word & 3;
+  }
+  DEVICE bool next_is(u32 kind) const { return acquire_shared(entry) == tag_of(number, kind); }
+  // What this warp needs of the entry is in registers.
+  DEVICE void passed() {
+    number++;
+    entry = next_entry(b, entry);
+    if (threadIdx.x == 0) release_shared(b.shared.progress(), number);
+  }
+  // Hands columns 2t and 2t + 1 of a tile's rows to the warps that add.
+  DEVICE void hand_over(float (*sums)[2][4], bool even, bool odd) {
+    UNROLL
+    for (int half = 0; half < HALVES; half++)
+      barrier_wait(b.shared.empty() + 8 * ((buffer + half) % BUFFERS), turn ^ 1);
+    UNROLL
+    for (int half = 0; half < HALVES; half++) {
+      const float *first = sums[half][0], *second = sums[half][1];
+      const u32 at =
+          b.shared.sums() + (buffer + half) % BUFFERS * BUFFER_BYTES + b.warp * (COLUMNS * 64) + t * 128 + g * 4;
+      if (even) {
+        store_shared_float(at, first[0] + second[0]);
+        store_shared_float(at + 32, first[2] + second[2]);
+      }
+      if (COLUMNS > 1 && odd) {
+        store_shared_float(at + 64, first[1] + second[1]);
+        store_shared_float(at + 96, first[3] + second[3]);
+      }
+    }
+    __syncwarp();
+    if (b.lane < HALVES) barrier_arrive(b.shared.full() + 8 * ((buffer + b.lane) % BUFFERS));
+    buffer += HALVES;
+    if (buffer >= BUFFERS) {
+      buffer -= BUFFERS;
+      turn ^= 1;
+    }
+  }
+
+  // ---- x in registers for all blocks of columns
+  // A tile of FC1. `ready(i)` is called before x of block i is used, `used(i)` after.
+  template <class Ready, class Used>
+  DEVICE void resident_tile(bool even, bool odd, Ready ready, Used used) {
+    float sums[HALVES][2][4] = {};
+    UNROLL
+    for (int i = 0; i < BLOCKS_A_WARP; i++) {
+      if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
+      Rows rows[HALVES][2];
+      stages.open();
+      UNROLL
+      for (int half = 0; half < HALVES; half++) stages.read1_half(rows[half], half, stages.split1 + i * SPLIT1);
+      stages.close();
+      ready(i);
+      UNROLL
+      for (int half = 0; half < HALVES; half++)
+        multiply<FLOAT16>(sums[half], rows[half][0], rows[half][1], in.x[RESIDENT ? i : 0]);
+      used(i);
+    }
+    hand_over(sums, even, odd);
+  }
+  // A task of FC1 in a call that gathers: TILES_A_TASK tiles for a group.
+  DEVICE void resident_task() {
+    const int last = load_shared(entry + WORD_AT) >> 25;
+    if (!in.asked) {
+      in.find<FC1>(entry);
+      UNROLL
+      for (int i = 0; i < BLOCKS_A_WARP; i++) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
+    }
+    passed();
+    ROLLED
+    for (int tile = 0; tile < TILES_A_TASK; tile++)
+      resident_tile(
+          2 * t <= last, 2 * t < last,
+          [&](int i) {
+            if (tile == 0) in.arrange(in.x[i]);
+          },
+          [&](int i) {
+            if (tile < TILES_A_TASK - 1) return;
+            if (i == 0 && (in.asked = next_is(FC1))) in.find<FC1>(entry);
+            if (in.asked) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
+          });
+  }
+
+  // ---- x or h in registers for one block of columns at a time
+  // A task of FC1 or FC2 in a call that gathers: a tile for a group.
+  template <int phase>
+  DEVICE void streamed_task() {
+    constexpr bool fc2 = phase == FC2;
+    constexpr int STEP = fc2 ? SPLIT2 : SPLIT1;
+    const int begin = fc2 ? stages.split2 : stages.split1, own = fc2 ? stages.own2 : stages.own1;
+    const int last = load_shared(entry + WORD_AT) >> 25;
+    if (!in.asked) {
+      in.find<phase>(entry);
+      in.load<phase>(in.x[0], begin);
+    }
+    passed();
+    float sums[HALVES][2][4] = {};
+    ROLLED
+    for (int i = 0; i < own; i++) {
+      const int block = begin + i * STEP;
+      Rows rows[HALVES][2];
+      stages.open();
+      UNROLL
+      for (int half = 0; half < HALVES; half++) {
+        if (fc2)
+          stages.read2_half(rows[half], half, block);
+        else
+          stages.read1_half(rows[half], half, block);
+      }
+      stages.close();
+      if (fc2)
+        in.wait_for_h(in.x[0], block * 128, [&] { in.load<phase>(in.x[0], block); });
+      else
+        in.arrange(in.x[0]);
+      UNROLL
+      for (int half = 0; half < HALVES; half++) {
+        u32 now[16];
+        UNROLL
+        for (int j = 0; j < 16; j++) now[j] = in.x[0][j];
+        if (half == HALVES - 1) {  // x is free for the next block, or the next task's first
+          if ((in.asked = i + 1 < own)) {
+            in.load<phase>(in.x[0], block + STEP);
+          } else if ((in.asked = next_is(phase))) {
+            in.find<phase>(entry);
+            in.load<phase>(in.x[0], begin);
+          }
+        }
+        multiply<FLOAT16 && !fc2>(sums[half], rows[half][0], rows[half][1], now);
+      }
+    }
+    hand_over(sums, 2 * t <= last, 2 * t < last);
+  }
+
+  // ---- a call that does not gather
+  DEVICE void fc1_of_tokens() {
+    const u32 tokens = Slot{load_shared(entry + WORD_AT)}.tokens_from(2 * t);  // that the expert has
+    passed();
+    resident_tile(tokens & 1, tokens & 2, [](int) {}, [](int) {});
+  }
+  // A token's units of FC2 go round the warps; products are added up over its routes here.
+  DEVICE void fc2_of_token(const u8* h) {
+    const u32 token = load_shared(entry + INFO_AT) >> 16;
+    const int own = stages.units_of(token);
+    passed();
+    if (own <= 0 && stages.tag == (u32)number << 2) {  // nothing to ask for in this task
+      stages.tag += 4;
+      stages.entry = entry;
+    }
+    float sums[HALVES][4] = {};
+    auto route_of = [&](u32 unit) { return b.shared.routes() + (token * TOP_K + unit / UNITS2) * 16; };
+    auto load_h = [&](int i) {  // of unit i
+      const u32 unit = b.warp + i * WARPS, route = load_shared(route_of(unit) + ROUTE_NUMBER);
+      in.row = h + ((u64)route * BLOCKS2 + unit % UNITS2 * (NARROW ? 2 : 1)) * 256;
+      in.load<FC2>(in.x[0], 0);
+    };
+    if (own > 0) load_h(0);
+    ROLLED
+    for (int i = 0; i < own; i++) {
+      const u32 unit = b.warp + i * WARPS, block = unit % UNITS2 * (NARROW ? 2 : 1);
+      const float factor = load_shared_float(route_of(unit) + ROUTE_FACTOR);
+      Rows rows[HALVES][2];
+      stages.open();
+      UNROLL
+      for (int half = 0; half < HALVES; half++) stages.read2_half(rows[half], half, block);
+      stages.close();
+      in.wait_for_h(in.x[0], block * 128 + (NARROW ? (g & 1) * 128 : 0), [&] { in.load<FC2>(in.x[0], 0); });
+      UNROLL
+      for (int half = 0; half < HALVES; half++) {
+        float products[2][4] = {};
+        u32 now[16];
+        UNROLL
+        for (int j = 0; j < 16; j++) now[j] = in.x[0][j];
+        if (half == HALVES - 1 && i + 1 < own) load_h(i + 1);
+        multiply<false>(products, rows[half][0], rows[half][1], now);
+        UNROLL
+        for (int j = 0; j < 4; j += 2)
+          sums[half][j] += factor * (products[0][NARROW && j ? 3 : j] + products[1][NARROW && j ? 3 : j]);
+      }
+    }
+    UNROLL
+    for (int half = 0; half < HALVES; half++) {
+      const u32 at = b.shared.sums() + buffer * BUFFER_BYTES + b.warp * 64 + g * 4;
+      barrier_wait(b.shared.empty() + 8 * buffer, turn ^ 1);
+      if (t == 0 && NARROW) {
+        store_shared_float(at, sums[half][0] + sums[half][2]);
+      } else if (t == 0) {
+        store_shared_float(at, sums[half][0]);
+        store_shared_float(at + 32, sums[half][2]);
+      }
+      __syncwarp();
+      if (b.lane == 0) barrier_arrive(b.shared.full() + 8 * buffer);
+      if (++buffer == BUFFERS) {
+        buffer = 0;
+        turn ^= 1;
+      }
+    }
+  }
+
+  DEVICE void run() {
+    stages.begin();
+    stages.fill(true);  // waits for the first task alone: a warp may have no unit of any
+    if (GATHER) {
+      while (current() == FC1) {
+        if constexpr (RESIDENT)
+          resident_task();
+        else
+          streamed_task<FC1>();
+      }
+      in.asked = false;
+      while (current() == FC2) streamed_task<FC2>();
+      stages.ended = true;  // there are no weights left
+      for (int n = 1; current() == SUM; n++) {
+        const u32 token = load_shared(entry + INFO_AT);
+        const u32 local = load_shared(b.shared.held() + token * 4);
+        passed();
+        sum_token(b, token, local);
+        __syncwarp();  // all lanes have read the entry
+        if (b.lane == 0) release_shared(b.shared.finished() + 4 * b.warp, n);
+      }
+    } else {
+      UNROLL
+      for (int i = 0; i < BLOCKS_A_WARP; i++) in.arrange(in.x[i]);
+      while (current() == FC1) fc1_of_tokens();
+      named_barrier<1, WARPS * 32>();  // factors of the routes are there
+      const u8* h =
+          b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + t * 16 + (NARROW ? (g & 1) * 256 : 0);
+      while (current() == FC2) fc2_of_token(h);
+    }
+    if (b.lane == 0) barrier_arrive(b.shared.ended());
+  }
+};

@@ -1,0 +1,131 @@
+// What the host hands over, the workspace, shared memory, and the words in which warps tell each other of routes and
+// tasks. `records.py` has the host's side of Layer and Call; `host_records.cuh`, which it writes, compares sizes and
+// offsets.
+#pragma once
+#include "config.cuh"
+
+// ---- from the host
+struct Layer {
+  const u8 *w1, *s1;  // codes and block scales
+  const float *alpha1, *halves1,
+      *input1;  // NVFP4: scale of an expert, of its up and gate, of the input (each step1 floats or one)
+  const u8 *w2, *s2;
+  const float *alpha2, *input2;
+  const void *bias1, *bias2;
+  const float *swiglu_alpha, *swiglu_beta, *swiglu_limit;
+  volatile u32* stuck;      // in host memory: tokens of a launch that was stopped
+  int step1, step2, first;  // 1 if each expert has an input scale, else 0; this rank's first expert
+};
+
+struct Call {
+  const u8 *x, *x_sf;                // x_sf: scales of x in FP4, as the host has quantized it, else null
+  const void *ids, *router_weights;  // (tokens, TOP_K)
+  u16* out;
+  u8* workspace;
+  int tokens;
+  int wide_ids;     // ids are int64, else int32
+  int weight_type;  // router weights: 0 float32, 1 bfloat16
+  int swizzled;     // x_sf lies in 128x4 tiles
+};
+
+#include "host_records.cuh"
+
+// ---- workspace: one for each stream or graph. HEADER bytes that begin as zeros; two buffers of h, 0xff everywhere;
+// shares.
+constexpr int HEADER = 1024;
+constexpr u64 ROW_OF_H = (u64)BLOCKS2 * 256;      // bytes of a route's h in bfloat16
+constexpr u64 H_BUFFER = (u64)ROUTES * ROW_OF_H;  // launch n writes number n % 2
+constexpr u64 ALL_SHARES = GATHER ? (u64)ROUTES * STORED_HIDDEN * 4 : 0;
+static_assert(512 + 2 * 4 * 64 <= HEADER, "the counts of 64 tokens, twice, end beyond the header");
+extern "C" __device__ const int shared_bytes = SHARED_BYTES, threads = THREADS;
+extern "C" __device__ const int workspace_bytes = HEADER + 2 * H_BUFFER + ALL_SHARES,
+                                filled_bytes = HEADER + 2 * H_BUFFER;
+
+struct Workspace {
+  u8* base;
+  DEVICE u32* ticket() const { return (u32*)base; }        // the next task
+  DEVICE u32* done() const { return (u32*)(base + 128); }  // blocks that take no further ticket
+  DEVICE u32* epoch() const {
+    return (u32*)(base + 256);
+  }  // number of the launch; behind it, tokens of the last launch
+  DEVICE u32* added() const { return (u32*)(base + 512); }  // (2, MAX_TOKENS): shares of a token that are there
+  DEVICE u8* h() const { return base + HEADER; }            // (2, route, column), in an order of columns of its own
+  DEVICE float* shares() const { return (float*)(h() + 2 * H_BUFFER); }  // (route, column): products of FC2
+};
+
+// ---- words
+// A group: up to 8 routes of an expert, neighbors in the list of routes by expert.
+struct Group {
+  u32 word;
+  DEVICE static u32 make(u32 expert, u32 first, u32 last) { return expert | first << 12 | last << 25; }
+  DEVICE u32 expert() const { return word & 4095; }
+  DEVICE u32 first() const { return word >> 12 & 8191; }  // place of its first route
+  DEVICE u32 last() const { return word >> 25; }          // number of routes less one
+};
+// A slot: an expert that is hit, and by which tokens.
+struct Slot {
+  static constexpr int TOKENS = 16;  // bit of token 0
+  DEVICE static u32 make(u32 expert, int token) { return expert | 1u << TOKENS << token; }
+  u32 word;
+  DEVICE u32 expert() const { return word & 4095; }
+  DEVICE u32 tokens_from(int token) const { return word >> (TOKENS + token); }
+};
+// What a task is: bit 0 says that it reads h or shares, bit 1 that no warp that multiplies hands a product over.
+constexpr u32 FC1 = 0, FC2 = 1, END = 2, SUM = 3;
+// The first word of an entry: the number of the block's task plus 1, and its kind.
+DEVICE u32 tag_of(u32 number, u32 kind) { return (number + 1) << 2 | kind; }
+// The second word. FC1: slot and task of its tiles; FC2: token (0 if GATHER) and task of its tiles; SUM: the token
+// alone.
+struct Info {
+  u32 word;
+  DEVICE static u32 make(u32 high, u32 low) { return high << 16 | low; }
+  DEVICE int high() const { return word >> 16; }
+  DEVICE int low() const { return word & 0xffff; }
+};
+// Where the parts of an entry lie. Third word: Group or Slot. From 16 on, for each tile of the task: codes in units of
+// 16 bytes, scales of up and of gate (FC2: scales, 0) in units of 2 bytes, first row.
+constexpr u32 INFO_AT = 4, WORD_AT = 8, TILES_AT = 16;
+// A route of a call that does not gather: 16 bytes. Codes and scales of its expert in FC2, in such units; its factor;
+// its number.
+constexpr u32 ROUTE_SCALES = 4, ROUTE_FACTOR = 8, ROUTE_NUMBER = 12;
+
+// ---- shared memory, at the offsets that the host has computed
+struct Shared {
+  u32 base;
+  u8* memory;
+  DEVICE u32 stages(int warp) const { return base + STAGES_AT + warp * (STAGES * STAGE_BYTES); }
+  DEVICE u32 sums() const { return base + SUMS_AT; }
+  DEVICE u32 full() const { return base + BARRIERS_AT; }                  // BUFFERS mbarriers, WARPS arrivals each
+  DEVICE u32 empty() const { return base + BARRIERS_AT + BUFFERS * 8; }   // BUFFERS mbarriers, one arrival
+  DEVICE u32 ended() const { return base + BARRIERS_AT + BUFFERS * 16; }  // one, READERS arrivals
+  DEVICE u32 finished() const {
+    return base + FINISHED_AT;
+  }  // of each reader: tasks (if it multiplies, sums) it has read
+  DEVICE u32 progress() const { return base + PROGRESS_AT; }  // tasks that warp 0 has begun
+  DEVICE u32 epoch() const { return base + PROGRESS_AT + 4; }
+  DEVICE u32 entries() const { return base + ENTRIES_AT; }
+  // A call that does not gather.
+  DEVICE u32 routes() const { return base + ROUTES_AT; }
+  DEVICE u32 slots() const { return base + (GATHER ? GROUPS_AT : SLOTS_AT); }  // or groups
+  DEVICE u32* slot_words() const { return (u32*)(memory + SLOTS_AT); }
+  DEVICE u32* masks() const { return (u32*)(memory + MASKS_AT); }  // routes of a slot, ROUTE_WORDS each
+  DEVICE u32* hit() const { return (u32*)(memory + HIT_AT); }      // a bit for each expert
+  DEVICE u32* valid() const { return (u32*)(memory + HIT_AT + EXPERT_WORDS * 4); }  // local routes of a token
+  // One that does.
+  DEVICE u32 numbers() const { return base + NUMBERS_AT; }  // of routes, 16 bits each, by expert
+  DEVICE u32 held() const { return base + HELD_AT; }        // a mask of each token's local routes
+};
+static_assert(SUMS_AT - STAGES_AT == WARPS * STAGES * STAGE_BYTES, "variant.py and config.cuh differ in STAGE_BYTES");
+static_assert(BARRIERS_AT - SUMS_AT == BUFFERS * BUFFER_BYTES, "variant.py and config.cuh differ in BUFFER_BYTES");
+static_assert(GATHER || ROUTES_AT - ENTRIES_AT == ENTRIES * ENTRY_BYTES,
+              "variant.py and config.cuh differ in ENTRY_BYTES");
+static_assert(SHARED_BYTES <= 99 * 1024, "a block of SM12x has at most 99 KB of shared memory");
+
+// A block and its place in it, as every role sees them.
+struct Block {
+  const Layer& layer;
+  const Call& call;
+  Workspace workspace;
+  Shared shared;
+  int warp, lane;
+};

@@ -1,0 +1,157 @@
+// From ids and router weights to what the tasks are made of. Every block does it for itself, and all must come to the
+// same. A call that does not gather: routes by token, and slots (experts that are hit). One that gathers: groups of up
+// to 8 routes of an expert.
+#pragma once
+#include "records.cuh"
+
+// Returns the local number of a route's expert; -1 if it is another rank's, or none.
+DEVICE int expert_of(const Layer& layer, const Call& call, u32 route) {
+  const long long id =
+      (call.wide_ids ? ((const long long*)call.ids)[route] : (long long)((const int*)call.ids)[route]) - layer.first;
+  return id >= 0 && id < EXPERTS ? (int)id : -1;
+}
+DEVICE float weight_of(const Call& call, u32 route) {
+  return call.weight_type ? from_bf16(((const u16*)call.router_weights)[route])
+                          : ((const float*)call.router_weights)[route];
+}
+// What NVFP4 multiplies FC2's products of an expert by.
+DEVICE float scale2_of(const Layer& layer, int expert) {
+  return layer.alpha2[expert] * layer.input2[expert * layer.step2];
+}
+
+// ---- up to 8 tokens: warp w reads the routes of token w, a route a lane
+struct TokenRoutes {
+  int expert = -1;    // of this lane's route, if it is local
+  int slot = 0;       // its number
+  u32 factor_at = 0;  // where its factor goes
+  float factor = 0;
+
+  DEVICE void read(const Block& b) {
+    if (b.warp >= b.call.tokens) return;
+    const int route = b.warp * TOP_K + b.lane;
+    float weight = 0;
+    if (b.lane < TOP_K) {
+      expert = expert_of(b.layer, b.call, route);
+      weight = weight_of(b.call, route);
+    }
+    const u32 local = __ballot_sync(~0u, expert >= 0);
+    slot = b.warp * TOP_K + __popc(local & ((1u << b.lane) - 1));
+    if (expert >= 0) {
+      factor = weight;
+      if (GROUP == 16) factor *= scale2_of(b.layer, expert);
+      const u32 at = b.shared.routes() + slot * 16;
+      factor_at = at + ROUTE_FACTOR;
+      store_shared_16(at, (u32)(expert * (EXPERT_CODES2 / 16)), (u32)(expert * (EXPERT_SCALES2 / 2)), 0, route);
+      if (MAX_TOKENS > 1) atomicOr(&b.shared.hit()[expert >> 5], 1u << (expert & 31));
+    }
+    if (b.lane == 0) b.shared.valid()[b.warp] = __popc(local);
+  }
+  // Numbers the experts that are hit in ascending order, after a barrier. Returns how many there are.
+  DEVICE int number_slots(const Block& b) {
+    int slots = 0, rank = 0;
+    for (int i = 0; i < EXPERT_WORDS; i++) {
+      const u32 word = b.shared.hit()[i];
+      if (expert >> 5 == i) rank = slots + __popc(word & ((1u << (expert & 31)) - 1));
+      slots += __popc(word);
+    }
+    slot = rank;
+    return slots;
+  }
+  DEVICE void mark(const Block& b) const {
+    if (expert < 0) return;
+    const int route = b.warp * TOP_K + b.lane;
+    atomicOr(b.shared.slot_words() + slot, Slot::make(expert, b.warp));
+    atomicOr(&b.shared.masks()[slot * ROUTE_WORDS + (route >> 5)], 1u << (route & 31));
+  }
+  // It may be late: FC2 waits for it.
+  DEVICE void store_factor() const {
+    if (factor_at) store_shared_float(factor_at, factor * CODE_FACTOR);
+  }
+};
+
+// ---- more tokens: sorts the routes by expert
+// A route's place within its expert is the number of routes of the expert in warps before, and before it in its own
+// warp. The scratch is the memory of the stages, from 0 on: counts (warp, expert) of 16 bits, then for each expert its
+// first place and group, its number of routes, then the places and groups in front of each 32 experts. A pair of counts
+// is a word: groups above, routes below.
+constexpr int BLOCK_WARPS = THREADS / 32;
+constexpr int CHUNKS = (ROUTES + 31) / 32;
+constexpr int COUNTERS = GATHER ? (CHUNKS < BLOCK_WARPS ? CHUNKS : BLOCK_WARPS) : 0;  // warps that count
+constexpr int CHUNKS_A_WARP = (CHUNKS + BLOCK_WARPS - 1) / BLOCK_WARPS;
+constexpr int FIRST_AT = (COUNTERS * EXPERTS * 2 + 3) / 4 * 4, TOTAL_AT = FIRST_AT + EXPERTS * 4,
+              BEFORE_AT = TOTAL_AT + EXPERTS * 4;
+static_assert(!GATHER || BEFORE_AT + EXPERT_WORDS * 4 + 4 <= SUMS_AT,
+              "the scratch that sorts routes is larger than the stages");
+
+DEVICE void clear_counts(const Block& b) {
+  for (int i = threadIdx.x; i < (COUNTERS * EXPERTS + 1) / 2; i += THREADS) ((u32*)b.shared.memory)[i] = 0;
+}
+// Returns the number of groups.
+DEVICE int group_routes(const Block& b) {
+  const int tid = threadIdx.x, all = b.call.tokens * TOP_K, used = min(COUNTERS, (all + 31) / 32);
+  u16* count = (u16*)b.shared.memory;
+  u32* first = (u32*)(b.shared.memory + FIRST_AT);
+  u32* total = (u32*)(b.shared.memory + TOTAL_AT);
+  u32* before = (u32*)(b.shared.memory + BEFORE_AT);
+  int expert[CHUNKS_A_WARP], rank[CHUNKS_A_WARP];
+  UNROLL
+  for (int i = 0; i < CHUNKS_A_WARP; i++) {
+    const int route = (b.warp + i * BLOCK_WARPS) * 32 + b.lane;
+    expert[i] = route < all ? expert_of(b.layer, b.call, route) : -1;
+  }
+  UNROLL
+  for (int i = 0; i < CHUNKS_A_WARP; i++) {
+    if ((b.warp + i * BLOCK_WARPS) * 32 >= all) continue;
+    const u32 same = __match_any_sync(~0u, expert[i]), below = same & ((1u << b.lane) - 1);
+    const int n = expert[i] < 0 ? 0 : count[b.warp * EXPERTS + expert[i]];
+    rank[i] = n + __popc(below);
+    __syncwarp();
+    if (expert[i] >= 0 && !below) count[b.warp * EXPERTS + expert[i]] = n + __popc(same);
+    __syncwarp();
+  }
+  __syncthreads();
+  for (int part = b.warp; part * 32 < EXPERTS; part += BLOCK_WARPS) {  // a lane has an expert
+    const int e = part * 32 + b.lane;
+    u32 n = 0;
+    if (e < EXPERTS) {
+      for (int i = 0; i < used; i++) {
+        const u32 of_warp = count[i * EXPERTS + e];
+        count[i * EXPERTS + e] = n;
+        n += of_warp;
+      }
+      total[e] = n;
+    }
+    const u32 own = (n + 7) / 8 << 16 | n;
+    u32 upto = own;
+    UNROLL
+    for (int d = 1; d < 32; d *= 2) {
+      const u32 v = __shfl_up_sync(~0u, upto, d);
+      if (b.lane >= d) upto += v;
+    }
+    if (e < EXPERTS) first[e] = upto - own;
+    if (b.lane == 31) before[part] = upto;
+  }
+  __syncthreads();
+  for (int e = tid; e < EXPERTS; e += THREADS) {
+    u32 from = first[e];
+    for (int i = 0; i < e / 32; i++) from += before[i];
+    first[e] = from;
+    const int n = total[e];
+    for (int i = 0; i * 8 < n; i++)
+      store_shared(b.shared.slots() + ((from >> 16) + i) * 4,
+                   Group::make(e, (from & 0xffff) + 8 * i, min(n - 8 * i, 8) - 1));
+    if (e == EXPERTS - 1) before[EXPERT_WORDS] = (from >> 16) + (n + 7) / 8;
+  }
+  __syncthreads();
+  const int groups = before[EXPERT_WORDS];
+  UNROLL
+  for (int i = 0; i < CHUNKS_A_WARP; i++) {
+    const int route = (b.warp + i * BLOCK_WARPS) * 32 + b.lane;
+    if (expert[i] < 0) continue;
+    const u32 place = (first[expert[i]] & 0xffff) + count[b.warp * EXPERTS + expert[i]] + rank[i];
+    store_shared_u16(b.shared.numbers() + place * 2, (u16)route);
+    or_shared(b.shared.held() + route / TOP_K * 4, 1u << route % TOP_K);
+  }
+  __syncthreads();
+  return groups;
+}

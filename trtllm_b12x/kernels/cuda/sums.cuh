@@ -1,0 +1,198 @@
+// The warps that add: sums over the warps that share a tile's columns, then the activation (FC1) or the output (FC2).
+//
+// Warps put their products into buffers; mbarriers full (WARPS arrivals) and empty (one) hand those over. One warp adds
+// the parts of 16 rows in the order of warps: the same bits always. In a call that gathers, FC2's products go to
+// shares, by route. Whoever wrote some adds 1 to the token's count (release); its sum waits for all (acquire), and adds
+// in the order of top_k.
+#pragma once
+#include "inputs.cuh"
+#include "routing.cuh"
+#include "schedule.cuh"
+
+struct Adder {
+  const Block& b;
+  const int mine, row16;  // number of this warp; lanes l and l + 16 have row 16 of a buffer
+  u32 kind, parts;        // of the task; this lane's row in the buffer that is added
+  Info info;
+  Group group;  // or Slot
+
+  DEVICE explicit Adder(const Block& block) : b(block), mine(block.warp - WARPS - 1), row16(block.lane & 15) {}
+
+  DEVICE void wait_full(u32 buffer, u32 parity) const { barrier_wait(b.shared.full() + 8 * buffer, parity); }
+  // Adds column `column` of `warps` warps, whose parts lie `stride` columns apart. Both lanes of a row get the sum.
+  DEVICE float total(int column, int warps, int stride) const {
+    float sum = 0;
+    UNROLL
+    for (int j = b.lane >> 4; j < warps; j += 2) sum += load_shared_float(parts + (j * stride + column) * 64);
+    return sum + __shfl_xor_sync(~0u, sum, 16);
+  }
+
+  DEVICE void run() {
+    int item = 0;  // a half of a tile: every warp that adds counts all, and adds every ADDERSth
+    for (int number = 0;; number++) {
+      const u32 entry = b.shared.entries() + ENTRY_BYTES * (number % ENTRIES);
+      u32 word;
+      __syncwarp();  // all lanes have read the entry before
+      if (b.lane == 0) release_shared(b.shared.finished() + 4 * (WARPS + mine), number);
+      while ((word = acquire_shared(entry)) >> 2 != (u32)(number + 1)) __nanosleep(20);
+      if (word & 2) break;  // the end, or a token's sum: no task is this warp's from here on
+      kind = word & 1;
+      info = {load_shared(entry + INFO_AT)};
+      group = {load_shared(entry + WORD_AT)};
+      const int items = kind == FC2 ? HALVES : HALVES * TILES_A_TASK;
+      for (int sub = 0; sub < items; sub++, item++) {
+        if (item % ADDERS != mine) continue;
+        const u32 buffer = item % BUFFERS, parity = item / BUFFERS & 1;
+        parts = b.shared.sums() + buffer * BUFFER_BYTES + row16 * 4;
+        if (kind == FC1)
+          for (int part = 0; part < PARTS1; part++, parts += SPLIT1 * COLUMNS * 64) add1(sub, part, buffer, parity);
+        else if (GATHER)
+          add2_gathered(sub, buffer, parity);
+        else
+          add2(sub, buffer, parity);
+        __syncwarp();
+        if (b.lane == 0) barrier_arrive(b.shared.empty() + 8 * buffer);
+        if (GATHER && kind == FC2 && b.lane <= (int)group.last())
+          add_release_global(b.workspace.added() + (load_shared(b.shared.epoch()) & 1) * MAX_TOKENS +
+                                 load_shared_u16(b.shared.numbers() + (group.first() + b.lane) * 2) / TOP_K,
+                             1);
+      }
+    }
+    __syncwarp();
+    if (b.lane == 0) {
+      release_shared(b.shared.finished() + 4 * (WARPS + mine), 1u << 30);
+      barrier_arrive(b.shared.ended());
+    }
+  }
+
+  // A part of a tile of FC1: h of 8 rows (16 without a gate) for each route of the slot or group.
+  DEVICE void add1(int sub, int part, u32 buffer, u32 parity) const {
+    const int slot = info.high(), tile = info.low() * TASK_TILES1 + sub / HALVES * PARTS1 + part, half = sub % HALVES;
+    const int expert = group.expert(), k = b.lane & 7;
+    const int row = piece_row<PIECES1>(tile, GATED ? half : 2 * half + (row16 >> 3)) + k;
+    const bool there = row < INTERMEDIATE;
+    float up_factor = CODE_FACTOR * (NVFP4 && b.call.x_sf ? 256.f : 1.f), gate_factor = up_factor;
+    if (GROUP == 16) {
+      const float all = b.layer.alpha1[expert], input = b.layer.input1[expert * b.layer.step1];
+      float up = all, gate = all;
+      if (GATED) {
+        up = b.layer.halves1[expert];
+        gate = b.layer.halves1[EXPERTS + expert];
+      }
+      const bool recorded = fmaxf(up, gate) == all;  // by the load; else somebody has written alpha since
+      up_factor *= (recorded ? up : all) * input;
+      gate_factor *= (recorded ? gate : all) * input;
+    }
+    float up_bias = 0, gate_bias = 0, alpha = 1, beta = 0, limit = 0;
+    if (BIAS && there) {
+      const u64 bias = (u64)expert * (MATRICES * INTERMEDIATE) + row * PAIR;
+      up_bias = bias_at(b.layer.bias1, bias + UP_ROW);
+      if (GATED) gate_bias = bias_at(b.layer.bias1, bias + GATE_ROW);
+    }
+    if (ACTIVATION == SWIGLU_BIAS) {
+      alpha = b.layer.swiglu_alpha[expert];
+      beta = b.layer.swiglu_beta[expert];
+      limit = b.layer.swiglu_limit[expert];
+    }
+    // h is written in pairs of rows k and k + FAR, in the order of `column8`: where this lane's pair lies in 128
+    // columns.
+    constexpr int FAR = CODE_BITS == 4 ? 4 : 2;
+    const int pair = CODE_BITS == 4 ? k : (k & 1) | k >> 2 << 1;
+    const bool writes = (CODE_BITS == 4 ? k < 4 : !(k & 2)) && row16 < (GATED ? 8 : 16) && there;
+    const int eight = CODE_BITS == 4 ? row >> 3 & 3 : (row >> 5 & 2) | (row >> 3 & 1);
+    const int owner = CODE_BITS == 4 ? row >> 5 & 3 : row >> 4 & 3;
+    u8* to = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + (row >> 7) * 256 + eight * 64 +
+             owner * 16 + pair * 4;
+    if (part == 0) wait_full(buffer, parity);
+    auto finish = [&](int route, float up, bool ours) {
+      float gate = 0;
+      if (GATED) gate = __shfl_down_sync(~0u, up, 8) * gate_factor + gate_bias;
+      up = up * up_factor + up_bias;
+      const float y = activate(up, gate, alpha, beta, limit), far = __shfl_down_sync(~0u, y, FAR);
+      if (writes && ours) store_relaxed(to + (u64)route * ROW_OF_H, (u32)to_bf16(y) | (u32)to_bf16(far) << 16);
+    };
+    if (GATHER) {
+      const int routes = group.last() + 1;
+      for (int i = b.lane >> 4; i < routes + (b.lane >> 4); i += 2) {  // two routes at once
+        float up = 0;
+        UNROLL
+        for (int j = 0; j < SPLIT1; j++) up += load_shared_float(parts + (j * 8 + i) * 64);
+        finish(load_shared_u16(b.shared.numbers() + (group.first() + i) * 2), up, i < routes);
+      }
+    } else {
+      for (int word = 0; word < ROUTE_WORDS; word++)
+        for (u32 left = b.shared.masks()[slot * ROUTE_WORDS + word]; left; left &= left - 1) {
+          const int route = word * 32 + __ffs(left) - 1;
+          finish(route, total(MAX_TOKENS == 1 ? 0 : route / TOP_K, SPLIT1, COLUMNS), b.lane < 16);
+        }
+    }
+  }
+
+  // Products of FC2 for a group, not added up over a token's routes.
+  DEVICE void add2_gathered(int sub, u32 buffer, u32 parity) const {
+    const int routes = group.last() + 1;
+    u32 route = 0;  // of lanes 0 to 7, with its factor
+    float factor = CODE_FACTOR;
+    if (b.lane < routes) {
+      const int expert = group.expert();
+      route = load_shared_u16(b.shared.numbers() + (group.first() + b.lane) * 2);
+      factor *= weight_of(b.call, route);
+      if (GROUP == 16) factor *= scale2_of(b.layer, expert);
+    }
+    wait_full(buffer, parity);
+    for (int i = b.lane >> 4; i < routes + (b.lane >> 4); i += 2) {
+      float* to = b.workspace.shares() + (u64)__shfl_sync(~0u, route, i) * STORED_HIDDEN;
+      const float f = __shfl_sync(~0u, factor, i);
+      for (int part = 0; part < TASK_TILES2; part++) {
+        const int column = piece_row<PIECES2>(info.low() * TASK_TILES2 + part, 2 * sub + (row16 >> 3)) + (b.lane & 7);
+        float sum = 0;
+        UNROLL
+        for (int j = 0; j < SPLIT2; j++) sum += load_shared_float(parts + ((part * SPLIT2 + j) * 8 + i) * 64);
+        if (column < STORED_HIDDEN && i < routes) to[column] = sum * f;
+      }
+    }
+  }
+
+  // A token's output.
+  DEVICE void add2(int sub, u32 buffer, u32 parity) const {
+    const int token = info.high();
+    const int column = piece_row<PIECES2>(info.low(), NARROW ? 0 : 2 * sub + (row16 >> 3)) + (b.lane & 7);
+    float bias = 0;
+    if (BIAS && column < HIDDEN)
+      for (int i = 0; i < (int)b.shared.valid()[token]; i++) {
+        const u32 at = b.shared.routes() + (token * TOP_K + i) * 16;
+        const u32 route = load_shared(at + ROUTE_NUMBER), expert = load_shared(at) / (u32)(EXPERT_CODES2 / 16);
+        bias += weight_of(b.call, route) * bias_at(b.layer.bias2, (u64)expert * STORED_HIDDEN + column);
+      }
+    wait_full(buffer, parity);
+    const float sum = total(0, WARPS, 1) + bias;
+    if (b.lane < (NARROW ? 8 : 16) && column < HIDDEN) b.call.out[(u64)token * HIDDEN + column] = to_output(sum);
+  }
+};
+
+// A token's output in a call that gathers: the warps that multiply share its columns. `local`: a mask of its local
+// routes.
+DEVICE void sum_token(const Block& b, u32 token, u32 local) {
+  const u32* added = b.workspace.added() + (load_shared(b.shared.epoch()) & 1) * MAX_TOKENS + token;
+  while (acquire_global(added) < (u32)(__popc(local) * TASKS2 * HALVES)) __nanosleep(20);
+  for (int column = b.warp * 128 + b.lane * 4; column < HIDDEN; column += WARPS * 128) {
+    float sum[4] = {};
+#pragma unroll(TOP_K < 8 ? TOP_K : 8)
+    for (int i = 0; i < TOP_K; i++) {
+      if (!(local >> i & 1)) continue;
+      const int route = token * TOP_K + i;
+      const uint4 q = load_relaxed_16((const u8*)(b.workspace.shares() + (u64)route * STORED_HIDDEN + column));
+      sum[0] += __uint_as_float(q.x);
+      sum[1] += __uint_as_float(q.y);
+      sum[2] += __uint_as_float(q.z);
+      sum[3] += __uint_as_float(q.w);
+      if (BIAS)
+        for (int j = 0; j < 4; j++)
+          sum[j] += weight_of(b.call, route) *
+                    bias_at(b.layer.bias2, (u64)expert_of(b.layer, b.call, route) * STORED_HIDDEN + column + j);
+    }
+    u16* to = b.call.out + (u64)token * HIDDEN + column;
+    *(uint2*)to = make_uint2((u32)to_output(sum[0]) | (u32)to_output(sum[1]) << 16,
+                             (u32)to_output(sum[2]) | (u32)to_output(sum[3]) << 16);
+  }
+}
