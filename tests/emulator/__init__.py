@@ -26,9 +26,8 @@ import torch
 
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
-from trtllm_b12x.kernels.cuda import variant as variants
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, LaunchPlan
-from trtllm_b12x.kernels.cuda.variant import Variant
+from trtllm_b12x.kernels.cuda.variant import TOKENS
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-stack-protector", "-ffp-contract=off", f"-I{FOLDER}")
@@ -72,7 +71,10 @@ class Order:
 
 
 class _Order(ctypes.Structure):
-    _fields_ = [("seed", ctypes.c_uint64), *((name, ctypes.c_int) for name in ("resident", "burst", "apart", "freeze", "late", "clock"))]
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("resident", "burst", "apart", "freeze", "late", "clock")),
+    ]
 
 
 class _Launch(ctypes.Structure):
@@ -110,34 +112,30 @@ def _machine() -> ctypes.CDLL:
     return ctypes.CDLL(str(_compile(FOLDER / "machine.cpp", target, "-O2", "-ftree-vectorize")), ctypes.RTLD_GLOBAL)
 
 
-@functools.cache
-def sources() -> Mapping[str, str]:
-    """Return the kernel's files by name."""
-    folder = variants.SOURCE.parent
-    return {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.cu*")}
-
-
 _libraries: dict[Any, Future[Path]] = {}
 
 
-def library(variant: Variant, changed: Mapping[str, str] | None = None, main: str = MAIN) -> Future[Path]:
-    """Begin to compile a variant, with changed files if any, to a shared object. The same is compiled once."""
-    files = {**sources(), **(changed or {})}
-    files.pop("ptx.cuh", None)
-    files["main.cpp"] = main
-    key = tuple(sorted(files.items())), variant
+def library(files: Mapping[str, str], main: str = MAIN) -> Future[Path]:
+    """Begin to compile a variant's files with ``main``, which includes one of them, to a shared object. Each is compiled once."""
+    written = {**files, "main.cpp": main}
+    del written["ptx.cuh"]  # the emulator's is found instead
+    key = tuple(sorted(written.items()))
     if key not in _libraries:
         folder = _build()[0] / f"variant{len(_libraries)}"
 
         def build() -> Path:
             folder.mkdir()
-            for name, text in files.items():
+            for name, text in written.items():
                 (folder / name).write_text(text, encoding="utf-8")
-            flags = [f"-D{name}={value}" for name, value in variant.definitions]
-            return _compile(folder / "main.cpp", folder / "kernel.so", "-O1", "-w", *flags)
+            return _compile(folder / "main.cpp", folder / "kernel.so", "-O1", "-w")
 
         _libraries[key] = _build()[1].submit(build)
     return _libraries[key]
+
+
+def loaded(path: Future[Path]) -> ctypes.CDLL:
+    _machine()  # has the symbols that a kernel needs
+    return ctypes.CDLL(str(path.result()))
 
 
 class Machine:
@@ -177,17 +175,15 @@ machine = Machine()
 class Function:
     """``driver.Function`` on the emulator. It compiles when it is first needed."""
 
-    def __init__(self, variant: Variant, changed: Mapping[str, str] | None = None) -> None:
-        self._variant, self._changed = variant, changed
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self._files = files
 
     def begin(self) -> None:
-        library(self._variant, self._changed)
+        library(self._files)
 
     @functools.cached_property
     def _library(self) -> ctypes.CDLL:
-        path = library(self._variant, self._changed)
-        _machine()  # has the symbols that the kernel needs
-        return ctypes.CDLL(str(path.result()))
+        return loaded(library(self._files))
 
     def constant(self, name: str) -> int:
         return ctypes.c_int.in_dll(self._library, name).value
@@ -227,9 +223,9 @@ def kernel_on_cpu(
     ``changed``: files of the kernel's source by name, in place of the package's.
     """
     kernel = kind(Card(blocks, 228 << 10, 90))
-    kernel.describe(geometry, variants.TOKENS[-1], torch.device("cuda"))
+    kernel.describe(geometry, TOKENS[-1], torch.device("cuda"))
     kernel.device = torch.device("cpu")
-    functions: dict[int, Any] = {variant.tokens: Function(variant, changed) for variant in kernel.variants()}
+    functions: dict[int, Any] = {each.tokens: Function({**each.files(), **(changed or {})}) for each in kernel.variants()}
     kernel._plan = LaunchPlan(functions, _Sizes(functions))
     kernel.bind(weights, first_expert)
     return kernel

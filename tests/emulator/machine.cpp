@@ -21,7 +21,8 @@ Thread* self;
 namespace {
 
 constexpr size_t STACK = 64 << 10;
-constexpr int IDLE_TURNS = 12;      // a warp that only looked for so long, while nothing changed, sleeps until something does
+constexpr int IDLE_TURNS =
+    12;  // a warp that only looked for so long, while nothing changed, sleeps until something does
 constexpr int SILENT_ROUNDS = 100;  // rounds of all warps in which nothing changed: a hang
 
 struct Machine {
@@ -87,7 +88,8 @@ void* begin_at(u8* stack, void (*entry)()) {
 u8* take_stack() {
   if (stacks.empty()) {
     constexpr int COUNT = 64;
-    u8* more = (u8*)mmap(nullptr, COUNT * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    u8* more =
+        (u8*)mmap(nullptr, COUNT * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     for (int i = 0; i < COUNT; i++) stacks.push_back(more + i * STACK);
   }
   u8* stack = stacks.back();
@@ -160,10 +162,12 @@ void end(Block& block) {
   machine->changes++, machine->version++;
 }
 
-// Starts blocks where a multiprocessor is free. A launch's begin when all blocks of the launch ahead have begun and let it.
+// Starts blocks where a multiprocessor is free. A launch's begin when all blocks of the launch ahead have begun and let
+// it.
 void start_blocks(bool now) {
   for (;;) {
-    if ((int)machine->blocks.size() >= machine->order.resident || (!now && machine->turns < machine->next_start)) return;
+    if ((int)machine->blocks.size() >= machine->order.resident || (!now && machine->turns < machine->next_start))
+      return;
     std::vector<Started*> able;
     for (auto& each : machine->launches)
       if (each->begun < each->launch.blocks && (!each->ahead || each->ahead->let_next == each->ahead->launch.blocks))
@@ -228,7 +232,8 @@ std::string waiting() {
       for (Thread& thread : warp.threads)
         if (!(warp.ended >> thread.lane & 1)) {
           const std::string file = thread.line.file;
-          places[{std::string(thread.what) + " (" + file.substr(file.rfind('/') + 1), thread.line.number}].insert(warp.number);
+          places[{std::string(thread.what) + " (" + file.substr(file.rfind('/') + 1), thread.line.number}].insert(
+              warp.number);
         }
     for (auto& [place, warps] : places) {
       text += "\n  block " + std::to_string(block->number) + " of launch ";
@@ -346,8 +351,8 @@ u64 random() {  // xorshift64*
 
 void fail(const std::string& message) {
   const Thread& t = *self;
-  machine->error = message + " (block " + std::to_string(t.warp->block->number) + ", warp " + std::to_string(t.warp->number) +
-                   ", lane " + std::to_string(t.lane) + ")";
+  machine->error = message + " (block " + std::to_string(t.warp->block->number) + ", warp " +
+                   std::to_string(t.warp->number) + ", lane " + std::to_string(t.lane) + ")";
   for (;;) stop();
 }
 
@@ -366,7 +371,8 @@ void look(const char* what, Line line) {
 void meet(Meeting meeting, const char* what, Line line) {
   Warp& warp = *self->warp;
   self->what = what, self->line = line;
-  if (warp.arrived && warp.meeting != meeting) fail("threads of a warp meet in different functions, one in " + std::string(what));
+  if (warp.arrived && warp.meeting != meeting)
+    fail("threads of a warp meet in different functions, one in " + std::string(what));
   warp.meeting = meeting;
   warp.arrived |= 1u << self->lane;
   if (warp.arrived == ~0u) {
@@ -413,7 +419,8 @@ void deliver() {
 u8* shared(u32 at, int bytes, const char* what, Line line) {
   std::vector<u8>& memory = self->warp->block->shared;
   if (at % bytes == 0 && (u64)at + bytes <= memory.size()) return memory.data() + at;
-  fail(std::string(what) + " of shared memory at " + std::to_string(at) + ", " + line.file + ":" + std::to_string(line.number));
+  fail(std::string(what) + " of shared memory at " + std::to_string(at) + ", " + line.file + ":" +
+       std::to_string(line.number));
 }
 
 void add_copy(u32 to, const u8* from, int bytes, Line line) {
@@ -475,8 +482,9 @@ u16 f16_of(double v) {
 
 float of_f16(u16 v) {
   const int exponent = v >> 10 & 31, mantissa = v & 1023;
-  const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                    : std::ldexp((float)(exponent ? mantissa + 1024 : mantissa), std::max(exponent, 1) - 25);
+  const float size = exponent == 31
+                         ? (mantissa ? NAN : INFINITY)
+                         : std::ldexp((float)(exponent ? mantissa + 1024 : mantissa), std::max(exponent, 1) - 25);
   return v >> 15 ? -size : size;
 }
 
@@ -504,7 +512,8 @@ u32 fma_bf16(u16 a, u16 b, u16 c) {
 }  // namespace emulator
 
 // Runs launches. Returns 0, 1 if they hang, 2 for another fault; `message` says what.
-extern "C" int emulator_run(const emulator::Launch* launches, int count, const emulator::Order* order, char* message, int size) {
+extern "C" int emulator_run(const emulator::Launch* launches, int count, const emulator::Order* order, char* message,
+                            int size) {
   using namespace emulator;
   Machine here;
   machine = &here;
@@ -523,5 +532,6 @@ extern "C" int emulator_run(const emulator::Launch* launches, int count, const e
 }
 
 extern "C" void emulator_fma_bf16(const unsigned short* operands, unsigned short* results, int count) {
-  for (int i = 0; i < count; i++) results[i] = emulator::fma_bf16(operands[3 * i], operands[3 * i + 1], operands[3 * i + 2]);
+  for (int i = 0; i < count; i++)
+    results[i] = emulator::fma_bf16(operands[3 * i], operands[3 * i + 1], operands[3 * i + 2]);
 }

@@ -1,5 +1,6 @@
-// A GPU on one CPU core: blocks of fibers, one for each CUDA thread, and a scheduler that draws whose turn it is. `ptx.cuh` is the kernel's
-// view of it, `machine.cpp` the machine. Threads of a warp meet where a warp must be together; elsewhere each runs on its own.
+// A GPU on one CPU core: blocks of fibers, one for each CUDA thread, and a scheduler that draws whose turn it is.
+// `ptx.cuh` is the kernel's view of it, `machine.cpp` the machine. Threads of a warp meet where a warp must be
+// together; elsewhere each runs on its own.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -94,16 +95,17 @@ struct Started {
 
 extern Thread* self;  // the thread that runs
 
-void stop();                                                  // another thread runs
-void look(const char* what, Line line);                       // before memory that others write is read or written: may stop
-void wait_turn(const char* what, Line line);                  // stops
-void meet(Meeting meeting, const char* what, Line line);      // waits for the other threads of the warp
-void wait_barrier(int id, int threads, Line line);            // waits for other threads of the block
-void changed(bool everywhere);                                // a word was written that others wait for: in this block or everywhere
-void store_late(u32* at, u32 value);                          // a relaxed store
-void deliver();                                               // this block's relaxed stores are seen by all
-u8* shared(u32 at, int bytes, const char* what, Line line);   // checks bounds and alignment
-void add_copy(u32 to, const u8* from, int bytes, Line line);  // cp.async; the destination is garbage until it is waited for
+void stop();                                  // another thread runs
+void look(const char* what, Line line);       // before memory that others write is read or written: may stop
+void wait_turn(const char* what, Line line);  // stops
+void meet(Meeting meeting, const char* what, Line line);  // waits for the other threads of the warp
+void wait_barrier(int id, int threads, Line line);        // waits for other threads of the block
+void changed(bool everywhere);        // a word was written that others wait for: in this block or everywhere
+void store_late(u32* at, u32 value);  // a relaxed store
+void deliver();                       // this block's relaxed stores are seen by all
+u8* shared(u32 at, int bytes, const char* what, Line line);  // checks bounds and alignment
+void add_copy(u32 to, const u8* from, int bytes,
+              Line line);  // cp.async; the destination is garbage until it is waited for
 void commit_copies();
 void wait_copies(size_t groups);
 bool launch_ahead_ended();

@@ -1,6 +1,7 @@
 // The functions of `kernels/cuda/ptx.cuh` and CUDA's builtins on a CPU.
 #pragma once
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <type_traits>
 
@@ -9,6 +10,7 @@
 #define DEVICE inline
 #define UNROLL
 #define ROLLED
+#define OFFSET_OF(record, field) offsetof(record, field)
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -91,7 +93,8 @@ inline T __shfl_up_sync(u32 mask, T v, int by, emulator::Line line = {}) {
 }
 template <class T>
 inline T __shfl_down_sync(u32 mask, T v, int by, emulator::Line line = {}) {
-  return meet_in_shuffle(mask, v, emulator::self->lane + by > 31 ? emulator::self->lane : emulator::self->lane + by, line);
+  return meet_in_shuffle(mask, v, emulator::self->lane + by > 31 ? emulator::self->lane : emulator::self->lane + by,
+                         line);
 }
 template <class T>
 inline T __shfl_xor_sync(u32 mask, T v, int with, emulator::Line line = {}) {
@@ -212,12 +215,16 @@ inline uint2 load_shared_8(u32 at, emulator::Line line = {}) { return in_shared<
 inline u32 load_shared(u32 at, emulator::Line line = {}) { return in_shared<u32>(at, "load_shared", line); }
 inline u32 load_shared_u16(u32 at, emulator::Line line = {}) { return in_shared<u16>(at, "load_shared_u16", line); }
 inline u32 load_shared_u8(u32 at, emulator::Line line = {}) { return in_shared<u8>(at, "load_shared_u8", line); }
-inline float load_shared_float(u32 at, emulator::Line line = {}) { return in_shared<float>(at, "load_shared_float", line); }
+inline float load_shared_float(u32 at, emulator::Line line = {}) {
+  return in_shared<float>(at, "load_shared_float", line);
+}
 inline void store_shared_16(u32 at, u32 x, u32 y, u32 z, u32 w, emulator::Line line = {}) {
   in_shared<uint4>(at, "store_shared_16", line) = {x, y, z, w};
 }
 inline void store_shared(u32 at, u32 v, emulator::Line line = {}) { in_shared<u32>(at, "store_shared", line) = v; }
-inline void store_shared_u16(u32 at, u16 v, emulator::Line line = {}) { in_shared<u16>(at, "store_shared_u16", line) = v; }
+inline void store_shared_u16(u32 at, u16 v, emulator::Line line = {}) {
+  in_shared<u16>(at, "store_shared_u16", line) = v;
+}
 inline void store_shared_float(u32 at, float v, emulator::Line line = {}) {
   in_shared<float>(at, "store_shared_float", line) = v;
 }
