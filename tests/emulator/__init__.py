@@ -1,7 +1,7 @@
 """Run the one-launch CUDA kernel on a CPU: its own source, compiled by g++, with one fiber for each CUDA thread.
 
-``ptx.cuh`` replaces the file of the kernel that has all instructions; ``machine.cpp`` schedules the threads, and ``Order`` says how it
-draws whose turn it is. ``kernel_on_cpu`` returns the package's own ``CudaKernel`` whose launches run here.
+``ptx.cuh`` replaces the file of the kernel that has all instructions. ``machine.cpp`` schedules the threads, and ``Order`` says how
+it draws whose turn it is. ``kernel_on_cpu`` returns the package's own ``CudaKernel`` whose launches run here.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ extern "C" void emulator_start(const void* a, const void* b) { start(layer, a, b
 """
 
 
-class Fault(RuntimeError):
+class FaultError(RuntimeError):
     """The kernel did what a GPU would not bear, or what the emulator holds to be wrong."""
 
 
-class Hang(Fault):
+class HangError(FaultError):
     """No thread of the launches can go on. The message says which warps wait where."""
 
 
@@ -51,16 +51,21 @@ class Order:
 
     seed: int = 0
     resident: int = 8
-    """Blocks that run at once."""
+    """Blocks that run at once, of all launches together."""
     burst: int = 1
+    """Most turns of a warp in a row."""
     apart: int = 0
+    """0: threads of a warp read together what others write. Else each thread stops there once in so many times."""
     freeze: int = 0
+    """Most turns for which a warp, a block or all other blocks stand still; 0: none does."""
     late: int = 0
+    """Most turns after which a free multiprocessor takes a block; 0: at once."""
     clock_runs: bool = False
+    """Time passes for launches that wait forever, so that they stop themselves."""
 
     @classmethod
     def drawn(cls, seed: int, resident: int = 8) -> Order:
-        """Return the order of a seed: uniform turns for 0, else with bursts, frozen warps or blocks, late blocks, drifting threads."""
+        """Return the order of a seed: 0 is uniform; others have bursts, frozen warps or blocks, late blocks, threads apart."""
         drawn = Random(seed)
         if not seed:
             return cls(0, resident)
@@ -73,7 +78,7 @@ class Order:
 class _Order(ctypes.Structure):
     _fields_ = [
         ("seed", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("resident", "burst", "apart", "freeze", "late", "clock")),
+        *((name, ctypes.c_int) for name in ("resident", "burst", "apart", "freeze", "late", "clock_runs")),
     ]
 
 
@@ -166,7 +171,7 @@ class Machine:
         with self.lock:
             code = _machine().emulator_run(array, len(array), ctypes.byref(_Order(*astuple(self.order))), message, len(message))
         if code:
-            raise (Hang if code == 1 else Fault)(f"{self.order}: {message.value.decode()}")
+            raise (HangError if code == 1 else FaultError)(f"{self.order}: {message.value.decode()}")
 
 
 machine = Machine()

@@ -472,6 +472,7 @@ u16 f16_of(double v) {
   if (v != v) return 0x7fff;
   const u16 sign = std::signbit(v) ? 0x8000 : 0;
   v = std::fabs(v);
+  if (v == 0) return sign;
   if (v >= 65520) return sign | 0x7c00;
   int exponent;
   std::frexp(v, &exponent);
