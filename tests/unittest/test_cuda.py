@@ -80,12 +80,21 @@ def test_compiles(name: str, target: str) -> None:
         (CudaKernel, replace(QWEN3_30B, top_k=40)),
         (CudaKernel, replace(QWEN3_30B, layout=WeightLayout(fc1=BY_TURNS))),
         (CudaW4A16Kernel, replace(QWEN3_30B, intermediate_size=336, format="W4A16_NVFP4", layout=WeightLayout(ROWS))),
+        (CudaMXFP4Kernel, replace(QWEN3_30B, format="MXFP4", dtype=torch.float16)),
+        (CudaMXFP8Kernel, replace(QWEN3_30B, format="MXFP8", dtype=torch.float16)),
     ],
 )
 def test_what_it_does_not_take(kind: type[CudaKernel], geometry: Geometry) -> None:
     kernel = kind(models("sm_120a", ["RTX 5090"])[0])
     with pytest.raises(ValueError, match="one launch"):
         kernel.describe(geometry, 8, torch.device("cuda"))
+
+
+def test_a_variant_that_does_not_fit() -> None:
+    """Calls of two tokens take the variant of four."""
+    kernel = CudaMXFP8Kernel(models("sm_120a", ["RTX 5090"])[0])
+    kernel.describe(Geometry(64, 6, 2560, 64, "Swiglu", format="MXFP8"), 64, torch.device("cuda"))
+    assert [each.tokens for each in kernel.variants()] == [1, 4, 64]
 
 
 def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

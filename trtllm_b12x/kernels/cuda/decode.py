@@ -139,7 +139,7 @@ class CudaKernel(OwnKernel):
 
     @property
     def _most_apart(self) -> int:
-        return max(tokens for tokens in self._plan.functions if tokens != TOKENS[-1])
+        return max((tokens for tokens in self._plan.functions if tokens != TOKENS[-1]), default=0)
 
     def _test(self) -> list[SelfTestResult] | None:
         tested = {tokens: [self] for tokens in TOKENS if tokens <= self.capacity}

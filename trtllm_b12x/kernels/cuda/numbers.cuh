@@ -12,8 +12,8 @@ struct Scale {
 };
 constexpr u32 MINUS_ZEROS = 0x80008000u;
 
-// E4M3. Its bits, 20 places up in a word of bfloat16, are the value times 2^-120; then times 2^119 (0x7b80 is 2^120)
-// and 2^118.
+// E4M3. Its bits, four places up in bfloat16, are the value times 2^-120 (0x7b80 is 2^120); then times 2^118 (0x7a80).
+// Of a sign bit or a NaN it makes another value.
 DEVICE Scale nvfp4_scale(u32 byte) {
   const u32 pair = fma_bf16x2(byte * 0x00100010u, 0x7b807b80u, MINUS_ZEROS);
   return {fma_bf16x2(pair, 0x7a807a80u, MINUS_ZEROS), MINUS_ZEROS};

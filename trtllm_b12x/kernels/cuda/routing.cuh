@@ -65,7 +65,7 @@ struct TokenRoutes {
   }
   // It may be late: FC2 waits for it.
   DEVICE void store_factor() const {
-    if (factor_at) store_shared_float(factor_at, factor * CODE_FACTOR);
+    if (factor_at) store_shared_float(factor_at, factor);
   }
 };
 

@@ -132,7 +132,7 @@ struct Adder {
   DEVICE void add2_gathered(int sub, u32 buffer, u32 parity) const {
     const int routes = group.last() + 1;
     u32 route = 0;  // of lanes 0 to 7, with its factor
-    float factor = CODE_FACTOR;
+    float factor = 1;
     if (b.lane < routes) {
       const int expert = group.expert();
       route = load_shared_u16(b.shared.numbers() + (group.first() + b.lane) * 2);
@@ -148,7 +148,7 @@ struct Adder {
         float sum = 0;
         UNROLL
         for (int j = 0; j < SPLIT2; j++) sum += load_shared_float(parts + ((part * SPLIT2 + j) * 8 + i) * 64);
-        if (column < STORED_HIDDEN && i < routes) to[column] = sum * f;
+        if (column < STORED_HIDDEN && i < routes) to[column] = sum * CODE_FACTOR * f;
       }
     }
   }
@@ -165,7 +165,7 @@ struct Adder {
         bias += weight_of(b.call, route) * bias_at(b.layer.bias2, (u64)expert * STORED_HIDDEN + column);
       }
     wait_full(buffer, parity);
-    const float sum = total(0, WARPS, 1) + bias;
+    const float sum = total(0, WARPS, 1) * CODE_FACTOR + bias;
     if (b.lane < (NARROW ? 8 : 16) && column < HIDDEN) b.call.out[(u64)token * HIDDEN + column] = to_output(sum);
   }
 };

@@ -89,8 +89,13 @@ def variants(g: Geometry, form: Format) -> tuple[Variant, ...]:
         raise ValueError(f"one launch does not take {sizes}")
     if g.top_k > _MAX_TOP_K:
         raise ValueError(f"one launch takes at most {_MAX_TOP_K} experts a token, not {g.top_k}")
+    if g.dtype is torch.float16 and form.group_size != 16:
+        raise ValueError(f"one launch takes {g.format} in bfloat16, not float16: E8M0 scales have a larger range")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
-    return tuple(_variant(g, tokens, form.code_bits, form.group_size, tiled) for tokens in taken)
+    found = [_variant(g, tokens, form.code_bits, form.group_size, tiled) for tokens in taken]
+    if found[-1] is None:
+        raise ValueError(f"one launch of {taken[-1]} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
+    return tuple(variant for variant in found if variant is not None)  # a larger one serves instead
 
 
 def _most_apart(g: Geometry) -> int:
@@ -103,7 +108,8 @@ def _most_apart(g: Geometry) -> int:
     return 1 if g.top_k > 16 or g.stored_hidden > 32 * 128 else 4 if g.stored_hidden > 16 * 128 else _COLUMNS
 
 
-def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Variant:
+def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Variant | None:
+    """Return the variant for calls of up to ``tokens`` tokens, or None if a block has not enough shared memory for it."""
     gather = tokens > _COLUMNS
     blocks = -(-g.stored_hidden // 128)
     if gather:
@@ -130,7 +136,7 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
         if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or stages == 2):
             break
     else:
-        raise ValueError(f"one launch of {tokens} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
+        return None
     narrow = halves == 1 and tokens == 1 and g.stored_hidden < 16 * _TASKS
     bias = 0 if g.bias is None else {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[g.bias]
     values = {
